@@ -1,0 +1,43 @@
+# `make serve` and `make test` are the two commands; everything else is a part of them.
+PYTHON ?= python3
+VENV   ?= .venv
+PORT   ?= 8000
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PURE   := fabric kv_index llm_workers/scheduling encoder_pool/planning router/planning modalities/text
+export PYTHONDONTWRITEBYTECODE=1
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: install serve test lint types unit property contract parity e2e fault gpu bench clean
+
+install: $(STAMP)
+
+# torch first and alone: a range would let pip pick a build with gigabytes of CUDA libraries.
+# nixl without its dependencies: the meta package pulls both CUDA builds, nixl-cu12 is enough.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q torch==2.13.0
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,loadtest]'
+	$(BIN)/python -m pip install -q --no-deps nixl==1.5.1
+	touch $(STAMP)
+
+serve: install
+	$(BIN)/weft serve --port $(PORT)
+
+test: install lint types unit property contract parity e2e fault gpu
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+
+types: install
+	$(BIN)/mypy $(PURE)
+
+unit property contract parity e2e fault gpu: install
+	$(BIN)/python -m pytest tests/$@ -q
+
+bench: install
+	$(BIN)/weft bench all
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,87 @@
+"""The feature channel: bytes of encoded features from an encoder's arena into a worker's inbox. The contract;
+`channel_local` (one process) and `channel_nixl` (NIXL READ) keep it, and pass one suite of tests.
+
+The receiver pulls, so nothing remote writes into memory that an aborted request gave back. Announcing is not the
+channel's: tickets travel on the message plane. Two facts of NIXL shape it: a released transfer handle does not stop
+the transfer, and bytes of a frozen peer may land later. So a destination slot is reusable only after its transfer
+ended (DONE or ERR); otherwise it is quarantined until the peer is confirmed dead. And a source slot carries a
+generation, raised before reuse: the reader reads it again after the payload; a mismatch is LeaseLost.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric.messages import FeatureTicket
+
+
+class SourceSlot(NamedTuple):
+    """A slot in the source's arena: `buffer` is writable uint8 `(nbytes,)`."""
+
+    slot_id: int
+    generation: int
+    nbytes: int
+    buffer: npt.NDArray[np.uint8]
+
+
+class LandedFeature(NamedTuple):
+    """A feature in the inbox arena. `buffer` is uint8 `(nbytes,)`, valid until `FeatureSink.free(slot_id)`."""
+
+    slot_id: int
+    buffer: npt.NDArray[np.uint8]
+    ticket: FeatureTicket
+    seconds: float
+
+
+class ArenaUsage(NamedTuple):
+    used_bytes: int
+    total_bytes: int
+    num_slots: int
+    quarantined_bytes: int
+    num_quarantined: int
+
+
+class FeatureSource(Protocol):
+    """The encoder's side: an arena of registered memory. Thread-safe."""
+
+    def allocate(self, nbytes: int) -> SourceSlot:
+        """Raises ArenaFull (no room now; the caller evicts or waits) or UnitTooLarge (never)."""
+        ...
+
+    def ticket(self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float) -> FeatureTicket:
+        """What a reader needs. The payload must be complete. The caller counts leases; the channel does not."""
+        ...
+
+    def free(self, slot: SourceSlot) -> None:
+        """Raises the slot's generation, then makes the memory reusable. Freeing an older generation is a no-op."""
+        ...
+
+    def usage(self) -> ArenaUsage: ...
+
+    def close(self) -> None: ...
+
+
+class FeatureSink(Protocol):
+    """The worker's side: the inbox arena and a transfer thread. Thread-safe; never blocks the engine."""
+
+    def pull(self, ticket: FeatureTicket, timeout_s: float) -> Future[LandedFeature]:
+        """Reserves inbox room at once (raises ArenaFull or UnitTooLarge) and reads in the transfer thread. The
+        future ends with the feature, or LeaseLost, or TransferFailed (the peer is gone, or `timeout_s` passed: then
+        the slot is quarantined, not freed). Cancelling the future frees the slot as soon as the transfer ended."""
+        ...
+
+    def free(self, slot_id: int) -> None:
+        """Makes inbox room. Freeing twice is a no-op."""
+        ...
+
+    def peer_dead(self, source: str) -> None:
+        """Confirms that a source's process is gone: its quarantined slots are freed, its connection is forgotten."""
+        ...
+
+    def usage(self) -> ArenaUsage: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,51 @@
+"""Stable digests. Never Python's `hash()`, which differs between processes.
+
+Every input is length-framed and every digest is namespaced, so that no two different inputs give the same
+bytes to hash. 128 bits: at a billion items a collision is rarer than a memory error.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+
+import blake3
+import xxhash
+
+from fabric.ids import BlockHash, MmHash
+
+
+def frame(parts: Iterable[bytes]) -> bytes:
+    """Joins parts so that the joints are part of the bytes: `frame([b"ab"]) != frame([b"a", b"b"])`."""
+    return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+
+
+def mm_hash(content: bytes, *, namespace: str, modality: str, options: str, geometry: tuple[int, ...], salt: str = "") -> MmHash:
+    """Identity of a media item.
+
+    `namespace` is the model (id and revision), `options` the canonical JSON of the processing options,
+    `geometry` the decoded size (pixels, samples): a hash without dimensions let one tenant poison another's
+    cache (CVE-2025-46722). `salt` isolates tenants. Content is hashed with BLAKE3: a client chooses it, so
+    the hash has to resist chosen collisions.
+    """
+    head = frame([b"weft-mm-1", namespace.encode(), modality.encode(), options.encode(), repr(geometry).encode(), salt.encode()])
+    return MmHash(blake3.blake3(head + content).hexdigest(length=16))
+
+
+def block_hash(parent: BlockHash | None, token_ids: bytes, extra_keys: Iterable[bytes] = ()) -> BlockHash:
+    """Identity of a KV block: its parent's hash, its token ids (little-endian int32) and its tagged extra keys.
+
+    XXH3-128 seeded by the chain: token ids come out of our own tokeniser and media enter by their BLAKE3
+    digest, so speed decides here.
+    """
+    extra = frame(extra_keys)
+    return BlockHash(xxhash.xxh3_128_digest(frame([b"weft-kv-1", parent or b"", token_ids, extra])))
+
+
+def uniform(seed: int, choice: int, index: int) -> float:
+    """A number in [0, 1) that depends on its arguments alone, with 53 random bits.
+
+    The draw for token `index` of `choice`: a migrated or preempted sequence draws the same again.
+    """
+    bits = xxhash.xxh3_64_intdigest(struct.pack("<qqq", seed, choice, index), seed=0x5745_4654)
+    return (bits >> 11) * 2.0**-53
