@@ -199,6 +199,27 @@ class GenerateResult(Wire):
     error: ErrorInfo | None = None
 
 
+# ---------------------------------------------------------------- membership
+
+
+class Member(Wire):
+    """One process of the cluster, as the directory knows it."""
+
+    member_id: MemberId
+    kind: str
+    """`router`, `encoder` or `worker`."""
+    address: str
+    """Of its plane endpoint."""
+    host: str
+    """Machine (or process, in one-process mode): the link class between two members follows from it."""
+    epoch: int
+    """Raised at each start; events of older epochs are void."""
+    modalities: tuple[str, ...] = ()
+    """What an encoder has loaded."""
+    transfer_agent: str = ""
+    """Name of the member's transfer agent (`FeatureTicket.source`), if it has one."""
+
+
 # ---------------------------------------------------------------- message plane
 
 

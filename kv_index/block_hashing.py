@@ -1,0 +1,61 @@
+"""Identity of KV blocks: the same on the worker that fills them and the router that looks them up.
+
+A block's hash chains its parent's, so equal hashes mean equal prefixes. Media enter as extra keys: the id of the
+placeholder token says nothing about which picture stands there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fabric.digest import block_hash, frame
+from fabric.ids import BlockHash
+from fabric.messages import MediaItem, PlaceholderRange
+
+
+def extra_keys(
+    block_index: int,
+    block_size: int,
+    placeholders: Sequence[PlaceholderRange],
+    media: Sequence[MediaItem],
+    cache_salt: str = "",
+) -> list[bytes]:
+    """Tagged keys of one block, in a fixed order: per overlapping placeholder (media hash, unit, and the feature
+    row that stands at the block's start, negative if the run begins inside the block), then the salt on the first
+    block. Without the row, two blocks at different places inside one picture would be equal. (The order and the
+    tags follow vLLM's, which once removed the offset and had to restore it; a tag keeps a salt from posing as a
+    media key.)"""
+    start, end = block_index * block_size, (block_index + 1) * block_size
+    keys = [
+        frame([b"mm", media[run.item].mm_hash.encode(), str(run.unit).encode(), str(run.row + start - run.offset).encode()])
+        for run in placeholders
+        if run.offset < end and run.end > start
+    ]
+    if block_index == 0 and cache_salt:
+        keys.append(frame([b"salt", cache_salt.encode()]))
+    return keys
+
+
+def hash_block(parent: BlockHash | None, token_ids: Sequence[int], keys: Sequence[bytes]) -> BlockHash:
+    """Of one full block."""
+    return block_hash(parent, np.asarray(token_ids, dtype="<i4").tobytes(), keys)
+
+
+def prompt_block_hashes(
+    token_ids: Sequence[int],
+    block_size: int,
+    placeholders: Sequence[PlaceholderRange] = (),
+    media: Sequence[MediaItem] = (),
+    cache_salt: str = "",
+) -> list[BlockHash]:
+    """Hashes of all full blocks of a prompt, in order."""
+    ids = np.asarray(token_ids, dtype="<i4")
+    hashes: list[BlockHash] = []
+    parent: BlockHash | None = None
+    for index in range(len(ids) // block_size):
+        keys = extra_keys(index, block_size, placeholders, media, cache_salt)
+        parent = block_hash(parent, ids[index * block_size : (index + 1) * block_size].tobytes(), keys)
+        hashes.append(parent)
+    return hashes
