@@ -1,0 +1,181 @@
+"""The cluster's configuration: YAML in, one frozen tree out. Unknown keys are refused; nothing reads it from the
+environment. What each part needs is handed to it as that part's own small config (see `compose.py`)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from deploy.yaml_marks import Mark, locate, parse_with_marks
+from fabric.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def parse_bytes(value: object) -> object:
+    """`512MiB` -> 536870912; integers pass. Raises ValueError for another unit."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"not a size: {value!r} (write a number of bytes or e.g. 512MiB)")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Device = Literal["cpu", "cuda"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(_Section):
+    path: Path | None = None
+    """A transformers model directory; none means the demo model."""
+    name: str | None = None
+    """What clients call it; default: the directory's name."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+
+class ServerSection(_Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    max_body_bytes: Bytes = 32 * 2**20
+
+
+class RouterSection(_Section):
+    replicas: int = Field(1, ge=1)
+    max_in_flight: int = Field(256, ge=1)
+    max_num_choices: int = Field(8, ge=1)
+    heartbeat_s: float = Field(0.5, gt=0)
+    lease_s: float = Field(5.0, gt=0)
+    dispatch_timeout_s: float = Field(600.0, gt=0)
+
+
+class EncoderSection(_Section):
+    replicas: int = Field(1, ge=0)
+    modalities: tuple[str, ...] = ("image",)
+    device: Device = "cpu"
+    gpus_per_replica: float = Field(0, ge=0)
+    arena_bytes: Bytes = 256 * 2**20
+    max_batch_cost: int = Field(16 * 1024, ge=1)
+    max_queue_cost: int = Field(512 * 1024, ge=1)
+    feature_lease_s: float = Field(60.0, gt=0)
+    decode_processes: int = Field(1, ge=0)
+    encode_delay_s: float = Field(0.0, ge=0)
+    """Fault injection for tests: every forward is preceded by this pause."""
+
+
+class WorkerSection(_Section):
+    replicas: int = Field(1, ge=1)
+    device: Device = "cpu"
+    gpus_per_replica: float = Field(0, ge=0)
+    block_size: int = Field(16, ge=1)
+    num_blocks: int = Field(1024, ge=2)
+    max_step_tokens: int = Field(512, ge=1)
+    max_sequences: int = Field(64, ge=1)
+    prefix_cache: bool = True
+    inbox_bytes: Bytes = 256 * 2**20
+    pull_timeout_s: float = Field(30.0, gt=0)
+
+
+class RaySection(_Section):
+    address: str | None = None
+    """An existing cluster; none starts one on this machine for as long as `weft serve` runs."""
+    temp_dir: Path | None = None
+
+
+class ClusterConfig(_Section):
+    """One model, its router, encoders and workers."""
+
+    model: ModelSection = ModelSection()
+    server: ServerSection = ServerSection()
+    router: RouterSection = RouterSection()
+    encoders: EncoderSection = EncoderSection()
+    workers: WorkerSection = WorkerSection()
+    ray: RaySection = RaySection()
+    allow_shared_gpu: bool = False
+    """Encoders and workers take whole GPUs unless this is set."""
+    threads_per_replica: int = Field(1, ge=1)
+
+    @model_validator(mode="after")
+    def _check_devices(self) -> ClusterConfig:
+        for name, section in (("encoders", self.encoders), ("workers", self.workers)):
+            gpus = section.gpus_per_replica
+            if section.device == "cuda" and gpus == 0:
+                raise ValueError(f"{name}: device is cuda but gpus_per_replica is 0")
+            if section.device == "cpu" and gpus > 0:
+                raise ValueError(f"{name}: gpus_per_replica is {gpus:g} but device is cpu")
+            if gpus % 1 and not self.allow_shared_gpu:
+                raise ValueError(f"{name}: gpus_per_replica {gpus:g} shares a GPU; set allow_shared_gpu: true to mean it")
+        return self
+
+
+class Problem(_Section):
+    """One thing that is wrong with a config file, and where."""
+
+    mark: Mark | None
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        where = f"line {self.mark.line}, column {self.mark.column}: " if self.mark else ""
+        return f"{where}{self.key or '(file)'}: {self.message}"
+
+
+def check_config(text: str) -> tuple[ClusterConfig | None, list[Problem]]:
+    """Parses and validates. Returns the config, or every problem that was found with its line and key."""
+    try:
+        data, marks = parse_with_marks(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        at = Mark(line=mark.line + 1, column=mark.column + 1) if mark else None
+        return None, [Problem(mark=at, key="", message=error.problem or str(error))]
+    if data is None:
+        data = {}
+    if not isinstance(data, dict):
+        return None, [Problem(mark=Mark(line=1, column=1), key="", message="the file must be a mapping")]
+    try:
+        return ClusterConfig.model_validate(data), []
+    except ValidationError as error:
+        return None, [_problem(item, marks) for item in error.errors()]
+
+
+def _problem(item: object, marks: dict[tuple[str | int, ...], Mark]) -> Problem:
+    assert isinstance(item, dict)
+    location = tuple(item["loc"])
+    message = str(item["msg"]).removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        message = _unknown_key(location)
+    return Problem(mark=locate(location, marks), key=".".join(map(str, location)), message=message)
+
+
+def _unknown_key(location: tuple[str | int, ...]) -> str:
+    import difflib
+
+    model: type[BaseModel] = ClusterConfig
+    for step in location[:-1]:
+        annotation = model.model_fields[str(step)].annotation
+        assert isinstance(annotation, type)
+        model = annotation
+    near = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; known keys are {', '.join(model.model_fields)}"
+    return f"unknown key{hint}"
+
+
+def load_config(path: Path | None) -> ClusterConfig:
+    """From a file, or the laptop default. Raises ConfigError that lists every problem."""
+    path = path or Path(__file__).parent / "configs" / "laptop.yaml"
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    config, problems = check_config(text)
+    if config is None:
+        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+    return config

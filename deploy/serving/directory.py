@@ -1,0 +1,86 @@
+"""The directory as a named Ray actor, and the heartbeat that each member keeps with it.
+
+Every heartbeat carries the whole member record, so an actor that was restarted knows everybody again after one period.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import ray
+from ray.exceptions import RayError
+
+from fabric.clock import SystemClock
+from fabric.ids import MemberId
+from fabric.membership import Directory, View
+from fabric.messages import Member
+
+logger = logging.getLogger("weft.directory")
+
+LEASE_S = 5.0
+PERIOD_S = 0.5
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)
+class DirectoryActor:
+    """`fabric.membership.Directory` behind an actor."""
+
+    def __init__(self, lease_s: float) -> None:
+        self._directory = Directory(SystemClock(), lease_s)
+
+    def heartbeat(self, member: Member) -> View:
+        return self._directory.heartbeat(member)
+
+    def leave(self, member_id: MemberId) -> View:
+        return self._directory.leave(member_id)
+
+    def view(self) -> View:
+        return self._directory.view()
+
+
+def directory_actor() -> ray.actor.ActorHandle:
+    """The cluster's directory; the first caller makes it."""
+    return DirectoryActor.options(  # type: ignore[attr-defined]
+        name="weft-directory", namespace="weft", get_if_exists=True, lifetime="detached"
+    ).remote(LEASE_S)
+
+
+class Heartbeat:
+    """Keeps one member in the directory and hands every changed view to `on_change`."""
+
+    def __init__(self, member: Member, on_change: Callable[[Sequence[Member]], None]) -> None:
+        self._member = member
+        self._on_change = on_change
+        self._version: int | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._actor = directory_actor()
+        await self._beat()
+        self._task = asyncio.create_task(self._run(), name="weft-heartbeat")
+
+    async def stop(self) -> None:
+        """Leaves the directory at once, so that no router plans with this member any more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        try:
+            await self._actor.leave.remote(self._member.member_id)
+        except RayError as error:
+            logger.warning("could not leave the directory: %s", type(error).__name__)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            try:
+                await asyncio.wait_for(self._beat(), timeout=LEASE_S)
+            except (RayError, TimeoutError) as error:
+                logger.warning("directory not reached (%s); keeping the last view", type(error).__name__)
+
+    async def _beat(self) -> None:
+        view: View = await self._actor.heartbeat.remote(self._member)
+        if view.version != self._version:
+            self._version = view.version
+            self._on_change(view.members)

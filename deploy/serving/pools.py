@@ -1,0 +1,64 @@
+"""Calls to a named replica through Serve handles: the router's `WorkerPool` and `EncoderPool` on Ray.
+
+Serve counts the open call, so draining waits for it; cancelling the awaiting task cancels the call, which is the abort.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
+from ray.serve.handle import DeploymentHandle
+
+from fabric.errors import EncoderLost, Unavailable, WeftError, WorkerLost
+from fabric.ids import MemberId
+from fabric.messages import EncodeRequest, EncodeResult, GenerateRequest, GenerateResult
+
+INLINE_BYTES = 64 * 1024
+"""Media above this travel by reference through Ray's object store: one copy for all processes of a host."""
+
+
+async def call_pinned(handle: DeploymentHandle, member_id: MemberId, lost: type[Unavailable], *args: Any) -> Any:
+    """One call to the replica `member_id`. Raises TargetGone, `lost`, or the WeftError the replica raised."""
+    response = handle.options(session_id=str(member_id)).remote(*args)
+    try:
+        return await response
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, WeftError):
+            raise type(cause)(cause.message, param=cause.param, retry_after_s=cause.retry_after_s) from error
+        raise lost(f"{member_id} failed ({type(cause).__name__})") from error
+    except (RayActorError, TaskCancelledError) as error:
+        raise lost(f"{member_id} is gone") from error
+    except RayError as error:
+        raise lost(f"{member_id} can't be reached ({type(error).__name__})") from error
+
+
+class RayWorkerPool:
+    """`WorkerPool` over the worker deployment's handle."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._generate = handle.generate
+
+    async def generate(self, worker_id: MemberId, request: GenerateRequest) -> GenerateResult:
+        result: GenerateResult = await call_pinned(self._generate, worker_id, WorkerLost, request)
+        return result
+
+
+class RayEncoderPool:
+    """`EncoderPool` over the encoder deployment's handle."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._encode = handle.encode
+
+    async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+        # Top-level arguments, so that Ray resolves the references before the call.
+        carried = [ray.put(data) if len(data) > INLINE_BYTES else data for data in media]
+        result: EncodeResult = await call_pinned(self._encode, encoder_id, EncoderLost, request, *carried)
+        return result
