@@ -112,7 +112,9 @@ class ClusterConfig(_Section):
             if section.device == "cpu" and gpus > 0:
                 raise ValueError(f"{name}: gpus_per_replica is {gpus:g} but device is cpu")
             if gpus % 1 and not self.allow_shared_gpu:
-                raise ValueError(f"{name}: gpus_per_replica {gpus:g} shares a GPU; set allow_shared_gpu: true to mean it")
+                raise ValueError(
+                    f"{name}: gpus_per_replica {gpus:g} shares a GPU; set allow_shared_gpu: true to mean it"
+                )
         return self
 
 

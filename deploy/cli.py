@@ -1,0 +1,139 @@
+"""`weft`: serve, check, bench, version."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from deploy.config import ClusterConfig, check_config, load_config
+from fabric.errors import WeftError
+
+VERSION = "0.1.0"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point of the console script. Returns the exit status: 0, 1 for a failure, 2 for wrong usage."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except WeftError as error:
+        print(f"weft: {error.message}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="weft", description="Serves multimodal models, the encoders on devices of their own."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="start a cluster on this machine and serve until interrupted")
+    serve.add_argument("--config", type=Path, help="YAML file (default: deploy/configs/laptop.yaml)")
+    serve.add_argument("--model", type=Path, help="transformers model directory (default: the demo model)")
+    serve.add_argument("--host", help="address to listen on")
+    serve.add_argument("--port", type=int, help="port to listen on; 0 picks a free one")
+    serve.add_argument("--in-process", action="store_true", help="one process, without Ray")
+    serve.set_defaults(run=_serve)
+
+    check = commands.add_parser("check", help="validate a config file and say what is wrong, with line and key")
+    check.add_argument("file", type=Path)
+    check.set_defaults(run=_check)
+
+    bench = commands.add_parser("bench", help="run a benchmark")
+    bench.add_argument("name", help="which one; 'all' runs every one, 'list' lists them")
+    bench.add_argument("--json", action="store_true", help="print the bars as JSON on the last line")
+    bench.set_defaults(run=_bench)
+
+    version = commands.add_parser("version", help="print the version")
+    version.set_defaults(run=_version)
+    return parser
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    config = apply_overrides(load_config(arguments.config), arguments.model, arguments.host, arguments.port)
+    if arguments.in_process:
+        asyncio.run(_serve_in_process(config))
+        return 0
+    from deploy.serving.runtime import run_cluster
+
+    # The handlers are set before the cluster starts, so that an interrupt at any moment takes everything down.
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    print("weft: starting the cluster ...", flush=True)
+    with run_cluster(config) as cluster:
+        print(banner(cluster.url, cluster.model_name), flush=True)
+        stop.wait()
+        print("weft: stopping ...", flush=True)
+    return 0
+
+
+async def _serve_in_process(config: ClusterConfig) -> None:
+    from deploy.local import serving
+
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with serving(config) as (cluster, port):
+        print(banner(f"http://{config.server.host}:{port}", cluster.model.name), flush=True)
+        await stop.wait()
+
+
+def apply_overrides(config: ClusterConfig, model: Path | None, host: str | None, port: int | None) -> ClusterConfig:
+    """The config with what the command line says on top; validated again."""
+    data = config.model_dump()
+    if model is not None:
+        data["model"]["path"] = model
+    if host is not None:
+        data["server"]["host"] = host
+    if port is not None:
+        data["server"]["port"] = port
+    return ClusterConfig.model_validate(data)
+
+
+def banner(url: str, model_name: str) -> str:
+    """What a user sees when the cluster is ready: where it is, and one command to try."""
+    body = f'{{"model": "{model_name}", "max_tokens": 32, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    return (
+        f"weft: ready at {url} (model {model_name})\n\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"    -d '{body}'\n"
+    )
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    try:
+        text = arguments.file.read_text()
+    except OSError as error:
+        print(f"weft: cannot read {arguments.file}: {error.strerror}", file=sys.stderr)
+        return 1
+    config, problems = check_config(text)
+    for problem in problems:
+        print(f"{arguments.file}: {problem}", file=sys.stderr)
+    if config is None:
+        return 1
+    print(
+        f"{arguments.file}: ok ({config.router.replicas} router, {config.encoders.replicas} encoder, {config.workers.replicas} worker replicas)"
+    )
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from loadtest.benches import run_benches
+
+    return run_benches(arguments.name, as_json=arguments.json)
+
+
+def _version(_: argparse.Namespace) -> int:
+    print(f"weft {VERSION}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

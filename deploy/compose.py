@@ -1,0 +1,152 @@
+"""Builds the services of each part from the cluster config: the same for one process and for Ray.
+
+The composition root: the only place where parts of the middle floor meet.
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.config import ClusterConfig
+from encoder_pool.config import EncoderConfig
+from fabric.channel import FeatureSink, FeatureSource
+from fabric.clock import SystemClock
+from fabric.errors import ConfigError
+from fabric.ids import MemberId
+from fabric.messages import Member
+from fabric.plane import Plane
+from llm_workers.config import WorkerConfig
+from modalities.family import Family
+from modalities.registry import REGISTRY
+from modalities.text.codec import TextCodec
+from router.config import RouterConfig
+from router.pools import Pools
+
+if TYPE_CHECKING:
+    from encoder_pool.service import EncoderService
+    from llm_workers.service import WorkerService
+    from router.service import RouterService
+
+ATTENTION_NAME = "weft_paged"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The checkpoint that a cluster serves."""
+
+    directory: Path
+    name: str
+    family: Family
+
+
+def resolve_model_dir(config: ClusterConfig) -> Path:
+    """The configured directory, or the demo model (built at first use). Raises ConfigError if it is none."""
+    if config.model.path is None:
+        from deploy.demo.build import demo_checkpoint
+
+        return demo_checkpoint()
+    directory = config.model.path
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"model.path {directory} has no config.json: not a transformers model directory")
+    return directory
+
+
+def load_model(config: ClusterConfig, directory: Path) -> Model:
+    """Reads config files only. Raises ConfigError for an unknown architecture."""
+    name = config.model.name or ("weft-demo" if config.model.path is None else directory.name)
+    return Model(directory, name, REGISTRY.load_family(directory))
+
+
+def member(kind: str, member_id: MemberId, address: str, host: str, modalities: tuple[str, ...] = ()) -> Member:
+    """A member record whose epoch is its start time, so a restarted process is never taken for the old one."""
+    return Member(
+        member_id=member_id,
+        kind=kind,
+        address=address,
+        host=host,
+        epoch=time.time_ns(),
+        modalities=modalities,
+        transfer_agent=str(member_id),
+    )
+
+
+def host_name() -> str:
+    return platform.node() or "localhost"
+
+
+def prepare_torch(config: ClusterConfig) -> None:
+    """Side effect: limits this process's compute threads, so that replicas on one machine don't fight."""
+    import torch
+
+    torch.set_num_threads(config.threads_per_replica)
+    torch.set_grad_enabled(False)
+
+
+def build_encoder(
+    config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, source: FeatureSource
+) -> EncoderService:
+    """Loads the encoder weights of the configured modalities, and no others."""
+    from encoder_pool.service import EncoderService
+
+    section = config.encoders
+    encoder = model.family.load_encoder(model.directory, section.device, config.model.dtype, section.modalities)
+    encoder_config = EncoderConfig(
+        modalities=section.modalities,
+        max_batch_cost=section.max_batch_cost,
+        max_queue_cost=section.max_queue_cost,
+        lease_s=section.feature_lease_s,
+        num_decode_processes=section.decode_processes,
+        encode_delay_s=section.encode_delay_s,
+        model_dir=str(model.directory),
+    )
+    return EncoderService(member_id, encoder_config, model.family, encoder, plane, source, SystemClock())
+
+
+def build_worker(
+    config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, sink: FeatureSink
+) -> WorkerService:
+    """Loads the language model's weights, and no encoder's."""
+    from llm_workers.attention import register_attention
+    from llm_workers.service import WorkerService
+
+    register_attention(ATTENTION_NAME)
+    section = config.workers
+    language_model = model.family.load_language_model(
+        model.directory, section.device, config.model.dtype, ATTENTION_NAME
+    )
+    worker_config = WorkerConfig(
+        block_size=section.block_size,
+        num_blocks=section.num_blocks,
+        max_step_tokens=section.max_step_tokens,
+        max_sequences=section.max_sequences,
+        is_prefix_cache_enabled=section.prefix_cache,
+        pull_timeout_s=section.pull_timeout_s,
+    )
+    return WorkerService(member_id, worker_config, model.family, language_model, plane, sink, SystemClock())
+
+
+def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, pools: Pools) -> RouterService:
+    """Reads the tokenizer; needs no torch."""
+    from router.service import RouterService
+
+    router_config = RouterConfig(
+        model_name=model.name,
+        block_size=config.workers.block_size,
+        max_body_bytes=config.server.max_body_bytes,
+        max_in_flight=config.router.max_in_flight,
+        max_num_choices=config.router.max_num_choices,
+        heartbeat_s=config.router.heartbeat_s,
+        lease_s=config.router.lease_s,
+        dispatch_timeout_s=config.router.dispatch_timeout_s,
+    )
+    codec = TextCodec.load(model.directory)
+    return RouterService(member_id, router_config, model.family, codec, plane, pools, SystemClock())
+
+
+def fresh_seed() -> int:
+    return random.SystemRandom().getrandbits(62)

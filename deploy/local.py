@@ -1,0 +1,119 @@
+"""The whole cluster in one process and one event loop: for tests, and for machines without Ray.
+
+The same services, messages and planner; only the transports differ (direct calls, in-process plane and channel).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from deploy import compose
+from deploy.config import ClusterConfig
+from deploy.http_server import HttpServer
+from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
+from fabric.errors import TargetGone
+from fabric.ids import MemberId, mint_member_id
+from fabric.messages import EncodeRequest, EncodeResult, GenerateRequest, GenerateResult, Member
+from fabric.plane_local import LocalHub, LocalPlane
+from router.http import create_app
+from router.pools import Pools
+
+if TYPE_CHECKING:
+    from encoder_pool.service import EncoderService
+    from llm_workers.service import WorkerService
+
+
+class DirectWorkers:
+    """`WorkerPool` by direct calls."""
+
+    def __init__(self) -> None:
+        self.services: dict[MemberId, WorkerService] = {}
+
+    async def generate(self, worker_id: MemberId, request: GenerateRequest) -> GenerateResult:
+        if worker_id not in self.services:
+            raise TargetGone(f"worker {worker_id} is gone")
+        return await self.services[worker_id].generate(request)
+
+
+class DirectEncoders:
+    """`EncoderPool` by direct calls."""
+
+    def __init__(self) -> None:
+        self.services: dict[MemberId, EncoderService] = {}
+
+    async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+        if encoder_id not in self.services:
+            raise TargetGone(f"encoder {encoder_id} is gone")
+        return await self.services[encoder_id].encode(request, media)
+
+
+class LocalCluster:
+    """One router, the configured encoders and workers, in this process. Use `running(...)`."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        compose.prepare_torch(config)
+        self.config = config
+        self.model = compose.load_model(config, compose.resolve_model_dir(config))
+        self.workers, self.encoders = DirectWorkers(), DirectEncoders()
+        self._members: list[Member] = []
+        self._planes: list[LocalPlane] = []
+        self._hub, self._channel = LocalHub(), LocalChannelHub()
+        for _ in range(config.encoders.replicas):
+            member_id, plane = self._endpoint("encoder")
+            source = LocalFeatureSource(self._channel, str(member_id), config.encoders.arena_bytes)
+            self.encoders.services[member_id] = compose.build_encoder(config, self.model, member_id, plane, source)
+        for _ in range(config.workers.replicas):
+            member_id, plane = self._endpoint("worker")
+            sink = LocalFeatureSink(self._channel, str(member_id), config.workers.inbox_bytes)
+            self.workers.services[member_id] = compose.build_worker(config, self.model, member_id, plane, sink)
+        member_id, plane = self._endpoint("router")
+        pools = Pools(self.workers, self.encoders)
+        self.router = compose.build_router(config, self.model, member_id, plane, pools)
+        self.app = create_app(self.router)
+
+    def _endpoint(self, kind: str) -> tuple[MemberId, LocalPlane]:
+        member_id = mint_member_id(kind)
+        plane = LocalPlane(self._hub, f"local://{member_id}")
+        modalities = self.config.encoders.modalities if kind == "encoder" else ()
+        host = f"{compose.host_name()}/in-process"
+        self._members.append(compose.member(kind, member_id, plane.address, host, modalities))
+        self._planes.append(plane)
+        return member_id, plane
+
+    async def start(self) -> None:
+        services = [*self.encoders.services.values(), *self.workers.services.values(), self.router]
+        for service in services:
+            await service.start()
+        for service in services:
+            service.update_members(self._members)
+
+    async def stop(self) -> None:
+        for service in [self.router, *self.workers.services.values(), *self.encoders.services.values()]:
+            await service.stop()
+        for plane in self._planes:
+            plane.close()
+
+
+@contextlib.asynccontextmanager
+async def running(config: ClusterConfig) -> AsyncIterator[LocalCluster]:
+    """A started local cluster, without an HTTP socket: drive `cluster.app` by ASGI or `cluster.router` directly."""
+    cluster = LocalCluster(config)
+    await cluster.start()
+    try:
+        yield cluster
+    finally:
+        await cluster.stop()
+
+
+@contextlib.asynccontextmanager
+async def serving(config: ClusterConfig) -> AsyncIterator[tuple[LocalCluster, int]]:
+    """A started local cluster behind its own HTTP server; yields the port too."""
+    async with running(config) as cluster:
+        server = HttpServer(cluster.app, config.server.host, config.server.port)
+        await server.start()
+        try:
+            yield cluster, server.port
+        finally:
+            await server.stop()

@@ -1,0 +1,159 @@
+"""The Serve application: three deployments, each a thin shell around one service.
+
+A shell builds the service in the replica's event loop, keeps its heartbeat with the directory, and passes calls,
+health checks and the stop through. Serve runs `__del__` after draining: that is the stop.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from deploy import compose
+from deploy.config import ClusterConfig
+from deploy.http_server import HttpServer
+from deploy.serving.directory import Heartbeat
+from deploy.serving.pinning import PinnedRequestRouter
+from deploy.serving.pools import RayEncoderPool, RayWorkerPool
+from fabric.ids import MemberId
+from fabric.messages import EncodeRequest, EncodeResult, GenerateRequest, GenerateResult
+
+APP_NAME = "weft"
+UNBOUNDED = 1_000_000
+"""A full replica queues inside Serve and blocks the calls behind it, so admission is ours and Serve's limit is off."""
+DRAIN_S = 60.0
+
+
+def replica_id() -> MemberId:
+    """Serve's unique id of this replica: the name that `PinnedRequestRouter` finds it by."""
+    return MemberId(serve.get_replica_context().replica_id.unique_id)
+
+
+def node_address() -> str:
+    """This node's address inside the cluster; loopback when Ray runs on this machine alone."""
+    return str(ray.util.get_node_ip_address())
+
+
+class EncoderReplica:
+    """One encoder process on one device."""
+
+    async def __init__(self, config: ClusterConfig, model_dir: str) -> None:
+        from fabric.channel_nixl import NixlFeatureSource
+        from fabric.plane_zmq import ZmqPlane
+
+        compose.prepare_torch(config)
+        member_id, model = replica_id(), compose.load_model(config, Path(model_dir))
+        self._plane = ZmqPlane(node_address())
+        self._source = NixlFeatureSource(str(member_id), config.encoders.arena_bytes)
+        self._service = compose.build_encoder(config, model, member_id, self._plane, self._source)
+        record = compose.member("encoder", member_id, self._plane.address, node_address(), config.encoders.modalities)
+        await self._service.start()
+        self._heartbeat = Heartbeat(record, self._service.update_members)
+        await self._heartbeat.start()
+
+    async def encode(self, request: EncodeRequest, *media: bytes) -> EncodeResult:
+        return await self._service.encode(request, media)
+
+    async def check_health(self) -> None:
+        self._service.check_health()
+
+    async def __del__(self) -> None:
+        await self._heartbeat.stop()
+        await self._service.stop()
+        self._plane.close()
+        self._source.close()
+
+
+class WorkerReplica:
+    """One LLM worker process on one device."""
+
+    async def __init__(self, config: ClusterConfig, model_dir: str) -> None:
+        from fabric.channel_nixl import NixlFeatureSink
+        from fabric.plane_zmq import ZmqPlane
+
+        compose.prepare_torch(config)
+        member_id, model = replica_id(), compose.load_model(config, Path(model_dir))
+        self._plane = ZmqPlane(node_address())
+        self._sink = NixlFeatureSink(str(member_id), config.workers.inbox_bytes)
+        self._service = compose.build_worker(config, model, member_id, self._plane, self._sink)
+        record = compose.member("worker", member_id, self._plane.address, node_address())
+        await self._service.start()
+        self._heartbeat = Heartbeat(record, self._service.update_members)
+        await self._heartbeat.start()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        return await self._service.generate(request)
+
+    async def check_health(self) -> None:
+        self._service.check_health()
+
+    async def __del__(self) -> None:
+        await self._heartbeat.stop()
+        await self._service.stop()
+        self._plane.close()
+        self._sink.close()
+
+
+class RouterReplica:
+    """The HTTP front and the planner. Holds no model weights."""
+
+    async def __init__(
+        self, config: ClusterConfig, model_dir: str, workers: DeploymentHandle, encoders: DeploymentHandle | None
+    ) -> None:
+        from fabric.plane_zmq import ZmqPlane
+        from router.http import create_app
+        from router.pools import NoEncoders, Pools
+
+        member_id, model = replica_id(), compose.load_model(config, Path(model_dir))
+        self._plane = ZmqPlane(node_address())
+        pools = Pools(RayWorkerPool(workers), RayEncoderPool(encoders) if encoders else NoEncoders())
+        self._service = compose.build_router(config, model, member_id, self._plane, pools)
+        record = compose.member("router", member_id, self._plane.address, node_address())
+        await self._service.start()
+        self._heartbeat = Heartbeat(record, self._service.update_members)
+        await self._heartbeat.start()
+        self._http = HttpServer(create_app(self._service), config.server.host, config.server.port)
+        await self._http.start()
+
+    async def port(self) -> int:
+        """The port that it listens on (the config may have asked for any)."""
+        return self._http.port
+
+    async def check_health(self) -> None:
+        self._service.check_health()
+
+    async def __del__(self) -> None:
+        await self._http.stop()
+        await self._heartbeat.stop()
+        await self._service.stop()
+        self._plane.close()
+
+
+def build_app(config: ClusterConfig, model_dir: Path) -> Application:
+    """The application graph: router -> workers, encoders."""
+    workers = _deployment(WorkerReplica, "worker", config.workers.replicas, config.workers.gpus_per_replica)
+    encoders = _deployment(EncoderReplica, "encoder", config.encoders.replicas, config.encoders.gpus_per_replica)
+    router = _deployment(RouterReplica, "router", config.router.replicas, 0)
+    directory = str(model_dir)
+    bound_encoders = encoders.bind(config, directory) if config.encoders.replicas else None
+    return router.bind(config, directory, workers.bind(config, directory), bound_encoders)
+
+
+def _deployment(replica: type, name: str, num_replicas: int, num_gpus: float) -> Any:
+    return serve.deployment(
+        replica,
+        name=name,
+        num_replicas=max(num_replicas, 1),
+        max_ongoing_requests=UNBOUNDED,
+        graceful_shutdown_timeout_s=DRAIN_S,
+        health_check_period_s=2.0,
+        health_check_timeout_s=30.0,
+        ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus},
+        request_router_config=RequestRouterConfig(request_router_class=PinnedRequestRouter),
+    )
