@@ -1,0 +1,134 @@
+"""Paged attention under transformers' own modules.
+
+A model's attention calls the registered function with the keyword `weft`, an `AttentionStep`: the function writes
+the step's keys and values into the paged KV and attends to each sequence's own context there. Everything that
+depends on the step alone (slots, masks, buckets) is built once per step by a backend, never per layer.
+
+Knows nothing of requests, models or scheduling: only of blocks, rows and lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fabric.errors import ConfigError
+
+ATTENTION_NAME = "weft_paged"
+
+
+class Rows(NamedTuple):
+    """One sequence's tokens of a step: rows `[at, at + num_tokens)` of the packed input hold its positions
+    `[start, start + num_tokens)`; `block_ids` covers everything up to the last of them."""
+
+    at: int
+    start: int
+    num_tokens: int
+    block_ids: npt.NDArray[np.int64]
+
+    @property
+    def context(self) -> int:
+        """Positions that the last of these tokens sees, itself included."""
+        return self.start + self.num_tokens
+
+
+class PagedKV:
+    """Keys and values of one worker: per layer a flat `(num_blocks * block_size, num_kv_heads, head_dim)` view of
+    pages. Zeroed at birth, so that what is masked out is at least finite."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        heads: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`heads` is (num_kv_heads, head_dim)."""
+        self.num_blocks, self.block_size = num_blocks, block_size
+        shape = (num_layers, 2, num_blocks * block_size, *heads)
+        self._pages = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        return self._pages.device
+
+    @property
+    def num_bytes(self) -> int:
+        return self._pages.numel() * self._pages.element_size()
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer, each `(num_blocks * block_size, num_kv_heads, head_dim)`, writable views."""
+        pages = self._pages[layer]
+        return pages[0], pages[1]
+
+    def slots(self, block_ids: npt.NDArray[np.int64], start: int, end: int) -> npt.NDArray[np.int64]:
+        """Where positions `[start, end)` of a sequence lie: int64 `(end - start,)`."""
+        at = np.arange(start, end, dtype=np.int64)
+        return block_ids[at // self.block_size] * self.block_size + at % self.block_size
+
+
+class AttentionStep(Protocol):
+    """What travels in the keyword `weft`."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Writes the step's keys and values, then attends. `q` `(num_tokens, num_heads, head_dim)`, `k` and `v`
+        `(num_tokens, num_kv_heads, head_dim)`; returns `(num_tokens, num_heads, head_dim)`."""
+        ...
+
+
+class Backend(Protocol):
+    """A way to attend over pages; called once per step."""
+
+    def __call__(self, kv: PagedKV, rows: Sequence[Rows]) -> AttentionStep: ...
+
+
+def write_slots(kv: PagedKV, rows: Sequence[Rows]) -> torch.Tensor:
+    """Slots of all tokens of the step in packed order: int64 `(num_tokens,)` on the KV's device."""
+    slots = [kv.slots(row.block_ids, row.start, row.context) for row in rows]
+    return torch.from_numpy(np.concatenate(slots)).to(kv.device)
+
+
+def select_backend(name: str, device: torch.device) -> Backend:
+    """`sdpa` runs anywhere, `varlen` on CUDA; `auto` takes the best there is. Raises ConfigError otherwise."""
+    from llm_workers.attention_sdpa import SdpaStep
+    from llm_workers.attention_varlen import VarlenStep, is_varlen_available
+
+    if name == "sdpa" or (name == "auto" and not is_varlen_available(device)):
+        return SdpaStep
+    if name in ("varlen", "auto") and is_varlen_available(device):
+        return VarlenStep
+    raise ConfigError(f"attention backend {name!r} can't run on {device}; use `sdpa` or `auto`")
+
+
+def attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    weft: AttentionStep | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers' attention modules call: `query` `(1, num_heads, num_tokens, head_dim)` ->
+    `(1, num_tokens, num_heads, head_dim)`. The step's own causal rule replaces `attention_mask`."""
+    if weft is None:
+        raise ConfigError("the paged attention was called without its step: the model does not pass keywords through")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    return weft.attend(module.layer_idx, *packed, scale).unsqueeze(0), None
+
+
+def register_attention(name: str = ATTENTION_NAME) -> str:
+    """Makes the function known to transformers, for this process, under `name` (returned). Idempotent. No mask
+    function is registered with it, so transformers builds no masks."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name, attention_forward)
+    return name

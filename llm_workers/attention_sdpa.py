@@ -1,0 +1,129 @@
+"""Attention over gathered pages by torch's scaled_dot_product_attention: runs on any device.
+
+Rows of one token (decoding) are batched by context length, so that padding at most doubles the work; longer chunks
+are attended one sequence at a time. Padding repeats the sequence's own first slot: what another sequence wrote,
+even NaN, can't reach this one through a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from llm_workers.attention import PagedKV, Rows, write_slots
+
+MIN_BUCKET_TOKENS = 64
+"""Contexts up to this length share one batch: below it a call costs more than its padding."""
+
+
+class DecodeBatch(NamedTuple):
+    """One-token rows of similar context: `slots` int64 `(num_rows * width,)`, `mask` bool `(num_rows, 1, 1, width)`
+    or None when all contexts are equally long."""
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    width: int
+    mask: torch.Tensor | None
+
+
+class PrefillChunk(NamedTuple):
+    """A chunk of one sequence: `slots` int64 `(context,)`, `mask` bool `(num_tokens, context)`, or None for a chunk
+    that starts at 0 (plainly causal)."""
+
+    at: int
+    num_tokens: int
+    slots: torch.Tensor
+    mask: torch.Tensor | None
+
+
+class SdpaStep:
+    """An AttentionStep."""
+
+    def __init__(self, kv: PagedKV, rows: Sequence[Rows]) -> None:
+        self._kv = kv
+        self._write = write_slots(kv, rows)
+        self._decodes = [_decode_batch(kv, bucket) for bucket in buckets(row for row in rows if row.num_tokens == 1)]
+        self._prefills = [_prefill_chunk(kv, row) for row in rows if row.num_tokens > 1]
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        keys, values = self._kv.layer(layer)
+        keys.index_copy_(0, self._write, k)
+        values.index_copy_(0, self._write, v)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for batch in self._decodes:
+            out.index_copy_(0, batch.rows, _attend_decode(batch, q, keys, values, scaling))
+        for chunk in self._prefills:
+            end = chunk.at + chunk.num_tokens
+            out[chunk.at : end] = _attend_prefill(
+                chunk, q[chunk.at : end], k[chunk.at : end], v[chunk.at : end], (keys, values), scaling
+            )
+        return out
+
+
+def buckets(rows: Iterable[Rows]) -> list[list[Rows]]:
+    """Rows grouped so that the longest context of a group is at most twice the shortest (or MIN_BUCKET_TOKENS)."""
+    size_to_rows: dict[int, list[Rows]] = {}
+    for row in rows:
+        size_to_rows.setdefault(max(row.context, MIN_BUCKET_TOKENS).bit_length(), []).append(row)
+    return [size_to_rows[size] for size in sorted(size_to_rows)]
+
+
+def _decode_batch(kv: PagedKV, rows: Sequence[Rows]) -> DecodeBatch:
+    contexts = np.array([row.context for row in rows])
+    width = int(contexts.max())
+    slots = np.empty((len(rows), width), dtype=np.int64)
+    for index, row in enumerate(rows):
+        slots[index, : row.context] = kv.slots(row.block_ids, 0, row.context)
+        slots[index, row.context :] = slots[index, 0]
+    mask = None
+    if (contexts != width).any():
+        mask = torch.from_numpy((np.arange(width) < contexts[:, None])[:, None, None, :]).to(kv.device)
+    at = torch.tensor([row.at for row in rows], dtype=torch.int64, device=kv.device)
+    return DecodeBatch(at, torch.from_numpy(slots.reshape(-1)).to(kv.device), width, mask)
+
+
+def _prefill_chunk(kv: PagedKV, row: Rows) -> PrefillChunk:
+    slots = torch.from_numpy(kv.slots(row.block_ids, 0, row.context)).to(kv.device)
+    mask = None
+    if row.start > 0:
+        seen_until = np.arange(row.start, row.context)[:, None]
+        mask = torch.from_numpy(np.arange(row.context) <= seen_until).to(kv.device)
+    return PrefillChunk(row.at, row.num_tokens, slots, mask)
+
+
+def _attend_decode(
+    batch: DecodeBatch, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """The heads of one KV head's group stand as its queries, so keys and values are never repeated."""
+    num_rows, (_, num_kv_heads, head_dim) = len(batch.rows), keys.shape
+    grouped = q.index_select(0, batch.rows).reshape(num_rows, num_kv_heads, -1, head_dim)
+    shape = (num_rows, batch.width, num_kv_heads, head_dim)
+    context_keys = keys.index_select(0, batch.slots).view(shape).transpose(1, 2)
+    context_values = values.index_select(0, batch.slots).view(shape).transpose(1, 2)
+    attended = scaled_dot_product_attention(grouped, context_keys, context_values, attn_mask=batch.mask, scale=scaling)
+    return attended.reshape(num_rows, -1, head_dim)
+
+
+def _attend_prefill(
+    chunk: PrefillChunk,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: tuple[torch.Tensor, torch.Tensor],
+    scaling: float,
+) -> torch.Tensor:
+    """A chunk from 0 sees only itself, so it attends to `k` and `v` as they come; a later one gathers its context."""
+    if chunk.mask is not None:
+        k, v = (tensor.index_select(0, chunk.slots) for tensor in pages)
+    attended = scaled_dot_product_attention(
+        *(tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v)),
+        attn_mask=chunk.mask,
+        is_causal=chunk.mask is None,
+        scale=scaling,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return attended[0].transpose(0, 1)

@@ -1,0 +1,99 @@
+"""Executes a StepPlan on the model: flat inputs, splice of features, paged attention, logits of sampled rows.
+
+Stateless but for the KV pages: executing a plan again writes the same values, so a failed step can be retried.
+Knows nothing of requests, queues or where features come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from fabric.ids import UnitKey
+from llm_workers.attention import Backend, PagedKV, Rows
+from llm_workers.sampling import sample
+from llm_workers.scheduling.plan import Chunk, Splice, StepPlan, StepResult
+from modalities.family import LanguageModel
+
+FAILED_TOKEN = -1
+"""Drawn for a row whose logits are not finite."""
+
+
+class FeatureReader(Protocol):
+    def feature(self, unit: UnitKey) -> torch.Tensor:
+        """Of a landed unit: `(num_levels, num_tokens, hidden)`, valid during the step."""
+        ...
+
+
+class PlacedSplice(NamedTuple):
+    """A splice at its row of the packed input."""
+
+    at: int
+    splice: Splice
+
+
+class Runner:
+    """One model on one device."""
+
+    def __init__(self, model: LanguageModel, kv: PagedKV, features: FeatureReader, backend: Backend) -> None:
+        self._model, self._kv, self._features, self._backend = model, kv, features, backend
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Computes the plan's chunks; writes their KV. Draws a token for each chunk that has `sampling`; it is
+        FAILED_TOKEN where the logits are not finite. The plan must have chunks."""
+        device = self._model.device
+        starts = np.cumsum([0, *(chunk.num_tokens for chunk in plan.chunks)])
+        token_ids = torch.from_numpy(np.concatenate([chunk.token_ids for chunk in plan.chunks])).to(device)
+        positions = torch.from_numpy(np.concatenate([chunk.positions for chunk in plan.chunks], axis=1)).to(device)
+        step = self._backend(self._kv, _rows(plan.chunks, starts))
+        embeddings = self._model.embed(token_ids)
+        feature_rows, feature_levels = self._splice(embeddings, list(_placed(plan.chunks, starts)))
+        hidden = self._model.forward(embeddings, positions, step, feature_rows, feature_levels)
+        return self._draw(hidden, plan.chunks, starts)
+
+    def _splice(
+        self, embeddings: torch.Tensor, placed: Sequence[PlacedSplice]
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Copies level 0 of the features into `embeddings`; returns the rows and the DeepStack levels there."""
+        if not placed:
+            return None, None
+        taken = []
+        for _, splice in placed:
+            feature = self._features.feature(splice.unit)[:, splice.row : splice.row + splice.length]
+            taken.append(feature.to(device=embeddings.device, dtype=embeddings.dtype))
+        levels = torch.cat(taken, dim=1)
+        rows = np.concatenate([np.arange(at, at + splice.length) for at, splice in placed])
+        feature_rows = torch.from_numpy(rows).to(embeddings.device)
+        embeddings.index_copy_(0, feature_rows, levels[0])
+        return feature_rows, levels[1:]
+
+    def _draw(self, hidden: torch.Tensor, chunks: Sequence[Chunk], starts: np.ndarray) -> StepResult:
+        sampled = [index for index, chunk in enumerate(chunks) if chunk.sampling is not None]
+        if not sampled:
+            return StepResult({})
+        last_rows = torch.from_numpy(starts[1:][sampled] - 1).to(hidden.device)
+        logits = self._model.logits(hidden.index_select(0, last_rows))
+        draws = [
+            (chunk.sampling, chunk.sequence_id.choice, chunk.draw_index)
+            for chunk in chunks
+            if chunk.sampling is not None
+        ]
+        tokens = sample(logits, draws)
+        return StepResult({chunks[index].sequence_id: token for index, token in zip(sampled, tokens, strict=True)})
+
+
+def _rows(chunks: Sequence[Chunk], starts: np.ndarray) -> list[Rows]:
+    return [
+        Rows(int(at), chunk.start, chunk.num_tokens, chunk.block_ids) for at, chunk in zip(starts, chunks, strict=False)
+    ]
+
+
+def _placed(chunks: Sequence[Chunk], starts: np.ndarray) -> Iterator[PlacedSplice]:
+    """In ascending order of row: chunks are packed in order, splices of a chunk are sorted by position."""
+    for base, chunk in zip(starts, chunks, strict=False):
+        for splice in sorted(chunk.splices, key=lambda splice: splice.at):
+            yield PlacedSplice(int(base) + splice.at, splice)

@@ -1,0 +1,109 @@
+"""Every attention backend against attention written out, on pages in any order, for any mix of rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fabric.errors import ConfigError
+from llm_workers.attention import PagedKV, Rows, select_backend
+from llm_workers.attention_sdpa import MIN_BUCKET_TOKENS, buckets
+
+NUM_BLOCKS, BLOCK_SIZE, HEAD_DIM = 160, 4, 8
+CASES = [("sdpa", "cpu", torch.float32), ("sdpa", "cpu", torch.bfloat16)]
+if torch.cuda.is_available():
+    CASES += [("sdpa", "cuda", torch.float32), ("sdpa", "cuda", torch.bfloat16), ("varlen", "cuda", torch.bfloat16)]
+
+
+def attend_written_out(q, keys, values, start, scaling):
+    """One sequence: q (n, heads, dim), keys and values (context, kv_heads, dim), in float64."""
+    group = q.shape[1] // keys.shape[1]
+    q, keys, values = q.double(), keys.double().repeat_interleave(group, 1), values.double().repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * scaling
+    seen = (
+        torch.arange(keys.shape[0], device=q.device)[None]
+        <= torch.arange(start, start + len(q), device=q.device)[:, None]
+    )
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), values)
+
+
+def run_case(backend_name, device, dtype, lengths, heads, seed):
+    """`lengths`: (start, num_tokens) per sequence. Returns (ours, written out) in packed order, and the pages."""
+    torch.manual_seed(seed)
+    num_heads, num_kv_heads = heads
+    device = torch.device(device)
+    kv = PagedKV(2, NUM_BLOCKS, BLOCK_SIZE, (num_kv_heads, HEAD_DIM), dtype, device)
+    free = np.random.default_rng(seed).permutation(NUM_BLOCKS)
+    for pages in kv.layer(1):
+        pages.fill_(float("nan"))  # what a former owner left behind must never show
+    rows, contexts, at = [], [], 0
+    for start, num_tokens in lengths:
+        needed = -(-(start + num_tokens) // BLOCK_SIZE)
+        block_ids, free = free[:needed].astype(np.int64), free[needed:]
+        row = Rows(at, start, num_tokens, block_ids)
+        context = torch.randn(2, row.context, num_kv_heads, HEAD_DIM, device=device).to(dtype)
+        slots = torch.from_numpy(kv.slots(block_ids, 0, start)).to(device)
+        for pages, values in zip(kv.layer(1), context, strict=True):
+            pages[slots] = values[:start]
+        rows.append(row)
+        contexts.append(context)
+        at += num_tokens
+    q = torch.randn(at, num_heads, HEAD_DIM, device=device).to(dtype)
+    new = [torch.cat([context[i, row.start :] for row, context in zip(rows, contexts, strict=True)]) for i in (0, 1)]
+    ours = select_backend(backend_name, device)(kv, rows).attend(1, q, new[0], new[1], 0.3)
+    expected = [
+        attend_written_out(q[row.at : row.at + row.num_tokens], context[0], context[1], row.start, 0.3)
+        for row, context in zip(rows, contexts, strict=True)
+    ]
+    assert not any(pages.any() for pages in kv.layer(0)), "another layer was written"
+    return ours.double(), torch.cat(expected), kv, rows, new
+
+
+@pytest.mark.parametrize(("backend", "device", "dtype"), CASES)
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+@settings(deadline=None, max_examples=12)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 1, 2, 3, 9, 33])), min_size=1, max_size=5),
+    seed=st.integers(0, 1000),
+)
+def test_a_mixed_batch_attends_as_written_out(backend, device, dtype, heads, lengths, seed):
+    ours, expected, kv, rows, new = run_case(backend, device, dtype, lengths, heads, seed)
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
+    written = torch.cat([torch.from_numpy(kv.slots(row.block_ids, row.start, row.context)) for row in rows]).to(
+        kv.device
+    )
+    for pages, tokens in zip(kv.layer(1), new, strict=True):
+        assert torch.equal(pages[written], tokens)
+
+
+def test_nan_of_one_sequence_does_not_reach_another():
+    kv = PagedKV(1, 64, BLOCK_SIZE, (1, HEAD_DIM), torch.float32, torch.device("cpu"))
+    rows = [Rows(0, 0, 1, np.array([3])), Rows(1, 59, 1, np.arange(4, 19))]
+    q, k, v = (torch.randn(2, 1, HEAD_DIM) for _ in range(3))
+    for tensor in (q, k, v):
+        tensor[1] = float("nan")
+    out = select_backend("sdpa", kv.device)(kv, rows).attend(0, q, k, v, 1.0)
+    assert torch.equal(out[0], v[0])
+    assert torch.isnan(out[1]).all()
+
+
+def test_buckets_bound_padding_to_a_factor_of_two():
+    rows = [
+        Rows(at, context - 1, 1, np.arange(1)) for at, context in enumerate([1, 5, 64, 65, 127, 128, 300, 1000, 63])
+    ]
+    grouped = buckets(rows)
+    assert sorted(row.at for group in grouped for row in group) == list(range(len(rows)))
+    for group in grouped:
+        shortest = max(min(row.context for row in group), MIN_BUCKET_TOKENS)
+        assert max(row.context for row in group) <= 2 * shortest
+
+
+def test_a_backend_that_cannot_run_is_refused():
+    with pytest.raises(ConfigError, match="varlen"):
+        select_backend("varlen", torch.device("cpu"))
+    with pytest.raises(ConfigError, match="triton"):
+        select_backend("triton", torch.device("cpu"))

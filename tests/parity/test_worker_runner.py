@@ -1,0 +1,146 @@
+"""The runner on paged KV gives the logits of one whole transformers forward, at every chunk size, with features."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from worker_tiny_model import HEAD_DIM, HIDDEN, NUM_KV_HEADS, NUM_LAYERS, VOCAB, TinyModel
+
+from fabric.ids import MmHash, RequestId, SequenceId, UnitKey
+from fabric.messages import SamplingParams
+from llm_workers.attention import PagedKV, select_backend
+from llm_workers.runner import FAILED_TOKEN, Runner
+from llm_workers.scheduling.plan import Chunk, Splice, StepPlan
+
+BLOCK_SIZE = 4
+GREEDY = SamplingParams(temperature=0.0)
+NUM_LEVELS = 3
+
+
+class Features(dict):
+    def feature(self, unit):
+        return self[unit]
+
+
+class Script:
+    """A sequence whose prompt is given: ids, positions, and runs (offset, length, unit, row)."""
+
+    def __init__(self, name, seed, num_tokens, runs=()):
+        rng = np.random.default_rng(seed)
+        self.sequence_id = SequenceId(RequestId(name), 0, 0)
+        self.ids = rng.integers(0, VOCAB, num_tokens)
+        self.positions = np.stack([np.arange(num_tokens) // (axis + 1) for axis in range(3)])
+        self.runs = runs
+        self.block_ids = None
+
+    def chunk(self, start, end):
+        splices = []
+        for offset, length, unit, row in self.runs:
+            low, high = max(start, offset), min(end, offset + length)
+            if low < high:
+                splices.append(Splice(low - start, high - low, unit, row + low - offset))
+        sampling = GREEDY if end == len(self.ids) else None
+        blocks = self.block_ids[: -(-end // BLOCK_SIZE)]
+        return Chunk(
+            self.sequence_id,
+            start,
+            end - start,
+            self.ids[start:end],
+            self.positions[:, start:end],
+            blocks,
+            tuple(splices),
+            sampling,
+        )
+
+
+@pytest.fixture(scope="module")
+def model():
+    return TinyModel()
+
+
+@pytest.fixture
+def features():
+    torch.manual_seed(3)
+    return Features(
+        {UnitKey(MmHash(name), 0): torch.randn(NUM_LEVELS, n, HIDDEN) for name, n in (("cat", 12), ("dog", 7))}
+    )
+
+
+def scripts_of(features):
+    cat, dog = features
+    scripts = [
+        Script("plain", 1, 37),
+        Script("one", 2, 41, ((5, 12, cat, 0),)),
+        Script("two", 3, 50, ((2, 7, dog, 0), (20, 5, cat, 0), (30, 7, cat, 5))),
+        Script("short", 4, 3),
+    ]
+    free = np.random.default_rng(9).permutation(100).astype(np.int64)
+    for script in scripts:
+        needed = -(-len(script.ids) // BLOCK_SIZE)
+        script.block_ids, free = free[:needed], free[needed:]
+    return scripts
+
+
+def runner_of(model, features):
+    kv = PagedKV(NUM_LAYERS, 100, BLOCK_SIZE, (NUM_KV_HEADS, HEAD_DIM), torch.float32, torch.device("cpu"))
+    return Runner(model, kv, features, select_backend("sdpa", kv.device))
+
+
+def last_logits(model, script, features):
+    spliced = {offset: features[unit][:, row : row + length] for offset, length, unit, row in script.runs}
+    return model.whole(torch.from_numpy(script.ids), torch.from_numpy(script.positions), spliced)[-1]
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 16, 64])
+def test_chunks_of_a_mixed_batch_give_the_whole_forward(model, features, chunk_size, monkeypatch):
+    seen = []
+    monkeypatch.setattr(model, "logits", lambda hidden: seen.append((hidden @ model.head.T).float()) or seen[-1])
+    runner, scripts = runner_of(model, features), scripts_of(features)
+    results, done = {}, dict.fromkeys(scripts, 0)
+    while any(done[script] < len(script.ids) for script in scripts):
+        chunks = []
+        for script in scripts:
+            end = min(done[script] + chunk_size, len(script.ids))
+            if done[script] < end:
+                chunks.append(script.chunk(done[script], end))
+                done[script] = end
+        before = len(seen)
+        drawn = runner.execute(StepPlan(0, tuple(chunks))).token_ids
+        rows = seen[before] if len(seen) > before else []
+        results |= {sequence_id: (token, row) for (sequence_id, token), row in zip(drawn.items(), rows, strict=True)}
+    monkeypatch.undo()
+    assert len(results) == len(scripts)
+    for script in scripts:
+        token, logits = results[script.sequence_id]
+        expected = last_logits(model, script, features)
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
+        assert token == int(expected.argmax())
+
+
+def test_features_decide_the_result(model, features):
+    """The parity above would be empty if the splice changed nothing."""
+    script = scripts_of(features)[1]
+    with_features = last_logits(model, script, features)
+    for level in range(NUM_LEVELS):
+        changed = Features({unit: feature.clone() for unit, feature in features.items()})
+        next(iter(changed.values()))[level] += 1.0
+        assert (last_logits(model, script, changed) - with_features).abs().max() > 1e-2
+
+
+def test_executing_a_plan_again_gives_the_same(model, features):
+    runner, script = runner_of(model, features), scripts_of(features)[2]
+    plans = [StepPlan(0, (script.chunk(0, 33),)), StepPlan(1, (script.chunk(33, 50),))]
+    first = [runner.execute(plan) for plan in plans]
+    again = [runner.execute(plans[1]), runner.execute(plans[0]), runner.execute(plans[1])]
+    assert first[0].token_ids == {}
+    assert again[0] == again[2] == first[1]
+
+
+def test_a_broken_feature_marks_its_sequence_alone(model, features):
+    next(iter(features.values()))[0, 3, 1] = float("nan")
+    runner, scripts = runner_of(model, features), scripts_of(features)
+    plan = StepPlan(0, tuple(script.chunk(0, len(script.ids)) for script in scripts))
+    drawn = runner.execute(plan).token_ids
+    assert [drawn[script.sequence_id] == FAILED_TOKEN for script in scripts] == [False, True, True, False]
+    assert drawn[scripts[0].sequence_id] == int(last_logits(model, scripts[0], features).argmax())
