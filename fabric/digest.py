@@ -20,7 +20,9 @@ def frame(parts: Iterable[bytes]) -> bytes:
     return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
 
 
-def mm_hash(content: bytes, *, namespace: str, modality: str, options: str, geometry: tuple[int, ...], salt: str = "") -> MmHash:
+def mm_hash(
+    content: bytes, *, namespace: str, modality: str, options: str, geometry: tuple[int, ...], salt: str = ""
+) -> MmHash:
     """Identity of a media item.
 
     `namespace` is the model (id and revision), `options` the canonical JSON of the processing options,
@@ -28,7 +30,9 @@ def mm_hash(content: bytes, *, namespace: str, modality: str, options: str, geom
     cache (CVE-2025-46722). `salt` isolates tenants. Content is hashed with BLAKE3: a client chooses it, so
     the hash has to resist chosen collisions.
     """
-    head = frame([b"weft-mm-1", namespace.encode(), modality.encode(), options.encode(), repr(geometry).encode(), salt.encode()])
+    head = frame(
+        [b"weft-mm-1", namespace.encode(), modality.encode(), options.encode(), repr(geometry).encode(), salt.encode()]
+    )
     return MmHash(blake3.blake3(head + content).hexdigest(length=16))
 
 

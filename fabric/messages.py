@@ -25,7 +25,7 @@ class PlaneWire(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # ---------------------------------------------------------------- media and prompts
 
 
-class MediaItem(Wire):
+class MediaItem(Wire, frozen=True):
     """One medium of a request, as planned from its header. The plan is a contract: what the encoder delivers
     has exactly `sum(unit_tokens)` rows."""
 
@@ -50,7 +50,7 @@ class MediaItem(Wire):
         return [UnitKey(self.mm_hash, unit) for unit in range(len(self.unit_tokens))]
 
 
-class PlaceholderRange(Wire):
+class PlaceholderRange(Wire, frozen=True):
     """A run of prompt positions that takes rows `[row, row + length)` of one unit's features.
 
     One unit may be spread over several runs (time stamps between frames, sound interleaved with pictures).
@@ -68,7 +68,7 @@ class PlaceholderRange(Wire):
         return self.offset + self.length
 
 
-class SamplingParams(Wire):
+class SamplingParams(Wire, frozen=True):
     """How the next token is drawn. `temperature == 0` is greedy; `top_k == 0` and `top_p == 1` are off."""
 
     temperature: float = 1.0
@@ -78,7 +78,7 @@ class SamplingParams(Wire):
     """Always set by the router (drawn there when the client gave none), so that a migration draws the same."""
 
 
-class StopConditions(Wire):
+class StopConditions(Wire, frozen=True):
     """When a choice ends. Stop strings are the router's (it has the text); the engine stops on ids and counts."""
 
     max_tokens: int
@@ -91,14 +91,14 @@ class StopConditions(Wire):
 # ---------------------------------------------------------------- calls
 
 
-class Destination(Wire):
+class Destination(Wire, frozen=True):
     """A worker as an encoder sees it: where to announce units."""
 
     worker_id: MemberId
     address: str
 
 
-class EncodeRequest(Wire):
+class EncodeRequest(Wire, frozen=True):
     """Router -> encoder: encode these items for that worker. The media bytes travel beside it, one per item."""
 
     request_id: RequestId
@@ -110,7 +110,7 @@ class EncodeRequest(Wire):
     """Age order over all requests (wall time of admission, request id): the oldest may evict the youngest."""
 
 
-class StageTimes(Wire):
+class StageTimes(Wire, frozen=True):
     """Seconds that one item spent in each stage of the encoder, for the cost model and the trace."""
 
     queue_s: float = 0.0
@@ -122,13 +122,13 @@ class StageTimes(Wire):
     is_cache_hit: bool = False
 
 
-class ItemResult(Wire):
+class ItemResult(Wire, frozen=True):
     index: int
     times: StageTimes
     error: ErrorInfo | None = None
 
 
-class TraceEvent(Wire):
+class TraceEvent(Wire, frozen=True):
     """Something that happened to a request. `at_s` is CLOCK_MONOTONIC of the member's host."""
 
     at_s: float
@@ -139,7 +139,7 @@ class TraceEvent(Wire):
     detail: dict[str, Any] = {}
 
 
-class EncodeResult(Wire):
+class EncodeResult(Wire, frozen=True):
     """Encoder -> router, once every item was announced or has failed."""
 
     encoder_id: MemberId
@@ -147,7 +147,7 @@ class EncodeResult(Wire):
     trace: tuple[TraceEvent, ...] = ()
 
 
-class GenerateRequest(Wire):
+class GenerateRequest(Wire, frozen=True):
     """Router -> worker. The call stays open until the terminal event; cancelling it is the abort."""
 
     request_id: RequestId
@@ -172,7 +172,7 @@ class GenerateRequest(Wire):
     """Per choice, the tokens a former attempt already sent (migration); empty at the first attempt."""
 
 
-class ChoiceResult(Wire):
+class ChoiceResult(Wire, frozen=True):
     choice: int
     finish_reason: str
     """`stop`, `length` or `abort`."""
@@ -180,7 +180,7 @@ class ChoiceResult(Wire):
     """Generated tokens over all attempts, the end-of-sequence token included when one was drawn."""
 
 
-class GenerateResult(Wire):
+class GenerateResult(Wire, frozen=True):
     """Worker -> router: the one terminal event of an attempt."""
 
     worker_id: MemberId
@@ -202,7 +202,7 @@ class GenerateResult(Wire):
 # ---------------------------------------------------------------- membership
 
 
-class Member(Wire):
+class Member(Wire, frozen=True):
     """One process of the cluster, as the directory knows it."""
 
     member_id: MemberId
@@ -223,7 +223,7 @@ class Member(Wire):
 # ---------------------------------------------------------------- message plane
 
 
-class TokenFrame(Wire):
+class TokenFrame(Wire, frozen=True):
     """New tokens of one choice. The router drops duplicates by `first_index` and frames of old attempts."""
 
     request_id: RequestId
@@ -234,14 +234,14 @@ class TokenFrame(Wire):
     finish_reason: str | None = None
 
 
-class TokenFrames(PlaneWire):
+class TokenFrames(PlaneWire, frozen=True):
     """Worker -> router: everything one engine step made for one router."""
 
     worker_id: MemberId
     frames: tuple[TokenFrame, ...]
 
 
-class RouterHeartbeat(PlaneWire):
+class RouterHeartbeat(PlaneWire, frozen=True):
     """Router -> worker, encoder. Its lease: when it expires, that router's requests are aborted.
     The first one also subscribes the router to reports and events."""
 
@@ -250,7 +250,7 @@ class RouterHeartbeat(PlaneWire):
     lease_s: float
 
 
-class FeatureTicket(Wire):
+class FeatureTicket(Wire, frozen=True):
     """Where a unit's feature lies and how to read it. Payload is C-contiguous `(num_levels, num_tokens, hidden)`."""
 
     source: str
@@ -269,7 +269,7 @@ class FeatureTicket(Wire):
     """Seconds, from receipt, for which the source promises to hold the slot unless released."""
 
 
-class UnitReady(PlaneWire):
+class UnitReady(PlaneWire, frozen=True):
     """Encoder -> worker: this unit can be pulled. Kept by the worker if the request is not there yet."""
 
     encoder_id: MemberId
@@ -280,7 +280,7 @@ class UnitReady(PlaneWire):
     ticket: FeatureTicket
 
 
-class UnitRelease(PlaneWire):
+class UnitRelease(PlaneWire, frozen=True):
     """Worker -> encoder: this worker holds nothing of the slot any more for that request (pulled, or not needed)."""
 
     worker_id: MemberId
@@ -290,7 +290,7 @@ class UnitRelease(PlaneWire):
     generation: int
 
 
-class FeatureNeeded(PlaneWire):
+class FeatureNeeded(PlaneWire, frozen=True):
     """Worker -> router: these units are needed after all. The router dispatches their encoding (again)."""
 
     worker_id: MemberId
@@ -301,7 +301,7 @@ class FeatureNeeded(PlaneWire):
     """`not_covered` (evicted since the plan), `preempted`, `lease_lost` or `transfer_failed`."""
 
 
-class AbortAttempt(PlaneWire):
+class AbortAttempt(PlaneWire, frozen=True):
     """Router -> worker, encoder: stop working on this attempt. Unknown or ended attempts are ignored.
     `choices` empty means all of it."""
 
@@ -310,25 +310,25 @@ class AbortAttempt(PlaneWire):
     choices: tuple[int, ...] = ()
 
 
-class BlocksStored(Wire, tag="stored"):
+class BlocksStored(Wire, frozen=True, tag="stored"):
     """Blocks that became findable, in chain order; the first one's parent is `parent` (None at the root)."""
 
     parent: BlockHash | None
     hashes: tuple[BlockHash, ...]
 
 
-class BlocksRemoved(Wire, tag="removed"):
+class BlocksRemoved(Wire, frozen=True, tag="removed"):
     hashes: tuple[BlockHash, ...]
 
 
-class BlocksCleared(Wire, tag="cleared"):
+class BlocksCleared(Wire, frozen=True, tag="cleared"):
     pass
 
 
 KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
-class KvEvents(PlaneWire):
+class KvEvents(PlaneWire, frozen=True):
     """Worker -> router. `first_seq` numbers the first event; numbers are consecutive within an epoch. A gap, or
     an unknown epoch, makes the router ask for a snapshot."""
 
@@ -338,14 +338,14 @@ class KvEvents(PlaneWire):
     events: tuple[KvEvent, ...]
 
 
-class SnapshotRequest(PlaneWire):
+class SnapshotRequest(PlaneWire, frozen=True):
     """Router -> worker, encoder: send what you hold."""
 
     router_id: MemberId
     address: str
 
 
-class KvSnapshot(PlaneWire):
+class KvSnapshot(PlaneWire, frozen=True):
     """Worker -> router: every findable block, parents before children, as of event `last_seq`.
     Later events apply on top, earlier ones are dropped."""
 
@@ -355,7 +355,7 @@ class KvSnapshot(PlaneWire):
     chains: tuple[BlocksStored, ...]
 
 
-class FeatureEvents(PlaneWire):
+class FeatureEvents(PlaneWire, frozen=True):
     """Encoder -> router: items whose features are fully cached there (`stored`) or no more (`removed`).
     With `is_snapshot`, `stored` is everything and `first_seq` the number of the last event it contains."""
 
@@ -367,7 +367,7 @@ class FeatureEvents(PlaneWire):
     is_snapshot: bool = False
 
 
-class WorkerReport(PlaneWire):
+class WorkerReport(PlaneWire, frozen=True):
     """Worker -> router, several times a second and on change. Gauges; `seq` only grows."""
 
     worker_id: MemberId
@@ -399,7 +399,7 @@ class WorkerReport(PlaneWire):
     step_overhead_s: float
 
 
-class EncoderReport(PlaneWire):
+class EncoderReport(PlaneWire, frozen=True):
     """Encoder -> router. `queued_cost` in patches."""
 
     encoder_id: MemberId
@@ -455,5 +455,7 @@ def decode_message(data: bytes) -> PlaneMessage:
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[PlaneMessage] = msgspec.msgpack.Decoder(PlaneMessage)
 
-__all__ = [name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, msgspec.Struct)]
+__all__ = [
+    name for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, msgspec.Struct)
+]
 __all__ += ["KvEvent", "PlaneMessage", "SequenceId", "decode_message", "encode_message"]
