@@ -28,11 +28,7 @@ def extra_keys(
     tags follow vLLM's, which once removed the offset and had to restore it; a tag keeps a salt from posing as a
     media key.)"""
     start, end = block_index * block_size, (block_index + 1) * block_size
-    keys = [
-        frame([b"mm", media[run.item].mm_hash.encode(), str(run.unit).encode(), str(run.row + start - run.offset).encode()])
-        for run in placeholders
-        if run.offset < end and run.end > start
-    ]
+    keys = [_media_key(run, media, start) for run in placeholders if run.offset < end and run.end > start]
     if block_index == 0 and cache_salt:
         keys.append(frame([b"salt", cache_salt.encode()]))
     return keys
@@ -50,12 +46,23 @@ def prompt_block_hashes(
     media: Sequence[MediaItem] = (),
     cache_salt: str = "",
 ) -> list[BlockHash]:
-    """Hashes of all full blocks of a prompt, in order."""
-    ids = np.asarray(token_ids, dtype="<i4")
+    """Hashes of all full blocks of a prompt, in order. O(blocks + runs)."""
+    block_to_runs: dict[int, list[PlaceholderRange]] = {}
+    for run in placeholders:
+        for index in range(run.offset // block_size, -(-run.end // block_size)):
+            block_to_runs.setdefault(index, []).append(run)
+    content = memoryview(np.asarray(token_ids, dtype="<i4").tobytes())
+    num_bytes = 4 * block_size
     hashes: list[BlockHash] = []
     parent: BlockHash | None = None
-    for index in range(len(ids) // block_size):
-        keys = extra_keys(index, block_size, placeholders, media, cache_salt)
-        parent = block_hash(parent, ids[index * block_size : (index + 1) * block_size].tobytes(), keys)
+    for index in range(len(token_ids) // block_size):
+        runs = block_to_runs.get(index, ())
+        keys = extra_keys(index, block_size, runs, media, cache_salt) if runs or index == 0 else ()
+        parent = block_hash(parent, content[index * num_bytes : (index + 1) * num_bytes].tobytes(), keys)
         hashes.append(parent)
     return hashes
+
+
+def _media_key(run: PlaceholderRange, media: Sequence[MediaItem], start: int) -> bytes:
+    row = run.row + start - run.offset
+    return frame([b"mm", media[run.item].mm_hash.encode(), str(run.unit).encode(), str(row).encode()])

@@ -1,0 +1,113 @@
+"""The order of one source's events: epochs, sequence numbers, gaps, and the wait for a snapshot.
+
+Events of a source (a worker's KV events, an encoder's feature events) are numbered without holes inside an epoch.
+After a gap, or from an epoch not seen before, nothing can be applied until a snapshot says where to start; what
+arrives meanwhile is kept and applied on top of it. Knows nothing of what an event means, and no clock: when to ask
+for the snapshot again is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from typing import Generic, NamedTuple, TypeVar
+
+EventT = TypeVar("EventT")
+
+
+class ApplyResult(Enum):
+    """What became of a message of events."""
+
+    OK = "ok"
+    """Applied, or contained in what was applied before."""
+    GAP = "gap"
+    """The source isn't in step: its snapshot is needed. The events were kept for after it."""
+    STALE = "stale"
+    """Of an older epoch, or a snapshot older than what is known: dropped."""
+
+
+class _Batch(NamedTuple):
+    first_seq: int
+    events: Sequence[object]
+
+    @property
+    def end_seq(self) -> int:
+        return self.first_seq + len(self.events)
+
+
+class EventFeed(Generic[EventT]):
+    """Gives back the events of one source in order, each once.
+
+    `max_buffered` bounds the events kept while a snapshot is awaited. Beyond it the oldest are dropped, which costs
+    at worst another snapshot.
+    """
+
+    def __init__(self, max_buffered: int) -> None:
+        self.epoch = -1
+        self.is_in_step = False
+        self._next_seq = 0
+        self._buffer: deque[_Batch] = deque()
+        self._num_buffered = 0
+        self._max_buffered = max_buffered
+
+    @property
+    def num_buffered(self) -> int:
+        return self._num_buffered
+
+    def is_newer(self, epoch: int) -> bool:
+        """Whether the epoch voids everything known of the source."""
+        return epoch > self.epoch
+
+    def offer(self, epoch: int, first_seq: int, events: Sequence[EventT]) -> tuple[ApplyResult, list[EventT]]:
+        """Takes a message in; returns the events that may be applied now, in order."""
+        if epoch < self.epoch:
+            return ApplyResult.STALE, []
+        if epoch > self.epoch:
+            self._enter(epoch)
+        if self.is_in_step and first_seq <= self._next_seq:
+            fresh = list(events[self._next_seq - first_seq :])
+            self._next_seq += len(fresh)
+            return ApplyResult.OK, fresh
+        self.is_in_step = False
+        self._keep(_Batch(first_seq, events))
+        return ApplyResult.GAP, []
+
+    def restart(self, epoch: int, last_seq: int) -> ApplyResult:
+        """A snapshot as of event `last_seq` has come. STALE: drop it. OK: load it, then apply `resume()`."""
+        if epoch < self.epoch or (epoch == self.epoch and self.is_in_step and last_seq < self._next_seq - 1):
+            return ApplyResult.STALE
+        if epoch > self.epoch:
+            self._enter(epoch)
+        self._next_seq = last_seq + 1
+        self.is_in_step = True
+        return ApplyResult.OK
+
+    def resume(self) -> Iterator[EventT]:
+        """The kept events that follow the snapshot. Ends early, out of step, at a hole among them."""
+        for batch in sorted(self._drain(), key=lambda batch: batch.first_seq):
+            if batch.first_seq > self._next_seq:
+                self.is_in_step = False
+            if not self.is_in_step:
+                self._keep(batch)
+                continue
+            fresh = batch.events[self._next_seq - batch.first_seq :]
+            self._next_seq += len(fresh)
+            yield from fresh  # type: ignore[misc]
+
+    def _enter(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.is_in_step = False
+        self._drain()
+
+    def _drain(self) -> list[_Batch]:
+        batches = list(self._buffer)
+        self._buffer.clear()
+        self._num_buffered = 0
+        return batches
+
+    def _keep(self, batch: _Batch) -> None:
+        self._buffer.append(batch)
+        self._num_buffered += len(batch.events)
+        while self._num_buffered > self._max_buffered and self._buffer:
+            self._num_buffered -= len(self._buffer.popleft().events)
