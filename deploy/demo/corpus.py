@@ -1,0 +1,101 @@
+"""The text that the demo's tokenizer is trained on: sentences about shapes, colours, motion and sound, made here.
+
+Does not know how it is tokenised. Same seed, same text. Standard library only.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+COLOURS = ("red", "green", "blue", "yellow", "orange", "purple", "pink", "brown", "black", "white", "grey", "cyan")
+SHAPES = ("circle", "square", "triangle", "rectangle", "star", "cross", "ring", "diamond", "hexagon", "line")
+PLACES = (
+    "left",
+    "right",
+    "top",
+    "bottom",
+    "centre",
+    "corner",
+    "middle",
+    "above",
+    "below",
+    "beside",
+    "inside",
+    "behind",
+)
+SIZES = ("small", "large", "tiny", "huge", "wide", "narrow", "tall", "short")
+MOTIONS = ("moves", "turns", "grows", "shrinks", "falls", "rises", "jumps", "waits", "blinks", "spins", "leaves")
+SOUNDS = ("beep", "hum", "click", "chime", "whistle", "noise", "drum", "silence", "tone", "voice")
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+
+WORDS = tuple(
+    """
+    about above across after again air all almost along also always among and animal another answer any apple are area
+    around ask away back ball bank base beach bear because become bed before begin being bell best better between big
+    bird blank boat body book both box boy branch bread break bridge bright bring brother build but button buy by call
+    can card care carry cat catch cause chair change chart check child choose city class clean clear climb clock close
+    cloud coat cold colour come common compare contain cook copy corner could count country cover crowd cup cut dance
+    dark day deep describe desk different dinner direction dish do does dog door down draw dream dress drink drive dry
+    during each early earth east easy eat edge egg empty end engine enough equal even evening ever every example eye
+    face fact family far farm fast father field figure fill film find finger finish fire first fish flag flat floor
+    flower fly follow food foot for forest form forward frame free fresh friend from front fruit full game garden gave
+    give glass gold good grass great ground group guess had hair half hand happen happy hard has hat have head hear
+    heart heavy help her here high hill him his hold home horse hot hour house how hundred idea image important in into
+    island it join just keep key kind kitchen know lake lamp land language last late laugh lead leaf learn least less
+    letter level life light like list listen little live long look loud low lunch machine make man many map mark market
+    match matter may mean measure meet metal might milk minute mirror money moon more morning most mother mountain mouth
+    move much music must name near need never new next night no none north not note nothing now number object ocean of
+    off often old on once only open or order other our out over own page paint pair paper park part party past path
+    pattern people perhaps person phone photo picture piece place plain plane plant plate play please point pond pool
+    position possible power present price print problem question quick quiet rain reach read ready real reason remember
+    repeat rest return rice ride ring river road rock roof room round row rule run salt same sand say school sea season
+    second see seem sentence serve shade shadow shape share sheep ship shoe shop should show side sign simple since sing
+    sister sit sky sleep slow smile smooth snow soft some something song soon sound south space speak spoon spot spring
+    stand start state stay step still stone stop storm story straight street string strong student summer sun sure table
+    take talk teacher tell than thank that the their them then there these they thing think this those through time
+    together tomorrow tool touch toward town train travel tree true try turn under understand until up upper use very
+    video view visit visible wait walk wall want warm was watch water wave way weather week well were west what wheel
+    when where which while who whole why wide will wind window winter wire wish with without woman wonder wood word work
+    world would write yard year yes yesterday yet you young your
+    """.split()
+)
+
+TEMPLATES = (
+    "What is in the picture? A <size> <colour> <shape> on the <place>.",
+    "How many <shape>s are there? There are <number>.",
+    "Which colour is the <shape>? It is <colour>.",
+    "The <colour> <shape> <motion> to the <place> and then it <motion>.",
+    "You can hear a <sound>, then <number> <sound>s, and a <word> <word>.",
+    "Is the <shape> <place> the <colour> <shape>? <answer>, it is <place> of it.",
+    "In this image the <word> is <size>; in the second image it's <colour>.",
+    "I don't know what the <word> <word> means, but we'll <word> about <word>.",
+    "<word> <word> <word>, <word> <word> and <word>.\n",
+    "Describe the image. <number>: <colour> <shape>, <size>, <place>.\n",
+    "user: <word> <word>?\nassistant: <answer>. That's the <word> of the <word>.\n",
+    '{"colour": "<colour>", "shape": "<shape>", "count": <digit>}',
+    "x = <digit><digit>.<digit>; y = (<digit> + <digit>) * <digit>\n",
+)
+SLOT = re.compile(r"<(\w+)>")
+
+
+def sentences(num_sentences: int, seed: int) -> list[str]:
+    """Sentences from the templates, each slot drawn anew."""
+    rng = random.Random(seed)
+    slots = {
+        "colour": COLOURS,
+        "shape": SHAPES,
+        "place": PLACES,
+        "size": SIZES,
+        "motion": MOTIONS,
+        "sound": SOUNDS,
+        "number": NUMBERS,
+        "word": WORDS,
+        "answer": ("Yes", "No"),
+        "digit": tuple("0123456789"),
+    }
+    return [_filled(rng.choice(TEMPLATES), slots, rng) for _ in range(num_sentences)]
+
+
+def _filled(template: str, slots: dict[str, tuple[str, ...]], rng: random.Random) -> str:
+    return SLOT.sub(lambda match: rng.choice(slots[match.group(1)]), template)

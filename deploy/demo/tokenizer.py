@@ -1,0 +1,102 @@
+"""The demo's tokenizer: byte-level BPE in Qwen's manner, small, trained on the corpus beside it.
+
+Does not know the model. Needs `tokenizers` only: no torch, no transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+from deploy.demo.corpus import sentences
+
+NUM_BPE_TOKENS = 1526
+NUM_SENTENCES = 20_000
+
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+# In the order of Qwen3-Omni's own ids.
+SPECIAL_TOKENS = (
+    END_OF_TEXT,
+    TURN_START,
+    TURN_END,
+    "<|audio_start|>",
+    "<|audio_end|>",
+    "<|audio_pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+# The attributes that Qwen3OmniMoeProcessor reads off its tokenizer.
+NAME_TO_TOKEN = {
+    "image_token": "<|image_pad|>",
+    "audio_token": "<|audio_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+    "audio_bos_token": "<|audio_start|>",
+    "audio_eos_token": "<|audio_end|>",
+}
+# Qwen2's pre-tokenizer, as in transformers' tokenization_qwen2.py.
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHAT_TEMPLATE_FILE = Path(__file__).with_name("chat_template.jinja")
+
+
+class Vocabulary(NamedTuple):
+    num_tokens: int
+    special_token_to_id: dict[str, int]
+
+
+def train_tokenizer(seed: int) -> Tokenizer:
+    """Trains on the corpus of `seed`. The special tokens take the ids after the learned ones."""
+    tokenizer = Tokenizer(BPE(fuse_unk=False, byte_fallback=False))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated", invert=False),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=NUM_BPE_TOKENS,
+        min_frequency=2,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator(sentences(NUM_SENTENCES, seed), trainer=trainer)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def write_text_files(out_dir: Path, seed: int) -> Vocabulary:
+    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja into `out_dir`."""
+    tokenizer = train_tokenizer(seed)
+    tokenizer.save(str(out_dir / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "processor_class": "Qwen3OmniMoeProcessor",
+        "model_max_length": 8192,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "errors": "replace",
+        "split_special_tokens": False,
+        "bos_token": None,
+        "unk_token": None,
+        "eos_token": TURN_END,
+        "pad_token": END_OF_TEXT,
+        "extra_special_tokens": NAME_TO_TOKEN,
+    }
+    (out_dir / "tokenizer_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (out_dir / "chat_template.jinja").write_text(CHAT_TEMPLATE_FILE.read_text(encoding="utf-8"), encoding="utf-8")
+    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+    return Vocabulary(tokenizer.get_vocab_size(with_added_tokens=True), ids)

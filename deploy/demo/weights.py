@@ -1,0 +1,68 @@
+"""Seeded weights for the demo model, saved in the layout of transformers.
+
+Every parameter is drawn by numpy from a stream of its own, keyed by seed and name: torch's generators give other
+numbers on other vector units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from blake3 import blake3
+from transformers import Qwen3OmniMoeThinkerConfig, Qwen3OmniMoeThinkerForConditionalGeneration
+
+EMBEDDING_STD = 0.7
+VISUAL_POSITION_STD = 0.2
+# Wide enough that the best token changes with the prompt; the final norm gives hidden states of unit variance.
+HEAD_GAIN = 2.0
+
+
+def save_model(out_dir: Path, thinker_config: dict[str, object], seed: int) -> None:
+    """Writes config.json and the safetensors in bfloat16. torch's global random state is as before."""
+    config = Qwen3OmniMoeThinkerConfig(**thinker_config)
+    with torch.random.fork_rng(devices=[]):
+        model = Qwen3OmniMoeThinkerForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(draw(name, tuple(parameter.shape), seed)))
+    with _quiet():
+        model.to(torch.bfloat16).save_pretrained(out_dir)
+    for path in out_dir.glob("*.safetensors"):
+        path.chmod(0o644)  # the library makes them readable by the owner alone
+
+
+def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """float32 `shape`. Norms are one, biases zero, embeddings normal, matrices normal over the root of their fan-in."""
+    if len(shape) == 1:
+        return np.zeros(shape, np.float32) if name.endswith("bias") else np.ones(shape, np.float32)
+    key = int.from_bytes(blake3(f"{seed} {name}".encode()).digest(length=16), "little")
+    values = np.random.Generator(np.random.PCG64(key)).standard_normal(shape, dtype=np.float32)
+    return values * np.float32(_std(name, shape))
+
+
+def _std(name: str, shape: tuple[int, ...]) -> float:
+    if name.endswith("embed_tokens.weight"):
+        return EMBEDDING_STD
+    if name.endswith("pos_embed.weight"):
+        return VISUAL_POSITION_STD
+    is_expert_stack = ".experts." in name
+    fan_in = shape[-1] if is_expert_stack else int(np.prod(shape[1:]))
+    gain = HEAD_GAIN if name == "lm_head.weight" else 1.0
+    return float(gain / np.sqrt(fan_in))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the progress bar of a save that takes milliseconds."""
+    was_enabled = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            transformers.utils.logging.enable_progress_bar()
