@@ -1,0 +1,145 @@
+"""The image modality: `image_url` parts, headers and decoding, with Pillow.
+
+Knows no model: sizes, colours and patches that a family wants are made in the family's `preprocess`.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from PIL import Image
+
+from fabric.errors import InvalidMedia
+from modalities.family import ImageHeader, MediaHeader
+from modalities.plugin import MediaLimits, decode_data_url, part_url
+
+# The limit is MediaLimits', checked on the header; Pillow's own would warn at half of it, and per process.
+Image.MAX_IMAGE_PIXELS = None
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Allow-list of decoders: a container that Pillow also knows never reaches its parser."""
+
+_FORMAT_TO_NAME = {"MPO": "JPEG"}  # a JPEG with more pictures behind the first, as phones write them
+_ORIENTATION_TAG = 0x0112
+_ORIENTATION_TO_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+# What Pillow's decoders raise for broken files: no common root, found by fuzzing and reading.
+_DECODER_ERRORS = (
+    OSError,
+    ValueError,
+    SyntaxError,
+    EOFError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+    RuntimeError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+
+
+class OpenedImage(NamedTuple):
+    image: Image.Image
+    """Not decoded, not rotated."""
+    header: ImageHeader
+    orientation: int
+    """EXIF: 1 is upright, 5 to 8 exchange width and height."""
+
+
+class ImagePlugin:
+    """Images in `image_url` parts."""
+
+    modality = "image"
+    part_types = ("image_url",)
+
+    def parse(self, part: Mapping[str, object], param: str, limits: MediaLimits) -> bytes:
+        """Raises InvalidRequest, InvalidMedia."""
+        return decode_data_url(part_url(part, "image_url", param), param, limits.max_bytes_per_item)
+
+    def probe(self, data: bytes, param: str) -> ImageHeader:
+        """Of the first frame. Raises InvalidMedia."""
+        return open_image(data, param).header
+
+    def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
+        """Raises InvalidMedia."""
+        pixels = header.width * header.height
+        if pixels > limits.max_image_pixels:
+            raise InvalidMedia(
+                f"{param}: {header.width}x{header.height} pixels are more than the limit of "
+                f"{limits.max_image_pixels} pixels",
+                param=param,
+            )
+
+
+def open_image(data: bytes, param: str) -> OpenedImage:
+    """Reads the header alone. Raises InvalidMedia for what is not an image of an allowed format."""
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+    except _DECODER_ERRORS as error:
+        raise InvalidMedia(
+            f"{param}: not an image of a supported format ({', '.join(FORMATS)})", param=param
+        ) from error
+    width, height = image.size
+    if width < 1 or height < 1:
+        raise InvalidMedia(f"{param}: an image of {width}x{height} pixels", param=param)
+    orientation = _orientation(image, data)
+    if orientation >= 5:
+        width, height = height, width
+    name = image.format or ""
+    return OpenedImage(image, ImageHeader(_FORMAT_TO_NAME.get(name, name), width, height, image.mode), orientation)
+
+
+def decode_image(data: bytes, param: str) -> tuple[Image.Image, ImageHeader]:
+    """The first frame, upright, in the file's own mode, and its header. Raises InvalidMedia for a broken or
+    truncated file and for one whose pixels are not of the header's size."""
+    opened = open_image(data, param)
+    image = opened.image
+    try:
+        image.load()
+        # Pillow's TIFF reader turns the image by itself while it loads.
+        if opened.header.format != "TIFF" and opened.orientation in _ORIENTATION_TO_TRANSPOSE:
+            image = image.transpose(_ORIENTATION_TO_TRANSPOSE[opened.orientation])
+    except _DECODER_ERRORS as error:
+        raise InvalidMedia(f"{param}: the {opened.header.format} file is broken or truncated", param=param) from error
+    if image.size != (opened.header.width, opened.header.height):
+        raise InvalidMedia(f"{param}: the image is {image.size}, its header says otherwise", param=param)
+    return image, opened.header
+
+
+def _orientation(image: Image.Image, data: bytes) -> int:
+    """EXIF orientation, 1 if there is none or the EXIF data are broken."""
+    try:
+        # The PNG reader's own method would decode all pixels to reach an EXIF chunk behind them.
+        value = Image.Image.getexif(image).get(_ORIENTATION_TAG)
+        if value is None and image.format == "PNG" and (late := _png_chunk(data, b"eXIf")):
+            exif = Image.Exif()
+            exif.load(late)
+            value = exif.get(_ORIENTATION_TAG)
+    except _DECODER_ERRORS:
+        return 1
+    return value if isinstance(value, int) and 1 <= value <= 8 else 1
+
+
+def _png_chunk(data: bytes, name: bytes) -> bytes | None:
+    """The first chunk of that name, walking from length to length (PNG specification, section 5.3)."""
+    at = 8
+    while at + 12 <= len(data):
+        (length,) = struct.unpack_from(">I", data, at)
+        if data[at + 4 : at + 8] == name:
+            return data[at + 8 : at + 8 + length]
+        at += 12 + length
+    return None

@@ -1,0 +1,86 @@
+"""What a modality is: how one medium gets from a request's part to bytes, and what its first bytes say.
+
+A plugin knows file formats and limits. It knows no model: what a medium becomes is the family's business
+(`modalities.family`).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from fabric.errors import InvalidMedia, InvalidRequest
+from modalities.family import MediaHeader
+
+
+@dataclass(frozen=True, slots=True)
+class MediaLimits:
+    """What a client may send. Checked before anything is decoded."""
+
+    max_bytes_per_item: int = 256 * 2**20
+    """Of the encoded file. A request's body has a smaller limit of its own."""
+    max_image_pixels: int = 178_956_970
+    """Width x height; where Pillow by default calls an image a decompression bomb."""
+
+
+class ModalityPlugin(Protocol):
+    """One modality. Stateless and thread-safe."""
+
+    @property
+    def modality(self) -> str:
+        """`image`, ..."""
+        ...
+
+    @property
+    def part_types(self) -> tuple[str, ...]:
+        """Types of the content parts that it parses, e.g. `image_url`."""
+        ...
+
+    def parse(self, part: Mapping[str, object], param: str, limits: MediaLimits) -> bytes:
+        """One content part of a request -> the encoded file. `param` names the part in errors. Raises InvalidRequest
+        for a part of the wrong form, InvalidMedia for a medium that is broken or too large."""
+        ...
+
+    def probe(self, data: bytes, param: str) -> MediaHeader:
+        """From the first bytes; decodes no pixels or samples. Raises InvalidMedia."""
+        ...
+
+    def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
+        """Raises InvalidMedia if the header is beyond the limits."""
+        ...
+
+
+def part_url(part: Mapping[str, object], field: str, param: str) -> str:
+    """The URL of a part: `{field: {"url": ...}}`, or a plain string instead of the object. Raises InvalidRequest."""
+    value = part.get(field)
+    url = value.get("url") if isinstance(value, Mapping) else value
+    if not isinstance(url, str) or not url:
+        raise InvalidRequest(f"{param}: `{field}` must be an object with a `url`, or a URL", param=param)
+    return url
+
+
+def decode_data_url(url: str, param: str, max_bytes: int) -> bytes:
+    """Bytes of a base64 `data:` URL (RFC 2397, RFC 4648 without line breaks or missing padding).
+
+    The size is known from the length of the text, so what is too large is refused before it is decoded. The declared
+    type is not looked at: the bytes say what they are. Raises InvalidRequest for other URLs, InvalidMedia for a
+    payload that is not base64, empty or larger than `max_bytes`."""
+    scheme, colon, rest = url.partition(":")
+    if not colon or scheme.lower() != "data":
+        raise InvalidRequest(f"{param}: only data: URLs are enabled", param=param)
+    head, comma, payload = rest.partition(",")
+    if not comma or not head.lower().endswith(";base64"):
+        raise InvalidRequest(f"{param}: a data: URL must read data:<type>;base64,<payload>", param=param)
+    num_bytes = len(payload) * 3 // 4 - payload[-2:].count("=")
+    if num_bytes > max_bytes:
+        raise InvalidMedia(f"{param}: {num_bytes} bytes are more than the limit of {max_bytes}", param=param)
+    try:
+        data = base64.b64decode(payload, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidMedia(f"{param}: the payload is not valid base64", param=param) from error
+    if not data:
+        raise InvalidMedia(f"{param}: the payload is empty", param=param)
+    return data

@@ -1,0 +1,19 @@
+"""Qwen3-Omni (thinker): text and images in, text out. Video, audio and speech are not declared yet.
+
+Pure: `config`, `positions`, `family`; numpy and Pillow: `preprocess`; torch: `encoder`, `language_model`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from modalities.family import Family
+
+ARCHITECTURES = ("Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration")
+
+
+def load(model_dir: Path) -> Family:
+    """Raises ConfigError."""
+    from modalities.qwen3_omni.family import Qwen3OmniFamily
+
+    return Qwen3OmniFamily(model_dir)

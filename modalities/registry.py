@@ -1,0 +1,95 @@
+"""Which modalities and which model families there are. Adding one is a call from outside; nothing here changes.
+
+Knows no file format and no architecture. Importable without torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fabric.errors import ConfigError, UnsupportedModality
+from modalities import qwen3_omni
+from modalities.family import Family
+from modalities.image import ImagePlugin
+from modalities.plugin import ModalityPlugin
+
+FamilyLoader = Callable[[Path], Family]
+
+
+class Registry:
+    """Modalities by name and by part type, families by architecture. Filled at start, then only read."""
+
+    def __init__(self) -> None:
+        self._modality_to_plugin: dict[str, ModalityPlugin] = {}
+        self._part_type_to_plugin: dict[str, ModalityPlugin] = {}
+        self._architecture_to_loader: dict[str, FamilyLoader] = {}
+
+    def register_modality(self, plugin: ModalityPlugin) -> None:
+        """Raises ConfigError if the modality or one of its part types is taken."""
+        taken = [name for name in plugin.part_types if name in self._part_type_to_plugin]
+        if plugin.modality in self._modality_to_plugin or taken:
+            raise ConfigError(f"modality {plugin.modality!r} (parts {plugin.part_types}) is registered already")
+        self._modality_to_plugin[plugin.modality] = plugin
+        self._part_type_to_plugin.update(dict.fromkeys(plugin.part_types, plugin))
+
+    def register_family(self, architectures: Sequence[str], loader: FamilyLoader) -> None:
+        """`architectures` as in a checkpoint's config.json. Raises ConfigError if one is taken."""
+        if taken := [name for name in architectures if name in self._architecture_to_loader]:
+            raise ConfigError(f"architectures registered already: {', '.join(taken)}")
+        self._architecture_to_loader.update(dict.fromkeys(architectures, loader))
+
+    def has_modality(self, name: str) -> bool:
+        return name in self._modality_to_plugin
+
+    def modality(self, name: str) -> ModalityPlugin:
+        """Raises UnsupportedModality."""
+        if name not in self._modality_to_plugin:
+            raise UnsupportedModality(f"unknown modality {name!r}")
+        return self._modality_to_plugin[name]
+
+    def modality_of_part(self, part_type: str) -> ModalityPlugin | None:
+        """The plugin that parses such parts, or None."""
+        return self._part_type_to_plugin.get(part_type)
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        return tuple(self._modality_to_plugin)
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        return tuple(self._architecture_to_loader)
+
+    def load_family(self, model_dir: Path) -> Family:
+        """By `architectures` in config.json. Raises ConfigError for a missing or broken file, or if none of its
+        architectures is known."""
+        names = read_architectures(model_dir)
+        for name in names:
+            if name in self._architecture_to_loader:
+                return self._architecture_to_loader[name](model_dir)
+        known = ", ".join(self._architecture_to_loader)
+        raise ConfigError(f"unsupported architecture {', '.join(names) or 'none'} in {model_dir}; supported: {known}")
+
+
+def read_architectures(model_dir: Path) -> list[str]:
+    """Raises ConfigError."""
+    path = model_dir / "config.json"
+    try:
+        names = json.loads(path.read_bytes()).get("architectures") or []
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"can't read {path}: {error}") from error
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"`architectures` of {path} must be a list of names")
+    return names
+
+
+def builtin_registry() -> Registry:
+    """A new registry with everything that ships."""
+    registry = Registry()
+    registry.register_modality(ImagePlugin())
+    registry.register_family(qwen3_omni.ARCHITECTURES, qwen3_omni.load)
+    return registry
+
+
+REGISTRY = builtin_registry()
