@@ -6,11 +6,13 @@ Serve counts the open call, so draining waits for it; cancelling the awaiting ta
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from fabric.errors import EncoderLost, Unavailable, WeftError, WorkerLost
@@ -22,8 +24,12 @@ INLINE_BYTES = 64 * 1024
 
 
 async def call_pinned(handle: DeploymentHandle, member_id: MemberId, lost: type[Unavailable], *args: Any) -> Any:
-    """One call to the replica `member_id`. Raises TargetGone, `lost`, or the WeftError the replica raised."""
-    response = handle.options(session_id=str(member_id)).remote(*args)
+    """One call to the replica `member_id`. Raises TargetGone, `lost`, or the WeftError the replica raised.
+
+    The call starts in an empty context: two concurrent calls to one deployment from one HTTP request would share
+    Serve's internal request id, and one of them would hang."""
+    pinned = handle.options(session_id=str(member_id))
+    response = contextvars.Context().run(pinned.remote, *args)
     try:
         return await response
     except asyncio.CancelledError:
@@ -36,7 +42,7 @@ async def call_pinned(handle: DeploymentHandle, member_id: MemberId, lost: type[
         raise lost(f"{member_id} failed ({type(cause).__name__})") from error
     except (RayActorError, TaskCancelledError) as error:
         raise lost(f"{member_id} is gone") from error
-    except RayError as error:
+    except (RayError, RayServeException) as error:
         raise lost(f"{member_id} can't be reached ({type(error).__name__})") from error
 
 

@@ -1,0 +1,54 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFIGS = Path(__file__).parents[2] / "deploy" / "configs"
+
+
+def weft(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "deploy.cli", *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_version() -> None:
+    done = weft("version")
+    assert (done.returncode, done.stdout) == (0, "weft 0.1.0\n")
+
+
+@pytest.mark.parametrize("name", ["laptop.yaml", "gpu-node.yaml"])
+def test_shipped_configs_are_valid(name: str) -> None:
+    done = weft("check", str(CONFIGS / name))
+    assert done.returncode == 0, done.stderr
+    assert ": ok (" in done.stdout
+
+
+def test_check_names_line_and_key(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("workers:\n  replica: 3\nencoders:\n  arena_bytes: 3Zi\n")
+    done = weft("check", str(wrong))
+    assert done.returncode == 1
+    assert f"{wrong}: line 2, column 3: workers.replica: unknown key; did you mean replicas?" in done.stderr
+    assert "line 4, column 3: encoders.arena_bytes: not a size: '3Zi'" in done.stderr
+
+
+def test_serve_refuses_what_is_not_a_model(tmp_path: Path) -> None:
+    done = weft("serve", "--model", str(tmp_path))
+    assert done.returncode == 1
+    assert "has no config.json" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_serve_refuses_a_taken_port() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = weft("serve", "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 1
+    assert "cannot listen on" in done.stderr

@@ -1,0 +1,187 @@
+"""Calls to a named replica on real Ray Serve: the four situations that hung it before the guards (design, traps)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from deploy.serving.pinning import PinnedRequestRouter
+from deploy.serving.pools import call_pinned
+from fabric.errors import EncoderLost, InvalidMedia, TargetGone
+from fabric.ids import MemberId
+
+pytestmark = pytest.mark.ray
+
+# Replicas can't import a test module: its classes travel by value.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+PINNED = RequestRouterConfig(request_router_class=PinnedRequestRouter)
+ACTOR = {"num_cpus": 0}
+
+
+class Target:
+    """A replica that says who it is and can be held."""
+
+    def __init__(self) -> None:
+        self._released = asyncio.Event()
+
+    def who(self) -> str:
+        return serve.get_replica_context().replica_id.unique_id
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    async def hold(self) -> str:
+        await self._released.wait()
+        self._released.clear()
+        return self.who()
+
+    def release(self) -> None:
+        self._released.set()
+
+    def refuse(self) -> None:
+        raise InvalidMedia("broken", param="messages.0.content.1")
+
+
+class Caller:
+    """Makes two pinned calls to one deployment inside one request."""
+
+    def __init__(self, targets: DeploymentHandle) -> None:
+        self._targets = targets
+
+    async def both(self, first: str, second: str) -> list[str]:
+        calls = [call_pinned(self._targets.who, MemberId(name), EncoderLost) for name in (first, second)]
+        return await asyncio.wait_for(asyncio.gather(*calls), timeout=20)
+
+
+@pytest.fixture(scope="module")
+def handles() -> Iterator[tuple[DeploymentHandle, DeploymentHandle]]:
+    with tempfile.TemporaryDirectory(prefix="weft-ray-") as folder:
+        ray.init(
+            address="local",
+            namespace="weft-test",
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _temp_dir=folder,
+            _node_ip_address="127.0.0.1",
+        )
+        serve.start(proxy_location="Disabled")
+        options: dict[str, Any] = {"ray_actor_options": ACTOR, "request_router_config": PINNED}
+        targets = serve.deployment(Target, num_replicas=2, max_ongoing_requests=2, **options).bind()
+        caller = serve.run(
+            serve.deployment(Caller, ray_actor_options=ACTOR).bind(targets), name="pins", route_prefix=None
+        )
+        yield caller, serve.get_deployment_handle("Target", "pins")
+        serve.shutdown()
+        ray.shutdown()
+
+
+def names(targets: DeploymentHandle) -> list[str]:
+    """The unique ids of both replicas, asked without a pin."""
+    found: set[str] = set()
+    while len(found) < 2:
+        found.add(targets.who.remote().result(timeout_s=20))
+    return sorted(found)
+
+
+def call(targets: DeploymentHandle, method: str, name: str, timeout_s: float = 20) -> Any:
+    async def run() -> Any:
+        return await asyncio.wait_for(call_pinned(getattr(targets, method), MemberId(name), EncoderLost), timeout_s)
+
+    return asyncio.run(run())
+
+
+def test_a_pin_reaches_the_replica_that_it_names(handles: tuple[DeploymentHandle, DeploymentHandle]) -> None:
+    _, targets = handles
+    for name in names(targets) * 5:
+        assert call(targets, "who", name) == name
+
+
+def test_one_request_reaches_two_replicas_at_once(handles: tuple[DeploymentHandle, DeploymentHandle]) -> None:
+    caller, targets = handles
+    first, second = names(targets)
+    assert caller.both.remote(first, second).result(timeout_s=30) == [first, second]
+
+
+def test_a_dead_pin_fails_at_once_and_harms_nobody(handles: tuple[DeploymentHandle, DeploymentHandle]) -> None:
+    _, targets = handles
+    with pytest.raises(TargetGone, match="replica nobody is gone"):
+        call(targets, "who", "nobody")
+    first, _ = names(targets)
+    assert call(targets, "who", first) == first
+
+
+def test_an_error_of_the_tree_keeps_its_class_and_param(handles: tuple[DeploymentHandle, DeploymentHandle]) -> None:
+    _, targets = handles
+    with pytest.raises(InvalidMedia) as caught:
+        call(targets, "refuse", names(targets)[0])
+    assert (caught.value.message, caught.value.param) == ("broken", "messages.0.content.1")
+
+
+def test_a_full_replica_does_not_block_the_other(handles: tuple[DeploymentHandle, DeploymentHandle]) -> None:
+    _, targets = handles
+    full, free = names(targets)
+
+    async def run() -> None:
+        pin = MemberId(full)
+        held = [asyncio.create_task(call_pinned(targets.hold, pin, EncoderLost)) for _ in range(2)]
+        queued = asyncio.create_task(call_pinned(targets.hold, pin, EncoderLost))
+        try:
+            others = [call_pinned(targets.who, MemberId(free), EncoderLost) for _ in range(4)]
+            assert await asyncio.wait_for(asyncio.gather(*others), 20) == [free] * 4
+            assert not queued.done()
+        finally:
+            for task in (queued, *held):
+                task.cancel()
+            ended = await asyncio.gather(queued, *held, return_exceptions=True)
+        assert all(isinstance(outcome, asyncio.CancelledError) for outcome in ended)
+        # Cancelling frees the slots: the full replica answers again.
+        assert await asyncio.wait_for(call_pinned(targets.who, pin, EncoderLost), 20) == full
+
+    asyncio.run(run())
+
+
+def test_a_killed_replica_is_lost_then_gone(handles: tuple[DeploymentHandle, DeploymentHandle]) -> None:
+    """In the middle of a call: EncoderLost. Afterwards Serve starts another, under another name."""
+    _, targets = handles
+    victim, survivor = names(targets)
+    pid = call(targets, "pid", victim)
+
+    async def run() -> None:
+        held = asyncio.create_task(call_pinned(targets.hold, MemberId(victim), EncoderLost))
+        await asyncio.wait_for(call_pinned(targets.who, MemberId(victim), EncoderLost), 20)
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(EncoderLost):
+            await asyncio.wait_for(held, 30)
+
+    asyncio.run(run())
+    assert call(targets, "who", survivor) == survivor
+    with pytest.raises((TargetGone, EncoderLost)):
+        call(targets, "who", victim)
+
+
+def test_no_replica_at_all_times_out_cleanly(handles: tuple[DeploymentHandle, DeploymentHandle]) -> None:
+    _, targets = handles
+    lone = serve.run(
+        serve.deployment(Target, name="Lone", ray_actor_options=ACTOR, request_router_config=PINNED).bind(),
+        name="lone",
+        route_prefix=None,
+    )
+    name = lone.who.remote().result(timeout_s=20)
+    serve.delete("lone")
+    with pytest.raises((TimeoutError, TargetGone, EncoderLost)):
+        call(lone, "who", name, timeout_s=3)
+    first, _ = names(targets)
+    assert call(targets, "who", first) == first
