@@ -75,10 +75,9 @@ class Qwen3OmniFamily:
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
         """One unit. Raises InvalidMedia for a broken file or one that is not what was planned."""
         self._check(item.modality)
-        if item.unit_tokens != (item.cost // self.config.image.merge_size**2,):
-            raise InvalidMedia(
-                f"{item.part}: planned as {item.unit_tokens} rows of {item.cost} patches", param=item.part
-            )
+        num_patches = item.grid[0] * item.grid[1] * item.grid[2]
+        if item.unit_tokens != (num_patches // self.config.image.merge_size**2,):
+            raise InvalidMedia(f"{item.part}: grid {item.grid} does not give {item.unit_tokens} rows", param=item.part)
         pixels = image_patches(data, item.grid, self.config.image, item.part)
         return [EncoderInput(_IMAGE, pixels, item.grid)]
 
