@@ -1,0 +1,130 @@
+"""The feature channel inside one process: a copy, with the same tickets, generations and quarantine as between two.
+
+The hub can freeze and kill a source, so that tests of other parts see what a bad peer does without one.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import NamedTuple
+
+from fabric.channel import ArenaUsage, SourceSlot
+from fabric.clock import Clock, SystemClock
+from fabric.errors import TransferFailed
+from fabric.messages import FeatureTicket
+from fabric.pulling import PullingSink, ReadState
+from fabric.slots import SlotMemory
+from fabric.source_memory import SourceMemory
+
+
+class LocalChannelHub:
+    """Where sinks find the sources of their process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sources: dict[str, SourceMemory] = {}
+        self._frozen: set[str] = set()
+
+    def register(self, source: SourceMemory) -> None:
+        """Raises ValueError when the name is taken."""
+        with self._lock:
+            if source.name in self._sources:
+                raise ValueError(f"source {source.name!r} exists")
+            self._sources[source.name] = source
+
+    def kill(self, name: str) -> None:
+        """Reads from the source fail from now on, those under way included. Unknown names are ignored."""
+        with self._lock:
+            self._sources.pop(name, None)
+            self._frozen.discard(name)
+
+    def freeze(self, name: str) -> None:
+        """Reads from the source stay pending until `thaw` or `kill`. For tests of faults."""
+        with self._lock:
+            self._frozen.add(name)
+
+    def thaw(self, name: str) -> None:
+        with self._lock:
+            self._frozen.discard(name)
+
+    def find(self, name: str) -> SourceMemory | None:
+        with self._lock:
+            return self._sources.get(name)
+
+    def is_frozen(self, name: str) -> bool:
+        with self._lock:
+            return name in self._frozen
+
+
+class LocalFeatureSource:
+    """Keeps `fabric.channel.FeatureSource`."""
+
+    def __init__(self, hub: LocalChannelHub, name: str, total_bytes: int) -> None:
+        self._hub = hub
+        self._memory = SourceMemory(name, total_bytes)
+        hub.register(self._memory)
+
+    def allocate(self, nbytes: int) -> SourceSlot:
+        return self._memory.allocate(nbytes)
+
+    def ticket(self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float) -> FeatureTicket:
+        return self._memory.ticket(slot, shape, dtype, lease_s, metadata=b"")
+
+    def free(self, slot: SourceSlot) -> None:
+        self._memory.free(slot)
+
+    def usage(self) -> ArenaUsage:
+        return self._memory.usage()
+
+    def close(self) -> None:
+        self._hub.kill(self._memory.name)
+
+
+class _Copy(NamedTuple):
+    source: str
+    address: int
+    offset: int
+    nbytes: int
+
+
+class _CopyReader:
+    """Copies when it is asked how the read goes, so a frozen source's bytes come late, as real ones do."""
+
+    def __init__(self, hub: LocalChannelHub, slots: SlotMemory) -> None:
+        self._hub = hub
+        self._slots = slots
+
+    def post(self, ticket: FeatureTicket, address: int, offset: int, nbytes: int) -> _Copy:
+        if self._hub.find(ticket.source) is None:
+            raise TransferFailed(f"no source {ticket.source} in this process")
+        return _Copy(ticket.source, address, offset, nbytes)
+
+    def state(self, read: _Copy) -> ReadState:
+        source = self._hub.find(read.source)
+        if source is None:
+            return ReadState.FAILED
+        if self._hub.is_frozen(read.source):
+            return ReadState.PENDING
+        start = read.address - source.slots.address
+        end = start + read.nbytes
+        if start < 0 or end > source.slots.memory.size:
+            return ReadState.FAILED
+        self._slots.memory[read.offset : read.offset + read.nbytes] = source.slots.memory[start:end]
+        return ReadState.DONE
+
+    def release(self, read: _Copy) -> None:
+        """A copy has no handle."""
+
+    def disconnect(self, source: str) -> None:
+        """A copy has no connection: a released read is never asked for again, so it lands nowhere."""
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class LocalFeatureSink(PullingSink):
+    """The pulling sink with a copy for a read."""
+
+    def __init__(self, hub: LocalChannelHub, name: str, total_bytes: int, clock: Clock | None = None) -> None:
+        slots = SlotMemory(total_bytes)
+        super().__init__(name, slots, _CopyReader(hub, slots), clock or SystemClock())

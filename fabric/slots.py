@@ -1,0 +1,93 @@
+"""Memory cut into slots, each a header and a payload. What the sources' and the sinks' sides have in common.
+
+    slot.offset                    + HEADER_BYTES
+    | generation word (8 bytes) ...| payload, `nbytes` as asked for, 64-byte aligned ... |
+
+A source keeps the slot's generation in the header; a sink has room there to land a copy of it. Knows nothing of
+who reads or writes, and of no transport.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric.arena import Arena, Slot
+from fabric.channel import ArenaUsage
+
+ALIGNMENT_BYTES = 64
+HEADER_BYTES = ALIGNMENT_BYTES
+WORD_BYTES = 8
+_DTYPE_TO_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def feature_nbytes(shape: tuple[int, int, int], dtype: str) -> int:
+    """Bytes of a C-contiguous feature. Raises ValueError for an unknown dtype or a dimension below one."""
+    if dtype not in _DTYPE_TO_ITEM_BYTES or min(shape) < 1:
+        raise ValueError(f"not a feature: shape {shape}, dtype {dtype!r}")
+    return math.prod(shape) * _DTYPE_TO_ITEM_BYTES[dtype]
+
+
+class SlotMemory:
+    """An arena with its bytes. Thread-safe, except that a payload's bytes are its holder's alone."""
+
+    def __init__(self, total_bytes: int, first_generation: int = 1) -> None:
+        self._lock = threading.Lock()
+        self._arena = Arena(total_bytes, ALIGNMENT_BYTES, first_generation)
+        raw = np.empty(self._arena.total_bytes + ALIGNMENT_BYTES, dtype=np.uint8)
+        skip = -raw.ctypes.data % ALIGNMENT_BYTES
+        self.memory: npt.NDArray[np.uint8] = raw[skip : skip + self._arena.total_bytes]
+        self.address: int = self.memory.ctypes.data
+        self._words = self.memory.view(np.uint64)
+
+    def reserve(self, nbytes: int) -> Slot:
+        """A slot with `nbytes` of payload. Raises ArenaFull or UnitTooLarge; both count the header too."""
+        if nbytes < 1:
+            raise ValueError(f"a payload of {nbytes} bytes")
+        with self._lock:
+            return self._arena.allocate(HEADER_BYTES + nbytes)
+
+    def payload(self, slot: Slot) -> npt.NDArray[np.uint8]:
+        """A writable view, uint8 `(slot.nbytes - HEADER_BYTES,)`."""
+        return self.memory[slot.offset + HEADER_BYTES : slot.offset + slot.nbytes]
+
+    def word(self, slot: Slot) -> int:
+        return int(self._words[slot.offset // WORD_BYTES])
+
+    def set_word(self, slot: Slot, value: int) -> None:
+        self._words[slot.offset // WORD_BYTES] = value
+
+    def retire(self, slot: Slot) -> bool:
+        """Raises the slot's generation word, then frees it, as one step. False if it was not in use."""
+        with self._lock:
+            if not self._arena.is_used(slot.slot_id):
+                return False
+            self.set_word(slot, slot.generation + 1)
+            return self._arena.free(slot.slot_id)
+
+    def free(self, slot_id: int) -> bool:
+        with self._lock:
+            return self._arena.free(slot_id)
+
+    def quarantine(self, slot_id: int) -> bool:
+        with self._lock:
+            return self._arena.quarantine(slot_id)
+
+    def release_quarantine(self, slot_id: int) -> bool:
+        with self._lock:
+            return self._arena.release_quarantine(slot_id)
+
+    def is_used(self, slot_id: int) -> bool:
+        with self._lock:
+            return self._arena.is_used(slot_id)
+
+    def usage(self) -> ArenaUsage:
+        with self._lock:
+            return self._arena.usage()
+
+    def check_invariants(self) -> None:
+        with self._lock:
+            self._arena.check_invariants()

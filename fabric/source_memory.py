@@ -1,0 +1,65 @@
+"""A source's arena: slots with generations, and the tickets that say where they lie. Every source has one.
+
+Knows no transport: whoever reads finds the payload and the generation word at the ticket's addresses.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+from fabric.arena import Slot
+from fabric.channel import ArenaUsage, SourceSlot
+from fabric.errors import LeaseLost
+from fabric.messages import FeatureTicket
+from fabric.slots import HEADER_BYTES, SlotMemory, feature_nbytes
+
+
+class SourceMemory:
+    """Thread-safe.
+
+    Generations start at a random number: what a later, larger slot writes over an old word matches an old ticket
+    with probability 2**-62, and no client can aim at it.
+    """
+
+    def __init__(self, name: str, total_bytes: int) -> None:
+        self.name = name
+        self.slots = SlotMemory(total_bytes, first_generation=1 + secrets.randbits(62))
+        self._slot_id_to_slot: dict[int, Slot] = {}
+
+    def allocate(self, nbytes: int) -> SourceSlot:
+        """Raises ArenaFull or UnitTooLarge. A slot takes 64 bytes more than its payload."""
+        slot = self.slots.reserve(nbytes)
+        self.slots.set_word(slot, slot.generation)
+        self._slot_id_to_slot[slot.slot_id] = slot
+        return SourceSlot(slot.slot_id, slot.generation, nbytes, self.slots.payload(slot))
+
+    def ticket(
+        self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float, metadata: bytes
+    ) -> FeatureTicket:
+        """Raises ValueError when shape and dtype don't make the slot's bytes, LeaseLost when it was freed."""
+        if feature_nbytes(shape, dtype) != slot.nbytes:
+            raise ValueError(f"shape {shape} of {dtype} is not {slot.nbytes} bytes")
+        held = self._slot_id_to_slot.get(slot.slot_id)
+        if held is None:
+            raise LeaseLost(f"slot {slot.slot_id} of {self.name} was freed")
+        address = self.slots.address + held.offset
+        return FeatureTicket(
+            source=self.name,
+            metadata=metadata,
+            address=address + HEADER_BYTES,
+            generation_address=address,
+            nbytes=slot.nbytes,
+            generation=slot.generation,
+            shape=shape,
+            dtype=dtype,
+            lease_s=lease_s,
+        )
+
+    def free(self, slot: SourceSlot) -> None:
+        """Raises the word before the memory becomes reusable. A no-op the second time."""
+        held = self._slot_id_to_slot.pop(slot.slot_id, None)
+        if held is not None:
+            self.slots.retire(held)
+
+    def usage(self) -> ArenaUsage:
+        return self.slots.usage()
