@@ -29,8 +29,7 @@ MOTIONS = ("moves", "turns", "grows", "shrinks", "falls", "rises", "jumps", "wai
 SOUNDS = ("beep", "hum", "click", "chime", "whistle", "noise", "drum", "silence", "tone", "voice")
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
-WORDS = tuple(
-    """
+WORD_LIST = """
     about above across after again air all almost along also always among and animal another answer any apple are area
     around ask away back ball bank base beach bear because become bed before begin being bell best better between big
     bird blank boat body book both box boy branch bread break bridge bright bring brother build but button buy by call
@@ -58,8 +57,8 @@ WORDS = tuple(
     video view visit visible wait walk wall want warm was watch water wave way weather week well were west what wheel
     when where which while who whole why wide will wind window winter wire wish with without woman wonder wood word work
     world would write yard year yes yesterday yet you young your
-    """.split()
-)
+"""
+WORDS = tuple(WORD_LIST.split())
 
 TEMPLATES = (
     "What is in the picture? A <size> <colour> <shape> on the <place>.",

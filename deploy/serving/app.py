@@ -20,7 +20,7 @@ from deploy.config import ClusterConfig
 from deploy.http_server import HttpServer
 from deploy.serving.directory import Heartbeat
 from deploy.serving.pinning import PinnedRequestRouter
-from deploy.serving.pools import RayEncoderPool, RayWorkerPool
+from deploy.serving.pools import NoEncoders, RayEncoderPool, RayWorkerPool
 from fabric.ids import MemberId
 from fabric.messages import EncodeRequest, EncodeResult, GenerateRequest, GenerateResult
 
@@ -108,7 +108,7 @@ class RouterReplica:
     ) -> None:
         from fabric.plane_zmq import ZmqPlane
         from router.http import create_app
-        from router.pools import NoEncoders, Pools
+        from router.pools import Pools
 
         member_id, model = replica_id(), compose.load_model(config, Path(model_dir))
         self._plane = ZmqPlane(node_address())

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from fabric.errors import EncoderLost, Unavailable, WeftError, WorkerLost
+from fabric.errors import EncoderLost, NoCapacity, Unavailable, WeftError, WorkerLost
 from fabric.ids import MemberId
 from fabric.messages import EncodeRequest, EncodeResult, GenerateRequest, GenerateResult
 
@@ -68,3 +68,10 @@ class RayEncoderPool:
         carried = [ray.put(data) if len(data) > INLINE_BYTES else data for data in media]
         result: EncodeResult = await call_pinned(self._encode, encoder_id, EncoderLost, request, *carried)
         return result
+
+
+class NoEncoders:
+    """`EncoderPool` of a cluster without encoders. The planner never gets here; a stale plan would."""
+
+    async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+        raise NoCapacity("this cluster has no encoders")

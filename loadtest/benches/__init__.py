@@ -1,0 +1,33 @@
+"""Benchmarks: `weft bench NAME`. Each prints a table and, with --json, its bars. Speed is measured here, never in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fabric.errors import ConfigError
+from loadtest.benches.report import BenchResult, publish
+
+__all__ = ["run_benches"]
+
+
+def _path() -> BenchResult:
+    from loadtest.benches.path import run
+
+    return run()
+
+
+BENCHES: dict[str, Callable[[], BenchResult]] = {"path": _path}
+
+
+def run_benches(name: str, *, as_json: bool) -> int:
+    """Runs one bench, or all. Returns 0 even when a bar is missed: a miss is a result. Raises ConfigError for an
+    unknown name."""
+    if name == "list":
+        print("\n".join(BENCHES))
+        return 0
+    chosen = list(BENCHES) if name == "all" else [name]
+    for each in chosen:
+        if each not in BENCHES:
+            raise ConfigError(f"no bench {each!r}; there are: {', '.join(BENCHES)}, all")
+        publish(each, BENCHES[each](), as_json=as_json)
+    return 0

@@ -1,0 +1,182 @@
+"""`weft bench path`: where the time of a request goes, on the machine at hand, with the demo model.
+
+Three parts: the engine alone (steps and tokens per second by concurrency), one feature over NIXL between two
+processes, and requests through a real cluster, cut at the trace's events into router, Ray and engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import statistics
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+from deploy import compose
+from deploy.config import ClusterConfig, load_config
+from fabric.channel_local import LocalChannelHub, LocalFeatureSink
+from fabric.ids import MemberId, RequestId
+from fabric.messages import FeatureTicket, GenerateRequest, SamplingParams, StopConditions
+from fabric.plane_local import LocalHub, LocalPlane
+from loadtest.benches.report import Bar, BenchResult
+
+CONCURRENCIES = (1, 8, 32)
+ROUNDS = 3
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
+FEATURE_BYTES = 8 * 2**20
+
+
+def run() -> BenchResult:
+    rows = [["part", "what", "value", "unit"]]
+    engine = asyncio.run(_engine())
+    for concurrency, (steps, tokens) in engine.items():
+        rows.append([f"engine, {concurrency} at once", "steps", f"{steps:.0f}", "1/s"])
+        rows.append([f"engine, {concurrency} at once", "output tokens", f"{tokens:.0f}", "1/s"])
+    nixl_ms = _nixl()
+    rows.append(["NIXL, two processes", "8 MiB, READ", f"{nixl_ms:.2f}", "ms"])
+    path = _cluster_path()
+    for name, value in path.items():
+        rows.append(["request, 1 at once", name, f"{value:.2f}", "ms"])
+    bars = [
+        Bar("engine: tokens/s at 32 over 1", engine[32][1] / engine[1][1], 8.0, "x"),
+        Bar("NIXL READ of 8 MiB", nixl_ms, 2.0, "ms", is_max=True),
+        Bar("router per request", path["router"], 5.0, "ms", is_max=True),
+        Bar("Ray per request", path["Ray"], 5.0, "ms", is_max=True),
+    ]
+    notes = [
+        f"{PROMPT_TOKENS} tokens in, {OUTPUT_TOKENS} out, demo model, float32; medians of {ROUNDS} rounds.",
+        "router: receipt to dispatch; Ray: dispatch to receipt at the worker; engine: receipt at the worker to its end.",
+        "NIXL's bar: 1.06 ms was seen on an idle machine of this class.",
+    ]
+    return BenchResult(rows, bars, notes)
+
+
+async def _engine() -> dict[int, tuple[float, float]]:
+    """Concurrency -> (steps/s, output tokens/s) of one worker service without router, Ray or HTTP."""
+    config = load_config(None)
+    compose.prepare_torch(config)
+    model = compose.load_model(config, compose.resolve_model_dir(config))
+    plane = LocalPlane(LocalHub(), "local://bench")
+    sink = LocalFeatureSink(LocalChannelHub(), "bench", 2**20)
+    worker = compose.build_worker(config, model, MemberId("bench"), plane, sink)
+    await worker.start()
+
+    async def once(tag: str, index: int) -> None:
+        first = 1000 + hash((tag, index)) % 97
+        request = GenerateRequest(
+            request_id=RequestId(f"{tag}-{index}"),
+            attempt=0,
+            router_id=MemberId("bench-router"),
+            router_address="local://nobody",
+            token_ids=tuple((first * (i + 1)) % 400 + 100 for i in range(PROMPT_TOKENS)),
+            placeholders=(),
+            media=(),
+            sampling=SamplingParams(temperature=0.0),
+            stop=StopConditions(max_tokens=OUTPUT_TOKENS, ignore_eos=True),
+            age=(time.time(), f"{tag}-{index}"),
+        )
+        result = await worker.generate(request)
+        assert result.error is None, result.error
+        assert result.choices[0].num_tokens == OUTPUT_TOKENS
+
+    samples: dict[int, list[tuple[float, float]]] = {concurrency: [] for concurrency in CONCURRENCIES}
+    await once("warm", 0)
+    for round_number in range(ROUNDS):
+        for concurrency in CONCURRENCIES:
+            steps, begun = worker.report().steps, time.monotonic()
+            await asyncio.gather(*[once(f"r{round_number}-c{concurrency}", i) for i in range(concurrency)])
+            seconds = time.monotonic() - begun
+            samples[concurrency].append(
+                ((worker.report().steps - steps) / seconds, concurrency * OUTPUT_TOKENS / seconds)
+            )
+    await worker.stop()
+    plane.close()
+    return {
+        concurrency: (statistics.median(steps for steps, _ in taken), statistics.median(tokens for _, tokens in taken))
+        for concurrency, taken in samples.items()
+    }
+
+
+def _nixl(num_pulls: int = 30) -> float:
+    """Median milliseconds of one pull between two processes, generation check included."""
+    from fabric.channel_nixl import NixlFeatureSink
+
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    source = context.Process(target=_publish, args=(there,), daemon=True)
+    source.start()
+    try:
+        ticket: FeatureTicket = here.recv()
+        sink = NixlFeatureSink("bench-sink", 2 * FEATURE_BYTES)
+        seconds = []
+        for _ in range(num_pulls):
+            landed = sink.pull(ticket, timeout_s=30).result(timeout=60)
+            seconds.append(landed.seconds)
+            sink.free(landed.slot_id)
+        sink.close()
+    finally:
+        here.send(None)
+        source.join(timeout=10)
+        source.kill()
+    return statistics.median(seconds) * 1000
+
+
+def _publish(pipe: Connection) -> None:
+    from fabric.channel_nixl import NixlFeatureSource
+
+    source = NixlFeatureSource("bench-source", 2 * FEATURE_BYTES)
+    slot = source.allocate(FEATURE_BYTES)
+    slot.buffer[:] = 7
+    pipe.send(source.ticket(slot, (1, FEATURE_BYTES // 4096, 1024), "float32", 600.0))
+    pipe.recv()
+    source.close()
+
+
+def _cluster_path(num_requests: int = 40) -> dict[str, float]:
+    """Median milliseconds per stage of short text requests, one at a time, through Ray Serve and HTTP."""
+    import httpx
+
+    from deploy.serving.runtime import run_cluster
+
+    data = load_config(None).model_dump()
+    data["server"]["port"] = 0
+    data["workers"]["replicas"] = 1
+    taken: list[dict[str, float]] = []
+    with (
+        run_cluster(ClusterConfig.model_validate(data)) as cluster,
+        httpx.Client(base_url=cluster.url, timeout=60) as client,
+    ):
+        for index in range(num_requests + 5):
+            body = {
+                "model": cluster.model_name,
+                "messages": [{"role": "user", "content": f"Number {index}"}],
+                "max_tokens": 8,
+                "ignore_eos": True,
+            }
+            begun = time.monotonic()
+            answer = client.post("/v1/chat/completions", json=body)
+            total = time.monotonic() - begun
+            answer.raise_for_status()
+            trace = client.get(f"/weft/requests/{answer.json()['id']}").json()
+            if index >= 5:
+                taken.append(_split(trace, total))
+    return {name: statistics.median(sample[name] for sample in taken) for name in taken[0]}
+
+
+def _split(trace: dict[str, Any], total_s: float) -> dict[str, float]:
+    at = {event["name"]: event["at_s"] for event in reversed(trace["events"])}
+    router = at["dispatched"] - at["accepted"]
+    ray = at["received"] - at["dispatched"]
+    engine = at["finished"] - at["received"]
+    rest = total_s - router - ray - engine
+    return {
+        name: value * 1000
+        for name, value in {
+            "router": router,
+            "Ray": ray,
+            "engine": engine,
+            "HTTP and return": rest,
+            "total": total_s,
+        }.items()
+    }

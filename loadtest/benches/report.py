@@ -1,0 +1,110 @@
+"""What a bench returns and where it goes: a table on standard output, bars as JSON, a file with machine and commit."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+RESULTS = Path(__file__).parents[1] / "results"
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A measured value against its target. `is_max`: the value must not pass the target (times), else it must reach
+    it (rates)."""
+
+    name: str
+    value: float
+    target: float
+    unit: str
+    is_max: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.value <= self.target if self.is_max else self.value >= self.target
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "name": self.name,
+            "value": round(self.value, 4),
+            "target": self.target,
+            "unit": self.unit,
+            "ok": self.ok,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BenchResult:
+    """Rows of the table (the first is the heading) and the bars."""
+
+    rows: list[list[str]]
+    bars: list[Bar]
+    notes: list[str] = field(default_factory=list)
+
+
+def render_table(rows: list[list[str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def machine() -> dict[str, object]:
+    """What the numbers were taken on."""
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    cpu = platform.processor() or platform.machine()
+    with open("/proc/cpuinfo") as info:
+        cpu = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), cpu)
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_gib": round(memory_gib, 1),
+        "python": platform.python_version(),
+    }
+
+
+def commit() -> str:
+    """Of the checkout that the bench runs from; `-dirty` when it has changes, `unknown` outside of one."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=RESULTS.parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def publish(name: str, result: BenchResult, *, as_json: bool) -> None:
+    """Prints, and writes `loadtest/results/NAME.json` (the newest run replaces the last; git keeps the history)."""
+    print(f"bench {name}\n\n{render_table(result.rows)}\n")
+    bars = [bar.to_json() for bar in result.bars]
+    rows = [["bar", "value", "target", "unit", "ok"]]
+    rows += [
+        [bar.name, f"{bar.value:.3g}", f"{bar.target:g}", bar.unit, "yes" if bar.ok else "MISSED"]
+        for bar in result.bars
+    ]
+    print(render_table(rows) + "\n")
+    print("\n".join(result.notes))
+    record = {
+        "bench": name,
+        "taken": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": machine(),
+        **asdict(result),
+        "bars": bars,
+    }
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    if as_json:
+        print(json.dumps({"bars": bars}))

@@ -1,0 +1,102 @@
+"""Why the router has its own HTTP server (docs/adr/0001): a slow reader, a 1 GB body, and where it listens."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+from chat_media import user
+from cluster_process import ClusterProcess, eventually
+
+pytestmark = pytest.mark.ray
+
+GIB = 2**30
+
+
+def connect(cluster: ClusterProcess) -> socket.socket:
+    place = urlsplit(cluster.url)
+    assert place.hostname is not None
+    return socket.create_connection((place.hostname, place.port or 80), timeout=60)
+
+
+def head(cluster: ClusterProcess, length: int | None) -> bytes:
+    size = f"Content-Length: {length}" if length is not None else "Transfer-Encoding: chunked"
+    host = urlsplit(cluster.url).netloc
+    return f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n{size}\r\n\r\n".encode()
+
+
+def listeners(cluster: ClusterProcess) -> set[tuple[str, int]]:
+    """Addresses on which the cluster's processes listen."""
+    root = psutil.Process(cluster.process.pid)
+    found = set()
+    for process in [root, *root.children(recursive=True)]:
+        for connection in process.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                found.add((connection.laddr.ip, connection.laddr.port))
+    return found
+
+
+def test_http_listens_on_loopback_only(cluster: ClusterProcess) -> None:
+    port = urlsplit(cluster.url).port
+    assert {ip for ip, at in listeners(cluster) if at == port} == {"127.0.0.1"}
+
+
+def test_a_declared_gigabyte_is_refused_before_it_is_read(cluster: ClusterProcess) -> None:
+    with connect(cluster) as client:
+        client.sendall(head(cluster, GIB))
+        answer = client.recv(65536)
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "body_too_large"
+
+
+def test_an_undeclared_gigabyte_is_cut_off_while_it_arrives(cluster: ClusterProcess) -> None:
+    """Chunked, so nothing is known beforehand: the answer comes long before the end, and memory stays flat."""
+    processes = [psutil.Process(cluster.process.pid), *psutil.Process(cluster.process.pid).children(recursive=True)]
+    before = max(process.memory_info().rss for process in processes)
+    piece = b"x" * (1 << 20)
+    frame = b"%x\r\n" % len(piece) + piece + b"\r\n"
+    sent = 0
+    with connect(cluster) as client:
+        client.sendall(head(cluster, None))
+        try:
+            while sent < GIB:
+                client.sendall(frame)
+                sent += len(piece)
+                client.setblocking(False)
+                try:
+                    if client.recv(1, socket.MSG_PEEK):
+                        break
+                except BlockingIOError:
+                    pass
+                finally:
+                    client.settimeout(60)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+    assert sent < GIB / 4, f"{sent} bytes were taken"
+    after = max(process.memory_info().rss for process in processes if process.is_running())
+    assert after - before < 256 * 2**20
+
+
+def test_a_slow_reader_delays_nobody(cluster: ClusterProcess) -> None:
+    """One client asks for a long answer and does not read; others are served to their end meanwhile."""
+    body = json.dumps(
+        {"model": cluster.model, "messages": user("Go on"), "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    ).encode()
+    slow = connect(cluster)
+    slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    try:
+        slow.sendall(head(cluster, len(body)) + body)
+        eventually(lambda: cluster.total("weft_router_requests_in_flight") >= 1)
+        with cluster.client() as client:
+            for _ in range(3):
+                quick = {"model": cluster.model, "messages": user("Hi"), "max_tokens": 4, "ignore_eos": True}
+                answer = client.post("/v1/chat/completions", json=quick)
+                assert answer.json()["usage"]["completion_tokens"] == 4
+        time.sleep(0)
+    finally:
+        slow.close()
+    eventually(lambda: cluster.total("weft_router_requests_in_flight") == 0)
