@@ -1,0 +1,220 @@
+"""The feature channel between processes: NIXL READ over UCX, DRAM to DRAM.
+
+Memory is registered once per side. Tickets carry the agent's metadata (about a kilobyte), and a sink connects to a
+source at its first pull. NIXL writes logs of its own; `NIXL_LOG_LEVEL` is the deployment's to set.
+
+Each agent is used by one thread after construction. NIXL's own progress thread spins on a core even when idle
+(measured with 1.5.1), so it is off: the sink's thread polls while it has transfers, and the source's thread gives
+UCX a turn every millisecond while tickets are fresh, because connecting, and reads over TCP, need the peer's help
+(reads over shared memory or RDMA do not).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from typing import Any
+
+from fabric.channel import ArenaUsage, SourceSlot
+from fabric.clock import Clock, SystemClock
+from fabric.errors import ConfigError, TransferFailed
+from fabric.messages import FeatureTicket
+from fabric.pulling import PullingSink, ReadState
+from fabric.slots import SlotMemory
+from fabric.source_memory import SourceMemory
+
+_LOG = logging.getLogger(__name__)
+_MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
+_BUSY_PAUSE_S = 1e-3
+_IDLE_PAUSE_S = 20e-3
+_FRESH_TICKET_S = 5.0
+"""A ticket is usually pulled within this time of being written."""
+
+
+def _load_nixl() -> Any:
+    """NIXL's Python API, of whichever wheel is installed. Raises ConfigError."""
+    for name in _MODULES:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise ConfigError(f"NIXL is not installed (tried {', '.join(_MODULES)})")
+
+
+class _Agent:
+    """A NIXL agent with one registered arena. Not thread-safe."""
+
+    def __init__(self, name: str, slots: SlotMemory) -> None:
+        """Takes about half a second. Raises ConfigError when UCX can't start."""
+        self._api = _load_nixl()
+        bindings = self._api.nixlBind
+        self.errors: tuple[type[Exception], ...] = tuple(
+            kind for kind in vars(bindings).values() if isinstance(kind, type) and issubclass(kind, Exception)
+        )
+        self.disconnected: type[Exception] = bindings.nixlRemoteDisconnectError
+        config = self._api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        try:
+            self.nixl = self._api.nixl_agent(name, config)
+            region = [(slots.address, slots.memory.size, 0, "")]
+            self._registration = self.nixl.register_memory(region, mem_type="DRAM")
+            self.metadata: bytes = self.nixl.get_agent_metadata()
+        except self.errors as error:
+            raise ConfigError(f"NIXL agent {name} can't start: {error}") from error
+        self._slots = slots
+        """Kept alive as long as the registration."""
+
+    def progress(self) -> None:
+        """Gives UCX a turn; what NIXL itself would notify is not used."""
+        self.nixl.get_new_notifs()
+
+    def close(self) -> None:
+        try:
+            self.nixl.deregister_memory(self._registration)
+        except self.errors as error:
+            _LOG.warning("deregistering failed: %s", error)
+        del self.nixl
+
+
+class NixlFeatureSource:
+    """Keeps `fabric.channel.FeatureSource`. `name` is the agent's, unique in the cluster and never reused."""
+
+    def __init__(self, name: str, total_bytes: int, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
+        self._memory = SourceMemory(name, total_bytes)
+        self._agent = _Agent(name, self._memory.slots)
+        self._metadata = self._agent.metadata
+        self._last_ticket_s = self._clock.now()
+        self._stop = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name=f"{name}-progress", daemon=True)
+        self._thread.start()
+
+    def allocate(self, nbytes: int) -> SourceSlot:
+        return self._memory.allocate(nbytes)
+
+    def ticket(self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float) -> FeatureTicket:
+        ticket = self._memory.ticket(slot, shape, dtype, lease_s, self._metadata)
+        self._last_ticket_s = self._clock.now()
+        self._wake.set()
+        return ticket
+
+    def free(self, slot: SourceSlot) -> None:
+        self._memory.free(slot)
+
+    def usage(self) -> ArenaUsage:
+        return self._memory.usage()
+
+    def close(self) -> None:
+        """Ends the agent; readers' transfers fail. Idempotent."""
+        self._stop.set()
+        self._wake.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._agent.progress()
+                is_busy = self._clock.now() - self._last_ticket_s < _FRESH_TICKET_S
+                self._wake.wait(_BUSY_PAUSE_S if is_busy else _IDLE_PAUSE_S)
+                self._wake.clear()
+        except self._agent.errors:
+            _LOG.exception("the progress thread failed; %s can't be read any more", self._memory.name)
+        finally:
+            self._agent.close()
+
+
+class _NixlReader:
+    """`fabric.pulling.Reader` over an agent. A source is known by its name and its metadata: one that comes back
+    under the same name with other metadata is connected anew."""
+
+    def __init__(self, agent: _Agent, slots: SlotMemory) -> None:
+        self._agent = agent
+        self._slots = slots
+        self._source_to_metadata: dict[str, bytes] = {}
+        self._lost: set[str] = set()
+        """Sources whose connection broke; the next read connects again."""
+        self._unreleased: list[Any] = []
+        """Handles that NIXL would not take back yet."""
+
+    def post(self, ticket: FeatureTicket, address: int, offset: int, nbytes: int) -> Any:
+        self._connect(ticket)
+        nixl = self._agent.nixl
+        try:
+            local = nixl.get_xfer_descs([(self._slots.address + offset, nbytes, 0)], "DRAM")
+            remote = nixl.get_xfer_descs([(address, nbytes, 0)], "DRAM")
+            handle = nixl.initialize_xfer("READ", local, remote, ticket.source)
+        except self._agent.errors as error:
+            raise TransferFailed(f"can't read from {ticket.source}: {error}") from error
+        read = (ticket.source, handle)
+        try:
+            nixl.transfer(handle)
+        except self._agent.errors as error:
+            self._note(ticket.source, error)
+            self.release(read)
+            raise TransferFailed(f"can't read from {ticket.source}: {error}") from error
+        return read
+
+    def state(self, read: Any) -> ReadState:
+        source, handle = read
+        try:
+            state = self._agent.nixl.check_xfer_state(handle)
+        except self._agent.errors as error:
+            self._note(source, error)
+            return ReadState.FAILED
+        return {"DONE": ReadState.DONE, "PROC": ReadState.PENDING}.get(state, ReadState.FAILED)
+
+    def release(self, read: Any) -> None:
+        _, handle = read
+        try:
+            self._agent.nixl.release_xfer_handle(handle)
+        except self._agent.errors:
+            self._unreleased.append(handle)
+
+    def disconnect(self, source: str) -> None:
+        self._lost.discard(source)
+        if self._source_to_metadata.pop(source, None) is None:
+            return
+        try:
+            self._agent.nixl.remove_remote_agent(source)
+        except self._agent.errors as error:
+            _LOG.warning("forgetting %s failed: %s", source, error)
+        self._release_again()
+
+    def close(self) -> None:
+        for source in list(self._source_to_metadata):
+            self.disconnect(source)
+        self._release_again()
+        self._agent.close()
+
+    def _connect(self, ticket: FeatureTicket) -> None:
+        source = ticket.source
+        if source in self._lost or self._source_to_metadata.get(source, ticket.metadata) != ticket.metadata:
+            self.disconnect(source)
+        if source in self._source_to_metadata:
+            return
+        try:
+            name = self._agent.nixl.add_remote_agent(ticket.metadata)
+        except self._agent.errors as error:
+            raise TransferFailed(f"can't connect to {source}: {error}") from error
+        if name.decode() != source:
+            self._agent.nixl.remove_remote_agent(name.decode())
+            raise TransferFailed(f"a ticket of {source} carries the metadata of {name.decode()}")
+        self._source_to_metadata[source] = ticket.metadata
+
+    def _note(self, source: str, error: Exception) -> None:
+        if isinstance(error, self._agent.disconnected):
+            self._lost.add(source)
+
+    def _release_again(self) -> None:
+        handles, self._unreleased = self._unreleased, []
+        for handle in handles:
+            self.release(("", handle))
+
+
+class NixlFeatureSink(PullingSink):
+    """The pulling sink with NIXL's READ. Its slots are registered once, at construction."""
+
+    def __init__(self, name: str, total_bytes: int, clock: Clock | None = None) -> None:
+        slots = SlotMemory(total_bytes)
+        super().__init__(name, slots, _NixlReader(_Agent(name, slots), slots), clock or SystemClock())

@@ -1,0 +1,219 @@
+"""The message plane between processes, over ZeroMQ: one PULL socket bound here, one PUSH socket for each peer.
+
+All sockets belong to one I/O thread; `send` puts bytes into a queue and wakes it at most once per round, so a burst
+costs one system call. Bound to the loopback unless told otherwise: nothing here authenticates a peer, so the
+interface has to be the cluster's own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import deque
+
+import zmq
+
+from fabric.errors import ConfigError, ProtocolError
+from fabric.mailbox import Mailbox
+from fabric.messages import PlaneMessage, decode_message, encode_message
+from fabric.plane import Handler
+
+_LOG = logging.getLogger(__name__)
+_RECEIVED_PER_ROUND = 256
+"""So that a flood of arrivals does not keep the I/O thread from sending."""
+
+
+class ZmqPlane:
+    """Keeps `fabric.plane.Plane`."""
+
+    def __init__(
+        self, bind_host: str = "127.0.0.1", max_queued_messages: int = 10_000, max_message_bytes: int = 256 << 20
+    ) -> None:
+        """Binds a free port of `bind_host` (an address that peers can reach) and starts the I/O thread.
+        `max_queued_messages` is for each peer, and again for what has arrived and was not handled; more than that
+        waits in the sender. Raises ConfigError when the host can't be bound."""
+        self._max_queued_messages = max_queued_messages
+        self._context = zmq.Context()
+        self._pull = self._context.socket(zmq.PULL)
+        self._pull.setsockopt(zmq.LINGER, 0)
+        self._pull.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        try:
+            port = self._pull.bind_to_random_port(f"tcp://{bind_host}")
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ConfigError(f"can't bind the message plane to {bind_host}: {error}") from error
+        self._address = f"tcp://{bind_host}:{port}"
+        self._mailbox = Mailbox(max_queued_messages, on_room=self._wake)
+        self._lock = threading.Lock()
+        self._outgoing: dict[str, deque[bytes]] = {}
+        self._forgotten: list[str] = []
+        self._is_awake = False
+        self._is_started = False
+        self._is_closed = False
+        self._num_dropped = 0
+        self._num_malformed = 0
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poller = zmq.Poller()
+        self._pushes: dict[str, zmq.Socket[bytes]] = {}
+        self._thread = threading.Thread(target=self._run, name=f"plane-{port}", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------ any thread
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def num_dropped(self) -> int:
+        return self._num_dropped
+
+    @property
+    def num_malformed(self) -> int:
+        """Arrivals that were not messages; they are logged and dropped."""
+        return self._num_malformed
+
+    def start(self, handler: Handler) -> None:
+        self._mailbox.open(handler)
+        self._is_started = True
+        self._wake()
+
+    def send(self, address: str, message: PlaneMessage) -> bool:
+        data = encode_message(message)
+        with self._lock:
+            queue = self._outgoing.setdefault(address, deque())
+            if self._is_closed or len(queue) >= self._max_queued_messages:
+                self._num_dropped += 1
+                return False
+            queue.append(data)
+            self._wake_locked()
+        return True
+
+    def forget(self, address: str) -> None:
+        with self._lock:
+            self._outgoing.pop(address, None)
+            self._forgotten.append(address)
+            self._wake_locked()
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._wake_locked()
+        self._mailbox.close()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._wake_locked()
+
+    def _wake_locked(self) -> None:
+        if not self._is_awake:
+            self._is_awake = True
+            os.eventfd_write(self._wake_fd, 1)
+
+    # ------------------------------------------------------------ I/O thread
+
+    def _run(self) -> None:
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        try:
+            while not self._is_closed:
+                self._watch_arrivals()
+                for socket, _ in self._poller.poll():
+                    if socket == self._wake_fd:
+                        self._sleep_again()
+                self._close_forgotten()
+                self._receive()
+                with self._lock:
+                    addresses = [address for address, queue in self._outgoing.items() if queue]
+                for address in addresses:
+                    self._flush(address)
+        except Exception:  # the thread's loop: the endpoint is closed below
+            _LOG.exception("the I/O thread of %s failed; the endpoint is closed", self._address)
+        finally:
+            self._shut_down()
+
+    def _watch_arrivals(self) -> None:
+        """Reads only what there is room for: the rest waits in the senders, who notice by their own full queues."""
+        is_wanted = self._is_started and not self._mailbox.is_full()
+        if is_wanted and self._pull not in self._poller:
+            self._poller.register(self._pull, zmq.POLLIN)
+        elif not is_wanted and self._pull in self._poller:
+            self._poller.unregister(self._pull)
+
+    def _sleep_again(self) -> None:
+        with self._lock:
+            os.eventfd_read(self._wake_fd)
+            self._is_awake = False
+
+    def _receive(self) -> None:
+        for _ in range(_RECEIVED_PER_ROUND):
+            if not self._is_started or self._mailbox.is_full():
+                return
+            try:
+                data = self._pull.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._mailbox.put(decode_message(data))
+            except ProtocolError as error:
+                self._num_malformed += 1
+                _LOG.warning("%s dropped %d bytes: %s", self._address, len(data), error)
+
+    def _flush(self, address: str) -> None:
+        """Sends what the peer's socket takes; while something is left, its readiness is watched."""
+        queue = self._outgoing.get(address)
+        if queue is None:
+            return
+        push = self._pushes.get(address) or self._connect(address)
+        if push is None:
+            return
+        while queue:
+            try:
+                push.send(queue[0], zmq.NOBLOCK)
+            except zmq.Again:
+                if push not in self._poller:
+                    self._poller.register(push, zmq.POLLOUT)
+                return
+            queue.popleft()
+        if push in self._poller:
+            self._poller.unregister(push)
+
+    def _connect(self, address: str) -> zmq.Socket[bytes] | None:
+        """None when that is no address at all: peers name their own, and a bad one must not end this thread."""
+        push = self._context.socket(zmq.PUSH)
+        push.setsockopt(zmq.LINGER, 0)
+        push.setsockopt(zmq.IMMEDIATE, 1)  # a peer that is not there fills our own queue, which is counted
+        try:
+            push.connect(address)
+        except zmq.ZMQError as error:
+            push.close()
+            with self._lock:
+                self._num_dropped += len(self._outgoing.pop(address, ()))
+            _LOG.warning("%s can't send to %r: %s", self._address, address, error)
+            return None
+        self._pushes[address] = push
+        return push
+
+    def _close_forgotten(self) -> None:
+        with self._lock:
+            forgotten, self._forgotten = self._forgotten, []
+        for address in forgotten:
+            push = self._pushes.pop(address, None)
+            if push is None:
+                continue
+            if push in self._poller:
+                self._poller.unregister(push)
+            push.close()
+
+    def _shut_down(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            self._outgoing.clear()
+            for push in self._pushes.values():
+                push.close()
+            self._pushes.clear()
+            self._pull.close()
+            self._context.term()
+            self._is_awake = True
+            os.close(self._wake_fd)
