@@ -57,7 +57,7 @@ class OpenedImage(NamedTuple):
     """Not decoded, not rotated."""
     header: ImageHeader
     orientation: int
-    """EXIF: 1 is upright, 5 to 8 exchange width and height."""
+    """What is left to be done: 1 is upright, 5 to 8 exchange width and height (EXIF's numbers)."""
 
 
 class ImagePlugin:
@@ -96,7 +96,8 @@ def open_image(data: bytes, param: str) -> OpenedImage:
     width, height = image.size
     if width < 1 or height < 1:
         raise InvalidMedia(f"{param}: an image of {width}x{height} pixels", param=param)
-    orientation = _orientation(image, data)
+    # Pillow's TIFF reader turns the image by itself: the size at once, the pixels when they are loaded.
+    orientation = 1 if image.format == "TIFF" else _orientation(image, data)
     if orientation >= 5:
         width, height = height, width
     name = image.format or ""
@@ -110,8 +111,7 @@ def decode_image(data: bytes, param: str) -> tuple[Image.Image, ImageHeader]:
     image = opened.image
     try:
         image.load()
-        # Pillow's TIFF reader turns the image by itself while it loads.
-        if opened.header.format != "TIFF" and opened.orientation in _ORIENTATION_TO_TRANSPOSE:
+        if opened.orientation in _ORIENTATION_TO_TRANSPOSE:
             image = image.transpose(_ORIENTATION_TO_TRANSPOSE[opened.orientation])
     except _DECODER_ERRORS as error:
         raise InvalidMedia(f"{param}: the {opened.header.format} file is broken or truncated", param=param) from error

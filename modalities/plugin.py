@@ -78,6 +78,8 @@ def decode_data_url(url: str, param: str, max_bytes: int) -> bytes:
     if num_bytes > max_bytes:
         raise InvalidMedia(f"{param}: {num_bytes} bytes are more than the limit of {max_bytes}", param=param)
     try:
+        if payload.endswith("==="):  # the one flaw that `validate` lets pass
+            raise ValueError("excess padding")
         data = base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidMedia(f"{param}: the payload is not valid base64", param=param) from error

@@ -1,0 +1,186 @@
+"""The image plugin: parts, data: URLs, headers, limits."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+
+import pytest
+from modalities_files import data_url, encode, oriented, picture
+
+from fabric.errors import InvalidMedia, InvalidRequest
+from modalities.image import FORMATS, ImagePlugin, decode_image
+from modalities.plugin import MediaLimits
+
+PLUGIN = ImagePlugin()
+PARAM = "messages.0.content.1"
+LIMITS = MediaLimits()
+
+
+def part(url: object) -> dict[str, object]:
+    return {"type": "image_url", "image_url": url}
+
+
+def png_header(width: int, height: int) -> bytes:
+    """The start of a PNG file: signature, IHDR and the beginning of its pixels."""
+
+    def chunk(name: bytes, body: bytes) -> bytes:
+        return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+
+    ihdr = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", ihdr) + chunk(b"IDAT", zlib.compress(b"\0" * 10))
+
+
+@pytest.mark.parametrize("is_object", [True, False])
+def test_parse_takes_an_object_or_a_plain_url(is_object: bool) -> None:
+    data = encode(picture(5, 4))
+    url = data_url(data)
+    assert PLUGIN.parse(part({"url": url, "detail": "high"} if is_object else url), PARAM, LIMITS) == data
+
+
+@pytest.mark.parametrize("url", ["https://example.org/a.png", "http://10.0.0.1/", "file:///etc/passwd", "/etc/passwd"])
+def test_only_data_urls_are_enabled(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="only data: URLs are enabled") as caught:
+        PLUGIN.parse(part({"url": url}), PARAM, LIMITS)
+    assert caught.value.param == PARAM
+
+
+@pytest.mark.parametrize("value", [None, 7, "", {}, {"url": None}, {"url": ["data:"]}, []])
+def test_parts_of_the_wrong_form_are_refused(value: object) -> None:
+    with pytest.raises(InvalidRequest, match="image_url") as caught:
+        PLUGIN.parse(part(value), PARAM, LIMITS)
+    assert caught.value.param == PARAM
+
+
+@pytest.mark.parametrize("url", ["data:image/png,abc", "data:image/png;base64", "data:;base64=,AAAA"])
+def test_data_urls_must_be_base64(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="base64"):
+        PLUGIN.parse(part(url), PARAM, LIMITS)
+
+
+@pytest.mark.parametrize("payload", ["AAA", "AA AA", "AAAA\n", "AA-_", "AA==AAAA", "AAAA====", "ÄÄÄÄ", "A"])
+def test_base64_is_strict(payload: str) -> None:
+    with pytest.raises(InvalidMedia, match="base64") as caught:
+        PLUGIN.parse(part(f"data:image/png;base64,{payload}"), PARAM, LIMITS)
+    assert caught.value.param == PARAM
+
+
+def test_an_empty_payload_is_refused() -> None:
+    with pytest.raises(InvalidMedia, match="empty"):
+        PLUGIN.parse(part("data:image/png;base64,"), PARAM, LIMITS)
+
+
+@pytest.mark.parametrize("size", [9, 10, 11, 12])
+def test_the_size_limit_is_exact(size: int) -> None:
+    limits = MediaLimits(max_bytes_per_item=10)
+    url = data_url(b"x" * size)
+    if size <= 10:
+        assert PLUGIN.parse(part(url), PARAM, limits) == b"x" * size
+    else:
+        with pytest.raises(InvalidMedia, match=f"{size} bytes are more than the limit of 10"):
+            PLUGIN.parse(part(url), PARAM, limits)
+
+
+def test_the_size_is_checked_before_decoding() -> None:
+    with pytest.raises(InvalidMedia, match="limit"):  # not "base64": the payload was never looked at
+        PLUGIN.parse(part("data:image/png;base64," + "!" * 100), PARAM, MediaLimits(max_bytes_per_item=10))
+
+
+@pytest.mark.parametrize("file_format", FORMATS)
+def test_probe_of_every_format(file_format: str) -> None:
+    header = PLUGIN.probe(encode(picture(31, 17), file_format), PARAM)
+    assert (header.format, header.width, header.height) == (file_format, 31, 17)
+
+
+def test_the_bytes_decide_not_the_declared_type() -> None:
+    data = PLUGIN.parse(part(data_url(encode(picture(6, 3), "JPEG"), "text/plain")), PARAM, LIMITS)
+    assert PLUGIN.probe(data, PARAM).format == "JPEG"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"hello, I am a text file called picture.png", b"", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"II*\0", b"BM" + b"\0" * 60],
+)
+def test_what_is_no_image_is_refused(data: bytes) -> None:
+    with pytest.raises(InvalidMedia) as caught:
+        PLUGIN.probe(data, PARAM)
+    assert caught.value.param == PARAM
+    assert caught.value.message.startswith(PARAM)
+
+
+@pytest.mark.parametrize("file_format", ["PPM", "ICO", "TGA", "PDF", "EPS", "AVIF", "JPEG2000"])
+def test_formats_that_are_not_on_the_list_are_refused(file_format: str) -> None:
+    with pytest.raises(InvalidMedia, match="supported format"):
+        PLUGIN.probe(encode(picture(16, 16), file_format), PARAM)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(
+    ("file_format", "options"),
+    [("JPEG", {}), ("PNG", {}), ("WEBP", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_deflate"})],
+)
+def test_width_and_height_are_those_after_rotation(orientation: int, file_format: str, options: dict[str, str]) -> None:
+    data = oriented(picture(30, 20), orientation, file_format, **options)
+    header = PLUGIN.probe(data, PARAM)
+    assert (header.width, header.height) == ((20, 30) if orientation >= 5 else (30, 20))
+    image, again = decode_image(data, PARAM)
+    assert again == header
+    assert image.size == (header.width, header.height)
+
+
+def test_an_orientation_behind_the_pixels_of_a_png_is_found() -> None:
+    data = oriented(picture(30, 20), 6, "PNG")
+    at = data.index(b"eXIf") - 4
+    (length,) = struct.unpack_from(">I", data, at)
+    chunk = data[at : at + length + 12]
+    end = data.index(b"IEND") - 4
+    late = data[:at] + data[at + len(chunk) : end] + chunk + data[end:]
+    header = PLUGIN.probe(late, PARAM)
+    assert (header.width, header.height) == (20, 30)
+    assert decode_image(late, PARAM)[0].size == (20, 30)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data:UserWarning")
+def test_broken_exif_data_mean_upright() -> None:
+    data = encode(picture(30, 20), "JPEG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
+    header = PLUGIN.probe(data, PARAM)
+    assert (header.width, header.height) == (30, 20)
+    assert decode_image(data, PARAM)[0].size == (30, 20)
+
+
+def test_a_bomb_is_measured_and_not_opened() -> None:
+    """60,000 x 60,000 pixels in 70 bytes: the header is read, the limit speaks, nothing is allocated."""
+    header = PLUGIN.probe(png_header(60_000, 60_000), PARAM)
+    with pytest.raises(InvalidMedia, match="60000x60000 pixels are more than the limit of 178956970") as caught:
+        PLUGIN.validate(header, LIMITS, PARAM)
+    assert caught.value.param == PARAM
+
+
+def test_the_pixel_limit_is_exact() -> None:
+    PLUGIN.validate(PLUGIN.probe(png_header(20, 5), PARAM), MediaLimits(max_image_pixels=100), PARAM)
+    with pytest.raises(InvalidMedia, match="more than the limit of 100"):
+        PLUGIN.validate(PLUGIN.probe(png_header(101, 1), PARAM), MediaLimits(max_image_pixels=100), PARAM)
+
+
+def test_the_first_frame_counts() -> None:
+    frames = [picture(12, 8, seed=seed) for seed in range(3)]
+    for file_format in ("GIF", "TIFF", "WEBP"):
+        data = encode(frames[0], file_format, save_all=True, append_images=frames[1:])
+        image, header = decode_image(data, PARAM)
+        assert (header.width, header.height) == image.size == (12, 8)
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_a_truncated_file_is_refused_when_it_is_decoded(file_format: str) -> None:
+    data = encode(picture(64, 64), file_format)
+    with pytest.raises(InvalidMedia) as caught:
+        decode_image(data[: len(data) // 2], PARAM)
+    assert caught.value.param == PARAM
+
+
+def test_base64_text_of_any_padding_decodes() -> None:
+    for size in range(1, 8):
+        assert base64.b64decode(data_url(b"a" * size).split(",")[1]) == PLUGIN.parse(
+            part(data_url(b"a" * size)), PARAM, LIMITS
+        )
