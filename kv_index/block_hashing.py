@@ -51,14 +51,14 @@ def prompt_block_hashes(
     for run in placeholders:
         for index in range(run.offset // block_size, -(-run.end // block_size)):
             block_to_runs.setdefault(index, []).append(run)
-    content = memoryview(np.asarray(token_ids, dtype="<i4").tobytes())
+    content = np.asarray(token_ids, dtype="<i4").tobytes()
     num_bytes = 4 * block_size
     hashes: list[BlockHash] = []
     parent: BlockHash | None = None
     for index in range(len(token_ids) // block_size):
         runs = block_to_runs.get(index, ())
         keys = extra_keys(index, block_size, runs, media, cache_salt) if runs or index == 0 else ()
-        parent = block_hash(parent, content[index * num_bytes : (index + 1) * num_bytes].tobytes(), keys)
+        parent = block_hash(parent, content[index * num_bytes : (index + 1) * num_bytes], keys)
         hashes.append(parent)
     return hashes
 

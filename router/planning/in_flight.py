@@ -1,0 +1,116 @@
+"""What this router dispatched and the members' reports do not contain yet. Without it, a burst between two reports
+would all go to the one member that was idle in the last one.
+
+Each dispatched attempt weighs on a member (tokens on a worker, patches on an encoder) as *pending* until a report
+acknowledges it, and as *open* until it ends there. The second is what is left to balance by when reports stop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fabric.ids import AttemptId, MemberId
+
+
+@dataclass(slots=True)
+class Load:
+    """Sums over one member's attempts; units are tokens or patches."""
+
+    num_open: int = 0
+    open_units: int = 0
+    num_pending: int = 0
+    pending_units: int = 0
+    pending_blocks: int = 0
+
+
+@dataclass(slots=True)
+class _Share:
+    """One attempt on one member."""
+
+    units: int
+    num_blocks: int
+    is_pending: bool = True
+
+
+class InFlight:
+    """Shares by attempt and member, and their sums by member. Ending or acknowledging twice is a no-op."""
+
+    def __init__(self) -> None:
+        self._attempt_to_shares: dict[AttemptId, dict[MemberId, _Share]] = {}
+        self._member_to_load: dict[MemberId, Load] = {}
+
+    def load(self, member_id: MemberId) -> Load:
+        """A copy would cost more than it protects: read it, don't keep it."""
+        return self._member_to_load.get(member_id) or Load()
+
+    def add(self, attempt_id: AttemptId, member_id: MemberId, units: int, num_blocks: int = 0) -> None:
+        """Dispatching to the same member again replaces its share, pending anew."""
+        shares = self._attempt_to_shares.setdefault(attempt_id, {})
+        self._drop(member_id, shares.pop(member_id, None))
+        shares[member_id] = _Share(units, num_blocks)
+        load = self._member_to_load.setdefault(member_id, Load())
+        load.num_open += 1
+        load.open_units += units
+        load.num_pending += 1
+        load.pending_units += units
+        load.pending_blocks += num_blocks
+
+    def acknowledge(self, member_id: MemberId, attempt_ids: Iterable[AttemptId]) -> None:
+        """The member's report contains these attempts."""
+        for attempt_id in attempt_ids:
+            share = self._attempt_to_shares.get(attempt_id, {}).get(member_id)
+            if share is not None:
+                self._settle(member_id, share)
+
+    def end(self, attempt_id: AttemptId) -> None:
+        """Everywhere."""
+        for member_id, share in self._attempt_to_shares.pop(attempt_id, {}).items():
+            self._drop(member_id, share)
+
+    def end_at(self, attempt_id: AttemptId, member_id: MemberId) -> None:
+        """On one member: an encoder has delivered."""
+        shares = self._attempt_to_shares.get(attempt_id, {})
+        self._drop(member_id, shares.pop(member_id, None))
+        if not shares:
+            self._attempt_to_shares.pop(attempt_id, None)
+
+    def forget_member(self, member_id: MemberId) -> None:
+        """It has left: nothing weighs on it any more."""
+        if self._member_to_load.pop(member_id, None) is None:
+            return
+        for attempt_id in [attempt for attempt, shares in self._attempt_to_shares.items() if member_id in shares]:
+            del self._attempt_to_shares[attempt_id][member_id]
+            if not self._attempt_to_shares[attempt_id]:
+                del self._attempt_to_shares[attempt_id]
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless the sums equal the shares."""
+        sums: dict[MemberId, Load] = {member_id: Load() for member_id in self._member_to_load}
+        for shares in self._attempt_to_shares.values():
+            assert shares, "an attempt without shares is dropped"
+            for member_id, share in shares.items():
+                load = sums[member_id]
+                load.num_open += 1
+                load.open_units += share.units
+                load.num_pending += share.is_pending
+                load.pending_units += share.units if share.is_pending else 0
+                load.pending_blocks += share.num_blocks if share.is_pending else 0
+        assert sums == self._member_to_load, (sums, self._member_to_load)
+
+    def _settle(self, member_id: MemberId, share: _Share) -> None:
+        if not share.is_pending:
+            return
+        share.is_pending = False
+        load = self._member_to_load[member_id]
+        load.num_pending -= 1
+        load.pending_units -= share.units
+        load.pending_blocks -= share.num_blocks
+
+    def _drop(self, member_id: MemberId, share: _Share | None) -> None:
+        if share is None:
+            return
+        self._settle(member_id, share)
+        load = self._member_to_load[member_id]
+        load.num_open -= 1
+        load.open_units -= share.units

@@ -1,0 +1,131 @@
+"""When the features of a request's media reach a worker, and which encoder should make them.
+
+    land(unit, w) = max(wait(e), decode_queue(e) + decode + preprocess)
+                    + encode_e(units of this request on e, up to and including this one)
+                    + alpha(e,w) + beta(e,w) * bytes
+
+Items go, in order, to the encoder where they land earliest. A feature cached at an encoder costs its transfer alone.
+Media are fetched by the router before it plans, so no fetch appears. Knows nothing of workers but the links to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fabric.ids import MemberId, MmHash
+from fabric.messages import MediaItem
+from router.planning.views import EncoderView, ItemTerms, Line
+
+
+@dataclass(frozen=True, slots=True)
+class Landings:
+    """Of all items that one worker lacks."""
+
+    items: tuple[ItemTerms, ...]
+    unit_to_landing_s: Mapping[tuple[int, int], float]
+    """(item, unit) -> seconds from now."""
+
+
+class _Offer(NamedTuple):
+    """What one encoder could do for one item."""
+
+    encoder: EncoderView
+    link: Line
+    is_cached: bool
+    ready_s: float
+    """When its forward can begin."""
+    cost_before: int
+    """Patches of this request that it encodes before this item."""
+
+    def landing_s(self, item: MediaItem, num_rows: int, last_rows: int, row_bytes: int) -> float:
+        """Of the item's first `num_rows` rows, the last `last_rows` of which are one unit. Units leave one after
+        another, each when its share of the patches is done; from a cache all leave at once and share the link."""
+        if self.is_cached:
+            return self.link.at(num_rows * row_bytes)
+        cost = self.cost_before + item.cost * (num_rows / max(item.num_tokens, 1))
+        return self.ready_s + self.encoder.costs.encode.at(cost) + self.link.at(last_rows * row_bytes)
+
+
+def land_items(
+    items: Sequence[MediaItem],
+    options: Mapping[int, Sequence[EncoderView]],
+    encoder_to_link: Mapping[MemberId, Line],
+    row_bytes: int,
+) -> Landings:
+    """Assigns each item to one of `options[item.index]` (not empty); of equals, the first. `encoder_to_link` are
+    the links to the one worker in question. Greedy in order of index: each item knows of those before it."""
+    encoder_to_cost: dict[MemberId, int] = {}
+    hash_to_terms: dict[MmHash, ItemTerms] = {}
+    chosen: list[ItemTerms] = []
+    landings: dict[tuple[int, int], float] = {}
+    for item in items:
+        units = range(len(item.unit_tokens))
+        twin = hash_to_terms.get(item.mm_hash)
+        if twin is not None:
+            chosen.append(_twin_terms(item, twin))
+            landings.update({(item.index, unit): landings[twin.item_index, unit] for unit in units})
+            continue
+        last_rows = item.unit_tokens[-1] if item.unit_tokens else 0
+        best, best_s = None, float("inf")
+        for encoder in options[item.index]:
+            encoder_id = encoder.encoder_id
+            offer = _offer(item, encoder, encoder_to_link[encoder_id], encoder_to_cost.get(encoder_id, 0))
+            landing_s = offer.landing_s(item, item.num_tokens, last_rows, row_bytes)
+            if landing_s < best_s:
+                best, best_s = offer, landing_s
+        assert best is not None, "the caller checked that every item has an encoder"
+        num_rows = 0
+        for unit in units:
+            num_rows += item.unit_tokens[unit]
+            landings[item.index, unit] = best.landing_s(item, num_rows, item.unit_tokens[unit], row_bytes)
+        terms = _item_terms(item, best, best_s, row_bytes)
+        encoder_to_cost[terms.encoder_id] = best.cost_before + terms.load
+        hash_to_terms[item.mm_hash] = terms
+        chosen.append(terms)
+    return Landings(tuple(chosen), landings)
+
+
+def wait_s(encoder: EncoderView) -> float:
+    """Until the forward of new work can begin, its queue being served in order."""
+    return encoder.costs.encode.at(encoder.queued_cost) if encoder.queued_cost else 0.0
+
+
+def prepare_s(encoder: EncoderView, cost: int) -> float:
+    """Decode queue, decoding and preprocessing of an item of `cost` patches."""
+    prepare = encoder.costs.prepare
+    return prepare.per_unit_s * encoder.queued_cost + prepare.at(cost)
+
+
+def _offer(item: MediaItem, encoder: EncoderView, link: Line, cost_before: int) -> _Offer:
+    if item.mm_hash in encoder.cached:
+        return _Offer(encoder, link, True, 0.0, cost_before)
+    return _Offer(encoder, link, False, max(wait_s(encoder), prepare_s(encoder, item.cost)), cost_before)
+
+
+def _item_terms(item: MediaItem, offer: _Offer, landing_s: float, row_bytes: int) -> ItemTerms:
+    encoder, num_bytes = offer.encoder, item.num_tokens * row_bytes
+    if offer.is_cached:
+        transfer_s = offer.link.at(num_bytes)
+        return ItemTerms(
+            item.index, encoder.encoder_id, True, 0.0, 0.0, 0.0, transfer_s, landing_s, item.cost, num_bytes
+        )
+    encode_s = encoder.costs.encode.at(offer.cost_before + item.cost)
+    return ItemTerms(
+        item_index=item.index,
+        encoder_id=encoder.encoder_id,
+        is_cached=False,
+        wait_s=wait_s(encoder),
+        prepare_s=prepare_s(encoder, item.cost),
+        encode_s=encode_s,
+        transfer_s=landing_s - offer.ready_s - encode_s,
+        landing_s=landing_s,
+        cost=item.cost,
+        num_bytes=num_bytes,
+    )
+
+
+def _twin_terms(item: MediaItem, twin: ItemTerms) -> ItemTerms:
+    """The same medium a second time: it is encoded once, and its features land once."""
+    return ItemTerms(item.index, twin.encoder_id, True, 0.0, 0.0, 0.0, 0.0, twin.landing_s, item.cost, 0)

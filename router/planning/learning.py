@@ -1,0 +1,117 @@
+"""Learning from results: costs per member, and per link class, from the timings that each response carries.
+
+What one member teaches, newcomers start from (`_pool`), so that a new replica is neither shunned nor stormed for a
+default that fits nobody. Also keeps the score of predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fabric.ids import MemberId
+from fabric.messages import EncodeResult, GenerateResult, ItemResult, Member, TraceEvent
+from router.planning.accuracy import Accuracy
+from router.planning.cost import CostDefaults, LinearCost
+from router.planning.links import LinkClass, link_class
+from router.planning.member_state import EncoderState, WorkerState
+from router.planning.views import ItemTerms, Line, RoutePlan
+
+
+@dataclass(slots=True)
+class _Pool:
+    """What members of a kind cost in general."""
+
+    prefill: LinearCost
+    prepare: LinearCost
+    encode: LinearCost
+
+
+class Learning:
+    """`context_scale_tokens`: see WorkerCosts."""
+
+    def __init__(self, defaults: CostDefaults, context_scale_tokens: float) -> None:
+        self.accuracy = Accuracy()
+        self._context_scale_tokens = context_scale_tokens
+        self._pool = _Pool(LinearCost(defaults.prefill), LinearCost(defaults.prepare), LinearCost(defaults.encode))
+        self._links = {link: LinearCost(defaults.link(link)) for link in LinkClass}
+
+    def new_worker(self, member: Member) -> WorkerState:
+        return WorkerState(member, self._pool.prefill.line, self._context_scale_tokens)
+
+    def new_encoder(self, member: Member) -> EncoderState:
+        return EncoderState(member, self._pool.prepare.line, self._pool.encode.line)
+
+    def links(self) -> dict[LinkClass, Line]:
+        return {link: cost.line for link, cost in self._links.items()}
+
+    def observe_generate(
+        self,
+        plan: RoutePlan,
+        result: GenerateResult,
+        worker: WorkerState | None,
+        encoders: Mapping[MemberId, EncoderState],
+    ) -> None:
+        """Ignores results that ended in an error, and those of another worker than planned: they say nothing of the
+        prediction."""
+        if result.error is not None or worker is None or result.worker_id != plan.worker_id:
+            return
+        terms = plan.explanation.winner
+        self.accuracy.note("queue", terms.queue_s, result.queue_s)
+        self.accuracy.note("prefill", terms.prefill_s + terms.first_token_s, result.prefill_s)
+        self.accuracy.note("held", terms.held_s, result.held_s)
+        self.accuracy.note("ttft", plan.predicted_ttft_s, result.first_token_s)
+        self.accuracy.note("lower_bound", plan.lower_bound_s, result.first_token_s)
+        self.accuracy.note("prefix_tokens", terms.covered_tokens, result.num_cached_tokens)
+        num_computed = result.num_prompt_tokens - result.num_cached_tokens
+        # The prefill of n tokens behind c: as many tokens at context 0.
+        costs = worker.costs()
+        num_flat = num_computed * (1.0 + (result.num_cached_tokens + 0.5 * num_computed) / costs.context_scale_tokens)
+        if num_computed > 0:
+            worker.prefill.observe(num_flat, result.prefill_s)
+            self._pool.prefill.observe(num_flat, result.prefill_s)
+        for event in result.trace:
+            self._observe_transfer(event, worker, encoders)
+
+    def observe_encode(self, plan: RoutePlan, result: EncodeResult, encoder: EncoderState | None) -> None:
+        """Items that failed say nothing; items from the cache only that they were cached."""
+        index_to_terms = {terms.item_index: terms for terms in plan.explanation.winner.items}
+        for item in result.items:
+            terms = index_to_terms.get(item.index)
+            if item.error is None and encoder is not None and terms is not None:
+                self._observe_item(item, terms, encoder)
+
+    def _observe_item(self, item: ItemResult, terms: ItemTerms, encoder: EncoderState) -> None:
+        times = item.times
+        is_as_planned = terms.encoder_id == encoder.member.member_id
+        if is_as_planned:
+            self.accuracy.note("cached_items", float(terms.is_cached), float(times.is_cache_hit))
+        if times.is_cache_hit:
+            return
+        prepared_s = times.decode_s + times.preprocess_s
+        encoded_cost = max(times.batch_cost, terms.cost)
+        if is_as_planned and not terms.is_cached:
+            self.accuracy.note("encoder_wait", terms.wait_s, times.queue_s)
+            self.accuracy.note("prepare", encoder.prepare.line.at(terms.cost), prepared_s)
+            self.accuracy.note("encode", encoder.encode.line.at(encoded_cost), times.encode_s)
+        for cost, x, actual_s in (
+            (encoder.prepare, terms.cost, prepared_s),
+            (encoder.encode, encoded_cost, times.encode_s),
+            (self._pool.prepare, terms.cost, prepared_s),
+            (self._pool.encode, encoded_cost, times.encode_s),
+        ):
+            cost.observe(x, actual_s)
+
+    def _observe_transfer(
+        self, event: TraceEvent, worker: WorkerState, encoders: Mapping[MemberId, EncoderState]
+    ) -> None:
+        """A worker's `unit_landed` may carry `encoder_id`, `num_bytes` and `seconds` of the pull."""
+        if event.name != "unit_landed":
+            return
+        encoder = encoders.get(event.detail.get("encoder_id", ""))
+        num_bytes, seconds = event.detail.get("num_bytes"), event.detail.get("seconds")
+        if encoder is None or not isinstance(num_bytes, int) or not isinstance(seconds, int | float):
+            return
+        cost = self._links[link_class(encoder.member.host, worker.member.host)]
+        self.accuracy.note("transfer", cost.line.at(num_bytes), float(seconds))
+        cost.observe(num_bytes, float(seconds))

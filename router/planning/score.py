@@ -1,0 +1,111 @@
+"""The score: the time to first token that a worker would need, by walking the prompt in order.
+
+    t = time until w can start (its queue)
+    for each span not covered by w's KV prefix:
+        text span:   t = t + prefill_w(length, context)
+        media unit:  t = max(t, land(unit, w)) + prefill_w(length, context)
+    ttft(w) = t + first_token_w
+
+Text in front of a medium overlaps its encoding because `t` runs on meanwhile; with nothing in front, the walk is the
+plain sum of encoding, transfer and prefill. Knows nothing of the choice between workers.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from fabric.messages import MediaItem
+from router.planning.views import RouteQuery, WorkerCosts, WorkerView
+
+TEXT = -1
+
+
+class Span(NamedTuple):
+    """Prompt positions `[start, end)`: text, or a run of one unit's features."""
+
+    start: int
+    end: int
+    item: int
+    """`MediaItem.index`, or TEXT."""
+    unit: int
+
+
+class Prompt(NamedTuple):
+    """A query's prompt, cut into what the walk needs."""
+
+    spans: tuple[Span, ...]
+    """All positions, in order, without holes or empty spans."""
+    span_ends: tuple[int, ...]
+    media: tuple[MediaItem, ...]
+    item_ends: tuple[int, ...]
+    """Per medium, where its last run ends (0 if it has no run)."""
+    num_tokens: int
+
+    def missing_items(self, covered_tokens: int) -> tuple[MediaItem, ...]:
+        """Media that a prefix does not wholly contain: each must be encoded, and whole."""
+        return tuple(item for item, end in zip(self.media, self.item_ends, strict=True) if end > covered_tokens)
+
+
+class Walk(NamedTuple):
+    prefill_s: float
+    held_s: float
+    end_s: float
+
+
+def cut(query: RouteQuery) -> Prompt:
+    """Spans of a query."""
+    spans: list[Span] = []
+    item_to_end: dict[int, int] = {}
+    at = 0
+    for run in query.placeholders:
+        if run.length <= 0:
+            continue
+        if run.offset > at:
+            spans.append(Span(at, run.offset, TEXT, 0))
+        spans.append(Span(run.offset, run.end, run.item, run.unit))
+        item_to_end[run.item] = at = run.end
+    if query.token_count > at:
+        spans.append(Span(at, query.token_count, TEXT, 0))
+    item_ends = tuple(item_to_end.get(item.index, 0) for item in query.media)
+    return Prompt(tuple(spans), tuple(span.end for span in spans), query.media, item_ends, query.token_count)
+
+
+def covered_tokens(worker: WorkerView, num_tokens: int, block_size: int) -> int:
+    """Prompt tokens that need no computing: whole blocks, and never the last token (its logits are needed)."""
+    return min(worker.covered_blocks, max(num_tokens - 1, 0) // block_size) * block_size
+
+
+def queue_s(worker: WorkerView, num_tokens: int, block_size: int) -> float:
+    """Until the worker can start: the step that runs now with its decodes, and the prompt tokens in front.
+
+    KV blocks that are lacking count as tokens in front: room is made by what must be computed again or waited for."""
+    queued_tokens = worker.queued_tokens
+    if worker.kv_blocks_free is not None:
+        num_blocks = -(-num_tokens // block_size) - worker.covered_blocks
+        queued_tokens += max(0, num_blocks - worker.kv_blocks_free) * block_size
+    num_in_front = queued_tokens + worker.num_decoding
+    return worker.costs.prefill.at(num_in_front) if num_in_front else 0.0
+
+
+def walk(
+    prompt: Prompt,
+    covered: int,
+    start_s: float,
+    costs: WorkerCosts,
+    unit_to_landing_s: Mapping[tuple[int, int], float],
+) -> Walk:
+    """From `start_s` over the spans behind `covered` tokens. Each unit met must have a landing time."""
+    now_s, prefill_s, held_s = start_s, 0.0, 0.0
+    for span in prompt.spans[bisect_right(prompt.span_ends, covered) :]:
+        if span.item != TEXT:
+            landing_s = unit_to_landing_s[span.item, span.unit]
+            if landing_s > now_s:
+                held_s += landing_s - now_s
+                now_s = landing_s
+        start = max(span.start, covered)
+        span_s = costs.prefill_s(span.end - start, start)
+        prefill_s += span_s
+        now_s += span_s
+    return Walk(prefill_s, held_s, now_s)

@@ -1,0 +1,153 @@
+"""The search: every worker that could serve a query, its bound, and its score with the encoders that suit it best.
+
+Workers are looked at in order of a lower bound (their queue and their prefill, as if no medium had to be waited for)
+until the bound alone is worse than what was found: so the pruned search finds what the full one would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fabric.errors import NoCapacity
+from fabric.ids import MemberId
+from fabric.messages import MediaItem
+from router.planning.landing import Landings, land_items
+from router.planning.links import link_class, machine
+from router.planning.score import Prompt, covered_tokens, cut, queue_s, walk
+from router.planning.views import CandidateTerms, EncoderView, Line, RouteQuery, Snapshot, WorkerView
+
+_ROUNDING = 1e-9
+"""Relative slack when a bound is held against a score: they add the same terms in another order."""
+
+
+class Bound(NamedTuple):
+    """A worker that could serve the request, and what it needs at the least."""
+
+    bound_s: float
+    queue_s: float
+    covered: int
+    worker: WorkerView
+
+
+class Candidate(NamedTuple):
+    """A worker with its score."""
+
+    worker: WorkerView
+    covered: int
+    num_prefill_tokens: int
+    queue_s: float
+    prefill_s: float
+    held_s: float
+    ttft_s: float
+    landings: Landings
+
+    def terms(self) -> CandidateTerms:
+        return CandidateTerms(
+            worker_id=self.worker.worker_id,
+            covered_tokens=self.covered,
+            num_prefill_tokens=self.num_prefill_tokens,
+            queue_s=self.queue_s,
+            prefill_s=self.prefill_s,
+            held_s=self.held_s,
+            first_token_s=self.worker.costs.first_token_s,
+            ttft_s=self.ttft_s,
+            items=self.landings.items,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """One query against one snapshot. `known` remembers landings: workers that lack the same items and reach the
+    encoders over the same links see the same ones."""
+
+    query: RouteQuery
+    snapshot: Snapshot
+    prompt: Prompt
+    options: Mapping[int, Sequence[EncoderView]]
+    bounds: Sequence[Bound]
+    tolerance_s: float
+    encoder_machines: frozenset[str]
+    known: dict[tuple[tuple[int, ...], str], Landings] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, query: RouteQuery, snapshot: Snapshot) -> Search:
+        prompt = cut(query)
+        options = encoder_options(query, snapshot)
+        workers = [worker for worker in snapshot.workers if worker.worker_id not in query.excluded]
+        if not workers:
+            raise NoCapacity("no worker is available")
+        bounds = [_bound(worker, prompt, snapshot.block_size) for worker in workers]
+        if any(not encoders for encoders in options.values()):
+            bounds = [b for b in bounds if all(options[item.index] for item in prompt.missing_items(b.covered))]
+        if not bounds:
+            modalities = sorted({item.modality for item in query.media if not options[item.index]})
+            raise NoCapacity(f"no encoder is available for {', '.join(modalities)}")
+        bounds.sort(key=lambda bound: bound.bound_s)
+        own_s = min(bound.bound_s - bound.queue_s for bound in bounds)
+        machines = frozenset(machine(encoder.host) for encoder in snapshot.encoders)
+        return cls(query, snapshot, prompt, options, bounds, snapshot.tolerance * own_s, machines)
+
+    def run(self, prune: bool = True) -> list[Candidate]:
+        """Scores workers; with `prune`, all that could be the best or near-equal to it, else all."""
+        scored: list[Candidate] = []
+        best_s = float("inf")
+        for bound in self.bounds:
+            if prune and bound.bound_s > (best_s + self.tolerance_s) * (1.0 + _ROUNDING):
+                break
+            scored.append(self._score(bound))
+            best_s = min(best_s, scored[-1].ttft_s)
+        return scored
+
+    def lower_bound_s(self, candidate: Candidate) -> float:
+        """The walk on this worker with every queue empty: with encoders chosen anew, or as they were chosen if the
+        greedy choice comes out worse."""
+        missing = self.prompt.missing_items(candidate.covered)
+        taken = {terms.item_index: terms.encoder_id for terms in candidate.landings.items}
+        anew = {item.index: [e._replace(queued_cost=0) for e in self.options[item.index]] for item in missing}
+        same = {index: [e for e in encoders if e.encoder_id == taken[index]] for index, encoders in anew.items()}
+        ends_s = []
+        for options in (anew, same):
+            landings = land_items(missing, options, self.links_to(candidate.worker.host), self.query.feature_row_bytes)
+            walked = walk(self.prompt, candidate.covered, 0.0, candidate.worker.costs, landings.unit_to_landing_s)
+            ends_s.append(walked.end_s)
+        return min(min(ends_s) + candidate.worker.costs.first_token_s, candidate.ttft_s)
+
+    def landings(self, items: Sequence[MediaItem], host: str) -> Landings:
+        """Of these items at a worker on `host`."""
+        if not items:
+            return Landings((), {})
+        key = tuple(item.index for item in items), host if machine(host) in self.encoder_machines else ""
+        if key not in self.known:
+            self.known[key] = land_items(items, self.options, self.links_to(host), self.query.feature_row_bytes)
+        return self.known[key]
+
+    def links_to(self, host: str) -> dict[MemberId, Line]:
+        links = self.snapshot.links
+        return {encoder.encoder_id: links[link_class(encoder.host, host)] for encoder in self.snapshot.encoders}
+
+    def _score(self, bound: Bound) -> Candidate:
+        worker, covered = bound.worker, bound.covered
+        landings = self.landings(self.prompt.missing_items(covered), worker.host)
+        walked = walk(self.prompt, covered, bound.queue_s, worker.costs, landings.unit_to_landing_s)
+        num_prefill_tokens = self.prompt.num_tokens - covered
+        ttft_s = walked.end_s + worker.costs.first_token_s
+        return Candidate(
+            worker, covered, num_prefill_tokens, bound.queue_s, walked.prefill_s, walked.held_s, ttft_s, landings
+        )
+
+
+def _bound(worker: WorkerView, prompt: Prompt, block_size: int) -> Bound:
+    covered = covered_tokens(worker, prompt.num_tokens, block_size)
+    waiting_s = queue_s(worker, prompt.num_tokens, block_size)
+    own_s = worker.costs.prefill_s(prompt.num_tokens - covered, covered) + worker.costs.first_token_s
+    return Bound(waiting_s + own_s, waiting_s, covered, worker)
+
+
+def encoder_options(query: RouteQuery, snapshot: Snapshot) -> dict[int, list[EncoderView]]:
+    """Per medium, the encoders that have its modality, from a random one on: equals are taken in that order."""
+    encoders = [encoder for encoder in snapshot.encoders if encoder.encoder_id not in query.excluded]
+    first = int(snapshot.tie_break * len(encoders))
+    turned = encoders[first:] + encoders[:first]
+    return {item.index: [e for e in turned if item.modality in e.modalities] for item in query.media}
