@@ -9,11 +9,12 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from deploy.demo.corpus import sentences
+from modalities.text.tokenizer_files import qwen_tokenizer
 
 NUM_BPE_TOKENS = 1526
 NUM_SENTENCES = 20_000
@@ -44,10 +45,6 @@ NAME_TO_TOKEN = {
     "audio_bos_token": "<|audio_start|>",
     "audio_eos_token": "<|audio_end|>",
 }
-# Qwen2's pre-tokenizer, as in transformers' tokenization_qwen2.py.
-SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 CHAT_TEMPLATE_FILE = Path(__file__).with_name("chat_template.jinja")
 
 
@@ -58,15 +55,7 @@ class Vocabulary(NamedTuple):
 
 def train_tokenizer(seed: int) -> Tokenizer:
     """Trains on the corpus of `seed`. The special tokens take the ids after the learned ones."""
-    tokenizer = Tokenizer(BPE(fuse_unk=False, byte_fallback=False))
-    tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated", invert=False),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = qwen_tokenizer(BPE(fuse_unk=False, byte_fallback=False))
     trainer = BpeTrainer(
         vocab_size=NUM_BPE_TOKENS,
         min_frequency=2,
