@@ -1,0 +1,149 @@
+"""The registry: built in, extended from outside, refusing what it does not know."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from modalities_files import TOKENS, encode, picture, thinker_config, write_config
+
+from fabric.errors import ConfigError, InvalidMedia, InvalidRequest, UnsupportedModality
+from modalities.family import ImageHeader, MediaHeader
+from modalities.identify import plan_media
+from modalities.plugin import MediaLimits, decode_data_url, part_url
+from modalities.qwen3_omni.family import Qwen3OmniFamily
+from modalities.registry import REGISTRY, Registry, builtin_registry
+
+
+class SketchPlugin:
+    """A toy modality: a text file of dots and dashes, one line per row."""
+
+    modality = "sketch"
+    part_types = ("sketch_url", "input_sketch")
+
+    def parse(self, part: Mapping[str, object], param: str, limits: MediaLimits) -> bytes:
+        return decode_data_url(part_url(part, "sketch_url", param), param, limits.max_bytes_per_item)
+
+    def probe(self, data: bytes, param: str) -> MediaHeader:
+        rows = data.decode().split("\n")
+        if set(data) - set(b".-\n"):
+            raise InvalidMedia(f"{param}: not a sketch", param=param)
+        return ImageHeader("SKETCH", len(rows[0]), len(rows), "1")
+
+    def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
+        if header.width > 3:
+            raise InvalidMedia(f"{param}: too wide", param=param)
+
+
+def test_a_modality_is_added_from_outside() -> None:
+    registry = builtin_registry()
+    registry.register_modality(SketchPlugin())
+    plugin = registry.modality_of_part("input_sketch")
+    assert plugin is registry.modality("sketch") is registry.modality_of_part("sketch_url")
+    assert plugin is not None
+    data = plugin.parse({"sketch_url": "data:text/plain;base64,Li0KLS4="}, "p", MediaLimits())
+    header = plugin.probe(data, "p")
+    assert (data, header.width, header.height) == (b".-\n-.", 2, 2)
+    plugin.validate(header, MediaLimits(), "p")
+    with pytest.raises(InvalidRequest, match="only data: URLs"):
+        plugin.parse({"sketch_url": "ftp://x"}, "p", MediaLimits())
+    assert registry.modalities == ("image", "sketch")
+    assert not REGISTRY.has_modality("sketch")
+
+
+def test_a_family_is_added_from_outside(tmp_path: Path) -> None:
+    registry = Registry()
+    registry.register_family(("ToyForCausalLM",), Qwen3OmniFamily)
+    write_config(tmp_path, thinker_config() | {"architectures": ["Unknown", "ToyForCausalLM"]})
+    assert registry.load_family(tmp_path).name == "qwen3_omni"
+
+
+def test_names_are_registered_once() -> None:
+    registry = builtin_registry()
+    with pytest.raises(ConfigError, match="image"):
+        registry.register_modality(REGISTRY.modality("image"))
+    with pytest.raises(ConfigError, match="Qwen3OmniMoeForConditionalGeneration"):
+        registry.register_family(("Qwen3OmniMoeForConditionalGeneration",), Qwen3OmniFamily)
+
+
+def test_unknown_modalities() -> None:
+    assert REGISTRY.has_modality("image")
+    assert not REGISTRY.has_modality("smell")
+    assert REGISTRY.modality_of_part("smell_url") is None
+    with pytest.raises(UnsupportedModality, match="smell"):
+        REGISTRY.modality("smell")
+
+
+def test_unknown_architectures_are_named(tmp_path: Path) -> None:
+    write_config(tmp_path, thinker_config() | {"architectures": ["LlamaForCausalLM", "Other"]})
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM, Other.*Qwen3OmniMoeThinker"):
+        REGISTRY.load_family(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"architectures": "A"}', '{"architectures": [1]}', "{}"])
+def test_broken_config_files(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"config\.json|unsupported architecture none"):
+        REGISTRY.load_family(tmp_path)
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="can't read"):
+        REGISTRY.load_family(tmp_path / "nowhere")
+
+
+def test_the_pure_half_imports_no_torch() -> None:
+    code = "import sys, modalities.registry, modalities.identify, modalities.qwen3_omni.family as f; f.Qwen3OmniFamily"
+    check = "; bad = {'torch', 'transformers', 'ray'} & set(sys.modules); assert not bad, bad"
+    subprocess.run([sys.executable, "-c", code + check], check=True)
+
+
+@pytest.fixture
+def family(tmp_path: Path) -> Qwen3OmniFamily:
+    return Qwen3OmniFamily(write_config(tmp_path, thinker_config()))
+
+
+def test_an_item_is_planned_and_identified(family: Qwen3OmniFamily) -> None:
+    plugin = REGISTRY.modality("image")
+    data = encode(picture(300, 200))
+    header = plugin.probe(data, "p")
+    item = plan_media(family, plugin, data, header, 3, "messages.0.content.1")
+    assert (item.index, item.modality, item.part) == (3, "image", "messages.0.content.1")
+    assert (item.grid, item.unit_tokens, item.cost) == ((1, 12, 18), (54,), 216)
+    assert plan_media(family, plugin, data, header, 0, "elsewhere").mm_hash == item.mm_hash
+    assert plan_media(family, plugin, data, header, 3, "p", cache_salt="tenant").mm_hash != item.mm_hash
+    assert plan_media(family, plugin, data + b"\0", header, 3, "p").mm_hash != item.mm_hash
+    assert len(item.mm_hash) == 32
+
+
+def test_other_options_or_another_model_are_another_identity(family: Qwen3OmniFamily, tmp_path: Path) -> None:
+    plugin = REGISTRY.modality("image")
+    data = encode(picture(300, 200))
+    header = plugin.probe(data, "p")
+    item = plan_media(family, plugin, data, header, 0, "p")
+    preprocessor = json.loads((tmp_path / "preprocessor_config.json").read_text()) | {"image_mean": [0.1, 0.1, 0.1]}
+    options = Qwen3OmniFamily(write_config(tmp_path, thinker_config(), preprocessor))
+    other = plan_media(options, plugin, data, header, 0, "p")
+    assert other.grid == item.grid
+    assert other.mm_hash != item.mm_hash
+    model = Qwen3OmniFamily(write_config(tmp_path, thinker_config({"rms_norm_eps": 1e-5})))
+    assert plan_media(model, plugin, data, header, 0, "p").mm_hash not in (item.mm_hash, other.mm_hash)
+
+
+def test_what_the_family_refuses_names_the_part(family: Qwen3OmniFamily) -> None:
+    header = ImageHeader("PNG", 2010, 10, "RGB")
+    with pytest.raises(InvalidMedia, match=r"messages\.2\.content\.0: .*aspect ratio") as caught:
+        plan_media(family, REGISTRY.modality("image"), b"x", header, 0, "messages.2.content.0")
+    assert caught.value.param == "messages.2.content.0"
+
+
+def test_the_placeholder_is_the_checkpoints(family: Qwen3OmniFamily) -> None:
+    assert family.placeholder_text("image") == "<|image_pad|>"
+    assert family.config.image_token_id == TOKENS["image_token_id"]
+    for call in (family.placeholder_text, family.options):
+        with pytest.raises(UnsupportedModality, match="video"):
+            call("video")
