@@ -1,0 +1,103 @@
+"""The chat completions request as OpenAI's clients send it, checked for shape and for parameters we can't honour.
+
+Unknown fields are tolerated and listed (`ignored_fields`). Limits that an operator sets, the model's name and the
+media are the intake's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from fabric.errors import InvalidRequest
+from router.api.refusals import refuse_unsupported
+
+INT64_MAX = 2**63 - 1
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class ChatMessage(BaseModel):
+    """One message. `content` is read by `api.content`, which names the offending part."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    role: Role
+    content: Any = None
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    include_usage: bool = False
+
+
+class ChatRequest(BaseModel):
+    """What is honoured. Names and bounds are OpenAI's, and vLLM's where OpenAI has none."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    model: str
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=INT64_MAX)
+    seed: int | None = Field(None, ge=-(2**63), le=INT64_MAX)
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    n: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = Field(None, max_length=256)
+    user: str | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        return [value] if isinstance(value, str) else value
+
+    @property
+    def token_limit(self) -> int | None:
+        """The newer name wins."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_choices(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def ignored_fields(self) -> list[str]:
+        """Fields that were sent and change nothing here, sorted."""
+        return sorted(self.model_extra or ())
+
+
+def parse_chat(body: bytes) -> ChatRequest:
+    """Raises InvalidRequest, `param` naming the first offending field; also for a parameter that would change the
+    output and isn't supported: it is refused, never ignored."""
+    try:
+        chat = ChatRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error) from None
+    refuse_unsupported(chat.model_extra or {})
+    return chat
+
+
+def _refusal(error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_input=False)[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']}")
+    param = ".".join(str(step) for step in first["loc"]) or None
+    if first["type"] == "missing":
+        return InvalidRequest(f"{param} is required", param=param)
+    subject = "the body" if param is None else param
+    return InvalidRequest(f"{subject}: {first['msg']}", param=param)

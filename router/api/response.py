@@ -1,0 +1,108 @@
+"""Builders of chat completions, their chunks and the model list, in OpenAI's shapes. JSON out, nothing decided."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from fabric.errors import WeftError
+from router.api.errors import error_object
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Usage(NamedTuple):
+    """Exact counts of one request. `num_completion_tokens` is over all choices, each up to its stop."""
+
+    num_prompt_tokens: int
+    num_completion_tokens: int
+    num_cached_tokens: int
+    modality_to_tokens: dict[str, int]
+    """Prompt tokens that are placeholders of a medium."""
+
+    def to_json(self) -> dict[str, object]:
+        media_tokens = sum(self.modality_to_tokens.values())
+        details = {"cached_tokens": self.num_cached_tokens, "text_tokens": self.num_prompt_tokens - media_tokens}
+        details |= {"image_tokens": 0, "audio_tokens": 0}
+        details |= {f"{modality}_tokens": count for modality, count in self.modality_to_tokens.items()}
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
+            "prompt_tokens_details": details,
+            "completion_tokens_details": {"text_tokens": self.num_completion_tokens, "audio_tokens": 0},
+        }
+
+
+class ChoiceText(NamedTuple):
+    """One choice of a whole answer."""
+
+    choice: int
+    text: str
+    finish_reason: str
+
+
+class Head(NamedTuple):
+    """What every object of one answer repeats."""
+
+    completion_id: str
+    created: int
+    """Unix time in seconds."""
+    model: str
+
+
+def completion(head: Head, choices: Sequence[ChoiceText], usage: Usage) -> bytes:
+    """The body of an answer that isn't streamed."""
+    listed = [
+        {
+            "index": each.choice,
+            "message": {"role": "assistant", "content": each.text, "refusal": None},
+            "logprobs": None,
+            "finish_reason": each.finish_reason,
+        }
+        for each in choices
+    ]
+    return msgspec.json.encode(_object(head, "chat.completion") | {"choices": listed, "usage": usage.to_json()})
+
+
+class ChunkWriter:
+    """Server-sent events of one answer. With `has_usage_chunk` every chunk says `usage: null` but the last."""
+
+    def __init__(self, head: Head, has_usage_chunk: bool) -> None:
+        self._head = head
+        self._usage: dict[str, object] = {"usage": None} if has_usage_chunk else {}
+
+    def role(self, choice: int) -> bytes:
+        return self._chunk(choice, {"role": "assistant", "content": ""}, None)
+
+    def text(self, choice: int, text: str) -> bytes:
+        return self._chunk(choice, {"content": text}, None)
+
+    def finish(self, choice: int, reason: str) -> bytes:
+        return self._chunk(choice, {}, reason)
+
+    def usage(self, usage: Usage) -> bytes:
+        return _event(_object(self._head, "chat.completion.chunk") | {"choices": [], "usage": usage.to_json()})
+
+    def _chunk(self, choice: int, delta: dict[str, str], finish_reason: str | None) -> bytes:
+        entry = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return _event(_object(self._head, "chat.completion.chunk") | {"choices": [entry]} | self._usage)
+
+
+def error_event(error: WeftError) -> bytes:
+    """A failure in mid-stream; SDKs raise on it."""
+    return _event({"error": error_object(error)})
+
+
+def model_object(name: str, created: int, max_model_len: int) -> dict[str, object]:
+    return {"id": name, "object": "model", "created": created, "owned_by": "weft", "max_model_len": max_model_len}
+
+
+def _object(head: Head, kind: str) -> dict[str, object]:
+    return {"id": head.completion_id, "object": kind, "created": head.created, "model": head.model}
+
+
+def _event(payload: dict[str, object]) -> bytes:
+    return b"data: " + msgspec.json.encode(payload) + b"\n\n"

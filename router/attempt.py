@@ -1,0 +1,189 @@
+"""One try at a request: planned, dispatched to the worker and the encoders at the same moment, ended or aborted.
+
+Knows neither text nor clients, and nothing of other attempts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from fabric.errors import DeadlineExceeded, Unavailable, WeftError, WorkerLost
+from fabric.ids import AttemptId, MemberId
+from fabric.messages import AbortAttempt, EncodeResult, FeatureNeeded, GenerateRequest, GenerateResult
+from router.parts import RouterParts
+from router.planning.plan import plan_route
+from router.planning.views import RoutePlan, RouteQuery
+from router.prompt import Prompt
+from router.supply import ELSEWHERE, Dispatch, FeatureSupply
+from router.traces import RequestTrace
+
+
+class Attempt:
+    """`dispatch`, then await `result`, then `close`; the rest may be called in between."""
+
+    def __init__(
+        self,
+        parts: RouterParts,
+        prompt: Prompt,
+        attempt_id: AttemptId,
+        age: tuple[float, str],
+        excluded: set[MemberId],
+        trace: RequestTrace,
+    ) -> None:
+        """`excluded` is the request's: members that failed it are added."""
+        self.attempt_id = attempt_id
+        self.plan: RoutePlan | None = None
+        self.dispatched_at_s = 0.0
+        self._parts = parts
+        self._prompt = prompt
+        self._age = age
+        self._excluded = excluded
+        self._trace = trace
+        self._generate: asyncio.Task[GenerateResult] | None = None
+        self._supply: FeatureSupply | None = None
+        self._ended: asyncio.Queue[asyncio.Task[GenerateResult] | asyncio.Task[EncodeResult] | WeftError] = (
+            asyncio.Queue()
+        )
+        self._deadline: asyncio.Timeout | None = None
+        self._is_settling = False
+        self._is_answered = False
+        self._is_closed = False
+
+    # ------------------------------------------------------------ dispatch
+
+    def dispatch(self, emitted: Sequence[tuple[int, ...]]) -> RoutePlan:
+        """Plans, and starts all calls; awaits nothing. `emitted` are the tokens that former attempts sent, per
+        choice. Raises NoCapacity."""
+        parts, (request_id, attempt) = self._parts, self.attempt_id
+        now = parts.clock.now()
+        query = self._query()
+        plan = plan_route(query, parts.cluster.snapshot(query, now), now)
+        self.plan, self.dispatched_at_s = plan, now
+        parts.cluster.note_dispatched(query, plan, now)
+        parts.metrics.covered_items.inc(len(plan.covered_items))
+        self._trace.add("planned", attempt=attempt, worker=plan.worker_id, predicted_ttft_s=plan.predicted_ttft_s)
+        self._trace.add_plan(attempt, plan)
+        call = parts.pools.workers.generate(plan.worker_id, self._generate_request(plan, emitted))
+        self._generate = parts.tasks.spawn(call, f"generate {request_id}/{attempt}")
+        self._generate.add_done_callback(self._ended.put_nowait)
+        self._trace.add("dispatched", to=plan.worker_id, attempt=attempt)
+        dispatch = Dispatch(self.attempt_id, self._age, self._query, plan)
+        self._supply = FeatureSupply(parts, self._prompt, dispatch, self._excluded, self._trace, self._ended.put_nowait)
+        self._supply.start()
+        return plan
+
+    def _query(self) -> RouteQuery:
+        prompt = self._prompt
+        return RouteQuery(
+            attempt_id=self.attempt_id,
+            token_count=len(prompt.token_ids),
+            block_hashes=prompt.block_hashes,
+            media=prompt.media,
+            placeholders=prompt.placeholders,
+            feature_row_bytes=self._parts.feature_row_bytes,
+            excluded=frozenset(self._excluded),
+        )
+
+    def _generate_request(self, plan: RoutePlan, emitted: Sequence[tuple[int, ...]]) -> GenerateRequest:
+        prompt = self._prompt
+        return GenerateRequest(
+            request_id=self.attempt_id.request_id,
+            attempt=self.attempt_id.attempt,
+            router_id=self._parts.member_id,
+            router_address=self._parts.plane.address,
+            token_ids=prompt.token_ids,
+            placeholders=prompt.placeholders,
+            media=prompt.media,
+            sampling=prompt.sampling,
+            stop=prompt.stop,
+            age=self._age,
+            num_choices=prompt.num_choices,
+            cache_salt=prompt.cache_salt,
+            dispatched_items=tuple(assignment.item_index for assignment in plan.assignments),
+            emitted=tuple(emitted) if any(emitted) else (),
+        )
+
+    # ------------------------------------------------------------ until the end
+
+    async def result(self) -> GenerateResult | None:
+        """The terminal event; None if it did not come within the time given to `settle`. Raises what ended the
+        attempt: TargetGone, WorkerLost, an error of the worker or of an item, DeadlineExceeded."""
+        limit_s = self._parts.config.dispatch_timeout_s
+        try:
+            async with asyncio.timeout(limit_s) as self._deadline:
+                return await self._until_answered()
+        except TimeoutError:
+            if self._is_settling:
+                return None
+            raise DeadlineExceeded(f"no answer within {limit_s:g} s") from None
+
+    async def _until_answered(self) -> GenerateResult:
+        assert self._supply is not None
+        while True:
+            ended = await self._ended.get()
+            if isinstance(ended, WeftError):
+                raise ended
+            if ended is self._generate:
+                return self._answered(self._generate)
+            self._supply.take(ended)  # type: ignore[arg-type]
+
+    def _answered(self, task: asyncio.Task[GenerateResult]) -> GenerateResult:
+        assert self.plan is not None
+        try:
+            if task.cancelled():
+                raise WorkerLost(f"the call to {self.plan.worker_id} was cancelled")
+            result = task.result()
+            self._is_answered = True
+            if result.error is not None and not self._is_settling:
+                raise result.error.to_error()
+        except WeftError as error:
+            self._worker_failed(self.plan.worker_id, error)
+            raise
+        self._trace.extend(result.trace)
+        if result.error is None:
+            self._parts.cluster.observe_generate(self.plan, result)
+        return result
+
+    def _worker_failed(self, worker_id: MemberId, error: WeftError) -> None:
+        self._parts.metrics.dispatch_errors.labels("generate", error.code).inc()
+        self._trace.add("generate_failed", worker=worker_id, code=error.code, attempt=self.attempt_id.attempt)
+        if isinstance(error, Unavailable):
+            self._parts.exclude(worker_id)
+        if isinstance(error, ELSEWHERE):
+            self._excluded.add(worker_id)
+
+    def settle(self, timeout_s: float) -> None:
+        """All text is there: the terminal event may take `timeout_s` from now, then nobody waits for it."""
+        if self._deadline is not None and not self._is_settling:
+            self._is_settling = True
+            self._deadline.reschedule(asyncio.get_running_loop().time() + timeout_s)
+
+    def feature_needed(self, message: FeatureNeeded) -> None:
+        """What can't be supplied ends the attempt."""
+        if self._supply is None or self._is_settling or self._is_closed:
+            return
+        try:
+            self._supply.needed(message)
+        except WeftError as error:
+            self._ended.put_nowait(error)
+
+    # ------------------------------------------------------------ the end
+
+    def abort_choices(self, choices: Iterable[int]) -> None:
+        """These choices need no more tokens."""
+        if self.plan is not None:
+            self._parts.send(self.plan.worker_id, AbortAttempt(*self.attempt_id, tuple(choices)))
+
+    def close(self) -> None:
+        """Idempotent. Whoever still works on the attempt is told at once, then open calls are cancelled."""
+        if self.plan is None or self._is_closed:
+            return
+        self._is_closed = True
+        if not self._is_answered:
+            self._parts.send(self.plan.worker_id, AbortAttempt(*self.attempt_id))
+        if self._supply is not None:
+            self._supply.close()
+        if self._generate is not None:
+            self._generate.cancel()
+        self._parts.cluster.note_ended(self.attempt_id)

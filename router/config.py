@@ -1,0 +1,51 @@
+"""The router's settings: limits, budgets and periods. Read from nowhere here; `deploy` fills them in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from modalities.plugin import MediaLimits
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Frozen; one per router process."""
+
+    model_name: str
+    """The name clients ask for."""
+    block_size: int = 16
+    """Tokens per KV block; the workers' own, or no prefix is ever found."""
+    feature_itemsize: int = 4
+    """Bytes of one number of a feature, for the planner's estimate of transfers."""
+    max_body_bytes: int = 32 * MIB
+    max_bodies_bytes: int = 1024 * MIB
+    """Bodies (and the media cut from them) of all requests in flight together."""
+    max_in_flight: int = 256
+    max_num_choices: int = 8
+    max_stop_strings: int = 16
+    max_stop_chars: int = 256
+    max_stop_token_ids: int = 64
+    max_media_items: int = 64
+    max_messages: int = 4096
+    media_limits: MediaLimits = field(default_factory=MediaLimits)
+    heartbeat_s: float = 0.5
+    lease_s: float = 3.0
+    dispatch_timeout_s: float = 600.0
+    """One attempt, from dispatch to its terminal event."""
+    max_attempts: int = 3
+    max_encodes_per_item: int = 8
+    """Encodings of one item within one attempt: evictions and lost encoders may ask for more than one."""
+    exclusion_s: float = 5.0
+    """How long nothing is planned onto a member that was gone or lost."""
+    gap_timeout_s: float = 2.0
+    """How long token frames may trail the terminal event; then the attempt is made again."""
+    settle_timeout_s: float = 2.0
+    """How long a worker may take to answer an abort with its terminal event."""
+    write_timeout_s: float = 120.0
+    """A reader that takes nothing for so long has left."""
+    retry_after_s: float = 1.0
+    """What Retry-After says when nobody knows better."""
+    max_traces: int = 256
+    max_trace_events: int = 512

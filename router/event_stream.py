@@ -1,0 +1,89 @@
+"""A streamed answer as server-sent events: role, content, finish, usage if asked for, `[DONE]`.
+
+A slow reader holds up its own stream alone: nothing is taken from the request's buffer while the socket is full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from fabric.errors import Aborted, WeftError
+from router.admission import Ticket
+from router.api.request import ChatRequest
+from router.api.response import DONE, ChunkWriter, Head, error_event
+from router.connection import ClientWatch
+from router.streams import RequestStream
+
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+"""The last one keeps proxies (nginx) from collecting the stream."""
+
+
+class EventStream(Response):
+    """Owns the request's stream, its ticket and the watch: all are closed when the response ends, however it does."""
+
+    def __init__(
+        self,
+        stream: RequestStream,
+        head: Head,
+        chat: ChatRequest,
+        headers: dict[str, str],
+        watch: ClientWatch,
+        ticket: Ticket,
+        write_timeout_s: float,
+    ) -> None:
+        super().__init__(headers=None)
+        self._stream = stream
+        self._writer = ChunkWriter(head, chat.wants_usage_chunk)
+        self._wants_usage = chat.wants_usage_chunk
+        self._sent_headers = HEADERS | headers
+        self._watch = watch
+        self._ticket = ticket
+        self._write_timeout_s = write_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._watch.race(self._write_all(send))
+        except (Aborted, OSError):
+            pass  # The client left; what it held is freed below.
+        finally:
+            self._stream.close()
+            self._watch.close()
+            self._ticket.release()
+
+    async def _write_all(self, send: Send) -> None:
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._sent_headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        writer = self._writer
+        await self._write(send, b"".join(writer.role(choice) for choice in range(len(self._stream.choices))))
+        try:
+            async for deltas in self._stream:
+                events: list[bytes] = []
+                for delta in deltas:
+                    if delta.text:
+                        events.append(writer.text(delta.choice, delta.text))
+                    if delta.finish_reason is not None:
+                        events.append(writer.finish(delta.choice, delta.finish_reason))
+                await self._write(send, b"".join(events))
+        except WeftError as error:
+            await self._write(send, error_event(error), is_last=True)
+            return
+        assert self._stream.usage is not None
+        usage = writer.usage(self._stream.usage) if self._wants_usage else b""
+        await self._write(send, usage + DONE, is_last=True)
+
+    async def _write(self, send: Send, data: bytes, is_last: bool = False) -> None:
+        """Waits while the socket is full. A reader that takes nothing for too long has left."""
+        if not data and not is_last:
+            return
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        except TimeoutError:
+            raise Aborted("the client reads nothing") from None

@@ -1,0 +1,280 @@
+"""One request from admission to its terminal event, over as many attempts as it takes.
+
+Tokens that were sent are kept: the next attempt is told of them and goes on from there. Exactly one terminal event
+reaches the stream, whatever happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from fabric.errors import (
+    Aborted,
+    Busy,
+    EngineFailed,
+    ProtocolError,
+    TargetGone,
+    TransferError,
+    TransferFailed,
+    WeftError,
+    WorkerLost,
+)
+from fabric.ids import AttemptId, MemberId
+from fabric.messages import FeatureNeeded, GenerateResult, TokenFrame
+from router.api.response import Usage
+from router.attempt import Attempt
+from router.metrics import Timing
+from router.parts import RouterParts
+from router.prompt import Prompt
+from router.streams import RequestStream
+from router.traces import RequestTrace
+
+logger = logging.getLogger(__name__)
+
+RETRIED = (TargetGone, WorkerLost, TransferError, Busy)
+"""What another attempt may survive."""
+NUM_LOST_TO_BLAME = 2
+"""So many workers lost with one request on them: it is taken for the cause, and clients are told not to retry."""
+
+
+class Flight:
+    """Runs in a task of its own; frames and messages come in from the plane's handler in the same loop."""
+
+    def __init__(
+        self, parts: RouterParts, prompt: Prompt, stream: RequestStream, age: tuple[float, str], trace: RequestTrace
+    ) -> None:
+        self.stream = stream
+        self._parts = parts
+        self._prompt = prompt
+        self._age = age
+        self._trace = trace
+        self._attempt: Attempt | None = None
+        self._excluded: set[MemberId] = set()
+        self._losses: list[WeftError] = []
+        self._all_finished = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._admitted_at_s = parts.clock.now()
+        self._started_at_s = self._admitted_at_s
+        self._first_token_at_s: float | None = None
+        self._last_token_at_s: dict[int, float] = {}
+        self._worker_s = 0.0
+        self._told: set[int] = set()
+        self._is_concluded = False
+        self._on_end: Callable[[], None] = lambda: None
+
+    def start(self, admitted_at_s: float, on_end: Callable[[], None]) -> None:
+        """`admitted_at_s`: when the request arrived, for its timing. `on_end` is called once, after the terminal
+        event."""
+        self._admitted_at_s = admitted_at_s
+        self._on_end = on_end
+        self._started_at_s = self._parts.clock.now()
+        self._task = self._parts.tasks.spawn(self._run(), f"flight {self.stream.request_id}")
+        self._task.add_done_callback(lambda _: self._conclude())
+
+    def cancel(self) -> None:
+        """Ends the request now: open calls are cancelled and their members told, before this returns."""
+        if self._attempt is not None:
+            self._attempt.close()
+        if self._task is not None:
+            self._task.cancel()
+
+    # ------------------------------------------------------------ what comes in
+
+    def on_frame(self, worker_id: MemberId, frame: TokenFrame) -> None:
+        """New tokens. Frames of another attempt, another worker or an unknown choice are dropped."""
+        attempt = self._attempt
+        if (
+            attempt is None
+            or attempt.plan is None
+            or attempt.attempt_id.attempt != frame.attempt
+            or attempt.plan.worker_id != worker_id
+        ):
+            self._parts.metrics.frames_dropped.labels("old_attempt").inc()
+            return
+        if not 0 <= frame.choice < len(self.stream.choices):
+            self._parts.metrics.frames_dropped.labels("unknown_choice").inc()
+            return
+        choice = self.stream.choices[frame.choice]
+        if choice.finish_reason is not None:
+            self._parts.metrics.frames_dropped.labels("finished_choice").inc()
+            self._end_choice(attempt, frame.choice)
+            return
+        before = choice.num_tokens
+        text = choice.push(frame.first_index, frame.token_ids, frame.finish_reason)
+        if choice.num_tokens > before:
+            self._observe_tokens(attempt, frame.choice, choice.num_tokens - before)
+        if choice.num_tokens > before or choice.finish_reason is not None:
+            self.stream.write(frame.choice, text)
+        if choice.is_cut:
+            self._end_choice(attempt, frame.choice)
+        self._check_finished()
+
+    def on_feature_needed(self, message: FeatureNeeded) -> None:
+        attempt = self._attempt
+        if attempt is not None and attempt.attempt_id.attempt == message.attempt:
+            attempt.feature_needed(message)
+
+    def _end_choice(self, attempt: Attempt, choice: int) -> None:
+        """The worker goes on with a choice that we ended (a stop string, or a former attempt did): told once."""
+        if choice not in self._told:
+            self._told.add(choice)
+            attempt.abort_choices((choice,))
+
+    def _check_finished(self) -> None:
+        if self.stream.are_choices_finished and self._attempt is not None:
+            self._all_finished.set()
+            self._attempt.settle(self._parts.config.settle_timeout_s)
+
+    def _observe_tokens(self, attempt: Attempt, choice: int, num_tokens: int) -> None:
+        assert attempt.plan is not None
+        now = self._parts.clock.now()
+        if self._first_token_at_s is None:
+            self._first_token_at_s = now
+            self._trace.add("first_token", choice=choice)
+            plan = attempt.plan
+            actual_s = now - attempt.dispatched_at_s
+            self._parts.metrics.observe_first_token(plan.predicted_ttft_s, plan.lower_bound_s, actual_s)
+        elif choice in self._last_token_at_s:
+            each_s = (now - self._last_token_at_s[choice]) / num_tokens
+            for _ in range(num_tokens):
+                self._parts.metrics.itl.observe(each_s)
+        self._last_token_at_s[choice] = now
+
+    # ------------------------------------------------------------ attempts
+
+    async def _run(self) -> None:
+        """A process's loop for one request: whatever breaks, the stream gets its one terminal event."""
+        try:
+            self.stream.finish(self._usage(await self._serve()))
+        except WeftError as error:
+            self.stream.fail(error)
+        except asyncio.CancelledError:
+            self.stream.fail(Aborted("the request was cancelled"))
+            raise
+        except Exception as error:
+            logger.exception("request %s broke", self.stream.request_id)
+            self.stream.fail(WeftError(f"internal error ({type(error).__name__})"))
+        finally:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """Once, however the task ended: also when it was cancelled before it ran at all."""
+        if not self._is_concluded:
+            self._is_concluded = True
+            self.stream.fail(Aborted("the request was cancelled"))
+            self._record()
+            self._on_end()
+
+    async def _serve(self) -> GenerateResult | None:
+        for number in range(self._parts.config.max_attempts):
+            try:
+                return await self._try(number)
+            except WeftError as error:
+                if self.stream.are_choices_finished:
+                    return None  # Nothing is missing but the worker's own account.
+                if not isinstance(error, RETRIED):
+                    raise
+                self._losses.append(error)
+                self._parts.metrics.attempts.labels(error.code).inc()
+                logger.warning("request %s: attempt %d ended: %s", self.stream.request_id, number, error.message)
+        raise self._verdict()
+
+    async def _try(self, number: int) -> GenerateResult | None:
+        attempt = Attempt(
+            self._parts,
+            self._prompt,
+            AttemptId(self.stream.request_id, number),
+            self._age,
+            self._excluded,
+            self._trace,
+        )
+        for choice in self.stream.choices:
+            choice.order.restart()
+        self._told.clear()
+        self._attempt = attempt
+        try:
+            try:
+                attempt.dispatch([choice.emitted for choice in self.stream.choices] if number else ())
+            except WeftError as error:
+                raise (self._verdict() if self._losses else error) from error
+            result = await attempt.result()
+            if result is not None:
+                await self._settle(result)
+            self._parts.metrics.attempts.labels("ok").inc()
+            return result
+        finally:
+            self._worker_s += self._parts.clock.now() - attempt.dispatched_at_s if attempt.plan is not None else 0.0
+            attempt.close()
+
+    async def _settle(self, result: GenerateResult) -> None:
+        """Brings the choices to the ends that the terminal event names. Frames may trail it on another way; what
+        doesn't come in time was lost, and is drawn again by a new attempt. Raises WorkerLost, TransferFailed,
+        ProtocolError."""
+        named = {each.choice: each for each in result.choices}
+        for index, choice in enumerate(self.stream.choices):
+            if choice.finish_reason is not None:
+                continue
+            if index not in named:
+                raise ProtocolError(f"{result.worker_id} ended without a word on choice {index}")
+            ending = named[index]
+            if ending.finish_reason == "abort":
+                raise WorkerLost(f"{result.worker_id} gave the attempt up")
+            if ending.num_tokens < choice.num_tokens:
+                raise ProtocolError(
+                    f"{result.worker_id} counts {ending.num_tokens} tokens, but sent {choice.num_tokens}"
+                )
+            text = choice.end(ending.num_tokens, ending.finish_reason)
+            if choice.finish_reason is not None:
+                self.stream.write(index, text)
+        self._check_finished()
+        try:
+            async with asyncio.timeout(self._parts.config.gap_timeout_s):
+                await self._all_finished.wait()
+        except TimeoutError:
+            missing = sum(choice.order.num_missing for choice in self.stream.choices if choice.finish_reason is None)
+            raise TransferFailed(f"{missing} tokens of {result.worker_id} did not arrive") from None
+
+    def _verdict(self) -> WeftError:
+        """What the client is told after the last attempt."""
+        last = self._losses[-1]
+        if sum(isinstance(error, WorkerLost) for error in self._losses) >= NUM_LOST_TO_BLAME:
+            return EngineFailed(f"the request was given up: {len(self._losses)} workers were lost while they served it")
+        return last
+
+    # ------------------------------------------------------------ the account
+
+    def _usage(self, result: GenerateResult | None) -> Usage:
+        return Usage(
+            num_prompt_tokens=len(self._prompt.token_ids),
+            num_completion_tokens=sum(choice.num_tokens for choice in self.stream.choices),
+            num_cached_tokens=0 if result is None else result.num_cached_tokens,
+            modality_to_tokens=self._prompt.modality_to_tokens,
+        )
+
+    def _record(self) -> None:
+        """Metrics and the trace's end. Side effects only on those."""
+        now = self._parts.clock.now()
+        metrics, usage, error = self._parts.metrics, self.stream.usage, self.stream.error
+        first = self._first_token_at_s
+        code = "ok" if error is None else error.code
+        timing = Timing(
+            total_s=now - self._admitted_at_s,
+            intake_s=self._started_at_s - self._admitted_at_s,
+            worker_s=self._worker_s,
+            first_token_s=None if first is None else first - self._admitted_at_s,
+        )
+        metrics.observe_request(code, timing)
+        metrics.prompt_tokens.inc(len(self._prompt.token_ids))
+        metrics.completion_tokens.inc(sum(choice.num_tokens for choice in self.stream.choices))
+        if usage is not None:
+            metrics.prefix_hit_tokens.inc(usage.num_cached_tokens)
+        self._trace.add("aborted" if isinstance(error, Aborted) else "finished", code=code)
+        self._trace.note(
+            outcome=code,
+            message=None if error is None else error.message,
+            finish_reasons=[choice.finish_reason for choice in self.stream.choices],
+            timing=timing,
+            usage=None if usage is None else usage.to_json(),
+        )

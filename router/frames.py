@@ -1,0 +1,68 @@
+"""Puts the tokens of one choice in order: duplicates dropped, gaps held, over all attempts.
+
+Indexes count generated tokens from 0 over all attempts: a migrated attempt goes on where the former one stopped.
+Tokens of a former attempt are as good as the new one's, because a draw depends on (seed, choice, index) alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Ending(NamedTuple):
+    """Where the worker says the choice ends."""
+
+    num_tokens: int
+    reason: str
+
+
+class TokenOrder:
+    """The tokens of one choice. Which attempt a frame belongs to is checked by the caller."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        """Contiguous from index 0."""
+        self._held: dict[int, int] = {}
+        self._ending: Ending | None = None
+        self.num_duplicates = 0
+
+    def push(self, first_index: int, token_ids: Sequence[int]) -> list[int]:
+        """Takes a frame, returns the tokens that became contiguous by it. Tokens after the ending are dropped."""
+        for index, token_id in enumerate(token_ids, first_index):
+            if index < len(self.token_ids) or index in self._held or self._is_beyond(index):
+                self.num_duplicates += 1
+            else:
+                self._held[index] = token_id
+        fresh: list[int] = []
+        while len(self.token_ids) in self._held:
+            token_id = self._held.pop(len(self.token_ids))
+            self.token_ids.append(token_id)
+            fresh.append(token_id)
+        return fresh
+
+    def end(self, num_tokens: int, reason: str) -> None:
+        """What a frame or the terminal event says. Repeating it is harmless."""
+        self._ending = Ending(num_tokens, reason)
+
+    def restart(self) -> None:
+        """A new attempt: what is held behind a gap and an ending that was never reached are void."""
+        self._held.clear()
+        self._ending = None
+
+    @property
+    def reached(self) -> Ending | None:
+        """The ending, once every token up to it is there."""
+        ending = self._ending
+        return ending if ending is not None and len(self.token_ids) >= ending.num_tokens else None
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens known to exist that have not come; 0 without an ending or a gap."""
+        last = max(self._held, default=-1) + 1
+        if self._ending is not None:
+            last = max(last, self._ending.num_tokens)
+        return max(0, last - len(self.token_ids) - len(self._held))
+
+    def _is_beyond(self, index: int) -> bool:
+        return self._ending is not None and index >= self._ending.num_tokens

@@ -1,0 +1,225 @@
+"""The HTTP edge: routes, headers, and OpenAI's formats around the router service. No decision is made here.
+
+A streamed answer's headers wait for the first token or failure, so that what fails before has its true status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from fabric.errors import Aborted, ModelNotFound, WeftError
+from fabric.ids import mint_request_id
+from router.admission import Ticket
+from router.api.errors import envelope, http_error
+from router.api.request import ChatRequest, parse_chat
+from router.api.response import ChoiceText, Head, completion, model_object
+from router.connection import ClientWatch, LingeringResponse, read_body
+from router.event_stream import EventStream
+from router.service import RouterService
+from router.streams import RequestStream
+
+logger = logging.getLogger(__name__)
+
+CLIENT_LABEL = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
+"""A client's `x-request-id` that may be echoed: no spaces, no control characters."""
+PARSE_IN_THREAD_BYTES = 64 * 1024
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+ROUTE_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+class HttpEdge:
+    """The handlers of one app."""
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+        self._created = int(service.wall_time())
+
+    # ------------------------------------------------------------ chat completions
+
+    async def chat_completions(self, request: Request) -> Response:
+        """Everything from the client's bytes to its answer. Whatever ends it, the ticket is given back."""
+        service, arrived_s = self._service, asyncio.get_running_loop().time()
+        label = client_label(request)
+        try:
+            ticket = service.admission.admit()
+        except WeftError as error:
+            return self._refusal(error, {"x-request-id": label or mint_request_id()}, is_body_unread=True)
+        headers = {"x-request-id": label or ticket.request_id, "x-weft-request-id": ticket.request_id}
+        try:
+            body = await read_body(request.scope, request.receive, service.config.max_body_bytes, ticket.grow)
+        except WeftError as error:
+            ticket.release()
+            return self._refusal(error, headers, is_body_unread=True)
+        except BaseException:
+            ticket.release()
+            raise
+        return await self._answer(request, body, ticket, headers, label, arrived_s)
+
+    async def _answer(
+        self,
+        request: Request,
+        body: bytes,
+        ticket: Ticket,
+        headers: dict[str, str],
+        label: str | None,
+        arrived_s: float,
+    ) -> Response:
+        """The ticket and the watch go to the event stream, if there is one; otherwise they end here."""
+        watch = ClientWatch(request.receive)
+        stream: RequestStream | None = None
+        is_handed_on = False
+        try:
+            chat = await asyncio.to_thread(parse_chat, body) if len(body) > PARSE_IN_THREAD_BYTES else parse_chat(body)
+            stream = await watch.race(self._service.open(chat, ticket, label))
+            head = Head(completion_id(stream), int(self._service.wall_time()), self._service.config.model_name)
+            if chat.stream:
+                await watch.race(stream.started())
+                headers["openai-processing-ms"] = elapsed_ms(arrived_s)
+                is_handed_on = True
+                return EventStream(stream, head, chat, headers, watch, ticket, self._service.config.write_timeout_s)
+            content = await watch.race(collect(stream, head))
+            headers["openai-processing-ms"] = elapsed_ms(arrived_s)
+            return Response(content, media_type="application/json", headers=headers)
+        except WeftError as error:
+            headers["openai-processing-ms"] = elapsed_ms(arrived_s)
+            return self._refusal(error, headers)
+        finally:
+            if not is_handed_on:
+                if stream is not None:
+                    stream.close()
+                watch.close()
+                ticket.release()
+
+    def _refusal(self, error: WeftError, headers: dict[str, str], is_body_unread: bool = False) -> Response:
+        answer = http_error(error, self._service.config.retry_after_s)
+        log = logger.info if answer.status < 500 else logger.warning
+        log("%s: %d %s: %s", headers["x-request-id"], answer.status, error.code, error.message)
+        merged = headers | answer.headers
+        if is_body_unread and not isinstance(error, Aborted):
+            return LingeringResponse(answer.status, answer.body, merged)
+        return Response(answer.body, answer.status, media_type="application/json", headers=merged)
+
+    # ------------------------------------------------------------ the rest
+
+    async def models(self, request: Request) -> Response:
+        return answer_json(request, {"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["model_id"]
+        if name != self._service.config.model_name:
+            return self._refusal(
+                ModelNotFound(f"the model `{name[:128]}` does not exist", param="model"), echo(request)
+            )
+        return answer_json(request, self._model())
+
+    def _model(self) -> dict[str, object]:
+        return model_object(self._service.config.model_name, self._created, self._service.family.shape.max_model_len)
+
+    async def live(self, request: Request) -> Response:
+        """The process can serve: 503 when it should be replaced."""
+        try:
+            self._service.check_health()
+        except WeftError as error:
+            return answer_json(request, {"status": "dead", "message": error.message}, 503)
+        return answer_json(request, {"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """Requests can be served: 503 while a worker or a needed encoder is missing."""
+        is_ready, state = self._service.readiness()
+        return answer_json(request, state, 200 if is_ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._service.metrics.exposition(), media_type=METRICS_TYPE, headers=echo(request))
+
+    async def trace(self, request: Request) -> Response:
+        """Of a recent request, by its id or its completion's."""
+        name = str(request.path_params["request_id"]).removeprefix("chatcmpl-")
+        trace = self._service.traces.get(name)
+        if trace is None:
+            body = envelope("no such recent request", 404, "not_found", "request_id")
+            return Response(body, 404, media_type="application/json", headers=echo(request))
+        return answer_json(request, trace.to_json())
+
+
+def create_app(service: RouterService) -> FastAPI:
+    """The ASGI app of one router. Starts nothing: the service's life is its owner's."""
+    edge = HttpEdge(service)
+    app = FastAPI(title="Weft", openapi_url=None, docs_url=None, redoc_url=None)
+    routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
+        ("POST", "/v1/chat/completions", edge.chat_completions),
+        ("GET", "/v1/models", edge.models),
+        ("GET", "/v1/models/{model_id:path}", edge.model),
+        ("GET", "/health", edge.live),
+        ("GET", "/health/live", edge.live),
+        ("GET", "/health/ready", edge.ready),
+        ("GET", "/metrics", edge.metrics),
+        ("GET", "/weft/requests/{request_id}", edge.trace),
+    ]
+    for method, path, handler in routes:
+        app.add_route(path, handler, methods=[method])
+    app.add_exception_handler(HTTPException, route_error)
+    app.add_exception_handler(Exception, internal_error)
+    return app
+
+
+async def route_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods, in the envelope."""
+    assert isinstance(error, HTTPException)
+    code = ROUTE_CODES.get(error.status_code, "invalid_request")
+    message = f"{error.detail}: {request.method} {request.url.path[:256]}"
+    headers = dict(error.headers or {}) | echo(request)
+    body = envelope(message, error.status_code, code)
+    return Response(body, error.status_code, media_type="application/json", headers=headers)
+
+
+async def internal_error(request: Request, error: Exception) -> Response:
+    """A handler broke. The server logs the trace; the client learns the class alone."""
+    answer = http_error(WeftError(f"internal error ({type(error).__name__})"))
+    headers = answer.headers | echo(request)
+    return Response(answer.body, answer.status, media_type="application/json", headers=headers)
+
+
+async def collect(stream: RequestStream, head: Head) -> bytes:
+    """A whole answer. Raises what ended the request."""
+    texts: list[list[str]] = [[] for _ in stream.choices]
+    reasons = [""] * len(texts)
+    async for deltas in stream:
+        for delta in deltas:
+            texts[delta.choice].append(delta.text)
+            reasons[delta.choice] = delta.finish_reason or reasons[delta.choice]
+    assert stream.usage is not None
+    choices = [ChoiceText(at, "".join(pieces), reasons[at]) for at, pieces in enumerate(texts)]
+    return completion(head, choices, stream.usage)
+
+
+def completion_id(stream: RequestStream) -> str:
+    return f"chatcmpl-{stream.request_id}"
+
+
+def client_label(request: Request) -> str | None:
+    """The client's own `x-request-id`, if it is fit to be repeated. Never an internal id."""
+    label = request.headers.get("x-request-id", "")
+    return label if CLIENT_LABEL.fullmatch(label) else None
+
+
+def echo(request: Request) -> dict[str, str]:
+    return {"x-request-id": client_label(request) or mint_request_id()}
+
+
+def answer_json(request: Request, content: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json", headers=echo(request))
+
+
+def elapsed_ms(since_s: float) -> str:
+    return str(max(0, round((asyncio.get_running_loop().time() - since_s) * 1000)))
+
+
+__all__ = ["ChatRequest", "create_app"]

@@ -1,0 +1,230 @@
+"""The router as an object: takes chat requests, keeps its members' leases and its picture of the cluster.
+
+Runs in one event loop, without Ray and without HTTP. All decisions are elsewhere: intake, planning, flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+
+from fabric.clock import Clock
+from fabric.errors import Aborted, WeftError
+from fabric.ids import MemberId, RequestId
+from fabric.messages import (
+    EncoderReport,
+    FeatureEvents,
+    FeatureNeeded,
+    KvEvents,
+    KvSnapshot,
+    Member,
+    PlaneMessage,
+    RouterHeartbeat,
+    SnapshotRequest,
+    TokenFrames,
+    WorkerReport,
+)
+from fabric.plane import Plane
+from modalities.family import Family
+from modalities.registry import REGISTRY
+from modalities.text.codec import TextCodec
+from modalities.text.detokenizer import IncrementalDetokenizer
+from router.admission import Admission, Ticket
+from router.api.request import ChatRequest
+from router.choices import ChoiceOutput
+from router.config import RouterConfig
+from router.flight import Flight
+from router.intake import Intake
+from router.metrics import RouterMetrics
+from router.parts import RouterParts
+from router.planning.cluster import ClusterState
+from router.pools import Pools
+from router.prompt import Prompt
+from router.streams import RequestStream
+from router.traces import RequestTrace, TraceRing
+
+STOP_TIMEOUT_S = 5.0
+
+
+class RouterService:
+    """`wall_time` stamps the age order of requests (seconds since 1970)."""
+
+    def __init__(
+        self,
+        member_id: MemberId,
+        config: RouterConfig,
+        family: Family,
+        codec: TextCodec,
+        plane: Plane,
+        pools: Pools,
+        clock: Clock,
+        wall_time: Callable[[], float] = time.time,
+    ) -> None:
+        self.config = config
+        self.family = family
+        self.traces = TraceRing(config.max_traces)
+        self.wall_time = wall_time
+        self.admission = Admission(config.max_in_flight, config.max_bodies_bytes, config.retry_after_s)
+        shape = family.shape
+        self._codec = codec
+        self._intake = Intake(config, family, codec, REGISTRY)
+        self._flights: dict[RequestId, Flight] = {}
+        self._heartbeats: asyncio.Task[None] | None = None
+        self._parts = RouterParts(
+            member_id=member_id,
+            config=config,
+            feature_row_bytes=shape.num_levels * shape.hidden_size * config.feature_itemsize,
+            cluster=ClusterState(shape, config.block_size, random.Random(str(member_id))),
+            plane=plane,
+            pools=pools,
+            clock=clock,
+            metrics=RouterMetrics(lambda: self.admission.num_in_flight, lambda: self.admission.bodies_bytes),
+        )
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Begins to receive, and to renew its leases."""
+        self._parts.plane.start(self._handle)
+        self._heartbeats = self._parts.tasks.spawn(self._beat(), "router heartbeats")
+
+    async def stop(self) -> None:
+        """Ends every request (its client is told) and every task. The plane stays its owner's."""
+        for flight in list(self._flights.values()):
+            flight.cancel()
+        await self._parts.tasks.cancel_all(STOP_TIMEOUT_S)
+
+    def check_health(self) -> None:
+        """Raises WeftError if the router can serve no more: its heartbeat has ended."""
+        if self._heartbeats is not None and self._heartbeats.done():
+            raise WeftError("the router's heartbeat has ended")
+
+    def update_members(self, members: Sequence[Member]) -> None:
+        """The directory's present view. Those who are new get a heartbeat (which subscribes us) and are asked for
+        what they hold; of those who left, connection and series go. Requests on them are left to their calls:
+        a drained member ends what it accepted."""
+        change = self._parts.cluster.update_members(members)
+        self._parts.set_members(members)
+        for member in change.left:
+            self._parts.metrics.reports.remove(member.member_id)
+            self._parts.plane.forget(member.address)
+        for member in change.joined:
+            self._send_heartbeat(member.member_id)
+            self._ask_snapshot(member.member_id)
+
+    def readiness(self) -> tuple[bool, dict[str, object]]:
+        """Whether a request could be served, and what is there: a worker, and an encoder for each modality that the
+        model takes."""
+        encoders = self._parts.of_kind("encoder")
+        served = {modality for each in encoders for modality in each.modalities}
+        missing = sorted(set(self.family.max_items) - served)
+        num_workers = len(self._parts.of_kind("worker"))
+        is_ready = num_workers > 0 and not missing
+        state = {
+            "status": "ready" if is_ready else "waiting",
+            "num_workers": num_workers,
+            "num_encoders": len(encoders),
+            "modalities_without_encoder": missing,
+        }
+        return is_ready, state
+
+    @property
+    def metrics(self) -> RouterMetrics:
+        return self._parts.metrics
+
+    # ------------------------------------------------------------ requests
+
+    async def open(self, chat: ChatRequest, ticket: Ticket | None = None, label: str | None = None) -> RequestStream:
+        """Starts a request. Raises Overloaded, a RequestRefused. Whatever comes later (no capacity, too) comes
+        through the stream. With no ticket the request takes one, and releases it at its terminal event; a given
+        ticket is released by who took it. `label` is the client's own name for the request."""
+        own = self.admission.admit() if ticket is None else None
+        ticket = ticket or own
+        assert ticket is not None
+        admitted_at_s = self._parts.clock.now()
+        trace = self._trace(ticket.request_id, chat, label)
+        try:
+            prompt = await self._intake.prepare(chat)
+        except BaseException as error:
+            self._refused(trace, error)
+            if own is not None:
+                own.release()
+            raise
+        trace.note(num_prompt_tokens=len(prompt.token_ids), num_media=len(prompt.media), ignored=prompt.ignored_fields)
+        return self._launch(prompt, ticket.request_id, trace, admitted_at_s, own)
+
+    def _launch(
+        self, prompt: Prompt, request_id: RequestId, trace: RequestTrace, admitted_at_s: float, own: Ticket | None
+    ) -> RequestStream:
+        choices = [
+            ChoiceOutput(IncrementalDetokenizer(self._codec), prompt.stop_strings, prompt.ending_token_ids)
+            for _ in range(prompt.num_choices)
+        ]
+        stream = RequestStream(request_id, choices, on_close=lambda: flight.cancel())
+        flight = Flight(self._parts, prompt, stream, (self.wall_time(), str(request_id)), trace)
+        self._flights[request_id] = flight
+        flight.start(admitted_at_s, on_end=lambda: self._ended(request_id, own))
+        return stream
+
+    def _ended(self, request_id: RequestId, own: Ticket | None) -> None:
+        self._flights.pop(request_id, None)
+        if own is not None:
+            own.release()
+
+    def _trace(self, request_id: RequestId, chat: ChatRequest, label: str | None) -> RequestTrace:
+        trace = RequestTrace(request_id, self._parts.member_id, self._parts.clock, self.config.max_trace_events)
+        trace.add("received")
+        trace.note(label=label, model=chat.model, num_choices=chat.num_choices, is_streamed=bool(chat.stream))
+        self.traces.put(trace)
+        return trace
+
+    def _refused(self, trace: RequestTrace, error: BaseException) -> None:
+        known = error if isinstance(error, WeftError) else Aborted("the client left")
+        trace.add("finished", code=known.code)
+        trace.note(outcome=known.code, message=known.message)
+        self._parts.metrics.requests.labels(known.code).inc()
+
+    # ------------------------------------------------------------ messages
+
+    def _handle(self, message: PlaneMessage) -> None:
+        match message:
+            case TokenFrames(worker_id=worker_id, frames=frames):
+                for frame in frames:
+                    flight = self._flights.get(frame.request_id)
+                    if flight is None:
+                        self._parts.metrics.frames_dropped.labels("unknown_request").inc()
+                    else:
+                        flight.on_frame(worker_id, frame)
+            case FeatureNeeded(request_id=request_id):
+                if (flight := self._flights.get(request_id)) is not None:
+                    flight.on_feature_needed(message)
+            case WorkerReport() | EncoderReport() | KvEvents() | KvSnapshot() | FeatureEvents():
+                self._learn(message)
+            case _:
+                pass
+
+    def _learn(self, message: WorkerReport | EncoderReport | KvEvents | KvSnapshot | FeatureEvents) -> None:
+        """Into the picture of the cluster. Messages of members that have left are void."""
+        encoder_kinds = (EncoderReport, FeatureEvents)
+        member_id = message.encoder_id if isinstance(message, encoder_kinds) else message.worker_id
+        if member_id not in self._parts.members:
+            return
+        if isinstance(message, WorkerReport | EncoderReport):
+            self._parts.metrics.reports.put(message)
+        for lagging in self._parts.cluster.apply(message, self._parts.clock.now()):
+            self._ask_snapshot(lagging)
+
+    def _ask_snapshot(self, member_id: MemberId) -> None:
+        self._parts.send(member_id, SnapshotRequest(self._parts.member_id, self._parts.plane.address))
+
+    def _send_heartbeat(self, member_id: MemberId) -> None:
+        beat = RouterHeartbeat(self._parts.member_id, self._parts.plane.address, self.config.lease_s)
+        self._parts.send(member_id, beat)
+
+    async def _beat(self) -> None:
+        while True:
+            for member_id in list(self._parts.members):
+                self._send_heartbeat(member_id)
+            await asyncio.sleep(self.config.heartbeat_s)

@@ -1,0 +1,167 @@
+"""Keeps one attempt's worker supplied with features: an encoding for each item that it lacks, again when one is lost,
+elsewhere when an encoder fails. Knows neither tokens nor the worker's call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from fabric.errors import Busy, EncodeFailed, EncoderLost, NoCapacity, TransferError, Unavailable, WeftError
+from fabric.ids import AttemptId, MemberId
+from fabric.messages import AbortAttempt, Destination, EncodeRequest, EncodeResult, FeatureNeeded, ItemResult
+from router.parts import RouterParts
+from router.planning.plan import plan_encoding
+from router.planning.views import RoutePlan, RouteQuery
+from router.prompt import Prompt
+from router.traces import RequestTrace
+
+ELSEWHERE = (Unavailable, Busy, TransferError)
+"""Failures of one member that another may not have."""
+NOT_COVERED = "not_covered"
+
+
+class OpenCall(NamedTuple):
+    encoder_id: MemberId
+    items: tuple[int, ...]
+
+
+class Dispatch(NamedTuple):
+    """What is the same for all encodings of one attempt. `query` is asked anew: exclusions grow."""
+
+    attempt_id: AttemptId
+    age: tuple[float, str]
+    query: Callable[[], RouteQuery]
+    plan: RoutePlan
+
+
+class FeatureSupply:
+    """`ended` is called in the loop with every call's task when it ended; its owner then gives it to `take`."""
+
+    def __init__(
+        self,
+        parts: RouterParts,
+        prompt: Prompt,
+        dispatch: Dispatch,
+        excluded: set[MemberId],
+        trace: RequestTrace,
+        ended: Callable[[asyncio.Task[EncodeResult]], None],
+    ) -> None:
+        self._parts = parts
+        self._prompt = prompt
+        self._dispatch = dispatch
+        self._excluded = excluded
+        self._trace = trace
+        self._ended = ended
+        self._calls: dict[asyncio.Task[EncodeResult], OpenCall] = {}
+        self._num_encodes = [0] * len(prompt.media)
+
+    def start(self) -> None:
+        """Everything that the plan assigns. Awaits nothing."""
+        self._send(self._dispatch.plan.assignments)
+
+    def take(self, task: asyncio.Task[EncodeResult]) -> None:
+        """An ended call: what failed and may go well elsewhere is sent there. Raises what ends the request."""
+        encoder_id, items = self._calls.pop(task)
+        try:
+            if task.cancelled():
+                raise EncoderLost(f"the call to {encoder_id} was cancelled")
+            result = task.result()
+        except ELSEWHERE as error:
+            self._encoder_failed(encoder_id, items, error)
+            return
+        self._trace.extend(result.trace)
+        self._parts.cluster.observe_encode(self._dispatch.plan, result)
+        for each in result.items:
+            if each.error is not None:
+                self._item_failed(encoder_id, each, each.error.to_error())
+
+    def needed(self, message: FeatureNeeded) -> None:
+        """The worker lacks units after all. What an open call will still deliver is not asked for twice. Raises
+        what ends the request."""
+        self._trace.add("feature_needed", num_units=len(message.units), reason=message.reason)
+        hashes = {unit.mm_hash for unit in message.units}
+        coming = (
+            {index for call in self._calls.values() for index in call.items} if message.reason == NOT_COVERED else set()
+        )
+        hash_to_index = {item.mm_hash: item.index for item in reversed(self._prompt.media) if item.mm_hash in hashes}
+        wanted = sorted(index for index in hash_to_index.values() if index not in coming)
+        if wanted:
+            self._again(wanted, EncoderLost(f"no encoder is there for units that are needed again ({message.reason})"))
+
+    def close(self) -> None:
+        """Encoders that still work for the attempt are told, and their calls cancelled."""
+        for encoder_id in {call.encoder_id for call in self._calls.values()}:
+            self._parts.send(encoder_id, AbortAttempt(*self._dispatch.attempt_id))
+        for task in self._calls:
+            task.cancel()
+        self._calls.clear()
+
+    # ------------------------------------------------------------ failures
+
+    def _item_failed(self, encoder_id: MemberId, item: ItemResult, error: WeftError) -> None:
+        error.param = error.param or self._prompt.media[item.index].part
+        if isinstance(error, ELSEWHERE):
+            self._encoder_failed(encoder_id, (item.index,), error)
+            return
+        self._parts.metrics.dispatch_errors.labels("encode", error.code).inc()
+        raise error
+
+    def _encoder_failed(self, encoder_id: MemberId, items: Sequence[int], error: WeftError) -> None:
+        self._parts.metrics.dispatch_errors.labels("encode", error.code).inc()
+        self._trace.add("encode_failed", encoder=encoder_id, code=error.code, items=list(items))
+        if isinstance(error, Unavailable):
+            self._parts.exclude(encoder_id)
+        self._excluded.add(encoder_id)
+        self._again(items, error)
+
+    def _again(self, items: Sequence[int], cause: WeftError) -> None:
+        """On whichever encoders the planner finds best now. Raises `cause` when none is left, EncodeFailed when an
+        item was tried too often."""
+        most = self._parts.config.max_encodes_per_item
+        spent = next((index for index in items if self._num_encodes[index] >= most), None)
+        if spent is not None:
+            message = f"its feature could not be delivered in {most} tries ({cause.code})"
+            raise EncodeFailed(message, param=self._prompt.media[spent].part)
+        query, now = self._dispatch.query(), self._parts.clock.now()
+        try:
+            snapshot = self._parts.cluster.snapshot(query, now)
+            chosen = plan_encoding(query, self._dispatch.plan.worker_id, items, snapshot)
+        except NoCapacity:
+            raise cause from None
+        self._parts.cluster.note_encoding(self._dispatch.attempt_id, chosen)
+        self._send([(terms.item_index, terms.encoder_id) for terms in chosen])
+
+    # ------------------------------------------------------------ calls
+
+    def _send(self, assignments: Iterable[tuple[int, MemberId]]) -> None:
+        """One call per encoder. The same picture twice in a request is encoded, and announced, once."""
+        encoder_to_items: dict[MemberId, list[int]] = {}
+        seen: set[str] = set()
+        for index, encoder_id in assignments:
+            identity = self._prompt.media[index].mm_hash
+            if identity not in seen:
+                seen.add(identity)
+                encoder_to_items.setdefault(encoder_id, []).append(index)
+        for encoder_id, items in encoder_to_items.items():
+            self._call(encoder_id, tuple(items))
+
+    def _call(self, encoder_id: MemberId, items: tuple[int, ...]) -> None:
+        (request_id, attempt), age, _, plan = self._dispatch
+        for index in items:
+            self._num_encodes[index] += 1
+        request = EncodeRequest(
+            request_id=request_id,
+            attempt=attempt,
+            router_id=self._parts.member_id,
+            items=tuple(self._prompt.media[index] for index in items),
+            destination=Destination(plan.worker_id, plan.worker_address),
+            age=age,
+        )
+        media = [self._prompt.media_bytes[index] for index in items]
+        call = self._parts.pools.encoders.encode(encoder_id, request, media)
+        task = self._parts.tasks.spawn(call, f"encode {request_id}/{attempt}")
+        self._calls[task] = OpenCall(encoder_id, items)
+        task.add_done_callback(self._ended)
+        self._trace.add("dispatched", to=encoder_id, attempt=attempt, items=list(items))
