@@ -24,7 +24,8 @@ from deploy.demo.config import (
     thinker_config,
     video_preprocessor_config,
 )
-from deploy.demo.tokenizer import train_tokenizer, write_text_files
+from deploy.demo.tokenizer import Vocabulary, write_text_files
+from modalities.text import tokenizer_files
 
 RECIPE_FILES = (
     "build.py",
@@ -45,11 +46,17 @@ def build_demo_checkpoint(out_dir: Path, seed: int = 0) -> Path:
     """
     from deploy.demo.weights import save_model
 
+    vocabulary = write_all_but_weights(out_dir, seed)
+    save_model(out_dir, thinker_config(vocabulary), generation_config(vocabulary), seed)
+    return out_dir
+
+
+def write_all_but_weights(out_dir: Path, seed: int = 0) -> Vocabulary:
+    """Every file that can be made without torch: enough for whatever reads configs or text."""
     out_dir.mkdir(parents=True, exist_ok=True)
     vocabulary = write_text_files(out_dir, seed)
-    user_token_id = train_tokenizer(seed).encode("user").ids[0]
-    save_model(out_dir, thinker_config(vocabulary, user_token_id), seed)
     for name, content in {
+        "config.json": thinker_config(vocabulary),
         "generation_config.json": generation_config(vocabulary),
         "preprocessor_config.json": preprocessor_config(),
         "video_preprocessor_config.json": video_preprocessor_config(),
@@ -57,7 +64,7 @@ def build_demo_checkpoint(out_dir: Path, seed: int = 0) -> Path:
     }.items():
         (out_dir / name).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     shutil.copyfile(_here("model_card.md"), out_dir / "MODEL_CARD.md")
-    return out_dir
+    return vocabulary
 
 
 def demo_checkpoint(seed: int = 0) -> Path:
@@ -83,8 +90,8 @@ def demo_checkpoint(seed: int = 0) -> Path:
 def recipe_digest(seed: int) -> str:
     """Of everything the bytes depend on: the sources, the libraries' versions, the seed."""
     digest = blake3(f"weft-demo-1 {seed}".encode())
-    for name in RECIPE_FILES:
-        digest.update(name.encode() + b"\0" + _here(name).read_bytes() + b"\0")
+    for path in (*map(_here, RECIPE_FILES), Path(tokenizer_files.__file__)):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     for package in RECIPE_PACKAGES:
         digest.update(f"{package}=={version(package)}\0".encode())
     return digest.hexdigest(length=8)

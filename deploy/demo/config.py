@@ -74,11 +74,12 @@ def audio_config() -> dict[str, object]:
     }
 
 
-def thinker_config(vocabulary: Vocabulary, user_token_id: int) -> dict[str, object]:
+def thinker_config(vocabulary: Vocabulary) -> dict[str, object]:
     """Arguments of transformers' Qwen3OmniMoeThinkerConfig."""
     ids = vocabulary.special_token_to_id
     return {
         "architectures": [ARCHITECTURE],
+        "model_type": "qwen3_omni_moe_thinker",
         "dtype": "bfloat16",
         "text_config": text_config(vocabulary),
         "vision_config": vision_config(),
@@ -90,7 +91,7 @@ def thinker_config(vocabulary: Vocabulary, user_token_id: int) -> dict[str, obje
         "audio_end_token_id": ids["<|audio_end|>"],
         "vision_start_token_id": ids["<|vision_start|>"],
         "vision_end_token_id": ids["<|vision_end|>"],
-        "user_token_id": user_token_id,
+        "user_token_id": vocabulary.user_token_id,
         "position_id_per_seconds": 13,
         "tie_word_embeddings": False,
         "pad_token_id": ids[END_OF_TEXT],

@@ -51,6 +51,8 @@ CHAT_TEMPLATE_FILE = Path(__file__).with_name("chat_template.jinja")
 class Vocabulary(NamedTuple):
     num_tokens: int
     special_token_to_id: dict[str, int]
+    user_token_id: int
+    """Of the word `user`, which the model's config names."""
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
@@ -88,4 +90,5 @@ def write_text_files(out_dir: Path, seed: int) -> Vocabulary:
     (out_dir / "tokenizer_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (out_dir / "chat_template.jinja").write_text(CHAT_TEMPLATE_FILE.read_text(encoding="utf-8"), encoding="utf-8")
     ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
-    return Vocabulary(tokenizer.get_vocab_size(with_added_tokens=True), ids)
+    user_token_id = tokenizer.encode("user").ids[0]
+    return Vocabulary(tokenizer.get_vocab_size(with_added_tokens=True), ids, user_token_id)

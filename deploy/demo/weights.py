@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import transformers
 from blake3 import blake3
-from transformers import Qwen3OmniMoeThinkerConfig, Qwen3OmniMoeThinkerForConditionalGeneration
+from transformers import GenerationConfig, Qwen3OmniMoeThinkerConfig, Qwen3OmniMoeThinkerForConditionalGeneration
 
 EMBEDDING_STD = 0.7
 VISUAL_POSITION_STD = 0.2
@@ -22,11 +22,15 @@ VISUAL_POSITION_STD = 0.2
 HEAD_GAIN = 2.0
 
 
-def save_model(out_dir: Path, thinker_config: dict[str, object], seed: int) -> None:
-    """Writes config.json and the safetensors in bfloat16. torch's global random state is as before."""
-    config = Qwen3OmniMoeThinkerConfig(**thinker_config)
+def save_model(
+    out_dir: Path, thinker_config: dict[str, object], generation_config: dict[str, object], seed: int
+) -> None:
+    """Writes config.json, generation_config.json and the safetensors in bfloat16. torch's global random state is as before."""
+    arguments = {name: value for name, value in thinker_config.items() if name != "model_type"}
+    config = Qwen3OmniMoeThinkerConfig(**arguments)
     with torch.random.fork_rng(devices=[]):
         model = Qwen3OmniMoeThinkerForConditionalGeneration(config)
+    model.generation_config = GenerationConfig(**generation_config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(draw(name, tuple(parameter.shape), seed)))
