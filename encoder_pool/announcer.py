@@ -1,0 +1,39 @@
+"""Tells a worker that a unit can be pulled: a lease, a ticket, one message. Knows nothing of queues or models."""
+
+from __future__ import annotations
+
+from encoder_pool.planning.features import FeatureSpec, FeatureTable, LeaseKey
+from encoder_pool.planning.flights import Follower
+from fabric.channel import FeatureSource
+from fabric.ids import MemberId, UnitKey
+from fabric.messages import UnitReady
+from fabric.plane import Plane
+
+PROMISED_SHARE = 0.9
+"""Of the lease we hold: a reader counts from receipt, so its promise must end before ours does."""
+
+
+class Announcer:
+    def __init__(
+        self, encoder_id: MemberId, plane: Plane, source: FeatureSource, table: FeatureTable, lease_s: float
+    ) -> None:
+        self._encoder_id = encoder_id
+        self._plane = plane
+        self._source = source
+        self._table = table
+        self._promised_s = lease_s * PROMISED_SHARE
+
+    def announce(self, follower: Follower, unit: UnitKey, spec: FeatureSpec) -> bool:
+        """Leases a ready unit to the follower's worker and sends `UnitReady`. False if the message could not be
+        queued; then nothing stays leased."""
+        worker_id, address = follower.destination.worker_id, follower.destination.address
+        key = LeaseKey(worker_id, follower.attempt_id, unit)
+        slot = self._table.lease(key, follower.router_id)
+        shape = spec.shape(follower.item.unit_tokens[unit.unit])
+        ticket = self._source.ticket(slot, shape, spec.dtype, self._promised_s)
+        request_id, attempt = follower.attempt_id
+        message = UnitReady(self._encoder_id, self._plane.address, request_id, attempt, unit, ticket)
+        if self._plane.send(address, message):
+            return True
+        self._table.release(key, slot.generation)
+        return False

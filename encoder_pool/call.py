@@ -1,0 +1,66 @@
+"""One encode call while it is open: its followers, its results, its trace. Knows nothing of how items are encoded."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from encoder_pool.planning.flights import Follower
+from fabric.errors import ErrorInfo, WeftError
+from fabric.ids import AttemptId, MemberId
+from fabric.messages import EncodeRequest, EncodeResult, ItemResult, MediaItem, StageTimes, TraceEvent
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """`done` is set when every item has its result. An item named twice in one request is encoded once."""
+
+    number: int
+    request: EncodeRequest
+    done: asyncio.Future[None]
+    followers: list[Follower] = field(default_factory=list)
+    trace: list[TraceEvent] = field(default_factory=list)
+    _index_to_result: dict[int, ItemResult] = field(default_factory=dict)
+
+    @property
+    def attempt_id(self) -> AttemptId:
+        return AttemptId(self.request.request_id, self.request.attempt)
+
+    def is_open(self, follower: Follower) -> bool:
+        return follower.item.index not in self._index_to_result
+
+    def succeed(self, follower: Follower, now_s: float, *, is_cache_hit: bool) -> None:
+        """Every unit of the follower's item was announced."""
+        worked_s = follower.decode_s + follower.encode_s
+        times = StageTimes(
+            queue_s=max(0.0, now_s - follower.received_s - worked_s),
+            decode_s=follower.decode_s,
+            encode_s=follower.encode_s,
+            batch_items=follower.batch_items,
+            batch_cost=follower.batch_cost,
+            is_cache_hit=is_cache_hit,
+        )
+        for item in self._same(follower.item):
+            is_first = item.index == follower.item.index
+            self._note(ItemResult(item.index, times if is_first else StageTimes(is_cache_hit=True)))
+
+    def fail(self, item: MediaItem, error: WeftError) -> None:
+        """The item can't be encoded; the others go on. The error names the item's own part of its request."""
+        for same in self._same(item):
+            message = error.message
+            if error.param:  # another request's part, if the failure is shared
+                message = message.replace(error.param, same.part, 1)
+            info = ErrorInfo(error.code, message, same.part, error.retry_after_s)
+            self._note(ItemResult(same.index, StageTimes(), info))
+
+    def result(self, encoder_id: MemberId) -> EncodeResult:
+        items = tuple(self._index_to_result[index] for index in sorted(self._index_to_result))
+        return EncodeResult(encoder_id, items, tuple(self.trace))
+
+    def _same(self, item: MediaItem) -> list[MediaItem]:
+        return [other for other in self.request.items if other.mm_hash == item.mm_hash]
+
+    def _note(self, result: ItemResult) -> None:
+        self._index_to_result[result.index] = result
+        if len(self._index_to_result) == len(self.request.items) and not self.done.done():
+            self.done.set_result(None)

@@ -1,0 +1,45 @@
+"""Settings of one encoder replica. Arguments only: nothing here reads the environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fabric.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """Costs are in patches, as in `MediaItem.cost`. Raises ConfigError for settings that contradict each other."""
+
+    modalities: tuple[str, ...] = ("image",)
+    """What this replica loads; items of others are refused."""
+    max_batch_cost: int = 16 * 1024
+    """Most patches of one forward (one unit alone may be more)."""
+    max_queue_cost: int = 512 * 1024
+    """Most patches accepted and not yet encoded; a call that would pass it is refused."""
+    max_decoded_cost: int = 64 * 1024
+    """Most patches lying decoded before the forward: bounds host memory (a patch is a few KiB of float32)."""
+    lease_s: float = 60.0
+    """How long a feature that was announced is held for its worker."""
+    report_interval_s: float = 0.2
+    encode_delay_s: float = 0.0
+    """Fault injection for tests: the forward thread sleeps this long before each forward."""
+    num_decode_processes: int = 1
+    """0 decodes in a thread of this process (tests, one-process mode)."""
+    model_dir: str = ""
+    """Where decode processes load the family from; needed if there are any."""
+    patience: float = 4.0
+    """A request is overtaken only by ones that come within `patience` times its own encoding time."""
+
+    def __post_init__(self) -> None:
+        if not self.modalities:
+            raise ConfigError("an encoder needs at least one modality")
+        if self.num_decode_processes > 0 and not self.model_dir:
+            raise ConfigError("decode processes need model_dir; set it, or num_decode_processes to 0")
+        positive = ("max_batch_cost", "max_queue_cost", "max_decoded_cost", "lease_s", "report_interval_s")
+        for name in positive:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"encoder: {name} must be positive, not {getattr(self, name)}")
+        for name in ("encode_delay_s", "num_decode_processes", "patience"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"encoder: {name} can't be negative")

@@ -1,0 +1,158 @@
+"""Media bytes to encoder inputs, outside of the serving process: hostile files and slow codecs meet spawned helpers.
+
+Spawned, never forked (threads of NIXL and gRPC exist); each ends with its parent. A file that kills its process
+breaks the pool for whatever ran beside it: everybody's second try runs alone, in a process of its own, so the guilty
+one is found and no innocent one fails. Knows nothing of batching, features or requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fabric.errors import EncodeFailed, InvalidMedia, WeftError
+from fabric.messages import MediaItem
+from modalities.family import EncoderInput, Family
+
+logger = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+"""prctl(2)."""
+
+_process_family: Family | None = None
+"""The family of a decode process, loaded once by its initialiser."""
+
+
+class Decoded(NamedTuple):
+    inputs: list[EncoderInput]
+    seconds: float
+    """Spent decoding and preprocessing, without waiting."""
+
+
+class DecodeBroke(Exception):
+    """The process died over this item, or over one beside it. Transient: a second try runs alone."""
+
+
+class DecodePool:
+    """`num_processes` decoders (0: one thread of this process, using `family`). Lives in one event loop."""
+
+    def __init__(self, family: Family, model_dir: str, num_processes: int) -> None:
+        self._family = family
+        self._model_dir = model_dir
+        self._num_processes = num_processes
+        self._executor = self._build(num_processes)
+        self._alone = asyncio.Lock()
+
+    @property
+    def num_parallel(self) -> int:
+        return max(1, self._num_processes)
+
+    async def start(self) -> None:
+        """Starts every process and loads the family there, so that the first request doesn't wait for it.
+
+        To be called in a thread that lives as long as the service (an event loop's): the parent-death signal of
+        prctl(2) follows the thread that spawned the process.
+        """
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(loop.run_in_executor(self._executor, _ready) for _ in range(self.num_parallel)))
+
+    async def decode(self, data: bytes, item: MediaItem, *, is_second_try: bool) -> Decoded:
+        """Decodes and preprocesses one item into the units that were planned.
+
+        Raises InvalidMedia (broken, or not what was planned), EncodeFailed (our own failure on it), or DecodeBroke:
+        the pool was rebuilt, and the item may be tried once more.
+        """
+        if is_second_try and self._num_processes > 0:
+            async with self._alone:
+                lone = self._build(1)
+                try:
+                    return await self._run(lone, data, item)
+                finally:
+                    lone.shutdown(wait=False, cancel_futures=True)
+        return await self._run(self._executor, data, item)
+
+    def close(self) -> None:
+        """Ends processes and threads, after the item each works on."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    async def _run(self, executor: Executor, data: bytes, item: MediaItem) -> Decoded:
+        family = None if self._num_processes > 0 else self._family
+        try:
+            decoded = await asyncio.get_running_loop().run_in_executor(executor, _decode, family, data, item)
+        except BrokenExecutor as error:
+            if executor is self._executor:
+                logger.warning("a decode process died; the pool is built anew")
+                self._executor = self._build(self._num_processes)
+                executor.shutdown(wait=False, cancel_futures=True)
+            raise DecodeBroke(f"decoding of {item.mm_hash} broke: {error}") from error
+        return decoded
+
+    def _build(self, num_processes: int) -> Executor:
+        if num_processes == 0:
+            return ThreadPoolExecutor(1, thread_name_prefix="decode")
+        return ProcessPoolExecutor(
+            num_processes,
+            mp_context=multiprocessing.get_context("spawn"),
+            initializer=_enter_process,
+            initargs=(self._model_dir, os.getpid()),
+        )
+
+
+def check_inputs(inputs: list[EncoderInput], item: MediaItem) -> None:
+    """Holds what was decoded against the plan, which is a contract. Raises InvalidMedia."""
+    if len(inputs) != len(item.unit_tokens):
+        raise InvalidMedia(f"decoded into {len(inputs)} units where {len(item.unit_tokens)} were planned")
+    num_patches = sum(unit.pixels.shape[0] for unit in inputs)
+    if num_patches != item.cost:
+        raise InvalidMedia(f"decoded into {num_patches} patches where {item.cost} were planned")
+    for unit in inputs:
+        if unit.modality != item.modality or unit.grid[1:] != item.grid[1:]:
+            raise InvalidMedia(
+                f"decoded into {unit.modality} {unit.grid} where {item.modality} {item.grid} was planned"
+            )
+        if unit.pixels.dtype != np.float32:
+            raise EncodeFailed(f"preprocessing gave {unit.pixels.dtype}, not float32")
+
+
+def _decode(family: Family | None, data: bytes, item: MediaItem) -> Decoded:
+    """Runs in a decode process (`family` None) or thread."""
+    family = family or _process_family
+    assert family is not None, "the initialiser loads it"
+    started_s = time.perf_counter()
+    try:
+        inputs = family.preprocess(data, item)
+    except WeftError:
+        raise
+    except Exception as error:  # the loop of a decode process: a bug on one file must not end the others
+        logger.exception("preprocessing of %s failed", item.mm_hash)
+        raise EncodeFailed(f"preprocessing failed ({type(error).__name__})") from error
+    check_inputs(inputs, item)
+    return Decoded(inputs, time.perf_counter() - started_s)
+
+
+def _enter_process(model_dir: str, parent_pid: int) -> None:
+    """Binds a fresh decode process to its parent's life and loads the family (config files only, no torch)."""
+    global _process_family
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # the parent died before the signal was set
+        os._exit(1)
+    from modalities.registry import REGISTRY
+
+    _process_family = REGISTRY.load_family(Path(model_dir))
+
+
+def _ready() -> None:
+    """Something to run while a process starts."""

@@ -1,0 +1,294 @@
+"""Leads media through the encoder: join a flight, decode, batch, forward, stage, announce. Lives in one event loop.
+
+Every change ends in `pump`, which starts what can start: decoders that are free, and the forward if it is idle. There
+is no timer in it. What each step decides is in `planning/`; what it costs is in `decode` and `forward`.
+
+Knows nothing of routers' subscriptions and of membership (that is the service's).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from encoder_pool.announcer import Announcer
+from encoder_pool.call import Call
+from encoder_pool.config import EncoderConfig
+from encoder_pool.decode import DecodeBroke, DecodePool
+from encoder_pool.forward import ForwardResult, ForwardThread, ForwardUnit
+from encoder_pool.planning.admission import check_budget, refusal
+from encoder_pool.planning.batcher import QueuedUnit, choose_batch
+from encoder_pool.planning.cost import ForwardCost
+from encoder_pool.planning.features import FeatureSpec, FeatureTable
+from encoder_pool.planning.flights import Flight, Flights, Follower, follower_of
+from fabric.channel import SourceSlot
+from fabric.clock import Clock
+from fabric.errors import EncodeFailed, ProtocolError, TransferFailed, UnitTooLarge, WeftError
+from fabric.ids import AttemptId, MemberId, MmHash, UnitKey
+from fabric.messages import EncodeRequest, EncodeResult, MediaItem, TraceEvent
+
+logger = logging.getLogger(__name__)
+
+
+class Pipeline:
+    """`on_change` is called (often) when gauges or the cache's contents have changed."""
+
+    def __init__(
+        self,
+        encoder_id: MemberId,
+        config: EncoderConfig,
+        table: FeatureTable,
+        announcer: Announcer,
+        decoder: DecodePool,
+        forward: ForwardThread,
+        clock: Clock,
+        on_change: Callable[[], None],
+    ) -> None:
+        self._encoder_id = encoder_id
+        self._config = config
+        self._table = table
+        self._announcer = announcer
+        self._decoder = decoder
+        self._forward = forward
+        self._clock = clock
+        self._on_change = on_change
+        self._spec: FeatureSpec | None = None
+        self._numbers = count()
+        self._number_to_call: dict[int, Call] = {}
+        self._flight_to_task: dict[Flight, asyncio.Task[None]] = {}
+        self._batch: list[QueuedUnit] = []
+        """What is in the forward now; empty when the forward is idle."""
+        self.flights = Flights(config.patience)
+        self.cost = ForwardCost()
+        self.num_items_encoded = 0
+        self.num_batches = 0
+        self.num_cache_hits = 0
+
+    def open(self, spec: FeatureSpec) -> None:
+        """From now on calls are accepted; `spec` is what features of this model look like."""
+        self._spec = spec
+
+    @property
+    def num_encoding(self) -> int:
+        return len(self._batch)
+
+    def live_attempts(self) -> list[AttemptId]:
+        return [call.attempt_id for call in self._number_to_call.values()]
+
+    async def encode(self, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+        """Until every item was announced or has failed. Cancelling it drops what the call still waits for.
+
+        Raises Overloaded before any work was done, or ProtocolError.
+        """
+        if len(media) != len(request.items):
+            raise ProtocolError(f"{len(request.items)} items came with {len(media)} media")
+        call = Call(next(self._numbers), request, asyncio.get_running_loop().create_future())
+        wanted = self._admit(call, media)
+        self._number_to_call[call.number] = call
+        self._trace(call, "received", {"items": len(request.items)})
+        try:
+            for item, data in wanted:
+                self._follow(call, item, data)
+            self.pump()
+            if request.items:
+                await call.done
+            return call.result(self._encoder_id)
+        finally:
+            del self._number_to_call[call.number]
+            for follower in call.followers:
+                self._leave(follower)
+            self.pump()
+
+    def end_calls(self, is_meant: Callable[[EncodeRequest], bool], error: WeftError) -> int:
+        """Fails what the calls that are meant still wait for; returns how many calls."""
+        calls = [call for call in self._number_to_call.values() if is_meant(call.request)]
+        for call in calls:
+            for follower in call.followers:
+                if call.is_open(follower):
+                    self._fail(follower, error)
+        if calls:
+            self.pump()
+        return len(calls)
+
+    def pump(self) -> None:
+        """Starts every decoding and the forward, if they can start. To be called whenever something has ended."""
+        seconds_per_cost = self.cost.estimate().seconds_per_cost
+        while len(self._flight_to_task) < self._decoder.num_parallel:
+            flight = self.flights.next_to_decode(self._config.max_decoded_cost, seconds_per_cost)
+            if flight is None:
+                break
+            self.flights.decode_started(flight)
+            self._flight_to_task[flight] = asyncio.create_task(self._decode(flight))
+        if not self._batch:
+            self._start_forward(choose_batch(self.flights.queued_units(seconds_per_cost), self._config.max_batch_cost))
+        self._on_change()
+
+    # ------------------------------------------------------------ followers
+
+    def _admit(self, call: Call, media: Sequence[bytes]) -> list[tuple[MediaItem, bytes]]:
+        """The items to encode, each content once. Those that can't be get their result here. Raises Overloaded."""
+        assert self._spec is not None, "the service opens the pipeline before it takes calls"
+        arena_bytes = self._table.usage().total_bytes
+        wanted: dict[MmHash, tuple[MediaItem, bytes]] = {}
+        for item, data in zip(call.request.items, media, strict=True):
+            if error := refusal(item, self._config.modalities, self._spec, arena_bytes):
+                call.fail(item, error)
+            else:
+                wanted.setdefault(item.mm_hash, (item, data))
+        drain_s = self.cost.predict_s(self.flights.queued_cost)
+        items = [item for item, _ in wanted.values()]
+        check_budget(items, self.flights, self._table.is_ready, self._config.max_queue_cost, drain_s)
+        return list(wanted.values())
+
+    def _follow(self, call: Call, item: MediaItem, data: bytes) -> None:
+        follower = follower_of(call.request, call.number, item, data, self._clock.now())
+        call.followers.append(follower)
+        if self._enter(follower):
+            self.num_cache_hits += 1
+            call.succeed(follower, self._clock.now(), is_cache_hit=True)
+
+    def _enter(self, follower: Follower) -> bool:
+        """Announces what is ready and joins a flight for the rest. True if nothing is missing any more."""
+        for unit in sorted(follower.missing):
+            key = UnitKey(follower.item.mm_hash, unit)
+            if self._table.is_ready(key) and not self._announce(follower, key):
+                return False
+        if follower.missing:
+            self.flights.join(follower)
+        return not follower.missing
+
+    def _announce(self, follower: Follower, key: UnitKey) -> bool:
+        """False if the worker can't be told: then the follower has failed."""
+        call = self._number_to_call[follower.call]
+        assert self._spec is not None
+        if not self._announcer.announce(follower, key, self._spec):
+            self._fail(follower, TransferFailed(f"worker {follower.destination.worker_id} takes no announcements"))
+            return False
+        follower.missing.remove(key.unit)
+        self._trace(call, "unit_announced", {"item": follower.item.index, "unit": key.unit})
+        return True
+
+    def _fail(self, follower: Follower, error: WeftError) -> None:
+        self._number_to_call[follower.call].fail(follower.item, error)
+        self._leave(follower)
+
+    def _leave(self, follower: Follower) -> None:
+        flight = self.flights.leave(follower)
+        if flight is not None:
+            self._flight_ended(flight)
+
+    def _flight_ended(self, flight: Flight) -> None:
+        """Nothing of the flight is left to make. Followers that miss what it was past making start another."""
+        if task := self._flight_to_task.get(flight):
+            task.cancel()
+        followers, flight.followers = flight.followers, []
+        for follower in followers:
+            if self._enter(follower):
+                self._number_to_call[follower.call].succeed(follower, self._clock.now(), is_cache_hit=False)
+
+    # ------------------------------------------------------------ decoding
+
+    async def _decode(self, flight: Flight) -> None:
+        try:
+            decoded = await self._decoder.decode(flight.data, flight.item, is_second_try=flight.is_second_try)
+        except DecodeBroke as error:
+            logger.warning("%s", error)
+            self._retry(flight)
+        except WeftError as error:
+            for follower in self.flights.end(flight):
+                self._fail(follower, error)
+        else:
+            for follower in flight.followers:
+                follower.decode_s = decoded.seconds
+            self.flights.decoded(flight, decoded.inputs)
+        finally:
+            del self._flight_to_task[flight]
+            self.pump()
+
+    def _retry(self, flight: Flight) -> None:
+        """Ends a flight that failed for no fault that is known to be the item's: each follower has one more try."""
+        for follower in self.flights.end(flight):
+            if follower.num_retries_left == 0:
+                self._fail(follower, EncodeFailed("decoding this item ends the process it runs in"))
+                continue
+            follower.num_retries_left -= 1
+            self.flights.join(follower)
+
+    # ------------------------------------------------------------ the forward
+
+    def _start_forward(self, batch: list[QueuedUnit]) -> None:
+        """Reserves arena room in order of rank and submits what has it. Who has none waits for leases to end, and
+        nobody passes it, for else a large feature might wait for ever."""
+        units: list[ForwardUnit] = []
+        taken: list[QueuedUnit] = []
+        for unit in batch:
+            try:
+                slot = self._reserve(unit)
+            except UnitTooLarge as error:
+                self.flights.forward_started(unit.key)
+                self._unit_ended(unit.key, error)
+                continue
+            if slot is None:
+                break
+            units.append(ForwardUnit(self.flights.forward_started(unit.key), unit.num_tokens, slot.buffer))
+            taken.append(unit)
+        if not taken:
+            return
+        self._batch = taken
+        loop = asyncio.get_running_loop()
+
+        def hand_over(result: ForwardResult) -> None:
+            loop.call_soon_threadsafe(self._forward_done, taken, result)
+
+        self._forward.submit(units, hand_over)
+
+    def _reserve(self, unit: QueuedUnit) -> SourceSlot | None:
+        spec, flight = self._spec, self.flights.find(unit.key.mm_hash)
+        assert spec is not None
+        assert flight is not None
+        return self._table.reserve(unit.key, spec.nbytes(unit.num_tokens), len(flight.item.unit_tokens))
+
+    def _forward_done(self, batch: list[QueuedUnit], result: ForwardResult) -> None:
+        self._batch = []
+        self.num_batches += 1
+        batch_cost = sum(unit.cost for unit in batch)
+        if not any(result.errors):
+            self.cost.observe(batch_cost, result.seconds)
+        for unit, error in zip(batch, result.errors, strict=True):
+            if error is None:
+                self._table.complete(unit.key)
+            else:
+                self._table.fail(unit.key)
+            flight = self.flights.find(unit.key.mm_hash)
+            assert flight is not None
+            for follower in flight.followers:
+                if unit.key.unit in follower.missing:
+                    follower.encode_s += result.seconds
+                    follower.batch_items, follower.batch_cost = len(batch), batch_cost
+            self._unit_ended(unit.key, error)
+        self.pump()
+
+    def _unit_ended(self, key: UnitKey, error: WeftError | None) -> None:
+        """A unit was made, or failed: everybody who misses it is told, and its flight ends with its last unit."""
+        flight, followers = self.flights.forward_ended(key)
+        for follower in followers:
+            self._deliver(follower, key, error)
+        if self.flights.end_if_done(flight):
+            self._flight_ended(flight)
+        self.num_items_encoded += error is None and not self.flights.is_live(flight)
+
+    def _deliver(self, follower: Follower, key: UnitKey, error: WeftError | None) -> None:
+        """A unit that the follower misses was made, or failed."""
+        if error is not None:
+            self._fail(follower, error)
+            return
+        call = self._number_to_call[follower.call]
+        self._trace(call, "unit_encoded", {"item": follower.item.index, "unit": key.unit})
+        if self._announce(follower, key) and not follower.missing:
+            call.succeed(follower, self._clock.now(), is_cache_hit=False)
+            self._leave(follower)
+
+    def _trace(self, call: Call, name: str, detail: dict[str, object]) -> None:
+        call.trace.append(TraceEvent(self._clock.now(), self._encoder_id, name, detail))

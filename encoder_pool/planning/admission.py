@@ -1,0 +1,48 @@
+"""What is refused before any work is spent on it. Knows nothing of memory's state, processes or messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from encoder_pool.planning.batcher import split_cost
+from encoder_pool.planning.features import FeatureSpec
+from encoder_pool.planning.flights import Flights
+from fabric.errors import Overloaded, ProtocolError, UnitTooLarge, UnsupportedModality, WeftError
+from fabric.ids import UnitKey
+from fabric.messages import MediaItem
+
+
+def refusal(item: MediaItem, modalities: Sequence[str], spec: FeatureSpec, arena_bytes: int) -> WeftError | None:
+    """Why this encoder can never encode the item, or None."""
+    if item.modality not in modalities:
+        return UnsupportedModality(f"this encoder has not loaded {item.modality}")
+    if not item.unit_tokens or min(item.unit_tokens) < 1 or item.cost < 1:
+        return ProtocolError("an item was planned without tokens")
+    nbytes = spec.nbytes(max(item.unit_tokens))
+    if nbytes > arena_bytes:
+        return UnitTooLarge(f"a feature of {nbytes} bytes never fits the arena of {arena_bytes}")
+    return None
+
+
+def check_budget(
+    items: Sequence[MediaItem],
+    flights: Flights,
+    is_ready: Callable[[UnitKey], bool],
+    max_queue_cost: int,
+    drain_s: float,
+) -> None:
+    """Raises Overloaded if what is new in these items would pass the budget in patches; what is cached or in flight
+    costs nothing, and an empty queue takes anything. `drain_s` until the queue has been encoded, for Retry-After."""
+    new = {item.mm_hash: item for item in items if flights.find(item.mm_hash) is None}
+    new_cost = sum(
+        cost
+        for item in new.values()
+        for unit, cost in zip(item.unit_keys(), split_cost(item.cost, item.unit_tokens), strict=True)
+        if not is_ready(unit)
+    )
+    queued_cost = flights.queued_cost
+    if new_cost and queued_cost and queued_cost + new_cost > max_queue_cost:
+        raise Overloaded(
+            f"{queued_cost} patches wait; {new_cost} more would pass the budget of {max_queue_cost}",
+            retry_after_s=max(0.1, drain_s),
+        )

@@ -1,0 +1,63 @@
+"""What routers are told of the feature cache: items stored and removed, numbered without gaps.
+
+An item counts as stored while every one of its units is ready. Knows nothing of routers or memory.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from fabric.ids import MemberId, MmHash, UnitKey
+from fabric.messages import FeatureEvents
+
+
+class FeatureLog:
+    """Not thread-safe. Sequence numbers begin at 1 in each epoch."""
+
+    def __init__(self, encoder_id: MemberId, epoch: int) -> None:
+        self._encoder_id = encoder_id
+        self._epoch = epoch
+        self._item_to_ready: dict[MmHash, set[int]] = {}
+        self._stored: dict[MmHash, None] = {}
+        """Ordered, oldest first."""
+        self._pending: list[tuple[bool, MmHash]] = []
+        """Events not yet drained: (is_stored, item), oldest first."""
+        self._last_seq = 0
+
+    def unit_ready(self, unit: UnitKey, num_units: int) -> None:
+        """One of the item's `num_units` units can be read; the last of them makes an event."""
+        ready = self._item_to_ready.setdefault(unit.mm_hash, set())
+        ready.add(unit.unit)
+        if len(ready) == num_units and unit.mm_hash not in self._stored:
+            self._stored[unit.mm_hash] = None
+            self._note(True, unit.mm_hash)
+
+    def unit_gone(self, unit: UnitKey) -> None:
+        """The unit was discarded; an item that was whole makes an event."""
+        ready = self._item_to_ready[unit.mm_hash]
+        ready.remove(unit.unit)
+        if not ready:
+            del self._item_to_ready[unit.mm_hash]
+        if unit.mm_hash in self._stored:
+            del self._stored[unit.mm_hash]
+            self._note(False, unit.mm_hash)
+
+    def drain(self) -> list[FeatureEvents]:
+        """Takes the events since the last call. A message holds one kind only, so the order within is no question."""
+        messages: list[FeatureEvents] = []
+        seq = self._last_seq - len(self._pending) + 1
+        for is_stored, run in groupby(self._pending, key=lambda event: event[0]):
+            items = tuple(item for _, item in run)
+            stored, removed = (items, ()) if is_stored else ((), items)
+            messages.append(FeatureEvents(self._encoder_id, self._epoch, seq, stored, removed))
+            seq += len(items)
+        self._pending.clear()
+        return messages
+
+    def snapshot(self) -> FeatureEvents:
+        """Everything stored, as of the last event, drained or not."""
+        return FeatureEvents(self._encoder_id, self._epoch, self._last_seq, tuple(self._stored), is_snapshot=True)
+
+    def _note(self, is_stored: bool, item: MmHash) -> None:
+        self._last_seq += 1
+        self._pending.append((is_stored, item))

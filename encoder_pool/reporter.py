@@ -1,0 +1,72 @@
+"""Keeps routers informed: gauges and cache events to every router that has sent a heartbeat. Lives in the event loop.
+
+Knows nothing of what the numbers mean; the service hands them in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from encoder_pool.planning.feature_log import FeatureLog
+from fabric.clock import Clock
+from fabric.ids import AttemptId, MemberId
+from fabric.leases import LeaseTable
+from fabric.messages import EncoderReport, PlaneMessage, RouterHeartbeat
+from fabric.plane import Plane
+
+
+class Reporter:
+    def __init__(self, plane: Plane, log: FeatureLog, clock: Clock) -> None:
+        self._plane = plane
+        self._log = log
+        self._router_to_address: dict[MemberId, str] = {}
+        self._leases: LeaseTable[MemberId] = LeaseTable(clock)
+        self._ended: list[AttemptId] = []
+        self.seq = 0
+        """Of the last report that was sent."""
+
+    def heartbeat(self, message: RouterHeartbeat) -> bool:
+        """Renews a router's lease. True for a new router: it is subscribed, and told what is cached."""
+        self._leases.renew(message.router_id, message.lease_s)
+        if self._router_to_address.get(message.router_id) == message.address:
+            return False
+        self._router_to_address[message.router_id] = message.address
+        self.send_snapshot(message.address)
+        return True
+
+    def expired_routers(self) -> list[MemberId]:
+        """Takes the routers whose lease has run out; they are subscribed no more."""
+        expired = self._leases.expired()
+        for router_id in expired:
+            self._router_to_address.pop(router_id, None)
+        return expired
+
+    def forget(self, router_id: MemberId) -> None:
+        self._leases.drop(router_id)
+        self._router_to_address.pop(router_id, None)
+
+    def attempt_ended(self, attempt_id: AttemptId) -> None:
+        """Such an attempt is acknowledged once more: its work is in the numbers, whatever came of it."""
+        self._ended.append(attempt_id)
+
+    def acknowledged(self, live: Iterable[AttemptId]) -> tuple[AttemptId, ...]:
+        return tuple(dict.fromkeys([*live, *self._ended]))
+
+    def send_snapshot(self, address: str) -> None:
+        """Everything that is cached now, behind the events that led to it."""
+        self.publish_events()
+        self._plane.send(address, self._log.snapshot())
+
+    def publish_events(self) -> None:
+        """Sends what the cache has gained and lost since the last call."""
+        for message in self._log.drain():
+            self._send_all(message)
+
+    def publish_report(self, report: EncoderReport) -> None:
+        self._ended.clear()
+        self.seq = report.seq
+        self._send_all(report)
+
+    def _send_all(self, message: PlaneMessage) -> None:
+        for address in self._router_to_address.values():
+            self._plane.send(address, message)

@@ -1,0 +1,248 @@
+"""What one encoder replica runs, with or without Ray: the pipeline, its peers' comings and goings, and its reports.
+
+Everything but the forward and the decoders happens in one event loop. The plane and the feature source belong to who
+made them: `stop` leaves both open. Knows nothing of routing, prompts or Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from encoder_pool.announcer import Announcer
+from encoder_pool.calibrate import calibrate
+from encoder_pool.config import EncoderConfig
+from encoder_pool.decode import DecodePool
+from encoder_pool.forward import ForwardThread
+from encoder_pool.pipeline import Pipeline
+from encoder_pool.planning.feature_log import FeatureLog
+from encoder_pool.planning.features import FeatureSpec, FeatureTable, LeaseKey
+from encoder_pool.reporter import Reporter
+from fabric.channel import FeatureSource
+from fabric.clock import Clock
+from fabric.errors import Aborted, ConfigError, EncodeFailed, EncoderLost, WorkerLost
+from fabric.ids import AttemptId, MemberId
+from fabric.messages import (
+    AbortAttempt,
+    EncodeRequest,
+    EncodeResult,
+    EncoderReport,
+    Member,
+    PlaneMessage,
+    RouterHeartbeat,
+    SnapshotRequest,
+    UnitRelease,
+)
+from fabric.plane import Plane
+from modalities.family import EncoderModel, Family
+
+logger = logging.getLogger(__name__)
+
+REPORT_SPACING_S = 0.01
+"""Changes within this time travel in one report."""
+
+
+class EncoderService:
+    """`epoch` is `Member.epoch` of this start; an id that is never reused needs no other than 1."""
+
+    def __init__(
+        self,
+        member_id: MemberId,
+        config: EncoderConfig,
+        family: Family,
+        model: EncoderModel,
+        plane: Plane,
+        source: FeatureSource,
+        clock: Clock,
+        epoch: int = 1,
+    ) -> None:
+        for modality in config.modalities:
+            if modality not in family.max_items:
+                raise ConfigError(f"{family.name} takes no {modality}; it takes {', '.join(family.max_items)}")
+        self._member_id = member_id
+        self._config = config
+        self._family = family
+        self._model = model
+        self._plane = plane
+        self._epoch = epoch
+        self._log = FeatureLog(member_id, epoch)
+        self._table = FeatureTable(source, clock, config.lease_s, self._log)
+        self._reporter = Reporter(plane, self._log, clock)
+        self._decoder = DecodePool(family, config.model_dir, config.num_decode_processes)
+        self._forward = ForwardThread(model, config.encode_delay_s)
+        announcer = Announcer(member_id, plane, source, self._table, config.lease_s)
+        self._pipeline = Pipeline(
+            member_id, config, self._table, announcer, self._decoder, self._forward, clock, self._changed
+        )
+        self._members: dict[MemberId, Member] = {}
+        self._housekeeping: asyncio.Task[None] | None = None
+        self._flush: asyncio.TimerHandle | None = None
+        self._is_open = False
+
+    async def start(self) -> None:
+        """Starts decoders, calibrates with short synthetic forwards, begins to take messages and calls."""
+        try:
+            await self._decoder.start()
+            spec = await asyncio.to_thread(self._calibrate)
+        except BaseException:
+            await asyncio.to_thread(self._decoder.close)
+            raise
+        self._forward.start(spec)
+        self._pipeline.open(spec)
+        self._plane.start(self._receive)
+        self._housekeeping = asyncio.create_task(self._keep_house())
+        self._is_open = True
+
+    async def stop(self) -> None:
+        """Ends open calls with EncoderLost, then threads and processes. Idempotent."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._pipeline.end_calls(lambda _: True, EncoderLost("the encoder stops"))
+        await asyncio.sleep(0)  # the calls return
+        assert self._housekeeping is not None
+        self._housekeeping.cancel()
+        await asyncio.gather(self._housekeeping, return_exceptions=True)
+        await asyncio.to_thread(self._forward.close)
+        await asyncio.to_thread(self._decoder.close)
+        await asyncio.sleep(0)  # what the forward thread handed over last is taken
+        if self._flush is not None:
+            self._flush.cancel()
+
+    async def encode(self, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+        """Encodes the items and announces each unit to `request.destination` as soon as it is done. Returns when all
+        were announced or have failed; an item's failure is in its result and fails no other.
+
+        `media`: one encoded file per item. Cancelling the call drops what is not done; units that were announced stay
+        leased to the worker. Raises Overloaded before any work was done, EncoderLost when stopped, ProtocolError.
+        """
+        if not self._is_open:
+            raise EncoderLost("the encoder is not serving")
+        try:
+            return await self._pipeline.encode(request, media)
+        finally:
+            self._reporter.attempt_ended(AttemptId(request.request_id, request.attempt))
+
+    def update_members(self, members: Sequence[Member]) -> None:
+        """The directory's newest view. Those that were there and are not any more: workers lose their leases and
+        what was to be encoded for them, routers their requests."""
+        present = {member.member_id: member for member in members}
+        left = [member for member_id, member in self._members.items() if member_id not in present]
+        self._members = present
+        for member in left:
+            if member.kind == "worker":
+                self._worker_left(member.member_id)
+            elif member.kind == "router":
+                self._router_left(member.member_id)
+                self._reporter.forget(member.member_id)
+            self._plane.forget(member.address)
+        if left:
+            self._pipeline.pump()
+
+    def report(self) -> EncoderReport:
+        usage, flights, estimate = self._table.usage(), self._pipeline.flights, self._pipeline.cost.estimate()
+        return EncoderReport(
+            encoder_id=self._member_id,
+            epoch=self._epoch,
+            seq=self._reporter.seq + 1,
+            acknowledged=self._reporter.acknowledged(self._pipeline.live_attempts()),
+            num_queued=sum(len(flight.unit_to_cost) - len(flight.forwarding) for flight in flights),
+            queued_cost=flights.queued_cost,
+            num_encoding=self._pipeline.num_encoding,
+            arena_bytes_used=usage.used_bytes,
+            arena_bytes_cached=usage.cached_bytes,
+            arena_bytes_total=usage.total_bytes,
+            num_leases=usage.num_leases,
+            items_encoded=self._pipeline.num_items_encoded,
+            batches=self._pipeline.num_batches,
+            cache_hits=self._pipeline.num_cache_hits,
+            encode_s_per_cost=estimate.seconds_per_cost,
+            batch_overhead_s=estimate.overhead_s,
+        )
+
+    def check_health(self) -> None:
+        """Raises EncodeFailed if the forward thread died, or the loop that ends leases."""
+        if not self._is_open:
+            return
+        if not self._forward.is_alive:
+            raise EncodeFailed("the forward thread has died")
+        if self._housekeeping is not None and self._housekeeping.done():
+            raise EncodeFailed("housekeeping has ended")
+
+    def tick(self) -> None:
+        """One round of housekeeping: ends what has expired, starts what now can start, reports."""
+        self._table.expire()
+        for router_id in self._reporter.expired_routers():
+            logger.warning("the lease of %s has expired; its requests end", router_id)
+            self._router_left(router_id)
+        self._pipeline.pump()
+        self._publish()
+
+    def check_invariants(self) -> None:
+        self._table.check_invariants()
+        self._pipeline.flights.check_invariants()
+
+    def _calibrate(self) -> FeatureSpec:
+        cost, delay_s = self._pipeline.cost, self._config.encode_delay_s
+        modalities = self._config.modalities
+        specs = {calibrate(self._family, self._model, modality, cost, delay_s) for modality in modalities}
+        if len(specs) > 1:
+            raise ConfigError(f"the features of {', '.join(modalities)} differ in shape or dtype: {specs}")
+        return specs.pop()
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.report_interval_s)
+            self.tick()
+
+    # ------------------------------------------------------------ messages
+
+    def _receive(self, message: PlaneMessage) -> None:
+        match message:
+            case UnitRelease():
+                attempt_id = AttemptId(message.request_id, message.attempt)
+                self._table.release(LeaseKey(message.worker_id, attempt_id, message.unit), message.generation)
+                self._pipeline.pump()
+            case RouterHeartbeat():
+                if self._reporter.heartbeat(message):
+                    self._changed()
+            case AbortAttempt(choices=()):
+                self._abort(AttemptId(message.request_id, message.attempt))
+            case AbortAttempt():
+                pass  # of some choices only: the others need the features
+            case SnapshotRequest():
+                self._reporter.send_snapshot(message.address)
+            case _:
+                logger.warning("an encoder takes no %s", type(message).__name__)
+
+    def _abort(self, attempt_id: AttemptId) -> None:
+        self._pipeline.end_calls(
+            lambda request: (request.request_id, request.attempt) == attempt_id, Aborted("the attempt was aborted")
+        )
+        if self._table.end_attempt(attempt_id):
+            self._pipeline.pump()
+
+    def _router_left(self, router_id: MemberId) -> None:
+        self._pipeline.end_calls(lambda request: request.router_id == router_id, Aborted(f"{router_id} has left"))
+        self._table.end_router(router_id)
+
+    def _worker_left(self, worker_id: MemberId) -> None:
+        self._pipeline.end_calls(
+            lambda request: request.destination.worker_id == worker_id, WorkerLost(f"{worker_id} has left")
+        )
+        self._table.end_worker(worker_id)
+
+    # ------------------------------------------------------------ reports
+
+    def _changed(self) -> None:
+        """Reports soon; what changes until then travels along."""
+        if self._is_open and self._flush is None:
+            self._flush = asyncio.get_running_loop().call_later(REPORT_SPACING_S, self._publish)
+
+    def _publish(self) -> None:
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        self._reporter.publish_events()
+        self._reporter.publish_report(self.report())
