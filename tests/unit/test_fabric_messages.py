@@ -1,0 +1,123 @@
+"""Everything that travels survives the wire exactly, types included, and garbage is a ProtocolError."""
+
+from __future__ import annotations
+
+import types
+import typing
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fabric.messages as messages
+from fabric.errors import ProtocolError
+from fabric.ids import MmHash, UnitKey
+
+PLANE = typing.get_args(messages.PlaneMessage)
+CALLS = (messages.EncodeRequest, messages.EncodeResult, messages.GenerateRequest, messages.GenerateResult)
+PLAIN = {
+    int: st.integers(-(2**63), 2**63 - 1),
+    float: st.floats(allow_nan=False),
+    bool: st.booleans(),
+    str: st.text(max_size=8),
+    bytes: st.binary(max_size=8),
+    type(None): st.none(),
+    typing.Any: st.none() | st.integers(0, 9) | st.text(max_size=3),
+}
+
+
+def values(kind: typing.Any) -> st.SearchStrategy:
+    """Values of a field's type, by its annotation."""
+    if hasattr(kind, "__supertype__"):
+        return values(kind.__supertype__)
+    if kind in PLAIN:
+        return PLAIN[kind]
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return st.one_of([values(argument) for argument in arguments])
+    if origin is dict:
+        return st.dictionaries(values(arguments[0]), values(arguments[1]), max_size=2)
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return st.lists(values(arguments[0]), max_size=2).map(tuple)
+    if origin is tuple:
+        return st.tuples(*[values(argument) for argument in arguments])
+    fields = {name: values(hint) for name, hint in typing.get_type_hints(kind).items() if name in fields_of(kind)}
+    return st.builds(lambda **given_fields: kind(**given_fields), **fields)
+
+
+def fields_of(kind: typing.Any) -> tuple[str, ...]:
+    return kind.__struct_fields__ if issubclass(kind, msgspec.Struct) else kind._fields
+
+
+@pytest.mark.parametrize("kind", PLANE, ids=lambda kind: kind.__name__)
+def test_plane_messages_round_trip(kind):
+    @given(values(kind))
+    @settings(deadline=None, max_examples=15)
+    def check(message):
+        back = messages.decode_message(messages.encode_message(message))
+        assert type(back) is kind
+        assert back == message
+
+    check()
+
+
+@pytest.mark.parametrize("kind", CALLS, ids=lambda kind: kind.__name__)
+def test_calls_round_trip(kind):
+    @given(values(kind))
+    @settings(deadline=None, max_examples=10)
+    def check(call):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=kind) == call
+
+    check()
+
+
+@given(st.binary(max_size=40))
+@settings(deadline=None)
+def test_garbage_is_a_protocol_error_or_a_message(data):
+    try:
+        message = messages.decode_message(data)
+    except ProtocolError:
+        return
+    assert isinstance(message, PLANE)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xff\xff",
+        msgspec.msgpack.encode(["NoSuchMessage", 1]),
+        msgspec.msgpack.encode(["AbortAttempt", "r", "not a number"]),
+        msgspec.msgpack.encode(["AbortAttempt", "r"]),
+    ],
+)
+def test_what_the_contract_forbids_is_refused(data):
+    with pytest.raises(ProtocolError):
+        messages.decode_message(data)
+
+
+def test_messages_are_immutable():
+    message = messages.AbortAttempt("r", 1)
+    with pytest.raises(AttributeError):
+        message.attempt = 2
+
+
+def test_nested_ids_come_back_as_their_types():
+    needed = messages.FeatureNeeded("w", "r", 1, (UnitKey(MmHash("aa"), 3),), "preempted")
+    back = messages.decode_message(messages.encode_message(needed))
+    assert isinstance(back, messages.FeatureNeeded)
+    assert back.units[0].mm_hash == "aa"
+    assert back.units[0].unit == 3
+
+
+def test_a_field_appended_later_does_not_break_an_older_reader():
+    data = msgspec.msgpack.encode(["AbortAttempt", "r", 1, [0], "a field of a later version"])
+    assert messages.decode_message(data) == messages.AbortAttempt("r", 1, (0,))
+
+
+def test_an_item_counts_its_rows_and_names_its_units():
+    item = messages.MediaItem(0, "video", MmHash("aa"), (2, 4, 4), (8, 6), 32, "messages.0.content.1")
+    assert item.num_tokens == 14
+    assert item.unit_keys() == [UnitKey(MmHash("aa"), 0), UnitKey(MmHash("aa"), 1)]
+    assert messages.PlaceholderRange(5, 8, 0, 0, 0).end == 13

@@ -1,0 +1,97 @@
+"""Slots with headers, and the generations that a source keeps there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fabric.errors import ArenaFull, LeaseLost, UnitTooLarge
+from fabric.slots import HEADER_BYTES, SlotMemory, feature_nbytes
+from fabric.source_memory import SourceMemory
+
+
+def word_at(source: SourceMemory, address: int) -> int:
+    start = address - source.slots.address
+    return int(source.slots.memory[start : start + 8].view(np.uint64)[0])
+
+
+def test_payloads_are_aligned_disjoint_and_writable():
+    slots = SlotMemory(4096)
+    first, second = slots.reserve(100), slots.reserve(100)
+    slots.payload(first)[:] = 1
+    slots.payload(second)[:] = 2
+    assert slots.payload(first).tolist() == [1] * 100
+    assert slots.payload(second).tolist() == [2] * 100
+    assert slots.payload(second).ctypes.data % 64 == 0
+    slots.check_invariants()
+
+
+def test_the_header_is_not_part_of_the_payload():
+    slots = SlotMemory(4096)
+    slot = slots.reserve(64)
+    slots.set_word(slot, 2**62 + 5)
+    slots.payload(slot)[:] = 255
+    assert slots.word(slot) == 2**62 + 5
+
+
+def test_room_counts_the_header():
+    slots = SlotMemory(1024)
+    with pytest.raises(UnitTooLarge):
+        slots.reserve(1024)
+    slot = slots.reserve(1024 - HEADER_BYTES)
+    with pytest.raises(ArenaFull):
+        slots.reserve(1)
+    assert slots.free(slot.slot_id) is True
+    assert slots.usage().used_bytes == 0
+
+
+def test_a_ticket_says_where_the_payload_and_its_generation_lie():
+    source = SourceMemory("enc", 4096)
+    slot = source.allocate(2 * 3 * 4 * 2)
+    slot.buffer[:] = np.arange(48)
+    ticket = source.ticket(slot, (2, 3, 4), "bfloat16", lease_s=9.0, metadata=b"md")
+    assert (ticket.source, ticket.metadata, ticket.nbytes, ticket.lease_s) == ("enc", b"md", 48, 9.0)
+    start = ticket.address - source.slots.address
+    assert source.slots.memory[start : start + 48].tolist() == list(range(48))
+    assert word_at(source, ticket.generation_address) == ticket.generation == slot.generation
+
+
+def test_freeing_raises_the_word_before_anyone_gets_the_memory():
+    source = SourceMemory("enc", 4096)
+    slot = source.allocate(8)
+    ticket = source.ticket(slot, (1, 1, 2), "float32", 1.0, b"")
+    source.free(slot)
+    assert word_at(source, ticket.generation_address) > ticket.generation
+    successor = source.allocate(8)
+    assert successor.generation > slot.generation
+    assert word_at(source, ticket.generation_address) == successor.generation
+
+
+def test_freeing_an_older_generation_is_a_no_op():
+    source = SourceMemory("enc", 4096)
+    old = source.allocate(8)
+    source.free(old)
+    new = source.allocate(8)
+    source.free(old)
+    assert source.usage().num_slots == 1
+    assert source.ticket(new, (1, 1, 2), "float32", 1.0, b"").generation == new.generation
+    with pytest.raises(LeaseLost):
+        source.ticket(old, (1, 1, 2), "float32", 1.0, b"")
+
+
+def test_a_ticket_must_fit_its_slot():
+    source = SourceMemory("enc", 4096)
+    slot = source.allocate(8)
+    with pytest.raises(ValueError, match="is not 8 bytes"):
+        source.ticket(slot, (1, 1, 3), "float32", 1.0, b"")
+    with pytest.raises(ValueError, match="not a feature"):
+        source.ticket(slot, (1, 1, 8), "int8", 1.0, b"")
+
+
+def test_two_lives_of_a_name_have_different_generations():
+    assert SourceMemory("enc", 4096).allocate(8).generation != SourceMemory("enc", 4096).allocate(8).generation
+
+
+def test_feature_sizes():
+    assert feature_nbytes((4, 10, 8), "float32") == 1280
+    assert feature_nbytes((4, 10, 8), "float16") == feature_nbytes((4, 10, 8), "bfloat16") == 640
