@@ -152,6 +152,7 @@ class ClusterState:
             if query.media
             else (),
             links=self._learning.links(),
+            context_scale_tokens=self._learning.context_scale_tokens,
             tie_break=self._rng.random(),
             tolerance=self._settings.tolerance,
         )

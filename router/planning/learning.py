@@ -15,7 +15,7 @@ from router.planning.accuracy import Accuracy
 from router.planning.cost import CostDefaults, LinearCost
 from router.planning.links import LinkClass, link_class
 from router.planning.member_state import EncoderState, WorkerState
-from router.planning.views import ItemTerms, Line, RoutePlan
+from router.planning.views import ItemTerms, Line, RoutePlan, flat_tokens
 
 
 @dataclass(slots=True)
@@ -28,16 +28,16 @@ class _Pool:
 
 
 class Learning:
-    """`context_scale_tokens`: see WorkerCosts."""
+    """`context_scale_tokens`: see `flat_tokens`."""
 
     def __init__(self, defaults: CostDefaults, context_scale_tokens: float) -> None:
         self.accuracy = Accuracy()
-        self._context_scale_tokens = context_scale_tokens
+        self.context_scale_tokens = context_scale_tokens
         self._pool = _Pool(LinearCost(defaults.prefill), LinearCost(defaults.prepare), LinearCost(defaults.encode))
         self._links = {link: LinearCost(defaults.link(link)) for link in LinkClass}
 
     def new_worker(self, member: Member) -> WorkerState:
-        return WorkerState(member, self._pool.prefill.line, self._context_scale_tokens)
+        return WorkerState(member, self._pool.prefill.line)
 
     def new_encoder(self, member: Member) -> EncoderState:
         return EncoderState(member, self._pool.prepare.line, self._pool.encode.line)
@@ -64,9 +64,7 @@ class Learning:
         self.accuracy.note("lower_bound", plan.lower_bound_s, result.first_token_s)
         self.accuracy.note("prefix_tokens", terms.covered_tokens, result.num_cached_tokens)
         num_computed = result.num_prompt_tokens - result.num_cached_tokens
-        # The prefill of n tokens behind c: as many tokens at context 0.
-        costs = worker.costs()
-        num_flat = num_computed * (1.0 + (result.num_cached_tokens + 0.5 * num_computed) / costs.context_scale_tokens)
+        num_flat = flat_tokens(num_computed, result.num_cached_tokens, self.context_scale_tokens)
         if num_computed > 0:
             worker.prefill.observe(num_flat, result.prefill_s)
             self._pool.prefill.observe(num_flat, result.prefill_s)

@@ -10,7 +10,7 @@ from fabric.ids import MmHash
 from fabric.messages import EncoderReport, Member, WorkerReport
 from router.planning.cost import LinearCost
 from router.planning.in_flight import Load
-from router.planning.views import EncoderCosts, EncoderView, Line, WorkerCosts, WorkerView
+from router.planning.views import EncoderCosts, EncoderView, Line, WorkerView
 
 
 class Freshness:
@@ -33,19 +33,15 @@ class Freshness:
 
 
 class WorkerState:
-    def __init__(self, member: Member, prefill: Line, context_scale_tokens: float) -> None:
+    def __init__(self, member: Member, prefill: Line) -> None:
         self.member = member
         self.freshness = Freshness()
         self.report: WorkerReport | None = None
         self.prefill = LinearCost(prefill)
-        self._context_scale_tokens = context_scale_tokens
 
     def take(self, report: WorkerReport) -> None:
         self.report = report
         self.prefill.anchor(Line(report.step_overhead_s, report.prefill_s_per_token))
-
-    def costs(self) -> WorkerCosts:
-        return WorkerCosts(self.prefill.line, self._context_scale_tokens)
 
     def view(self, covered_blocks: int, load: Load, is_stale: bool) -> WorkerView:
         """`load` is what this router has on it."""
@@ -60,7 +56,7 @@ class WorkerState:
                 num_decoding=load.num_open,
                 num_open=load.num_open,
                 kv_blocks_free=None,
-                costs=self.costs(),
+                prefill=self.prefill.line,
             )
         is_sized = report.kv_blocks_total > 0
         num_free = max(0, report.kv_blocks_total - report.kv_blocks_used - load.pending_blocks)
@@ -73,7 +69,7 @@ class WorkerState:
             num_decoding=report.num_decoding + load.num_pending,
             num_open=load.num_open,
             kv_blocks_free=num_free if is_sized else None,
-            costs=self.costs(),
+            prefill=self.prefill.line,
         )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fabric.messages import MediaItem
-from router.planning.views import RouteQuery, WorkerCosts, WorkerView
+from router.planning.views import Line, RouteQuery, WorkerView, flat_tokens
 
 TEXT = -1
 
@@ -30,6 +30,8 @@ class Span(NamedTuple):
     item: int
     """`MediaItem.index`, or TEXT."""
     unit: int
+    num_flat: float
+    """Its tokens, weighed by their context."""
 
 
 class Prompt(NamedTuple):
@@ -42,6 +44,11 @@ class Prompt(NamedTuple):
     item_ends: tuple[int, ...]
     """Per medium, where its last run ends (0 if it has no run)."""
     num_tokens: int
+    context_scale_tokens: float
+
+    def num_flat_after(self, covered_tokens: int) -> float:
+        """What is to be computed behind a prefix, in flat tokens."""
+        return flat_tokens(self.num_tokens - covered_tokens, covered_tokens, self.context_scale_tokens)
 
     def missing_items(self, covered_tokens: int) -> tuple[MediaItem, ...]:
         """Media that a prefix does not wholly contain: each must be encoded, and whole."""
@@ -54,22 +61,25 @@ class Walk(NamedTuple):
     end_s: float
 
 
-def cut(query: RouteQuery) -> Prompt:
+def cut(query: RouteQuery, context_scale_tokens: float) -> Prompt:
     """Spans of a query."""
     spans: list[Span] = []
     item_to_end: dict[int, int] = {}
+
+    def add(start: int, end: int, item: int, unit: int) -> None:
+        if end > start:
+            spans.append(Span(start, end, item, unit, flat_tokens(end - start, start, context_scale_tokens)))
+
     at = 0
     for run in query.placeholders:
-        if run.length <= 0:
-            continue
-        if run.offset > at:
-            spans.append(Span(at, run.offset, TEXT, 0))
-        spans.append(Span(run.offset, run.end, run.item, run.unit))
-        item_to_end[run.item] = at = run.end
-    if query.token_count > at:
-        spans.append(Span(at, query.token_count, TEXT, 0))
+        if run.length > 0:
+            add(at, run.offset, TEXT, 0)
+            add(run.offset, run.end, run.item, run.unit)
+            item_to_end[run.item] = at = run.end
+    add(at, query.token_count, TEXT, 0)
     item_ends = tuple(item_to_end.get(item.index, 0) for item in query.media)
-    return Prompt(tuple(spans), tuple(span.end for span in spans), query.media, item_ends, query.token_count)
+    ends = tuple(span.end for span in spans)
+    return Prompt(tuple(spans), ends, query.media, item_ends, query.token_count, context_scale_tokens)
 
 
 def covered_tokens(worker: WorkerView, num_tokens: int, block_size: int) -> int:
@@ -86,26 +96,28 @@ def queue_s(worker: WorkerView, num_tokens: int, block_size: int) -> float:
         num_blocks = -(-num_tokens // block_size) - worker.covered_blocks
         queued_tokens += max(0, num_blocks - worker.kv_blocks_free) * block_size
     num_in_front = queued_tokens + worker.num_decoding
-    return worker.costs.prefill.at(num_in_front) if num_in_front else 0.0
+    return worker.prefill.at(num_in_front) if num_in_front else 0.0
 
 
 def walk(
     prompt: Prompt,
     covered: int,
     start_s: float,
-    costs: WorkerCosts,
+    prefill: Line,
     unit_to_landing_s: Mapping[tuple[int, int], float],
 ) -> Walk:
     """From `start_s` over the spans behind `covered` tokens. Each unit met must have a landing time."""
     now_s, prefill_s, held_s = start_s, 0.0, 0.0
-    for span in prompt.spans[bisect_right(prompt.span_ends, covered) :]:
-        if span.item != TEXT:
-            landing_s = unit_to_landing_s[span.item, span.unit]
+    per_token_s = prefill.per_unit_s
+    for start, end, item, unit, num_flat in prompt.spans[bisect_right(prompt.span_ends, covered) :]:
+        if item != TEXT:
+            landing_s = unit_to_landing_s[item, unit]
             if landing_s > now_s:
                 held_s += landing_s - now_s
                 now_s = landing_s
-        start = max(span.start, covered)
-        span_s = costs.prefill_s(span.end - start, start)
+        if start < covered:
+            num_flat = flat_tokens(end - covered, covered, prompt.context_scale_tokens)
+        span_s = per_token_s * num_flat
         prefill_s += span_s
         now_s += span_s
     return Walk(prefill_s, held_s, now_s)

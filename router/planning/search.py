@@ -51,7 +51,7 @@ class Candidate(NamedTuple):
             queue_s=self.queue_s,
             prefill_s=self.prefill_s,
             held_s=self.held_s,
-            first_token_s=self.worker.costs.first_token_s,
+            first_token_s=self.worker.prefill.base_s,
             ttft_s=self.ttft_s,
             items=self.landings.items,
         )
@@ -73,7 +73,7 @@ class Search:
 
     @classmethod
     def of(cls, query: RouteQuery, snapshot: Snapshot) -> Search:
-        prompt = cut(query)
+        prompt = cut(query, snapshot.context_scale_tokens)
         options = encoder_options(query, snapshot)
         workers = [worker for worker in snapshot.workers if worker.worker_id not in query.excluded]
         if not workers:
@@ -110,9 +110,9 @@ class Search:
         ends_s = []
         for options in (anew, same):
             landings = land_items(missing, options, self.links_to(candidate.worker.host), self.query.feature_row_bytes)
-            walked = walk(self.prompt, candidate.covered, 0.0, candidate.worker.costs, landings.unit_to_landing_s)
+            walked = walk(self.prompt, candidate.covered, 0.0, candidate.worker.prefill, landings.unit_to_landing_s)
             ends_s.append(walked.end_s)
-        return min(min(ends_s) + candidate.worker.costs.first_token_s, candidate.ttft_s)
+        return min(min(ends_s) + candidate.worker.prefill.base_s, candidate.ttft_s)
 
     def landings(self, items: Sequence[MediaItem], host: str) -> Landings:
         """Of these items at a worker on `host`."""
@@ -130,9 +130,9 @@ class Search:
     def _score(self, bound: Bound) -> Candidate:
         worker, covered = bound.worker, bound.covered
         landings = self.landings(self.prompt.missing_items(covered), worker.host)
-        walked = walk(self.prompt, covered, bound.queue_s, worker.costs, landings.unit_to_landing_s)
+        walked = walk(self.prompt, covered, bound.queue_s, worker.prefill, landings.unit_to_landing_s)
         num_prefill_tokens = self.prompt.num_tokens - covered
-        ttft_s = walked.end_s + worker.costs.first_token_s
+        ttft_s = walked.end_s + worker.prefill.base_s
         return Candidate(
             worker, covered, num_prefill_tokens, bound.queue_s, walked.prefill_s, walked.held_s, ttft_s, landings
         )
@@ -141,7 +141,7 @@ class Search:
 def _bound(worker: WorkerView, prompt: Prompt, block_size: int) -> Bound:
     covered = covered_tokens(worker, prompt.num_tokens, block_size)
     waiting_s = queue_s(worker, prompt.num_tokens, block_size)
-    own_s = worker.costs.prefill_s(prompt.num_tokens - covered, covered) + worker.costs.first_token_s
+    own_s = worker.prefill.per_unit_s * prompt.num_flat_after(covered) + worker.prefill.base_s
     return Bound(waiting_s + own_s, waiting_s, covered, worker)
 
 

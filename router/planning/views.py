@@ -43,21 +43,10 @@ class Line(NamedTuple):
         return self.base_s + self.per_unit_s * x
 
 
-class WorkerCosts(NamedTuple):
-    """Prefill of one worker: `base_s` is the overhead of a step, `per_unit_s` the time of a token."""
-
-    prefill: Line
-    context_scale_tokens: float
-    """Attention makes a token dearer by `context / context_scale_tokens` of its time at context 0."""
-
-    def prefill_s(self, num_tokens: int, context: int) -> float:
-        """Of `num_tokens` behind `context` computed ones, without the step's overhead. Additive over a split."""
-        return self.prefill.per_unit_s * num_tokens * (1.0 + (context + 0.5 * num_tokens) / self.context_scale_tokens)
-
-    @property
-    def first_token_s(self) -> float:
-        """Overhead of the step that ends the prefill and draws."""
-        return self.prefill.base_s
+def flat_tokens(num_tokens: int, context: int, context_scale_tokens: float) -> float:
+    """How many tokens at context 0 take as long as `num_tokens` behind `context` computed ones: attention makes a
+    token dearer by `context / context_scale_tokens`. Additive over a split."""
+    return num_tokens * (1.0 + (context + 0.5 * num_tokens) / context_scale_tokens)
 
 
 class EncoderCosts(NamedTuple):
@@ -80,7 +69,8 @@ class WorkerView(NamedTuple):
     """Attempts of this router that have not ended there."""
     kv_blocks_free: int | None
     """None if unknown."""
-    costs: WorkerCosts
+    prefill: Line
+    """`base_s` is the overhead of a step, `per_unit_s` the time of a flat token (see `flat_tokens`)."""
 
 
 class EncoderView(NamedTuple):
@@ -103,6 +93,8 @@ class Snapshot:
     encoders: tuple[EncoderView, ...]
     links: Mapping[LinkClass, Line]
     """Transfer of `x` bytes."""
+    context_scale_tokens: float = float("inf")
+    """Context at which a token's attention costs as much as the rest of it."""
     tie_break: float = 0.0
     """In [0, 1): which of several near-equal choices is taken."""
     tolerance: float = 0.02
