@@ -25,7 +25,7 @@ HEAD_GAIN = 2.0
 def save_model(
     out_dir: Path, thinker_config: dict[str, object], generation_config: dict[str, object], seed: int
 ) -> None:
-    """Writes config.json, generation_config.json and the safetensors in bfloat16. torch's global random state is as before."""
+    """Writes config.json, generation_config.json and the safetensors in bfloat16. torch's random state is kept."""
     arguments = {name: value for name, value in thinker_config.items() if name != "model_type"}
     config = Qwen3OmniMoeThinkerConfig(**arguments)
     with torch.random.fork_rng(devices=[]):

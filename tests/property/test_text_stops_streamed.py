@@ -1,6 +1,7 @@
 """Stop strings against a reference that reads the whole text letter by letter."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,7 +24,7 @@ def reference(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 def chunked(text: str, cuts: Sequence[int]) -> list[str]:
     edges = [0, *sorted({cut % (len(text) + 1) for cut in cuts}), len(text)]
-    return [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [text[start:end] for start, end in pairwise(edges)]
 
 
 @settings(max_examples=500, deadline=None)
