@@ -261,23 +261,20 @@ class Pipeline:
                 self._table.complete(unit.key)
             else:
                 self._table.fail(unit.key)
-            flight = self.flights.find(unit.key.mm_hash)
-            assert flight is not None
-            for follower in flight.followers:
-                if unit.key.unit in follower.missing:
-                    follower.encode_s += result.seconds
-                    follower.batch_items, follower.batch_cost = len(batch), batch_cost
+            for follower in self.flights.followers_missing(unit.key):
+                follower.encode_s += result.seconds
+                follower.batch_items, follower.batch_cost = len(batch), batch_cost
             self._unit_ended(unit.key, error)
         self.pump()
 
     def _unit_ended(self, key: UnitKey, error: WeftError | None) -> None:
         """A unit was made, or failed: everybody who misses it is told, and its flight ends with its last unit."""
-        flight, followers = self.flights.forward_ended(key)
-        for follower in followers:
+        for follower in self.flights.followers_missing(key):
             self._deliver(follower, key, error)
-        if self.flights.end_if_done(flight):
+        flight = self.flights.forward_ended(key)
+        if flight is not None:
+            self.num_items_encoded += error is None
             self._flight_ended(flight)
-        self.num_items_encoded += error is None and not self.flights.is_live(flight)
 
     def _deliver(self, follower: Follower, key: UnitKey, error: WeftError | None) -> None:
         """A unit that the follower misses was made, or failed."""

@@ -132,7 +132,7 @@ class Flights:
         for unit in flight.unit_to_cost.keys() - wanted:
             del flight.unit_to_cost[unit]
             flight.unit_to_input.pop(unit, None)
-        return flight if self.end_if_done(flight) else None
+        return flight if self._end_if_done(flight) else None
 
     def next_to_decode(self, max_decoded_cost: int, seconds_per_cost: float) -> Flight | None:
         """The first waiting flight by rank, if its pixels fit beside those that lie decoded (alone it always fits)."""
@@ -176,19 +176,16 @@ class Flights:
         flight.forwarding.add(unit.unit)
         return flight.unit_to_input.pop(unit.unit)
 
-    def forward_ended(self, unit: UnitKey) -> tuple[Flight, list[Follower]]:
-        """The unit is made, or failed: it is no more this flight's. Returns the followers that miss it."""
+    def followers_missing(self, unit: UnitKey) -> list[Follower]:
+        """Who waits for a unit, in the order they came."""
+        return [one for one in self._hash_to_flight[unit.mm_hash].followers if unit.unit in one.missing]
+
+    def forward_ended(self, unit: UnitKey) -> Flight | None:
+        """The unit is made, or failed, and whoever missed it was told. Returns the flight if that ended it."""
         flight = self._hash_to_flight[unit.mm_hash]
         flight.forwarding.remove(unit.unit)
         del flight.unit_to_cost[unit.unit]
-        return flight, [follower for follower in flight.followers if unit.unit in follower.missing]
-
-    def end_if_done(self, flight: Flight) -> bool:
-        """Ends a flight that has nothing left to make. Followers it still has must join anew, or were told."""
-        if not self.is_live(flight) or flight.unit_to_cost:
-            return False
-        del self._hash_to_flight[flight.item.mm_hash]
-        return True
+        return flight if self._end_if_done(flight) else None
 
     def end(self, flight: Flight) -> list[Follower]:
         """Ends a flight that failed before its forward; returns the followers it had."""
@@ -208,6 +205,12 @@ class Flights:
             assert not flight.forwarding & flight.unit_to_input.keys()
             if flight.phase is Phase.ENCODING:
                 assert flight.forwarding | flight.unit_to_input.keys() == flight.unit_to_cost.keys()
+
+    def _end_if_done(self, flight: Flight) -> bool:
+        if flight.unit_to_cost:
+            return False
+        del self._hash_to_flight[flight.item.mm_hash]
+        return True
 
     def _ranks(self, seconds_per_cost: float) -> dict[MmHash, Rank]:
         """Rank of each flight: that of its first follower. A call's rank counts all it waits for on this encoder."""

@@ -1,0 +1,149 @@
+"""A bench for the encoder service: the real demo checkpoint, a local plane and channel, a worker that only listens."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from PIL import Image
+
+from encoder_pool.config import EncoderConfig
+from encoder_pool.service import EncoderService
+from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
+from fabric.clock import ManualClock
+from fabric.ids import MemberId, RequestId
+from fabric.messages import Destination, EncodeRequest, MediaItem, Member, PlaneMessage, UnitReady, UnitRelease
+from fabric.plane_local import LocalHub, LocalPlane
+from modalities.family import EncoderInput, EncoderModel, Family
+from modalities.identify import plan_media
+from modalities.registry import REGISTRY
+
+WORKER = Member(MemberId("worker-1"), "worker", "local://worker-1", "here", 1, (), "worker-1")
+ROUTER = Member(MemberId("router-1"), "router", "local://router-1", "here", 1)
+ENCODER = MemberId("encoder-1")
+
+
+class GatedModel:
+    """The real encoder behind a gate, so that a test decides what queues meanwhile; it keeps the size of each batch.
+    A unit whose patches number is in `poison_patches` breaks its batch."""
+
+    def __init__(self, model: EncoderModel) -> None:
+        self._model = model
+        self.gate = threading.Event()
+        self.gate.set()
+        self.batch_sizes: list[int] = []
+        self.poison_patches: set[int] = set()
+        self.max_units: int | None = None
+        """More units than that run out of memory."""
+
+    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        assert self.gate.wait(30)
+        self.batch_sizes.append(len(inputs))
+        if self.max_units is not None and len(inputs) > self.max_units:
+            raise torch.OutOfMemoryError("too many units")
+        if any(unit.pixels.shape[0] in self.poison_patches for unit in inputs):
+            raise RuntimeError("poisoned")
+        return self._model.encode(inputs)
+
+
+@dataclass
+class Bench:
+    family: Family
+    model: GatedModel
+    service: EncoderService
+    clock: ManualClock
+    sink: LocalFeatureSink
+    worker: LocalPlane
+    router: LocalPlane
+    ready: list[UnitReady] = field(default_factory=list)
+    told: list[PlaneMessage] = field(default_factory=list)
+    """What the router was sent."""
+    num_requests: int = 0
+
+    def item(self, data: bytes, index: int = 0, declared: bytes | None = None) -> MediaItem:
+        """Planned from the header, as a router does; `declared` is the file whose header is believed."""
+        plugin = REGISTRY.modality("image")
+        part = f"messages.0.content.{index + 1}"
+        header = plugin.probe(declared or data, part)
+        return plan_media(self.family, plugin, data, header, index, part)
+
+    def request(self, files: Sequence[bytes], items: Sequence[MediaItem] = ()) -> EncodeRequest:
+        self.num_requests += 1
+        planned = tuple(items) or tuple(self.item(data, index) for index, data in enumerate(files))
+        destination = Destination(WORKER.member_id, WORKER.address)
+        request_id = RequestId(f"req-{self.num_requests}")
+        age = (float(self.num_requests), str(request_id))
+        return EncodeRequest(request_id, 0, ROUTER.member_id, planned, destination, age)
+
+    def expected(self, files: Sequence[bytes]) -> list[bytes]:
+        """What the family's encoder computes for each file alone, as bytes."""
+        inputs = [unit for data in files for unit in self.family.preprocess(data, self.item(data))]
+        return [self.model._model.encode([unit])[0].contiguous().view(torch.uint8).numpy().tobytes() for unit in inputs]
+
+    async def pull(self, message: UnitReady) -> bytes:
+        landed = await asyncio.wrap_future(self.sink.pull(message.ticket, 10.0))
+        payload = bytes(landed.buffer)
+        self.sink.free(landed.slot_id)
+        return payload
+
+    def release(self, message: UnitReady) -> None:
+        unit, generation = message.unit, message.ticket.generation
+        release = UnitRelease(WORKER.member_id, message.request_id, message.attempt, unit, generation)
+        self.worker.send(message.encoder_address, release)
+
+    async def until(self, is_true: Callable[[], bool]) -> None:
+        """Lets the loop run until something has happened; the test's time limit is generous, not a measurement."""
+        async with asyncio.timeout(30):
+            while not is_true():  # noqa: ASYNC110 - what it waits for is in another part, which knows of no event
+                await asyncio.sleep(0.001)
+
+    async def is_idle(self) -> None:
+        """Everything that was announced is released; asserts that nothing is in use then."""
+        for message in self.ready:
+            self.release(message)
+        await self.until(lambda: self.service.report().num_leases == 0)
+        report = self.service.report()
+        assert (report.arena_bytes_used, report.queued_cost, report.num_queued, report.num_encoding) == (0, 0, 0, 0)
+        self.service.check_invariants()
+
+
+def picture(seed: int, width: int = 96, height: int = 64) -> bytes:
+    """A PNG of noise, different for each seed."""
+    rng = np.random.default_rng(seed)
+    buffer = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+@asynccontextmanager
+async def running_bench(
+    family: Family, encoder: EncoderModel, config: EncoderConfig, arena_bytes: int = 2**24
+) -> AsyncIterator[Bench]:
+    hub, channel, clock = LocalHub(), LocalChannelHub(), ManualClock()
+    model = GatedModel(encoder)
+    plane = LocalPlane(hub, "local://encoder-1")
+    source = LocalFeatureSource(channel, "encoder-1", arena_bytes)
+    service = EncoderService(ENCODER, config, family, model, plane, source, clock)
+    sink = LocalFeatureSink(channel, "worker-1", 2**24)
+    worker, router = LocalPlane(hub, WORKER.address), LocalPlane(hub, ROUTER.address)
+    bench = Bench(family, model, service, clock, sink, worker, router)
+    worker.start(lambda message: bench.ready.append(message) if isinstance(message, UnitReady) else None)
+    router.start(bench.told.append)
+    await service.start()
+    service.update_members([WORKER, ROUTER])
+    model.batch_sizes.clear()
+    try:
+        yield bench
+    finally:
+        model.gate.set()
+        await service.stop()
+        for endpoint in (worker, router, plane):
+            endpoint.close()
+        sink.close()
+        source.close()

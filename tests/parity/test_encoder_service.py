@@ -1,0 +1,362 @@
+"""The encoder service on the real demo checkpoint: what a worker pulls is what the family's encoder computes."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from encoder_bench import ROUTER, WORKER, Bench, picture, running_bench
+
+from deploy.demo.build import demo_checkpoint
+from encoder_pool.config import EncoderConfig
+from fabric.errors import EncoderLost, ErrorInfo, Overloaded, ProtocolError
+from fabric.messages import AbortAttempt, EncodeResult, EncoderReport, FeatureEvents, RouterHeartbeat, SnapshotRequest
+from modalities.family import EncoderModel, Family
+from modalities.registry import REGISTRY
+
+pytestmark = pytest.mark.torch
+CONFIG = EncoderConfig(num_decode_processes=0, report_interval_s=0.02)
+
+
+@pytest.fixture(scope="module")
+def family() -> Family:
+    return REGISTRY.load_family(demo_checkpoint())
+
+
+@pytest.fixture(scope="module")
+def encoder(family: Family) -> EncoderModel:
+    return family.load_encoder(demo_checkpoint(), "cpu", "float32", ["image"])
+
+
+def errors(result: EncodeResult) -> list[ErrorInfo | None]:
+    return [item.error for item in result.items]
+
+
+async def queue_behind(bench: Bench, calls: Sequence[Sequence[bytes]]) -> list[asyncio.Task[EncodeResult]]:
+    """Starts the calls while the forward is held by a picture of another call, until all are decoded and queued."""
+    bench.model.gate.clear()
+    first = [picture(1000 + bench.num_requests)]
+    tasks = [asyncio.create_task(bench.service.encode(bench.request(first), first))]
+    await bench.until(lambda: bench.service.report().num_encoding == 1)
+    tasks += [asyncio.create_task(bench.service.encode(bench.request(files), files)) for files in calls]
+    num_queued = len({data for files in calls for data in files})
+    pipeline = bench.service._pipeline
+    await bench.until(lambda: len(pipeline.flights.queued_units(0.0)) == num_queued)
+    return tasks
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_a_worker_pulls_what_the_encoder_computes(family: Family, dtype: str) -> None:
+    encoder = family.load_encoder(demo_checkpoint(), "cpu", dtype, ["image"])
+    async with running_bench(family, encoder, CONFIG) as bench:
+        files = [picture(1, 96, 64), picture(2, 64, 160)]
+        result = await bench.service.encode(bench.request(files), files)
+        assert errors(result) == [None, None]
+        await bench.until(lambda: len(bench.ready) == 2)
+        pulled = [await bench.pull(message) for message in bench.ready]
+        expected = bench.expected(files)
+        if dtype == "bfloat16":
+            assert pulled == expected
+        for payload, reference in zip(pulled, expected, strict=True):
+            assert len(payload) == len(reference)
+            if dtype == "float32":
+                found, wanted = np.frombuffer(payload, np.float32), np.frombuffer(reference, np.float32)
+                np.testing.assert_allclose(found, wanted, atol=1e-5)
+        tokens = [item.num_tokens for item in bench.request(files).items]
+        shapes = [message.ticket.shape for message in bench.ready]
+        assert shapes == [(family.shape.num_levels, count, family.shape.hidden_size) for count in tokens]
+        assert {message.ticket.dtype for message in bench.ready} == {dtype}
+        names = [event.name for event in result.trace]
+        assert names.count("unit_encoded") == names.count("unit_announced") == 2
+        await bench.is_idle()
+        assert bench.service.report().arena_bytes_cached == sum(map(len, expected))
+
+
+async def test_images_of_several_requests_share_one_forward(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        calls = [[picture(1), picture(2)], [picture(3)], [picture(4, 64, 64)]]
+        tasks = await queue_behind(bench, calls)
+        bench.model.gate.set()
+        results = await asyncio.gather(*tasks)
+        assert bench.model.batch_sizes == [1, 4]
+        assert [item.times.batch_items for result in results[1:] for item in result.items] == [4, 4, 4, 4]
+        assert all(error is None for result in results for error in errors(result))
+        await bench.until(lambda: len(bench.ready) == 5)
+        by_unit = {message.unit.mm_hash: await bench.pull(message) for message in bench.ready}
+        for files in calls:
+            for data, reference in zip(files, bench.expected(files), strict=True):
+                found = np.frombuffer(by_unit[bench.item(data).mm_hash], np.float32)
+                np.testing.assert_allclose(found, np.frombuffer(reference, np.float32), atol=1e-5)
+        await bench.is_idle()
+
+
+async def test_a_batch_stays_within_its_cost(family: Family, encoder: EncoderModel) -> None:
+    files = [picture(seed) for seed in range(4)]
+    cost = REGISTRY.modality("image").probe(files[0], "p")
+    config = EncoderConfig(num_decode_processes=0, max_batch_cost=2 * family.plan(cost).cost)
+    async with running_bench(family, encoder, config) as bench:
+        tasks = await queue_behind(bench, [files])
+        bench.model.gate.set()
+        await asyncio.gather(*tasks)
+        assert bench.model.batch_sizes == [1, 2, 2]
+
+
+async def test_the_same_image_is_encoded_once(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        files = [picture(1)]
+        tasks = await queue_behind(bench, [files, files, [*files, *files]])
+        bench.model.gate.set()
+        results = await asyncio.gather(*tasks)
+        assert bench.model.batch_sizes == [1, 1]
+        assert [len(result.items) for result in results[1:]] == [1, 1, 2]
+        late = await bench.service.encode(bench.request(files), files)
+        assert late.items[0].times.is_cache_hit
+        assert bench.model.batch_sizes == [1, 1]
+        assert bench.service.report().cache_hits == 1
+        mm_hash = bench.item(files[0]).mm_hash
+        await bench.until(lambda: sum(message.unit.mm_hash == mm_hash for message in bench.ready) == 4)
+        assert len({message.request_id for message in bench.ready}) == 5
+        await bench.is_idle()
+
+
+async def test_a_truncated_image_fails_alone_and_names_its_part(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        whole, broken = picture(1), picture(2)[:-200]
+        files = [whole, broken, picture(3)]
+        result = await bench.service.encode(bench.request(files), files)
+        assert [error is None for error in errors(result)] == [True, False, True]
+        error = result.items[1].error
+        assert error is not None
+        assert (error.code, error.param) == ("invalid_media", "messages.0.content.2")
+        assert "messages.0.content.2" in error.message
+        await bench.until(lambda: len(bench.ready) == 2)
+        await bench.is_idle()
+
+
+async def test_a_shared_failure_names_each_followers_own_part(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        broken, other = picture(2)[:-200], picture(3)
+        first, second = bench.request([broken]), bench.request([other, broken])
+        results = await asyncio.gather(
+            bench.service.encode(first, [broken]), bench.service.encode(second, [other, broken])
+        )
+        params = [error.param for result in results for error in errors(result) if error]
+        assert params == ["messages.0.content.1", "messages.0.content.2"]
+
+
+async def test_a_file_that_is_not_what_was_planned_is_refused(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        small, large = picture(1, 64, 64), picture(2, 256, 256)
+        item = msgspec.structs.replace(bench.item(small), mm_hash=bench.item(large).mm_hash)
+        result = await bench.service.encode(bench.request([large], [item]), [large])
+        error = result.items[0].error
+        assert error is not None
+        assert error.code == "invalid_media"
+        await bench.is_idle()
+
+
+async def test_a_poisoned_unit_fails_alone(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        poison = picture(9, 128, 128)
+        bench.model.poison_patches = {bench.item(poison).cost}
+        tasks = await queue_behind(bench, [[picture(1), poison], [picture(2)]])
+        bench.model.gate.set()
+        results = await asyncio.gather(*tasks)
+        codes = [[error.code if error else None for error in errors(result)] for result in results]
+        assert codes == [[None], [None, "encode_failed"], [None]]
+        assert bench.model.batch_sizes == [1, 3, 1, 1, 1]
+        await bench.is_idle()
+
+
+async def test_a_batch_that_runs_out_of_memory_is_split(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        bench.model.max_units = 1
+        tasks = await queue_behind(bench, [[picture(1), picture(2)], [picture(3)]])
+        bench.model.gate.set()
+        results = await asyncio.gather(*tasks)
+        assert all(error is None for result in results for error in errors(result))
+        assert bench.model.batch_sizes == [1, 3, 1, 2, 1, 1]
+        bench.model.max_units = 0
+        files = [picture(4)]
+        result = await bench.service.encode(bench.request(files), files)
+        assert [error.code for error in errors(result) if error] == ["encode_failed"]
+        await bench.is_idle()
+
+
+async def test_a_cancelled_call_takes_its_units_out_of_the_queue(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        files = [picture(1), picture(2)]
+        first, doomed, other = await queue_behind(bench, [files, files[1:]])
+        doomed.cancel()
+        await asyncio.gather(doomed, return_exceptions=True)
+        assert doomed.cancelled()
+        assert bench.service.report().num_queued == 1
+        bench.model.gate.set()
+        await asyncio.gather(first, other)
+        assert bench.model.batch_sizes == [1, 1]
+        await bench.is_idle()
+
+
+async def test_an_abort_ends_the_attempt_and_its_leases(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        held = [picture(1)]
+        request = bench.request(held)
+        await bench.service.encode(request, held)
+        assert bench.service.report().num_leases == 1
+        tasks = await queue_behind(bench, [[picture(2)]])
+        waiting = bench.num_requests
+        bench.router.send("local://encoder-1", AbortAttempt(request.request_id, 0))
+        bench.router.send("local://encoder-1", AbortAttempt(f"req-{waiting}", 0))
+        result = await tasks[1]
+        assert [error.code for error in errors(result) if error] == ["aborted"]
+        report = bench.service.report()
+        assert (report.num_leases, report.num_queued) == (0, 0)
+        bench.model.gate.set()
+        await tasks[0]
+        await bench.is_idle()
+
+
+@pytest.mark.parametrize("how", ["worker", "router", "router_lease"])
+async def test_who_leaves_takes_requests_and_leases_along(family: Family, encoder: EncoderModel, how: str) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        bench.router.send("local://encoder-1", RouterHeartbeat(ROUTER.member_id, ROUTER.address, 3.0))
+        await bench.until(lambda: bool(bench.told))
+        held = [picture(1)]
+        await bench.service.encode(bench.request(held), held)
+        tasks = await queue_behind(bench, [[picture(2)]])
+        if how == "router_lease":
+            bench.clock.advance(3.0)
+        else:
+            bench.service.update_members([ROUTER if how == "worker" else WORKER])
+        result = await tasks[1]
+        code = "worker_lost" if how == "worker" else "aborted"
+        assert [error.code for error in errors(result) if error] == [code]
+        report = bench.service.report()
+        assert (report.num_leases, report.num_queued) == (0, 0)
+        bench.model.gate.set()
+        await tasks[0]
+        await bench.until(lambda: bench.service.report().arena_bytes_used == 0)
+        bench.service.check_invariants()
+
+
+@pytest.mark.parametrize("how", ["release", "expiry"])
+async def test_a_full_arena_waits_for_readers_and_evicts_nothing_unread(
+    family: Family, encoder: EncoderModel, how: str
+) -> None:
+    files = [picture(seed) for seed in range(4)]
+    header = REGISTRY.modality("image").probe(files[0], "p")
+    tokens = sum(family.plan(header).unit_tokens)
+    feature_bytes = family.shape.num_levels * tokens * family.shape.hidden_size * 4
+    async with running_bench(family, encoder, CONFIG, arena_bytes=2 * (feature_bytes + 128)) as bench:
+        task = asyncio.create_task(bench.service.encode(bench.request(files), files))
+        await bench.until(lambda: len(bench.ready) == 2)
+        bench.service.tick()
+        assert bench.service.report().num_queued == 2
+        for message in list(bench.ready):
+            assert await bench.pull(message) in bench.expected(files)
+        if how == "release":
+            bench.release(bench.ready[0])
+            await bench.until(lambda: len(bench.ready) == 3)
+            bench.release(bench.ready[1])
+        else:
+            bench.clock.advance(CONFIG.lease_s)
+        result = await task
+        assert errors(result) == [None] * 4
+        assert bench.service.report().arena_bytes_used == 2 * feature_bytes
+        await bench.is_idle()
+
+
+async def test_what_never_fits_or_is_not_loaded_is_refused_alone(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG, arena_bytes=2**16) as bench:
+        files = [picture(1), picture(2, 512, 512), picture(3)]
+        items = [bench.item(data, index) for index, data in enumerate(files)]
+        items[2] = msgspec.structs.replace(items[2], modality="video")
+        result = await bench.service.encode(bench.request(files, items), files)
+        assert [error.code if error else None for error in errors(result)] == [
+            None,
+            "unit_too_large",
+            "unsupported_modality",
+        ]
+        with pytest.raises(ProtocolError):
+            await bench.service.encode(bench.request(files), files[:1])
+        await bench.is_idle()
+
+
+async def test_a_full_queue_refuses_before_any_work(family: Family, encoder: EncoderModel) -> None:
+    config = EncoderConfig(num_decode_processes=0, max_queue_cost=1)
+    async with running_bench(family, encoder, config) as bench:
+        tasks = await queue_behind(bench, [])
+        refused, joined = [picture(7)], [picture(1000)]
+        with pytest.raises(Overloaded) as caught:
+            await bench.service.encode(bench.request(refused), refused)
+        assert caught.value.retry_after_s is not None
+        tasks.append(asyncio.create_task(bench.service.encode(bench.request(joined), joined)))
+        bench.model.gate.set()
+        results = await asyncio.gather(*tasks)
+        assert [errors(result) for result in results] == [[None], [None]]
+        assert bench.model.batch_sizes == [1]
+
+
+async def test_routers_learn_of_load_and_cache(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        files = [picture(1)]
+        mm_hash = bench.item(files[0]).mm_hash
+        bench.router.send("local://encoder-1", RouterHeartbeat(ROUTER.member_id, ROUTER.address, 3.0))
+        await bench.until(lambda: bool(bench.told))
+        assert bench.told[0] == FeatureEvents("encoder-1", 1, 0, is_snapshot=True)
+        request = bench.request(files)
+        await bench.service.encode(request, files)
+        attempt = (request.request_id, request.attempt)
+        await bench.until(
+            lambda: any(isinstance(one, EncoderReport) and attempt in one.acknowledged for one in bench.told)
+        )
+        assert FeatureEvents("encoder-1", 1, 1, stored=(mm_hash,)) in bench.told
+        bench.told.clear()
+        bench.router.send("local://encoder-1", SnapshotRequest(ROUTER.member_id, ROUTER.address))
+        snapshot = FeatureEvents("encoder-1", 1, 1, stored=(mm_hash,), is_snapshot=True)
+        await bench.until(lambda: snapshot in bench.told)
+        reports = [one for one in bench.told if isinstance(one, EncoderReport)]
+        assert all(later.seq > earlier.seq for earlier, later in itertools.pairwise(reports))
+        report = bench.service.report()
+        assert report.items_encoded == report.batches == 1
+        assert report.encode_s_per_cost + report.batch_overhead_s > 0
+        await bench.is_idle()
+
+
+async def test_stopping_ends_open_calls(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        tasks = await queue_behind(bench, [[picture(1)]])
+        stopping = asyncio.create_task(bench.service.stop())
+        results = await asyncio.gather(*tasks)
+        bench.model.gate.set()
+        await stopping
+        assert [error.code for result in results for error in errors(result) if error] == ["encoder_lost"] * 2
+        with pytest.raises(EncoderLost):
+            await bench.service.encode(bench.request([]), [])
+        bench.service.check_health()
+
+
+async def test_decode_processes_give_the_same_and_survive_one_that_dies(
+    family: Family, encoder: EncoderModel, tmp_path: Path
+) -> None:
+    config = EncoderConfig(num_decode_processes=1, model_dir=str(demo_checkpoint()))
+    async with running_bench(family, encoder, config) as bench:
+        files, broken = [picture(1)], picture(2)[:-200]
+        both = [*files, broken]
+        result = await bench.service.encode(bench.request(both), both)
+        assert [error.code if error else None for error in errors(result)] == [None, "invalid_media"]
+        await bench.until(lambda: len(bench.ready) == 1)
+        found = np.frombuffer(await bench.pull(bench.ready[0]), np.float32)
+        np.testing.assert_allclose(found, np.frombuffer(bench.expected(files)[0], np.float32), atol=1e-5)
+        for process in list(bench.service._decoder._executor._processes.values()):
+            process.kill()
+            process.join()
+        files = [picture(3)]
+        result = await bench.service.encode(bench.request(files), files)
+        assert errors(result) == [None]
+        await bench.is_idle()
