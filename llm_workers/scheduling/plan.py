@@ -1,6 +1,6 @@
 """One engine step as plain numbers: what the scheduler decides and the runner executes.
 
-    plan_step() -> StepPlan;  runner.execute(plan) -> StepResult;  commit(plan, result) -> events
+plan_step() -> StepPlan;  runner.execute(plan) -> StepResult;  commit(plan, result) -> events
 """
 
 from __future__ import annotations

@@ -1,0 +1,39 @@
+"""What a worker is told at its start. Plain numbers; knows no model and reads no environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fabric.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Raises ConfigError for numbers that no step could be made of."""
+
+    block_size: int = 16
+    """Tokens per KV block."""
+    num_blocks: int = 1024
+    max_step_tokens: int = 512
+    """Most tokens computed in one step, over all sequences."""
+    max_sequences: int = 64
+    """Most sequences in one step."""
+    is_prefix_cache_enabled: bool = True
+    pull_timeout_s: float = 30.0
+    report_interval_s: float = 0.2
+    unclaimed_unit_ttl_s: float = 30.0
+    """How long a unit that nobody asked for yet is kept."""
+    is_chunked_media_enabled: bool = True
+    """Whether a step may end inside a run of placeholders. Off for models whose media tokens see each other."""
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_blocks", "max_step_tokens", "max_sequences"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"worker: {name} must be at least 1, not {getattr(self, name)}")
+        if not self.is_chunked_media_enabled and self.max_step_tokens <= self.max_sequences:
+            raise ConfigError("worker: media in one piece need max_step_tokens above max_sequences")
+
+    @property
+    def max_piece_tokens(self) -> int:
+        """Longest run of placeholders that fits in a step beside a decode of every other sequence."""
+        return self.max_step_tokens - self.max_sequences

@@ -1,0 +1,186 @@
+"""The pool of KV blocks: who refers to each, which can be found by its content, which is given away next.
+
+A block is in one of three conditions:
+
+    referenced   a set of sequences refers to it; findable too once it was full and published
+    cached       nobody refers to it, still findable; kept in the free queue until it is given away
+    free         nobody refers to it, not findable; at the front of the free queue
+
+References are sets of sequence ids, so freeing twice is harmless. The free queue is least recently used first, and of
+one sequence the tail first: a findable block's parent is always findable too (see `publish`).
+Knows no tokens and no tensors: a block is a number, its content a hash.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+
+from fabric.ids import BlockHash, SequenceId
+from fabric.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from llm_workers.scheduling.kv_log import KvEventLog, chains_of
+
+
+class BlockPool:
+    """`num_blocks` blocks, numbered from 0."""
+
+    def __init__(self, num_blocks: int, log: KvEventLog | None = None) -> None:
+        self.num_blocks = num_blocks
+        self._log = log or KvEventLog()
+        self._references: list[set[SequenceId]] = [set() for _ in range(num_blocks)]
+        self._block_to_hash: list[BlockHash | None] = [None] * num_blocks
+        self._hash_to_block: dict[BlockHash, int] = {}
+        self._hash_to_parent: dict[BlockHash, BlockHash | None] = {}
+        self._queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    # ------------------------------------------------------------ queries
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` could give, cached ones included."""
+        return len(self._queue)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._queue)
+
+    @property
+    def num_cached(self) -> int:
+        """Findable blocks, referenced or not."""
+        return len(self._hash_to_block)
+
+    def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """Blocks of the longest findable run of a chain."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block = self._hash_to_block.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def num_reclaimable(self, tables: Iterable[SequenceOf[int]]) -> int:
+        """Blocks that would become free if the owners of these block tables gave them up."""
+        counts = Counter(block for table in tables for block in table)
+        return sum(count == len(self._references[block]) for block, count in counts.items())
+
+    # ------------------------------------------------------------ references
+
+    def acquire(self, sequence_id: SequenceId, blocks: Iterable[int]) -> None:
+        """Adds references to findable blocks, which leave the free queue."""
+        for block in blocks:
+            assert self._block_to_hash[block] is not None, "only what was found can be shared"
+            self._queue.pop(block, None)
+            self._references[block].add(sequence_id)
+
+    def allocate(self, sequence_id: SequenceId, count: int) -> list[int]:
+        """Takes `count` blocks from the front of the free queue; what was cached in them is evicted (an event).
+        The caller has seen that `count <= num_free`."""
+        assert count <= len(self._queue), f"{count} blocks of {len(self._queue)}"
+        blocks = [self._queue.popitem(last=False)[0] for _ in range(count)]
+        removed: list[BlockHash] = []
+        for block in blocks:
+            self._references[block].add(sequence_id)
+            block_hash = self._block_to_hash[block]
+            if block_hash is not None:
+                self._forget_hash(block, block_hash)
+                removed.append(block_hash)
+        if removed:
+            self._log.append(BlocksRemoved(tuple(removed)))
+        return blocks
+
+    def free(self, sequence_id: SequenceId, blocks: SequenceOf[int]) -> None:
+        """Drops the sequence's references, the tail first. Blocks it does not refer to are left alone."""
+        for block in reversed(blocks):
+            references = self._references[block]
+            if sequence_id not in references:
+                continue
+            references.discard(sequence_id)
+            if references:
+                continue
+            self._queue[block] = None
+            if self._block_to_hash[block] is None:
+                self._queue.move_to_end(block, last=False)
+
+    # ------------------------------------------------------------ content
+
+    def publish(
+        self, sequence_id: SequenceId, parent: BlockHash | None, blocks: SequenceOf[int], hashes: SequenceOf[BlockHash]
+    ) -> list[int]:
+        """Makes a chain of full, computed blocks findable (an event) and returns the blocks to use from now on.
+
+        Where equal content is findable already, the sequence takes that block and its own is freed. So a sequence
+        refers to the one findable block of every hash of its chain, frees it after the blocks below it, and a
+        parent never leaves the cache before its children."""
+        kept: list[int] = []
+        fresh: list[BlockHash] = []
+        fresh_parent = parent
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            known = self._hash_to_block.get(block_hash)
+            if known is None:
+                self._remember_hash(block, block_hash, parent)
+                fresh.append(block_hash)
+                kept.append(block)
+            else:
+                self._log_stored(fresh_parent, fresh)
+                fresh, fresh_parent = [], block_hash
+                kept.append(known)
+                if known != block:
+                    self.acquire(sequence_id, [known])
+                    self.free(sequence_id, [block])
+            parent = block_hash
+        self._log_stored(fresh_parent, fresh)
+        return kept
+
+    def clear(self) -> bool:
+        """Forgets all cached content (an event). False, and nothing happens, while a sequence refers to a block."""
+        if self.num_used:
+            return False
+        self._hash_to_block.clear()
+        self._hash_to_parent.clear()
+        self._block_to_hash = [None] * self.num_blocks
+        self._log.append(BlocksCleared())
+        return True
+
+    def drain_events(self) -> tuple[int, list[KvEvent]]:
+        return self._log.drain()
+
+    def snapshot(self) -> tuple[int, list[BlocksStored]]:
+        """Number of the newest event, and everything findable as of it, parents before children."""
+        return self._log.last_seq, chains_of(self._hash_to_parent)
+
+    def _log_stored(self, parent: BlockHash | None, hashes: SequenceOf[BlockHash]) -> None:
+        if hashes:
+            self._log.append(BlocksStored(parent, tuple(hashes)))
+
+    def _remember_hash(self, block: int, block_hash: BlockHash, parent: BlockHash | None) -> None:
+        assert self._block_to_hash[block] is None, "a findable block can't get other content"
+        self._block_to_hash[block] = block_hash
+        self._hash_to_block[block_hash] = block
+        self._hash_to_parent[block_hash] = parent
+
+    def _forget_hash(self, block: int, block_hash: BlockHash) -> None:
+        self._block_to_hash[block] = None
+        del self._hash_to_block[block_hash]
+        del self._hash_to_parent[block_hash]
+
+    # ------------------------------------------------------------ checks
+
+    def check_invariants(self, tables: Mapping[SequenceId, SequenceOf[int]]) -> None:
+        """`tables` are the block tables of all live sequences: nobody else may hold a reference."""
+        expected: list[set[SequenceId]] = [set() for _ in range(self.num_blocks)]
+        for sequence_id, table in tables.items():
+            assert len(set(table)) == len(table), f"{sequence_id} has a block twice"
+            for block in table:
+                expected[block].add(sequence_id)
+        assert expected == self._references, "references differ from the block tables"
+        for block, references in enumerate(self._references):
+            assert (block in self._queue) == (not references), f"block {block}: queued and referenced, or neither"
+            block_hash = self._block_to_hash[block]
+            assert block_hash is None or self._hash_to_block[block_hash] == block
+            assert block_hash is not None or len(references) < 2, f"block {block} is shared but can't be found"
+        assert len(self._hash_to_block) == sum(known is not None for known in self._block_to_hash)
+        assert self._hash_to_parent.keys() == self._hash_to_block.keys()
+        for parent in self._hash_to_parent.values():
+            assert parent is None or parent in self._hash_to_block, "a findable block lost its parent"

@@ -1,0 +1,200 @@
+"""Which units of features are here, and which sequences still have to compute positions of them.
+
+    EXPECTED ──landed──> LANDED ──in a step's plan──> MERGED ──step ended, nobody needs it──> DISCARDED
+        ^                  │  ^                          │
+        └──────lost────────┘  └──step ended, needed──────┘          lost while MERGED: back to EXPECTED
+
+DISCARDED is no memory: the entry is gone, and needed again it begins as EXPECTED. A unit that nobody needs any more
+waits in `idle` until it is drained; claimed again before that, it was never given away (so nothing is reported as
+freed that was taken again in the same pass). References are sets of sequence ids: dropping twice is harmless.
+Knows no bytes, no slots, no tickets: those are the service's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from fabric.errors import FeatureMismatch
+from fabric.ids import SequenceId, UnitKey
+
+
+class UnitState(Enum):
+    EXPECTED = "expected"
+    LANDED = "landed"
+    MERGED = "merged"
+    DISCARDED = "discarded"
+
+
+ALLOWED: Mapping[UnitState, frozenset[UnitState]] = {
+    UnitState.EXPECTED: frozenset({UnitState.LANDED, UnitState.DISCARDED}),
+    UnitState.LANDED: frozenset({UnitState.MERGED, UnitState.EXPECTED, UnitState.DISCARDED}),
+    UnitState.MERGED: frozenset({UnitState.LANDED, UnitState.EXPECTED}),
+    UnitState.DISCARDED: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class _Entry:
+    num_tokens: int | None = None
+    """Rows that the claiming requests were promised; None while nobody claimed it."""
+    state: UnitState = UnitState.EXPECTED
+    wanted_by: set[SequenceId] = field(default_factory=set)
+
+    def move(self, state: UnitState) -> None:
+        assert state in ALLOWED[self.state], f"{self.state.name} -> {state.name}"
+        self.state = state
+
+
+class Inbox:
+    def __init__(self) -> None:
+        self._entries: dict[UnitKey, _Entry] = {}
+        self._missing: dict[SequenceId, set[UnitKey]] = {}
+        """Per sequence, the units it wants that are not here."""
+        self._idle: dict[UnitKey, None] = {}
+
+    # ------------------------------------------------------------ queries
+
+    def state(self, unit: UnitKey) -> UnitState:
+        entry = self._entries.get(unit)
+        return entry.state if entry else UnitState.DISCARDED
+
+    def is_here(self, unit: UnitKey) -> bool:
+        entry = self._entries.get(unit)
+        return entry is not None and entry.state in (UnitState.LANDED, UnitState.MERGED)
+
+    def is_needed(self, unit: UnitKey) -> bool:
+        """Wanted by a live sequence, or being read by the step that runs."""
+        entry = self._entries.get(unit)
+        return entry is not None and (bool(entry.wanted_by) or entry.state is UnitState.MERGED)
+
+    def is_complete(self, sequence_id: SequenceId) -> bool:
+        """Whether everything that the sequence still needs is here."""
+        return not self._missing.get(sequence_id)
+
+    def wanted_by(self, unit: UnitKey) -> frozenset[SequenceId]:
+        entry = self._entries.get(unit)
+        return frozenset(entry.wanted_by) if entry else frozenset()
+
+    def unread_units(self) -> list[UnitKey]:
+        """Landed, and not read by the step that runs."""
+        return [unit for unit, entry in self._entries.items() if entry.state is UnitState.LANDED]
+
+    @property
+    def num_here(self) -> int:
+        return sum(self.is_here(unit) for unit in self._entries)
+
+    def check_counts(self, unit_to_tokens: Mapping[UnitKey, int]) -> None:
+        """Raises FeatureMismatch if another request was promised another size for one of the units: this request
+        alone fails, not those that came before."""
+        for unit, num_tokens in unit_to_tokens.items():
+            entry = self._entries.get(unit)
+            if entry and entry.num_tokens is not None and entry.num_tokens != num_tokens:
+                raise FeatureMismatch(f"unit {unit.unit} has {entry.num_tokens} tokens, not {num_tokens}")
+
+    # ------------------------------------------------------------ references
+
+    def claim(self, sequence_id: SequenceId, units: Mapping[UnitKey, int]) -> list[UnitKey]:
+        """The sequence needs these units (-> rows). Returns those that it had not claimed before and are not here."""
+        missing: list[UnitKey] = []
+        for unit, num_tokens in units.items():
+            entry = self._entries.setdefault(unit, _Entry())
+            assert entry.num_tokens in (None, num_tokens), "check_counts comes first"
+            if sequence_id in entry.wanted_by:
+                continue
+            entry.num_tokens = num_tokens
+            entry.wanted_by.add(sequence_id)
+            self._idle.pop(unit, None)
+            if entry.state is UnitState.EXPECTED:
+                self._missing.setdefault(sequence_id, set()).add(unit)
+                missing.append(unit)
+        return missing
+
+    def drop(self, sequence_id: SequenceId, units: Iterable[UnitKey]) -> None:
+        """The sequence has computed its last position of these units, or needs them no more."""
+        missing = self._missing.get(sequence_id, set())
+        for unit in units:
+            missing.discard(unit)
+            entry = self._entries.get(unit)
+            if entry is None or sequence_id not in entry.wanted_by:
+                continue
+            entry.wanted_by.discard(sequence_id)
+            if not entry.wanted_by and entry.state is not UnitState.MERGED:
+                self._idle[unit] = None
+        if not missing:
+            self._missing.pop(sequence_id, None)
+
+    def drain_idle(self) -> list[UnitKey]:
+        """Units that nobody needs any more, landed or not; they are forgotten here and their memory can go."""
+        idle = list(self._idle)
+        self._idle.clear()
+        for unit in idle:
+            self._entries.pop(unit).move(UnitState.DISCARDED)
+        return idle
+
+    # ------------------------------------------------------------ life
+
+    def land(self, unit: UnitKey) -> None:
+        """Readable from now on; twice is harmless. A unit that nobody claimed is kept until claimed or lost."""
+        entry = self._entries.setdefault(unit, _Entry())
+        if entry.state is not UnitState.EXPECTED:
+            return
+        entry.move(UnitState.LANDED)
+        for sequence_id in entry.wanted_by:
+            missing = self._missing[sequence_id]
+            missing.discard(unit)
+            if not missing:
+                del self._missing[sequence_id]
+
+    def lose(self, unit: UnitKey) -> list[SequenceId]:
+        """Not readable any more. Returns the sequences that need it, which wait again."""
+        entry = self._entries.get(unit)
+        if entry is None:
+            return []
+        if entry.state is not UnitState.EXPECTED:
+            entry.move(UnitState.EXPECTED)
+        if not entry.wanted_by:
+            self._idle.pop(unit, None)
+            self._entries.pop(unit).move(UnitState.DISCARDED)
+        for sequence_id in entry.wanted_by:
+            self._missing.setdefault(sequence_id, set()).add(unit)
+        return sorted(entry.wanted_by)
+
+    def merge(self, unit: UnitKey) -> None:
+        """A step's plan reads it: it can't be given away until the step has ended."""
+        entry = self._entries[unit]
+        if entry.state is not UnitState.MERGED:
+            entry.move(UnitState.MERGED)
+
+    def settle(self, units: Iterable[UnitKey]) -> None:
+        """The step that read these units has ended, well or not."""
+        for unit in units:
+            entry = self._entries.get(unit)
+            if entry is None or entry.state is not UnitState.MERGED:
+                continue
+            entry.move(UnitState.LANDED)
+            if not entry.wanted_by:
+                self._idle[unit] = None
+
+    # ------------------------------------------------------------ checks
+
+    def check_invariants(self, sequence_to_units: Mapping[SequenceId, set[UnitKey]]) -> None:
+        """`sequence_to_units`: what every live sequence needs. Nobody else may hold a reference."""
+        expected: dict[UnitKey, set[SequenceId]] = {}
+        for sequence_id, units in sequence_to_units.items():
+            for unit in units:
+                expected.setdefault(unit, set()).add(sequence_id)
+            missing = {unit for unit in units if not self.is_here(unit)}
+            assert self._missing.get(sequence_id, set()) == missing, f"{sequence_id}: missing units differ"
+        wanted = {unit: entry.wanted_by for unit, entry in self._entries.items() if entry.wanted_by}
+        assert wanted == expected, "references differ from what the sequences need"
+        assert self._missing.keys() <= sequence_to_units.keys(), "a sequence that left still waits"
+        for unit in self._idle:
+            entry = self._entries[unit]
+            assert not entry.wanted_by, f"{unit} is idle and wanted"
+            assert entry.state in (UnitState.EXPECTED, UnitState.LANDED), f"{unit} is idle and {entry.state.name}"
+        for unit, entry in self._entries.items():
+            unclaimed = entry.state is UnitState.LANDED and entry.num_tokens is None
+            is_held = entry.wanted_by or unit in self._idle or entry.state is UnitState.MERGED
+            assert is_held or unclaimed, f"{unit} is kept for nobody"

@@ -1,0 +1,67 @@
+"""From a request to the sequences that serve it: what can never run is refused here, before anything is taken.
+
+Knows the limits of one worker; knows neither the pool's state nor the inbox.
+"""
+
+from __future__ import annotations
+
+from fabric.errors import ContextLengthExceeded, InvalidRequest, ProtocolError
+from fabric.ids import SequenceId
+from fabric.messages import GenerateRequest
+from llm_workers.config import WorkerConfig
+from llm_workers.scheduling.layout import PromptLayout
+from llm_workers.scheduling.sequence import Sequence
+from llm_workers.scheduling.timing import Stopwatch
+from modalities.family import Positions
+
+
+def max_total_tokens(config: WorkerConfig, max_model_len: int) -> int:
+    """Longest sequence, prompt and output. The last token is drawn and never computed, so it needs no block."""
+    return min(max_model_len, config.num_blocks * config.block_size + 1)
+
+
+def make_sequences(
+    request: GenerateRequest, positions: Positions, config: WorkerConfig, max_model_len: int, now_s: float
+) -> list[Sequence]:
+    """One per choice. Raises ContextLengthExceeded (the model's context, the KV pool, or a medium that does not fit
+    in one step where it must not be cut), InvalidRequest, ProtocolError or FeatureMismatch."""
+    _check_numbers(request, positions)
+    _check_lengths(request, config, max_model_len)
+    layout = PromptLayout(request)
+    if not config.is_chunked_media_enabled and layout.longest_run > config.max_piece_tokens:
+        raise ContextLengthExceeded(
+            f"a medium takes {layout.longest_run} tokens in one piece, a step has room for {config.max_piece_tokens}"
+        )
+    limit = max_total_tokens(config, max_model_len)
+    return [
+        Sequence(
+            SequenceId(request.request_id, request.attempt, choice), request, layout, positions, limit, Stopwatch(now_s)
+        )
+        for choice in range(request.num_choices)
+    ]
+
+
+def _check_numbers(request: GenerateRequest, positions: Positions) -> None:
+    if not request.token_ids:
+        raise InvalidRequest("the prompt is empty")
+    if request.num_choices < 1:
+        raise InvalidRequest(f"n must be at least 1, not {request.num_choices}", param="n")
+    if request.stop.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens must be at least 1, not {request.stop.max_tokens}", param="max_tokens")
+    if request.emitted and len(request.emitted) != request.num_choices:
+        raise ProtocolError(f"tokens of {len(request.emitted)} choices were sent for {request.num_choices}")
+    if positions.ids.ndim != 2 or positions.ids.shape[1] != len(request.token_ids):
+        raise ProtocolError(f"positions {positions.ids.shape} for a prompt of {len(request.token_ids)} tokens")
+
+
+def _check_lengths(request: GenerateRequest, config: WorkerConfig, max_model_len: int) -> None:
+    num_tokens = len(request.token_ids)
+    if num_tokens >= max_model_len:
+        raise ContextLengthExceeded(
+            f"the prompt has {num_tokens} tokens, the context {max_model_len}", param="messages"
+        )
+    if num_tokens >= max_total_tokens(config, max_model_len):
+        raise ContextLengthExceeded(
+            f"the prompt has {num_tokens} tokens, a worker has room for {config.num_blocks * config.block_size}",
+            param="messages",
+        )

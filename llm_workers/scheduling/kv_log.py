@@ -1,0 +1,63 @@
+"""What became findable or was evicted, numbered without gaps, for the routers' prefix index.
+
+Knows no block ids and no sequences: hashes only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+from fabric.ids import BlockHash
+from fabric.messages import BlocksStored, KvEvent
+
+MAX_KEPT_EVENTS = 8192
+"""Beyond it the oldest go: the receiver sees the gap in the numbers and asks for a snapshot."""
+
+
+class KvEventLog:
+    """Events since the last drain. The first event of a worker's life is number 1."""
+
+    def __init__(self, max_kept: int = MAX_KEPT_EVENTS) -> None:
+        self._events: deque[KvEvent] = deque(maxlen=max_kept)
+        self._next_seq = 1
+
+    @property
+    def last_seq(self) -> int:
+        """Number of the newest event, drained or not; 0 before the first."""
+        return self._next_seq - 1
+
+    def append(self, event: KvEvent) -> None:
+        self._events.append(event)
+        self._next_seq += 1
+
+    def drain(self) -> tuple[int, list[KvEvent]]:
+        """Number of the first event of the list, and the list; it is forgotten here. With an empty list the number
+        is that of the next event to come."""
+        events = list(self._events)
+        self._events.clear()
+        return self._next_seq - len(events), events
+
+
+def chains_of(hash_to_parent: Mapping[BlockHash, BlockHash | None]) -> list[BlocksStored]:
+    """All blocks as chains, parents before children; runs without a fork are one chain. Blocks whose parent is not
+    among them can't be found by a walk from the root and are left out."""
+    children: dict[BlockHash | None, list[BlockHash]] = {}
+    for block, parent in hash_to_parent.items():
+        children.setdefault(parent, []).append(block)
+    chains: list[BlocksStored] = []
+    heads = deque(_heads(None, children))
+    while heads:
+        parent, block = heads.popleft()
+        run = [block]
+        while len(below := children.get(run[-1], [])) == 1:
+            run.append(below[0])
+        chains.append(BlocksStored(parent, tuple(run)))
+        heads.extend(_heads(run[-1], children))
+    return chains
+
+
+def _heads(
+    parent: BlockHash | None, children: Mapping[BlockHash | None, list[BlockHash]]
+) -> Iterable[tuple[BlockHash | None, BlockHash]]:
+    return [(parent, block) for block in children.get(parent, ())]

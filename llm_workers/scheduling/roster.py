@@ -1,0 +1,70 @@
+"""Who is alive: sequences by id, by attempt and by age, and which wait for a sibling.
+
+Choices of one request share their prompt: the others wait until one has computed it, and find its blocks in the
+prefix cache. Knows nothing of blocks or units.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Sequence as SequenceOf
+
+from fabric.ids import AttemptId, SequenceId
+from llm_workers.scheduling.sequence import Sequence
+
+
+class Roster:
+    def __init__(self) -> None:
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self._attempts: dict[AttemptId, list[Sequence]] = {}
+        self._by_age: list[Sequence] = []
+        self._led: dict[AttemptId, list[Sequence]] = {}
+        """Attempts of several choices whose prompt nobody has computed yet; the first is the leader."""
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __contains__(self, attempt_id: AttemptId) -> bool:
+        return attempt_id in self._attempts
+
+    @property
+    def by_age(self) -> SequenceOf[Sequence]:
+        """The oldest first."""
+        return self._by_age
+
+    def get(self, sequence_id: SequenceId) -> Sequence | None:
+        return self._sequences.get(sequence_id)
+
+    def of_attempt(self, attempt_id: AttemptId) -> list[Sequence]:
+        """Its live sequences, by choice; empty for an unknown attempt."""
+        return list(self._attempts.get(attempt_id, ()))
+
+    def held(self) -> frozenset[SequenceId]:
+        """Sequences that wait for their leader to compute the prompt."""
+        return frozenset(one.sequence_id for siblings in self._led.values() for one in siblings[1:])
+
+    def add(self, attempt_id: AttemptId, sequences: SequenceOf[Sequence], is_led: bool) -> None:
+        """All choices of an attempt. With `is_led` only the first one begins before the prompt is computed."""
+        if not sequences:
+            return
+        self._attempts[attempt_id] = list(sequences)
+        if is_led and len(sequences) > 1:
+            self._led[attempt_id] = list(sequences)
+        for sequence in sequences:
+            self._sequences[sequence.sequence_id] = sequence
+            insort(self._by_age, sequence, key=lambda one: one.age)
+
+    def prompt_computed(self, attempt_id: AttemptId) -> None:
+        """The siblings may begin; later calls change nothing."""
+        self._led.pop(attempt_id, None)
+
+    def remove(self, sequence: Sequence) -> None:
+        """If it led its siblings, the next one does."""
+        attempt_id = sequence.sequence_id.attempt_id
+        del self._sequences[sequence.sequence_id]
+        self._by_age.remove(sequence)
+        for groups in (self._attempts, self._led):
+            if attempt_id in groups:
+                groups[attempt_id].remove(sequence)
+                if not groups[attempt_id]:
+                    del groups[attempt_id]

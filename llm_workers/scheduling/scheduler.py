@@ -1,0 +1,177 @@
+"""The engine's decisions behind one door.
+
+    add / abort / unit_landed / unit_lost      what happens to the worker
+    plan_step -> (execute) -> commit           one step; `rollback` instead of `commit` when execution failed
+    drain_needed / drain_kv_events / ...       what the worker tells others
+
+One rule: the computed tokens of every sequence catch up with its total, under a budget of tokens per step. Not
+thread-safe: one engine owns it, and at most one step is in flight. Knows no tensors, no sockets, no time but the
+clock it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+from fabric.clock import Clock
+from fabric.errors import ProtocolError
+from fabric.ids import AttemptId, SequenceId, UnitKey
+from fabric.messages import BlocksStored, GenerateRequest, KvEvent
+from llm_workers.config import WorkerConfig
+from llm_workers.scheduling import events
+from llm_workers.scheduling.blocks import BlockPool
+from llm_workers.scheduling.events import Admission, NeededUnit, SchedulerStats, StepEvents
+from llm_workers.scheduling.inbox import Inbox
+from llm_workers.scheduling.intake import make_sequences
+from llm_workers.scheduling.plan import StepPlan, StepResult
+from llm_workers.scheduling.planning import StepPlanner
+from llm_workers.scheduling.residency import Residency
+from llm_workers.scheduling.roster import Roster
+from llm_workers.scheduling.steps import Steps, finished
+from llm_workers.scheduling.tally import Tally
+from modalities.family import Positions
+
+
+class Scheduler:
+    def __init__(self, config: WorkerConfig, shape_max_model_len: int, clock: Clock) -> None:
+        self._config = config
+        self._max_model_len = shape_max_model_len
+        self._clock = clock
+        self._pool = BlockPool(config.num_blocks)
+        self._inbox = Inbox()
+        self._residency = Residency(self._pool, self._inbox, config.block_size, config.is_prefix_cache_enabled)
+        self._roster = Roster()
+        self._tally = Tally()
+        self._steps = Steps(StepPlanner(config, self._residency), self._residency, self._roster, self._tally, clock)
+
+    # ------------------------------------------------------------ what happens
+
+    def add(self, request: GenerateRequest, positions: Positions) -> Admission:
+        """Creates one sequence per choice, refers at once to the blocks it hits, claims the units it needs. Raises
+        ContextLengthExceeded, InvalidRequest, FeatureMismatch (a unit has another size than was promised to others)
+        or ProtocolError (the attempt is already here, numbers that contradict each other); then nothing changed."""
+        now_s = self._clock.now()
+        attempt_id = AttemptId(request.request_id, request.attempt)
+        if attempt_id in self._roster:
+            raise ProtocolError(f"attempt {attempt_id.attempt} of {attempt_id.request_id} is already here")
+        sequences = make_sequences(request, positions, self._config, self._max_model_len, now_s)
+        layout = sequences[0].layout
+        self._inbox.check_counts(layout.unit_to_tokens)
+        ended = {one.sequence_id: reason for one in sequences if (reason := one.finish_reason()) is not None}
+        running = [one for one in sequences if one.sequence_id not in ended]
+        missing: set[UnitKey] = set()
+        for sequence in running:
+            missing.update(self._residency.admit(sequence))
+        self._roster.add(attempt_id, running, is_led=self._config.is_prefix_cache_enabled)
+        return Admission(
+            sequence_ids=tuple(one.sequence_id for one in running),
+            num_cached_tokens=min(running[0].num_computed, running[0].num_prompt) if running else 0,
+            missing_units=tuple(unit for unit in layout.units_after(0) if unit in missing),
+            reason=events.NOT_COVERED,
+            finished=tuple(
+                finished(one, ended[one.sequence_id], now_s) for one in sequences if one.sequence_id in ended
+            ),
+        )
+
+    def abort(self, attempt_id: AttemptId, choices: SequenceOf[int] = ()) -> list[SequenceId]:
+        """Frees everything of these choices (empty: all of them) at once, also while a step is in flight. Returns
+        the sequences that ended by it; units that nobody needs any more come with the next `commit` or
+        `drain_units_done`."""
+        aborted: list[SequenceId] = []
+        for sequence in self._roster.of_attempt(attempt_id):
+            if not choices or sequence.sequence_id.choice in choices:
+                self._residency.leave(sequence)
+                self._roster.remove(sequence)
+                aborted.append(sequence.sequence_id)
+        return aborted
+
+    def unit_landed(self, unit: UnitKey) -> None:
+        """The runner can read its feature from now on."""
+        self._inbox.land(unit)
+
+    def unit_lost(self, unit: UnitKey) -> list[SequenceId]:
+        """The feature is gone, or its transfer failed. Returns the sequences that need it; they wait again."""
+        return self._inbox.lose(unit)
+
+    # ------------------------------------------------------------ one step
+
+    def plan_step(self) -> StepPlan:
+        """May be empty. Takes blocks, preempts if they run out. `commit` or `rollback` comes before the next one."""
+        return self._steps.plan()
+
+    def commit(self, plan: StepPlan, result: StepResult) -> StepEvents:
+        """The step was executed. Chunks of sequences that were aborted meanwhile are ignored."""
+        return self._steps.commit(plan, result)
+
+    def rollback(self, plan: StepPlan) -> None:
+        """The step failed: sequences stand where they stood before it, without its blocks."""
+        self._steps.rollback(plan)
+
+    # ------------------------------------------------------------ queries and drains
+
+    def needs_unit(self, unit: UnitKey) -> bool:
+        """Whether a live sequence still has to compute positions of it, or the step in flight reads it."""
+        return self._inbox.is_needed(unit)
+
+    def evictable_for(self, unit: UnitKey) -> list[UnitKey]:
+        """Landed units whose room `unit` may have, by age: all that need one are younger than the oldest that needs
+        `unit`; the youngest first. Evicting means `unit_lost`, and asking for it again later."""
+        oldest = self._oldest_age(unit)
+        if oldest is None:
+            return []
+        candidates = [(age, other) for other in self._inbox.unread_units() if (age := self._oldest_age(other))]
+        return [other for age, other in sorted(candidates, reverse=True) if age > oldest]
+
+    def drain_needed(self) -> list[NeededUnit]:
+        """Units needed again since the last call: (sequence, unit, reason)."""
+        return self._steps.drain_needed()
+
+    def drain_units_done(self) -> list[UnitKey]:
+        """Units that no live sequence needs any more, as `StepEvents.units_done`: for aborts when no step follows."""
+        return self._inbox.drain_idle()
+
+    def drain_kv_events(self) -> tuple[int, list[KvEvent]]:
+        """Number of the first event, and the events since the last call. Numbers begin with 1; old events are
+        dropped when nobody drains, which the receiver sees as a gap."""
+        return self._pool.drain_events()
+
+    def kv_snapshot(self) -> tuple[int, list[BlocksStored]]:
+        """Number of the newest event (drained or not), and all findable blocks as of it."""
+        return self._pool.snapshot()
+
+    def clear_cache(self) -> bool:
+        """Forgets all cached blocks; False, and nothing happens, while a sequence holds a block."""
+        return self._pool.clear()
+
+    def stats(self) -> SchedulerStats:
+        live, tally = self._roster.by_age, self._tally
+        return SchedulerStats(
+            num_running=sum(one.is_started for one in live),
+            num_waiting=sum(not one.is_started for one in live),
+            num_at_doorstep=sum(one.is_at_doorstep for one in live),
+            queued_tokens=sum(max(0, one.num_prompt - one.num_computed) for one in live),
+            num_decoding=sum(one.is_decoding for one in live),
+            kv_blocks_used=self._pool.num_used,
+            kv_blocks_total=self._pool.num_blocks,
+            num_features=self._inbox.num_here,
+            steps=tally.steps,
+            tokens_generated=tally.tokens_generated,
+            prompt_tokens_computed=tally.prompt_tokens_computed,
+            prefix_hit_tokens=tally.prefix_hit_tokens,
+            prefix_query_tokens=tally.prefix_query_tokens,
+            num_preemptions=tally.num_preemptions,
+        )
+
+    def check_invariants(self) -> None:
+        """Between calls, a step in flight or not. For tests after every step, in production when idle."""
+        live = self._roster.by_age
+        self._pool.check_invariants({one.sequence_id: one.table.view().tolist() for one in live})
+        self._inbox.check_invariants({one.sequence_id: set(one.layout.units_after(one.num_computed)) for one in live})
+        for one in live:
+            assert 0 <= one.num_computed < one.num_tokens <= one.max_total_tokens
+            assert len(one.table) * self._config.block_size >= one.num_computed
+        assert list(live) == sorted(live, key=lambda one: one.age), "the age order is broken"
+
+    def _oldest_age(self, unit: UnitKey) -> tuple[float, str, int, int] | None:
+        users = [self._roster.get(sequence_id) for sequence_id in self._inbox.wanted_by(unit)]
+        return min((user.age for user in users if user), default=None)

@@ -1,0 +1,103 @@
+"""One choice of one attempt: its tokens, how far they are computed, and the blocks that hold the result.
+
+Prompt, generated and migrated tokens are one array; there is no prefill phase and no decode phase. Nothing here costs
+time in proportion to the context when one token is added.
+Knows neither the pool nor the inbox: `residency` moves blocks in and out.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric.digest import block_hash
+from fabric.ids import BlockHash, SequenceId
+from fabric.messages import GenerateRequest
+from llm_workers.scheduling.growing import GrowingArray
+from llm_workers.scheduling.layout import PromptLayout
+from llm_workers.scheduling.stopping import finish_reason
+from llm_workers.scheduling.timing import Stopwatch
+from modalities.family import Positions
+
+AgeKey = tuple[float, str, int, int]
+"""Total order over all sequences: (wall time of admission, request id, attempt, choice)."""
+
+
+class Sequence:
+    """Tokens `[0, num_computed)` have their KV in `table`; `hashes` names the full blocks in order, as far as known;
+    the first `num_published` of them are findable."""
+
+    def __init__(
+        self,
+        sequence_id: SequenceId,
+        request: GenerateRequest,
+        layout: PromptLayout,
+        positions: Positions,
+        max_total_tokens: int,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self.sequence_id = sequence_id
+        self.layout = layout
+        self.sampling = request.sampling
+        self.stop = request.stop
+        self.priority = request.priority
+        self.age: AgeKey = (*request.age, request.attempt, sequence_id.choice)
+        self.max_total_tokens = max_total_tokens
+        self.stopwatch = stopwatch
+        self.num_prompt = len(request.token_ids)
+        emitted = request.emitted[sequence_id.choice] if request.emitted else ()
+        self.tokens = GrowingArray((*request.token_ids, *emitted))
+        self._positions = positions
+        self.table = GrowingArray(spare=16)
+        self.hashes: list[BlockHash] = []
+        self.num_computed = 0
+        self.num_published = 0
+        self.num_cached = 0
+        """Prompt tokens found in the prefix cache before the first step."""
+        self.is_started = False
+        """It had a chunk since it was added or preempted."""
+        self.is_at_doorstep = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the token that was drawn last is not computed yet, and the sequence is not one that begins again."""
+        num_tokens = len(self.tokens)
+        return self.is_started and self.num_computed == num_tokens - 1 and num_tokens > self.num_prompt
+
+    def append(self, token_id: int) -> str | None:
+        """Adds a drawn token; returns the finish reason, if that was the last one."""
+        self.tokens.append(token_id)
+        return self.finish_reason()
+
+    def finish_reason(self) -> str | None:
+        """Of the sequence as it stands; None while it may go on, or nothing was generated yet."""
+        if not self.num_generated:
+            return None
+        is_full = self.num_tokens >= self.max_total_tokens
+        return finish_reason(self.stop, self.tokens[self.num_tokens - 1], self.num_generated, is_full)
+
+    def positions(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        """`(num_axes, end - start)`: the prompt's as given, behind it index + delta on every axis."""
+        ids = self._positions.ids
+        if end <= self.num_prompt:
+            return ids[:, start:end]
+        behind = np.arange(max(start, self.num_prompt), end, dtype=np.int64) + self._positions.delta
+        generated = np.tile(behind, (ids.shape[0], 1))
+        return generated if start >= self.num_prompt else np.concatenate([ids[:, start:], generated], axis=1)
+
+    def extend_hashes(self, num_blocks: int, block_size: int) -> None:
+        """Makes `hashes` name the first `num_blocks` blocks, all of which must be full; each is made once."""
+        for index in range(len(self.hashes), num_blocks):
+            parent = self.hashes[-1] if self.hashes else None
+            ids = self.tokens.view(index * block_size, (index + 1) * block_size)
+            self.hashes.append(
+                block_hash(parent, ids.astype("<i4").tobytes(), self.layout.block_keys(index, block_size))
+            )

@@ -1,0 +1,171 @@
+"""The life of a step: a draft becomes a plan of plain numbers, its result becomes tokens and events.
+
+At most one step is in flight. A sequence that is aborted meanwhile has left the roster: its chunk is ignored.
+"""
+
+from __future__ import annotations
+
+from fabric.clock import Clock
+from fabric.ids import SequenceId, UnitKey
+from llm_workers.scheduling import events
+from llm_workers.scheduling.events import (
+    FinishedSequence,
+    NeededUnit,
+    PrefillProgress,
+    SequenceTokens,
+    StepEvents,
+)
+from llm_workers.scheduling.plan import Chunk, StepPlan, StepResult
+from llm_workers.scheduling.planning import StepDraft, StepPlanner
+from llm_workers.scheduling.residency import Residency
+from llm_workers.scheduling.roster import Roster
+from llm_workers.scheduling.sequence import Sequence
+from llm_workers.scheduling.tally import Tally
+
+
+class Steps:
+    def __init__(self, planner: StepPlanner, residency: Residency, roster: Roster, tally: Tally, clock: Clock) -> None:
+        self._planner = planner
+        self._residency = residency
+        self._roster = roster
+        self._tally = tally
+        self._clock = clock
+        self._step = 0
+        self._planned_at_s = 0.0
+        self._in_flight: dict[SequenceId, Sequence] = {}
+        self._merged: set[UnitKey] = set()
+        self._needed: list[NeededUnit] = []
+        self._preempted: list[SequenceId] = []
+        self._at_doorstep: list[SequenceId] = []
+
+    # ------------------------------------------------------------ plan
+
+    def plan(self) -> StepPlan:
+        assert not self._in_flight, "the last step was neither committed nor rolled back"
+        now_s = self._planned_at_s = self._clock.now()
+        draft = self._planner.draft(self._roster.by_age, self._roster.held())
+        self._readmit(draft)
+        self._step += 1
+        chunks = tuple(self._seal(sequence, end, now_s) for sequence, end in draft.chunks.values())
+        self._note_doorsteps(now_s)
+        return StepPlan(self._step, chunks)
+
+    def _readmit(self, draft: StepDraft) -> None:
+        """Preempted sequences take hold of what survived of their blocks, and ask for units they need again."""
+        for sequence in draft.preempted.values():
+            missing = self._residency.admit(sequence)
+            self._needed += [NeededUnit(sequence.sequence_id, unit, events.PREEMPTED) for unit in missing]
+            self._preempted.append(sequence.sequence_id)
+            self._tally.num_preemptions += 1
+
+    def _seal(self, sequence: Sequence, end: int, now_s: float) -> Chunk:
+        start = sequence.num_computed
+        if not sequence.stopwatch.has_begun:
+            sequence.stopwatch.begin(now_s)
+            sequence.num_cached = min(start, sequence.num_prompt)
+            self._tally.prefix_hit_tokens += sequence.num_cached
+            self._tally.prefix_query_tokens += sequence.num_prompt
+        sequence.is_started = True
+        splices = sequence.layout.splices(start, end) if start < sequence.num_prompt else ()
+        for splice in splices:
+            self._residency.inbox.merge(splice.unit)
+            self._merged.add(splice.unit)
+        self._in_flight[sequence.sequence_id] = sequence
+        return Chunk(
+            sequence_id=sequence.sequence_id,
+            start=start,
+            num_tokens=end - start,
+            token_ids=sequence.tokens.view(start, end),
+            positions=sequence.positions(start, end),
+            block_ids=sequence.table.view(0, self._residency.blocks_for(end)).copy(),
+            splices=splices,
+            sampling=sequence.sampling if end == sequence.num_tokens else None,
+            draw_index=sequence.num_generated,
+        )
+
+    # ------------------------------------------------------------ end
+
+    def commit(self, plan: StepPlan, result: StepResult) -> StepEvents:
+        now_s = self._clock.now()
+        tokens: list[SequenceTokens] = []
+        finished: list[FinishedSequence] = []
+        prefill: list[PrefillProgress] = []
+        for chunk, sequence in self._end_flight(plan):
+            if chunk.start < sequence.num_prompt:
+                end = min(chunk.end, sequence.num_prompt)
+                prefill.append(PrefillProgress(sequence.sequence_id, chunk.start, end))
+                self._tally.prompt_tokens_computed += end - chunk.start
+                sequence.stopwatch.add_prefill(now_s - self._planned_at_s)
+            self._residency.advance(sequence, chunk.end)
+            if chunk.end >= sequence.num_prompt:
+                self._roster.prompt_computed(sequence.sequence_id.attempt_id)
+            if chunk.sampling is not None:
+                drawn, ended = self._append(sequence, result.token_ids[chunk.sequence_id], now_s)
+                tokens.append(drawn)
+                finished += ended
+        self._tally.steps += bool(plan.chunks)
+        self._note_doorsteps(now_s)
+        at_doorstep, self._at_doorstep = self._at_doorstep, []
+        preempted, self._preempted = self._preempted, []
+        done = self._residency.inbox.drain_idle()
+        return StepEvents(
+            tuple(tokens), tuple(finished), tuple(done), tuple(prefill), tuple(at_doorstep), tuple(preempted)
+        )
+
+    def rollback(self, plan: StepPlan) -> None:
+        for _, sequence in self._end_flight(plan):
+            self._residency.trim(sequence)
+
+    def drain_needed(self) -> list[NeededUnit]:
+        """Of sequences that are still alive."""
+        needed, self._needed = self._needed, []
+        return [one for one in needed if self._roster.get(one.sequence_id) is not None]
+
+    def _end_flight(self, plan: StepPlan) -> list[tuple[Chunk, Sequence]]:
+        """The chunks whose sequences are still alive. Units that the step read can be given away from now on."""
+        flying, self._in_flight = self._in_flight, {}
+        assert flying.keys() == {chunk.sequence_id for chunk in plan.chunks}, "not the step that is in flight"
+        self._residency.inbox.settle(self._merged)
+        self._merged.clear()
+        pairs = [(chunk, flying[chunk.sequence_id]) for chunk in plan.chunks]
+        return [(chunk, sequence) for chunk, sequence in pairs if self._roster.get(chunk.sequence_id) is sequence]
+
+    def _append(self, sequence: Sequence, token_id: int, now_s: float) -> tuple[SequenceTokens, list[FinishedSequence]]:
+        """Adds the drawn token; a sequence that ends by it leaves."""
+        first_index = sequence.num_generated
+        reason = sequence.append(token_id)
+        sequence.stopwatch.first_token(now_s)
+        self._tally.tokens_generated += 1
+        drawn = SequenceTokens(sequence.sequence_id, first_index, (token_id,), reason)
+        if reason is None:
+            return drawn, []
+        self._residency.leave(sequence)
+        self._roster.remove(sequence)
+        return drawn, [finished(sequence, reason, now_s)]
+
+    def _note_doorsteps(self, now_s: float) -> None:
+        held = self._roster.held()
+        for sequence in self._roster.by_age:
+            is_waiting = not self._residency.inbox.is_complete(sequence.sequence_id)
+            is_at_doorstep = (
+                is_waiting
+                and sequence.sequence_id not in held
+                and sequence.sequence_id not in self._in_flight
+                and self._residency.doorstep(sequence, sequence.num_computed + 1) == sequence.num_computed
+            )
+            if is_at_doorstep != sequence.is_at_doorstep:
+                sequence.is_at_doorstep = is_at_doorstep
+                sequence.stopwatch.hold(is_at_doorstep, now_s)
+                if is_at_doorstep:
+                    self._at_doorstep.append(sequence.sequence_id)
+
+
+def finished(sequence: Sequence, reason: str, now_s: float) -> FinishedSequence:
+    return FinishedSequence(
+        sequence.sequence_id,
+        reason,
+        sequence.num_generated,
+        sequence.num_prompt,
+        sequence.num_cached,
+        sequence.stopwatch.times(now_s),
+    )

@@ -1,0 +1,105 @@
+"""Plain construction for the scheduler's unit tests: requests with images at given places, and one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fabric.clock import ManualClock
+from fabric.ids import AttemptId, MemberId, MmHash, RequestId, SequenceId, UnitKey
+from fabric.messages import GenerateRequest, MediaItem, PlaceholderRange, SamplingParams, StopConditions
+from llm_workers.config import WorkerConfig
+from llm_workers.scheduling.events import StepEvents
+from llm_workers.scheduling.plan import StepPlan, StepResult
+from llm_workers.scheduling.scheduler import Scheduler
+from modalities.family import Positions
+
+PAD = 9
+MAX_MODEL_LEN = 4096
+
+
+def image(name: str, index: int, num_tokens: int) -> MediaItem:
+    return MediaItem(
+        index, "image", MmHash(name), (1, num_tokens, 4), (num_tokens,), 4 * num_tokens, f"messages.0.{index}"
+    )
+
+
+def unit(name: str) -> UnitKey:
+    return UnitKey(MmHash(name), 0)
+
+
+def request(
+    name: str,
+    length: int | Sequence[int],
+    images: Sequence[tuple[str, int, int]] = (),
+    *,
+    age: float = 0.0,
+    max_tokens: int = 100,
+    **fields: object,
+) -> GenerateRequest:
+    """`length`: of a prompt that no other request shares, or the token ids. `images`: (name, offset, tokens)."""
+    seed = sum(name.encode()) * 1000
+    token_ids = list(range(seed, seed + length)) if isinstance(length, int) else list(length)
+    for _, offset, num_tokens in images:
+        token_ids[offset : offset + num_tokens] = [PAD] * num_tokens
+    defaults: dict[str, object] = {"sampling": SamplingParams(), "stop": StopConditions(max_tokens=max_tokens)}
+    return GenerateRequest(
+        request_id=RequestId(name),
+        attempt=1,
+        router_id=MemberId("router-1"),
+        router_address="local://router-1",
+        token_ids=tuple(token_ids),
+        placeholders=tuple(PlaceholderRange(at, n, index, 0, 0) for index, (_, at, n) in enumerate(images)),
+        media=tuple(image(media, index, n) for index, (media, _, n) in enumerate(images)),
+        age=(age, name),
+        **{**defaults, **fields},  # type: ignore[arg-type]
+    )
+
+
+def positions(prompt: GenerateRequest, delta: int = 0) -> Positions:
+    return Positions(np.arange(len(prompt.token_ids), dtype=np.int64)[None, :], delta)
+
+
+def sequence_id(name: str, choice: int = 0, attempt: int = 1) -> SequenceId:
+    return SequenceId(RequestId(name), attempt, choice)
+
+
+def attempt_id(name: str) -> AttemptId:
+    return AttemptId(RequestId(name), 1)
+
+
+class Bench:
+    """A scheduler and its clock; `step` plans, answers every draw with `token` and commits, invariants checked."""
+
+    def __init__(self, **config: object) -> None:
+        self.clock = ManualClock()
+        self.config = WorkerConfig(**config)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self.config, MAX_MODEL_LEN, self.clock)
+
+    def add(self, prompt: GenerateRequest, *, landed: bool = False, delta: int = 0):
+        admission = self.scheduler.add(prompt, positions(prompt, delta))
+        if landed:
+            for missing in admission.missing_units:
+                self.scheduler.unit_landed(missing)
+        self.scheduler.check_invariants()
+        return admission
+
+    def plan(self) -> StepPlan:
+        plan = self.scheduler.plan_step()
+        self.scheduler.check_invariants()
+        assert plan.num_tokens <= self.config.max_step_tokens
+        assert len(plan.chunks) <= self.config.max_sequences
+        return plan
+
+    def commit(self, plan: StepPlan, token: int = 7) -> StepEvents:
+        drawn = {chunk.sequence_id: token for chunk in plan.chunks if chunk.sampling is not None}
+        events = self.scheduler.commit(plan, StepResult(drawn))
+        self.scheduler.check_invariants()
+        return events
+
+    def step(self, token: int = 7) -> dict[str, int]:
+        """Tokens computed per request name."""
+        plan = self.plan()
+        self.commit(plan, token)
+        return {chunk.sequence_id.request_id: chunk.num_tokens for chunk in plan.chunks}

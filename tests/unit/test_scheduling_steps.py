@@ -1,0 +1,26 @@
+"""What a step computes: catching up, doorsteps, order, budget."""
+
+from __future__ import annotations
+
+from scheduling_cases import Bench, request, unit
+
+
+def test_three_prompts_with_an_image_share_a_step_up_to_their_doorsteps() -> None:
+    """notes/engine.md: 800 tokens, image at 100 of length 600, budget 1024. Only the first request's image is here.
+    The ready request goes first and whole; the others compute their text up to the doorstep. Then the first decodes,
+    the second's image has landed and it computes the rest, the third stands at its doorstep and costs nothing."""
+    bench = Bench(max_step_tokens=1024, num_blocks=1024)
+    for index, name in enumerate("abc"):
+        bench.add(request(name, 800, [(f"image-{name}", 100, 600)], age=index))
+    bench.scheduler.unit_landed(unit("image-a"))
+    assert bench.step() == {"a": 800, "b": 100, "c": 100}
+    bench.scheduler.unit_landed(unit("image-b"))
+    assert bench.step() == {"a": 1, "b": 700}
+
+
+def test_an_image_that_must_not_be_cut_is_left_to_the_next_step() -> None:
+    """notes/engine.md: image at 400 with length 800, chunked multimodal input off: the first step computes 400."""
+    bench = Bench(max_step_tokens=1024, num_blocks=1024, is_chunked_media_enabled=False)
+    bench.add(request("a", 1200, [("image-a", 400, 800)]), landed=True)
+    assert bench.step() == {"a": 400}
+    assert bench.step() == {"a": 800}
