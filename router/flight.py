@@ -14,6 +14,7 @@ from fabric.errors import (
     Aborted,
     Busy,
     EngineFailed,
+    NoCapacity,
     ProtocolError,
     TargetGone,
     TransferError,
@@ -174,6 +175,8 @@ class Flight:
             except WeftError as error:
                 if self.stream.are_choices_finished:
                     return None  # Nothing is missing but the worker's own account.
+                if isinstance(error, NoCapacity) and self._losses:
+                    raise self._verdict() from error
                 if not isinstance(error, RETRIED):
                     raise
                 self._losses.append(error)
@@ -195,10 +198,7 @@ class Flight:
         self._told.clear()
         self._attempt = attempt
         try:
-            try:
-                attempt.dispatch([choice.emitted for choice in self.stream.choices] if number else ())
-            except WeftError as error:
-                raise (self._verdict() if self._losses else error) from error
+            attempt.dispatch([choice.emitted for choice in self.stream.choices] if number else ())
             result = await attempt.result()
             if result is not None:
                 await self._settle(result)

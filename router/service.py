@@ -131,6 +131,11 @@ class RouterService:
         return is_ready, state
 
     @property
+    def picture(self) -> ClusterState:
+        """What the router believes about the cluster. For reading."""
+        return self._parts.cluster
+
+    @property
     def metrics(self) -> RouterMetrics:
         return self._parts.metrics
 

@@ -1,0 +1,298 @@
+"""What the router does when workers, encoders or frames are lost: no token twice, none missing, one terminal event."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from router_chats import chat, expected, image, read, text
+from router_fakes import FakeCluster, FakeWorker, fake_cluster, settled
+
+from fabric.errors import (
+    ArenaFull,
+    DeadlineExceeded,
+    EncodeFailed,
+    EncoderLost,
+    EngineFailed,
+    ErrorInfo,
+    InvalidMedia,
+    Overloaded,
+    TransferFailed,
+    WorkerLost,
+)
+from fabric.ids import UnitKey
+from fabric.messages import AbortAttempt, FeatureNeeded, TokenFrame
+from router.streams import RequestStream
+
+
+def first_worker(cluster: FakeCluster) -> FakeWorker:
+    return next(worker for worker in cluster.workers if worker.requests)
+
+
+def all_scripts(cluster: FakeCluster, **fields: object) -> None:
+    for worker in cluster.workers:
+        for name, value in fields.items():
+            setattr(worker.script, name, value)
+
+
+async def collect_into(received: list[str], stream: RequestStream) -> None:
+    async for deltas in stream:
+        received += [delta.text for delta in deltas]
+
+
+async def test_lost_worker_is_replaced_and_tokens_go_on_where_they_stopped() -> None:
+    async with fake_cluster(num_workers=2) as cluster:
+        all_scripts(cluster, pause_at=9)
+        stream = await cluster.service.open(chat(n=2))
+        await settled(lambda: all(choice.num_tokens == 9 for choice in stream.choices))
+        first = first_worker(cluster)
+        first.script.error, first.script.die_at = WorkerLost("died"), 9
+        all_scripts(cluster, pause_at=None)
+        first.script.resume.set()
+        texts, reasons, usage = await read(stream)
+        assert texts == [expected(cluster, 0), expected(cluster, 1)]
+        assert reasons == ["stop", "stop"]
+        second = next(worker for worker in cluster.workers if worker is not first)
+        (again,) = second.requests
+        assert again.attempt == 1
+        assert again.emitted == tuple(tuple(expected(cluster, choice).encode()[:9]) for choice in range(2))
+        assert again.sampling == first.requests[0].sampling
+        assert again.age == first.requests[0].age
+        assert usage.num_completion_tokens == sum(len(each.encode()) + 1 for each in texts)
+        assert AbortAttempt(again.request_id, 0) in first.aborted
+
+
+async def test_a_choice_that_ended_stays_ended_after_a_migration() -> None:
+    async with fake_cluster(num_workers=2) as cluster:
+        all_scripts(cluster, pause_at=12)
+        stream = await cluster.service.open(chat(n=2, stop=["choice 0"]))
+        await settled(lambda: stream.choices[1].num_tokens == 12)
+        first = first_worker(cluster)
+        first.script.error, first.script.die_at = WorkerLost("died"), 12
+        all_scripts(cluster, pause_at=None)
+        first.script.resume.set()
+        texts, reasons, usage = await read(stream)
+        assert texts == ["", expected(cluster, 1)]
+        assert reasons == ["stop", "stop"]
+        assert usage.num_completion_tokens == len("choice 0") + len(texts[1].encode()) + 1
+        second = next(worker for worker in cluster.workers if worker is not first)
+        assert AbortAttempt(second.requests[0].request_id, 1, (0,)) in second.aborted
+
+
+async def test_member_that_left_is_not_tried_twice() -> None:
+    async with fake_cluster(num_workers=2) as cluster:
+        gone = cluster.workers[0]
+        del cluster.pools.workers[gone.member_id]  # The directory hasn't noticed.
+        for _ in range(4):
+            assert (await read(await cluster.service.open(chat())))[1] == ["stop"]
+        errors = cluster.service.metrics.registry.get_sample_value
+        tried = errors("weft_router_dispatch_errors_total", {"kind": "generate", "code": "target_gone"})
+        assert (tried or 0) <= 1
+        assert len(cluster.workers[1].requests) == 4
+
+
+async def test_request_that_costs_every_worker_its_life_is_blamed() -> None:
+    async with fake_cluster(num_workers=4, max_attempts=3) as cluster:
+        all_scripts(cluster, error=WorkerLost("died"), die_at=0)
+        with pytest.raises(EngineFailed) as caught:
+            await read(await cluster.service.open(chat()))
+        assert caught.value.retryable is False
+        assert sum(len(worker.requests) for worker in cluster.workers) == 3
+
+
+async def test_the_only_worker_lost_says_so() -> None:
+    async with fake_cluster() as cluster:
+        all_scripts(cluster, error=WorkerLost("died"), die_at=0)
+        with pytest.raises(WorkerLost):
+            await read(await cluster.service.open(chat()))
+
+
+async def test_busy_worker_is_left_for_another() -> None:
+    async with fake_cluster(num_workers=2) as cluster:
+        cluster.workers[0].script.error, cluster.workers[0].script.die_at = Overloaded("full"), 0
+        for _ in range(3):
+            assert (await read(await cluster.service.open(chat())))[1] == ["stop"]
+
+
+async def test_error_of_the_engine_reaches_the_client_once() -> None:
+    async with fake_cluster(num_workers=2) as cluster:
+        all_scripts(cluster, error=EngineFailed("the step broke"), die_at=4)
+        stream = await cluster.service.open(chat())
+        with pytest.raises(EngineFailed, match="the step broke"):
+            await read(stream)
+        assert sum(len(worker.requests) for worker in cluster.workers) == 1
+
+
+async def test_failure_after_tokens_comes_after_their_text() -> None:
+    async with fake_cluster() as cluster:
+        all_scripts(cluster, error=EngineFailed("the step broke"), die_at=4)
+        stream = await cluster.service.open(chat())
+        received: list[str] = []
+        with pytest.raises(EngineFailed):
+            await collect_into(received, stream)
+        assert "".join(received) == expected(cluster)[:4]
+
+
+async def test_lost_frames_are_drawn_again() -> None:
+    async with fake_cluster() as cluster:
+        worker = cluster.workers[0]
+
+        def lose_some(frames: list[TokenFrame]) -> list[TokenFrame]:
+            return [frame for frame in frames if frame.attempt > 0 or not 5 <= frame.first_index < 8]
+
+        worker.script.frames = lose_some
+        texts, reasons, usage = await read(await cluster.service.open(chat()))
+        assert texts == [expected(cluster)]
+        assert reasons == ["stop"]
+        assert usage.num_completion_tokens == len(texts[0].encode()) + 1
+        assert worker.requests[1].emitted == (tuple(texts[0].encode()[:5]),)
+
+
+async def test_lost_last_frame_is_told_by_the_terminal_event() -> None:
+    async with fake_cluster(max_attempts=1) as cluster:
+        cluster.workers[0].script.frames = lambda frames: [f for f in frames if f.finish_reason is None]
+        with pytest.raises(TransferFailed, match="1 tokens"):
+            await read(await cluster.service.open(chat()))
+
+
+async def test_frames_of_another_attempt_or_worker_are_dropped() -> None:
+    async with fake_cluster(num_workers=2) as cluster:
+        all_scripts(cluster, pause_at=3)
+        stream = await cluster.service.open(chat())
+        await settled(lambda: stream.choices[0].num_tokens == 3)
+        mine = first_worker(cluster)
+        other = next(worker for worker in cluster.workers if worker is not mine)
+        request = mine.requests[0]
+        wrong = [TokenFrame(request.request_id, 1, 0, 3, (1, 2, 3)), TokenFrame(request.request_id, 0, 5, 0, (1,))]
+        mine._send_frames(request, wrong)
+        other._send_frames(request, [TokenFrame(request.request_id, 0, 0, 3, (1, 2, 3))])
+        mine.script.resume.set()
+        assert (await read(stream))[0] == [expected(cluster)]
+
+
+async def test_encoder_that_is_lost_hands_its_items_to_another() -> None:
+    async with fake_cluster(num_encoders=2) as cluster:
+        for encoder in cluster.encoders:
+            encoder.failures = []
+        cluster.encoders[0].failures = [EncoderLost("died")]
+        cluster.encoders[1].failures = [EncoderLost("died")]
+        used = cluster.encoders
+        stream = await cluster.service.open(chat([image(1), text("?")]))
+        await settled(lambda: any(encoder.requests for encoder in used))
+        first = next(encoder for encoder in used if encoder.requests)
+        second = next(encoder for encoder in used if encoder is not first)
+        second.failures = []
+        assert (await read(stream))[0] == [expected(cluster)]
+        assert second.requests[0].items == first.requests[0].items
+        assert second.requests[0].attempt == 0
+        assert len(cluster.workers[0].requests) == 1
+
+
+async def test_last_encoder_lost_ends_the_request() -> None:
+    async with fake_cluster() as cluster:
+        cluster.encoders[0].failures = [EncoderLost("died")]
+        with pytest.raises(EncoderLost):
+            await read(await cluster.service.open(chat([image()])))
+        await settled(lambda: cluster.workers[0].num_cancelled == 1)
+        assert (await read(await cluster.service.open(chat("text goes on"))))[1] == ["stop"]
+
+
+async def test_transient_item_error_goes_elsewhere() -> None:
+    async with fake_cluster(num_encoders=2) as cluster:
+        full = ErrorInfo.of(ArenaFull("no room"))
+        for encoder in cluster.encoders:
+            encoder.failures = [full]
+        stream = await cluster.service.open(chat([image()]))
+        await settled(lambda: any(encoder.requests for encoder in cluster.encoders))
+        next(encoder for encoder in cluster.encoders if not encoder.requests).failures = []
+        assert (await read(stream))[0] == [expected(cluster)]
+
+
+async def test_broken_picture_is_the_clients_fault_and_named() -> None:
+    async with fake_cluster() as cluster:
+        cluster.encoders[0].failures = [ErrorInfo.of(InvalidMedia("truncated"))]
+        stream = await cluster.service.open(chat([text("see"), image()]))
+        with pytest.raises(InvalidMedia) as caught:
+            await stream.started()
+        assert caught.value.param == "messages.0.content.1"
+        await settled(lambda: cluster.workers[0].num_cancelled == 1)
+        assert len(cluster.workers[0].aborted) == 1
+
+
+async def test_feature_that_never_stays_is_given_up() -> None:
+    async with fake_cluster(max_encodes_per_item=3) as cluster:
+        cluster.workers[0].script.pause_at = 0
+        stream = await cluster.service.open(chat([image()]))
+        await settled(lambda: len(cluster.encoders[0].requests) == 1)
+        request = cluster.workers[0].requests[0]
+        units = tuple(request.media[0].unit_keys())
+        lost = FeatureNeeded(cluster.workers[0].member_id, request.request_id, 0, units, "lease_lost")
+        for num_sent in (2, 3):
+            cluster.workers[0].plane.send(cluster.plane.address, lost)
+            await settled(lambda num_sent=num_sent: len(cluster.encoders[0].requests) == num_sent)
+        cluster.workers[0].plane.send(cluster.plane.address, lost)
+        with pytest.raises(EncodeFailed) as caught:
+            await read(stream)
+        assert caught.value.param == "messages.0.content.0"
+
+
+async def test_unit_of_nobody_is_ignored() -> None:
+    async with fake_cluster() as cluster:
+        cluster.workers[0].script.pause_at = 0
+        stream = await cluster.service.open(chat())
+        await settled(lambda: len(cluster.workers[0].requests) == 1)
+        request = cluster.workers[0].requests[0]
+        strange = FeatureNeeded(cluster.workers[0].member_id, request.request_id, 0, (UnitKey("ff", 0),), "preempted")  # type: ignore[arg-type]
+        cluster.workers[0].plane.send(cluster.plane.address, strange)
+        cluster.workers[0].script.resume.set()
+        assert (await read(stream))[1] == ["stop"]
+
+
+async def test_worker_that_never_answers_meets_the_deadline() -> None:
+    async with fake_cluster(dispatch_timeout_s=0.05) as cluster:
+        cluster.workers[0].script.pause_at = 0
+        with pytest.raises(DeadlineExceeded):
+            await read(await cluster.service.open(chat()))
+        await settled(lambda: cluster.workers[0].num_cancelled == 1)
+
+
+async def test_worker_that_is_silent_after_the_last_token_is_not_waited_for() -> None:
+    async with fake_cluster(settle_timeout_s=0.02) as cluster:
+        cluster.workers[0].script.pause_at = 13
+        stream = await cluster.service.open(chat(stop=[" of "]))
+        texts, reasons, usage = await read(stream)
+        assert (texts, reasons) == (["choice 0"], ["stop"])
+        assert usage.num_completion_tokens == len("choice 0 of ")
+        await settled(lambda: cluster.workers[0].num_cancelled == 1)
+
+
+async def test_worker_lost_after_the_last_token_is_no_failure() -> None:
+    async with fake_cluster() as cluster:
+        worker = cluster.workers[0]
+        worker.script.error, worker.script.die_at = WorkerLost("died"), 13
+        texts, reasons, _ = await read(await cluster.service.open(chat(stop=[" of "])))
+        assert (texts, reasons) == (["choice 0"], ["stop"])
+        assert len(worker.requests) == 1
+
+
+async def test_two_dispatches_share_no_context() -> None:
+    import contextvars
+
+    mark: contextvars.ContextVar[str] = contextvars.ContextVar("mark", default="empty")
+    seen: list[str] = []
+    async with fake_cluster() as cluster:
+        generate, encode = cluster.pools.generate, cluster.pools.encode
+
+        async def noting_generate(*args):  # type: ignore[no-untyped-def]
+            seen.append(mark.get())
+            return await generate(*args)
+
+        async def noting_encode(*args):  # type: ignore[no-untyped-def]
+            seen.append(mark.get())
+            return await encode(*args)
+
+        cluster.pools.generate, cluster.pools.encode = noting_generate, noting_encode  # type: ignore[method-assign]
+        mark.set("of the HTTP request")
+        await read(await cluster.service.open(chat([image()])))
+        assert seen == ["empty", "empty"]
+        assert asyncio.current_task() is not None
