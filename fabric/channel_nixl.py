@@ -198,7 +198,8 @@ class _NixlReader:
         except self._agent.errors as error:
             raise TransferFailed(f"can't connect to {source}: {error}") from error
         if name.decode() != source:
-            self._agent.nixl.remove_remote_agent(name.decode())
+            if name.decode() not in self._source_to_metadata:
+                self._agent.nixl.remove_remote_agent(name.decode())
             raise TransferFailed(f"a ticket of {source} carries the metadata of {name.decode()}")
         self._source_to_metadata[source] = ticket.metadata
 

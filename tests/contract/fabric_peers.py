@@ -1,0 +1,158 @@
+"""Sources as a sink's tests need them: each fills slots, frees them, freezes, thaws and dies when told. One lives
+in this process, the other in a spawned one of its own, so that it can be stopped and killed by signal."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+from typing import Any, Protocol
+
+import numpy as np
+
+from fabric.channel import FeatureSource, SourceSlot
+from fabric.channel_local import LocalChannelHub, LocalFeatureSource
+from fabric.errors import WeftError
+from fabric.messages import FeatureTicket
+
+Shape = tuple[int, int, int]
+ARENA_BYTES = 8 << 20
+_NAMES = itertools.count()
+
+
+def payload(seed: int, nbytes: int) -> np.ndarray:
+    """What a peer writes into the slot of `seed`: uint8 `(nbytes,)`."""
+    return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+class Stock:
+    """A source with its offers, by seed."""
+
+    def __init__(self, source: FeatureSource) -> None:
+        self._source = source
+        self._slots: dict[int, SourceSlot] = {}
+
+    def offer(self, seed: int, shape: Shape) -> FeatureTicket:
+        nbytes = 4 * shape[0] * shape[1] * shape[2]
+        slot = self._source.allocate(nbytes)
+        slot.buffer[:] = payload(seed, nbytes)
+        self._slots[seed] = slot
+        return self._source.ticket(slot, shape, "float32", lease_s=60.0)
+
+    def free(self, seed: int) -> None:
+        self._source.free(self._slots[seed])
+
+    def clear(self) -> None:
+        """Frees everything, for the next test."""
+        for slot in self._slots.values():
+            self._source.free(slot)
+        self._slots.clear()
+
+    def close(self) -> None:
+        self._source.close()
+
+
+class Peer(Protocol):
+    name: str
+    """Of its transfer agent."""
+
+    def offer(self, seed: int, shape: Shape) -> FeatureTicket: ...
+
+    def free(self, seed: int) -> None: ...
+
+    def clear(self) -> None: ...
+
+    def freeze(self) -> None: ...
+
+    def thaw(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LocalPeer(Stock):
+    """In this process; its freezing and dying are the hub's."""
+
+    def __init__(self, hub: LocalChannelHub) -> None:
+        self.name = f"enc-{next(_NAMES)}"
+        self._hub = hub
+        super().__init__(LocalFeatureSource(hub, self.name, ARENA_BYTES))
+
+    def freeze(self) -> None:
+        self._hub.freeze(self.name)
+
+    def thaw(self) -> None:
+        self._hub.thaw(self.name)
+
+    def kill(self) -> None:
+        self._hub.kill(self.name)
+
+
+def _serve(connection: Any, name: str) -> None:
+    """The other process: commands in, results out, until the pipe ends."""
+    from fabric.channel_nixl import NixlFeatureSource
+
+    stock = Stock(NixlFeatureSource(name, ARENA_BYTES))
+    try:
+        while True:
+            command, arguments = connection.recv()
+            try:
+                connection.send(getattr(stock, command)(*arguments))
+            except WeftError as error:
+                connection.send(error)
+    except EOFError:
+        stock.close()
+
+
+class ProcessPeer:
+    """A NIXL source in a spawned process; freezing and dying are signals."""
+
+    def __init__(self) -> None:
+        self.name = f"enc-{os.getpid()}-{next(_NAMES)}"
+        spawn = multiprocessing.get_context("spawn")
+        self._connection, theirs = spawn.Pipe()
+        self._process = spawn.Process(target=_serve, args=(theirs, self.name), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def offer(self, seed: int, shape: Shape) -> FeatureTicket:
+        return self._ask("offer", seed, shape)
+
+    def free(self, seed: int) -> None:
+        self._ask("free", seed)
+
+    def clear(self) -> None:
+        self._ask("clear")
+
+    def freeze(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+        self._process.join()
+
+    def close(self) -> None:
+        self._connection.close()
+        if self._process.is_alive():
+            self.thaw()
+            self._process.join(10.0)
+            self._process.kill()
+        self._process.join()
+        self._process.close()
+
+    def _ask(self, command: str, *arguments: Any) -> Any:
+        self._connection.send((command, arguments))
+        assert self._connection.poll(60.0), f"{self.name} does not answer"
+        result = self._connection.recv()
+        if isinstance(result, WeftError):
+            raise result
+        return result
+
+    def _signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
