@@ -53,9 +53,8 @@ class ControlTokens:
         inside the surrounding white space, so that a template can still trim it."""
         core = text.strip()
         before, _, after = text.partition(core) if core else (text, "", "")
-        inside = self._is_inside(text)
-        head = mark if inside or self._closes(text) else ""
-        tail = mark if inside or self._opens(text) else ""
+        head = mark if self._closes(text) else ""
+        tail = mark if self._opens(text) or self._is_inside(text) else ""
         return f"{before}{head}{self.marked_inside(core, mark)}{tail}{after}"
 
     def pieces(self, text: str, mark: str) -> list[str]:
