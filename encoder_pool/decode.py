@@ -17,7 +17,7 @@ import sys
 import time
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -44,8 +44,24 @@ class DecodeBroke(Exception):
     """The process died over this item, or over one beside it. Transient: a second try runs alone."""
 
 
+class Decoder(Protocol):
+    @property
+    def num_parallel(self) -> int:
+        """Items worth giving it at once."""
+        ...
+
+    async def decode(self, data: bytes, item: MediaItem, *, is_second_try: bool) -> Decoded:
+        """Decodes and preprocesses one item into the units that were planned.
+
+        Raises InvalidMedia (broken, or not what was planned), EncodeFailed (our own failure on it), or DecodeBroke:
+        the item may be tried once more.
+        """
+        ...
+
+
 class DecodePool:
-    """`num_processes` decoders (0: one thread of this process, using `family`). Lives in one event loop."""
+    """Keeps `Decoder`, with `num_processes` processes (0: one thread of this process, using `family`). Lives in one
+    event loop."""
 
     def __init__(self, family: Family, model_dir: str, num_processes: int) -> None:
         self._family = family
@@ -68,11 +84,7 @@ class DecodePool:
         await asyncio.gather(*(loop.run_in_executor(self._executor, _ready) for _ in range(self.num_parallel)))
 
     async def decode(self, data: bytes, item: MediaItem, *, is_second_try: bool) -> Decoded:
-        """Decodes and preprocesses one item into the units that were planned.
-
-        Raises InvalidMedia (broken, or not what was planned), EncodeFailed (our own failure on it), or DecodeBroke:
-        the pool was rebuilt, and the item may be tried once more.
-        """
+        """DecodeBroke: the pool was built anew; a second try runs alone, in a process of its own."""
         if is_second_try and self._num_processes > 0:
             async with self._alone:
                 lone = self._build(1)

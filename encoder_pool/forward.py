@@ -12,38 +12,23 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from encoder_pool.planning.features import FeatureSpec
+from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit
 from fabric.errors import EncodeFailed, FeatureMismatch, WeftError
-from modalities.family import EncoderInput, EncoderModel
+from modalities.family import EncoderModel
 
 logger = logging.getLogger(__name__)
-
-
-class ForwardUnit(NamedTuple):
-    input: EncoderInput
-    num_tokens: int
-    """Rows that were planned."""
-    buffer: npt.NDArray[np.uint8]
-    """The slot in the arena, `(nbytes,)`."""
-
-
-class ForwardResult(NamedTuple):
-    errors: list[WeftError | None]
-    """One per unit, in order; None: the unit's bytes are complete in its slot."""
-    seconds: float
 
 
 Job = tuple[Sequence[ForwardUnit], Callable[[ForwardResult], None]]
 
 
 class ForwardThread:
-    """One batch at a time. `done` is called in the thread itself; it must hand over, not work."""
+    """Keeps `planning.forward_job.Forward`, one batch at a time. `done` is called in the thread itself; it must hand
+    over, not work."""
 
     def __init__(self, model: EncoderModel, delay_s: float) -> None:
         self._model = model

@@ -16,13 +16,13 @@ from itertools import count
 from encoder_pool.announcer import Announcer
 from encoder_pool.call import Call
 from encoder_pool.config import EncoderConfig
-from encoder_pool.decode import DecodeBroke, DecodePool
-from encoder_pool.forward import ForwardResult, ForwardThread, ForwardUnit
+from encoder_pool.decode import DecodeBroke, Decoder
 from encoder_pool.planning.admission import check_budget, refusal
 from encoder_pool.planning.batcher import QueuedUnit, choose_batch
 from encoder_pool.planning.cost import ForwardCost
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
 from encoder_pool.planning.flights import Flight, Flights, Follower, follower_of
+from encoder_pool.planning.forward_job import Forward, ForwardResult, ForwardUnit
 from fabric.channel import SourceSlot
 from fabric.clock import Clock
 from fabric.errors import EncodeFailed, ProtocolError, TransferFailed, UnitTooLarge, WeftError
@@ -41,8 +41,8 @@ class Pipeline:
         config: EncoderConfig,
         table: FeatureTable,
         announcer: Announcer,
-        decoder: DecodePool,
-        forward: ForwardThread,
+        decoder: Decoder,
+        forward: Forward,
         clock: Clock,
         on_change: Callable[[], None],
     ) -> None:
@@ -84,6 +84,8 @@ class Pipeline:
         """
         if len(media) != len(request.items):
             raise ProtocolError(f"{len(request.items)} items came with {len(media)} media")
+        if len({item.index for item in request.items}) != len(request.items):
+            raise ProtocolError("two items of one request have the same index")
         call = Call(next(self._numbers), request, asyncio.get_running_loop().create_future())
         wanted = self._admit(call, media)
         self._number_to_call[call.number] = call

@@ -1,0 +1,296 @@
+"""The pipeline under every interleaving: calls, decoders, forwards, leases, aborts, over a tiny arena.
+
+The real pipeline, flights, feature table and arena; the decoder and the forward are driven by hand, so that what runs
+in processes and threads ends in any order, well or badly. Whatever happens, memory is kept, what somebody may still
+read stays, and once leases end every call gets its one answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from encoder_pool.announcer import Announcer
+from encoder_pool.config import EncoderConfig
+from encoder_pool.decode import DecodeBroke, Decoded
+from encoder_pool.pipeline import Pipeline
+from encoder_pool.planning.feature_log import FeatureLog
+from encoder_pool.planning.features import FeatureSpec, FeatureTable, LeaseKey
+from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit
+from fabric.channel_local import LocalChannelHub, LocalFeatureSource
+from fabric.clock import ManualClock
+from fabric.errors import Aborted, EncodeFailed, InvalidMedia, Overloaded, WeftError, WorkerLost
+from fabric.ids import AttemptId, MemberId, MmHash, RequestId, UnitKey
+from fabric.messages import Destination, EncodeRequest, EncodeResult, MediaItem, PlaneMessage, UnitReady
+from fabric.plane import Handler
+from modalities.family import EncoderInput
+
+SPEC = FeatureSpec(1, 16, "float32", 4)
+CONFIG = EncoderConfig(
+    num_decode_processes=0, max_batch_cost=20, max_queue_cost=60, max_decoded_cost=30, lease_s=10.0, patience=2.0
+)
+ARENA_BYTES = 1200
+KINDS: dict[str, tuple[int, tuple[int, ...]]] = {
+    "small": (4, (2,)),
+    "wide": (16, (12,)),
+    "film": (24, (4, 4, 4, 4, 4, 4)),  # more than the arena holds at once
+    "clip": (9, (3, 2, 4)),
+    "brim": (7, (18,)),  # fits the arena but for its generation word: known when memory is asked for
+    "huge": (8, (100,)),  # never fits the arena
+}
+"""Cost in patches and rows per unit."""
+
+
+class HandDecoder:
+    """Keeps `Decoder`; what is being decoded ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[MediaItem, bool, asyncio.Future[Decoded]]] = []
+
+    @property
+    def num_parallel(self) -> int:
+        return 2
+
+    async def decode(self, data: bytes, item: MediaItem, *, is_second_try: bool) -> Decoded:
+        assert data, "the file must be there for as long as somebody wants it"
+        entry = (item, is_second_try, asyncio.get_running_loop().create_future())
+        self.open.append(entry)
+        try:
+            return await entry[2]
+        finally:
+            self.open.remove(entry)
+
+
+class HandForward:
+    """Keeps `Forward`; the batch ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.job: tuple[Sequence[ForwardUnit], Callable[[ForwardResult], None]] | None = None
+
+    def submit(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
+        assert self.job is None, "one forward at a time"
+        self.job = (units, done)
+
+
+class EarPlane:
+    """A plane whose peers only listen; `is_deaf` refuses, as a full queue does."""
+
+    address = "local://encoder-1"
+    num_dropped = 0
+
+    def __init__(self) -> None:
+        self.sent: list[UnitReady] = []
+        self.is_deaf = False
+
+    def start(self, handler: Handler) -> None:
+        raise AssertionError("the pipeline takes no messages")
+
+    def send(self, address: str, message: PlaneMessage) -> bool:
+        assert isinstance(message, UnitReady)
+        if not self.is_deaf:
+            self.sent.append(message)
+        return not self.is_deaf
+
+    def forget(self, address: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class OpenCall(NamedTuple):
+    request: EncodeRequest
+    task: asyncio.Task[EncodeResult]
+
+
+class PipelineMachine(RuleBasedStateMachine):
+    @initialize()
+    def build(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.clock, self.plane = ManualClock(), EarPlane()
+        self.decoder, self.forward = HandDecoder(), HandForward()
+        encoder_id = MemberId("encoder-1")
+        self.source = LocalFeatureSource(LocalChannelHub(), "encoder-1", ARENA_BYTES)
+        self.table = FeatureTable(self.source, self.clock, CONFIG.lease_s, FeatureLog(encoder_id, 1))
+        announcer = Announcer(encoder_id, self.plane, self.source, self.table, CONFIG.lease_s)
+        self.pipeline = Pipeline(
+            encoder_id, CONFIG, self.table, announcer, self.decoder, self.forward, self.clock, lambda: None
+        )
+        self.pipeline.open(SPEC)
+        self.calls: list[OpenCall] = []
+        self.num_calls = 0
+
+    def settle(self) -> None:
+        """Runs the loop until nothing is ready to run."""
+        for _ in range(8):
+            self.loop.call_soon(self.loop.stop)
+            self.loop.run_forever()
+
+    def in_loop(self, action: Callable[[], object]) -> None:
+        async def act() -> None:
+            action()
+
+        self.loop.run_until_complete(act())
+        self.settle()
+
+    @rule(
+        media=st.lists(st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 2)), min_size=1, max_size=4),
+        worker=st.sampled_from(["worker-1", "worker-2"]),
+    )
+    def call(self, media: list[tuple[str, int]], worker: str) -> None:
+        self.num_calls += 1
+        items = []
+        for index, (kind, number) in enumerate(media):
+            cost, units = KINDS[kind]
+            part = f"part.{self.num_calls}.{index}"
+            items.append(MediaItem(index, "image", MmHash(f"{kind}-{number}"), (1, 1, cost), units, cost, part))
+        request = EncodeRequest(
+            request_id=RequestId(f"req-{self.num_calls}"),
+            attempt=0,
+            router_id=MemberId("router-1"),
+            items=tuple(items),
+            destination=Destination(MemberId(worker), f"local://{worker}"),
+            age=(float(self.num_calls), ""),
+        )
+        before = self.pipeline.flights.queued_cost
+        task = self.loop.create_task(self.pipeline.encode(request, [b"file"] * len(items)))
+        self.settle()
+        if task.done() and isinstance(task.exception(), Overloaded):
+            assert 0 < before == self.pipeline.flights.queued_cost, "refused before any work, and not when idle"
+            return
+        self.calls.append(OpenCall(request, task))
+
+    @precondition(lambda self: self.decoder.open)
+    @rule(data=st.data(), outcome=st.sampled_from(["ok", "ok", "ok", "invalid", "broke"]))
+    def end_decode(self, data: st.DataObject, outcome: str) -> None:
+        item, _, future = data.draw(st.sampled_from(self.decoder.open))
+        self._end_decode(item, future, outcome)
+
+    def _end_decode(self, item: MediaItem, future: asyncio.Future[Decoded], outcome: str) -> None:
+        if outcome == "ok":
+            pixels = np.zeros((1, 1), np.float32)
+            future.set_result(Decoded([EncoderInput("image", pixels, item.grid) for _ in item.unit_tokens], 0.1))
+        else:
+            broken = InvalidMedia(f"{item.part}: broken", param=item.part)
+            future.set_exception(broken if outcome == "invalid" else DecodeBroke("a process died"))
+        self.settle()
+
+    @precondition(lambda self: self.forward.job)
+    @rule(failing=st.sets(st.integers(0, 5), max_size=2))
+    def end_forward(self, failing: set[int]) -> None:
+        assert self.forward.job is not None
+        (units, done), self.forward.job = self.forward.job, None
+        errors: list[WeftError | None] = []
+        for index, unit in enumerate(units):
+            unit.buffer[:] = unit.num_tokens
+            errors.append(EncodeFailed("poisoned") if index in failing else None)
+        done(ForwardResult(errors, 0.01 * len(units)))
+        self.settle()
+
+    @precondition(lambda self: self.plane.sent)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        message = data.draw(st.sampled_from(self.plane.sent))
+        attempt_id = AttemptId(message.request_id, message.attempt)
+        call = next(one for one in self.all_requests() if one.request_id == message.request_id)
+        key = LeaseKey(call.destination.worker_id, attempt_id, message.unit)
+        self.table.release(key, message.ticket.generation)
+        self.in_loop(self.pipeline.pump)
+
+    def all_requests(self) -> list[EncodeRequest]:
+        return [call.request for call in self.calls]
+
+    @precondition(lambda self: self.calls)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.calls)).task.cancel()
+        self.settle()
+
+    @precondition(lambda self: self.calls)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.calls)).request
+        self.in_loop(lambda: self.pipeline.end_calls(lambda one: one is request, Aborted("aborted")))
+        self.table.end_attempt(AttemptId(request.request_id, request.attempt))
+        self.in_loop(self.pipeline.pump)
+
+    @rule()
+    def worker_leaves(self) -> None:
+        gone = MemberId("worker-2")
+        self.in_loop(
+            lambda: self.pipeline.end_calls(lambda one: one.destination.worker_id == gone, WorkerLost("it left"))
+        )
+        self.table.end_worker(gone)
+        self.in_loop(self.pipeline.pump)
+
+    @rule(is_deaf=st.booleans())
+    def hearing(self, is_deaf: bool) -> None:
+        self.plane.is_deaf = is_deaf
+
+    @rule(seconds=st.sampled_from([1.0, 5.0, CONFIG.lease_s]))
+    def pass_time(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.table.expire()
+        self.in_loop(self.pipeline.pump)
+
+    @invariant()
+    def everything_is_accounted_for(self) -> None:
+        self.table.check_invariants()
+        self.pipeline.flights.check_invariants()
+        assert self.table.usage().num_encoding == self.pipeline.num_encoding
+        open_calls = [call for call in self.calls if not call.task.done()]
+        assert len(self.pipeline.live_attempts()) == len(open_calls)
+        for flight in self.pipeline.flights:
+            assert len(set(map(id, flight.followers))) == len(flight.followers)
+        keys = {UnitKey(message.unit.mm_hash, message.unit.unit) for message in self.plane.sent}
+        assert not any(key.mm_hash.startswith("huge") for key in keys)
+
+    @invariant()
+    def the_forward_is_never_idle_for_nothing(self) -> None:
+        if self.forward.job is None and self.pipeline.flights.queued_units(0.0):
+            usage = self.table.usage()
+            assert usage.num_leases > 0, "units wait, the forward is idle, and nobody holds the arena"
+
+    @invariant()
+    def answers_are_whole(self) -> None:
+        for request, task in self.calls:
+            if not task.done() or task.cancelled():
+                continue
+            result = task.result()
+            assert [one.index for one in result.items] == [item.index for item in request.items]
+            sent = {message.unit for message in self.plane.sent if message.request_id == request.request_id}
+            for item, one in zip(request.items, result.items, strict=True):
+                if one.error is None:
+                    assert set(item.unit_keys()) <= sent
+                else:
+                    assert one.error.param == item.part
+                    assert one.error.code != "invalid_media" or item.part in one.error.message
+                assert one.error is not None or not item.mm_hash.startswith("huge")
+
+    def teardown(self) -> None:
+        """Time passes, decoders and forwards do their work: every call ends, and all memory is free or cached."""
+        if not hasattr(self, "loop"):
+            return
+        self.plane.is_deaf = False
+        for _ in range(300):
+            for item, _, future in list(self.decoder.open):
+                self._end_decode(item, future, "ok")
+            if self.forward.job is not None:
+                self.end_forward(set())
+            self.pass_time(CONFIG.lease_s)
+            self.everything_is_accounted_for()
+        assert all(call.task.done() for call in self.calls), "a call waits for ever"
+        self.answers_are_whole()
+        usage = self.table.usage()
+        assert (usage.used_bytes, usage.num_leases, self.pipeline.flights.queued_cost) == (0, 0, 0)
+        assert not self.decoder.open
+        self.loop.close()
+        self.source.close()
+
+
+TestPipeline = PipelineMachine.TestCase
+TestPipeline.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
