@@ -16,6 +16,8 @@ MAX_SURPRISE = 4.0
 """One observation counts as at most this many times the prediction, and at least its inverse: a pause of seconds
 moves a line like a small surprise does, while a true change gets through in a few observations."""
 LEARNING_RATE = 0.25
+MIN_SHARE = 0.05
+"""Of the blame, for base and slope each: one that was thought negligible can still grow."""
 MAX_CORRECTION = 1e4
 """Bound on the learned factor between an anchor and the line."""
 
@@ -63,7 +65,7 @@ class LinearCost:
         if not (actual_s > 0.0 and predicted_s > 0.0 and x >= 0.0 and actual_s < float("inf")):
             return
         surprise = min(max(actual_s / predicted_s, 1.0 / MAX_SURPRISE), MAX_SURPRISE)
-        base_share = self._line.base_s / predicted_s
+        base_share = min(max(self._line.base_s / predicted_s, MIN_SHARE), 1.0 - MIN_SHARE)
         # Divided by the squared norm of the shares, so that a step takes the same part of the error at any input.
         step = LEARNING_RATE * log(surprise) / (base_share**2 + (1.0 - base_share) ** 2)
         self._base_factor = _bounded(self._base_factor * exp(step * base_share))

@@ -90,14 +90,16 @@ class Search:
         return cls(query, snapshot, prompt, options, bounds, snapshot.tolerance * own_s, machines)
 
     def run(self, prune: bool = True) -> list[Candidate]:
-        """Scores workers; with `prune`, all that could be the best or near-equal to it, else all."""
+        """Scores workers; with `prune`, all that could be the best, near-equal to it or the second best, else all."""
         scored: list[Candidate] = []
-        best_s = float("inf")
+        best_s = second_s = float("inf")
         for bound in self.bounds:
-            if prune and bound.bound_s > (best_s + self.tolerance_s) * (1.0 + _ROUNDING):
+            limit_s = max(best_s + self.tolerance_s, second_s)
+            if prune and bound.bound_s > limit_s * (1.0 + _ROUNDING):
                 break
-            scored.append(self._score(bound))
-            best_s = min(best_s, scored[-1].ttft_s)
+            candidate = self._score(bound)
+            scored.append(candidate)
+            best_s, second_s = sorted((best_s, second_s, candidate.ttft_s))[:2]
         return scored
 
     def lower_bound_s(self, candidate: Candidate) -> float:

@@ -1,0 +1,85 @@
+"""Small clusters and queries for the planner's tests, built by plain construction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fabric.ids import AttemptId, MemberId, MmHash, RequestId
+from fabric.messages import EncoderReport, MediaItem, Member, PlaceholderRange, WorkerReport
+from modalities.family import ModelShape
+from router.planning.links import LinkClass
+from router.planning.views import EncoderCosts, EncoderView, Line, RouteQuery, Snapshot, WorkerView
+
+BLOCK_SIZE = 16
+SHAPE = ModelShape(
+    hidden_size=1024, num_levels=1, num_layers=4, num_kv_heads=4, head_dim=64, vocab_size=1000, max_model_len=8192
+)
+PREFILL = Line(0.005, 0.001)
+PREPARE = Line(0.002, 0.0)
+ENCODE = Line(0.010, 0.0001)
+LINK = Line(0.001, 1e-9)
+ROW_BYTES = 4096
+
+
+def image(index: int, num_tokens: int = 64, cost: int = 256, digit: str = "", modality: str = "image") -> MediaItem:
+    mm_hash = MmHash((digit or format(index, "x")) * 32)
+    return MediaItem(index, modality, mm_hash, (1, 16, 16), (num_tokens,), cost, f"messages.0.content.{index}")
+
+
+def query(*parts: int | MediaItem, attempt: str = "req", excluded: Sequence[str] = ()) -> RouteQuery:
+    """A prompt of `parts` in order: a number is that much text, an item its placeholders."""
+    media, runs, at = [], [], 0
+    for part in parts:
+        if isinstance(part, int):
+            at += part
+            continue
+        media.append(part)
+        for unit, num_tokens in enumerate(part.unit_tokens):
+            runs.append(PlaceholderRange(at, num_tokens, part.index, unit, 0))
+            at += num_tokens
+    return RouteQuery(
+        attempt_id=AttemptId(RequestId(attempt), 0),
+        token_count=at,
+        block_hashes=tuple(index.to_bytes(16, "little") for index in range(at // BLOCK_SIZE)),
+        media=tuple(media),
+        placeholders=tuple(runs),
+        feature_row_bytes=ROW_BYTES,
+        excluded=frozenset(MemberId(member_id) for member_id in excluded),
+    )
+
+
+def worker(name: str, **changes: object) -> WorkerView:
+    view = WorkerView(MemberId(name), f"address-{name}", "h-0", 0, 0, 0, 0, None, PREFILL)
+    return view._replace(**changes)
+
+
+def encoder(name: str, **changes: object) -> EncoderView:
+    view = EncoderView(MemberId(name), "h-0", frozenset({"image"}), 0, frozenset(), EncoderCosts(PREPARE, ENCODE))
+    return view._replace(**changes)
+
+
+def snapshot(
+    workers: Sequence[WorkerView], encoders: Sequence[EncoderView] = (), tie_break: float = 0.0, **changes: object
+) -> Snapshot:
+    links = dict.fromkeys(LinkClass, LINK)
+    return Snapshot(BLOCK_SIZE, tuple(workers), tuple(encoders), links, tie_break=tie_break, **changes)
+
+
+def worker_member(name: str, host: str = "h-0", epoch: int = 1) -> Member:
+    return Member(MemberId(name), "worker", f"address-{name}", host, epoch)
+
+
+def encoder_member(name: str, host: str = "h-0", modalities: tuple[str, ...] = ("image",)) -> Member:
+    return Member(MemberId(name), "encoder", f"address-{name}", host, 1, modalities)
+
+
+def worker_report(name: str, seq: int, **changes: object) -> WorkerReport:
+    fields: dict[str, object] = dict.fromkeys(WorkerReport.__struct_fields__, 0)
+    fields |= {"worker_id": name, "epoch": 1, "seq": seq, "acknowledged": ()}
+    return WorkerReport(**(fields | changes))
+
+
+def encoder_report(name: str, seq: int, **changes: object) -> EncoderReport:
+    fields: dict[str, object] = dict.fromkeys(EncoderReport.__struct_fields__, 0)
+    fields |= {"encoder_id": name, "epoch": 1, "seq": seq, "acknowledged": ()}
+    return EncoderReport(**(fields | changes))

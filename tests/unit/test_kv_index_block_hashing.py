@@ -1,0 +1,94 @@
+"""Block identity: golden vectors (changing one voids every cache of a running cluster), and what must differ."""
+
+import pytest
+
+from fabric.ids import MmHash
+from fabric.messages import MediaItem, PlaceholderRange
+from kv_index.block_hashing import extra_keys, hash_block, prompt_block_hashes
+
+
+def image(index: int, digit: str, num_tokens: int = 20) -> MediaItem:
+    return MediaItem(index, "image", MmHash(digit * 32), (1, 8, 8), (num_tokens,), 64, f"messages.0.content.{index}")
+
+
+TEXT_GOLDEN = ["ffa62429b7646bc92e125d8321b35258", "c78945aaec5919d33d471664b54159e2"]
+MEDIA_GOLDEN = ["ab5f60dd00f73b1a3c72aac4f3b63481", "cd5e6bd382c6299b3f8a5dd050d4717b"]
+
+PICTURE = (PlaceholderRange(offset=6, length=20, item=0, unit=0, row=0),)
+
+
+def test_golden_vectors_of_text_and_media():
+    text = prompt_block_hashes(list(range(32)), 16)
+    media = prompt_block_hashes([7] * 32, 16, PICTURE, [image(0, "a")], cache_salt="tenant")
+    assert [block.hex() for block in text] == TEXT_GOLDEN
+    assert [block.hex() for block in media] == MEDIA_GOLDEN
+
+
+def test_chain_equals_hashing_block_by_block():
+    media = [image(0, "a"), image(1, "b", 5)]
+    runs = (*PICTURE, PlaceholderRange(offset=30, length=5, item=1, unit=0, row=0))
+    tokens = [3] * 40
+    parent, expected = None, []
+    for index in range(10):
+        parent = hash_block(parent, tokens[4 * index : 4 * index + 4], extra_keys(index, 4, runs, media, "s"))
+        expected.append(parent)
+    assert prompt_block_hashes(tokens, 4, runs, media, "s") == expected
+
+
+def test_only_full_blocks_have_a_hash():
+    assert len(prompt_block_hashes(list(range(31)), 16)) == 1
+    assert prompt_block_hashes(list(range(15)), 16) == []
+
+
+def test_two_pictures_share_no_block_from_the_first_that_holds_one():
+    tokens = [1, 2, 3, 4, 5, 6] + [9] * 20 + [7, 8]
+    first = prompt_block_hashes(tokens, 4, PICTURE, [image(0, "a")])
+    second = prompt_block_hashes(tokens, 4, PICTURE, [image(0, "b")])
+    assert first[0] == second[0]
+    assert all(a != b for a, b in zip(first[1:], second[1:], strict=True))
+
+
+def test_blocks_inside_one_picture_differ_by_the_row_they_start_at():
+    keys = [extra_keys(index, 4, PICTURE, [image(0, "a")]) for index in range(2, 6)]
+    assert len({tuple(each) for each in keys}) == 4
+
+
+def test_a_picture_that_begins_elsewhere_in_the_block_is_another_block():
+    early = prompt_block_hashes([9] * 8, 8, (PlaceholderRange(1, 6, 0, 0, 0),), [image(0, "a", 6)])
+    late = prompt_block_hashes([9] * 8, 8, (PlaceholderRange(2, 6, 0, 0, 0),), [image(0, "a", 6)])
+    assert early != late
+
+
+def test_units_of_one_item_are_told_apart():
+    frames = MediaItem(0, "video", MmHash("c" * 32), (2, 4, 4), (4, 4), 32, "p")
+    first = prompt_block_hashes([9] * 4, 4, (PlaceholderRange(0, 4, 0, 0, 0),), [frames])
+    second = prompt_block_hashes([9] * 4, 4, (PlaceholderRange(0, 4, 0, 1, 0),), [frames])
+    assert first != second
+
+
+def test_salt_isolates_every_block_and_cannot_pose_as_a_medium():
+    tokens = list(range(8))
+    plain = prompt_block_hashes(tokens, 4)
+    salted = prompt_block_hashes(tokens, 4, cache_salt="a")
+    assert all(a != b for a, b in zip(plain, salted, strict=True))
+    media_key = extra_keys(0, 4, (PlaceholderRange(0, 4, 0, 0, 0),), [image(0, "a")])
+    assert extra_keys(0, 4, (), (), cache_salt="mm") != media_key
+
+
+class CountedRuns(tuple[PlaceholderRange, ...]):
+    """Counts how many runs are looked at."""
+
+    seen = 0
+
+    def __iter__(self):
+        for run in super().__iter__():
+            CountedRuns.seen += 1
+            yield run
+
+
+@pytest.mark.parametrize("num_runs", [10, 200])
+def test_work_grows_with_blocks_plus_runs_not_with_their_product(num_runs):
+    CountedRuns.seen = 0
+    runs = CountedRuns(PlaceholderRange(16 * i, 8, 0, 0, 0) for i in range(num_runs))
+    prompt_block_hashes([1] * (16 * num_runs), 16, runs, [image(0, "a")])
+    assert CountedRuns.seen == num_runs

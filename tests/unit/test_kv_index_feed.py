@@ -1,0 +1,75 @@
+"""Order of events: what is applied, kept, dropped."""
+
+from kv_index.feed import ApplyResult, EventFeed
+
+
+def in_step(epoch: int = 1, last_seq: int = -1, max_buffered: int = 100) -> EventFeed[str]:
+    feed: EventFeed[str] = EventFeed(max_buffered)
+    assert feed.restart(epoch, last_seq) is ApplyResult.OK
+    assert list(feed.resume()) == []
+    return feed
+
+
+def test_events_come_out_once_and_in_order():
+    feed = in_step()
+    assert feed.offer(1, 0, ["a", "b"]) == (ApplyResult.OK, ["a", "b"])
+    assert feed.offer(1, 0, ["a", "b"]) == (ApplyResult.OK, [])
+    assert feed.offer(1, 1, ["b", "c", "d"]) == (ApplyResult.OK, ["c", "d"])
+
+
+def test_an_unknown_source_is_a_gap_and_its_events_wait_for_the_snapshot():
+    feed: EventFeed[str] = EventFeed(100)
+    assert feed.offer(1, 5, ["f", "g"]) == (ApplyResult.GAP, [])
+    assert feed.offer(1, 7, ["h"]) == (ApplyResult.GAP, [])
+    assert feed.restart(1, 5) is ApplyResult.OK
+    assert list(feed.resume()) == ["g", "h"]
+    assert feed.is_in_step
+    assert feed.num_buffered == 0
+
+
+def test_after_a_gap_even_fitting_events_wait():
+    feed = in_step()
+    assert feed.offer(1, 3, ["d"])[0] is ApplyResult.GAP
+    assert feed.offer(1, 0, ["a"]) == (ApplyResult.GAP, [])
+    assert feed.restart(1, 2) is ApplyResult.OK
+    assert list(feed.resume()) == ["d"]
+
+
+def test_a_hole_among_the_kept_events_is_a_gap_again():
+    feed = in_step()
+    feed.offer(1, 3, ["d"])
+    feed.offer(1, 6, ["g"])
+    assert feed.restart(1, 2) is ApplyResult.OK
+    assert list(feed.resume()) == ["d"]
+    assert not feed.is_in_step
+    assert feed.num_buffered == 1
+    assert feed.restart(1, 5) is ApplyResult.OK
+    assert list(feed.resume()) == ["g"]
+    assert feed.is_in_step
+
+
+def test_older_epochs_are_stale_and_a_newer_one_drops_what_was_kept():
+    feed = in_step(epoch=2)
+    assert feed.offer(1, 0, ["old"]) == (ApplyResult.STALE, [])
+    assert feed.restart(1, 9) is ApplyResult.STALE
+    feed.offer(2, 5, ["kept"])
+    assert feed.offer(3, 0, ["new"]) == (ApplyResult.GAP, [])
+    assert feed.restart(3, -1) is ApplyResult.OK
+    assert list(feed.resume()) == ["new"]
+
+
+def test_a_snapshot_older_than_what_was_applied_is_stale():
+    feed = in_step()
+    feed.offer(1, 0, ["a", "b", "c"])
+    assert feed.restart(1, 1) is ApplyResult.STALE
+    assert feed.restart(1, 2) is ApplyResult.OK
+    assert feed.offer(1, 3, ["d"]) == (ApplyResult.OK, ["d"])
+
+
+def test_the_buffer_is_bounded_and_loses_the_oldest():
+    feed = in_step(max_buffered=3)
+    for seq in range(5, 10):
+        feed.offer(1, seq, [str(seq)])
+    assert feed.num_buffered == 3
+    assert feed.restart(1, 6) is ApplyResult.OK
+    assert list(feed.resume()) == ["7", "8", "9"]

@@ -1,0 +1,284 @@
+"""The router's picture: load without herding, staleness, exclusions, gaps, learning."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from planning_samples import (
+    BLOCK_SIZE,
+    ROW_BYTES,
+    SHAPE,
+    encoder_member,
+    encoder_report,
+    image,
+    query,
+    worker_member,
+    worker_report,
+)
+
+from fabric.errors import EncodeFailed, EngineFailed, ErrorInfo, NoCapacity
+from fabric.messages import (
+    BlocksStored,
+    ChoiceResult,
+    EncodeResult,
+    FeatureEvents,
+    GenerateResult,
+    ItemResult,
+    KvEvents,
+    KvSnapshot,
+    StageTimes,
+    TraceEvent,
+)
+from router.planning.cluster import ClusterState
+from router.planning.links import LinkClass
+from router.planning.plan import plan_route
+
+
+def cluster_of(num_workers: int = 1, num_encoders: int = 0) -> ClusterState:
+    state = ClusterState(SHAPE, BLOCK_SIZE, random.Random(3))
+    members = [worker_member(f"w{number}") for number in range(num_workers)]
+    members += [encoder_member(f"e{number}") for number in range(num_encoders)]
+    state.update_members(members)
+    return state
+
+
+def route(state: ClusterState, request, now: float = 0.0):
+    plan = plan_route(request, state.snapshot(request, now), now)
+    state.note_dispatched(request, plan, now)
+    return plan
+
+
+def knows_prompt(state: ClusterState, name: str, request, now: float = 0.0) -> None:
+    snapshot = KvSnapshot(name, 1, 0, (BlocksStored(None, request.block_hashes),))
+    assert state.apply(snapshot, now) == ()
+
+
+def generated(plan, **changes) -> GenerateResult:
+    result = GenerateResult(plan.worker_id, (ChoiceResult(0, "stop", 1),), num_prompt_tokens=100, num_cached_tokens=0)
+    return GenerateResult(**({field: getattr(result, field) for field in result.__struct_fields__} | changes))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 40, 3000])
+def test_a_burst_without_any_report_spreads_evenly(num_tokens):
+    state = cluster_of(num_workers=4, num_encoders=2)
+    chosen = Counter(route(state, query(num_tokens, attempt=f"r{number}")).worker_id for number in range(100))
+    assert set(chosen.values()) == {25}
+    state.check_invariants()
+
+
+def test_a_burst_onto_equal_reported_load_spreads_evenly():
+    state = cluster_of(num_workers=4)
+    for number in range(4):
+        state.apply(worker_report(f"w{number}", 1, queued_tokens=5000, num_decoding=7, prefill_s_per_token=1e-3), 0.0)
+    chosen = Counter(route(state, query(100, attempt=f"r{number}")).worker_id for number in range(100))
+    assert max(chosen.values()) - min(chosen.values()) <= 1
+
+
+def test_a_burst_of_images_spreads_over_encoders_too():
+    state = cluster_of(num_workers=2, num_encoders=4)
+    plans = [route(state, query(image(0, digit="0"), 10, attempt=f"r{number}")) for number in range(40)]
+    chosen = Counter(plan.assignments[0].encoder_id for plan in plans)
+    assert max(chosen.values()) - min(chosen.values()) <= 1
+
+
+def test_acknowledged_attempts_are_not_counted_twice_and_ended_ones_not_at_all():
+    state = cluster_of()
+    request = query(100)
+    route(state, request)
+    state.apply(worker_report("w0", 1, queued_tokens=0), 0.0)
+    assert state.snapshot(request, 0.0).workers[0].queued_tokens == 100
+    state.apply(worker_report("w0", 2, queued_tokens=90, acknowledged=(request.attempt_id,)), 0.0)
+    (view,) = state.snapshot(request, 0.0).workers
+    assert (view.queued_tokens, view.num_open) == (90, 1)
+    state.note_ended(request.attempt_id)
+    state.note_ended(request.attempt_id)
+    assert state.snapshot(request, 0.0).workers[0].num_open == 0
+    state.check_invariants()
+
+
+def test_an_encoder_that_delivered_is_free_before_the_attempt_ends():
+    state = cluster_of(num_encoders=1)
+    request = query(image(0), 10)
+    plan = route(state, request)
+    assert state.snapshot(request, 0.0).encoders[0].queued_cost == 256
+    state.observe_encode(plan, EncodeResult("e0", (ItemResult(0, StageTimes(encode_s=0.1)),)))
+    assert state.snapshot(request, 0.0).encoders[0].queued_cost == 0
+    assert state.snapshot(request, 0.0).workers[0].num_open == 1
+
+
+def test_a_member_without_a_report_is_idle_and_late_reports_are_dropped():
+    state = cluster_of()
+    assert state.snapshot(query(10), 1e6).workers[0].queued_tokens == 0
+    state.apply(worker_report("w0", 5, queued_tokens=7), 0.0)
+    state.apply(worker_report("w0", 4, queued_tokens=9999), 0.0)
+    assert state.snapshot(query(10), 0.0).workers[0].queued_tokens == 7
+    state.apply(worker_report("w0", 1, epoch=2, queued_tokens=3), 0.0)
+    assert state.snapshot(query(10), 0.0).workers[0].queued_tokens == 3
+
+
+def test_a_stale_member_is_balanced_by_open_attempts_without_affinity():
+    state = cluster_of(num_workers=2)
+    request = query(320)
+    knows_prompt(state, "w0", request)
+    for name in ("w0", "w1"):
+        state.apply(worker_report(name, 1, queued_tokens=10_000, prefill_s_per_token=1e-3), 0.0)
+    fresh = {view.worker_id: view for view in state.snapshot(request, 1.0).workers}
+    assert fresh["w0"].covered_blocks == 20
+    stale = state.snapshot(request, 100.0).workers
+    assert [(view.covered_blocks, view.queued_tokens) for view in stale] == [(0, 0), (0, 0)]
+    chosen = Counter(route(state, query(320, attempt=f"r{number}"), 100.0).worker_id for number in range(20))
+    assert chosen == {"w0": 10, "w1": 10}
+
+
+def test_the_index_draws_requests_to_the_worker_that_holds_their_prefix():
+    state = cluster_of(num_workers=8)
+    request = query(1600)
+    knows_prompt(state, "w5", request)
+    plan = route(state, request)
+    assert plan.worker_id == "w5"
+    assert plan.explanation.winner.covered_tokens == 1584
+
+
+def test_a_feature_in_an_encoders_cache_draws_the_item():
+    state = cluster_of(num_workers=1, num_encoders=4)
+    state.apply(FeatureEvents("e2", 1, 0, (image(0).mm_hash,), is_snapshot=True), 0.0)
+    assert route(state, query(image(0), 10)).assignments[0].encoder_id == "e2"
+
+
+def test_gaps_ask_for_a_snapshot_but_not_at_every_message():
+    state = cluster_of(num_workers=1, num_encoders=1)
+    events = KvEvents("w0", 1, 4, (BlocksStored(None, query(32).block_hashes),))
+    assert state.apply(events, 0.0) == ("w0",)
+    assert state.apply(events, 0.5) == ()
+    assert state.apply(worker_report("w0", 1), 0.9) == ()
+    assert state.apply(worker_report("w0", 2), 1.5) == ("w0",)
+    assert state.apply(KvSnapshot("w0", 1, 4, ()), 1.6) == ()
+    assert state.apply(worker_report("w0", 3), 9.0) == ()
+    assert state.apply(encoder_report("e0", 1), 0.0) == ("e0",)
+    assert state.apply(FeatureEvents("e0", 1, 0, is_snapshot=True), 0.1) == ()
+    assert state.apply(FeatureEvents("e0", 1, 5, ("x",)), 5.0) == ("e0",)
+
+
+def test_members_outside_the_view_are_ignored_and_those_that_left_forgotten():
+    state = cluster_of(num_workers=2, num_encoders=1)
+    assert state.apply(worker_report("w9", 1), 0.0) == ()
+    assert state.apply(KvEvents("w9", 1, 0, ()), 0.0) == ()
+    request = query(160, image(0))
+    knows_prompt(state, "w0", request)
+    route(state, request)
+    change = state.update_members([worker_member("w1"), encoder_member("e0")])
+    assert ([m.member_id for m in change.joined], [m.member_id for m in change.left]) == ([], ["w0"])
+    assert [view.worker_id for view in state.snapshot(request, 0.0).workers] == ["w1"]
+    assert state.prefix_stats().num_sources == 0
+    state.note_ended(request.attempt_id)
+    state.check_invariants()
+    state.update_members([])
+    with pytest.raises(NoCapacity):
+        route(state, query(10))
+
+
+def test_a_restarted_member_leaves_and_joins():
+    state = cluster_of()
+    request = query(160)
+    knows_prompt(state, "w0", request)
+    change = state.update_members([worker_member("w0", epoch=2)])
+    assert (len(change.joined), len(change.left)) == (1, 1)
+    assert state.snapshot(request, 0.0).workers[0].covered_blocks == 0
+
+
+def test_exclusions_expire_and_the_longest_counts():
+    state = cluster_of(num_workers=2)
+    state.exclude("w0", until=10.0)
+    state.exclude("w0", until=5.0)
+    assert {route(state, query(10, attempt=f"r{number}"), 6.0).worker_id for number in range(8)} == {"w1"}
+    assert {view.worker_id for view in state.snapshot(query(10), 10.0).workers} == {"w0", "w1"}
+    assert [view.worker_id for view in state.snapshot(query(10, excluded=["w1"]), 10.0).workers] == ["w0"]
+
+
+def test_an_image_without_its_encoder_names_the_modality():
+    state = cluster_of(num_encoders=1)
+    state.exclude("e0", until=10.0)
+    with pytest.raises(NoCapacity, match="image"):
+        route(state, query(image(0), 10), 5.0)
+
+
+def test_reported_costs_are_taken_and_corrected_by_results():
+    state = cluster_of(num_workers=1)
+    state.apply(worker_report("w0", 1, prefill_s_per_token=1e-3, step_overhead_s=0.01), 0.0)
+    request = query(1000)
+    first = route(state, request)
+    assert first.predicted_ttft_s == pytest.approx(0.01 + 1.0, rel=0.1)
+    for _ in range(30):
+        actual = generated(first, num_prompt_tokens=1000, prefill_s=4.0, first_token_s=4.0)
+        state.observe_generate(first, actual)
+    state.note_ended(request.attempt_id)
+    assert route(state, request).predicted_ttft_s == pytest.approx(4.0, rel=0.05)
+
+
+def test_newcomers_start_from_what_the_others_taught():
+    state = cluster_of(num_workers=1, num_encoders=1)
+    plan = route(state, query(image(0), 1000))
+    for _ in range(40):
+        state.observe_generate(plan, generated(plan, num_prompt_tokens=1064, prefill_s=9.0))
+        times = StageTimes(decode_s=0.5, encode_s=3.0, batch_cost=256)
+        state.observe_encode(plan, EncodeResult("e0", (ItemResult(0, times),)))
+    state.update_members([worker_member("w0"), worker_member("new"), encoder_member("e0"), encoder_member("e-new")])
+    view = state.snapshot(query(image(0), 1000), 0.0)
+    old, new = view.workers
+    assert new.prefill == pytest.approx(old.prefill)
+    assert view.encoders[1].costs.encode.at(256) == pytest.approx(3.0, rel=0.1)
+    assert view.encoders[1].costs.prepare.at(256) == pytest.approx(0.5, rel=0.1)
+
+
+def test_failures_teach_nothing():
+    state = cluster_of(num_workers=2, num_encoders=1)
+    request = query(image(0), 100)
+    plan = route(state, request)
+    before = state.snapshot(request, 0.0)
+    failed = ErrorInfo.of(EngineFailed("broken"))
+    state.observe_generate(plan, generated(plan, prefill_s=50.0, error=failed))
+    other = "w1" if plan.worker_id == "w0" else "w0"
+    state.observe_generate(plan, generated(plan, worker_id=other, prefill_s=50.0))
+    broken = ItemResult(0, StageTimes(encode_s=50.0), ErrorInfo.of(EncodeFailed("broken")))
+    state.observe_encode(plan, EncodeResult("e0", (broken,)))
+    after = state.snapshot(request, 0.0)
+    assert [view.prefill for view in after.workers] == [view.prefill for view in before.workers]
+    assert [view.costs for view in after.encoders] == [view.costs for view in before.encoders]
+    assert state.accuracy() == {}
+
+
+def test_transfers_teach_the_class_of_their_link():
+    state = cluster_of(num_workers=1, num_encoders=1)
+    request = query(image(0), 10)
+    plan = route(state, request)
+    detail = {"encoder_id": "e0", "num_bytes": 64 * ROW_BYTES, "seconds": 0.25}
+    for _ in range(40):
+        event = TraceEvent(0.0, plan.worker_id, "unit_landed", detail)
+        state.observe_generate(plan, generated(plan, trace=(event, TraceEvent(0.0, "w0", "unit_landed", {}))))
+    links = state.snapshot(request, 0.0).links
+    assert links[LinkClass.SAME_HOST].at(64 * ROW_BYTES) == pytest.approx(0.25, rel=0.1)
+    assert links[LinkClass.NETWORK].at(64 * ROW_BYTES) < 0.01
+
+
+def test_predicted_and_actual_are_summed_per_stage():
+    state = cluster_of(num_workers=1, num_encoders=1)
+    request = query(image(0), 100)
+    plan = route(state, request)
+    state.observe_generate(plan, generated(plan, queue_s=0.5, prefill_s=2.0, first_token_s=3.0, num_cached_tokens=32))
+    state.observe_encode(plan, EncodeResult("e0", (ItemResult(0, StageTimes(is_cache_hit=True)),)))
+    errors = state.accuracy()
+    assert errors["ttft"].predicted == plan.predicted_ttft_s
+    assert errors["ttft"].actual == 3.0
+    assert errors["ttft"].abs_error == pytest.approx(3.0 - plan.predicted_ttft_s)
+    assert (errors["prefix_tokens"].predicted, errors["prefix_tokens"].actual) == (0, 32)
+    assert (errors["cached_items"].predicted, errors["cached_items"].actual) == (0, 1)
+    assert errors["lower_bound"].predicted <= errors["ttft"].predicted
+
+
+def test_the_same_seed_and_messages_give_the_same_plans():
+    def run() -> list[str]:
+        state = cluster_of(num_workers=5)
+        return [route(state, replace(query(100), attempt_id=(f"r{n}", 0))).worker_id for n in range(20)]
+
+    assert run() == run()

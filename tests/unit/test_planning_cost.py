@@ -1,0 +1,74 @@
+"""Learned lines: they find the truth, from far away, and are not thrown by one pause."""
+
+import random
+
+import pytest
+
+from router.planning.cost import LinearCost
+from router.planning.views import Line
+
+TRUTH = Line(0.02, 3e-4)
+
+
+def taught(anchor: Line, num_observations: int = 300, noise: float = 0.0) -> LinearCost:
+    cost, rng = LinearCost(anchor), random.Random(7)
+    for _ in range(num_observations):
+        x = rng.choice([1, 10, 100, 1000, 5000])
+        cost.observe(x, TRUTH.at(x) * (1 + noise * (2 * rng.random() - 1)))
+    return cost
+
+
+@pytest.mark.parametrize("anchor", [Line(0.02, 3e-4), Line(2e-3, 3e-6), Line(1.0, 1e-2), Line(1e-3, 3e-3)])
+def test_finds_base_and_slope_from_a_wrong_anchor(anchor):
+    line = taught(anchor).line
+    assert line.base_s == pytest.approx(TRUTH.base_s, rel=0.1)
+    assert line.per_unit_s == pytest.approx(TRUTH.per_unit_s, rel=0.1)
+
+
+def test_noise_of_a_third_leaves_an_error_of_less_than_that():
+    line = taught(TRUTH, noise=0.33).line
+    for x in (1, 100, 5000):
+        assert line.at(x) == pytest.approx(TRUTH.at(x), rel=0.33)
+
+
+def test_one_size_only_still_predicts_that_size():
+    cost = LinearCost(Line(0.001, 1e-6))
+    for _ in range(60):
+        cost.observe(500, 0.4)
+    assert cost.line.at(500) == pytest.approx(0.4, rel=0.05)
+
+
+def test_an_outlier_moves_the_line_no_more_than_a_small_surprise():
+    paused, surprised = LinearCost(TRUTH), LinearCost(TRUTH)
+    paused.observe(100, 60.0)
+    surprised.observe(100, 4 * TRUTH.at(100))
+    assert paused.line == surprised.line
+    assert paused.line.at(100) < 2 * TRUTH.at(100)
+
+
+@pytest.mark.parametrize("actual_s", [0.0, -1.0, float("nan"), float("inf")])
+def test_values_that_say_nothing_change_nothing(actual_s):
+    cost = LinearCost(TRUTH)
+    cost.observe(100, actual_s)
+    assert cost.line == TRUTH
+
+
+def test_the_first_measurement_replaces_what_was_learned_on_a_guess():
+    cost = taught(Line(1.0, 1.0))
+    cost.anchor(TRUTH)
+    assert cost.line == TRUTH
+
+
+def test_later_measurements_keep_the_relative_correction():
+    cost = LinearCost(Line(0.0, 1e-4))
+    cost.anchor(Line(0.0, 1e-3))
+    for _ in range(50):
+        cost.observe(100, 0.2)
+    cost.anchor(Line(0.0, 2e-3))
+    assert cost.line.at(100) == pytest.approx(0.4, rel=0.01)
+
+
+def test_an_unknown_measurement_is_ignored():
+    cost = LinearCost(TRUTH)
+    cost.anchor(Line(0.0, 0.0))
+    assert cost.line == TRUTH
