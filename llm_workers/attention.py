@@ -59,6 +59,10 @@ class PagedKV:
         return self._pages.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self._pages.dtype
+
+    @property
     def num_bytes(self) -> int:
         return self._pages.numel() * self._pages.element_size()
 
@@ -94,16 +98,17 @@ def write_slots(kv: PagedKV, rows: Sequence[Rows]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(slots)).to(kv.device)
 
 
-def select_backend(name: str, device: torch.device) -> Backend:
-    """`sdpa` runs anywhere, `varlen` on CUDA; `auto` takes the best there is. Raises ConfigError otherwise."""
+def select_backend(name: str, kv: PagedKV) -> Backend:
+    """`sdpa` runs anywhere, `varlen` on CUDA in half precision; `auto` takes the best there is for these pages.
+    Raises ConfigError otherwise."""
     from llm_workers.attention_sdpa import SdpaStep
     from llm_workers.attention_varlen import VarlenStep, is_varlen_available
 
-    if name == "sdpa" or (name == "auto" and not is_varlen_available(device)):
-        return SdpaStep
-    if name in ("varlen", "auto") and is_varlen_available(device):
+    if name in ("varlen", "auto") and is_varlen_available(kv):
         return VarlenStep
-    raise ConfigError(f"attention backend {name!r} can't run on {device}; use `sdpa` or `auto`")
+    if name in ("sdpa", "auto"):
+        return SdpaStep
+    raise ConfigError(f"attention backend {name!r} can't run on {kv.device} in {kv.dtype}; use `sdpa` or `auto`")
 
 
 def attention_forward(

@@ -27,9 +27,9 @@ def _varlen_parameters() -> frozenset[str]:
     return frozenset(inspect.signature(varlen_attn).parameters)
 
 
-def is_varlen_available(device: torch.device) -> bool:
-    """Whether this torch has the kernel and `device` can run it."""
-    return device.type == "cuda" and bool(_varlen_parameters())
+def is_varlen_available(kv: PagedKV) -> bool:
+    """Whether this torch has the kernel and it can read these pages."""
+    return kv.device.type == "cuda" and kv.dtype in (torch.float16, torch.bfloat16) and bool(_varlen_parameters())
 
 
 class VarlenStep:

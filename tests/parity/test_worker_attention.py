@@ -53,7 +53,7 @@ def run_case(backend_name, device, dtype, lengths, heads, seed):
         at += num_tokens
     q = torch.randn(at, num_heads, HEAD_DIM, device=device).to(dtype)
     new = [torch.cat([context[i, row.start :] for row, context in zip(rows, contexts, strict=True)]) for i in (0, 1)]
-    ours = select_backend(backend_name, device)(kv, rows).attend(1, q, new[0], new[1], 0.3)
+    ours = select_backend(backend_name, kv)(kv, rows).attend(1, q, new[0], new[1], 0.3)
     expected = [
         attend_written_out(q[row.at : row.at + row.num_tokens], context[0], context[1], row.start, 0.3)
         for row, context in zip(rows, contexts, strict=True)
@@ -86,7 +86,7 @@ def test_nan_of_one_sequence_does_not_reach_another():
     q, k, v = (torch.randn(2, 1, HEAD_DIM) for _ in range(3))
     for tensor in (q, k, v):
         tensor[1] = float("nan")
-    out = select_backend("sdpa", kv.device)(kv, rows).attend(0, q, k, v, 1.0)
+    out = select_backend("sdpa", kv)(kv, rows).attend(0, q, k, v, 1.0)
     assert torch.equal(out[0], v[0])
     assert torch.isnan(out[1]).all()
 
@@ -103,7 +103,8 @@ def test_buckets_bound_padding_to_a_factor_of_two():
 
 
 def test_a_backend_that_cannot_run_is_refused():
+    kv = PagedKV(1, 2, BLOCK_SIZE, (1, HEAD_DIM), torch.float32, torch.device("cpu"))
     with pytest.raises(ConfigError, match="varlen"):
-        select_backend("varlen", torch.device("cpu"))
+        select_backend("varlen", kv)
     with pytest.raises(ConfigError, match="triton"):
-        select_backend("triton", torch.device("cpu"))
+        select_backend("triton", kv)

@@ -84,7 +84,7 @@ def scripts_of(features):
 
 def runner_of(model, features):
     kv = PagedKV(NUM_LAYERS, 100, BLOCK_SIZE, (NUM_KV_HEADS, HEAD_DIM), torch.float32, torch.device("cpu"))
-    return Runner(model, kv, features, select_backend("sdpa", kv.device))
+    return Runner(model, kv, features, select_backend("sdpa", kv))
 
 
 def last_logits(model, script, features):

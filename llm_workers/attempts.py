@@ -1,0 +1,118 @@
+"""One open `generate` call: its trace, what its choices came to, and the result that they add up to.
+
+Pure. Knows neither the engine nor the planes: the service tells it what happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fabric.errors import ErrorInfo, WeftError
+from fabric.ids import AttemptId, MemberId, UnitKey
+from fabric.messages import ChoiceResult, GenerateRequest, GenerateResult, TraceEvent
+from llm_workers.scheduling.events import Admission, FinishedSequence, SequenceTokens
+
+MAX_PREFILL_EVENTS = 128
+"""Beyond it, chunks that follow each other become one event, so that a trace stays small."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    held_s: float = 0.0
+    first_token_s: float = 0.0
+
+
+class OpenAttempt:
+    """Ends when every choice has a result, or by an error."""
+
+    def __init__(self, member_id: MemberId, request: GenerateRequest, received_at_s: float) -> None:
+        self.request = request
+        self.attempt_id = AttemptId(request.request_id, request.attempt)
+        self._member_id = member_id
+        self._received_at_s = received_at_s
+        self._trace: list[TraceEvent] = []
+        self._num_prefill_events = 0
+        self._choices: dict[int, ChoiceResult] = {}
+        emitted = dict(enumerate(request.emitted))
+        self._num_tokens = {choice: len(emitted.get(choice, ())) for choice in range(request.num_choices)}
+        self._num_cached_tokens = 0
+        self._times = _Times()
+        self.note("received", received_at_s)
+
+    # ------------------------------------------------------------ what happened
+
+    def note(self, name: str, at_s: float, **detail: Any) -> None:
+        """Adds to the trace."""
+        self._trace.append(TraceEvent(at_s, self._member_id, name, detail))
+
+    def note_units(self, name: str, at_s: float, units: Iterable[UnitKey], **detail: Any) -> None:
+        self.note(name, at_s, units=[f"{unit.mm_hash}:{unit.unit}" for unit in units], **detail)
+
+    def admitted(self, admission: Admission, at_s: float) -> None:
+        self._num_cached_tokens = admission.num_cached_tokens
+        self.note_units("admitted", at_s, admission.missing_units, cached_tokens=admission.num_cached_tokens)
+        for finished in admission.finished:
+            self.finished(finished, at_s)
+
+    def prefilled(self, choice: int, start: int, end: int, at_s: float) -> None:
+        """Prompt tokens `[start, end)` of a choice were computed."""
+        self._num_prefill_events += 1
+        if self._num_prefill_events > MAX_PREFILL_EVENTS:
+            for index in range(len(self._trace) - 1, -1, -1):
+                last = self._trace[index]
+                if last.name == "prefill" and last.detail["choice"] == choice and last.detail["end"] == start:
+                    self._trace[index] = TraceEvent(at_s, last.member_id, last.name, {**last.detail, "end": end})
+                    return
+        self.note("prefill", at_s, choice=choice, start=start, end=end)
+
+    def generated(self, tokens: SequenceTokens, at_s: float) -> None:
+        """New tokens of a choice."""
+        if not self._times.first_token_s and tokens.token_ids:
+            self._times = replace(self._times, first_token_s=at_s - self._received_at_s)
+            self.note("first_token", at_s)
+        choice = tokens.sequence_id.choice
+        self._num_tokens[choice] = max(self._num_tokens[choice], tokens.first_index + len(tokens.token_ids))
+
+    def finished(self, finished: FinishedSequence, at_s: float) -> None:
+        """A choice has ended. Of several choices the first to begin gives the queue time, the slowest the others."""
+        choice, times, former = finished.sequence_id.choice, finished.times, self._times
+        self._times = replace(
+            former,
+            queue_s=min(former.queue_s, times.queue_s) if self._choices else times.queue_s,
+            prefill_s=max(former.prefill_s, times.prefill_s),
+            held_s=max(former.held_s, times.held_s),
+        )
+        self._choices[choice] = ChoiceResult(choice, finished.finish_reason, finished.num_tokens)
+        self.note("finished", at_s, choice=choice, reason=finished.finish_reason)
+
+    def aborted(self, choices: Iterable[int], at_s: float) -> None:
+        """These choices were given up; those that have ended before stay as they are."""
+        for choice in choices:
+            if choice in self._num_tokens and choice not in self._choices:
+                self._choices[choice] = ChoiceResult(choice, "abort", self._num_tokens[choice])
+                self.note("aborted", at_s, choice=choice)
+
+    # ------------------------------------------------------------ the end
+
+    @property
+    def open_choices(self) -> list[int]:
+        return [choice for choice in self._num_tokens if choice not in self._choices]
+
+    def result(self, error: WeftError | None = None) -> GenerateResult:
+        """The terminal event, as things stand. The trace is in the order of time."""
+        return GenerateResult(
+            worker_id=self._member_id,
+            choices=tuple(self._choices[choice] for choice in sorted(self._choices)),
+            num_prompt_tokens=len(self.request.token_ids),
+            num_cached_tokens=self._num_cached_tokens,
+            queue_s=self._times.queue_s,
+            prefill_s=self._times.prefill_s,
+            held_s=self._times.held_s,
+            first_token_s=self._times.first_token_s,
+            trace=tuple(sorted(self._trace, key=lambda event: event.at_s)),
+            error=None if error is None else ErrorInfo.of(error),
+        )

@@ -1,0 +1,295 @@
+"""The engine thread: commands in, `plan_step -> execute -> commit`, one update out per turn.
+
+It alone touches the scheduler and the runner. A step that fails is tried again one sequence at a time, so that a
+poisoned request ends alone. Knows nothing of planes, futures or routers: the owner of the updates does.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from fabric.clock import Clock
+from fabric.errors import EngineFailed, ErrorInfo, WeftError
+from fabric.ids import AttemptId, SequenceId, UnitKey
+from fabric.messages import BlocksStored, GenerateRequest, KvEvent
+from llm_workers.scheduling.events import Admission, NeededUnit, SchedulerStats, StepEvents
+from llm_workers.scheduling.plan import Chunk, StepPlan, StepResult
+from llm_workers.scheduling.scheduler import Scheduler
+from modalities.family import Positions
+
+_LOG = logging.getLogger(__name__)
+MAX_FAILED_STEPS = 8
+"""Steps in a row in which nothing could be computed: then it is the device, not the requests."""
+
+
+class Executor(Protocol):
+    """The runner, as the engine sees it."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """May be called again for a part of the same plan. A negative token marks a sequence that broke."""
+        ...
+
+
+class Admitted(NamedTuple):
+    attempt: AttemptId
+    admission: Admission
+
+
+class Failed(NamedTuple):
+    attempt: AttemptId
+    error: WeftError
+
+
+class LetGo(NamedTuple):
+    """The engine does not read this unit any more. `missed_by`: attempts that need it again (it was evicted)."""
+
+    unit: UnitKey
+    missed_by: tuple[AttemptId, ...] = ()
+
+
+class Snapshot(NamedTuple):
+    address: str
+    last_seq: int
+    chains: Sequence[BlocksStored]
+
+
+@dataclass(slots=True)
+class Update:
+    """What one turn of the engine did, in the order in which it is to be read. Not touched once handed over."""
+
+    let_go: list[LetGo] = field(default_factory=list)
+    admitted: list[Admitted] = field(default_factory=list)
+    needed: list[NeededUnit] = field(default_factory=list)
+    num_step_tokens: int = 0
+    step_s: float = 0.0
+    events: StepEvents | None = None
+    aborted: list[SequenceId] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    kv_first_seq: int = 0
+    kv_events: list[KvEvent] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
+    stats: SchedulerStats | None = None
+    at_s: float = 0.0
+    death: WeftError | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        parts = (self.let_go, self.admitted, self.needed, self.aborted, self.failed, self.kv_events, self.snapshots)
+        return self.events is None and not any(parts)
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Running sums since start, for benches."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    schedule_s: float = 0.0
+    execute_s: float = 0.0
+    commit_s: float = 0.0
+
+
+Command = Callable[[Update], None]
+
+
+class Engine:
+    """Its methods are thread-safe and never block; `on_update` is called in the engine's thread."""
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, clock: Clock, on_update: Callable[[Update], None]
+    ) -> None:
+        self._scheduler, self._executor, self._clock, self._on_update = scheduler, executor, clock, on_update
+        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._held: set[UnitKey] = set()
+        self._is_idle = True
+        self._num_failed_steps = 0
+        self._death: WeftError | None = None
+        self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
+        self.times = StepTimes()
+
+    # ------------------------------------------------------------ any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends after the step under way; joins the thread. Idempotent."""
+        self._commands.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def check_health(self) -> None:
+        """Raises EngineFailed when the thread has died."""
+        if self._death is not None:
+            raise self._death
+        if self._thread.ident is not None and not self._thread.is_alive():
+            raise EngineFailed("the engine has stopped")
+
+    def add(self, request: GenerateRequest, positions: Positions) -> None:
+        self._commands.put(lambda update: self._add(request, positions, update))
+
+    def abort(self, attempt: AttemptId, choices: Sequence[int] = ()) -> None:
+        self._commands.put(lambda update: update.aborted.extend(self._scheduler.abort(attempt, choices)))
+
+    def unit_landed(self, unit: UnitKey) -> None:
+        self._commands.put(lambda update: self._land(unit))
+
+    def evict_unit(self, unit: UnitKey) -> None:
+        """Answered by a LetGo, unless the engine has let go of the unit before."""
+        self._commands.put(lambda update: self._evict(unit, update))
+
+    def request_snapshot(self, address: str) -> None:
+        self._commands.put(lambda update: self._snapshot(address, update))
+
+    # ------------------------------------------------------------ engine thread
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except Exception as error:  # the loop of the thread: every request is ended by the owner
+            _LOG.exception("the engine has died")
+            self._death = EngineFailed(f"the engine has died: {type(error).__name__}")
+            self._on_update(Update(death=self._death))
+
+    def _turn(self) -> bool:
+        """Commands, one step, one update. False when told to stop."""
+        update = Update()
+        for command in self._pending():
+            if command is None:
+                return False
+            command(update)
+        self._let_go_unneeded(update)
+        started_s = self._clock.now()
+        plan = self._scheduler.plan_step()
+        self.times.schedule_s += self._clock.now() - started_s
+        if plan.chunks:
+            self._step(plan, update)
+            self._let_go_unneeded(update)
+        update.needed.extend(self._scheduler.drain_needed())
+        self._rest(not plan.chunks and not update.needed)
+        self._publish(update)
+        return True
+
+    def _rest(self, is_idle: bool) -> None:
+        """When the last sequence has left, the books are checked: then a fault is found near its cause."""
+        if is_idle and not self._is_idle:
+            stats = self._scheduler.stats()
+            if not stats.num_running and not stats.num_waiting:
+                self._scheduler.check_invariants()
+        self._is_idle = is_idle
+
+    def _pending(self) -> Iterator[Command | None]:
+        """Everything queued; sleeps for the first when there is nothing to compute."""
+        try:
+            yield self._commands.get(block=self._is_idle)
+            while True:
+                yield self._commands.get_nowait()
+        except queue.Empty:
+            return
+
+    def _publish(self, update: Update) -> None:
+        self._drain_kv_events(update)
+        if not update.is_empty:
+            update.stats = self._scheduler.stats()
+            update.at_s = self._clock.now()
+            self._on_update(update)
+
+    def _drain_kv_events(self, update: Update) -> None:
+        first_seq, events = self._scheduler.drain_kv_events()
+        if events and not update.kv_events:
+            update.kv_first_seq = first_seq
+        update.kv_events.extend(events)
+
+    # ------------------------------------------------------------ commands
+
+    def _add(self, request: GenerateRequest, positions: Positions, update: Update) -> None:
+        attempt = AttemptId(request.request_id, request.attempt)
+        try:
+            update.admitted.append(Admitted(attempt, self._scheduler.add(request, positions)))
+        except WeftError as error:
+            update.failed.append(Failed(attempt, error))
+        except Exception as error:  # one request's bad numbers must not end the others
+            _LOG.exception("request %s could not be admitted", request.request_id)
+            self._scheduler.abort(attempt)
+            update.failed.append(
+                Failed(attempt, EngineFailed(f"the request could not be admitted: {type(error).__name__}"))
+            )
+
+    def _land(self, unit: UnitKey) -> None:
+        self._held.add(unit)
+        self._scheduler.unit_landed(unit)
+
+    def _evict(self, unit: UnitKey, update: Update) -> None:
+        if unit in self._held:
+            self._held.discard(unit)
+            missed_by = {sequence_id.attempt_id for sequence_id in self._scheduler.unit_lost(unit)}
+            update.let_go.append(LetGo(unit, tuple(sorted(missed_by))))
+
+    def _snapshot(self, address: str, update: Update) -> None:
+        """Events up to the snapshot go out in the same update, in front of it."""
+        self._drain_kv_events(update)
+        last_seq, chains = self._scheduler.kv_snapshot()
+        update.snapshots.append(Snapshot(address, last_seq, chains))
+
+    def _let_go_unneeded(self, update: Update) -> None:
+        """Also of units that landed for nobody; the scheduler forgets them."""
+        self._scheduler.drain_units_done()
+        for unit in [unit for unit in self._held if not self._scheduler.needs_unit(unit)]:
+            self._held.discard(unit)
+            self._scheduler.unit_lost(unit)
+            update.let_go.append(LetGo(unit))
+
+    # ------------------------------------------------------------ a step
+
+    def _step(self, plan: StepPlan, update: Update) -> None:
+        """Executes and commits; or, if sequences break, ends those and leaves the others as they were."""
+        started_s = self._clock.now()
+        result, failed = self._execute(plan)
+        executed_s = self._clock.now()
+        if failed:
+            self._scheduler.rollback(plan)
+            for attempt, error in failed.items():
+                self._scheduler.abort(attempt)
+                update.failed.append(Failed(attempt, error))
+        else:
+            update.events = self._scheduler.commit(plan, result)
+            update.num_step_tokens, update.step_s = plan.num_tokens, executed_s - started_s
+            self.times.num_steps += 1
+            self.times.num_tokens += plan.num_tokens
+        self.times.execute_s += executed_s - started_s
+        self.times.commit_s += self._clock.now() - executed_s
+
+    def _execute(self, plan: StepPlan) -> tuple[StepResult, dict[AttemptId, WeftError]]:
+        """The result, and what went wrong for which attempt. Raises EngineFailed when nothing works any more."""
+        failed: dict[AttemptId, WeftError] = {}
+        try:
+            result = self._executor.execute(plan)
+        except Exception:  # which of the sequences it was is found by running each alone
+            _LOG.exception("step %d failed; its %d sequences run alone", plan.step, len(plan.chunks))
+            result = StepResult({})
+            for chunk in plan.chunks:
+                result.token_ids.update(self._execute_alone(plan.step, chunk, failed))
+        for sequence_id, token in result.token_ids.items():
+            if token < 0:
+                failed[sequence_id.attempt_id] = EngineFailed("the model's output is not finite")
+        is_all_failed = {chunk.sequence_id.attempt_id for chunk in plan.chunks} <= failed.keys()
+        self._num_failed_steps = self._num_failed_steps + 1 if is_all_failed else 0
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            raise EngineFailed(f"{MAX_FAILED_STEPS} steps in a row failed")
+        return result, failed
+
+    def _execute_alone(self, step: int, chunk: Chunk, failed: dict[AttemptId, WeftError]) -> dict[SequenceId, int]:
+        try:
+            return self._executor.execute(StepPlan(step, (chunk,))).token_ids
+        except Exception as error:  # this one is the poisoned request
+            _LOG.exception("request %s failed alone", chunk.sequence_id.request_id)
+            failed[chunk.sequence_id.attempt_id] = EngineFailed(
+                f"the step of this request failed: {ErrorInfo.of(error).message}"
+            )
+            return {}

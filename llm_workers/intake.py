@@ -1,0 +1,260 @@
+"""Which features are on their way to this worker: who wants them, which announcements there are, what has landed.
+
+Pure bookkeeping and the decisions on it: what to pull next (oldest request first, in the order of its prompt), what
+to evict for it, which announcements to give back, which features to ask the router for. The receiver acts on them.
+Knows nothing of planes, channels, blocks or sequences: only of attempts and units.
+
+An attempt is *expected* from `expect` (its request is here) to `admit` (the engine has said what it lacks), and
+until then every unit of it is treated as wanted. From then on its `missing` is the truth.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from fabric.clock import Clock
+from fabric.ids import AttemptId, UnitKey
+from fabric.messages import UnitReady
+
+Age = tuple[float, str]
+MEMORY = 4096
+"""Ended attempts and lapsed announcements that are remembered; a late message for older ones costs one TTL."""
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Need(NamedTuple):
+    """A unit to ask the router for."""
+
+    attempt: AttemptId
+    unit: UnitKey
+    reason: str
+
+
+@dataclass(slots=True)
+class _Attempt:
+    age: Age
+    order: Mapping[UnitKey, int]
+    """All units of the request -> place in the prompt."""
+    awaited: set[UnitKey]
+    """Units whose announcement for this attempt is still to come."""
+    missing: dict[UnitKey, str] = field(default_factory=dict)
+    """Units that it needs and that have not landed -> why; meaningful once admitted."""
+    is_admitted: bool = False
+
+    def wants(self, unit: UnitKey) -> bool:
+        return unit in self.missing if self.is_admitted else unit in self.order
+
+
+@dataclass(slots=True)
+class _Announced:
+    attempt: AttemptId
+    ready: UnitReady
+    at_s: float
+
+
+class Intake:
+    """Not thread-safe: lives in the event loop."""
+
+    def __init__(self, clock: Clock, unclaimed_ttl_s: float) -> None:
+        self._clock, self._ttl_s = clock, unclaimed_ttl_s
+        self._attempts: dict[AttemptId, _Attempt] = {}
+        self._tickets: dict[UnitKey, list[_Announced]] = {}
+        """Oldest first."""
+        self._pulling: set[UnitKey] = set()
+        self._landed: dict[UnitKey, bool] = {}
+        """Landed units -> whether the engine holds them (else they wait for an expected attempt)."""
+        self._evicting: set[UnitKey] = set()
+        self._ended: OrderedDict[AttemptId, None] = OrderedDict()
+        self._lapsed: OrderedDict[tuple[AttemptId, UnitKey], None] = OrderedDict()
+
+    # ------------------------------------------------------------ attempts
+
+    def expect(self, attempt: AttemptId, age: Age, units: Sequence[UnitKey], dispatched: Iterable[UnitKey]) -> None:
+        """A request has come. `units` in the order of its prompt; those of `dispatched` are to be announced."""
+        awaited = {unit for unit in dispatched if (attempt, unit) not in self._lapsed}
+        awaited -= {
+            unit for unit, tickets in self._tickets.items() if any(ticket.attempt == attempt for ticket in tickets)
+        }
+        self._attempts[attempt] = _Attempt(age, {unit: place for place, unit in enumerate(units)}, awaited)
+
+    def admit(self, attempt: AttemptId, missing: Iterable[UnitKey]) -> list[UnitKey]:
+        """The engine's word on what the attempt lacks. Returns those of them that lie here landed already: the
+        engine is to be told of them (again)."""
+        known = self._attempts.get(attempt)
+        if known is None:
+            return []
+        known.is_admitted = True
+        return [unit for unit in missing if not self._want(known, unit, "not_covered")]
+
+    def need(self, attempt: AttemptId, unit: UnitKey, reason: str) -> bool:
+        """The attempt needs a unit again. True if it lies here landed: the engine is to be told."""
+        known = self._attempts.get(attempt)
+        return known is not None and not self._want(known, unit, reason)
+
+    def end(self, attempt: AttemptId) -> None:
+        """The attempt has ended; what was announced for it becomes releasable."""
+        if self._attempts.pop(attempt, None) is not None:
+            _remember(self._ended, attempt)
+
+    def _want(self, known: _Attempt, unit: UnitKey, reason: str) -> bool:
+        if unit in self._landed and unit not in self._evicting:
+            self._landed[unit] = True
+            return False
+        known.missing[unit] = reason
+        return True
+
+    # ------------------------------------------------------------ units
+
+    def announce(self, ready: UnitReady) -> None:
+        """An announcement has come, perhaps before its request."""
+        attempt = AttemptId(ready.request_id, ready.attempt)
+        known = self._attempts.get(attempt)
+        if known is not None:
+            known.awaited.discard(ready.unit)
+        self._tickets.setdefault(ready.unit, []).append(_Announced(attempt, ready, self._clock.now()))
+
+    def forget_source(self, source: str) -> None:
+        """A transfer agent has left: what it announced can't be pulled any more."""
+        for unit, tickets in list(self._tickets.items()):
+            for ticket in [ticket for ticket in tickets if ticket.ready.ticket.source == source]:
+                self._take_ticket(unit, ticket)
+                self._set_reason(unit, "transfer_failed")
+
+    def begin_pull(self, unit: UnitKey) -> UnitReady:
+        """Takes the newest announcement of a unit for pulling: its lease runs longest."""
+        self._pulling.add(unit)
+        return self._take_ticket(unit, self._tickets[unit][-1])
+
+    def cannot_pull(self, ready: UnitReady) -> None:
+        """There was no room: the announcement is put back."""
+        self._pulling.discard(ready.unit)
+        self.announce(ready)
+
+    def landed(self, unit: UnitKey) -> bool:
+        """A pull has ended well. True if an admitted attempt misses it: the engine is to be told."""
+        self._pulling.discard(unit)
+        is_missed = False
+        for known in self._attempts.values():
+            is_missed |= known.missing.pop(unit, None) is not None
+        self._landed[unit] = is_missed
+        return is_missed
+
+    def pull_failed(self, unit: UnitKey, reason: str) -> None:
+        """Another announcement is tried, or the router asked."""
+        self._pulling.discard(unit)
+        self._set_reason(unit, reason)
+
+    def let_go(self, unit: UnitKey, missed_by: Iterable[AttemptId] = ()) -> None:
+        """The engine holds the unit no more; the attempts in `missed_by` need it again (it was evicted)."""
+        if unit in self._landed:
+            self._landed[unit] = False
+        for attempt in missed_by:
+            self.need(attempt, unit, "preempted")
+
+    # ------------------------------------------------------------ decisions
+
+    def next_pull(self) -> UnitKey | None:
+        """The announced unit that the oldest attempt wants first; None if there is nothing to pull."""
+        ready = [(key, unit) for unit in self._tickets if (key := self._pull_key(unit)) is not None]
+        return min(ready)[1] if ready else None
+
+    def victim(self, unit: UnitKey) -> UnitKey | None:
+        """The landed unit that should make room for `unit`: one that only younger attempts use, or that the same
+        attempt uses later; the youngest of them. None: wait. A unit that is evicted already also means wait."""
+        if self._evicting:
+            return None
+        limit = self._pull_key(unit)
+        used = [(key, landed) for landed in self._landed if (key := self._use_key(landed)) is not None]
+        if limit is None or not used or max(used)[0] <= limit:
+            return None
+        return max(used)[1]
+
+    def begin_evict(self, unit: UnitKey) -> bool:
+        """Marks a victim, which `take_freeable` gives once the engine let go of it. True if the engine holds it."""
+        self._evicting.add(unit)
+        return self._landed[unit]
+
+    def take_freeable(self) -> list[UnitKey]:
+        """Landed units that the engine does not hold and that are evicted or expected by nobody."""
+        free = [
+            u
+            for u, is_held in self._landed.items()
+            if not is_held and (u in self._evicting or not self._is_expected(u))
+        ]
+        for unit in free:
+            del self._landed[unit]
+            self._evicting.discard(unit)
+        return free
+
+    def take_releasable(self) -> list[UnitReady]:
+        """Announcements that are of no use: their attempt has ended, or has the unit, or never came in time."""
+        lapsed_at_s = self._clock.now() - self._ttl_s
+        taken = []
+        for unit, tickets in list(self._tickets.items()):
+            for ticket in list(tickets):
+                known = self._attempts.get(ticket.attempt)
+                is_unclaimed = known is None and ticket.attempt not in self._ended
+                if (is_unclaimed and ticket.at_s > lapsed_at_s) or (known is not None and known.wants(unit)):
+                    continue
+                if is_unclaimed:
+                    _remember(self._lapsed, (ticket.attempt, unit))
+                taken.append(self._take_ticket(unit, ticket))
+        return taken
+
+    def take_needed(self) -> list[Need]:
+        """Missing units that are neither announced, nor awaited, nor being pulled. They count as awaited then."""
+        needs = []
+        for attempt, known in self._attempts.items():
+            for unit, reason in known.missing.items():
+                if unit not in known.awaited and unit not in self._pulling and unit not in self._tickets:
+                    known.awaited.add(unit)
+                    needs.append(Need(attempt, unit, reason))
+        return needs
+
+    # ------------------------------------------------------------ queries
+
+    def wanting(self, unit: UnitKey) -> list[AttemptId]:
+        """Attempts of which the unit is a part."""
+        return [attempt for attempt, known in self._attempts.items() if unit in known.order]
+
+    @property
+    def num_held(self) -> int:
+        """Announcements kept and units pulling or landed; 0 when idle."""
+        return sum(map(len, self._tickets.values())) + len(self._pulling) + len(self._landed)
+
+    def _pull_key(self, unit: UnitKey) -> tuple[Age, int] | None:
+        if unit in self._pulling or unit in self._landed:
+            return None
+        return min(
+            ((known.age, known.order.get(unit, 0)) for known in self._attempts.values() if known.wants(unit)),
+            default=None,
+        )
+
+    def _use_key(self, unit: UnitKey) -> tuple[Age, int] | None:
+        return min(
+            ((known.age, known.order[unit]) for known in self._attempts.values() if unit in known.order), default=None
+        )
+
+    def _is_expected(self, unit: UnitKey) -> bool:
+        return any(not known.is_admitted and unit in known.order for known in self._attempts.values())
+
+    def _set_reason(self, unit: UnitKey, reason: str) -> None:
+        for known in self._attempts.values():
+            if unit in known.missing:
+                known.missing[unit] = reason
+
+    def _take_ticket(self, unit: UnitKey, ticket: _Announced) -> UnitReady:
+        self._tickets[unit].remove(ticket)
+        if not self._tickets[unit]:
+            del self._tickets[unit]
+        return ticket.ready
+
+
+def _remember(memory: OrderedDict[Key, None], key: Key) -> None:
+    memory[key] = None
+    if len(memory) > MEMORY:
+        memory.popitem(last=False)

@@ -1,0 +1,265 @@
+"""Acts on the intake: announcements in, pulls through the feature channel, releases, requests for features.
+
+The worker is in charge of its memory: it pulls when the inbox has room, tells the encoder as soon as the bytes have
+landed, and frees a slot as soon as the engine lets go of the unit. Lives in the event loop; the channel's transfer
+thread does the reading. Knows nothing of scheduling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from math import prod
+from typing import NamedTuple, Protocol
+
+from fabric.channel import FeatureSink, LandedFeature
+from fabric.clock import Clock
+from fabric.errors import ArenaFull, FeatureMismatch, InvalidMedia, LeaseLost, ProtocolError, UnitTooLarge, WeftError
+from fabric.ids import AttemptId, MemberId, UnitKey
+from fabric.messages import FeatureTicket, GenerateRequest, MediaItem, UnitReady, UnitRelease
+from fabric.plane import Plane
+from llm_workers.config import WorkerConfig
+from llm_workers.intake import Intake, Need
+
+_LOG = logging.getLogger(__name__)
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class EngineSide(Protocol):
+    """What the receiver tells the engine; thread-safe, never blocks."""
+
+    def unit_landed(self, unit: UnitKey) -> None: ...
+
+    def evict_unit(self, unit: UnitKey) -> None: ...
+
+
+class Listener(NamedTuple):
+    """What the receiver tells the service, in the event loop."""
+
+    event: Callable[[AttemptId, str, UnitKey], None]
+    """`unit_announced` or `unit_landed`, for the trace."""
+    needed: Callable[[Sequence[Need]], None]
+    failed: Callable[[AttemptId, WeftError], None]
+
+
+class Endpoint(NamedTuple):
+    """Who this worker is on the planes."""
+
+    member_id: MemberId
+    plane: Plane
+    sink: FeatureSink
+    clock: Clock
+
+
+class Receiver:
+    """A unit in `landed` stays there while the engine holds it."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        config: WorkerConfig,
+        levels: tuple[int, int],
+        engine: EngineSide,
+        listener: Listener,
+        landed: dict[UnitKey, LandedFeature],
+    ) -> None:
+        """`levels` is (num_levels, hidden_size) of every feature; `landed` is filled here and read by the runner."""
+        self._endpoint, self._config, self._levels = endpoint, config, levels
+        self._engine, self._listener = engine, listener
+        self._intake = Intake(endpoint.clock, config.unclaimed_unit_ttl_s)
+        self._expected_rows: dict[AttemptId, dict[UnitKey, int]] = {}
+        self._pulls: set[Future[LandedFeature]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.landed = landed
+
+    def start(self) -> None:
+        """Must be called in the event loop."""
+        self._loop = asyncio.get_running_loop()
+
+    def stop(self) -> None:
+        """Cancels pulls and frees every slot."""
+        self._loop = None
+        for pull in list(self._pulls):
+            pull.cancel()
+        for feature in self.landed.values():
+            self._endpoint.sink.free(feature.slot_id)
+        self.landed.clear()
+
+    @property
+    def num_held(self) -> int:
+        """Announcements, pulls and features that are kept; 0 when idle."""
+        return self._intake.num_held
+
+    # ------------------------------------------------------------ requests
+
+    def expect(self, attempt: AttemptId, request: GenerateRequest) -> None:
+        """A request has come. Raises InvalidMedia if one of its features can never fit the inbox, ProtocolError if
+        its placeholders name units that are not there."""
+        rows = _planned_rows(request)
+        total_bytes = self._endpoint.sink.usage().total_bytes
+        for num_rows, item in rows.values():
+            nbytes = num_rows * prod(self._levels) * min(DTYPE_BYTES.values())
+            if nbytes > total_bytes:
+                message = f"its feature needs at least {nbytes} bytes, a worker's inbox has {total_bytes}"
+                raise InvalidMedia(message, param=item.part)
+        dispatched = [unit for unit, (_, item) in rows.items() if item.index in request.dispatched_items]
+        self._expected_rows[attempt] = {unit: num_rows for unit, (num_rows, _) in rows.items()}
+        self._intake.expect(attempt, request.age, list(rows), dispatched)
+        for unit in rows:
+            if unit in self.landed:
+                self._check(attempt, unit, self.landed[unit].ticket)
+        self.settle()
+
+    def admit(self, attempt: AttemptId, missing: Iterable[UnitKey]) -> None:
+        """The engine has said what the attempt lacks."""
+        for unit in self._intake.admit(attempt, missing):
+            self._engine.unit_landed(unit)
+
+    def need(self, attempt: AttemptId, unit: UnitKey, reason: str) -> None:
+        """The engine needs a unit again."""
+        if self._intake.need(attempt, unit, reason):
+            self._engine.unit_landed(unit)
+
+    def end(self, attempt: AttemptId) -> None:
+        """The attempt has ended: announcements for it are given back."""
+        self._expected_rows.pop(attempt, None)
+        self._intake.end(attempt)
+        self.settle()
+
+    def let_go(self, unit: UnitKey, missed_by: Iterable[AttemptId] = ()) -> None:
+        """The engine does not hold the unit any more."""
+        self._intake.let_go(unit, missed_by)
+
+    def source_gone(self, source: str) -> None:
+        """A transfer agent has left: its announcements are void, the router is asked for what they promised."""
+        self._intake.forget_source(source)
+        self.settle()
+
+    # ------------------------------------------------------------ announcements and pulls
+
+    def announced(self, ready: UnitReady) -> None:
+        """An encoder says that a unit can be pulled."""
+        attempt = AttemptId(ready.request_id, ready.attempt)
+        self._listener.event(attempt, "unit_announced", ready.unit)
+        self._intake.announce(ready)
+        self._check(attempt, ready.unit, ready.ticket)
+        self.settle()
+
+    def settle(self) -> None:
+        """Does whatever can be done now: gives back, frees, pulls, evicts, asks."""
+        for unit in self._intake.take_freeable():
+            self._endpoint.sink.free(self.landed.pop(unit).slot_id)
+        for ready in self._intake.take_releasable():
+            self._release(ready)
+        if self._loop is not None:
+            while (wanted := self._intake.next_pull()) is not None and self._pull(wanted):
+                pass
+        needs = self._intake.take_needed()
+        if needs:
+            self._listener.needed(needs)
+
+    def _pull(self, unit: UnitKey) -> bool:
+        """False if there is no room now: then room is being made, or a slot will be freed in time."""
+        ready = self._intake.begin_pull(unit)
+        try:
+            pull = self._endpoint.sink.pull(ready.ticket, self._config.pull_timeout_s)
+        except ArenaFull:
+            self._intake.cannot_pull(ready)
+            return self._make_room(unit)
+        except WeftError as error:
+            self._intake.pull_failed(unit, "transfer_failed")
+            self._release(ready)
+            if isinstance(error, UnitTooLarge):
+                self._fail(self._intake.wanting(unit), error)
+            return True
+        self._pulls.add(pull)
+        pull.add_done_callback(lambda done: self._call_soon(self._pulled, ready, done))
+        return True
+
+    def _make_room(self, unit: UnitKey) -> bool:
+        """True if there is room at once."""
+        victim = self._intake.victim(unit)
+        if victim is None:
+            return False
+        if self._intake.begin_evict(victim):
+            self._engine.evict_unit(victim)
+            return False
+        for freeable in self._intake.take_freeable():
+            self._endpoint.sink.free(self.landed.pop(freeable).slot_id)
+        return True
+
+    def _call_soon(
+        self,
+        callback: Callable[[UnitReady, Future[LandedFeature]], None],
+        ready: UnitReady,
+        done: Future[LandedFeature],
+    ) -> None:
+        """Runs in the transfer thread, or wherever the pull was cancelled."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, ready, done)
+        elif not done.cancelled() and done.exception() is None:
+            self._endpoint.sink.free(done.result().slot_id)
+
+    def _pulled(self, ready: UnitReady, done: Future[LandedFeature]) -> None:
+        self._pulls.discard(done)
+        self._release(ready)
+        if done.cancelled() or self._loop is None:
+            self._intake.pull_failed(ready.unit, "transfer_failed")
+            if not done.cancelled() and done.exception() is None:
+                self._endpoint.sink.free(done.result().slot_id)
+            return
+        error = done.exception()
+        if error is None:
+            self._land(ready.unit, done.result())
+        else:
+            _LOG.info("pull of %s for %s failed: %s", ready.unit, ready.request_id, error)
+            self._intake.pull_failed(ready.unit, "lease_lost" if isinstance(error, LeaseLost) else "transfer_failed")
+        self.settle()
+
+    def _land(self, unit: UnitKey, feature: LandedFeature) -> None:
+        """Those who planned another number of rows fail; the others are told. What nobody planned is freed again."""
+        self.landed[unit] = feature
+        for attempt in self._intake.wanting(unit):
+            if self._check(attempt, unit, feature.ticket):
+                self._listener.event(attempt, "unit_landed", unit)
+        if self._intake.landed(unit):
+            self._engine.unit_landed(unit)
+
+    def _check(self, attempt: AttemptId, unit: UnitKey, ticket: FeatureTicket) -> bool:
+        """Fails the attempt when a feature is not what it planned. Unknown attempts are checked when they come."""
+        num_rows = self._expected_rows.get(attempt, {}).get(unit)
+        if num_rows is None:
+            return True
+        shape = (self._levels[0], num_rows, self._levels[1])
+        if ticket.shape == shape and ticket.nbytes == prod(shape) * DTYPE_BYTES.get(ticket.dtype, 0):
+            return True
+        found = f"{ticket.shape} {ticket.dtype} in {ticket.nbytes} bytes"
+        self._fail(
+            [attempt], FeatureMismatch(f"the feature of {unit.mm_hash}:{unit.unit} is {found}, planned was {shape}")
+        )
+        return False
+
+    def _fail(self, attempts: Iterable[AttemptId], error: WeftError) -> None:
+        for attempt in attempts:
+            self._listener.failed(attempt, error)
+
+    def _release(self, ready: UnitReady) -> None:
+        endpoint = self._endpoint
+        release = UnitRelease(endpoint.member_id, ready.request_id, ready.attempt, ready.unit, ready.ticket.generation)
+        endpoint.plane.send(ready.encoder_address, release)
+
+
+def _planned_rows(request: GenerateRequest) -> dict[UnitKey, tuple[int, MediaItem]]:
+    """Units in the order of the prompt -> rows and item. An item that was dispatched stands for its twins."""
+    rows: dict[UnitKey, tuple[int, MediaItem]] = {}
+    by_dispatch = {item.mm_hash: item for item in request.media if item.index in request.dispatched_items}
+    try:
+        for run in request.placeholders:
+            item = request.media[run.item]
+            unit = item.unit_keys()[run.unit]
+            rows.setdefault(unit, (item.unit_tokens[run.unit], by_dispatch.get(item.mm_hash, item)))
+    except IndexError:
+        raise ProtocolError("placeholders name media that the request does not have") from None
+    return rows

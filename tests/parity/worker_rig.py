@@ -1,0 +1,256 @@
+"""A worker in this process with everything real but its peers: a router that records what it is sent, and an encoder
+that publishes features when the test says so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from chat_media import picture, png
+
+from deploy.demo.build import demo_checkpoint
+from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
+from fabric.clock import SystemClock
+from fabric.ids import MemberId, RequestId
+from fabric.messages import (
+    FeatureNeeded,
+    GenerateRequest,
+    KvEvents,
+    KvSnapshot,
+    MediaItem,
+    PlaceholderRange,
+    RouterHeartbeat,
+    SamplingParams,
+    StopConditions,
+    TokenFrames,
+    UnitReady,
+    UnitRelease,
+    WorkerReport,
+)
+from fabric.plane_local import LocalHub, LocalPlane
+from llm_workers.attention import register_attention
+from llm_workers.config import WorkerConfig
+from llm_workers.service import WorkerService
+from modalities.family import EncoderInput
+from modalities.identify import plan_media
+from modalities.registry import REGISTRY
+from modalities.text.codec import TextCodec
+
+WORKER, ROUTER, ENCODER = MemberId("worker-0"), MemberId("router-0"), MemberId("encoder-0")
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class Loaded:
+    """The demo checkpoint in float32, both halves, and the reference."""
+
+    def __init__(self) -> None:
+        from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
+
+        torch.manual_seed(0)
+        self.directory = demo_checkpoint()
+        self.family = REGISTRY.load_family(self.directory)
+        self.codec = TextCodec.load(self.directory)
+        self.plugin = REGISTRY.modality("image")
+        self.model = self.family.load_language_model(self.directory, "cpu", "float32", register_attention())
+        self.encoder = self.family.load_encoder(self.directory, "cpu", "float32", ("image",))
+        reference = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(self.directory, dtype=torch.float32)
+        self.reference = reference.eval()
+
+
+@functools.cache
+def loaded() -> Loaded:
+    return Loaded()
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """`parts`: strings, or seeds of pictures."""
+
+    token_ids: tuple[int, ...]
+    placeholders: tuple[PlaceholderRange, ...]
+    media: tuple[MediaItem, ...]
+    inputs: tuple[EncoderInput, ...]
+
+
+@functools.cache
+def prompt(*parts: str | int, size: tuple[int, int] = (160, 96)) -> Prompt:
+    """One user turn."""
+    parts_of_model = loaded()
+    content, media, plans, inputs = [], [], [], []
+    for part in parts:
+        if isinstance(part, str):
+            content.append({"type": "text", "text": part})
+            continue
+        content.append({"type": "image"})
+        data = png(picture(part, *size))
+        header = parts_of_model.plugin.probe(data, "part")
+        item = plan_media(parts_of_model.family, parts_of_model.plugin, data, header, len(media), f"part.{len(media)}")
+        media.append(item)
+        plans.append(parts_of_model.family.plan(header))
+        inputs.extend(parts_of_model.family.preprocess(data, item))
+    ids = parts_of_model.codec.render([{"role": "user", "content": content}])
+    expanded = parts_of_model.family.expand(ids, plans)
+    return Prompt(tuple(expanded.token_ids), tuple(expanded.placeholders), tuple(media), tuple(inputs))
+
+
+@functools.cache
+def feature(of: Prompt, index: int) -> torch.Tensor:
+    with torch.inference_mode():
+        return loaded().encoder.encode([of.inputs[index]])[0]
+
+
+@functools.cache
+def reference(of: Prompt, num_tokens: int) -> tuple[list[int], list[float]]:
+    """Greedy tokens of transformers, and how far apart its two best logits were at each."""
+    media = {}
+    if of.inputs:
+        media["pixel_values"] = torch.from_numpy(np.concatenate([unit.pixels for unit in of.inputs]))
+        media["image_grid_thw"] = torch.tensor([unit.grid for unit in of.inputs])
+    out = loaded().reference.generate(
+        input_ids=torch.tensor([of.token_ids]),
+        attention_mask=torch.ones(1, len(of.token_ids), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **media,
+    )
+    best = [step[0].topk(2).values.tolist() for step in out.logits]
+    return out.sequences[0, len(of.token_ids) :].tolist(), [first - second for first, second in best]
+
+
+@dataclass
+class Recorder:
+    """A router's endpoint: what it was sent, and tokens in order per (request, attempt, choice)."""
+
+    messages: list = field(default_factory=list)
+    tokens: dict = field(default_factory=lambda: defaultdict(list))
+    on_needed: object = None
+
+    def __call__(self, message) -> None:
+        self.messages.append(message)
+        if isinstance(message, TokenFrames):
+            for frame in message.frames:
+                tokens = self.tokens[frame.request_id, frame.attempt, frame.choice]
+                assert frame.first_index == len(tokens), "frames of one worker come in order"
+                tokens.extend(frame.token_ids)
+        if isinstance(message, FeatureNeeded) and self.on_needed is not None:
+            self.on_needed(message)
+
+    def of(self, kind) -> list:
+        return [message for message in self.messages if isinstance(message, kind)]
+
+    @property
+    def reports(self) -> list[WorkerReport]:
+        return self.of(WorkerReport)
+
+    @property
+    def needed(self) -> list[FeatureNeeded]:
+        return self.of(FeatureNeeded)
+
+
+class Rig:
+    def __init__(self, config: WorkerConfig, inbox_bytes: int, clock) -> None:
+        parts = loaded()
+        self.hub, self.channel = LocalHub(), LocalChannelHub()
+        self.router, self.encoder = Recorder(), Recorder()
+        self.router_plane = LocalPlane(self.hub, "local://router")
+        self.encoder_plane = LocalPlane(self.hub, "local://encoder")
+        self.worker_plane = LocalPlane(self.hub, "local://worker")
+        self.source = LocalFeatureSource(self.channel, "encoder", 1 << 22)
+        self.sink = LocalFeatureSink(self.channel, "worker", inbox_bytes)
+        self.service = WorkerService(WORKER, config, parts.family, parts.model, self.worker_plane, self.sink, clock)
+        self._ids = itertools.count()
+        self.slots = {}
+
+    def request(self, of: Prompt, num_tokens: int = 8, **changes) -> GenerateRequest:
+        number = next(self._ids)
+        fields = {
+            "request_id": RequestId(f"req-{number}"),
+            "attempt": 0,
+            "router_id": ROUTER,
+            "router_address": self.router_plane.address,
+            "token_ids": of.token_ids,
+            "placeholders": of.placeholders,
+            "media": of.media,
+            "sampling": GREEDY,
+            "stop": StopConditions(num_tokens, eos_token_ids=loaded().codec.eos_token_ids),
+            "age": (float(number), f"req-{number}"),
+            "dispatched_items": tuple(range(len(of.media))),
+        }
+        return GenerateRequest(**(fields | changes))
+
+    def publish(self, request: GenerateRequest, of: Prompt, index: int, tensor: torch.Tensor | None = None) -> None:
+        """Announces a feature to the worker, as an encoder does."""
+        tensor = feature(of, index) if tensor is None else tensor
+        payload = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
+        slot = self.source.allocate(payload.nbytes)
+        slot.buffer[:] = payload
+        ticket = self.source.ticket(slot, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), 60.0)
+        unit = of.media[index].unit_keys()[0]
+        self.slots[request.request_id, unit, slot.generation] = slot
+        ready = UnitReady(ENCODER, self.encoder_plane.address, request.request_id, request.attempt, unit, ticket)
+        assert self.encoder_plane.send(self.worker_plane.address, ready)
+
+    async def run(self, request: GenerateRequest, of: Prompt, delays=None):
+        """Generates, publishing each feature after its number of turns of the loop (None: at once)."""
+        call = asyncio.ensure_future(self.service.generate(request))
+        order = delays or [(0, index) for index in range(len(of.media))]
+        for turns, index in order:
+            for _ in range(turns):
+                await asyncio.sleep(0.001)
+            self.publish(request, of, index)
+        return await call
+
+    def tokens(self, request: GenerateRequest, choice: int = 0) -> list[int]:
+        return self.router.tokens[request.request_id, request.attempt, choice]
+
+    @property
+    def releases(self) -> list[UnitRelease]:
+        return self.encoder.of(UnitRelease)
+
+    @property
+    def kv_messages(self) -> list:
+        return self.router.of(KvEvents) + self.router.of(KvSnapshot)
+
+    def heartbeat(self, lease_s: float = 30.0, router_id: MemberId = ROUTER) -> None:
+        message = RouterHeartbeat(router_id, self.router_plane.address, lease_s)
+        self.router_plane.send(self.worker_plane.address, message)
+
+    async def until(self, is_true, timeout_s: float = 10.0) -> None:
+        """Waits for something that messages or the engine bring about; fails after `timeout_s`."""
+        async with asyncio.timeout(timeout_s):
+            while not is_true():
+                await asyncio.sleep(0.002)
+
+    async def assert_idle(self) -> None:
+        """Nothing is left: no sequence, block, slot, announcement."""
+
+        def is_idle() -> bool:
+            report = self.service.report()
+            gauges = (report.num_running, report.num_waiting, report.kv_blocks_used, report.num_features)
+            return not any(gauges) and self.sink.usage().used_bytes == 0 and self.service.num_units_held == 0
+
+        await self.until(is_idle)
+
+
+@contextlib.asynccontextmanager
+async def rig(inbox_bytes: int = 1 << 22, clock=None, **config):
+    made = Rig(WorkerConfig(**config), inbox_bytes, clock or SystemClock())
+    made.router_plane.start(made.router)
+    made.encoder_plane.start(made.encoder)
+    await made.service.start()
+    try:
+        yield made
+    finally:
+        await made.service.stop()
+        made.sink.close()
+        made.source.close()
+        for plane in (made.router_plane, made.encoder_plane, made.worker_plane):
+            plane.close()
