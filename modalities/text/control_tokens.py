@@ -5,7 +5,8 @@ come out of it: inside each one it spells, and at its ends where it could join w
 rendering. The rendered text is then cut at those marks that ended up inside a control token, and only there, so that
 what is harmless is tokenised exactly as if nothing had been done. Does not know tokenizers or templates.
 
-Not covered: a template that rewrites its input's letters (upper case, slices inside words) into a control token.
+Not covered: a template that rewrites its input's letters (upper case, slices inside words) into a control token. A
+template that measures or compares a text with a mark in it sees the mark; it may render that text in another way.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deploy.demo.build import write_all_but_weights
@@ -23,6 +23,7 @@ SEGMENTS = st.lists(st.tuples(st.text(LETTERS + " ", max_size=6), st.booleans())
 
 @settings(max_examples=800, deadline=None)
 @given(TOKENS, SEGMENTS, st.booleans())
+@example({"<|x|>"}, [("<|", False), ("x", True), ("|>", False)], False)
 def test_no_control_token_holds_a_letter_from_outside(
     tokens: set[str], segments: list[tuple[str, bool]], is_trimmed: bool
 ) -> None:
