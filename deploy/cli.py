@@ -118,9 +118,9 @@ def _check(arguments: argparse.Namespace) -> int:
         print(f"{arguments.file}: {problem}", file=sys.stderr)
     if config is None:
         return 1
-    print(
-        f"{arguments.file}: ok ({config.router.replicas} router, {config.encoders.replicas} encoder, {config.workers.replicas} worker replicas)"
-    )
+    parts = {"router": config.router, "encoder": config.encoders, "worker": config.workers}
+    counts = ", ".join(f"{section.replicas} {name}" for name, section in parts.items())
+    print(f"{arguments.file}: ok ({counts} replicas)")
     return 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 import random
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,12 +80,16 @@ def host_name() -> str:
     return platform.node() or "localhost"
 
 
-def prepare_torch(config: ClusterConfig) -> None:
-    """Side effect: limits this process's compute threads, so that replicas on one machine don't fight."""
+def prepare_process(config: ClusterConfig) -> None:
+    """Side effects on this process: compute threads limited (replicas on one machine would fight), no gradients, and
+    no lines that a client's file could make a library print."""
     import torch
+    from transformers.utils import logging as transformers_logging
 
     torch.set_num_threads(config.threads_per_replica)
     torch.set_grad_enabled(False)
+    transformers_logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", module="PIL")
 
 
 def build_encoder(

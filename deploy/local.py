@@ -53,7 +53,7 @@ class LocalCluster:
     """One router, the configured encoders and workers, in this process. Use `running(...)`."""
 
     def __init__(self, config: ClusterConfig) -> None:
-        compose.prepare_torch(config)
+        compose.prepare_process(config)
         self.config = config
         self.model = compose.load_model(config, compose.resolve_model_dir(config))
         self.workers, self.encoders = DirectWorkers(), DirectEncoders()

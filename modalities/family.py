@@ -149,7 +149,9 @@ class Family(Protocol):
         of placeholders than plans."""
         ...
 
-    def positions(self, token_ids: Sequence[int], placeholders: Sequence[PlaceholderRange], media: Sequence[MediaItem]) -> Positions:
+    def positions(
+        self, token_ids: Sequence[int], placeholders: Sequence[PlaceholderRange], media: Sequence[MediaItem]
+    ) -> Positions:
         """Of the expanded prompt; from grids, never from pixels."""
         ...
 

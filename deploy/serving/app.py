@@ -47,7 +47,7 @@ class EncoderReplica:
         from fabric.channel_nixl import NixlFeatureSource
         from fabric.plane_zmq import ZmqPlane
 
-        compose.prepare_torch(config)
+        compose.prepare_process(config)
         member_id, model = replica_id(), compose.load_model(config, Path(model_dir))
         self._plane = ZmqPlane(node_address())
         self._source = NixlFeatureSource(str(member_id), config.encoders.arena_bytes)
@@ -77,7 +77,7 @@ class WorkerReplica:
         from fabric.channel_nixl import NixlFeatureSink
         from fabric.plane_zmq import ZmqPlane
 
-        compose.prepare_torch(config)
+        compose.prepare_process(config)
         member_id, model = replica_id(), compose.load_model(config, Path(model_dir))
         self._plane = ZmqPlane(node_address())
         self._sink = NixlFeatureSink(str(member_id), config.workers.inbox_bytes)

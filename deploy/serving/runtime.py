@@ -6,11 +6,11 @@ The environment is written here and nowhere else: Ray and its libraries read the
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,6 +61,7 @@ def run_cluster(config: ClusterConfig, ready_timeout_s: float = 300.0) -> Iterat
 
         from deploy.serving.app import APP_NAME, build_app
 
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
         try:
             handle = serve.run(build_app(config, model_dir), name=APP_NAME, route_prefix=None)
@@ -123,8 +124,10 @@ def wait_ready(cluster: RunningCluster, timeout_s: float) -> None:
     """Polls /health/ready. Raises Unavailable after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        with contextlib.suppress(urllib.error.URLError, OSError):
-            with urllib.request.urlopen(f"{cluster.url}/health/ready", timeout=5):
-                return
-        time.sleep(0.1)
+        try:
+            urllib.request.urlopen(f"{cluster.url}/health/ready", timeout=5).close()
+        except OSError:  # not listening yet, or 503
+            time.sleep(0.1)
+        else:
+            return
     raise Unavailable(f"the cluster did not become ready within {timeout_s:g} s")

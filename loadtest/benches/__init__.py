@@ -1,4 +1,4 @@
-"""Benchmarks: `weft bench NAME`. Each prints a table and, with --json, its bars. Speed is measured here, never in tests."""
+"""Benchmarks: `weft bench NAME`. Each prints a table and, with --json, its bars. Tests never measure speed."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def run() -> BenchResult:
     ]
     notes = [
         f"{PROMPT_TOKENS} tokens in, {OUTPUT_TOKENS} out, demo model, float32; medians of {ROUNDS} rounds.",
-        "router: receipt to dispatch; Ray: dispatch to receipt at the worker; engine: receipt at the worker to its end.",
+        "router: receipt to dispatch; Ray: dispatch to receipt at the worker; engine: from there to the last token.",
         "NIXL's bar: 1.06 ms was seen on an idle machine of this class.",
     ]
     return BenchResult(rows, bars, notes)
@@ -55,7 +55,7 @@ def run() -> BenchResult:
 async def _engine() -> dict[int, tuple[float, float]]:
     """Concurrency -> (steps/s, output tokens/s) of one worker service without router, Ray or HTTP."""
     config = load_config(None)
-    compose.prepare_torch(config)
+    compose.prepare_process(config)
     model = compose.load_model(config, compose.resolve_model_dir(config))
     plane = LocalPlane(LocalHub(), "local://bench")
     sink = LocalFeatureSink(LocalChannelHub(), "bench", 2**20)
@@ -165,10 +165,13 @@ def _cluster_path(num_requests: int = 40) -> dict[str, float]:
 
 
 def _split(trace: dict[str, Any], total_s: float) -> dict[str, float]:
-    at = {event["name"]: event["at_s"] for event in reversed(trace["events"])}
-    router = at["dispatched"] - at["accepted"]
-    ray = at["received"] - at["dispatched"]
-    engine = at["finished"] - at["received"]
+    worker = trace["plans"][-1]["plan"]["worker_id"]
+    first: dict[tuple[bool, str], float] = {}
+    for event in trace["events"]:
+        first.setdefault((event["member_id"] == worker, event["name"]), event["at_s"])
+    router = first[False, "dispatched"] - first[False, "received"]
+    ray = first[True, "received"] - first[False, "dispatched"]
+    engine = first[True, "finished"] - first[True, "received"]
     rest = total_s - router - ray - engine
     return {
         name: value * 1000
