@@ -1,0 +1,229 @@
+"""OpenAI's formats: what is accepted, what is refused and how it is named, and the one table of statuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fabric import errors
+from fabric.errors import InvalidRequest, leaves
+from router.api.content import MediaPart, TextPart, parts_of
+from router.api.errors import ERROR_TO_STATUS, error_object, http_error, status_of
+from router.api.refusals import PARAM_TO_NEUTRAL
+from router.api.request import ChatMessage, ChatRequest, parse_chat
+from router.api.response import ChoiceText, ChunkWriter, Head, Usage, completion
+
+HEAD = Head("chatcmpl-req-1", 1700000000, "tiny")
+MINIMAL = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def parse(**fields: object) -> ChatRequest:
+    return parse_chat(json.dumps(MINIMAL | fields).encode())
+
+
+# ---------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("leaf", leaves())
+def test_every_leaf_has_a_status_and_its_own_code_in_the_envelope(leaf: type[errors.WeftError]) -> None:
+    assert leaf in ERROR_TO_STATUS
+    answer = http_error(leaf("what", param="messages.0"))
+    assert answer.status == ERROR_TO_STATUS[leaf]
+    detail = json.loads(answer.body)["error"]
+    assert set(detail) == {"message", "type", "param", "code"}
+    assert (detail["message"], detail["param"], detail["code"]) == ("what", "messages.0", leaf.code)
+
+
+def test_the_table_has_no_row_too_many() -> None:
+    assert set(ERROR_TO_STATUS) == set(leaves())
+
+
+@pytest.mark.parametrize("leaf", leaves())
+def test_retry_headers_follow_status_and_class(leaf: type[errors.WeftError]) -> None:
+    answer = http_error(leaf("what"))
+    assert ("retry-after" in answer.headers) == (answer.status in (429, 503))
+    refuses_retry = answer.headers.get("x-should-retry") == "false"
+    assert refuses_retry == (answer.status >= 500 and answer.status != 503 and not leaf.retryable)
+
+
+@pytest.mark.parametrize(("wait_s", "header"), [(None, "2"), (0.2, "1"), (7.1, "8"), (9999.0, "60")])
+def test_retry_after_is_whole_seconds_within_what_clients_honour(wait_s: float | None, header: str) -> None:
+    answer = http_error(errors.Overloaded("full", retry_after_s=wait_s), default_retry_after_s=2.0)
+    assert answer.headers["retry-after"] == header
+
+
+def test_unknown_error_is_a_500_without_its_text_being_trusted() -> None:
+    assert status_of(errors.WeftError("what")) == 500
+    assert error_object(errors.WeftError("what"))["code"] == "internal_error"
+
+
+# ---------------------------------------------------------------- requests
+
+
+def test_unknown_fields_are_tolerated_and_listed() -> None:
+    chat = parse(session_id="x", continuous_usage_stats=True, logit_bias={})
+    assert chat.ignored_fields == ["continuous_usage_stats", "logit_bias", "session_id"]
+
+
+def test_newer_name_of_the_token_limit_wins() -> None:
+    assert parse(max_tokens=5).token_limit == 5
+    assert parse(max_tokens=5, max_completion_tokens=7).token_limit == 7
+    assert parse().token_limit is None
+
+
+def test_stop_is_a_string_or_a_list() -> None:
+    assert parse(stop="a").stop == ["a"]
+    assert parse(stop=["a", "b"]).stop == ["a", "b"]
+    assert parse(stop=None).stop is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"content": "hi"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "robot", "content": "b"}]}, "messages.1.role"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
+        ({"seed": 2**63}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"stop": [1]}, "stop.0"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"cache_salt": "x" * 257}, "cache_salt"),
+        ({"model": None}, "model"),
+    ],
+)
+def test_wrong_fields_are_named(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(**fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"nul", b'{"model": "\\ud800"}', b"\xff", b"[" * 100_000])
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        parse_chat(body)
+
+
+def test_missing_model_says_so() -> None:
+    with pytest.raises(InvalidRequest, match="model is required"):
+        parse_chat(b'{"messages": [{"role": "user", "content": "hi"}]}')
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logprobs", True),
+        ("top_logprobs", 3),
+        ("logit_bias", {"5": 10}),
+        ("response_format", {"type": "json_object"}),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("modalities", ["text", "audio"]),
+        ("audio", {"voice": "alloy", "format": "wav"}),
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", -1),
+        ("repetition_penalty", 1.1),
+        ("min_p", 0.1),
+        ("guided_json", {"type": "object"}),
+        ("chat_template", "{{ x }}"),
+        ("skip_special_tokens", False),
+        ("frequency_penalty", "high"),
+    ],
+)
+def test_parameters_that_would_change_the_output_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=f"^{name} ") as caught:
+        parse(**{name: value})
+    assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logprobs", False),
+        ("top_logprobs", 0),
+        ("response_format", {"type": "text"}),
+        ("tools", []),
+        ("tool_choice", "auto"),
+        ("modalities", ["text"]),
+        ("frequency_penalty", 0.0),
+        ("repetition_penalty", 1.0),
+        ("skip_special_tokens", True),
+    ],
+)
+def test_asking_for_what_happens_anyway_is_accepted(name: str, value: object) -> None:
+    assert name in parse(**{name: value}).ignored_fields
+
+
+@pytest.mark.parametrize("name", sorted(PARAM_TO_NEUTRAL))
+def test_null_is_neutral_everywhere(name: str) -> None:
+    assert name in parse(**{name: None}).ignored_fields
+
+
+# ---------------------------------------------------------------- content
+
+
+def message(**fields: object) -> ChatMessage:
+    return ChatMessage.model_validate({"role": "user"} | fields)
+
+
+def test_parts_keep_their_order_and_paths() -> None:
+    url = {"type": "image_url", "image_url": {"url": "data:,"}}
+    parts = parts_of(message(content=[{"type": "text", "text": "a"}, url]), 2)
+    assert parts == [TextPart("a"), MediaPart("image_url", url, "messages.2.content.1")]
+
+
+def test_assistant_may_have_no_content_and_may_have_refused() -> None:
+    assert parts_of(message(role="assistant", content=None), 0) == ""
+    assert parts_of(message(role="assistant", content=[{"type": "refusal", "refusal": "no"}]), 0) == [TextPart("no")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"content": None}, "messages.0.content"),
+        ({"content": []}, "messages.0.content"),
+        ({"content": 5}, "messages.0.content"),
+        ({"content": {"type": "text", "text": "a"}}, "messages.0.content"),
+        ({"content": ["a"]}, "messages.0.content.0"),
+        ({"content": [{"type": "text"}]}, "messages.0.content.0"),
+        ({"content": [{"text": "a"}]}, "messages.0.content.0"),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "hologram"}]}, "messages.0.content.1"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls"),
+    ],
+)
+def test_wrong_content_is_named(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parts_of(message(**fields), 0)
+    assert caught.value.param == param
+
+
+# ---------------------------------------------------------------- responses
+
+
+def test_completion_has_openais_shape() -> None:
+    usage = Usage(20, 5, 16, {"image": 9})
+    body = json.loads(completion(HEAD, [ChoiceText(0, "hi", "stop")], usage))
+    assert body["object"] == "chat.completion"
+    assert body["choices"][0]["message"]["content"] == "hi"
+    assert body["usage"]["total_tokens"] == 25
+    details = body["usage"]["prompt_tokens_details"]
+    assert details == {"cached_tokens": 16, "text_tokens": 11, "image_tokens": 9, "audio_tokens": 0}
+
+
+def test_usage_chunk_has_no_choices_and_others_say_null() -> None:
+    writer = ChunkWriter(HEAD, has_usage_chunk=True)
+    last = json.loads(writer.usage(Usage(1, 2, 0, {})).removeprefix(b"data: "))
+    assert last["choices"] == []
+    assert json.loads(writer.text(0, "x").removeprefix(b"data: "))["usage"] is None
+    assert "usage" not in json.loads(ChunkWriter(HEAD, False).text(0, "x").removeprefix(b"data: "))
