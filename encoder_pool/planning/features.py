@@ -134,10 +134,6 @@ class FeatureTable:
             self._end(key)
         return len(expired)
 
-    def slot(self, unit: UnitKey) -> SourceSlot:
-        """Of a unit that has its memory."""
-        return self._unit_to_entry[unit].slot
-
     def end_attempt(self, attempt_id: AttemptId) -> int:
         return self._end_where(lambda key, _: key.attempt_id == attempt_id)
 
