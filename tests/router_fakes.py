@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -46,7 +46,7 @@ from fabric.messages import (
 )
 from fabric.plane_local import LocalHub, LocalPlane
 from kv_index.block_hashing import prompt_block_hashes
-from modalities.family import ExpandedPrompt, ItemPlan, MediaHeader, ModelShape
+from modalities.family import ExpandedPrompt, Family, ItemPlan, MediaHeader, ModelShape
 from modalities.placeholders import expand_placeholders
 from modalities.text.codec import TextCodec
 from modalities.text.detokenizer import LETTER_TO_BYTE
@@ -222,11 +222,12 @@ class FakeWorker:
 
     def _reply(self, request: GenerateRequest, choice: int) -> tuple[list[int], str]:
         text = reply_text(request.token_ids, request.sampling.seed, choice)
-        ids = [*self._codec.encode(text), EOS]
+        eos = self._codec.eos_token_ids[0]
+        ids = [*self._codec.encode(text), eos]
         if request.stop.ignore_eos:
             ids = (ids * (request.stop.max_tokens // len(ids) + 1))[: request.stop.max_tokens]
             return ids, "length"
-        stops = {index for index, token_id in enumerate(ids) if token_id in (*request.stop.stop_token_ids, EOS)}
+        stops = {index for index, token_id in enumerate(ids) if token_id in (*request.stop.stop_token_ids, eos)}
         end = min(stops) + 1
         return (ids[: request.stop.max_tokens], "length") if end > request.stop.max_tokens else (ids[:end], "stop")
 
@@ -392,9 +393,11 @@ class FakePools:
 class FakeCluster:
     """A started router service and its members. `members` may be changed; `publish` tells the router."""
 
-    def __init__(self, num_workers: int, num_encoders: int, config: RouterConfig, max_model_len: int) -> None:
+    def __init__(
+        self, num_workers: int, num_encoders: int, config: RouterConfig, family: Family, codec: TextCodec
+    ) -> None:
         self.hub = LocalHub()
-        self.codec = tiny_codec()
+        self.codec = codec
         self.pools = FakePools()
         self.workers = [FakeWorker(self.hub, f"worker-{index}", self.codec) for index in range(num_workers)]
         self.encoders = [FakeEncoder(self.hub, f"encoder-{index}") for index in range(num_encoders)]
@@ -404,7 +407,7 @@ class FakeCluster:
         self.service = RouterService(
             MemberId("router-0"),
             config,
-            TinyFamily(max_model_len),  # type: ignore[arg-type]
+            family,
             self.codec,
             self.plane,
             Pools(self.pools, self.pools),
@@ -424,11 +427,19 @@ class FakeCluster:
 
 
 @asynccontextmanager
-async def fake_cluster(num_workers: int = 1, num_encoders: int = 1, max_model_len: int = 2048, **settings: object):  # type: ignore[no-untyped-def]
-    """A cluster whose members the router knows; asserts at the end that nothing is left in flight."""
+async def fake_cluster(
+    num_workers: int = 1,
+    num_encoders: int = 1,
+    max_model_len: int = 2048,
+    model: tuple[Family, TextCodec] | None = None,
+    **settings: object,
+) -> AsyncIterator[FakeCluster]:
+    """A cluster whose members the router knows; asserts at the end that nothing is left in flight. `model` takes the
+    place of the tiny family and codec."""
     defaults: dict[str, object] = {"heartbeat_s": 60.0, "gap_timeout_s": 0.2, "settle_timeout_s": 0.2}
     config = RouterConfig(model_name=MODEL, **(defaults | settings))  # type: ignore[arg-type]
-    cluster = FakeCluster(num_workers, num_encoders, config, max_model_len)
+    family, codec = model or (TinyFamily(max_model_len), tiny_codec())
+    cluster = FakeCluster(num_workers, num_encoders, config, family, codec)  # type: ignore[arg-type]
     for each in (*cluster.workers, *cluster.encoders):
         each.plane.start(each.handle)
     await cluster.service.start()
