@@ -4,8 +4,9 @@
 The receiver pulls, so nothing remote writes into memory that an aborted request gave back. Announcing is not the
 channel's: tickets travel on the message plane. Two facts of NIXL shape it: a released transfer handle does not stop
 the transfer, and bytes of a frozen peer may land later. So a destination slot is reusable only after its transfer
-ended (DONE or ERR); otherwise it is quarantined until the peer is confirmed dead. And a source slot carries a
-generation, raised before reuse: the reader reads it again after the payload; a mismatch is LeaseLost.
+ended (DONE or ERR); otherwise it is quarantined until it has, which the death of the peer's process brings about (the
+end of its lease does not: it may be frozen and wake up). And a source slot carries a generation, raised before
+reuse: the reader reads it again after the payload; a mismatch is LeaseLost.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class FeatureSink(Protocol):
         ...
 
     def peer_dead(self, source: str) -> None:
-        """Confirms that a source's process is gone: its quarantined slots are freed, its connection is forgotten."""
+        """A source has left or its lease ended: its open pulls end with TransferFailed, and its connection is
+        forgotten. Its quarantined slots are freed as soon as the transport confirms that nothing lands any more."""
         ...
 
     def usage(self) -> ArenaUsage: ...

@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
+from collections import Counter
 from typing import Any
 
 from fabric.channel import ArenaUsage, SourceSlot
@@ -134,8 +135,8 @@ class _NixlReader:
         self._source_to_metadata: dict[str, bytes] = {}
         self._lost: set[str] = set()
         """Sources whose connection broke; the next read connects again."""
-        self._unreleased: list[Any] = []
-        """Handles that NIXL would not take back yet."""
+        self._num_under_way: Counter[str] = Counter()
+        """Reads of each source whose handle is not released."""
 
     def post(self, ticket: FeatureTicket, address: int, offset: int, nbytes: int) -> Any:
         self._connect(ticket)
@@ -147,6 +148,7 @@ class _NixlReader:
         except self._agent.errors as error:
             raise TransferFailed(f"can't read from {ticket.source}: {error}") from error
         read = (ticket.source, handle)
+        self._num_under_way[ticket.source] += 1
         try:
             nixl.transfer(handle)
         except self._agent.errors as error:
@@ -165,31 +167,33 @@ class _NixlReader:
         return {"DONE": ReadState.DONE, "PROC": ReadState.PENDING}.get(state, ReadState.FAILED)
 
     def release(self, read: Any) -> None:
-        _, handle = read
+        source, handle = read
+        self._num_under_way[source] -= 1
         try:
             self._agent.nixl.release_xfer_handle(handle)
-        except self._agent.errors:
-            self._unreleased.append(handle)
+        except self._agent.errors as error:  # only a read that has not ended is refused: the agent is about to go
+            _LOG.warning("a read from %s could not be released: %s", source, error)
 
     def disconnect(self, source: str) -> None:
         self._lost.discard(source)
+        del self._num_under_way[source]
         if self._source_to_metadata.pop(source, None) is None:
             return
         try:
             self._agent.nixl.remove_remote_agent(source)
         except self._agent.errors as error:
             _LOG.warning("forgetting %s failed: %s", source, error)
-        self._release_again()
 
     def close(self) -> None:
         for source in list(self._source_to_metadata):
             self.disconnect(source)
-        self._release_again()
         self._agent.close()
 
     def _connect(self, ticket: FeatureTicket) -> None:
         source = ticket.source
         if source in self._lost or self._source_to_metadata.get(source, ticket.metadata) != ticket.metadata:
+            if self._num_under_way[source]:
+                raise TransferFailed(f"the connection to {source} broke and is not yet at its end")
             self.disconnect(source)
         if source in self._source_to_metadata:
             return
@@ -206,11 +210,6 @@ class _NixlReader:
     def _note(self, source: str, error: Exception) -> None:
         if isinstance(error, self._agent.disconnected):
             self._lost.add(source)
-
-    def _release_again(self) -> None:
-        handles, self._unreleased = self._unreleased, []
-        for handle in handles:
-            self.release(("", handle))
 
 
 class NixlFeatureSink(PullingSink):

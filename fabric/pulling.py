@@ -48,14 +48,17 @@ class Reader(Protocol):
         ...
 
     def release(self, read: Any) -> None:
-        """Gives up the handle of a read, ended or not."""
+        """Gives up the handle of a read that has ended, or just before `close`."""
         ...
 
     def disconnect(self, source: str) -> None:
-        """Forgets a source; after it nothing that this source sends is written. Unknown names are ignored."""
+        """Forgets a source that has no read under way. (One that has may write after its state became FAILED: seen
+        with UCX over TCP, when a peer that was frozen woke up.) Unknown names are ignored."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends everything, reads under way included: nothing is written after it."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -85,6 +88,8 @@ class PullingSink:
         self._lock = threading.Lock()
         self._is_closed = False
         self._pulls: list[_Pull] = []
+        self._dead: set[str] = set()
+        """Sources to disconnect from once their last transfer has ended."""
         self._num_idle_rounds = 0
         self._thread = threading.Thread(target=self._run, name=f"{name}-transfer", daemon=True)
         self._thread.start()
@@ -112,7 +117,9 @@ class PullingSink:
         self._slots.free(slot_id)
 
     def peer_dead(self, source: str) -> None:
-        """Takes effect in the transfer thread, soon."""
+        """Open pulls end and the connection is forgotten, in the transfer thread, soon. A slot in quarantine is freed
+        when the transport too says that its transfer has ended, which for a process that is gone is at once. So a
+        peer that was only frozen when its lease ended, and wakes up later, harms nobody."""
         self._command(source)
 
     def usage(self) -> ArenaUsage:
@@ -145,6 +152,7 @@ class PullingSink:
                     self._obey(self._commands.popleft())
                 before = len(self._pulls)
                 self._pulls = [pull for pull in self._pulls if not self._advance(pull)]
+                self._disconnect_dead()
                 self._num_idle_rounds = 0 if len(self._pulls) < before else self._num_idle_rounds + 1
         except Exception:  # the thread's loop: everything open is ended below
             _LOG.exception("the transfer thread failed; its sink is closed")
@@ -162,7 +170,9 @@ class PullingSink:
         self._num_idle_rounds = 0
         if isinstance(command, str):
             self._bury(command)
-        elif self._post(command, command.ticket.address, HEADER_BYTES, command.ticket.nbytes):
+            return
+        self._dead.discard(command.ticket.source)
+        if self._post(command, command.ticket.address, HEADER_BYTES, command.ticket.nbytes):
             self._pulls.append(command)
 
     def _post(self, pull: _Pull, address: int, offset: int, nbytes: int) -> bool:
@@ -182,7 +192,8 @@ class PullingSink:
         state = self._reader.state(pull.read)
         if state is ReadState.PENDING:
             if not pull.is_given_up and self._clock.now() >= pull.deadline_s:
-                self._give_up(pull)
+                waited_s = self._clock.now() - pull.started_s
+                self._give_up(pull, f"{pull.ticket.source} did not deliver within {waited_s:.1f} s")
             return False
         self._reader.release(pull.read)
         pull.read = None
@@ -202,13 +213,12 @@ class PullingSink:
             return None
         return LeaseLost(f"{pull.ticket.source} gave the slot to something else")
 
-    def _give_up(self, pull: _Pull) -> None:
-        """Time is over but the transfer is not: the future ends, the slot goes into quarantine."""
+    def _give_up(self, pull: _Pull, why: str) -> None:
+        """The transfer has not ended, but the future does, and the slot goes into quarantine."""
         pull.is_given_up = True
         self._slots.quarantine(pull.slot.slot_id)
         if pull.future.set_running_or_notify_cancel():
-            waited_s = self._clock.now() - pull.started_s
-            pull.future.set_exception(TransferFailed(f"{pull.ticket.source} did not deliver within {waited_s:.1f} s"))
+            pull.future.set_exception(TransferFailed(why))
 
     def _end(self, pull: _Pull, error: WeftError | None) -> None:
         """The transfer has ended, so the slot is the consumer's or free."""
@@ -226,14 +236,19 @@ class PullingSink:
             pull.future.set_result(LandedFeature(pull.slot.slot_id, buffer, pull.ticket, seconds))
 
     def _bury(self, source: str) -> None:
-        """Disconnects first: only then can nothing land any more, and slots are free."""
-        dead = [pull for pull in self._pulls if pull.ticket.source == source]
-        self._pulls = [pull for pull in self._pulls if pull.ticket.source != source]
-        for pull in dead:
-            self._reader.release(pull.read)
-        self._reader.disconnect(source)
-        for pull in dead:
-            self._end(pull, TransferFailed(f"{source} is gone"))
+        for pull in self._pulls:
+            if pull.ticket.source == source and not pull.is_given_up:
+                self._give_up(pull, f"{source} is gone")
+        self._dead.add(source)
+
+    def _disconnect_dead(self) -> None:
+        """Not before the last transfer ended: see `Reader.disconnect`."""
+        if not self._dead:
+            return
+        busy = {pull.ticket.source for pull in self._pulls}
+        for source in self._dead - busy:
+            self._reader.disconnect(source)
+        self._dead &= busy
 
     def _shut_down(self) -> None:
         with self._lock:

@@ -282,10 +282,27 @@ def test_peer_dead_ends_open_pulls_of_that_peer_alone(peer, other, sink):
     sink.peer_dead(peer.name)
     with pytest.raises(TransferFailed, match="gone"):
         stuck.result(PATIENCE_S)
-    eventually(lambda: sink.usage().num_slots == 1)
+    assert sink.usage().num_slots == 1
+    assert not stuck_too.done()
     other.thaw()
     assert np.array_equal(stuck_too.result(PATIENCE_S).buffer, payload(1, NBYTES))
     sink.peer_dead("enc-unknown")
+
+
+def test_a_frozen_peer_that_was_declared_dead_writes_into_nobodys_slot(peer, other, sink):
+    stuck = freeze_with_pull(peer, sink)
+    sink.peer_dead(peer.name)
+    with pytest.raises(TransferFailed, match="gone"):
+        stuck.result(PATIENCE_S)
+    tickets = [other.offer(seed, SHAPE) for seed in range(INBOX_SLOTS)]
+    landed = [sink.pull(ticket, TIMEOUT_S).result(PATIENCE_S) for ticket in tickets[:-1]]
+    with pytest.raises(ArenaFull):
+        sink.pull(tickets[-1], TIMEOUT_S)
+    peer.thaw()
+    eventually(lambda: sink.usage().num_quarantined == 0)
+    landed.append(sink.pull(tickets[-1], TIMEOUT_S).result(PATIENCE_S))
+    for seed, feature in enumerate(landed):
+        assert np.array_equal(feature.buffer, payload(seed, NBYTES))
 
 
 def test_another_peer_is_reached_after_one_died(mortal, peer, sink):
@@ -318,7 +335,7 @@ def test_a_cancelled_pull_that_times_out_is_quarantined_too(clock, peer, sink):
     assert future.cancel()
     clock.advance(TIMEOUT_S)
     eventually(lambda: sink.usage().num_quarantined == 1)
-    sink.peer_dead(peer.name)
+    peer.thaw()
     eventually(lambda: is_empty(sink))
 
 
