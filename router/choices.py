@@ -38,7 +38,7 @@ class ChoiceOutput:
 
     def push(self, first_index: int, token_ids: Sequence[int], finish_reason: str | None) -> str:
         """Takes a frame and returns the new text. A frame after the finish changes nothing."""
-        if self.finish_reason is not None:
+        if self.is_finished:
             return ""
         if finish_reason is not None and finish_reason != "abort":
             self.order.end(first_index + len(token_ids), finish_reason)
@@ -46,10 +46,14 @@ class ChoiceOutput:
 
     def end(self, num_tokens: int, reason: str) -> str:
         """What the terminal event says; the rest of the text if every token is there."""
-        if self.finish_reason is not None:
+        if self.is_finished:
             return ""
         self.order.end(num_tokens, reason)
         return self._advance(())
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
 
     @property
     def emitted(self) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fabric.errors import Aborted, BodyTooLarge, InvalidRequest
@@ -51,19 +52,16 @@ def _content_length(scope: Scope) -> int | None:
     return None
 
 
-class LingeringResponse:
+class LingeringResponse(Response):
     """A refusal sent while the client may still be sending. It goes out at once; then what comes is dropped for a
     while, and the connection closes."""
 
     def __init__(self, status: int, body: bytes, headers: dict[str, str]) -> None:
-        self._status = status
-        self._body = body
-        self._headers = headers | {"content-length": str(len(body)), "connection": "close"}
+        super().__init__(body, status, headers | {"connection": "close"}, "application/json")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._headers.items()]
-        await send({"type": "http.response.start", "status": self._status, "headers": raw})
-        await send({"type": "http.response.body", "body": self._body, "more_body": True})
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
         try:
             async with asyncio.timeout(LINGER_S):
                 await _drop_body(receive)

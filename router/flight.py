@@ -98,7 +98,7 @@ class Flight:
             self._parts.metrics.frames_dropped.labels("unknown_choice").inc()
             return
         choice = self.stream.choices[frame.choice]
-        if choice.finish_reason is not None:
+        if choice.is_finished:
             self._parts.metrics.frames_dropped.labels("finished_choice").inc()
             self._end_choice(attempt, frame.choice)
             return
@@ -106,7 +106,7 @@ class Flight:
         text = choice.push(frame.first_index, frame.token_ids, frame.finish_reason)
         if choice.num_tokens > before:
             self._observe_tokens(attempt, frame.choice, choice.num_tokens - before)
-        if choice.num_tokens > before or choice.finish_reason is not None:
+        if choice.num_tokens > before or choice.is_finished:
             self.stream.write(frame.choice, text)
         if choice.is_cut:
             self._end_choice(attempt, frame.choice)
@@ -214,7 +214,7 @@ class Flight:
         ProtocolError."""
         named = {each.choice: each for each in result.choices}
         for index, choice in enumerate(self.stream.choices):
-            if choice.finish_reason is not None:
+            if choice.is_finished:
                 continue
             if index not in named:
                 raise ProtocolError(f"{result.worker_id} ended without a word on choice {index}")
@@ -226,14 +226,14 @@ class Flight:
                     f"{result.worker_id} counts {ending.num_tokens} tokens, but sent {choice.num_tokens}"
                 )
             text = choice.end(ending.num_tokens, ending.finish_reason)
-            if choice.finish_reason is not None:
+            if choice.is_finished:
                 self.stream.write(index, text)
         self._check_finished()
         try:
             async with asyncio.timeout(self._parts.config.gap_timeout_s):
                 await self._all_finished.wait()
         except TimeoutError:
-            missing = sum(choice.order.num_missing for choice in self.stream.choices if choice.finish_reason is None)
+            missing = sum(choice.order.num_missing for choice in self.stream.choices if not choice.is_finished)
             raise TransferFailed(f"{missing} tokens of {result.worker_id} did not arrive") from None
 
     def _verdict(self) -> WeftError:

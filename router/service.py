@@ -37,6 +37,7 @@ from router.choices import ChoiceOutput
 from router.config import RouterConfig
 from router.flight import Flight
 from router.intake import Intake
+from router.member_metrics import PlannerSeries
 from router.metrics import RouterMetrics
 from router.parts import RouterParts
 from router.planning.cluster import ClusterState
@@ -83,6 +84,8 @@ class RouterService:
             metrics=RouterMetrics(lambda: self.admission.num_in_flight, lambda: self.admission.bodies_bytes),
         )
 
+        self._parts.metrics.registry.register(PlannerSeries(self._parts.cluster))
+
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
@@ -122,7 +125,7 @@ class RouterService:
         missing = sorted(set(self.family.max_items) - served)
         num_workers = len(self._parts.of_kind("worker"))
         is_ready = num_workers > 0 and not missing
-        state = {
+        state: dict[str, object] = {
             "status": "ready" if is_ready else "waiting",
             "num_workers": num_workers,
             "num_encoders": len(encoders),

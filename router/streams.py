@@ -86,7 +86,7 @@ class RequestStream:
 
     @property
     def are_choices_finished(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices)
+        return all(choice.is_finished for choice in self.choices)
 
     def _end(self) -> None:
         self._started.set()

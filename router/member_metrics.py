@@ -1,0 +1,116 @@
+"""Series of the cluster behind the router: what members report, and how well the planner predicts them.
+
+Read from the last reports and the planner's sums when they are asked for, so a member that left has no series.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from fabric.ids import MemberId
+from fabric.messages import EncoderReport, WorkerReport
+from router.planning.cluster import ClusterState
+
+WORKER_GAUGES = {
+    "num_running": "num_running",
+    "num_waiting": "num_waiting",
+    "num_at_doorstep": "num_at_doorstep",
+    "queued_tokens": "queued_tokens",
+    "num_decoding": "num_decoding",
+    "kv_blocks_used": "kv_blocks_used",
+    "kv_blocks_total": "kv_blocks_total",
+    "inbox_bytes_used": "inbox_bytes_used",
+    "inbox_bytes_total": "inbox_bytes_total",
+    "num_features": "num_features",
+    "num_quarantined": "num_quarantined",
+    "prefill_s_per_token": "prefill_seconds_per_token",
+    "step_overhead_s": "step_overhead_seconds",
+}
+WORKER_COUNTERS = {
+    "steps": "steps",
+    "tokens_generated": "tokens_generated",
+    "prompt_tokens_computed": "prompt_tokens_computed",
+    "prefix_hit_tokens": "prefix_hit_tokens",
+    "prefix_query_tokens": "prefix_query_tokens",
+    "num_preemptions": "preemptions",
+}
+ENCODER_GAUGES = {
+    "num_queued": "num_queued",
+    "queued_cost": "queue_cost",
+    "num_encoding": "num_encoding",
+    "arena_bytes_used": "arena_bytes_used",
+    "arena_bytes_cached": "arena_bytes_cached",
+    "arena_bytes_total": "arena_bytes_total",
+    "num_leases": "num_leases",
+    "encode_s_per_cost": "encode_seconds_per_cost",
+    "batch_overhead_s": "batch_overhead_seconds",
+}
+ENCODER_COUNTERS = {"items_encoded": "items_encoded", "batches": "batches", "cache_hits": "cache_hits"}
+"""Fields of the reports -> names of the series, without `weft_worker_` or `weft_encoder_`."""
+
+
+class MemberReports(Collector):
+    """The last report of each member that is there."""
+
+    def __init__(self) -> None:
+        self.workers: dict[MemberId, WorkerReport] = {}
+        self.encoders: dict[MemberId, EncoderReport] = {}
+
+    def put(self, report: WorkerReport | EncoderReport) -> None:
+        if isinstance(report, WorkerReport):
+            self.workers[report.worker_id] = report
+        else:
+            self.encoders[report.encoder_id] = report
+
+    def remove(self, member_id: MemberId) -> None:
+        self.workers.pop(member_id, None)
+        self.encoders.pop(member_id, None)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _of_members("worker", dict(self.workers), WORKER_GAUGES, WORKER_COUNTERS)
+        yield from _of_members("encoder", dict(self.encoders), ENCODER_GAUGES, ENCODER_COUNTERS)
+
+
+class PlannerSeries(Collector):
+    """Predicted against actual per stage, as sums; and the indexes' sizes. An affinity that quietly stopped working
+    is seen here: sources out of step, or hits predicted and not found."""
+
+    def __init__(self, cluster: ClusterState) -> None:
+        self._cluster = cluster
+
+    def collect(self) -> Iterator[Metric]:
+        stages = self._cluster.accuracy()
+        for field, name in (
+            ("num_observations", "observations"),
+            ("predicted", "predicted"),
+            ("actual", "actual"),
+            ("abs_error", "abs_error"),
+        ):
+            metric = CounterMetricFamily(f"weft_planner_{name}", f"Sum of `{field}` per stage.", labels=["stage"])
+            for stage, error in stages.items():
+                metric.add_metric([stage], getattr(error, field))
+            yield metric
+        indexes = {"prefix": self._cluster.prefix_stats(), "feature": self._cluster.feature_stats()}
+        for field, name in (
+            ("num_keys", "keys"),
+            ("num_out_of_step", "sources_out_of_step"),
+            ("num_refused", "refused"),
+        ):
+            gauge = GaugeMetricFamily(f"weft_index_{name}", f"`{field}` of the index.", labels=["index"])
+            for index, stats in indexes.items():
+                gauge.add_metric([index], getattr(stats, field))
+            yield gauge
+
+
+def _of_members(
+    kind: str, reports: Mapping[MemberId, object], gauges: Mapping[str, str], counters: Mapping[str, str]
+) -> Iterator[Metric]:
+    for family, names in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for field, name in names.items():
+            metric = family(f"weft_{kind}_{name}", f"`{field}` of the {kind}'s last report.", labels=[kind])
+            for member_id, report in reports.items():
+                metric.add_metric([member_id], getattr(report, field))
+            yield metric
