@@ -1,4 +1,4 @@
-"""With an encoder slowed on purpose nobody else waits for it, and the text in front of the picture is computed first."""
+"""With an encoder slowed on purpose nobody else waits, and the text in front of the picture is computed first."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_slow_encoder_delays_only_what_needs_it() -> None:
         prefix = "Before you look at the picture, read these words with care. " * 2
         picture = asyncio.create_task(ask("picture", user(prefix, image_part(81))))
         async with asyncio.timeout(60):
-            while not _at_doorstep(await client.get("/metrics")):
+            while not _at_doorstep(await client.get("/metrics")):  # noqa: ASYNC110 -- it is HTTP that is polled
                 await asyncio.sleep(0)
         await ask("text", user("Hello"))
         answer = await picture

@@ -1,0 +1,104 @@
+"""Replicas are killed while they serve: what was accepted is answered, and the answer is what it would have been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from chat_media import image_part, user
+from cluster_process import ClusterProcess, eventually
+
+pytestmark = [pytest.mark.ray, pytest.mark.nixl]
+
+
+def replicas(cluster: ClusterProcess, kind: str) -> dict[str, psutil.Process]:
+    """Process of each live replica of a kind, by the name that metrics and traces know it by."""
+    found = {}
+    for process in psutil.Process(cluster.process.pid).children(recursive=True):
+        try:
+            title = " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if title.startswith(f"ray::ServeReplica:weft:{kind}"):
+            found[str(process.pid)] = process
+    return found
+
+
+def body(cluster: ClusterProcess, messages: list[dict[str, Any]], max_tokens: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": cluster.model,
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+        **fields,
+    }
+
+
+def ask(cluster: ClusterProcess, messages: list[dict[str, Any]], max_tokens: int) -> str:
+    with cluster.client() as client:
+        response = client.post("/v1/chat/completions", json=body(cluster, messages, max_tokens))
+    assert response.status_code == 200, response.text
+    text: str = response.json()["choices"][0]["message"]["content"]
+    return text
+
+
+def text_of(line: str) -> str:
+    payload = line.removeprefix("data: ")
+    if not line.startswith("data: ") or payload == "[DONE]":
+        return ""
+    chunk = json.loads(payload)
+    assert "error" not in chunk, chunk
+    return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
+
+
+def serving_pid(cluster: ClusterProcess) -> int:
+    """The worker that burns CPU is the one that generates: only one request runs."""
+    processes = replicas(cluster, "worker").values()
+    before = {process.pid: process.cpu_times().user for process in processes}
+    with httpx.Client() as client:
+        for _ in range(20):
+            client.get(f"{cluster.url}/health", timeout=30)
+    after = {process.pid: process.cpu_times().user - before[process.pid] for process in processes}
+    return max(after, key=lambda pid: after[pid])
+
+
+def test_a_killed_worker_does_not_change_the_stream(cluster: ClusterProcess) -> None:
+    messages = user("Tell me about this picture at length", image_part(91))
+    expected = ask(cluster, messages, 400)
+    text = ""
+    with (
+        cluster.client() as client,
+        client.stream("POST", "/v1/chat/completions", json=body(cluster, messages, 400, stream=True)) as response,
+    ):
+        assert response.status_code == 200
+        lines = response.iter_lines()
+        while len(text) < 20:
+            text += text_of(next(lines))
+        os.kill(serving_pid(cluster), signal.SIGKILL)
+        text += "".join(text_of(line) for line in lines)
+    assert text == expected
+    assert cluster.metrics()['weft_router_attempts_total{outcome="worker_lost"}'] == 1
+    eventually(lambda: len(replicas(cluster, "worker")) == 2, timeout_s=90)
+
+
+def test_a_killed_encoder_is_replaced_by_another(cluster: ClusterProcess) -> None:
+    """Pictures go on being answered while one of two encoders is dead, and afterwards."""
+    victim = next(iter(replicas(cluster, "encoder").values()))
+    os.kill(victim.pid, signal.SIGKILL)
+    for seed in range(4):
+        assert ask(cluster, user("What is this?", image_part(200 + seed)), 4)
+    eventually(lambda: len(replicas(cluster, "encoder")) == 2, timeout_s=90)
+    assert ask(cluster, user("And this?", image_part(300)), 4)
+
+
+def test_everything_is_free_afterwards(cluster: ClusterProcess) -> None:
+    for name in ("kv_blocks_used", "inbox_bytes_used", "num_running", "num_waiting", "num_quarantined"):
+        eventually(lambda name=name: cluster.total(f"weft_worker_{name}") == 0)
+    eventually(lambda: cluster.total("weft_encoder_num_leases") == 0)
+    assert cluster.total("weft_router_requests_in_flight") == 0
