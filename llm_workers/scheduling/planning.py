@@ -28,6 +28,8 @@ class StepDraft:
         self.chunks: dict[SequenceId, tuple[Sequence, int]] = {}
         """-> the sequence and the end of its chunk."""
         self.preempted: dict[SequenceId, Sequence] = {}
+        self.thrown_out: list[SequenceId] = []
+        """The preempted that had begun. The others only held blocks that they had hit."""
 
     @property
     def is_full(self) -> bool:
@@ -44,6 +46,8 @@ class StepDraft:
         if planned:
             self.num_tokens_left += planned[1] - sequence.num_computed
         self.preempted[sequence.sequence_id] = sequence
+        if sequence.is_started:
+            self.thrown_out.append(sequence.sequence_id)
 
 
 class StepPlanner:

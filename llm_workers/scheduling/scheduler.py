@@ -20,9 +20,9 @@ from fabric.messages import BlocksStored, GenerateRequest, KvEvent
 from llm_workers.config import WorkerConfig
 from llm_workers.scheduling import events
 from llm_workers.scheduling.blocks import BlockPool
-from llm_workers.scheduling.events import Admission, NeededUnit, SchedulerStats, StepEvents
+from llm_workers.scheduling.events import Admission, NeededUnit, SchedulerStats, SequenceTimes, StepEvents
 from llm_workers.scheduling.inbox import Inbox
-from llm_workers.scheduling.intake import make_sequences
+from llm_workers.scheduling.arrival import make_sequences
 from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.planning import StepPlanner
 from llm_workers.scheduling.residency import Residency
@@ -30,6 +30,8 @@ from llm_workers.scheduling.roster import Roster
 from llm_workers.scheduling.steps import Steps, finished
 from llm_workers.scheduling.tally import Tally
 from modalities.family import Positions
+
+__all__ = ["Admission", "NeededUnit", "Scheduler", "SchedulerStats", "StepEvents"]
 
 
 class Scheduler:
@@ -108,6 +110,11 @@ class Scheduler:
         self._steps.rollback(plan)
 
     # ------------------------------------------------------------ queries and drains
+
+    def times_of(self, attempt_id: AttemptId) -> dict[SequenceId, SequenceTimes]:
+        """Of the live sequences of an attempt, so far: what is known of them when they are aborted."""
+        now_s = self._clock.now()
+        return {one.sequence_id: one.stopwatch.times(now_s) for one in self._roster.of_attempt(attempt_id)}
 
     def needs_unit(self, unit: UnitKey) -> bool:
         """Whether a live sequence still has to compute positions of it, or the step in flight reads it."""

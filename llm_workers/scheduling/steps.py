@@ -55,8 +55,8 @@ class Steps:
         for sequence in draft.preempted.values():
             missing = self._residency.admit(sequence)
             self._needed += [NeededUnit(sequence.sequence_id, unit, events.PREEMPTED) for unit in missing]
-            self._preempted.append(sequence.sequence_id)
-            self._tally.num_preemptions += 1
+        self._preempted += draft.thrown_out
+        self._tally.num_preemptions += len(draft.thrown_out)
 
     def _seal(self, sequence: Sequence, end: int, now_s: float) -> Chunk:
         start = sequence.num_computed

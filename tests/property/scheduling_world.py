@@ -1,0 +1,262 @@
+"""The engine's and the service's part around a scheduler, with an oracle at every seam. For property tests.
+
+Whatever a test does to it, each request that is not aborted must end exactly once with the tokens of an unconstrained
+run; nobody waits for a feature that nobody was asked for; the oldest that can compute does; a router that follows the
+KV events knows what the snapshot says; and at the end nothing is left.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from paged_fake import PagedFake, positions_of, reference_tokens
+
+from fabric.clock import ManualClock
+from fabric.errors import ContextLengthExceeded
+from fabric.ids import AttemptId, BlockHash, SequenceId, UnitKey
+from fabric.messages import BlocksRemoved, BlocksStored, GenerateRequest
+from llm_workers.config import WorkerConfig
+from llm_workers.scheduling.events import Admission, StepEvents
+from llm_workers.scheduling.plan import StepPlan, StepResult
+from llm_workers.scheduling.scheduler import Scheduler
+
+MAX_MODEL_LEN = 60
+MAX_STEPS_TO_END = 2000
+
+
+class World:
+    def __init__(self, config: WorkerConfig) -> None:
+        self.config = config
+        self.max_total = min(MAX_MODEL_LEN, config.num_blocks * config.block_size + 1)
+        self.clock = ManualClock()
+        self.scheduler = Scheduler(config, MAX_MODEL_LEN, self.clock)
+        self.fake = PagedFake(config.num_blocks, config.block_size)
+        self.requests: dict[AttemptId, GenerateRequest] = {}
+        self.live: set[SequenceId] = set()
+        self.tokens: dict[SequenceId, list[int]] = {}
+        self.finishes: Counter[SequenceId] = Counter()
+        self.asked_for: set[tuple[SequenceId, UnitKey]] = set()
+        self.index: dict[BlockHash, BlockHash | None] = {}
+        self.next_seq = 1
+
+    # ------------------------------------------------------------ what can happen
+
+    def add(self, request: GenerateRequest, num_emitted: list[int] | None = None) -> None:
+        """`num_emitted`: how many tokens per choice a former attempt had already sent."""
+        if len(request.token_ids) >= self.max_total:
+            try:
+                self.scheduler.add(request, positions_of(request))
+            except ContextLengthExceeded:
+                return
+            raise AssertionError("a prompt that can never fit was taken")
+        if num_emitted is not None:
+            full = [reference_tokens(request, choice, self.max_total)[0] for choice in range(request.num_choices)]
+            cut = zip(full, num_emitted, strict=False)
+            request = _with_emitted(request, tuple(tuple(tokens[:count]) for tokens, count in cut))
+        self._take_in(request, self.scheduler.add(request, positions_of(request)))
+
+    def awaited(self) -> list[UnitKey]:
+        """Units that somebody asked for and that are not here."""
+        return sorted({unit for _, unit in self.asked_for} - self.fake.features)
+
+    def land(self, unit: UnitKey) -> None:
+        """Only what is needed is pulled, as in the service."""
+        if self.scheduler.needs_unit(unit):
+            self.fake.features.add(unit)
+            self.scheduler.unit_landed(unit)
+
+    def lose(self, unit: UnitKey) -> None:
+        self.fake.features.discard(unit)
+        for sequence_id in self.scheduler.unit_lost(unit):
+            assert sequence_id in self.live
+            self.asked_for.add((sequence_id, unit))
+
+    def make_inbox_room(self) -> None:
+        """What the service does when a needed unit finds the inbox full."""
+        for unit in self.awaited()[:1]:
+            for victim in self.scheduler.evictable_for(unit)[:1]:
+                users = [one for one in self.live if self._still_needs(one, victim)]
+                oldest = min(self._age(one) for one in self.live if self._still_needs(one, unit))
+                assert users, "a unit that nobody needs was not reported as done"
+                assert all(self._age(one) > oldest for one in users)
+                self.lose(victim)
+
+    def abort(self, sequence_id: SequenceId, is_whole: bool) -> None:
+        gone = self.scheduler.abort(sequence_id.attempt_id, () if is_whole else (sequence_id.choice,))
+        siblings = {one for one in self.live if one.attempt_id == sequence_id.attempt_id}
+        expected = siblings if is_whole else {sequence_id}
+        assert set(gone) == expected
+        assert self.scheduler.abort(sequence_id.attempt_id, (sequence_id.choice,)) == []
+        self.live -= expected
+        for one in expected:
+            self._forget_sequence(one)
+
+    def step(self) -> None:
+        plan = self.plan()
+        self.commit(plan, self.fake.execute(plan))
+
+    def failing_step(self, num_done: int) -> None:
+        """The first `num_done` chunks were written before it failed."""
+        plan = self.plan()
+        self.fake.execute(StepPlan(plan.step, plan.chunks[:num_done]))
+        self.scheduler.rollback(plan)
+
+    def finish(self) -> None:
+        """Everything lands and everything ends; then nothing is left."""
+        for _ in range(MAX_STEPS_TO_END):
+            if not self.live:
+                break
+            for unit in self.awaited():
+                self.land(unit)
+            plan = self.plan()
+            assert plan.chunks, "everything has landed and nothing advances"
+            self.commit(plan, self.fake.execute(plan))
+            self.check()
+        assert not self.live, "some request never ended"
+        self._forget_done(self.scheduler.drain_units_done())
+        stats = self.scheduler.stats()
+        assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used, stats.num_features) == (0, 0, 0, 0)
+        assert not self.fake.features
+        assert self.scheduler.clear_cache(), "a block is still held"
+
+    def check(self) -> None:
+        self.scheduler.check_invariants()
+        self._follow_kv_events()
+
+    # ------------------------------------------------------------ the engine's part
+
+    def _take_in(self, request: GenerateRequest, admission: Admission) -> None:
+        attempt_id = AttemptId(request.request_id, request.attempt)
+        self.requests[attempt_id] = request
+        for choice in range(request.num_choices):
+            sequence_id = SequenceId(request.request_id, request.attempt, choice)
+            self.tokens[sequence_id] = list(request.emitted[choice]) if request.emitted else []
+        self.live.update(admission.sequence_ids)
+        for ended in admission.finished:
+            self._finish(ended.sequence_id, ended.finish_reason, ended.num_tokens)
+        assert len(admission.sequence_ids) + len(admission.finished) == request.num_choices
+        needed = {UnitKey(request.media[run.item].mm_hash, run.unit) for run in request.placeholders}
+        assert set(admission.missing_units) <= needed - self.fake.features
+        self.asked_for |= {(one, unit) for one in admission.sequence_ids for unit in admission.missing_units}
+
+    def plan(self) -> StepPlan:
+        self.clock.advance(0.01)
+        before = {one.sequence_id for one in self.scheduler._roster.by_age}
+        assert before == self.live
+        oldest = min(self.live, key=self._age, default=None)
+        num_preempted = len(self.scheduler._steps._preempted)
+        plan = self.scheduler.plan_step()
+        self.scheduler.check_invariants()
+        assert plan.num_tokens <= self.config.max_step_tokens
+        assert len(plan.chunks) <= self.config.max_sequences
+        for need in self.scheduler.drain_needed():
+            assert need.sequence_id in self.live
+            assert need.unit not in self.fake.features
+            self.asked_for.add((need.sequence_id, need.unit))
+        self._check_waiting()
+        if oldest is not None and not plan.chunks:
+            assert self._is_waiting_for_media(oldest), "the oldest can compute, and nothing was planned"
+        assert oldest not in self.scheduler._steps._preempted[num_preempted:], "the oldest was thrown out"
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> None:
+        self.clock.advance(0.01)
+        events = self.scheduler.commit(plan, result)
+        self._deliver(events)
+
+    def _deliver(self, events: StepEvents) -> None:
+        for drawn in events.tokens:
+            assert drawn.sequence_id in self.live
+            assert drawn.first_index == len(self.tokens[drawn.sequence_id])
+            self.tokens[drawn.sequence_id] += drawn.token_ids
+        for ended in events.finished:
+            self.live.remove(ended.sequence_id)
+            self._finish(ended.sequence_id, ended.finish_reason, ended.num_tokens)
+        assert {one.sequence_id for one in events.tokens if one.finish_reason} == {
+            one.sequence_id for one in events.finished
+        }
+        self._forget_done(events.units_done)
+
+    def _finish(self, sequence_id: SequenceId, reason: str, num_tokens: int) -> None:
+        self.finishes[sequence_id] += 1
+        assert self.finishes[sequence_id] == 1, "ended twice"
+        request = self.requests[sequence_id.attempt_id]
+        expected, expected_reason = reference_tokens(request, sequence_id.choice, self.max_total)
+        assert (self.tokens[sequence_id], reason) == (expected, expected_reason)
+        assert num_tokens == len(expected)
+        self._forget_sequence(sequence_id)
+
+    def _forget_sequence(self, sequence_id: SequenceId) -> None:
+        self.asked_for = {pair for pair in self.asked_for if pair[0] != sequence_id}
+
+    def _forget_done(self, units: tuple[UnitKey, ...] | list[UnitKey]) -> None:
+        for unit in units:
+            assert not self.scheduler.needs_unit(unit), "given away and needed"
+            self.fake.features.discard(unit)
+
+    # ------------------------------------------------------------ oracles
+
+    def _age(self, sequence_id: SequenceId) -> tuple[float, str, int, int]:
+        return (*self.requests[sequence_id.attempt_id].age, sequence_id.attempt, sequence_id.choice)
+
+    def _still_needs(self, sequence_id: SequenceId, unit: UnitKey) -> bool:
+        sequence = self.scheduler._roster.get(sequence_id)
+        assert sequence is not None
+        return unit in sequence.layout.units_after(sequence.num_computed)
+
+    def _first_missing(self, sequence_id: SequenceId) -> tuple[int, UnitKey] | None:
+        """Position and unit of the first placeholder behind the computed tokens that has no feature."""
+        sequence = self.scheduler._roster.get(sequence_id)
+        assert sequence is not None
+        request = self.requests[sequence_id.attempt_id]
+        for run in request.placeholders:
+            unit = UnitKey(request.media[run.item].mm_hash, run.unit)
+            if run.end > sequence.num_computed and unit not in self.fake.features:
+                return max(run.offset, sequence.num_computed), unit
+        return None
+
+    def _is_waiting_for_media(self, sequence_id: SequenceId) -> bool:
+        sequence = self.scheduler._roster.get(sequence_id)
+        assert sequence is not None
+        missing = self._first_missing(sequence_id)
+        return missing is not None and missing[0] == sequence.num_computed
+
+    def _check_waiting(self) -> None:
+        """Nobody waits for a feature that nobody was asked for."""
+        for sequence_id in self.live:
+            missing = self._first_missing(sequence_id)
+            if missing is not None:
+                assert (sequence_id, missing[1]) in self.asked_for
+
+    def _follow_kv_events(self) -> None:
+        """A router's index, fed with events only, equals the snapshot."""
+        first_seq, events = self.scheduler.drain_kv_events()
+        assert first_seq == self.next_seq
+        self.next_seq += len(events)
+        for event in events:
+            if isinstance(event, BlocksStored):
+                _store(self.index, event)
+            else:
+                assert isinstance(event, BlocksRemoved)
+                for block in event.hashes:
+                    del self.index[block]
+        last_seq, chains = self.scheduler.kv_snapshot()
+        assert last_seq == self.next_seq - 1
+        snapshot: dict[BlockHash, BlockHash | None] = {}
+        for chain in chains:
+            _store(snapshot, chain)
+        assert snapshot == self.index
+
+
+def _store(index: dict[BlockHash, BlockHash | None], chain: BlocksStored) -> None:
+    parent = chain.parent
+    for block in chain.hashes:
+        assert parent is None or parent in index, "stored before its parent"
+        assert block not in index, "stored twice"
+        index[block] = parent
+        parent = block
+
+
+def _with_emitted(request: GenerateRequest, emitted: tuple[tuple[int, ...], ...]) -> GenerateRequest:
+    fields = {name: getattr(request, name) for name in request.__struct_fields__}
+    return GenerateRequest(**{**fields, "emitted": emitted})

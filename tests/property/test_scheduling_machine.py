@@ -1,0 +1,179 @@
+"""The scheduler against a deterministic model over simulated paged KV: arrivals, landings, losses, aborts, failing
+steps, tiny pools, shared prefixes, several choices, migration. The oracles are `scheduling_world`'s."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from paged_fake import EOS
+from scheduling_prompts import BEGINNINGS, PICTURES, TEXTS, Segment, build, segments
+from scheduling_world import World
+
+from fabric.ids import MemberId, RequestId
+from fabric.messages import GenerateRequest, SamplingParams, StopConditions
+from llm_workers.config import WorkerConfig
+
+LONGEST_RUN = 7
+
+
+def tiny(
+    block_size: int, num_tokens: int, num_tokens_step: int, num_sequences: int, is_cached: bool, is_whole: bool
+) -> WorkerConfig:
+    """Budgets so small that little fits side by side, pools so small that sequences throw each other out."""
+    return WorkerConfig(
+        block_size=block_size,
+        num_blocks=max(1, num_tokens // block_size),
+        max_step_tokens=max(num_tokens_step, num_sequences + LONGEST_RUN) if is_whole else num_tokens_step,
+        max_sequences=num_sequences,
+        is_prefix_cache_enabled=is_cached,
+        is_chunked_media_enabled=not is_whole,
+    )
+
+
+configs = st.builds(
+    tiny,
+    st.sampled_from((1, 4, 5)),
+    st.integers(20, 90),
+    st.integers(1, 40),
+    st.integers(1, 6),
+    st.sampled_from((True, True, True, False)),
+    st.booleans(),
+)
+
+
+def make_request(
+    name: str,
+    parts: tuple[Segment, ...],
+    age: int,
+    num_choices: int,
+    max_tokens: int,
+    seed: int,
+    salt: str,
+    priority: int,
+) -> GenerateRequest:
+    token_ids, runs, media = build(parts)
+    return GenerateRequest(
+        request_id=RequestId(name),
+        attempt=1,
+        router_id=MemberId("router"),
+        router_address="local://router",
+        token_ids=token_ids,
+        placeholders=runs,
+        media=media,
+        sampling=SamplingParams(seed=seed),
+        stop=StopConditions(max_tokens=max_tokens, eos_token_ids=(EOS,)),
+        age=(float(age), name),
+        num_choices=num_choices,
+        cache_salt=salt,
+        priority=priority,
+    )
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(config=configs)
+    def start(self, config: WorkerConfig) -> None:
+        self.world = World(config)
+        self.serial = itertools.count()
+
+    @rule(
+        parts=segments,
+        age=st.integers(0, 40),
+        num_choices=st.sampled_from((1, 1, 2, 3)),
+        max_tokens=st.integers(1, 20),
+        seed=st.integers(0, 3),
+        salt=st.sampled_from(("", "", "tenant")),
+        priority=st.sampled_from((0, 0, 1)),
+        num_emitted=st.none() | st.lists(st.integers(0, 20), min_size=3, max_size=3),
+    )
+    def add(self, parts, age, num_choices, max_tokens, seed, salt, priority, num_emitted) -> None:
+        name = f"r{next(self.serial)}"
+        self.world.add(make_request(name, parts, age, num_choices, max_tokens, seed, salt, priority), num_emitted)
+
+    @rule(data=st.data())
+    def land(self, data: st.DataObject) -> None:
+        if awaited := self.world.awaited():
+            self.world.land(data.draw(st.sampled_from(awaited)))
+
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        if here := sorted(self.world.fake.features):
+            self.world.lose(data.draw(st.sampled_from(here)))
+
+    @rule()
+    def make_inbox_room(self) -> None:
+        self.world.make_inbox_room()
+
+    @precondition(lambda self: self.world.live)
+    @rule(data=st.data(), is_whole=st.booleans())
+    def abort(self, data: st.DataObject, is_whole: bool) -> None:
+        self.world.abort(data.draw(st.sampled_from(sorted(self.world.live))), is_whole)
+
+    @rule(count=st.integers(1, 6))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.world.step()
+
+    @rule(data=st.data(), is_whole=st.booleans())
+    def step_with_abort_in_flight(self, data: st.DataObject, is_whole: bool) -> None:
+        plan = self.world.plan()
+        result = self.world.fake.execute(plan)
+        if plan.chunks:
+            self.world.abort(data.draw(st.sampled_from([chunk.sequence_id for chunk in plan.chunks])), is_whole)
+            self.world.scheduler.check_invariants()
+        self.world.commit(plan, result)
+
+    @rule(num_done=st.integers(0, 6))
+    def failing_step(self, num_done: int) -> None:
+        self.world.failing_step(num_done)
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.finish()
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+@given(config=configs, seed=st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_a_crowd_in_a_small_pool(config: WorkerConfig, seed: int) -> None:
+    """Many requests at once, mostly steps between: long stretches under pressure, which a search by rules avoids."""
+    rng = random.Random(seed)
+    world = World(config)
+    for turn in range(120):
+        if rng.random() < 0.3:
+            parts = (*rng.choice(BEGINNINGS), *rng.choices((*TEXTS, *PICTURES), k=rng.randrange(3)))
+            choices, tokens = rng.choice((1, 1, 2, 3)), rng.randint(1, 25)
+            emitted = [rng.randrange(20) for _ in range(3)] if rng.random() < 0.2 else None
+            age, salt, priority = turn - rng.choice((0, 0, 50)), rng.choice(("", "", "x")), rng.choice((0, 0, 1))
+            request = make_request(f"r{turn}", parts, age, choices, tokens, rng.randrange(3), salt, priority)
+            world.add(request, emitted)
+        for unit in world.awaited():
+            if rng.random() < 0.3:
+                world.land(unit)
+        _disturb(world, rng)
+        world.step()
+        world.check()
+    world.finish()
+
+
+def _disturb(world: World, rng: random.Random) -> None:
+    roll = rng.random()
+    if roll < 0.05 and world.live:
+        world.abort(rng.choice(sorted(world.live)), rng.random() < 0.5)
+    elif roll < 0.10:
+        world.failing_step(rng.randrange(4))
+    elif roll < 0.15:
+        world.make_inbox_room()
+    elif roll < 0.20 and world.fake.features:
+        world.lose(rng.choice(sorted(world.fake.features)))
