@@ -97,11 +97,12 @@ class LossyFeed(RuleBasedStateMachine):
         snapshot = KvSnapshot(worker, self.epoch[worker], self.next_seq[worker] - 1, chains)
         self.on_the_way[worker].append(snapshot)
 
-    @rule(worker=st.sampled_from(WORKERS))
-    def deliver(self, worker):
+    @rule(worker=st.sampled_from(WORKERS), is_overtaking=st.booleans())
+    def deliver(self, worker, is_overtaking):
         if not self.on_the_way[worker]:
             return
-        message = self.on_the_way[worker].pop(0)
+        number = int(is_overtaking and len(self.on_the_way[worker]) > 1)
+        message = self.on_the_way[worker].pop(number)
         if isinstance(message, KvSnapshot):
             self.index.load_snapshot(message)
         else:
@@ -112,7 +113,7 @@ class LossyFeed(RuleBasedStateMachine):
     @rule(worker=st.sampled_from(WORKERS))
     def deliver_all(self, worker):
         while self.on_the_way[worker]:
-            self.deliver(worker)
+            self.deliver(worker, is_overtaking=False)
 
     @rule(worker=st.sampled_from(WORKERS))
     def lose(self, worker):
@@ -155,7 +156,7 @@ class LossyFeed(RuleBasedStateMachine):
             assert {worker: found[worker] for worker in current if worker in found} == truth
 
 
-LossyFeed.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+LossyFeed.TestCase.settings = settings(deadline=None, max_examples=80, stateful_step_count=50)
 TestLossyFeed = LossyFeed.TestCase
 
 

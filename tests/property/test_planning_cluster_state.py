@@ -1,0 +1,173 @@
+"""The router's picture under any order of messages: it plans or says NoCapacity, never fails, and forgets all load."""
+
+import random
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from planning_samples import (
+    BLOCK_SIZE,
+    SHAPE,
+    encoder_member,
+    encoder_report,
+    image,
+    query,
+    worker_member,
+    worker_report,
+)
+
+from fabric.errors import NoCapacity
+from fabric.messages import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    EncodeResult,
+    FeatureEvents,
+    GenerateResult,
+    ItemResult,
+    KvEvents,
+    KvSnapshot,
+    StageTimes,
+)
+from router.planning.cluster import ClusterState
+from router.planning.plan import plan_route
+from router.planning.views import RoutePlan, RouteQuery
+
+WORKERS = ["w0", "w1", "w2"]
+ENCODERS = ["e0", "e1"]
+LONG = query(40, image(0, digit="a"), 300, image(1, digit="b"), 60)
+worker_names, encoder_names = st.sampled_from(WORKERS), st.sampled_from(ENCODERS)
+counts = st.integers(0, 5000)
+three_counts = st.tuples(counts, counts, counts)
+rates = st.sampled_from([0.0, 1e-6, 1e-3, 1.0])
+hashes = st.lists(st.sampled_from(LONG.block_hashes), max_size=6).map(tuple)
+kv_events = st.lists(
+    st.one_of(st.builds(BlocksStored, st.none(), hashes), st.builds(BlocksRemoved, hashes), st.builds(BlocksCleared)),
+    max_size=3,
+).map(tuple)
+items = st.lists(st.sampled_from([item.mm_hash for item in LONG.media]), max_size=2).map(tuple)
+
+
+class AnyOrder(RuleBasedStateMachine):
+    @initialize(seed=st.integers(0, 99))
+    def begin(self, seed):
+        self.state = ClusterState(SHAPE, BLOCK_SIZE, random.Random(seed))
+        self.now = 0.0
+        self.num_attempts = 0
+        self.open: dict[str, tuple[RouteQuery, RoutePlan]] = {}
+        self.members: set[str] = set()
+        self.excluded: dict[str, float] = {}
+
+    @rule(names=st.frozensets(st.sampled_from(WORKERS + ENCODERS)), epoch=st.integers(1, 2))
+    def change_members(self, names, epoch):
+        change = self.state.update_members(
+            [worker_member(name, epoch=epoch) if name in WORKERS else encoder_member(name) for name in sorted(names)]
+        )
+        left = {member.member_id for member in change.left}
+        assert self.members - names <= left
+        assert names - self.members <= {member.member_id for member in change.joined}
+        self.members = set(names)
+        self.excluded = {name: until for name, until in self.excluded.items() if name in names and name not in left}
+
+    @rule(seconds=st.sampled_from([0.01, 0.5, 2.0, 10.0]))
+    def pass_time(self, seconds):
+        self.now += seconds
+
+    @rule(
+        name=worker_names,
+        seq=st.integers(0, 50),
+        queued=counts,
+        total=counts,
+        used=counts,
+        rate=rates,
+        acks=st.booleans(),
+    )
+    def report_worker(self, name, seq, queued, total, used, rate, acks):
+        acknowledged = tuple(request.attempt_id for request, _ in self.open.values()) if acks else ()
+        fields = {"queued_tokens": queued, "kv_blocks_total": total, "kv_blocks_used": used}
+        report = worker_report(name, seq, prefill_s_per_token=rate, acknowledged=acknowledged, **fields)
+        assert set(self.state.apply(report, self.now)) <= {name}
+
+    @rule(name=encoder_names, seq=st.integers(0, 50), queued=counts, rate=rates)
+    def report_encoder(self, name, seq, queued, rate):
+        report = encoder_report(name, seq, queued_cost=queued, encode_s_per_cost=rate)
+        assert set(self.state.apply(report, self.now)) <= {name}
+
+    @rule(name=worker_names, epoch=st.integers(0, 3), seq=st.integers(0, 9), events=kv_events)
+    def kv_events(self, name, epoch, seq, events):
+        self.state.apply(KvEvents(name, epoch, seq, events), self.now)
+
+    @rule(name=worker_names, epoch=st.integers(0, 3), seq=st.integers(-1, 9), blocks=hashes)
+    def kv_snapshot(self, name, epoch, seq, blocks):
+        self.state.apply(KvSnapshot(name, epoch, seq, (BlocksStored(None, blocks),)), self.now)
+
+    @rule(name=encoder_names, epoch=st.integers(0, 3), seq=st.integers(-1, 9), stored=items, full=st.booleans())
+    def feature_events(self, name, epoch, seq, stored, full):
+        self.state.apply(FeatureEvents(name, epoch, seq, stored, is_snapshot=full), self.now)
+
+    @rule(name=st.sampled_from(WORKERS + ENCODERS), seconds=st.sampled_from([0.1, 5.0]))
+    def exclude(self, name, seconds):
+        self.state.exclude(name, self.now + seconds)
+        if name in self.members:
+            self.excluded[name] = max(self.excluded.get(name, 0.0), self.now + seconds)
+
+    @rule(is_text=st.booleans())
+    def dispatch(self, is_text):
+        self.num_attempts += 1
+        name = f"r{self.num_attempts}"
+        request = query(200, attempt=name) if is_text else query(*_parts(), attempt=name)
+        barred = {member for member, until in self.excluded.items() if until > self.now}
+        try:
+            plan = plan_route(request, self.state.snapshot(request, self.now), self.now)
+        except NoCapacity:
+            usable = self.members - barred
+            assert not usable & set(WORKERS) or (not is_text and not usable & set(ENCODERS))
+            return
+        assert plan.worker_id in self.members - barred
+        assert {each.encoder_id for each in plan.assignments} <= self.members - barred
+        assert plan.lower_bound_s <= plan.predicted_ttft_s
+        self.state.note_dispatched(request, plan, self.now)
+        self.open[name] = request, plan
+
+    @precondition(lambda self: getattr(self, "open", None))
+    @rule(number=st.integers(0, 99), seconds=st.sampled_from([0.0, 1e-3, 5.0]))
+    def answer(self, number, seconds):
+        name = sorted(self.open)[number % len(self.open)]
+        request, plan = self.open[name]
+        for encoder_id in {each.encoder_id for each in plan.assignments}:
+            times = StageTimes(seconds, seconds, seconds, seconds, 1, 256)
+            results = tuple(ItemResult(e.item_index, times) for e in plan.assignments if e.encoder_id == encoder_id)
+            self.state.observe_encode(plan, EncodeResult(encoder_id, results))
+        result = GenerateResult(plan.worker_id, (), request.token_count, 16, seconds, seconds, seconds, seconds)
+        self.state.observe_generate(plan, result)
+
+    @precondition(lambda self: getattr(self, "open", None))
+    @rule(number=st.integers(0, 99))
+    def end(self, number):
+        name = sorted(self.open)[number % len(self.open)]
+        self.state.note_ended(self.open.pop(name)[0].attempt_id)
+
+    @invariant()
+    def load_is_what_is_open(self):
+        if not hasattr(self, "state"):
+            return
+        self.state.check_invariants()
+        views = self.state.snapshot(LONG, self.now).workers
+        assert sum(view.num_open for view in views) <= len(self.open)
+
+    def teardown(self):
+        if not hasattr(self, "state"):
+            return
+        for request, _ in self.open.values():
+            self.state.note_ended(request.attempt_id)
+        late = self.state.snapshot(LONG, self.now + 1000.0)
+        assert all((view.num_open, view.queued_tokens) == (0, 0) for view in late.workers)
+        assert all(view.queued_cost == 0 for view in late.encoders)
+
+
+def _parts():
+    return 40, image(0, digit="a"), 300, image(1, digit="b"), 60
+
+
+AnyOrder.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestAnyOrder = AnyOrder.TestCase
