@@ -117,6 +117,8 @@ class Attempt:
             if self._is_settling:
                 return None
             raise DeadlineExceeded(f"no answer within {limit_s:g} s") from None
+        finally:
+            self._deadline = None
 
     async def _until_answered(self) -> GenerateResult:
         assert self._supply is not None

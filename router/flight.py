@@ -23,7 +23,7 @@ from fabric.errors import (
     WorkerLost,
 )
 from fabric.ids import AttemptId, MemberId
-from fabric.messages import FeatureNeeded, GenerateResult, TokenFrame
+from fabric.messages import ChoiceResult, FeatureNeeded, GenerateResult, TokenFrame
 from router.api.response import Usage
 from router.attempt import Attempt
 from router.metrics import Timing
@@ -210,24 +210,12 @@ class Flight:
 
     async def _settle(self, result: GenerateResult) -> None:
         """Brings the choices to the ends that the terminal event names. Frames may trail it on another way; what
-        doesn't come in time was lost, and is drawn again by a new attempt. Raises WorkerLost, TransferFailed,
-        ProtocolError."""
+        doesn't come in time was lost, and is drawn again by a new attempt. Raises TargetGone (our lease had expired
+        there), TransferFailed, ProtocolError."""
         named = {each.choice: each for each in result.choices}
         for index, choice in enumerate(self.stream.choices):
-            if choice.is_finished:
-                continue
-            if index not in named:
-                raise ProtocolError(f"{result.worker_id} ended without a word on choice {index}")
-            ending = named[index]
-            if ending.finish_reason == "abort":
-                raise WorkerLost(f"{result.worker_id} gave the attempt up")
-            if ending.num_tokens < choice.num_tokens:
-                raise ProtocolError(
-                    f"{result.worker_id} counts {ending.num_tokens} tokens, but sent {choice.num_tokens}"
-                )
-            text = choice.end(ending.num_tokens, ending.finish_reason)
-            if choice.is_finished:
-                self.stream.write(index, text)
+            if not choice.is_finished:
+                self._end_as_told(index, named.get(index), result.worker_id)
         self._check_finished()
         try:
             async with asyncio.timeout(self._parts.config.gap_timeout_s):
@@ -235,6 +223,18 @@ class Flight:
         except TimeoutError:
             missing = sum(choice.order.num_missing for choice in self.stream.choices if not choice.is_finished)
             raise TransferFailed(f"{missing} tokens of {result.worker_id} did not arrive") from None
+
+    def _end_as_told(self, index: int, ending: ChoiceResult | None, worker_id: MemberId) -> None:
+        if ending is None:
+            raise ProtocolError(f"{worker_id} ended without a word on choice {index}")
+        if ending.finish_reason == "abort":
+            raise TargetGone(f"{worker_id} gave the attempt up")
+        choice = self.stream.choices[index]
+        if ending.num_tokens < choice.num_tokens:
+            raise ProtocolError(f"{worker_id} counts {ending.num_tokens} tokens, but sent {choice.num_tokens}")
+        text = choice.end(ending.num_tokens, ending.finish_reason)
+        if choice.is_finished:
+            self.stream.write(index, text)
 
     def _verdict(self) -> WeftError:
         """What the client is told after the last attempt."""

@@ -155,6 +155,38 @@ async def test_lost_last_frame_is_told_by_the_terminal_event() -> None:
             await read(await cluster.service.open(chat()))
 
 
+async def test_frames_may_trail_the_terminal_event(caplog: pytest.LogCaptureFixture) -> None:
+    async with fake_cluster(gap_timeout_s=5.0) as cluster:
+        worker = cluster.workers[0]
+        held: list[TokenFrame] = []
+
+        def hold(frames: list[TokenFrame]) -> list[TokenFrame]:
+            held.extend(frames)
+            return []
+
+        worker.script.frames = hold
+        stream = await cluster.service.open(chat())
+        await settled(lambda: bool(worker.requests) and worker.num_open == 0)
+        await asyncio.sleep(0)
+        worker.script.frames = lambda frames: frames
+        worker._send_frames(worker.requests[0], held[::-1])
+        assert (await read(stream))[:2] == ([expected(cluster)], ["stop"])
+        assert len(worker.requests) == 1
+    assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
+
+
+async def test_worker_that_let_our_lease_lapse_is_asked_again() -> None:
+    async with fake_cluster() as cluster:
+        worker = cluster.workers[0]
+        worker.script.pause_at = 5
+        stream = await cluster.service.open(chat())
+        await settled(lambda: stream.choices[0].num_tokens == 5)
+        worker.aborted.append(AbortAttempt(stream.request_id, 0))
+        worker.script.resume.set()
+        assert (await read(stream))[:2] == ([expected(cluster)], ["stop"])
+        assert worker.requests[1].emitted == (tuple(expected(cluster).encode()[:5]),)
+
+
 async def test_frames_of_another_attempt_or_worker_are_dropped() -> None:
     async with fake_cluster(num_workers=2) as cluster:
         all_scripts(cluster, pause_at=3)
