@@ -28,9 +28,10 @@ class Load:
 class _Share:
     """One attempt on one member."""
 
-    units: int
-    num_blocks: int
-    is_pending: bool = True
+    units: int = 0
+    pending_units: int = 0
+    pending_blocks: int = 0
+    is_pending: bool = False
 
 
 class InFlight:
@@ -45,14 +46,18 @@ class InFlight:
         return self._member_to_load.get(member_id) or Load()
 
     def add(self, attempt_id: AttemptId, member_id: MemberId, units: int, num_blocks: int = 0) -> None:
-        """Dispatching to the same member again replaces its share, pending anew."""
-        shares = self._attempt_to_shares.setdefault(attempt_id, {})
-        self._drop(member_id, shares.pop(member_id, None))
-        shares[member_id] = _Share(units, num_blocks)
+        """Dispatching more of an attempt to the same member adds to its share, and that part is pending."""
+        share = self._attempt_to_shares.setdefault(attempt_id, {}).get(member_id)
         load = self._member_to_load.setdefault(member_id, Load())
-        load.num_open += 1
+        if share is None:
+            share = self._attempt_to_shares[attempt_id][member_id] = _Share()
+            load.num_open += 1
+        load.num_pending += not share.is_pending
+        share.is_pending = True
+        share.units += units
+        share.pending_units += units
+        share.pending_blocks += num_blocks
         load.open_units += units
-        load.num_pending += 1
         load.pending_units += units
         load.pending_blocks += num_blocks
 
@@ -94,18 +99,19 @@ class InFlight:
                 load.num_open += 1
                 load.open_units += share.units
                 load.num_pending += share.is_pending
-                load.pending_units += share.units if share.is_pending else 0
-                load.pending_blocks += share.num_blocks if share.is_pending else 0
+                load.pending_units += share.pending_units
+                load.pending_blocks += share.pending_blocks
         assert sums == self._member_to_load, (sums, self._member_to_load)
 
     def _settle(self, member_id: MemberId, share: _Share) -> None:
         if not share.is_pending:
             return
-        share.is_pending = False
         load = self._member_to_load[member_id]
         load.num_pending -= 1
-        load.pending_units -= share.units
-        load.pending_blocks -= share.num_blocks
+        load.pending_units -= share.pending_units
+        load.pending_blocks -= share.pending_blocks
+        share.pending_units = share.pending_blocks = 0
+        share.is_pending = False
 
     def _drop(self, member_id: MemberId, share: _Share | None) -> None:
         if share is None:

@@ -109,11 +109,22 @@ def _item_terms(item: MediaItem, offer: _Offer, landing_s: float, row_bytes: int
     if offer.is_cached:
         transfer_s = offer.link.at(num_bytes)
         return ItemTerms(
-            item.index, encoder.encoder_id, True, 0.0, 0.0, 0.0, transfer_s, landing_s, item.cost, num_bytes
+            item.index,
+            item.mm_hash,
+            encoder.encoder_id,
+            True,
+            0.0,
+            0.0,
+            0.0,
+            transfer_s,
+            landing_s,
+            item.cost,
+            num_bytes,
         )
     encode_s = encoder.costs.encode.at(offer.cost_before + item.cost)
     return ItemTerms(
         item_index=item.index,
+        mm_hash=item.mm_hash,
         encoder_id=encoder.encoder_id,
         is_cached=False,
         wait_s=wait_s(encoder),
@@ -128,4 +139,4 @@ def _item_terms(item: MediaItem, offer: _Offer, landing_s: float, row_bytes: int
 
 def _twin_terms(item: MediaItem, twin: ItemTerms) -> ItemTerms:
     """The same medium a second time: it is encoded once, and its features land once."""
-    return ItemTerms(item.index, twin.encoder_id, True, 0.0, 0.0, 0.0, 0.0, twin.landing_s, item.cost, 0)
+    return ItemTerms(item.index, item.mm_hash, twin.encoder_id, True, 0.0, 0.0, 0.0, 0.0, twin.landing_s, item.cost, 0)

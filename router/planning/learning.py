@@ -6,10 +6,11 @@ default that fits nobody. Also keeps the score of predictions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fabric.ids import MemberId
+from fabric.ids import MemberId, MmHash
 from fabric.messages import EncodeResult, GenerateResult, ItemResult, Member, TraceEvent
 from router.planning.accuracy import Accuracy
 from router.planning.cost import CostDefaults, LinearCost
@@ -68,8 +69,7 @@ class Learning:
         if num_computed > 0:
             worker.prefill.observe(num_flat, result.prefill_s)
             self._pool.prefill.observe(num_flat, result.prefill_s)
-        for event in result.trace:
-            self._observe_transfer(event, worker, encoders)
+        self._observe_transfers(plan, result, worker, encoders)
 
     def observe_encode(self, plan: RoutePlan, result: EncodeResult, encoder: EncoderState | None) -> None:
         """Items that failed say nothing; items from the cache only that they were cached."""
@@ -100,16 +100,33 @@ class Learning:
         ):
             cost.observe(x, actual_s)
 
-    def _observe_transfer(
-        self, event: TraceEvent, worker: WorkerState, encoders: Mapping[MemberId, EncoderState]
+    def _observe_transfers(
+        self, plan: RoutePlan, result: GenerateResult, worker: WorkerState, encoders: Mapping[MemberId, EncoderState]
     ) -> None:
-        """A worker's `unit_landed` may carry `encoder_id`, `num_bytes` and `seconds` of the pull."""
-        if event.name != "unit_landed":
-            return
-        encoder = encoders.get(event.detail.get("encoder_id", ""))
-        num_bytes, seconds = event.detail.get("num_bytes"), event.detail.get("seconds")
-        if encoder is None or not isinstance(num_bytes, int) or not isinstance(seconds, int | float):
-            return
-        cost = self._links[link_class(encoder.member.host, worker.member.host)]
-        self.accuracy.note("transfer", cost.line.at(num_bytes), float(seconds))
-        cost.observe(num_bytes, float(seconds))
+        """A pull is what lies between a unit's announcement and its landing in the worker's trace, so the wait for
+        inbox room is in it. Units of one item are taken as equally large."""
+        hash_to_terms = {terms.mm_hash: terms for terms in plan.explanation.winner.items if terms.num_bytes}
+        pulls = [(unit.partition(":")[0], seconds) for unit, seconds in _pulls(result.trace)]
+        hash_to_num_units = Counter(mm_hash for mm_hash, _ in pulls)
+        for mm_hash, seconds in pulls:
+            terms = hash_to_terms.get(MmHash(mm_hash))
+            encoder = encoders.get(terms.encoder_id) if terms else None
+            if terms is None or encoder is None:
+                continue
+            num_bytes = terms.num_bytes / hash_to_num_units[mm_hash]
+            cost = self._links[link_class(encoder.member.host, worker.member.host)]
+            self.accuracy.note("transfer", cost.line.at(num_bytes), seconds)
+            cost.observe(num_bytes, seconds)
+
+
+def _pulls(trace: Sequence[TraceEvent]) -> list[tuple[str, float]]:
+    """`mm_hash:unit` and seconds of each unit whose announcement and landing are both there, once."""
+    unit_to_announced_s: dict[str, float] = {}
+    pulls: list[tuple[str, float]] = []
+    for event in trace:
+        for unit in event.detail.get("units", ()):
+            if event.name == "unit_announced":
+                unit_to_announced_s.setdefault(unit, event.at_s)
+            elif event.name == "unit_landed" and unit in unit_to_announced_s:
+                pulls.append((unit, event.at_s - unit_to_announced_s.pop(unit)))
+    return pulls

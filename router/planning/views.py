@@ -112,6 +112,7 @@ class ItemTerms:
     """How one item's landing time came about; the parts do not sum where preparing overlaps waiting."""
 
     item_index: int
+    mm_hash: MmHash
     encoder_id: MemberId
     is_cached: bool
     wait_s: float

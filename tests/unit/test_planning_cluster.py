@@ -32,7 +32,7 @@ from fabric.messages import (
 )
 from router.planning.cluster import ClusterState
 from router.planning.links import LinkClass
-from router.planning.plan import plan_route
+from router.planning.plan import plan_encoding, plan_route
 
 
 def cluster_of(num_workers: int = 1, num_encoders: int = 0) -> ClusterState:
@@ -95,6 +95,19 @@ def test_acknowledged_attempts_are_not_counted_twice_and_ended_ones_not_at_all()
     state.note_ended(request.attempt_id)
     assert state.snapshot(request, 0.0).workers[0].num_open == 0
     state.check_invariants()
+
+
+def test_items_encoded_again_add_to_the_load_of_their_encoder():
+    state = cluster_of(num_encoders=1)
+    request = query(image(0), image(1), 10)
+    plan = route(state, request)
+    state.apply(encoder_report("e0", 1, queued_cost=500, acknowledged=(request.attempt_id,)), 0.0)
+    again = plan_encoding(request, plan.worker_id, [1], state.snapshot(request, 0.0))
+    state.note_encoding(request.attempt_id, again)
+    assert state.snapshot(request, 0.0).encoders[0].queued_cost == 500 + 256
+    state.check_invariants()
+    state.note_ended(request.attempt_id)
+    assert state.snapshot(request, 0.0).encoders[0].queued_cost == 500
 
 
 def test_an_encoder_that_delivered_is_free_before_the_attempt_ends():
@@ -252,10 +265,14 @@ def test_transfers_teach_the_class_of_their_link():
     state = cluster_of(num_workers=1, num_encoders=1)
     request = query(image(0), 10)
     plan = route(state, request)
-    detail = {"encoder_id": "e0", "num_bytes": 64 * ROW_BYTES, "seconds": 0.25}
+    unit = f"{image(0).mm_hash}:0"
+    trace = (
+        TraceEvent(9.0, "w0", "unit_announced", {"units": [unit, "unknown:0"]}),
+        TraceEvent(9.25, "w0", "unit_landed", {"units": [unit, "unknown:0", "never-announced:0"]}),
+    )
     for _ in range(40):
-        event = TraceEvent(0.0, plan.worker_id, "unit_landed", detail)
-        state.observe_generate(plan, generated(plan, trace=(event, TraceEvent(0.0, "w0", "unit_landed", {}))))
+        state.observe_generate(plan, generated(plan, trace=trace))
+    assert state.accuracy()["transfer"].num_observations == 40
     links = state.snapshot(request, 0.0).links
     assert links[LinkClass.SAME_HOST].at(64 * ROW_BYTES) == pytest.approx(0.25, rel=0.1)
     assert links[LinkClass.NETWORK].at(64 * ROW_BYTES) < 0.01
