@@ -1,0 +1,310 @@
+"""Workers and encoders that behave, for tests of the router, on a real local plane and without a model.
+
+A fake worker answers with a fixed function of (prompt, seed, choice), token by token; it waits for the features it
+lacks, keeps a prefix cache, honours aborts, and can be told to pause, to lose frames or to die. A fake encoder
+announces what it was given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fabric.clock import SystemClock
+from fabric.errors import ErrorInfo, WeftError
+from fabric.ids import AttemptId, BlockHash, MemberId, UnitKey
+from fabric.messages import (
+    AbortAttempt,
+    BlocksStored,
+    ChoiceResult,
+    EncodeRequest,
+    EncodeResult,
+    EncoderReport,
+    FeatureNeeded,
+    FeatureTicket,
+    GenerateRequest,
+    GenerateResult,
+    ItemResult,
+    KvEvents,
+    KvSnapshot,
+    Member,
+    PlaneMessage,
+    RouterHeartbeat,
+    SnapshotRequest,
+    StageTimes,
+    TokenFrame,
+    TokenFrames,
+    TraceEvent,
+    UnitReady,
+    WorkerReport,
+)
+from fabric.plane_local import LocalHub, LocalPlane
+from kv_index.block_hashing import prompt_block_hashes
+from modalities.text.codec import TextCodec
+
+BLOCK_SIZE = 16
+
+
+def reply_text(token_ids: Sequence[int], seed: int, choice: int) -> str:
+    """What every fake worker answers: multi-byte characters included."""
+    digest = hashlib.sha256(repr((tuple(token_ids), seed, choice)).encode()).hexdigest()[:8]
+    return f"choice {choice} of {len(token_ids)} tokens: {digest} – grüß dich 🙂 ok"
+
+
+@dataclass
+class Script:
+    """What a fake worker is told to do. Tokens are counted per attempt."""
+
+    die_at: int | None = None
+    """Raises WorkerLost-like `error` after so many tokens."""
+    error: WeftError | None = None
+    pause_at: int | None = None
+    """Waits for `resume` in front of this token."""
+    resume: asyncio.Event = field(default_factory=asyncio.Event)
+    frames: Callable[[list[TokenFrame]], list[TokenFrame]] = lambda frames: frames
+    """May lose, repeat or delay what is sent."""
+    forgets_prefix: bool = False
+    """Admits without the blocks that the router may have counted on."""
+
+
+class FakeWorker:
+    """A member. One `generate` call is one task; steps yield to the loop."""
+
+    def __init__(self, hub: LocalHub, name: str, codec: TextCodec) -> None:
+        self.member_id = MemberId(name)
+        self.plane = LocalPlane(hub, f"local://{name}")
+        self.script = Script()
+        self.requests: list[GenerateRequest] = []
+        self.aborted: list[AbortAttempt] = []
+        self.heartbeats: list[RouterHeartbeat] = []
+        self.snapshot_requests = 0
+        self.num_open = 0
+        self.num_cancelled = 0
+        self._codec = codec
+        self._blocks: set[BlockHash] = set()
+        self._chain: list[BlockHash] = []
+        self._kv_seq = 0
+        self._units: set[tuple[AttemptId, UnitKey]] = set()
+        self._news = asyncio.Event()
+
+    @property
+    def member(self) -> Member:
+        return Member(self.member_id, "worker", self.plane.address, "host-0", 1)
+
+    def handle(self, message: PlaneMessage) -> None:
+        match message:
+            case AbortAttempt():
+                self.aborted.append(message)
+            case UnitReady(request_id=request_id, attempt=attempt, unit=unit):
+                self._units.add((AttemptId(request_id, attempt), unit))
+            case RouterHeartbeat():
+                self.heartbeats.append(message)
+            case SnapshotRequest(address=address):
+                self.snapshot_requests += 1
+                chains = (BlocksStored(None, tuple(self._chain)),) if self._chain else ()
+                self.plane.send(address, KvSnapshot(self.member_id, 1, self._kv_seq - 1, chains))
+        self._news.set()
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        self.requests.append(request)
+        self.num_open += 1
+        try:
+            return await self._generate(request)
+        except asyncio.CancelledError:
+            self.num_cancelled += 1
+            raise
+        finally:
+            self.num_open -= 1
+
+    async def _generate(self, request: GenerateRequest) -> GenerateResult:
+        num_cached = self._admit(request)
+        await self._features(request, num_cached)
+        replies = [self._reply(request, choice) for choice in range(request.num_choices)]
+        emitted = request.emitted or ((),) * request.num_choices
+        at = [len(tokens) for tokens in emitted]
+        reasons: list[str | None] = [None] * request.num_choices
+        for step in range(max(len(ids) for ids, _ in replies) + 1):
+            if step == self.script.pause_at:
+                await self.script.resume.wait()
+            if step == self.script.die_at and self.script.error is not None:
+                raise self.script.error
+            await asyncio.sleep(0)
+            frames = []
+            for choice, (ids, reason) in enumerate(replies):
+                if self._is_aborted(request, choice):
+                    reasons[choice] = reasons[choice] or "abort"
+                if reasons[choice] is not None:
+                    continue
+                token_ids = tuple(ids[at[choice] : at[choice] + 1])
+                is_last = at[choice] + len(token_ids) >= len(ids)
+                reasons[choice] = reason if is_last else None
+                frame = TokenFrame(request.request_id, request.attempt, choice, at[choice], token_ids, reasons[choice])
+                frames.append(frame)
+                at[choice] += len(token_ids)
+            self._send_frames(request, frames)
+            if all(reasons):
+                break
+        self._store(request)
+        choices = tuple(ChoiceResult(choice, reasons[choice] or "abort", at[choice]) for choice in range(len(at)))
+        trace = (TraceEvent(SystemClock().now(), self.member_id, "prefill", {"cached": num_cached}),)
+        return GenerateResult(
+            self.member_id, choices, len(request.token_ids), num_cached, 0.001, 0.01, 0.0, 0.02, trace
+        )
+
+    def _send_frames(self, request: GenerateRequest, frames: list[TokenFrame]) -> None:
+        sent = self.script.frames(frames)
+        if sent:
+            self.plane.send(request.router_address, TokenFrames(self.member_id, tuple(sent)))
+
+    def _reply(self, request: GenerateRequest, choice: int) -> tuple[list[int], str]:
+        text = reply_text(request.token_ids, request.sampling.seed, choice)
+        eos = self._codec.eos_token_ids[0]
+        ids = [*self._codec.encode(text), eos]
+        if request.stop.ignore_eos:
+            ids = (ids * (request.stop.max_tokens // len(ids) + 1))[: request.stop.max_tokens]
+            return ids, "length"
+        stops = {index for index, token_id in enumerate(ids) if token_id in (*request.stop.stop_token_ids, eos)}
+        end = min(stops) + 1
+        return (ids[: request.stop.max_tokens], "length") if end > request.stop.max_tokens else (ids[:end], "stop")
+
+    def _is_aborted(self, request: GenerateRequest, choice: int) -> bool:
+        mine = [
+            each for each in self.aborted if (each.request_id, each.attempt) == (request.request_id, request.attempt)
+        ]
+        return any(not each.choices or choice in each.choices for each in mine)
+
+    # ------------------------------------------------------------ caches
+
+    def _hashes(self, request: GenerateRequest) -> list[BlockHash]:
+        return prompt_block_hashes(
+            request.token_ids, BLOCK_SIZE, request.placeholders, request.media, request.cache_salt
+        )
+
+    def _admit(self, request: GenerateRequest) -> int:
+        if self.script.forgets_prefix:
+            self._blocks.clear()
+        num_blocks = 0
+        for block in self._hashes(request):
+            if block not in self._blocks:
+                break
+            num_blocks += 1
+        return min(num_blocks * BLOCK_SIZE, len(request.token_ids) - 1)
+
+    def _store(self, request: GenerateRequest) -> None:
+        hashes = self._hashes(request)
+        if not set(hashes) <= self._blocks:
+            self._blocks |= set(hashes)
+            events = (BlocksStored(None, tuple(hashes)),)
+            self.plane.send(request.router_address, KvEvents(self.member_id, 1, self._kv_seq, events))
+            self._kv_seq += 1
+            self._chain = hashes
+
+    async def _features(self, request: GenerateRequest, num_cached: int) -> None:
+        runs = [run for run in request.placeholders if run.end > num_cached]
+        needed = {UnitKey(request.media[run.item].mm_hash, run.unit) for run in runs}
+        coming = {unit for index in request.dispatched_items for unit in request.media[index].unit_keys()}
+        if needed - coming:
+            lacking = FeatureNeeded(
+                self.member_id, request.request_id, request.attempt, tuple(sorted(needed - coming)), "not_covered"
+            )
+            self.plane.send(request.router_address, lacking)
+        attempt = AttemptId(request.request_id, request.attempt)
+        while not {(attempt, unit) for unit in needed} <= self._units:
+            self._news.clear()
+            await self._news.wait()
+
+    def report(self, seq: int) -> WorkerReport:
+        return WorkerReport(
+            worker_id=self.member_id,
+            epoch=1,
+            seq=seq,
+            acknowledged=(),
+            num_running=self.num_open,
+            num_waiting=0,
+            num_at_doorstep=0,
+            queued_tokens=0,
+            num_decoding=0,
+            kv_blocks_used=7,
+            kv_blocks_total=100,
+            inbox_bytes_used=4096,
+            inbox_bytes_total=65536,
+            num_features=3,
+            num_quarantined=0,
+            steps=11,
+            tokens_generated=12,
+            prompt_tokens_computed=13,
+            prefix_hit_tokens=14,
+            prefix_query_tokens=15,
+            num_preemptions=0,
+            prefill_s_per_token=1e-4,
+            step_overhead_s=1e-3,
+        )
+
+
+class FakeEncoder:
+    """A member. `failures` are taken one per call: an exception is raised, an ErrorInfo becomes every item's."""
+
+    def __init__(self, hub: LocalHub, name: str) -> None:
+        self.member_id = MemberId(name)
+        self.plane = LocalPlane(hub, f"local://{name}")
+        self.requests: list[EncodeRequest] = []
+        self.media: list[bytes] = []
+        self.aborted: list[AbortAttempt] = []
+        self.failures: list[WeftError | ErrorInfo] = []
+        self.gate: asyncio.Event | None = None
+        self.num_cancelled = 0
+
+    @property
+    def member(self) -> Member:
+        return Member(self.member_id, "encoder", self.plane.address, "host-0", 1, ("image",), str(self.member_id))
+
+    def handle(self, message: PlaneMessage) -> None:
+        if isinstance(message, AbortAttempt):
+            self.aborted.append(message)
+
+    async def encode(self, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+        self.requests.append(request)
+        self.media += media
+        if self.gate is not None:
+            try:
+                await self.gate.wait()
+            except asyncio.CancelledError:
+                self.num_cancelled += 1
+                raise
+        await asyncio.sleep(0)
+        failure = self.failures.pop(0) if self.failures else None
+        if isinstance(failure, WeftError):
+            raise failure
+        for item in request.items if failure is None else ():
+            for unit in item.unit_keys():
+                self._announce(request, unit)
+        times = StageTimes(0.0, 0.001, 0.001, 0.002, 1, 4)
+        items = tuple(ItemResult(item.index, times, failure) for item in request.items)
+        return EncodeResult(self.member_id, items)
+
+    def _announce(self, request: EncodeRequest, unit: UnitKey) -> None:
+        ticket = FeatureTicket("fake", b"", 0, 0, 32, 1, (1, 1, 8), "float32", 60.0)
+        ready = UnitReady(self.member_id, self.plane.address, request.request_id, request.attempt, unit, ticket)
+        self.plane.send(request.destination.address, ready)
+
+    def report(self, seq: int) -> EncoderReport:
+        return EncoderReport(
+            encoder_id=self.member_id,
+            epoch=1,
+            seq=seq,
+            acknowledged=(),
+            num_queued=0,
+            queued_cost=21,
+            num_encoding=0,
+            arena_bytes_used=22,
+            arena_bytes_cached=23,
+            arena_bytes_total=24,
+            num_leases=25,
+            items_encoded=26,
+            batches=27,
+            cache_hits=28,
+            encode_s_per_cost=1e-5,
+            batch_overhead_s=1e-3,
+        )
