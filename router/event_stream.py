@@ -42,6 +42,7 @@ class EventStream(Response):
         self._stream = stream
         self._writer = ChunkWriter(head, chat.wants_usage_chunk)
         self._wants_usage = chat.wants_usage_chunk
+        self._num_ids_sent = [0] * len(stream.choices) if chat.return_token_ids else None
         self._sent_headers = HEADERS | headers
         self._watch = watch
         self._ticket = ticket
@@ -61,15 +62,18 @@ class EventStream(Response):
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._sent_headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         writer = self._writer
-        await self._write(send, b"".join(writer.role(choice) for choice in range(len(self._stream.choices))))
+        prompt_ids = None if self._num_ids_sent is None else self._stream.prompt_token_ids
+        await self._write(send, b"".join(writer.role(at, prompt_ids) for at in range(len(self._stream.choices))))
         try:
             async for deltas in self._stream:
                 events: list[bytes] = []
                 for delta in deltas:
+                    ids = self._fresh_ids(delta.choice)
                     if delta.text:
-                        events.append(writer.text(delta.choice, delta.text))
+                        events.append(writer.text(delta.choice, delta.text, ids))
+                        ids = None if ids is None else ()
                     if delta.finish_reason is not None:
-                        events.append(writer.finish(delta.choice, delta.finish_reason))
+                        events.append(writer.finish(delta.choice, delta.finish_reason, ids))
                 await self._write(send, b"".join(events))
         except WeftError as error:
             await self._write(send, error_event(error), is_last=True)
@@ -77,6 +81,14 @@ class EventStream(Response):
         assert self._stream.usage is not None
         usage = writer.usage(self._stream.usage) if self._wants_usage else b""
         await self._write(send, usage + DONE, is_last=True)
+
+    def _fresh_ids(self, choice: int) -> tuple[int, ...] | None:
+        """Token ids that no chunk has carried yet, if the client asked for ids."""
+        if self._num_ids_sent is None:
+            return None
+        fresh = self._stream.choices[choice].emitted[self._num_ids_sent[choice] :]
+        self._num_ids_sent[choice] += len(fresh)
+        return fresh
 
     async def _write(self, send: Send, data: bytes, is_last: bool = False) -> None:
         """Waits while the socket is full. A reader that takes nothing for too long has left."""

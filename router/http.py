@@ -85,7 +85,7 @@ class HttpEdge:
                 headers["openai-processing-ms"] = elapsed_ms(arrived_s)
                 is_handed_on = True
                 return EventStream(stream, head, chat, headers, watch, ticket, self._service.config.write_timeout_s)
-            content = await watch.race(collect(stream, head))
+            content = await watch.race(collect(stream, head, bool(chat.return_token_ids)))
             headers["openai-processing-ms"] = elapsed_ms(arrived_s)
             return Response(content, media_type="application/json", headers=headers)
         except WeftError as error:
@@ -187,8 +187,8 @@ async def internal_error(request: Request, error: Exception) -> Response:
     return Response(answer.body, answer.status, media_type="application/json", headers=headers)
 
 
-async def collect(stream: RequestStream, head: Head) -> bytes:
-    """A whole answer. Raises what ended the request."""
+async def collect(stream: RequestStream, head: Head, has_ids: bool) -> bytes:
+    """A whole answer, with the token ids if asked for. Raises what ended the request."""
     texts: list[list[str]] = [[] for _ in stream.choices]
     reasons = [""] * len(texts)
     async for deltas in stream:
@@ -196,8 +196,9 @@ async def collect(stream: RequestStream, head: Head) -> bytes:
             texts[delta.choice].append(delta.text)
             reasons[delta.choice] = delta.finish_reason or reasons[delta.choice]
     assert stream.usage is not None
-    choices = [ChoiceText(at, "".join(pieces), reasons[at]) for at, pieces in enumerate(texts)]
-    return completion(head, choices, stream.usage)
+    ids = [choice.emitted if has_ids else None for choice in stream.choices]
+    choices = [ChoiceText(at, "".join(pieces), reasons[at], ids[at]) for at, pieces in enumerate(texts)]
+    return completion(head, choices, stream.usage, stream.prompt_token_ids if has_ids else None)
 
 
 def completion_id(stream: RequestStream) -> str:

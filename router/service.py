@@ -170,7 +170,7 @@ class RouterService:
             ChoiceOutput(IncrementalDetokenizer(self._codec), prompt.stop_strings, prompt.ending_token_ids)
             for _ in range(prompt.num_choices)
         ]
-        stream = RequestStream(request_id, choices, on_close=lambda: flight.cancel())
+        stream = RequestStream(request_id, choices, lambda: flight.cancel(), prompt.token_ids)
         flight = Flight(self._parts, prompt, stream, (self.wall_time(), str(request_id)), trace)
         self._flights[request_id] = flight
         flight.start(admitted_at_s, on_end=lambda: self._ended(request_id, own))

@@ -38,8 +38,15 @@ class RequestStream:
     """`async for deltas in stream` ends after the terminal event; `usage` is there then. A failure is raised after
     everything that came before it was read."""
 
-    def __init__(self, request_id: RequestId, choices: Sequence[ChoiceOutput], on_close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        request_id: RequestId,
+        choices: Sequence[ChoiceOutput],
+        on_close: Callable[[], None],
+        prompt_token_ids: tuple[int, ...] = (),
+    ) -> None:
         self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
         self.choices = tuple(choices)
         self.usage: Usage | None = None
         self._error: WeftError | None = None

@@ -65,7 +65,6 @@ PARAM_TO_NEUTRAL: dict[str, Neutral] = {
     "bad_words": _is_empty,
     "allowed_token_ids": _is_empty,
     "prompt_logprobs": _is_empty,
-    "return_token_ids": _is(False),
     "echo": _is(False),
     "add_generation_prompt": _is(True),
     "continue_final_message": _is(False),

@@ -56,6 +56,8 @@ class ChatRequest(BaseModel):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, max_length=256)
     user: str | None = None
+    return_token_ids: bool | None = None
+    """vLLM's extension: `prompt_token_ids` beside the choices, `token_ids` in each (in each chunk, when streamed)."""
 
     @field_validator("stop", mode="before")
     @classmethod

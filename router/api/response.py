@@ -42,6 +42,8 @@ class ChoiceText(NamedTuple):
     choice: int
     text: str
     finish_reason: str
+    token_ids: tuple[int, ...] | None = None
+    """Given when the client asked for them."""
 
 
 class Head(NamedTuple):
@@ -53,8 +55,10 @@ class Head(NamedTuple):
     model: str
 
 
-def completion(head: Head, choices: Sequence[ChoiceText], usage: Usage) -> bytes:
-    """The body of an answer that isn't streamed."""
+def completion(
+    head: Head, choices: Sequence[ChoiceText], usage: Usage, prompt_token_ids: Sequence[int] | None = None
+) -> bytes:
+    """The body of an answer that isn't streamed. `prompt_token_ids` only if the client asked for them."""
     listed = [
         {
             "index": each.choice,
@@ -62,9 +66,11 @@ def completion(head: Head, choices: Sequence[ChoiceText], usage: Usage) -> bytes
             "logprobs": None,
             "finish_reason": each.finish_reason,
         }
+        | _ids("token_ids", each.token_ids)
         for each in choices
     ]
-    return msgspec.json.encode(_object(head, "chat.completion") | {"choices": listed, "usage": usage.to_json()})
+    whole = {"choices": listed, "usage": usage.to_json()} | _ids("prompt_token_ids", prompt_token_ids)
+    return msgspec.json.encode(_object(head, "chat.completion") | whole)
 
 
 class ChunkWriter:
@@ -74,21 +80,30 @@ class ChunkWriter:
         self._head = head
         self._usage: dict[str, object] = {"usage": None} if has_usage_chunk else {}
 
-    def role(self, choice: int) -> bytes:
-        return self._chunk(choice, {"role": "assistant", "content": ""}, None)
+    def role(self, choice: int, prompt_token_ids: Sequence[int] | None = None) -> bytes:
+        return self._chunk(choice, {"role": "assistant", "content": ""}, None, prompt_token_ids=prompt_token_ids)
 
-    def text(self, choice: int, text: str) -> bytes:
-        return self._chunk(choice, {"content": text}, None)
+    def text(self, choice: int, text: str, token_ids: Sequence[int] | None = None) -> bytes:
+        return self._chunk(choice, {"content": text}, None, token_ids)
 
-    def finish(self, choice: int, reason: str) -> bytes:
-        return self._chunk(choice, {}, reason)
+    def finish(self, choice: int, reason: str, token_ids: Sequence[int] | None = None) -> bytes:
+        return self._chunk(choice, {}, reason, token_ids)
 
     def usage(self, usage: Usage) -> bytes:
         return _event(_object(self._head, "chat.completion.chunk") | {"choices": [], "usage": usage.to_json()})
 
-    def _chunk(self, choice: int, delta: dict[str, str], finish_reason: str | None) -> bytes:
+    def _chunk(
+        self,
+        choice: int,
+        delta: dict[str, str],
+        finish_reason: str | None,
+        token_ids: Sequence[int] | None = None,
+        prompt_token_ids: Sequence[int] | None = None,
+    ) -> bytes:
         entry = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return _event(_object(self._head, "chat.completion.chunk") | {"choices": [entry]} | self._usage)
+        entry |= _ids("token_ids", token_ids)
+        whole = {"choices": [entry]} | self._usage | _ids("prompt_token_ids", prompt_token_ids)
+        return _event(_object(self._head, "chat.completion.chunk") | whole)
 
 
 def error_event(error: WeftError) -> bytes:
@@ -98,6 +113,10 @@ def error_event(error: WeftError) -> bytes:
 
 def model_object(name: str, created: int, max_model_len: int) -> dict[str, object]:
     return {"id": name, "object": "model", "created": created, "owned_by": "weft", "max_model_len": max_model_len}
+
+
+def _ids(name: str, token_ids: Sequence[int] | None) -> dict[str, object]:
+    return {} if token_ids is None else {name: token_ids}
 
 
 def _object(head: Head, kind: str) -> dict[str, object]:

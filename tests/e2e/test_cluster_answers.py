@@ -62,6 +62,31 @@ def test_openai_client_streams_text_about_a_picture(cluster: ClusterProcess, ref
     assert usage.completion_tokens == len(expected.token_ids)
 
 
+def test_streamed_token_ids_are_those_of_the_whole_answer(cluster: ClusterProcess) -> None:
+    """`return_token_ids` (vLLM's extension): each id in exactly one chunk, stop strings cut alike."""
+    messages = user("Count to ten, please.")
+    whole = ask(cluster, messages, 24)
+    text = whole["choices"][0]["message"]["content"]
+    for fields in ({}, {"stop": [text[4:7]]}):
+        expected = ask(cluster, messages, 24, **fields)
+        client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none")
+        stream = client.chat.completions.create(
+            model=cluster.model,
+            messages=messages,  # type: ignore[arg-type]
+            temperature=0,
+            max_tokens=24,
+            stream=True,
+            extra_body={"return_token_ids": True, **fields},
+        )
+        chunks = list(stream)
+        choices = [chunk.choices[0].model_dump() for chunk in chunks]
+        ids = [token for choice in choices for token in choice.get("token_ids") or ()]
+        assert chunks[0].model_dump()["prompt_token_ids"] == expected["prompt_token_ids"]
+        assert ids == expected["choices"][0]["token_ids"]
+        assert len(ids) == expected["usage"]["completion_tokens"]
+        assert choices[-1]["finish_reason"] == expected["choices"][0]["finish_reason"]
+
+
 def test_tokens_equal_transformers(cluster: ClusterProcess, reference: ReferenceModel) -> None:
     comparison = Comparison()
     prompts = [
