@@ -19,10 +19,10 @@ from fabric.ids import AttemptId, SequenceId, UnitKey
 from fabric.messages import BlocksStored, GenerateRequest, KvEvent
 from llm_workers.config import WorkerConfig
 from llm_workers.scheduling import events
+from llm_workers.scheduling.arrival import make_sequences
 from llm_workers.scheduling.blocks import BlockPool
 from llm_workers.scheduling.events import Admission, NeededUnit, SchedulerStats, SequenceTimes, StepEvents
 from llm_workers.scheduling.inbox import Inbox
-from llm_workers.scheduling.arrival import make_sequences
 from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.planning import StepPlanner
 from llm_workers.scheduling.residency import Residency

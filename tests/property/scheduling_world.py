@@ -95,6 +95,15 @@ class World:
         plan = self.plan()
         self.commit(plan, self.fake.execute(plan))
 
+    def step_with_abort_in_flight(self, number: int, is_whole: bool) -> None:
+        """The sequence of chunk `number` (or its whole attempt) is aborted before the commit."""
+        plan = self.plan()
+        result = self.fake.execute(plan)
+        if plan.chunks:
+            self.abort(plan.chunks[number % len(plan.chunks)].sequence_id, is_whole)
+            self.scheduler.check_invariants()
+        self.commit(plan, result)
+
     def failing_step(self, num_done: int) -> None:
         """The first `num_done` chunks were written before it failed."""
         plan = self.plan()
@@ -156,6 +165,7 @@ class World:
         self._check_waiting()
         if oldest is not None and not plan.chunks:
             assert self._is_waiting_for_media(oldest), "the oldest can compute, and nothing was planned"
+            self._check_standstill()
         assert oldest not in self.scheduler._steps._preempted[num_preempted:], "the oldest was thrown out"
         return plan
 
@@ -220,6 +230,18 @@ class World:
         assert sequence is not None
         missing = self._first_missing(sequence_id)
         return missing is not None and missing[0] == sequence.num_computed
+
+    def _check_standstill(self) -> None:
+        """Nothing was planned: nobody who has the next token's feature has a block for it too."""
+        num_free = self.scheduler.stats().kv_blocks_total - self.scheduler.stats().kv_blocks_used
+        held = self.scheduler._roster.held()
+        for sequence_id in self.live - held if self.config.is_chunked_media_enabled else ():
+            sequence = self.scheduler._roster.get(sequence_id)
+            assert sequence is not None
+            room = (len(sequence.table) + num_free) * self.config.block_size
+            assert self._is_waiting_for_media(sequence_id) or room <= sequence.num_computed, (
+                f"{sequence_id} could compute"
+            )
 
     def _check_waiting(self) -> None:
         """Nobody waits for a feature that nobody was asked for."""

@@ -1,0 +1,127 @@
+"""The block pool: references, what is given away first, what routers are told."""
+
+from __future__ import annotations
+
+import pytest
+from scheduling_cases import sequence_id
+
+from fabric.ids import BlockHash
+from fabric.messages import BlocksCleared, BlocksRemoved, BlocksStored
+from llm_workers.scheduling.blocks import BlockPool
+from llm_workers.scheduling.kv_log import KvEventLog
+
+A, B = sequence_id("a"), sequence_id("b")
+
+
+def hashes(text: str) -> list[BlockHash]:
+    return [BlockHash(letter.encode() * 16) for letter in text]
+
+
+def stored(pool: BlockPool, owner, text: str, parent: BlockHash | None = None) -> list[int]:
+    """Blocks of `owner`, published under one letter each."""
+    return pool.publish(owner, parent, pool.allocate(owner, len(text)), hashes(text))
+
+
+def test_freeing_twice_changes_nothing() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate(A, 3)
+    pool.free(A, blocks)
+    pool.free(A, blocks)
+    assert pool.num_free == 4
+    taken = pool.allocate(B, 4)
+    pool.free(A, blocks)
+    assert pool.num_free == 0
+    pool.check_invariants({B: taken})
+
+
+def test_a_shared_block_stays_until_the_last_sequence_leaves() -> None:
+    pool = BlockPool(4)
+    blocks = stored(pool, A, "xy")
+    pool.acquire(B, pool.lookup(hashes("xy")))
+    pool.free(A, blocks)
+    assert pool.num_used == 2
+    pool.check_invariants({B: blocks})
+    pool.free(B, blocks)
+    assert (pool.num_used, pool.num_cached) == (0, 2)
+
+
+def test_blocks_without_content_go_first_then_the_oldest_tail() -> None:
+    pool = BlockPool(5)
+    first = stored(pool, A, "xy")
+    second = stored(pool, B, "uv")
+    pool.free(A, first)
+    pool.free(B, second)
+    pool.drain_events()
+    plain = pool.allocate(A, 1)
+    assert pool.drain_events()[1] == []
+    assert set(plain).isdisjoint(first + second)
+    assert pool.allocate(A, 3) == [first[1], first[0], second[1]]
+    assert pool.drain_events()[1] == [BlocksRemoved((*hashes("yx"), *hashes("v")))]
+    assert pool.lookup(hashes("uv")) == [second[0]]
+
+
+def test_equal_content_is_kept_once() -> None:
+    pool = BlockPool(4)
+    first = stored(pool, A, "xy")
+    second = stored(pool, B, "xz")
+    assert second[0] == first[0]
+    assert pool.num_used == 3
+    pool.check_invariants({A: first, B: second})
+    events = pool.drain_events()[1]
+    assert events == [BlocksStored(None, tuple(hashes("xy"))), BlocksStored(hashes("x")[0], tuple(hashes("z")))]
+
+
+def test_event_numbers_are_consecutive_and_show_what_was_dropped() -> None:
+    pool = BlockPool(8, KvEventLog(max_kept=2))
+    assert pool.drain_events() == (1, [])
+    parent = None
+    for letter in "abc":
+        stored(pool, A, letter, parent)
+        parent = hashes(letter)[0]
+    first_seq, events = pool.drain_events()
+    assert first_seq == 2
+    assert [event.hashes for event in events if isinstance(event, BlocksStored)] == [
+        tuple(hashes("b")),
+        tuple(hashes("c")),
+    ]
+    assert pool.drain_events() == (4, [])
+
+
+def test_snapshot_has_parents_before_children() -> None:
+    pool = BlockPool(8)
+    stored(pool, A, "abc")
+    stored(pool, B, "abde")
+    last_seq, chains = pool.snapshot()
+    assert last_seq == 2
+    b = hashes("b")[0]
+    assert chains == [
+        BlocksStored(None, tuple(hashes("ab"))),
+        BlocksStored(b, tuple(hashes("c"))),
+        BlocksStored(b, tuple(hashes("de"))),
+    ]
+
+
+def test_the_cache_is_cleared_only_when_nobody_holds_a_block() -> None:
+    pool = BlockPool(2)
+    blocks = stored(pool, A, "x")
+    assert not pool.clear()
+    pool.free(A, blocks)
+    assert pool.clear()
+    assert pool.lookup(hashes("x")) == []
+    assert pool.drain_events()[1][-1] == BlocksCleared()
+
+
+def test_reclaimable_counts_what_others_do_not_share() -> None:
+    pool = BlockPool(6)
+    mine = stored(pool, A, "xy")
+    theirs = stored(pool, B, "xzw")
+    assert pool.num_reclaimable([mine]) == 1
+    assert pool.num_reclaimable([theirs]) == 2
+    assert pool.num_reclaimable([mine, theirs]) == 4
+
+
+def test_invariants_see_a_forgotten_reference() -> None:
+    pool = BlockPool(2)
+    pool.allocate(A, 1)
+    with pytest.raises(AssertionError, match="references differ"):
+        pool.check_invariants({})

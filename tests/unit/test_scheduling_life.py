@@ -1,0 +1,217 @@
+"""A request from `add` to its end: cache hits, choices, migration, stops, aborts, failing steps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scheduling_cases import Bench, attempt_id, positions, request, sequence_id, unit
+
+from fabric.errors import FeatureMismatch, ProtocolError
+from fabric.messages import StopConditions
+from kv_index.block_hashing import prompt_block_hashes
+from llm_workers.scheduling.plan import StepResult
+
+
+def finish(bench: Bench, token: int = 7):
+    """Steps until something finishes."""
+    for _ in range(200):
+        events = bench.commit(bench.plan(), token)
+        if events.finished:
+            return events
+    raise AssertionError("nothing finished")
+
+
+def test_a_second_prompt_hits_the_blocks_of_the_first() -> None:
+    bench = Bench()
+    prompt = list(range(40))
+    bench.add(request("a", prompt))
+    bench.step()
+    assert bench.add(request("b", [*prompt, 99])).num_cached_tokens == 32
+    assert bench.add(request("c", prompt, cache_salt="tenant")).num_cached_tokens == 0
+    assert bench.step() == {"a": 1, "b": 9, "c": 40}
+
+
+def test_a_full_hit_is_cut_by_one_token() -> None:
+    bench = Bench()
+    bench.add(request("a", list(range(32))))
+    bench.step()
+    assert bench.add(request("b", list(range(32)))).num_cached_tokens == 31
+    plan = bench.plan()
+    second = plan.chunks[1]
+    assert (second.start, second.num_tokens, second.draw_index) == (31, 1, 0)
+    assert second.sampling is not None
+    assert second.block_ids.tolist() == plan.chunks[0].block_ids.tolist()[:2]
+    bench.commit(plan)
+    assert bench.plan().chunks[1].block_ids[2] != plan.chunks[0].block_ids[2]
+
+
+@pytest.mark.parametrize(("num_image_tokens", "missing"), [(20, ()), (28, (unit("image"),))])
+def test_units_that_lie_in_cached_kv_are_not_needed(num_image_tokens: int, missing) -> None:
+    """32 of 40 tokens are hit: an image in [8, 28) is not needed, one in [8, 36) is, for its rest."""
+    images = [("image", 8, num_image_tokens)]
+    first = request("a", 40, images)
+    bench = Bench()
+    bench.add(first, landed=True)
+    bench.step()
+    admission = bench.add(request("b", [*first.token_ids[:38], 1, 2], images))
+    assert (admission.num_cached_tokens, admission.missing_units) == (32, missing)
+
+
+def test_another_image_in_the_same_place_is_no_hit() -> None:
+    bench = Bench()
+    bench.add(request("a", 40, [("cat", 4, 20)]), landed=True)
+    bench.step()
+    tokens = list(request("a", 40, [("cat", 4, 20)]).token_ids)
+    assert bench.add(request("b", tokens, [("dog", 4, 20)])).num_cached_tokens == 0
+    assert bench.add(request("c", tokens, [("cat", 4, 20)])).num_cached_tokens == 32
+
+
+def test_findable_blocks_have_the_hashes_that_routers_compute() -> None:
+    bench = Bench()
+    prompt = request("a", 50, [("cat", 10, 20)], cache_salt="tenant")
+    bench.add(prompt, landed=True)
+    bench.step()
+    _, (stored,) = bench.scheduler.drain_kv_events()
+    expected = prompt_block_hashes(prompt.token_ids, 16, prompt.placeholders, prompt.media, "tenant")
+    assert list(stored.hashes) == expected
+    assert len(expected) == 3
+
+
+def test_choices_wait_for_the_first_and_then_hit_its_blocks() -> None:
+    bench = Bench()
+    admission = bench.add(request("a", 40, num_choices=3))
+    assert admission.sequence_ids == tuple(sequence_id("a", choice) for choice in range(3))
+    plan = bench.plan()
+    assert [chunk.sequence_id.choice for chunk in plan.chunks] == [0]
+    bench.commit(plan)
+    following = bench.plan()
+    assert [(chunk.sequence_id.choice, chunk.start, chunk.num_tokens) for chunk in following.chunks] == [
+        (0, 40, 1),
+        (1, 32, 8),
+        (2, 32, 8),
+    ]
+    assert len({tuple(chunk.block_ids[:2].tolist()) for chunk in following.chunks}) == 1
+    assert len({int(chunk.block_ids[2]) for chunk in following.chunks}) == 3
+
+
+def test_without_the_cache_choices_compute_themselves() -> None:
+    bench = Bench(is_prefix_cache_enabled=False)
+    bench.add(request("a", 40, num_choices=2))
+    assert [chunk.num_tokens for chunk in bench.plan().chunks] == [40, 40]
+
+
+def test_if_the_first_choice_leaves_the_next_one_leads() -> None:
+    bench = Bench()
+    bench.add(request("a", 40, num_choices=3))
+    bench.scheduler.abort(attempt_id("a"), (0,))
+    assert [chunk.sequence_id.choice for chunk in bench.plan().chunks] == [1]
+
+
+def test_a_migrated_choice_goes_on_where_it_was() -> None:
+    bench = Bench()
+    admission = bench.add(request("a", 20, num_choices=2, max_tokens=4, emitted=((5, 6, 7), (5, 6, 7, 8))), delta=-3)
+    assert admission.sequence_ids == (sequence_id("a", 0),)
+    (ended,) = admission.finished
+    assert (ended.sequence_id, ended.finish_reason, ended.num_tokens) == (sequence_id("a", 1), "length", 4)
+    plan = bench.plan()
+    (chunk,) = plan.chunks
+    assert (chunk.num_tokens, chunk.draw_index, chunk.token_ids[-3:].tolist()) == (23, 3, [5, 6, 7])
+    assert chunk.positions.tolist() == [[*range(20), 17, 18, 19]]
+    events = bench.commit(plan, token=9)
+    assert [tuple(one) for one in events.tokens] == [(sequence_id("a", 0), 3, (9,), "length")]
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason", "num_tokens"),
+    [
+        (StopConditions(max_tokens=5, eos_token_ids=(7,)), "stop", 1),
+        (StopConditions(max_tokens=5, eos_token_ids=(7,), ignore_eos=True), "length", 5),
+        (StopConditions(max_tokens=5, eos_token_ids=(7,), min_tokens=3), "stop", 3),
+        (StopConditions(max_tokens=5, stop_token_ids=(7,), ignore_eos=True), "stop", 1),
+        (StopConditions(max_tokens=5), "length", 5),
+        (StopConditions(max_tokens=5000), "length", 16),
+    ],
+)
+def test_when_a_choice_ends(stop: StopConditions, reason: str, num_tokens: int) -> None:
+    """The last case ends with the pool: 32 tokens have blocks, the one drawn behind them needs none."""
+    bench = Bench(num_blocks=2)
+    bench.add(request("a", 17, stop=stop))
+    events = finish(bench, token=7)
+    assert [(one.finish_reason, one.num_tokens) for one in events.finished] == [(reason, num_tokens)]
+    assert bench.scheduler.stats().kv_blocks_used == 0
+
+
+def test_an_abort_in_flight_frees_at_once_and_the_commit_ignores_it() -> None:
+    bench = Bench()
+    bench.add(request("a", 40, [("image", 10, 5)]), landed=True)
+    bench.add(request("b", 20))
+    plan = bench.plan()
+    assert bench.scheduler.abort(attempt_id("a")) == [sequence_id("a")]
+    assert bench.scheduler.abort(attempt_id("a")) == []
+    assert bench.scheduler.stats().kv_blocks_used == 2
+    assert bench.scheduler.needs_unit(unit("image")), "the step still reads it"
+    assert bench.scheduler.drain_units_done() == []
+    events = bench.commit(plan)
+    assert [one.sequence_id for one in events.tokens] == [sequence_id("b")]
+    assert events.units_done == (unit("image"),)
+
+
+def test_an_attempt_added_again_in_flight_is_another_sequence() -> None:
+    bench = Bench()
+    bench.add(request("a", 20))
+    plan = bench.plan()
+    bench.scheduler.abort(attempt_id("a"))
+    bench.add(request("a", 20))
+    assert bench.commit(plan).tokens == ()
+    assert bench.step() == {"a": 20}
+
+
+def test_a_failed_step_leaves_no_trace() -> None:
+    bench = Bench(max_step_tokens=24)
+    bench.add(request("a", 40, [("image", 10, 5)]), landed=True)
+    plan = bench.plan()
+    bench.scheduler.rollback(plan)
+    bench.scheduler.check_invariants()
+    assert bench.scheduler.stats().kv_blocks_used == 0
+    again = bench.plan()
+    assert (again.chunks[0].start, again.chunks[0].num_tokens) == (0, 24)
+    np.testing.assert_array_equal(again.chunks[0].token_ids, plan.chunks[0].token_ids)
+
+
+def test_times_of_a_finished_sequence() -> None:
+    bench = Bench()
+    bench.add(request("a", 20, [("image", 10, 5)], max_tokens=1))
+    bench.clock.advance(1.0)
+    plan = bench.plan()
+    bench.clock.advance(0.25)
+    assert bench.commit(plan).at_doorstep == (sequence_id("a"),)
+    bench.clock.advance(3.0)
+    bench.scheduler.unit_landed(unit("image"))
+    plan = bench.plan()
+    bench.clock.advance(0.5)
+    (ended,) = bench.commit(plan).finished
+    assert tuple(ended.times) == (1.0, 0.75, 3.0, 4.75)
+
+
+def test_contradictions_are_refused_and_nothing_changes() -> None:
+    bench = Bench()
+    bench.add(request("a", 40, [("image", 10, 5)]))
+    with pytest.raises(ProtocolError, match="already here"):
+        bench.add(request("a", 40))
+    with pytest.raises(FeatureMismatch):
+        bench.add(request("b", 40, [("image", 10, 6)]))
+    with pytest.raises(ProtocolError, match="overlap or leave"):
+        bench.add(request("c", 40, [("x", 10, 5), ("y", 12, 5)]))
+    short = request("d", 40)
+    with pytest.raises(ProtocolError, match="positions"):
+        bench.scheduler.add(short, positions(request("d", 39)))
+    assert bench.scheduler.stats().num_waiting == 1
+
+
+def test_commit_of_an_empty_plan_reports_what_became_free() -> None:
+    bench = Bench()
+    bench.add(request("a", 40, [("image", 0, 5)]))
+    bench.scheduler.abort(attempt_id("a"))
+    plan = bench.plan()
+    assert plan.chunks == ()
+    assert bench.scheduler.commit(plan, StepResult({})).units_done == (unit("image"),)

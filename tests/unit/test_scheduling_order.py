@@ -1,0 +1,127 @@
+"""Whom a step serves first, whom it passes over, and who gives up blocks."""
+
+from __future__ import annotations
+
+import pytest
+from scheduling_cases import Bench, attempt_id, request, sequence_id, unit
+
+from fabric.errors import ConfigError, ContextLengthExceeded
+from llm_workers.config import WorkerConfig
+
+
+def test_decodes_never_wait_for_a_long_prompt() -> None:
+    bench = Bench(max_step_tokens=32)
+    bench.add(request("long", 300, age=0))
+    bench.add(request("short", 20, age=1))
+    assert bench.step() == {"long": 32}
+    bench.add(request("urgent", 8, age=2, priority=-1))
+    assert bench.step() == {"urgent": 8, "long": 24}
+    assert bench.step() == {"urgent": 1, "long": 31}
+
+
+def test_ready_requests_come_before_those_that_wait_for_media() -> None:
+    bench = Bench(max_step_tokens=30)
+    bench.add(request("waits", 60, [("image", 40, 10)], age=0))
+    bench.add(request("ready", 20, age=1))
+    assert bench.step() == {"ready": 20, "waits": 10}
+
+
+def test_at_its_doorstep_a_sequence_costs_nothing_until_the_unit_lands() -> None:
+    bench = Bench()
+    bench.add(request("a", 40, [("one", 10, 5), ("two", 20, 5)]))
+    assert bench.step() == {"a": 10}
+    assert bench.step() == {}
+    bench.scheduler.unit_landed(unit("two"))
+    assert bench.step() == {}
+    bench.scheduler.unit_landed(unit("one"))
+    plan = bench.plan()
+    assert [(s.at, s.length, s.unit, s.row) for s in plan.chunks[0].splices] == [
+        (0, 5, unit("one"), 0),
+        (10, 5, unit("two"), 0),
+    ]
+    assert bench.commit(plan).units_done == (unit("one"), unit("two"))
+
+
+def test_an_image_is_needed_until_its_last_occurrence_is_computed() -> None:
+    bench = Bench(max_step_tokens=20)
+    bench.add(request("a", 50, [("same", 10, 5), ("same", 30, 5)]), landed=True)
+    assert bench.commit(bench.plan()).units_done == ()
+    assert bench.scheduler.needs_unit(unit("same"))
+    assert bench.commit(bench.plan()).units_done == (unit("same"),)
+    assert not bench.scheduler.needs_unit(unit("same"))
+
+
+def test_one_that_does_not_fit_is_passed_over() -> None:
+    bench = Bench(num_blocks=10, block_size=4)
+    bench.add(request("runs", 20, age=0))
+    bench.step()
+    bench.add(request("large", 32, age=1))
+    bench.add(request("small", 4, age=2))
+    assert bench.step() == {"runs": 1, "small": 4}
+
+
+def test_the_youngest_gives_up_its_blocks_and_begins_again() -> None:
+    bench = Bench(num_blocks=8, block_size=4, is_prefix_cache_enabled=False)
+    for name, age in (("old", 0), ("middle", 1), ("young", 2)):
+        bench.add(request(name, 7, age=age))
+    while bench.scheduler.stats().num_preemptions == 0:
+        plan = bench.plan()
+        events = bench.commit(plan)
+    assert events.preempted == (sequence_id("young"),)
+    assert {chunk.sequence_id.request_id for chunk in plan.chunks} == {"old", "middle"}
+    assert bench.scheduler.stats().num_running == 2
+
+
+def test_a_preempted_sequence_asks_for_the_units_it_needs_again() -> None:
+    bench = Bench(num_blocks=8, block_size=4, is_prefix_cache_enabled=False)
+    bench.add(request("old", 14, age=0))
+    bench.add(request("young", 11, [("image", 2, 6)], age=1), landed=True)
+    while bench.scheduler.stats().num_preemptions == 0:
+        bench.step()
+    assert [tuple(need) for need in bench.scheduler.drain_needed()] == [
+        (sequence_id("young"), unit("image"), "preempted")
+    ]
+    assert bench.scheduler.drain_needed() == []
+    assert bench.scheduler.needs_unit(unit("image"))
+    assert bench.scheduler.stats().num_waiting == 1
+
+
+def test_needs_of_an_aborted_sequence_are_not_reported() -> None:
+    bench = Bench(num_blocks=8, block_size=4, is_prefix_cache_enabled=False)
+    bench.add(request("old", 14, age=0))
+    bench.add(request("young", 11, [("image", 2, 6)], age=1), landed=True)
+    while bench.scheduler.stats().num_preemptions == 0:
+        bench.step()
+    bench.scheduler.abort(attempt_id("young"))
+    assert bench.scheduler.drain_needed() == []
+
+
+def test_evictable_units_belong_to_younger_requests() -> None:
+    bench = Bench(max_step_tokens=1)
+    for name, age in (("a", 0), ("b", 1), ("c", 2)):
+        bench.add(request(name, 20, [(f"image-{name}", 10, 5)], age=age))
+    bench.scheduler.unit_landed(unit("image-a"))
+    bench.scheduler.unit_landed(unit("image-c"))
+    assert bench.scheduler.evictable_for(unit("image-b")) == [unit("image-c")]
+    assert bench.scheduler.evictable_for(unit("image-c")) == []
+    assert bench.scheduler.evictable_for(unit("nobody's")) == []
+
+
+def test_a_prompt_that_can_never_fit_is_refused() -> None:
+    bench = Bench(num_blocks=4, block_size=4)
+    with pytest.raises(ContextLengthExceeded, match="room for 16"):
+        bench.add(request("a", 17))
+    with pytest.raises(ContextLengthExceeded, match="the context 4096"):
+        Bench(num_blocks=1024).add(request("a", 4096))
+    bench.add(request("b", 16))
+    assert bench.step() == {"b": 16}
+    assert bench.scheduler.stats().kv_blocks_used == 0
+
+
+def test_media_in_one_piece_must_fit_beside_the_decodes() -> None:
+    bench = Bench(max_step_tokens=100, max_sequences=10, is_chunked_media_enabled=False)
+    with pytest.raises(ContextLengthExceeded, match="in one piece"):
+        bench.add(request("a", 200, [("image", 10, 91)]))
+    bench.add(request("b", 200, [("image", 10, 90)]), landed=True)
+    with pytest.raises(ConfigError, match="max_step_tokens"):
+        WorkerConfig(max_step_tokens=64, max_sequences=64, is_chunked_media_enabled=False)
