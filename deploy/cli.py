@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 from deploy.config import ClusterConfig, check_config, load_config
+from deploy.environment import set_switches
 from fabric.errors import WeftError
 
 VERSION = "0.1.0"
@@ -18,6 +19,7 @@ VERSION = "0.1.0"
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script. Returns the exit status: 0, 1 for a failure, 2 for wrong usage."""
     arguments = _parser().parse_args(argv)
+    set_switches()
     try:
         return int(arguments.run(arguments))
     except WeftError as error:

@@ -1,13 +1,9 @@
-"""Starts Ray and Serve for `weft serve`, waits until the cluster is ready, stops what it started.
-
-The environment is written here and nowhere else: Ray and its libraries read their switches from it.
-"""
+"""Starts Ray and Serve for `weft serve`, waits until the cluster is ready, stops what it started."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import shutil
 import tempfile
 import time
@@ -19,17 +15,6 @@ from pathlib import Path
 from deploy import compose
 from deploy.config import ClusterConfig
 from fabric.errors import ConfigError, Unavailable
-
-ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_SERVE_ENABLE_HA_PROXY": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "NIXL_LOG_LEVEL": "ERROR",
-    "UCX_LOG_LEVEL": "error",
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "HF_HUB_OFFLINE": "1",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +33,12 @@ class RunningCluster:
 
 @contextlib.contextmanager
 def run_cluster(config: ClusterConfig, ready_timeout_s: float = 300.0) -> Iterator[RunningCluster]:
-    """A cluster for the time of the block. Side effects: environment variables; starts a local Ray unless
+    """A cluster for the time of the block. Side effects: starts a local Ray unless
     `config.ray.address` names one. Raises ConfigError or Unavailable (with Serve's own message) if it can't start."""
     model_dir = compose.resolve_model_dir(config)
     model = compose.load_model(config, model_dir)
     if config.server.port and config.ray.address is None:
         _check_port(config.server.host, config.server.port)
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
     with _ray(config):
         from ray import serve
 
@@ -71,7 +54,7 @@ def run_cluster(config: ClusterConfig, ready_timeout_s: float = 300.0) -> Iterat
             wait_ready(cluster, ready_timeout_s)
             yield cluster
         finally:
-            serve.shutdown()
+            _remove_app(APP_NAME)
 
 
 @contextlib.contextmanager
@@ -104,6 +87,18 @@ def _ray(config: ClusterConfig) -> Iterator[None]:
     finally:
         if config.ray.temp_dir is None:
             shutil.rmtree(temp_dir, ignore_errors=True)
+
+
+def _remove_app(name: str) -> None:
+    """Drains and removes our application and directory. Serve itself stays: on a shared Ray it may have others', and
+    one of our own ends with it."""
+    import ray
+    from ray import serve
+
+    from deploy.serving.directory import directory_actor
+
+    serve.delete(name)
+    ray.kill(directory_actor())
 
 
 def _check_port(host: str, port: int) -> None:

@@ -1,0 +1,24 @@
+"""Switches that Ray and other libraries read from the environment. Written here and nowhere else; what the user has
+set stays."""
+
+from __future__ import annotations
+
+import os
+
+SWITCHES = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_SERVE_ENABLE_HA_PROXY": "0",
+    # Zero GPUs for a replica must not hide the machine's GPUs from Ray's accounting.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "NIXL_LOG_LEVEL": "ERROR",
+    "UCX_LOG_LEVEL": "error",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def set_switches() -> None:
+    """Side effect: environment variables of this process and of what it starts. Call before importing the libraries."""
+    for name, value in SWITCHES.items():
+        os.environ.setdefault(name, value)
