@@ -21,7 +21,7 @@ from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
 
 MAX_MODEL_LEN = 60
-MAX_STEPS_TO_END = 2000
+MAX_STEPS_TO_END = 20_000
 
 
 class World:
@@ -158,6 +158,10 @@ class World:
         self.scheduler.check_invariants()
         assert plan.num_tokens <= self.config.max_step_tokens
         assert len(plan.chunks) <= self.config.max_sequences
+        if not self.config.is_chunked_media_enabled:
+            for chunk in plan.chunks:
+                runs = self.requests[chunk.sequence_id.attempt_id].placeholders
+                assert not any(run.offset < chunk.end < run.end for run in runs), "a medium was cut"
         for need in self.scheduler.drain_needed():
             assert need.sequence_id in self.live
             assert need.unit not in self.fake.features
