@@ -170,6 +170,15 @@ class Attempt:
         except WeftError as error:
             self._ended.put_nowait(error)
 
+    def member_left(self, member_id: MemberId) -> None:
+        """The directory says that a member is gone: calls to it that are open end as lost. (A drained one ends what
+        it accepted before it leaves; a frozen one never would.)"""
+        if self._is_closed or self.plan is None or self._supply is None:
+            return
+        if self.plan.worker_id == member_id and self._generate is not None:
+            self._generate.cancel()
+        self._supply.encoder_left(member_id)
+
     # ------------------------------------------------------------ the end
 
     def abort_choices(self, choices: Iterable[int]) -> None:

@@ -117,6 +117,10 @@ class Flight:
         if attempt is not None and attempt.attempt_id.attempt == message.attempt:
             attempt.feature_needed(message)
 
+    def member_left(self, member_id: MemberId) -> None:
+        if self._attempt is not None:
+            self._attempt.member_left(member_id)
+
     def _end_choice(self, attempt: Attempt, choice: int) -> None:
         """The worker goes on with a choice that we ended (a stop string, or a former attempt did): told once."""
         if choice not in self._told:

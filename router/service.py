@@ -106,13 +106,14 @@ class RouterService:
 
     def update_members(self, members: Sequence[Member]) -> None:
         """The directory's present view. Those who are new get a heartbeat (which subscribes us) and are asked for
-        what they hold; of those who left, connection and series go. Requests on them are left to their calls:
-        a drained member ends what it accepted."""
+        what they hold; of those who left, connection and series go, and calls that are open end as lost."""
         change = self._parts.cluster.update_members(members)
         self._parts.set_members(members)
         for member in change.left:
             self._parts.metrics.reports.remove(member.member_id)
             self._parts.plane.forget(member.address)
+            for flight in list(self._flights.values()):
+                flight.member_left(member.member_id)
         for member in change.joined:
             self._send_heartbeat(member.member_id)
             self._ask_snapshot(member.member_id)

@@ -90,6 +90,12 @@ class FeatureSupply:
         if wanted:
             self._again(wanted, EncoderLost(f"no encoder is there for units that are needed again ({message.reason})"))
 
+    def encoder_left(self, encoder_id: MemberId) -> None:
+        """The directory says that it is gone (a frozen process answers no call): its calls end as lost."""
+        for task, call in self._calls.items():
+            if call.encoder_id == encoder_id:
+                task.cancel()
+
     def close(self) -> None:
         """Encoders that still work for the attempt are told, and their calls cancelled."""
         for encoder_id in {call.encoder_id for call in self._calls.values()}:

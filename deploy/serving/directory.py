@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
 
 import ray
 from ray.exceptions import RayError
 
-from fabric.clock import SystemClock
+from fabric.clock import Clock, SystemClock
 from fabric.ids import MemberId
 from fabric.membership import Directory, View
 from fabric.messages import Member
@@ -25,19 +26,17 @@ PERIOD_S = 0.5
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)
 class DirectoryActor:
-    """`fabric.membership.Directory` behind an actor."""
+    """`fabric.membership.Directory` behind an actor. Answers carry the actor's epoch: it forgets when it restarts."""
 
     def __init__(self, lease_s: float) -> None:
         self._directory = Directory(SystemClock(), lease_s)
+        self._epoch = time.time_ns()
 
-    def heartbeat(self, member: Member) -> View:
-        return self._directory.heartbeat(member)
+    def heartbeat(self, member: Member) -> tuple[int, View]:
+        return self._epoch, self._directory.heartbeat(member)
 
-    def leave(self, member_id: MemberId) -> View:
-        return self._directory.leave(member_id)
-
-    def view(self) -> View:
-        return self._directory.view()
+    def leave(self, member_id: MemberId) -> None:
+        self._directory.leave(member_id)
 
 
 def directory_actor() -> ray.actor.ActorHandle:
@@ -47,13 +46,40 @@ def directory_actor() -> ray.actor.ActorHandle:
     ).remote(LEASE_S)
 
 
+class Membership:
+    """What a member believes of the others, from the directory's views. A directory that has just restarted knows
+    only who has called since: until everybody had time to, who is missing from it is kept."""
+
+    def __init__(self, clock: Clock, lease_s: float) -> None:
+        self._clock = clock
+        self._lease_s = lease_s
+        self._epoch: int | None = None
+        self._trusted_from_s = 0.0
+        self._members: tuple[Member, ...] = ()
+
+    def update(self, epoch: int, view: View) -> tuple[Member, ...] | None:
+        """Takes a view; returns the members if they are others than before."""
+        now_s = self._clock.now()
+        if self._epoch is not None and epoch != self._epoch:
+            self._trusted_from_s = now_s + self._lease_s
+        self._epoch = epoch
+        members = view.members
+        if now_s < self._trusted_from_s:
+            present = {member.member_id for member in members}
+            members += tuple(member for member in self._members if member.member_id not in present)
+        if set(members) == set(self._members):
+            return None
+        self._members = members
+        return members
+
+
 class Heartbeat:
-    """Keeps one member in the directory and hands every changed view to `on_change`."""
+    """Keeps one member in the directory and hands every change of the members to `on_change`."""
 
     def __init__(self, member: Member, on_change: Callable[[Sequence[Member]], None]) -> None:
         self._member = member
         self._on_change = on_change
-        self._version: int | None = None
+        self._membership = Membership(SystemClock(), LEASE_S)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -80,7 +106,7 @@ class Heartbeat:
                 logger.warning("directory not reached (%s); keeping the last view", type(error).__name__)
 
     async def _beat(self) -> None:
-        view: View = await self._actor.heartbeat.remote(self._member)
-        if view.version != self._version:
-            self._version = view.version
-            self._on_change(view.members)
+        epoch, view = await self._actor.heartbeat.remote(self._member)
+        members = self._membership.update(epoch, view)
+        if members is not None:
+            self._on_change(members)

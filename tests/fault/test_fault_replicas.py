@@ -16,6 +16,9 @@ from cluster_process import ClusterProcess, eventually
 pytestmark = [pytest.mark.ray, pytest.mark.nixl]
 
 
+LOST = 'weft_router_attempts_total{outcome="worker_lost"}'
+
+
 def replicas(cluster: ClusterProcess, kind: str) -> dict[str, psutil.Process]:
     """Process of each live replica of a kind, by the name that metrics and traces know it by."""
     found = {}
@@ -68,8 +71,12 @@ def serving_pid(cluster: ClusterProcess) -> int:
     return max(after, key=lambda pid: after[pid])
 
 
-def test_a_killed_worker_does_not_change_the_stream(cluster: ClusterProcess) -> None:
-    messages = user("Tell me about this picture at length", image_part(91))
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_worker_lost_in_mid_stream_does_not_change_the_stream(
+    cluster: ClusterProcess, number: signal.Signals
+) -> None:
+    """A killed worker is seen by its open call, a frozen one by the directory, which no longer hears from it."""
+    messages = user("Tell me about this picture at length", image_part(90 + number))
     expected = ask(cluster, messages, 400)
     text = ""
     with (
@@ -80,10 +87,14 @@ def test_a_killed_worker_does_not_change_the_stream(cluster: ClusterProcess) -> 
         lines = response.iter_lines()
         while len(text) < 20:
             text += text_of(next(lines))
-        os.kill(serving_pid(cluster), signal.SIGKILL)
+        lost = cluster.metrics().get(LOST, 0)
+        victim = serving_pid(cluster)
+        os.kill(victim, number)
         text += "".join(text_of(line) for line in lines)
     assert text == expected
-    assert cluster.metrics()['weft_router_attempts_total{outcome="worker_lost"}'] == 1
+    assert cluster.metrics()[LOST] == lost + 1
+    if number == signal.SIGSTOP:
+        os.kill(victim, signal.SIGCONT)
     eventually(lambda: len(replicas(cluster, "worker")) == 2, timeout_s=90)
 
 
