@@ -12,7 +12,7 @@ from typing import Any
 from fabric.errors import ErrorInfo, WeftError
 from fabric.ids import AttemptId, MemberId, UnitKey
 from fabric.messages import ChoiceResult, GenerateRequest, GenerateResult, TraceEvent
-from llm_workers.scheduling.events import Admission, FinishedSequence, SequenceTokens
+from llm_workers.scheduling.events import Admission, FinishedSequence, SequenceTimes, SequenceTokens
 
 MAX_PREFILL_EVENTS = 128
 """Beyond it, chunks that follow each other become one event, so that a trace stays small."""
@@ -37,8 +37,8 @@ class OpenAttempt:
         self._trace: list[TraceEvent] = []
         self._num_prefill_events = 0
         self._choices: dict[int, ChoiceResult] = {}
-        emitted = dict(enumerate(request.emitted))
-        self._num_tokens = {choice: len(emitted.get(choice, ())) for choice in range(request.num_choices)}
+        emitted = [len(tokens) for tokens in request.emitted] or [0] * request.num_choices
+        self._num_tokens = dict(enumerate(emitted))
         self._num_cached_tokens = 0
         self._times = _Times()
         self.note("received", received_at_s)
@@ -78,23 +78,29 @@ class OpenAttempt:
         self._num_tokens[choice] = max(self._num_tokens[choice], tokens.first_index + len(tokens.token_ids))
 
     def finished(self, finished: FinishedSequence, at_s: float) -> None:
-        """A choice has ended. Of several choices the first to begin gives the queue time, the slowest the others."""
-        choice, times, former = finished.sequence_id.choice, finished.times, self._times
+        """A choice has ended. The first choice computes the prompt for all: what it found cached counts."""
+        choice = finished.sequence_id.choice
+        if choice == 0:
+            self._num_cached_tokens = finished.num_cached_tokens
+        self._take_times(finished.times)
+        self._choices[choice] = ChoiceResult(choice, finished.finish_reason, finished.num_tokens)
+        self.note("finished", at_s, choice=choice, reason=finished.finish_reason)
+
+    def aborted(self, choice: int, times: SequenceTimes, at_s: float) -> None:
+        """A choice was given up."""
+        self._take_times(times)
+        self._choices[choice] = ChoiceResult(choice, "abort", self._num_tokens[choice])
+        self.note("aborted", at_s, choice=choice)
+
+    def _take_times(self, times: SequenceTimes) -> None:
+        """Of several choices the first to begin gives the queue time, the slowest the others."""
+        former = self._times
         self._times = replace(
             former,
             queue_s=min(former.queue_s, times.queue_s) if self._choices else times.queue_s,
             prefill_s=max(former.prefill_s, times.prefill_s),
             held_s=max(former.held_s, times.held_s),
         )
-        self._choices[choice] = ChoiceResult(choice, finished.finish_reason, finished.num_tokens)
-        self.note("finished", at_s, choice=choice, reason=finished.finish_reason)
-
-    def aborted(self, choices: Iterable[int], at_s: float) -> None:
-        """These choices were given up; those that have ended before stay as they are."""
-        for choice in choices:
-            if choice in self._num_tokens and choice not in self._choices:
-                self._choices[choice] = ChoiceResult(choice, "abort", self._num_tokens[choice])
-                self.note("aborted", at_s, choice=choice)
 
     # ------------------------------------------------------------ the end
 

@@ -17,7 +17,7 @@ from fabric.clock import Clock
 from fabric.errors import EngineFailed, ErrorInfo, WeftError
 from fabric.ids import AttemptId, SequenceId, UnitKey
 from fabric.messages import BlocksStored, GenerateRequest, KvEvent
-from llm_workers.scheduling.events import Admission, NeededUnit, SchedulerStats, StepEvents
+from llm_workers.scheduling.events import Admission, NeededUnit, SchedulerStats, SequenceTimes, StepEvents
 from llm_workers.scheduling.plan import Chunk, StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
 from modalities.family import Positions
@@ -45,10 +45,17 @@ class Failed(NamedTuple):
     error: WeftError
 
 
+class AbortedSequence(NamedTuple):
+    sequence_id: SequenceId
+    times: SequenceTimes
+
+
 class LetGo(NamedTuple):
-    """The engine does not read this unit any more. `missed_by`: attempts that need it again (it was evicted)."""
+    """The engine does not read this unit any more; it answers `num_told` calls of `unit_landed`. `missed_by`:
+    attempts that need it again (it was evicted)."""
 
     unit: UnitKey
+    num_told: int
     missed_by: tuple[AttemptId, ...] = ()
 
 
@@ -68,7 +75,7 @@ class Update:
     num_step_tokens: int = 0
     step_s: float = 0.0
     events: StepEvents | None = None
-    aborted: list[SequenceId] = field(default_factory=list)
+    aborted: list[AbortedSequence] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     kv_first_seq: int = 0
     kv_events: list[KvEvent] = field(default_factory=list)
@@ -105,7 +112,8 @@ class Engine:
     ) -> None:
         self._scheduler, self._executor, self._clock, self._on_update = scheduler, executor, clock, on_update
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._held: set[UnitKey] = set()
+        self._held: dict[UnitKey, int] = {}
+        """Readable units -> how often it was told of them: each time is answered by a LetGo."""
         self._is_idle = True
         self._num_failed_steps = 0
         self._death: WeftError | None = None
@@ -134,9 +142,10 @@ class Engine:
         self._commands.put(lambda update: self._add(request, positions, update))
 
     def abort(self, attempt: AttemptId, choices: Sequence[int] = ()) -> None:
-        self._commands.put(lambda update: update.aborted.extend(self._scheduler.abort(attempt, choices)))
+        self._commands.put(lambda update: self._abort(attempt, choices, update))
 
     def unit_landed(self, unit: UnitKey) -> None:
+        """The runner can read the unit until a LetGo has answered this; saying it again is harmless."""
         self._commands.put(lambda update: self._land(unit))
 
     def evict_unit(self, unit: UnitKey) -> None:
@@ -221,15 +230,19 @@ class Engine:
                 Failed(attempt, EngineFailed(f"the request could not be admitted: {type(error).__name__}"))
             )
 
+    def _abort(self, attempt: AttemptId, choices: Sequence[int], update: Update) -> None:
+        times = self._scheduler.times_of(attempt)
+        for sequence_id in self._scheduler.abort(attempt, choices):
+            update.aborted.append(AbortedSequence(sequence_id, times[sequence_id]))
+
     def _land(self, unit: UnitKey) -> None:
-        self._held.add(unit)
+        self._held[unit] = self._held.get(unit, 0) + 1
         self._scheduler.unit_landed(unit)
 
     def _evict(self, unit: UnitKey, update: Update) -> None:
         if unit in self._held:
-            self._held.discard(unit)
             missed_by = {sequence_id.attempt_id for sequence_id in self._scheduler.unit_lost(unit)}
-            update.let_go.append(LetGo(unit, tuple(sorted(missed_by))))
+            update.let_go.append(LetGo(unit, self._held.pop(unit), tuple(sorted(missed_by))))
 
     def _snapshot(self, address: str, update: Update) -> None:
         """Events up to the snapshot go out in the same update, in front of it."""
@@ -241,9 +254,8 @@ class Engine:
         """Also of units that landed for nobody; the scheduler forgets them."""
         self._scheduler.drain_units_done()
         for unit in [unit for unit in self._held if not self._scheduler.needs_unit(unit)]:
-            self._held.discard(unit)
             self._scheduler.unit_lost(unit)
-            update.let_go.append(LetGo(unit))
+            update.let_go.append(LetGo(unit, self._held.pop(unit)))
 
     # ------------------------------------------------------------ a step
 

@@ -21,7 +21,7 @@ from fabric.messages import UnitReady
 
 Age = tuple[float, str]
 MEMORY = 4096
-"""Ended attempts and lapsed announcements that are remembered; a late message for older ones costs one TTL."""
+"""Ended attempts and spent announcements that are remembered."""
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -65,17 +65,17 @@ class Intake:
         self._tickets: dict[UnitKey, list[_Announced]] = {}
         """Oldest first."""
         self._pulling: set[UnitKey] = set()
-        self._landed: dict[UnitKey, bool] = {}
-        """Landed units -> whether the engine holds them (else they wait for an expected attempt)."""
+        self._landed: dict[UnitKey, int] = {}
+        """Landed units -> how often the engine was told of them and has not let go. At 0 the bytes may go."""
         self._evicting: set[UnitKey] = set()
         self._ended: OrderedDict[AttemptId, None] = OrderedDict()
-        self._lapsed: OrderedDict[tuple[AttemptId, UnitKey], None] = OrderedDict()
+        self._spent: OrderedDict[tuple[AttemptId, UnitKey], None] = OrderedDict()
 
     # ------------------------------------------------------------ attempts
 
     def expect(self, attempt: AttemptId, age: Age, units: Sequence[UnitKey], dispatched: Iterable[UnitKey]) -> None:
         """A request has come. `units` in the order of its prompt; those of `dispatched` are to be announced."""
-        awaited = {unit for unit in dispatched if (attempt, unit) not in self._lapsed}
+        awaited = {unit for unit in dispatched if (attempt, unit) not in self._spent}
         awaited -= {
             unit for unit, tickets in self._tickets.items() if any(ticket.attempt == attempt for ticket in tickets)
         }
@@ -102,7 +102,8 @@ class Intake:
 
     def _want(self, known: _Attempt, unit: UnitKey, reason: str) -> bool:
         if unit in self._landed and unit not in self._evicting:
-            self._landed[unit] = True
+            # Also if it was told before: it may have let go, and its word be on the way.
+            self._landed[unit] += 1
             return False
         known.missing[unit] = reason
         return True
@@ -140,7 +141,7 @@ class Intake:
         is_missed = False
         for known in self._attempts.values():
             is_missed |= known.missing.pop(unit, None) is not None
-        self._landed[unit] = is_missed
+        self._landed[unit] = int(is_missed)
         return is_missed
 
     def pull_failed(self, unit: UnitKey, reason: str) -> None:
@@ -148,10 +149,10 @@ class Intake:
         self._pulling.discard(unit)
         self._set_reason(unit, reason)
 
-    def let_go(self, unit: UnitKey, missed_by: Iterable[AttemptId] = ()) -> None:
-        """The engine holds the unit no more; the attempts in `missed_by` need it again (it was evicted)."""
-        if unit in self._landed:
-            self._landed[unit] = False
+    def let_go(self, unit: UnitKey, num_told: int, missed_by: Iterable[AttemptId] = ()) -> None:
+        """The engine does not read the unit any more, of which it was told `num_told` times; the attempts in
+        `missed_by` need it again (it was evicted)."""
+        self._landed[unit] -= num_told
         for attempt in missed_by:
             self.need(attempt, unit, "preempted")
 
@@ -176,14 +177,14 @@ class Intake:
     def begin_evict(self, unit: UnitKey) -> bool:
         """Marks a victim, which `take_freeable` gives once the engine let go of it. True if the engine holds it."""
         self._evicting.add(unit)
-        return self._landed[unit]
+        return self._landed[unit] > 0
 
     def take_freeable(self) -> list[UnitKey]:
-        """Landed units that the engine does not hold and that are evicted or expected by nobody."""
+        """Landed units that the engine does not read and that are evicted or expected by nobody."""
         free = [
-            u
-            for u, is_held in self._landed.items()
-            if not is_held and (u in self._evicting or not self._is_expected(u))
+            unit
+            for unit, num_told in self._landed.items()
+            if not num_told and (unit in self._evicting or not self._is_expected(unit))
         ]
         for unit in free:
             del self._landed[unit]
@@ -200,8 +201,6 @@ class Intake:
                 is_unclaimed = known is None and ticket.attempt not in self._ended
                 if (is_unclaimed and ticket.at_s > lapsed_at_s) or (known is not None and known.wants(unit)):
                     continue
-                if is_unclaimed:
-                    _remember(self._lapsed, (ticket.attempt, unit))
                 taken.append(self._take_ticket(unit, ticket))
         return taken
 
@@ -248,6 +247,9 @@ class Intake:
                 known.missing[unit] = reason
 
     def _take_ticket(self, unit: UnitKey, ticket: _Announced) -> UnitReady:
+        """An attempt that is not here yet must not wait for this announcement when it comes: it is spent."""
+        if ticket.attempt not in self._attempts:
+            _remember(self._spent, (ticket.attempt, unit))
         self._tickets[unit].remove(ticket)
         if not self._tickets[unit]:
             del self._tickets[unit]

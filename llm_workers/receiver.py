@@ -54,7 +54,7 @@ class Endpoint(NamedTuple):
 
 
 class Receiver:
-    """A unit in `landed` stays there while the engine holds it."""
+    """A unit stays in `landed` until the engine has let go of it as often as it was told of it."""
 
     def __init__(
         self,
@@ -128,9 +128,9 @@ class Receiver:
         self._intake.end(attempt)
         self.settle()
 
-    def let_go(self, unit: UnitKey, missed_by: Iterable[AttemptId] = ()) -> None:
-        """The engine does not hold the unit any more."""
-        self._intake.let_go(unit, missed_by)
+    def let_go(self, unit: UnitKey, num_told: int, missed_by: Iterable[AttemptId] = ()) -> None:
+        """The engine does not read the unit any more, of which it was told `num_told` times."""
+        self._intake.let_go(unit, num_told, missed_by)
 
     def source_gone(self, source: str) -> None:
         """A transfer agent has left: its announcements are void, the router is asked for what they promised."""

@@ -32,18 +32,20 @@ class Reporter:
         if update.num_step_tokens:
             self.costs.observe(update.num_step_tokens, update.step_s)
 
-    def report(self, open_attempts: Iterable[AttemptId]) -> WorkerReport:
-        """Acknowledges attempts that are open and in the numbers, and once those that came and went since."""
-        acknowledged = tuple(self._admitted)
+    def forget_ended(self, open_attempts: Iterable[AttemptId]) -> None:
+        """Everybody has had a report since: attempts that came and went need no acknowledgement any more."""
         still_open = set(open_attempts)
-        self._admitted = {attempt: None for attempt in acknowledged if attempt in still_open}
+        self._admitted = {attempt: None for attempt in self._admitted if attempt in still_open}
+
+    def report(self) -> WorkerReport:
+        """Acknowledges the attempts that were admitted and not forgotten since."""
         self._seq += 1
         usage = self._sink.usage()
         return WorkerReport(
             worker_id=self._member_id,
             epoch=self.epoch,
             seq=self._seq,
-            acknowledged=acknowledged,
+            acknowledged=tuple(self._admitted),
             inbox_bytes_used=usage.used_bytes,
             inbox_bytes_total=usage.total_bytes,
             num_quarantined=usage.num_quarantined,

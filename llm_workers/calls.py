@@ -1,0 +1,129 @@
+"""The open `generate` calls of a worker: what the engine's updates and the receiver's news mean for each of them.
+
+Sends what concerns one request to its router: token frames, features that are needed. Lives in the event loop; knows
+nothing of the engine's commands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+
+from fabric.clock import Clock
+from fabric.errors import WeftError
+from fabric.ids import AttemptId, MemberId, UnitKey
+from fabric.messages import FeatureNeeded, GenerateRequest, GenerateResult, TokenFrame, TokenFrames
+from fabric.plane import Plane
+from llm_workers.attempts import OpenAttempt
+from llm_workers.engine import Update
+from llm_workers.intake import Need
+from llm_workers.scheduling.events import StepEvents
+
+
+class OpenCall:
+    """An attempt and the future that its `generate` call waits for."""
+
+    def __init__(self, attempt: OpenAttempt) -> None:
+        self.attempt = attempt
+        self.future: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
+
+    def end(self, error: WeftError | None = None) -> None:
+        """The first call decides."""
+        if not self.future.done():
+            self.future.set_result(self.attempt.result(error))
+
+
+class OpenCalls:
+    """By attempt. What comes for an attempt that is not open is dropped."""
+
+    def __init__(self, member_id: MemberId, plane: Plane, clock: Clock) -> None:
+        self._member_id, self._plane, self._clock = member_id, plane, clock
+        self._calls: dict[AttemptId, OpenCall] = {}
+
+    def __contains__(self, attempt_id: object) -> bool:
+        return attempt_id in self._calls
+
+    def attempts(self) -> list[AttemptId]:
+        return list(self._calls)
+
+    def of_router(self, router_id: MemberId) -> list[AttemptId]:
+        return [key for key, call in self._calls.items() if call.attempt.request.router_id == router_id]
+
+    # ------------------------------------------------------------ begin and end
+
+    def open(self, request: GenerateRequest) -> OpenCall:
+        """The caller has seen that the attempt is not open."""
+        call = OpenCall(OpenAttempt(self._member_id, request, self._clock.now()))
+        self._calls[call.attempt.attempt_id] = call
+        return call
+
+    def close(self, attempt_id: AttemptId) -> None:
+        del self._calls[attempt_id]
+
+    def fail(self, attempt_id: AttemptId, error: WeftError) -> None:
+        if call := self._calls.get(attempt_id):
+            call.end(error)
+
+    def fail_all(self, error: WeftError) -> None:
+        for call in self._calls.values():
+            call.end(error)
+
+    # ------------------------------------------------------------ news of the receiver
+
+    def unit_event(self, attempt_id: AttemptId, name: str, unit: UnitKey) -> None:
+        """`unit_announced` or `unit_landed`."""
+        if call := self._calls.get(attempt_id):
+            call.attempt.note_units(name, self._clock.now(), [unit])
+
+    def needed(self, needs: Sequence[Need]) -> None:
+        """Asks the routers: one message per attempt and reason."""
+        grouped: dict[tuple[AttemptId, str], list[UnitKey]] = defaultdict(list)
+        for need in needs:
+            grouped[need.attempt, need.reason].append(need.unit)
+        for (attempt_id, reason), units in grouped.items():
+            if call := self._calls.get(attempt_id):
+                message = FeatureNeeded(self._member_id, *attempt_id, tuple(units), reason)
+                self._plane.send(call.attempt.request.router_address, message)
+                call.attempt.note_units("feature_needed", self._clock.now(), units, reason=reason)
+
+    # ------------------------------------------------------------ news of the engine
+
+    def apply(self, update: Update) -> None:
+        """One turn of the engine: traces, token frames, ends."""
+        for attempt_id, admission in update.admitted:
+            if call := self._calls.get(attempt_id):
+                call.attempt.admitted(admission, update.at_s)
+        if update.events is not None:
+            self._apply_step(update.events, update.at_s)
+        for sequence_id, times in update.aborted:
+            if call := self._calls.get(sequence_id.attempt_id):
+                call.attempt.aborted(sequence_id.choice, times, update.at_s)
+        for failed in update.failed:
+            self.fail(failed.attempt, failed.error)
+        for call in self._calls.values():
+            if not call.attempt.open_choices:
+                call.end()
+
+    def _apply_step(self, events: StepEvents, at_s: float) -> None:
+        for sequence_id, start, end in events.prefill:
+            if call := self._calls.get(sequence_id.attempt_id):
+                call.attempt.prefilled(sequence_id.choice, start, end, at_s)
+        self._send_tokens(events, at_s)
+        for sequence_id in events.preempted:
+            if call := self._calls.get(sequence_id.attempt_id):
+                call.attempt.note("preempted", at_s, choice=sequence_id.choice)
+        for finished in events.finished:
+            if call := self._calls.get(finished.sequence_id.attempt_id):
+                call.attempt.finished(finished, at_s)
+
+    def _send_tokens(self, events: StepEvents, at_s: float) -> None:
+        """One message per step and router."""
+        frames: dict[str, list[TokenFrame]] = defaultdict(list)
+        for tokens in events.tokens:
+            if call := self._calls.get(tokens.sequence_id.attempt_id):
+                call.attempt.generated(tokens, at_s)
+                frame = TokenFrame(*tokens.sequence_id, tokens.first_index, tokens.token_ids, tokens.finish_reason)
+                frames[call.attempt.request.router_address].append(frame)
+        for address, sent in frames.items():
+            self._plane.send(address, TokenFrames(self._member_id, tuple(sent)))
