@@ -37,6 +37,8 @@ class RouterConfig:
     max_attempts: int = 3
     max_encodes_per_item: int = 8
     """Encodings of one item within one attempt: evictions and lost encoders may ask for more than one."""
+    capacity_wait_s: float = 20.0
+    """How long a request whose worker was lost waits for another to be there. A new request is refused at once."""
     exclusion_s: float = 5.0
     """How long nothing is planned onto a member that was gone or lost."""
     gap_timeout_s: float = 2.0

@@ -34,6 +34,7 @@ from router.traces import RequestTrace
 
 logger = logging.getLogger(__name__)
 
+CAPACITY_POLL_S = 0.1
 RETRIED = (TargetGone, WorkerLost, TransferError, Busy)
 """What another attempt may survive."""
 NUM_LOST_TO_BLAME = 2
@@ -54,6 +55,7 @@ class Flight:
         self._attempt: Attempt | None = None
         self._excluded: set[MemberId] = set()
         self._losses: list[WeftError] = []
+        self._lost_at_s = 0.0
         self._all_finished = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._admitted_at_s = parts.clock.now()
@@ -173,17 +175,22 @@ class Flight:
             self._on_end()
 
     async def _serve(self) -> GenerateResult | None:
-        for number in range(self._parts.config.max_attempts):
+        number = 0
+        while number < self._parts.config.max_attempts:
             try:
                 return await self._try(number)
             except WeftError as error:
                 if self.stream.are_choices_finished:
                     return None  # Nothing is missing but the worker's own account.
                 if isinstance(error, NoCapacity) and self._losses:
-                    raise self._verdict() from error
+                    if not await self._may_capacity_return():
+                        raise self._verdict() from error
+                    continue
                 if not isinstance(error, RETRIED):
                     raise
+                number += 1
                 self._losses.append(error)
+                self._lost_at_s = self._parts.clock.now()
                 self._parts.metrics.attempts.labels(error.code).inc()
                 logger.warning("request %s: attempt %d ended: %s", self.stream.request_id, number, error.message)
         raise self._verdict()
@@ -240,10 +247,22 @@ class Flight:
         if choice.is_finished:
             self.stream.write(index, text)
 
+    async def _may_capacity_return(self) -> bool:
+        """Waits a moment. False once the wait since the last loss has been too long, or if the request kills workers."""
+        has_waited_s = self._parts.clock.now() - self._lost_at_s
+        if self._is_to_blame or has_waited_s >= self._parts.config.capacity_wait_s:
+            return False
+        await asyncio.sleep(CAPACITY_POLL_S)
+        return True
+
+    @property
+    def _is_to_blame(self) -> bool:
+        return sum(isinstance(error, WorkerLost) for error in self._losses) >= NUM_LOST_TO_BLAME
+
     def _verdict(self) -> WeftError:
         """What the client is told after the last attempt."""
         last = self._losses[-1]
-        if sum(isinstance(error, WorkerLost) for error in self._losses) >= NUM_LOST_TO_BLAME:
+        if self._is_to_blame:
             return EngineFailed(f"the request was given up: {len(self._losses)} workers were lost while they served it")
         return last
 

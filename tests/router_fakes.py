@@ -148,7 +148,8 @@ async def fake_cluster(
 ) -> AsyncIterator[FakeCluster]:
     """A cluster whose members the router knows; asserts at the end that nothing is left in flight. `model` takes the
     place of the tiny family and codec."""
-    defaults: dict[str, object] = {"heartbeat_s": 60.0, "gap_timeout_s": 0.2, "settle_timeout_s": 0.2}
+    waits = {"gap_timeout_s": 0.2, "settle_timeout_s": 0.2, "capacity_wait_s": 0.2}
+    defaults: dict[str, object] = {"heartbeat_s": 60.0, **waits}
     config = RouterConfig(model_name=MODEL, **(defaults | settings))  # type: ignore[arg-type]
     family, codec = model or (TinyFamily(max_model_len), tiny_codec())
     cluster = FakeCluster(num_workers, num_encoders, config, family, codec)  # type: ignore[arg-type]

@@ -328,3 +328,20 @@ async def test_two_dispatches_share_no_context() -> None:
         await read(await cluster.service.open(chat([image()])))
         assert seen == ["empty", "empty"]
         assert asyncio.current_task() is not None
+
+
+async def test_a_request_whose_worker_was_lost_waits_for_another() -> None:
+    """None is there at that moment: what was accepted is not given up before `capacity_wait_s`."""
+    async with fake_cluster(num_workers=2, capacity_wait_s=30.0) as cluster:
+        late = cluster.workers[1].member.member_id
+        cluster.service.update_members([member for member in cluster.members if member.member_id != late])
+        cluster.workers[0].script.error, cluster.workers[0].script.die_at = WorkerLost("died"), 2
+        stream = await cluster.service.open(chat())
+        lost = cluster.service.metrics.attempts.labels("worker_lost")
+        await settled(
+            lambda: sum(sample.value for sample in lost.collect()[0].samples if "_created" not in sample.name) == 1
+        )
+        assert not stream.is_ended
+        cluster.publish()
+        texts, reasons, _ = await read(stream)
+        assert (texts, reasons) == ([expected(cluster)], ["stop"])

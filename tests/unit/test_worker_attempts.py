@@ -1,0 +1,88 @@
+"""What an open attempt adds up to."""
+
+from __future__ import annotations
+
+from fabric.errors import FeatureMismatch
+from fabric.ids import MemberId, MmHash, RequestId, SequenceId, UnitKey
+from fabric.messages import GenerateRequest, SamplingParams, StopConditions
+from llm_workers.attempts import MAX_PREFILL_EVENTS, OpenAttempt
+from llm_workers.scheduling.events import Admission, FinishedSequence, SequenceTimes, SequenceTokens
+
+WORKER = MemberId("worker-1")
+
+
+def request(num_choices=1, emitted=()):
+    return GenerateRequest(
+        request_id=RequestId("r"),
+        attempt=2,
+        router_id=MemberId("router-1"),
+        router_address="local://router",
+        token_ids=tuple(range(40)),
+        placeholders=(),
+        media=(),
+        sampling=SamplingParams(),
+        stop=StopConditions(max_tokens=5),
+        age=(1.0, "r"),
+        num_choices=num_choices,
+        emitted=emitted,
+    )
+
+
+def sequence(choice):
+    return SequenceId(RequestId("r"), 2, choice)
+
+
+def finished(choice, num_tokens=5, cached=0, times=(0.1, 0.2, 0.3, 0.4)):
+    return FinishedSequence(sequence(choice), "stop", num_tokens, 40, cached, SequenceTimes(*times))
+
+
+def test_choices_end_one_by_one_and_times_are_joined():
+    attempt = OpenAttempt(WORKER, request(num_choices=3), 10.0)
+    unit = UnitKey(MmHash("ab"), 0)
+    attempt.admitted(Admission((sequence(0), sequence(1), sequence(2)), 16, (unit,), "not_covered"), 10.1)
+    attempt.generated(SequenceTokens(sequence(2), 0, (7, 8), None), 10.5)
+    attempt.finished(finished(0, cached=32, times=(0.1, 0.2, 0.0, 0.4)), 11.0)
+    attempt.finished(finished(1, cached=39, times=(0.3, 0.1, 0.5, 0.4)), 11.0)
+    assert attempt.open_choices == [2]
+    attempt.aborted(2, SequenceTimes(0.2, 0.9, 0.1, 0.0), 12.0)
+    assert attempt.open_choices == []
+    result = attempt.result()
+    assert [(c.choice, c.finish_reason, c.num_tokens) for c in result.choices] == [
+        (0, "stop", 5),
+        (1, "stop", 5),
+        (2, "abort", 2),
+    ]
+    assert (result.num_prompt_tokens, result.num_cached_tokens) == (40, 32)
+    assert (result.queue_s, result.prefill_s, result.held_s, result.first_token_s) == (0.1, 0.9, 0.5, 0.5)
+    assert [event.name for event in result.trace] == [
+        "received",
+        "admitted",
+        "first_token",
+        "finished",
+        "finished",
+        "aborted",
+    ]
+    assert result.trace[1].detail == {"units": ["ab:0"], "cached_tokens": 16}
+    assert result.error is None
+
+
+def test_a_migrated_attempt_counts_tokens_of_the_former():
+    attempt = OpenAttempt(WORKER, request(num_choices=2, emitted=((1, 2, 3), ())), 0.0)
+    attempt.admitted(Admission((sequence(1),), 0, (), "not_covered", (finished(0, num_tokens=3),)), 0.1)
+    assert attempt.open_choices == [1]
+    attempt.aborted(1, SequenceTimes(0, 0, 0, 0), 0.2)
+    assert [c.num_tokens for c in attempt.result().choices] == [3, 0]
+
+
+def test_the_trace_is_in_the_order_of_time_and_bounded():
+    attempt = OpenAttempt(WORKER, request(), 0.0)
+    attempt.note("unit_landed", 5.0)
+    for at in range(4 * MAX_PREFILL_EVENTS):
+        attempt.prefilled(0, at, at + 1, 1.0 + at / 1000)
+    trace = attempt.result(FeatureMismatch("no")).trace
+    assert [event.at_s for event in trace] == sorted(event.at_s for event in trace)
+    prefills = [event.detail for event in trace if event.name == "prefill"]
+    assert len(prefills) == MAX_PREFILL_EVENTS
+    assert [p["start"] for p in prefills] == [0, *(p["end"] for p in prefills[:-1])]
+    assert prefills[-1]["end"] == 4 * MAX_PREFILL_EVENTS
+    assert attempt.result(FeatureMismatch("no")).error.code == "feature_mismatch"
