@@ -5,6 +5,7 @@ The composition root: the only place where parts of the middle floor meet.
 
 from __future__ import annotations
 
+import os
 import platform
 import random
 import time
@@ -73,6 +74,7 @@ def member(kind: str, member_id: MemberId, address: str, host: str, modalities: 
         epoch=time.time_ns(),
         modalities=modalities,
         transfer_agent=str(member_id),
+        pid=os.getpid(),
     )
 
 

@@ -218,6 +218,8 @@ class Member(Wire, frozen=True):
     """What an encoder has loaded."""
     transfer_agent: str = ""
     """Name of the member's transfer agent (`FeatureTicket.source`), if it has one."""
+    pid: int = 0
+    """Of its process on `host`, for people."""
 
 
 # ---------------------------------------------------------------- message plane

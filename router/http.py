@@ -139,6 +139,10 @@ class HttpEdge:
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.metrics.exposition(), media_type=METRICS_TYPE, headers=echo(request))
 
+    async def members(self, request: Request) -> Response:
+        """The workers and encoders that this router plans with."""
+        return answer_json(request, {"members": self._service.members()})
+
     async def trace(self, request: Request) -> Response:
         """Of a recent request, by its id or its completion's."""
         name = str(request.path_params["request_id"]).removeprefix("chatcmpl-")
@@ -161,6 +165,7 @@ def create_app(service: RouterService) -> FastAPI:
         ("GET", "/health/live", edge.live),
         ("GET", "/health/ready", edge.ready),
         ("GET", "/metrics", edge.metrics),
+        ("GET", "/weft/members", edge.members),
         ("GET", "/weft/requests/{request_id}", edge.trace),
     ]
     for method, path, handler in routes:

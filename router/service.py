@@ -134,6 +134,14 @@ class RouterService:
         }
         return is_ready, state
 
+    def members(self) -> list[dict[str, object]]:
+        """Workers and encoders that are there, for people: who, where, which process."""
+        named = sorted(self._parts.members.values(), key=lambda member: (member.kind, member.member_id))
+        return [
+            {"member_id": each.member_id, "kind": each.kind, "host": each.host, "pid": each.pid, "epoch": each.epoch}
+            for each in named
+        ]
+
     @property
     def picture(self) -> ClusterState:
         """What the router believes about the cluster. For reading."""

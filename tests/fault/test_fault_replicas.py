@@ -7,8 +7,6 @@ import os
 import signal
 from typing import Any
 
-import httpx
-import psutil
 import pytest
 from chat_media import image_part, user
 from cluster_process import ClusterProcess, eventually
@@ -19,17 +17,18 @@ pytestmark = [pytest.mark.ray, pytest.mark.nixl]
 LOST = 'weft_router_attempts_total{outcome="worker_lost"}'
 
 
-def replicas(cluster: ClusterProcess, kind: str) -> dict[str, psutil.Process]:
-    """Process of each live replica of a kind, by the name that metrics and traces know it by."""
-    found = {}
-    for process in psutil.Process(cluster.process.pid).children(recursive=True):
-        try:
-            title = " ".join(process.cmdline())
-        except psutil.Error:
-            continue
-        if title.startswith(f"ray::ServeReplica:weft:{kind}"):
-            found[str(process.pid)] = process
-    return found
+def pids(cluster: ClusterProcess, kind: str) -> dict[str, int]:
+    """Process of each live member of a kind, by its name."""
+    with cluster.client() as client:
+        members = client.get("/weft/members").json()["members"]
+    return {member["member_id"]: member["pid"] for member in members if member["kind"] == kind}
+
+
+def serving_pid(cluster: ClusterProcess, completion_id: str) -> int:
+    """Of the worker that the request was planned onto."""
+    with cluster.client() as client:
+        plans = client.get(f"/weft/requests/{completion_id}").json()["plans"]
+    return pids(cluster, "worker")[plans[-1]["plan"]["worker_id"]]
 
 
 def body(cluster: ClusterProcess, messages: list[dict[str, Any]], max_tokens: int, **fields: Any) -> dict[str, Any]:
@@ -60,17 +59,6 @@ def text_of(line: str) -> str:
     return "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
 
 
-def serving_pid(cluster: ClusterProcess) -> int:
-    """The worker that burns CPU is the one that generates: only one request runs."""
-    processes = replicas(cluster, "worker").values()
-    before = {process.pid: process.cpu_times().user for process in processes}
-    with httpx.Client() as client:
-        for _ in range(20):
-            client.get(f"{cluster.url}/health", timeout=30)
-    after = {process.pid: process.cpu_times().user - before[process.pid] for process in processes}
-    return max(after, key=lambda pid: after[pid])
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_worker_lost_in_mid_stream_does_not_change_the_stream(
     cluster: ClusterProcess, number: signal.Signals
@@ -78,33 +66,35 @@ def test_a_worker_lost_in_mid_stream_does_not_change_the_stream(
     """A killed worker is seen by its open call, a frozen one by the directory, which no longer hears from it."""
     messages = user("Tell me about this picture at length", image_part(90 + number))
     expected = ask(cluster, messages, 400)
-    text = ""
+    text = line = ""
     with (
         cluster.client() as client,
         client.stream("POST", "/v1/chat/completions", json=body(cluster, messages, 400, stream=True)) as response,
     ):
         assert response.status_code == 200
         lines = response.iter_lines()
-        while len(text) < 20:
-            text += text_of(next(lines))
+        while len(text) < 20 or not line:
+            line = next(lines)
+            text += text_of(line)
+        completion_id = json.loads(line.removeprefix("data: "))["id"]
         lost = cluster.metrics().get(LOST, 0)
-        victim = serving_pid(cluster)
+        victim = serving_pid(cluster, completion_id)
         os.kill(victim, number)
         text += "".join(text_of(line) for line in lines)
     assert text == expected
     assert cluster.metrics()[LOST] == lost + 1
     if number == signal.SIGSTOP:
         os.kill(victim, signal.SIGCONT)
-    eventually(lambda: len(replicas(cluster, "worker")) == 2, timeout_s=90)
+    eventually(lambda: len(pids(cluster, "worker")) == 2, timeout_s=90)
 
 
 def test_a_killed_encoder_is_replaced_by_another(cluster: ClusterProcess) -> None:
     """Pictures go on being answered while one of two encoders is dead, and afterwards."""
-    victim = next(iter(replicas(cluster, "encoder").values()))
-    os.kill(victim.pid, signal.SIGKILL)
+    victim, pid = next(iter(pids(cluster, "encoder").items()))
+    os.kill(pid, signal.SIGKILL)
     for seed in range(4):
         assert ask(cluster, user("What is this?", image_part(200 + seed)), 4)
-    eventually(lambda: len(replicas(cluster, "encoder")) == 2, timeout_s=90)
+    eventually(lambda: victim not in pids(cluster, "encoder") and len(pids(cluster, "encoder")) == 2, timeout_s=90)
     assert ask(cluster, user("And this?", image_part(300)), 4)
 
 
