@@ -1,0 +1,48 @@
+"""The engine and the encoder on a CUDA device against plain transformers. Skipped without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from chat_media import image_part, user
+from reference_model import Comparison, ReferenceModel
+
+from deploy.config import ClusterConfig
+from deploy.demo.build import demo_checkpoint
+from deploy.local import running
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+PROMPTS: list[list[dict[str, Any]]] = [
+    user("Hello there!"),
+    user("What is in this picture?", image_part(1)),
+    user(image_part(2, width=160, height=96), "and", image_part(3), "differ how?"),
+]
+
+
+@pytest.mark.parametrize("max_step_tokens", [16, 4096])
+async def test_greedy_tokens_on_cuda_equal_transformers(max_step_tokens: int) -> None:
+    """float32 on the device against float32 on the CPU."""
+    device = {"device": "cuda", "gpus_per_replica": 1}
+    config = ClusterConfig.model_validate(
+        {
+            "workers": {"replicas": 1, "num_blocks": 256, "max_step_tokens": max_step_tokens, **device},
+            "encoders": {"decode_processes": 0, **device},
+        }
+    )
+    reference, comparison = ReferenceModel(demo_checkpoint()), Comparison()
+    async with (
+        running(config) as cluster,
+        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=120) as client,
+    ):
+        for messages in PROMPTS:
+            body = {"model": "weft-demo", "messages": messages, "temperature": 0, "max_tokens": 12}
+            response = await client.post("/v1/chat/completions", json={**body, "return_token_ids": True})
+            answer = response.json()
+            assert response.status_code == 200, answer
+            tokens = answer["choices"][0]["token_ids"]
+            comparison.check(reference.answer(messages, 12), answer["prompt_token_ids"], tokens, "cuda")
+    comparison.finish()
