@@ -70,6 +70,8 @@ class Update:
     """What one turn of the engine did, in the order in which it is to be read. Not touched once handed over."""
 
     let_go: list[LetGo] = field(default_factory=list)
+    readers: dict[UnitKey, frozenset[AttemptId]] | None = None
+    """Readable units -> attempts that still have to read them; None if nothing changed."""
     admitted: list[Admitted] = field(default_factory=list)
     needed: list[NeededUnit] = field(default_factory=list)
     num_step_tokens: int = 0
@@ -87,7 +89,7 @@ class Update:
     @property
     def is_empty(self) -> bool:
         parts = (self.let_go, self.admitted, self.needed, self.aborted, self.failed, self.kv_events, self.snapshots)
-        return self.events is None and not any(parts)
+        return self.events is None and self.readers is None and not any(parts)
 
 
 @dataclass(slots=True)
@@ -114,6 +116,8 @@ class Engine:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._held: dict[UnitKey, int] = {}
         """Readable units -> how often it was told of them: each time is answered by a LetGo."""
+        self._readers: dict[UnitKey, frozenset[AttemptId]] = {}
+        """As last told."""
         self._is_idle = True
         self._num_failed_steps = 0
         self._death: WeftError | None = None
@@ -204,6 +208,9 @@ class Engine:
 
     def _publish(self, update: Update) -> None:
         self._drain_kv_events(update)
+        readers = {unit: self._scheduler.needed_by(unit) for unit in self._held}
+        if readers != self._readers:
+            self._readers = update.readers = readers
         if not update.is_empty:
             update.stats = self._scheduler.stats()
             update.at_s = self._clock.now()

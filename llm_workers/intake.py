@@ -67,6 +67,8 @@ class Intake:
         self._pulling: set[UnitKey] = set()
         self._landed: dict[UnitKey, int] = {}
         """Landed units -> how often the engine was told of them and has not let go. At 0 the bytes may go."""
+        self._readers: Mapping[UnitKey, frozenset[AttemptId]] = {}
+        """Units that the engine can read -> attempts that still have to, as of its last word."""
         self._evicting: set[UnitKey] = set()
         self._ended: OrderedDict[AttemptId, None] = OrderedDict()
         self._spent: OrderedDict[tuple[AttemptId, UnitKey], None] = OrderedDict()
@@ -156,6 +158,10 @@ class Intake:
         for attempt in missed_by:
             self.need(attempt, unit, "preempted")
 
+    def read_by(self, readers: Mapping[UnitKey, frozenset[AttemptId]]) -> None:
+        """The engine's word on who still has to read what it was told of."""
+        self._readers = readers
+
     # ------------------------------------------------------------ decisions
 
     def next_pull(self) -> UnitKey | None:
@@ -234,9 +240,14 @@ class Intake:
         )
 
     def _use_key(self, unit: UnitKey) -> tuple[Age, int] | None:
-        return min(
-            ((known.age, known.order[unit]) for known in self._attempts.values() if unit in known.order), default=None
-        )
+        """Of the oldest that still has to read it. What the engine has not spoken of is read by all that name it."""
+        readers = self._readers.get(unit, self._attempts.keys())
+        keys = [
+            (known.age, known.order[unit])
+            for attempt, known in self._attempts.items()
+            if unit in known.order and (attempt in readers or not known.is_admitted)
+        ]
+        return min(keys, default=None)
 
     def _is_expected(self, unit: UnitKey) -> bool:
         return any(not known.is_admitted and unit in known.order for known in self._attempts.values())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from math import prod
 from typing import NamedTuple, Protocol
@@ -131,6 +131,10 @@ class Receiver:
     def let_go(self, unit: UnitKey, num_told: int, missed_by: Iterable[AttemptId] = ()) -> None:
         """The engine does not read the unit any more, of which it was told `num_told` times."""
         self._intake.let_go(unit, num_told, missed_by)
+
+    def read_by(self, readers: Mapping[UnitKey, frozenset[AttemptId]]) -> None:
+        """The engine's word on who still has to read what."""
+        self._intake.read_by(readers)
 
     def source_gone(self, source: str) -> None:
         """A transfer agent has left: its announcements are void, the router is asked for what they promised."""

@@ -120,6 +120,10 @@ class Scheduler:
         """Whether a live sequence still has to compute positions of it, or the step in flight reads it."""
         return self._inbox.is_needed(unit)
 
+    def needed_by(self, unit: UnitKey) -> frozenset[AttemptId]:
+        """Attempts that still have to compute positions of it."""
+        return frozenset(sequence_id.attempt_id for sequence_id in self._inbox.wanted_by(unit))
+
     def evictable_for(self, unit: UnitKey) -> list[UnitKey]:
         """Landed units whose room `unit` may have, by age: all that need one are younger than the oldest that needs
         `unit`; the youngest first. Evicting means `unit_lost`, and asking for it again later."""

@@ -226,7 +226,7 @@ class Rig:
     async def until(self, is_true, timeout_s: float = 10.0) -> None:
         """Waits for something that messages or the engine bring about; fails after `timeout_s`."""
         async with asyncio.timeout(timeout_s):
-            while not is_true():
+            while not is_true():  # noqa: ASYNC110 - what is waited for is a state of several parts, not one event
                 await asyncio.sleep(0.002)
 
     async def assert_idle(self) -> None:
