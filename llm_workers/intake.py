@@ -39,11 +39,19 @@ class _Attempt:
     age: Age
     order: Mapping[UnitKey, int]
     """All units of the request -> place in the prompt."""
+    dispatched: frozenset[UnitKey]
     awaited: set[UnitKey]
     """Units whose announcement for this attempt is still to come."""
+    failures: dict[UnitKey, str] = field(default_factory=dict)
+    """Why a unit did not land, when that was learned before the attempt was admitted."""
     missing: dict[UnitKey, str] = field(default_factory=dict)
     """Units that it needs and that have not landed -> why; meaningful once admitted."""
     is_admitted: bool = False
+
+    def reason(self, unit: UnitKey) -> str:
+        """Why it is missing at admission. What was dispatched may have been here and gone: the router must not take
+        it for something that is still to come."""
+        return self.failures.get(unit, "preempted" if unit in self.dispatched else "not_covered")
 
     def wants(self, unit: UnitKey) -> bool:
         return unit in self.missing if self.is_admitted else unit in self.order
@@ -77,11 +85,12 @@ class Intake:
 
     def expect(self, attempt: AttemptId, age: Age, units: Sequence[UnitKey], dispatched: Iterable[UnitKey]) -> None:
         """A request has come. `units` in the order of its prompt; those of `dispatched` are to be announced."""
-        awaited = {unit for unit in dispatched if (attempt, unit) not in self._spent}
+        sent = frozenset(dispatched)
+        awaited = {unit for unit in sent if (attempt, unit) not in self._spent}
         awaited -= {
             unit for unit, tickets in self._tickets.items() if any(ticket.attempt == attempt for ticket in tickets)
         }
-        self._attempts[attempt] = _Attempt(age, {unit: place for place, unit in enumerate(units)}, awaited)
+        self._attempts[attempt] = _Attempt(age, {unit: place for place, unit in enumerate(units)}, sent, awaited)
 
     def admit(self, attempt: AttemptId, missing: Iterable[UnitKey]) -> list[UnitKey]:
         """The engine's word on what the attempt lacks. Returns those of them that lie here landed already: the
@@ -90,7 +99,7 @@ class Intake:
         if known is None:
             return []
         known.is_admitted = True
-        return [unit for unit in missing if not self._want(known, unit, "not_covered")]
+        return [unit for unit in missing if not self._want(known, unit, known.reason(unit))]
 
     def need(self, attempt: AttemptId, unit: UnitKey, reason: str) -> bool:
         """The attempt needs a unit again. True if it lies here landed: the engine is to be told."""
@@ -256,6 +265,8 @@ class Intake:
         for known in self._attempts.values():
             if unit in known.missing:
                 known.missing[unit] = reason
+            elif not known.is_admitted and unit in known.order:
+                known.failures[unit] = reason
 
     def _take_ticket(self, unit: UnitKey, ticket: _Announced) -> UnitReady:
         """An attempt that is not here yet must not wait for this announcement when it comes: it is spent."""

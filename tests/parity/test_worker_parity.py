@@ -73,24 +73,27 @@ async def test_a_mixed_batch_with_features_late_and_in_any_order(max_step_tokens
         assert len(r.releases) == sum(len(of.media) for of in prompts)
 
 
-async def test_blocks_so_few_that_sequences_are_preempted():
-    prompts = [prompt(*parts) for parts in (TEXT, ONE, SEVERAL, ("Colour of ", 2, "?"))]
-    async with rig(num_blocks=16, block_size=8, max_step_tokens=64) as r:
-        r.router.on_needed = lambda message: again(r, message)
-        requests = [r.request(of, 20) for of in prompts]
-        by_id = {request.request_id: (request, of) for request, of in zip(requests, prompts, strict=True)}
-
-        def again(r, message):
-            request, of = by_id[message.request_id]
-            for index, item in enumerate(of.media):
-                if item.unit_keys()[0] in message.units:
-                    r.publish(request, of, index)
-
-        results = await asyncio.gather(*(r.run(*pair) for pair in by_id.values()))
-        assert [result.error for result in results] == [None] * len(prompts)
-        assert sum(assert_parity(r.tokens(request), of, 20) for request, of in by_id.values()) == 0
+async def test_a_preempted_sequence_goes_on_as_if_nothing_had_been():
+    """The younger decodes into blocks that the older needs when its late pictures have come."""
+    older, younger = prompt(*SEVERAL), prompt("Look at this: ", 4, " What is in the picture?")
+    num_tokens = 48
+    async with rig(num_blocks=14, block_size=8, is_prefix_cache_enabled=False) as r:
+        first, second = r.request(older, NUM_TOKENS), r.request(younger, num_tokens)
+        r.router.on_needed = lambda message: r.publish(second, younger, 0)
+        calls = [asyncio.ensure_future(r.service.generate(first))]
+        await r.until(lambda: r.service.report().num_at_doorstep == 1)
+        calls.append(asyncio.ensure_future(r.service.generate(second)))
+        r.publish(second, younger, 0)
+        await r.until(lambda: len(r.tokens(second)) >= 10)
+        for index in range(3):
+            r.publish(first, older, index)
+        results = await asyncio.gather(*calls)
+        assert [result.error for result in results] == [None, None]
+        assert "preempted" in [event.name for event in results[1].trace]
+        assert [needed.reason for needed in r.router.needed] == ["preempted"]
+        assert assert_parity(r.tokens(first), older) + assert_parity(r.tokens(second), younger, num_tokens) == 0
         await r.assert_idle()
-        assert r.service.report().num_preemptions > 0
+        assert r.service.report().num_preemptions == 1
 
 
 async def test_an_inbox_with_room_for_one_feature_serves_many():
