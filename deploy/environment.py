@@ -4,6 +4,7 @@ set stays."""
 from __future__ import annotations
 
 import os
+import secrets
 
 SWITCHES = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -16,6 +17,14 @@ SWITCHES = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
+
+
+def set_local_switches() -> None:
+    """For a Ray of our own on this machine: NIXL stays on the loopback, and Ray's ports (which listen on every
+    interface) ask for a token that only this cluster knows."""
+    os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def set_switches() -> None:

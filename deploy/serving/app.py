@@ -35,9 +35,9 @@ def replica_id() -> MemberId:
     return MemberId(serve.get_replica_context().replica_id.unique_id)
 
 
-def node_address() -> str:
-    """This node's address inside the cluster; loopback when Ray runs on this machine alone."""
-    return str(ray.util.get_node_ip_address())
+def node_address(config: ClusterConfig) -> str:
+    """Where this node's members reach each other: loopback when Ray is our own and on this machine alone."""
+    return "127.0.0.1" if config.ray.address is None else str(ray.util.get_node_ip_address())
 
 
 class EncoderReplica:
@@ -49,10 +49,12 @@ class EncoderReplica:
 
         compose.prepare_process(config)
         member_id, model = replica_id(), compose.load_model(config, Path(model_dir))
-        self._plane = ZmqPlane(node_address())
+        self._plane = ZmqPlane(node_address(config))
         self._source = NixlFeatureSource(str(member_id), config.encoders.arena_bytes)
         self._service = compose.build_encoder(config, model, member_id, self._plane, self._source)
-        record = compose.member("encoder", member_id, self._plane.address, node_address(), config.encoders.modalities)
+        record = compose.member(
+            "encoder", member_id, self._plane.address, node_address(config), config.encoders.modalities
+        )
         await self._service.start()
         self._heartbeat = Heartbeat(record, self._service.update_members)
         await self._heartbeat.start()
@@ -79,10 +81,10 @@ class WorkerReplica:
 
         compose.prepare_process(config)
         member_id, model = replica_id(), compose.load_model(config, Path(model_dir))
-        self._plane = ZmqPlane(node_address())
+        self._plane = ZmqPlane(node_address(config))
         self._sink = NixlFeatureSink(str(member_id), config.workers.inbox_bytes)
         self._service = compose.build_worker(config, model, member_id, self._plane, self._sink)
-        record = compose.member("worker", member_id, self._plane.address, node_address())
+        record = compose.member("worker", member_id, self._plane.address, node_address(config))
         await self._service.start()
         self._heartbeat = Heartbeat(record, self._service.update_members)
         await self._heartbeat.start()
@@ -111,10 +113,10 @@ class RouterReplica:
         from router.pools import Pools
 
         member_id, model = replica_id(), compose.load_model(config, Path(model_dir))
-        self._plane = ZmqPlane(node_address())
+        self._plane = ZmqPlane(node_address(config))
         pools = Pools(RayWorkerPool(workers), RayEncoderPool(encoders) if encoders else NoEncoders())
         self._service = compose.build_router(config, model, member_id, self._plane, pools)
-        record = compose.member("router", member_id, self._plane.address, node_address())
+        record = compose.member("router", member_id, self._plane.address, node_address(config))
         await self._service.start()
         self._heartbeat = Heartbeat(record, self._service.update_members)
         await self._heartbeat.start()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from deploy import compose
 from deploy.config import ClusterConfig
+from deploy.environment import set_local_switches
 from fabric.errors import ConfigError, Unavailable
 
 
@@ -39,6 +40,8 @@ def run_cluster(config: ClusterConfig, ready_timeout_s: float = 300.0) -> Iterat
     model = compose.load_model(config, model_dir)
     if config.server.port and config.ray.address is None:
         _check_port(config.server.host, config.server.port)
+    if config.ray.address is None:
+        set_local_switches()  # before `import ray`, which reads them once
     with _ray(config):
         from ray import serve
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -34,15 +35,27 @@ def listeners(cluster: ClusterProcess) -> set[tuple[str, int]]:
     root = psutil.Process(cluster.process.pid)
     found = set()
     for process in [root, *root.children(recursive=True)]:
-        for connection in process.net_connections("tcp"):
-            if connection.status == psutil.CONN_LISTEN:
-                found.add((connection.laddr.ip, connection.laddr.port))
+        found |= {(connection.laddr.ip, connection.laddr.port) for connection in listening(process)}
     return found
+
+
+def listening(process: psutil.Process) -> list[Any]:
+    return [each for each in process.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
 
 
 def test_http_listens_on_loopback_only(cluster: ClusterProcess) -> None:
     port = urlsplit(cluster.url).port
     assert {ip for ip, at in listeners(cluster) if at == port} == {"127.0.0.1"}
+
+
+def test_planes_and_transfers_stay_on_loopback(cluster: ClusterProcess) -> None:
+    """What authenticates no peer (ZeroMQ, NIXL) must not be reachable from outside. Ray's own ports listen on every
+    interface, and ask for the cluster's token."""
+    with cluster.client() as client:
+        members = client.get("/weft/members").json()["members"]
+    ours = {connection.laddr.ip for member in members for connection in listening(psutil.Process(member["pid"]))}
+    assert "127.0.0.1" in ours
+    assert ours <= {"127.0.0.1", "::"}
 
 
 def test_a_declared_gigabyte_is_refused_before_it_is_read(cluster: ClusterProcess) -> None:
