@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from llm_workers.attention import PagedKV, Rows, write_slots
+from llm_workers.paged_kv import PagedKV, Rows, write_slots
 
 MIN_BUCKET_TOKENS = 64
 """Contexts up to this length share one batch: below it a call costs more than its padding."""

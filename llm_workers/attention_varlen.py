@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llm_workers.attention import PagedKV, Rows, write_slots
+from llm_workers.paged_kv import PagedKV, Rows, write_slots
 
 PAGE_TOKENS_MULTIPLE = 256
 """Flash attention's paged kernel reads pages of a multiple of this many tokens; smaller blocks are gathered."""

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from fabric.ids import UnitKey
-from llm_workers.attention import Backend, PagedKV, Rows
+from llm_workers.attention import Backend
+from llm_workers.paged_kv import PagedKV, Rows
 from llm_workers.sampling import sample
 from llm_workers.scheduling.plan import Chunk, Splice, StepPlan, StepResult
 from modalities.family import LanguageModel

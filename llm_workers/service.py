@@ -30,12 +30,13 @@ from fabric.messages import (
 )
 from fabric.plane import Plane
 from llm_workers.attempts import OpenAttempt
-from llm_workers.attention import PagedKV, select_backend
+from llm_workers.attention import select_backend
 from llm_workers.calibrate import calibrate
 from llm_workers.calls import OpenCalls
 from llm_workers.config import WorkerConfig
 from llm_workers.engine import Engine, StepTimes, Update
 from llm_workers.landed import LandedFeatures
+from llm_workers.paged_kv import PagedKV
 from llm_workers.receiver import Endpoint, Listener, Receiver
 from llm_workers.reporting import Reporter
 from llm_workers.routers import RouterLinks

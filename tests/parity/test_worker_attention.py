@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric.errors import ConfigError
-from llm_workers.attention import PagedKV, Rows, select_backend
+from llm_workers.attention import select_backend
 from llm_workers.attention_sdpa import MIN_BUCKET_TOKENS, buckets
+from llm_workers.paged_kv import PagedKV, Rows
 
 NUM_BLOCKS, BLOCK_SIZE, HEAD_DIM = 160, 4, 8
 CASES = [("sdpa", "cpu", torch.float32), ("sdpa", "cpu", torch.bfloat16)]

@@ -9,7 +9,8 @@ from worker_tiny_model import HEAD_DIM, HIDDEN, NUM_KV_HEADS, NUM_LAYERS, VOCAB,
 
 from fabric.ids import MmHash, RequestId, SequenceId, UnitKey
 from fabric.messages import SamplingParams
-from llm_workers.attention import PagedKV, select_backend
+from llm_workers.attention import select_backend
+from llm_workers.paged_kv import PagedKV
 from llm_workers.runner import FAILED_TOKEN, Runner
 from llm_workers.scheduling.plan import Chunk, Splice, StepPlan
 
