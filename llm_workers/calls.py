@@ -7,7 +7,7 @@ nothing of the engine's commands.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 
 from fabric.clock import Clock
@@ -19,6 +19,9 @@ from llm_workers.attempts import OpenAttempt
 from llm_workers.engine import Update
 from llm_workers.intake import Need
 from llm_workers.scheduling.events import StepEvents
+
+MEMORY = 4096
+"""Aborted attempts that are remembered."""
 
 
 class OpenCall:
@@ -40,6 +43,7 @@ class OpenCalls:
     def __init__(self, member_id: MemberId, plane: Plane, clock: Clock) -> None:
         self._member_id, self._plane, self._clock = member_id, plane, clock
         self._calls: dict[AttemptId, OpenCall] = {}
+        self._refused: OrderedDict[AttemptId, None] = OrderedDict()
 
     def __contains__(self, attempt_id: object) -> bool:
         return attempt_id in self._calls
@@ -60,6 +64,19 @@ class OpenCalls:
 
     def close(self, attempt_id: AttemptId) -> None:
         del self._calls[attempt_id]
+
+    def refuse(self, attempt_id: AttemptId) -> None:
+        """The attempt was aborted while it was not open: it has ended, or its call is still on the way."""
+        self._refused[attempt_id] = None
+        if len(self._refused) > MEMORY:
+            self._refused.popitem(last=False)
+
+    def is_refused(self, attempt_id: AttemptId) -> bool:
+        return attempt_id in self._refused
+
+    def is_ended(self, attempt_id: AttemptId) -> bool:
+        """Whether the open call has its result already."""
+        return self._calls[attempt_id].future.done()
 
     def fail(self, attempt_id: AttemptId, error: WeftError) -> None:
         if call := self._calls.get(attempt_id):

@@ -13,6 +13,9 @@ from fabric.leases import LeaseTable
 from fabric.messages import PlaneMessage, RouterHeartbeat
 from fabric.plane import Plane
 
+FIRST_HEARTBEAT_S = 30.0
+"""A router whose call is here and whose heartbeat is not has so long to send one: it may have died in between."""
+
 
 class RouterLinks:
     """Lives in the event loop."""
@@ -28,6 +31,12 @@ class RouterLinks:
         self._addresses[message.router_id] = message.address
         self._leases.renew(message.router_id, message.lease_s)
         return is_new
+
+    def expect(self, router_id: MemberId) -> None:
+        """A call of this router has come. One that we know nothing of (new here, or its lease has run out) is held to
+        a lease too, else nobody would ever end what it left behind."""
+        if router_id not in self._addresses:
+            self._leases.renew(router_id, FIRST_HEARTBEAT_S)
 
     def take_expired(self) -> list[MemberId]:
         """Routers whose lease has run out; they are forgotten."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from fabric.channel import FeatureSink, LandedFeature
 from fabric.clock import Clock
-from fabric.errors import ProtocolError, WeftError, WorkerLost
+from fabric.errors import Aborted, ProtocolError, WeftError, WorkerLost
 from fabric.ids import AttemptId, MemberId, UnitKey
 from fabric.messages import (
     AbortAttempt,
@@ -82,6 +82,7 @@ class WorkerService:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._is_report_due = False
+        self._is_stopping = False
 
     # ------------------------------------------------------------ life
 
@@ -97,6 +98,7 @@ class WorkerService:
 
     async def stop(self) -> None:
         """Ends every open call with WorkerLost, stops the engine after its step, frees inbox slots. Idempotent."""
+        self._is_stopping = True
         for attempt_id in self._calls.attempts():
             self._fail(attempt_id, WorkerLost("the worker is stopping"))
         if self._ticker is not None:
@@ -130,6 +132,7 @@ class WorkerService:
             error = ProtocolError("this attempt is open already")
             return OpenAttempt(self._member_id, request, self._clock.now()).result(error)
         call = self._calls.open(request)
+        self._routers.expect(request.router_id)
         try:
             self._admit(attempt_id, request)
             return await call.future
@@ -142,13 +145,18 @@ class WorkerService:
 
     def _admit(self, attempt_id: AttemptId, request: GenerateRequest) -> None:
         try:
+            if self._is_stopping:
+                raise WorkerLost("the worker is stopping")
+            if self._calls.is_refused(attempt_id):
+                raise Aborted("the attempt was aborted before it came")
             self._engine.check_health()
             positions = self._family.positions(request.token_ids, request.placeholders, request.media)
             self._receiver.expect(attempt_id, request)
         except WeftError as error:
             self._calls.fail(attempt_id, error)
         else:
-            self._engine.add(request, positions)
+            if not self._calls.is_ended(attempt_id):  # a feature that is here already may not be what it planned
+                self._engine.add(request, positions)
 
     def _fail(self, attempt_id: AttemptId, error: WeftError) -> None:
         self._engine.abort(attempt_id)
@@ -179,7 +187,7 @@ class WorkerService:
         if isinstance(message, UnitReady):
             self._receiver.announced(message)
         elif isinstance(message, AbortAttempt):
-            self._engine.abort(AttemptId(message.request_id, message.attempt), message.choices)
+            self._abort(AttemptId(message.request_id, message.attempt), message.choices)
         elif isinstance(message, RouterHeartbeat):
             if self._routers.heartbeat(message):
                 self._plane.send(message.address, self.report())
@@ -188,6 +196,13 @@ class WorkerService:
             self._engine.request_snapshot(message.address)
         else:
             _LOG.warning("a worker takes no %s", type(message).__name__)
+
+    def _abort(self, attempt_id: AttemptId, choices: Sequence[int]) -> None:
+        """What has not come yet must not begin when it comes."""
+        if attempt_id in self._calls:
+            self._engine.abort(attempt_id, choices)
+        elif not choices:
+            self._calls.refuse(attempt_id)
 
     def _router_gone(self, router_id: MemberId) -> None:
         self._routers.forget(router_id)

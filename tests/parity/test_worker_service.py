@@ -22,6 +22,7 @@ from fabric.messages import (
     StopConditions,
     TokenFrames,
 )
+from llm_workers.routers import FIRST_HEARTBEAT_S
 
 IMAGE = ("Some words in front. ", 1, " What is it?")
 LONG = StopConditions(max_tokens=4000, ignore_eos=True)
@@ -172,7 +173,54 @@ async def test_stop_and_end():
         with pytest.raises(EngineFailed):
             r.service.check_health()
         late = await r.service.generate(r.request(of))
-        assert late.error.code == "engine_failed"
+        assert late.error.code == "worker_lost", "another worker can serve it"
+
+
+async def test_a_call_whose_router_is_dead_is_ended():
+    """It comes after the router's lease ran out, and no heartbeat follows."""
+    of = prompt(*IMAGE)
+    clock = ManualClock()
+    async with rig(clock=clock, report_interval_s=0.01) as r:
+        r.heartbeat(lease_s=2.0)
+        await r.until(lambda: r.router.reports)
+        clock.advance(2.5)
+        await r.until(lambda: len(r.service._routers) == 0)
+        before = len(r.router.reports)
+        call = asyncio.ensure_future(r.service.generate(r.request(of)))
+        await r.until(lambda: r.service.report().num_at_doorstep == 1)
+        clock.advance(FIRST_HEARTBEAT_S + 0.1)
+        async with asyncio.timeout(10.0):
+            assert [choice.finish_reason for choice in (await call).choices] == ["abort"]
+        await r.assert_idle()
+        assert len(r.router.reports) <= before + 1
+
+
+async def test_a_call_that_comes_behind_its_abort_is_not_begun():
+    of = prompt(*IMAGE)
+    async with rig() as r:
+        request = r.request(of)
+        r.router_plane.send(r.worker_plane.address, AbortAttempt(request.request_id, request.attempt))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        async with asyncio.timeout(10.0):
+            result = await r.service.generate(request)
+        assert result.error.code == "aborted"
+        assert r.router.needed == []
+        await r.assert_idle()
+
+
+async def test_a_feature_that_fails_its_request_at_once_leaves_nothing_in_the_engine():
+    """It is announced before the request comes, and larger than the inbox: the request ends before it was admitted,
+    and must not be admitted after that."""
+    of = prompt(*IMAGE)
+    async with rig(inbox_bytes=feature(of, 0).nbytes * 3 // 4) as r:
+        request = r.request(of, stop=LONG)
+        r.publish(request, of, 0)
+        await r.until(lambda: r.service.num_units_held == 1)
+        result = await r.service.generate(request)
+        assert result.error.code == "unit_too_large"
+        assert (await r.service.generate(r.request(prompt("Only text.")))).error is None
+        await r.assert_idle()
 
 
 async def test_requests_that_cannot_be_served_are_answered():
