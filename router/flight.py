@@ -248,9 +248,14 @@ class Flight:
             self.stream.write(index, text)
 
     async def _may_capacity_return(self) -> bool:
-        """Waits a moment. False once the wait since the last loss was too long, or if the request kills workers."""
+        """Waits a moment. False once the wait since the last loss was too long, if the request kills workers, or if
+        nobody was lost: who is busy is told so at once."""
         has_waited_s = self._parts.clock.now() - self._lost_at_s
-        if self._is_to_blame or has_waited_s >= self._parts.config.capacity_wait_s:
+        if (
+            self._is_to_blame
+            or isinstance(self._losses[-1], Busy)
+            or has_waited_s >= self._parts.config.capacity_wait_s
+        ):
             return False
         await asyncio.sleep(CAPACITY_POLL_S)
         return True

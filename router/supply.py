@@ -8,7 +8,18 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from fabric.errors import Busy, EncodeFailed, EncoderLost, NoCapacity, TransferError, Unavailable, WeftError
+from fabric.errors import (
+    Aborted,
+    Busy,
+    EncodeFailed,
+    EncoderLost,
+    NoCapacity,
+    TargetGone,
+    TransferError,
+    Unavailable,
+    WeftError,
+    WorkerLost,
+)
 from fabric.ids import AttemptId, MemberId
 from fabric.messages import AbortAttempt, Destination, EncodeRequest, EncodeResult, FeatureNeeded, ItemResult
 from router.parts import RouterParts
@@ -108,6 +119,12 @@ class FeatureSupply:
 
     def _item_failed(self, encoder_id: MemberId, item: ItemResult, error: WeftError) -> None:
         error.param = error.param or self._prompt.media[item.index].part
+        if isinstance(error, Aborted):  # our lease had lapsed there: the encoder itself is well
+            self._again((item.index,), TargetGone(f"{encoder_id} gave the attempt up"))
+            return
+        if isinstance(error, WorkerLost):  # it knows before we do that our worker has left: no encoder's fault
+            self._parts.exclude(self._dispatch.plan.worker_id)
+            raise error
         if isinstance(error, ELSEWHERE):
             self._encoder_failed(encoder_id, (item.index,), error)
             return

@@ -9,6 +9,7 @@ from router_chats import chat, expected, image, read, text
 from router_fakes import FakeCluster, FakeWorker, fake_cluster, settled
 
 from fabric.errors import (
+    Aborted,
     ArenaFull,
     DeadlineExceeded,
     EncodeFailed,
@@ -238,6 +239,35 @@ async def test_transient_item_error_goes_elsewhere() -> None:
         await settled(lambda: any(encoder.requests for encoder in cluster.encoders))
         next(encoder for encoder in cluster.encoders if not encoder.requests).failures = []
         assert (await read(stream))[0] == [expected(cluster)]
+
+
+async def test_encoder_that_let_our_lease_lapse_is_asked_again() -> None:
+    """It aborts what we asked for; it is well all the same, and the only one there is."""
+    async with fake_cluster() as cluster:
+        encoder = cluster.encoders[0]
+        encoder.failures = [ErrorInfo.of(Aborted("router-0 has left"))]
+        assert (await read(await cluster.service.open(chat([image()]))))[0] == [expected(cluster)]
+        assert len(encoder.requests) == 2
+        assert len(cluster.workers[0].requests) == 1
+
+
+async def test_encoder_that_saw_our_worker_leave_is_not_blamed() -> None:
+    async with fake_cluster(num_workers=2, capacity_wait_s=0.0) as cluster:
+        encoder = cluster.encoders[0]
+        encoder.failures = [ErrorInfo.of(WorkerLost("worker has left"))]
+        assert (await read(await cluster.service.open(chat([image()]))))[0] == [expected(cluster)]
+        first, second = encoder.requests
+        assert second.attempt == 1
+        assert second.destination.worker_id != first.destination.worker_id
+
+
+async def test_the_only_encoder_being_busy_is_told_at_once() -> None:
+    async with fake_cluster(capacity_wait_s=3600.0) as cluster:
+        cluster.encoders[0].failures = [Overloaded("full", retry_after_s=2.0)]
+        stream = await cluster.service.open(chat([image()]))
+        async with asyncio.timeout(10.0):
+            with pytest.raises(Overloaded):
+                await read(stream)
 
 
 async def test_broken_picture_is_the_clients_fault_and_named() -> None:
