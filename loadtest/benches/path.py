@@ -13,33 +13,31 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from deploy import compose
 from deploy.config import ClusterConfig, load_config
-from fabric.channel_local import LocalChannelHub, LocalFeatureSink
-from fabric.ids import MemberId, RequestId
-from fabric.messages import FeatureTicket, GenerateRequest, SamplingParams, StopConditions
-from fabric.plane_local import LocalHub, LocalPlane
+from fabric.messages import FeatureTicket
 from loadtest.benches.report import Bar, BenchResult
+from loadtest.benches.worker_load import Load, Measured, run_load, worker_of
 
 CONCURRENCIES = (1, 8, 32)
 ROUNDS = 3
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64
+VOCAB = 1500
 FEATURE_BYTES = 8 * 2**20
 
 
 def run() -> BenchResult:
     rows = [["part", "what", "value", "unit"]]
     engine = asyncio.run(_engine())
-    for concurrency, (steps, tokens) in engine.items():
-        rows.append([f"engine, {concurrency} at once", "steps", f"{steps:.0f}", "1/s"])
-        rows.append([f"engine, {concurrency} at once", "output tokens", f"{tokens:.0f}", "1/s"])
+    for concurrency, measured in engine.items():
+        rows.append([f"engine, {concurrency} at once", "steps", f"{measured.steps_per_s:.0f}", "1/s"])
+        rows.append([f"engine, {concurrency} at once", "output tokens", f"{measured.tokens_per_s:.0f}", "1/s"])
     nixl_ms = _nixl()
     rows.append(["NIXL, two processes", "8 MiB, READ", f"{nixl_ms:.2f}", "ms"])
     path = _cluster_path()
     for name, value in path.items():
         rows.append(["request, 1 at once", name, f"{value:.2f}", "ms"])
     bars = [
-        Bar("engine: tokens/s at 32 over 1", engine[32][1] / engine[1][1], 8.0, "x"),
+        Bar("engine: tokens/s at 32 over 1", engine[32].tokens_per_s / engine[1].tokens_per_s, 8.0, "x"),
         Bar("NIXL READ of 8 MiB", nixl_ms, 2.0, "ms", is_max=True),
         Bar("router per request", path["router"], 5.0, "ms", is_max=True),
         Bar("Ray per request", path["Ray"], 5.0, "ms", is_max=True),
@@ -52,49 +50,20 @@ def run() -> BenchResult:
     return BenchResult(rows, bars, notes)
 
 
-async def _engine() -> dict[int, tuple[float, float]]:
-    """Concurrency -> (steps/s, output tokens/s) of one worker service without router, Ray or HTTP."""
-    config = load_config(None)
-    compose.prepare_process(config)
-    model = compose.load_model(config, compose.resolve_model_dir(config))
-    plane = LocalPlane(LocalHub(), "local://bench")
-    sink = LocalFeatureSink(LocalChannelHub(), "bench", 2**20)
-    worker = compose.build_worker(config, model, MemberId("bench"), plane, sink)
-    await worker.start()
-
-    async def once(tag: str, index: int) -> None:
-        first = 1000 + hash((tag, index)) % 97
-        request = GenerateRequest(
-            request_id=RequestId(f"{tag}-{index}"),
-            attempt=0,
-            router_id=MemberId("bench-router"),
-            router_address="local://nobody",
-            token_ids=tuple((first * (i + 1)) % 400 + 100 for i in range(PROMPT_TOKENS)),
-            placeholders=(),
-            media=(),
-            sampling=SamplingParams(temperature=0.0),
-            stop=StopConditions(max_tokens=OUTPUT_TOKENS, ignore_eos=True),
-            age=(time.time(), f"{tag}-{index}"),
-        )
-        result = await worker.generate(request)
-        assert result.error is None, result.error
-        assert result.choices[0].num_tokens == OUTPUT_TOKENS
-
-    samples: dict[int, list[tuple[float, float]]] = {concurrency: [] for concurrency in CONCURRENCIES}
-    await once("warm", 0)
-    for round_number in range(ROUNDS):
-        for concurrency in CONCURRENCIES:
-            steps, begun = worker.report().steps, time.monotonic()
-            await asyncio.gather(*[once(f"r{round_number}-c{concurrency}", i) for i in range(concurrency)])
-            seconds = time.monotonic() - begun
-            samples[concurrency].append(
-                ((worker.report().steps - steps) / seconds, concurrency * OUTPUT_TOKENS / seconds)
-            )
-    await worker.stop()
-    plane.close()
+async def _engine() -> dict[int, Measured]:
+    """Concurrency -> medians over the rounds, of one worker service without router, Ray or HTTP."""
+    loads = [Load(concurrency, PROMPT_TOKENS, OUTPUT_TOKENS) for concurrency in CONCURRENCIES]
+    taken: dict[int, list[Measured]] = {load.concurrency: [] for load in loads}
+    async with worker_of(load_config(None)) as worker:
+        await run_load(worker, Load(1, PROMPT_TOKENS, OUTPUT_TOKENS), VOCAB, seed=0)
+        for round_number in range(1, ROUNDS + 1):
+            for load in loads:
+                taken[load.concurrency].append(
+                    await run_load(worker, load, VOCAB, seed=100 * round_number + load.concurrency)
+                )
     return {
-        concurrency: (statistics.median(steps for steps, _ in taken), statistics.median(tokens for _, tokens in taken))
-        for concurrency, taken in samples.items()
+        concurrency: Measured(*map(statistics.median, zip(*rounds, strict=True)))
+        for concurrency, rounds in taken.items()
     }
 
 

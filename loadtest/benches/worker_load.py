@@ -1,0 +1,93 @@
+"""Load on one worker service, without router, Ray or HTTP: what the engine alone can do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from deploy import compose
+from deploy.config import ClusterConfig
+from fabric.channel_local import LocalChannelHub, LocalFeatureSink
+from fabric.ids import MemberId, RequestId
+from fabric.messages import GenerateRequest, GenerateResult, SamplingParams, StopConditions
+from fabric.plane_local import LocalHub, LocalPlane
+
+if TYPE_CHECKING:
+    from llm_workers.service import WorkerService
+
+
+class Load(NamedTuple):
+    """`concurrency` requests at once, each with so many tokens in and out."""
+
+    concurrency: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Measured(NamedTuple):
+    """Of one round."""
+
+    steps_per_s: float
+    tokens_per_s: float
+    ttft_s: float
+    tpot_s: float
+
+
+@contextlib.asynccontextmanager
+async def worker_of(config: ClusterConfig) -> AsyncIterator[WorkerService]:
+    """A started worker of the configured model, alone."""
+    compose.prepare_process(config)
+    model = compose.load_model(config, compose.resolve_model_dir(config))
+    plane = LocalPlane(LocalHub(), "local://bench")
+    sink = LocalFeatureSink(LocalChannelHub(), "bench", 2**20)
+    worker = compose.build_worker(config, model, MemberId("bench"), plane, sink)
+    await worker.start()
+    try:
+        yield worker
+    finally:
+        await worker.stop()
+        plane.close()
+        sink.close()
+
+
+async def run_load(worker: WorkerService, load: Load, vocab_size: int, seed: int) -> Measured:
+    """One round: fresh random prompts, so that nothing is found in the prefix cache."""
+    prompts = np.random.default_rng(seed).integers(0, vocab_size, (load.concurrency, load.prompt_tokens))
+    steps, begun = worker.report().steps, time.monotonic()
+    results = await asyncio.gather(
+        *[_generate(worker, f"{seed}-{row}", prompts[row], load) for row in range(len(prompts))]
+    )
+    seconds = time.monotonic() - begun
+    return Measured(
+        steps_per_s=(worker.report().steps - steps) / seconds,
+        tokens_per_s=load.concurrency * load.output_tokens / seconds,
+        ttft_s=statistics.median(result.first_token_s for result in results),
+        tpot_s=statistics.median(
+            (seconds - result.first_token_s) / max(load.output_tokens - 1, 1) for result in results
+        ),
+    )
+
+
+async def _generate(worker: WorkerService, name: str, prompt: np.ndarray, load: Load) -> GenerateResult:
+    request = GenerateRequest(
+        request_id=RequestId(name),
+        attempt=0,
+        router_id=MemberId("bench-router"),
+        router_address="local://nobody",
+        token_ids=tuple(int(token) for token in prompt),
+        placeholders=(),
+        media=(),
+        sampling=SamplingParams(temperature=0.0),
+        stop=StopConditions(max_tokens=load.output_tokens, ignore_eos=True),
+        age=(time.time(), name),
+    )
+    result = await worker.generate(request)
+    assert result.error is None, result.error
+    assert result.choices[0].num_tokens == load.output_tokens
+    return result
