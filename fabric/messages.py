@@ -76,6 +76,20 @@ class SamplingParams(Wire, frozen=True):
     top_k: int = 0
     seed: int = 0
     """Always set by the router (drawn there when the client gave none), so that a migration draws the same."""
+    min_p: float = 0.0
+    """Tokens less probable than `min_p` times the most probable one are left out; 0 is off."""
+    repetition_penalty: float = 1.0
+    """Over prompt and output: positive logits are divided by it, others multiplied; 1 is off."""
+    presence_penalty: float = 0.0
+    """Subtracted once for a token of the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each time a token stands in the output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, added to its logit), ids distinct."""
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 class StopConditions(Wire, frozen=True):

@@ -15,6 +15,7 @@ import torch
 from fabric.ids import UnitKey
 from llm_workers.attention import Backend
 from llm_workers.paged_kv import PagedKV, Rows
+from llm_workers.penalties import Penalised, apply_logit_bias, apply_penalties
 from llm_workers.sampling import sample
 from llm_workers.scheduling.plan import Chunk, Splice, StepPlan, StepResult
 from modalities.family import LanguageModel
@@ -73,18 +74,17 @@ class Runner:
         return feature_rows, levels[1:]
 
     def _draw(self, hidden: torch.Tensor, chunks: Sequence[Chunk], starts: np.ndarray) -> StepResult:
-        sampled = [index for index, chunk in enumerate(chunks) if chunk.sampling is not None]
-        if not sampled:
+        places = [place for place, chunk in enumerate(chunks) if chunk.sampling is not None]
+        if not places:
             return StepResult({})
-        last_rows = torch.from_numpy(starts[1:][sampled] - 1).to(hidden.device)
+        last_rows = torch.from_numpy(starts[1:][places] - 1).to(hidden.device)
         logits = self._model.logits(hidden.index_select(0, last_rows))
-        draws = [
-            (chunk.sampling, chunk.sequence_id.choice, chunk.draw_index)
-            for chunk in chunks
-            if chunk.sampling is not None
-        ]
-        tokens = sample(logits, draws)
-        return StepResult({chunks[index].sequence_id: token for index, token in zip(sampled, tokens, strict=True)})
+        drawn = [(chunk, chunk.sampling) for chunk in chunks if chunk.sampling is not None]
+        changes = [Penalised(row, params, chunk.counts) for row, (chunk, params) in enumerate(drawn)]
+        apply_penalties(logits, changes)
+        apply_logit_bias(logits, changes)
+        tokens = sample(logits, [(params, chunk.sequence_id.choice, chunk.draw_index) for chunk, params in drawn])
+        return StepResult({chunk.sequence_id: token for (chunk, _), token in zip(drawn, tokens, strict=True)})
 
 
 def _rows(chunks: Sequence[Chunk], starts: np.ndarray) -> list[Rows]:

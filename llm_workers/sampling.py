@@ -1,4 +1,4 @@
-"""Drawing the next token: temperature, then top-k, then top-p, by inverse CDF.
+"""Drawing the next token: temperature, then min-p, then top-k, then top-p, by inverse CDF.
 
 A draw depends on (seed, choice, index of the token) alone, so a preempted or migrated sequence draws the same
 again. Greedy rows take the exact argmax, the lowest id on a tie. Knows nothing of sequences or steps.
@@ -33,13 +33,18 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
 
 
 def _probabilities(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """float64 `(n, vocab)`: single precision loses the tail of a large vocabulary in a running sum."""
-    temperature = torch.tensor(
-        [params.temperature for params, _, _ in draws], dtype=torch.float64, device=logits.device
+    """What min-p leaves, float64 `(n, vocab)`: single precision loses the tail of a large vocabulary in a running
+    sum. Rows need not add up to 1."""
+    numbers = torch.tensor(
+        [(params.temperature, params.min_p) for params, _, _ in draws], dtype=torch.float64, device=logits.device
     )
     scaled = logits.double()
     scaled -= scaled.amax(dim=-1, keepdim=True)
-    return torch.softmax(scaled / temperature[:, None], dim=-1)
+    probabilities = torch.softmax(scaled / numbers[:, :1], dim=-1)
+    if any(params.min_p > 0 for params, _, _ in draws):
+        least = probabilities.amax(dim=-1, keepdim=True) * numbers[:, 1:]
+        probabilities.masked_fill_(probabilities < least, 0.0)
+    return probabilities
 
 
 def _targets(draws: Sequence[Draw], device: torch.device) -> torch.Tensor:

@@ -100,6 +100,7 @@ class Attempt:
             age=self._age,
             num_choices=prompt.num_choices,
             cache_salt=prompt.cache_salt,
+            priority=prompt.priority,
             dispatched_items=tuple(assignment.item_index for assignment in plan.assignments),
             emitted=tuple(emitted) if any(emitted) else (),
         )

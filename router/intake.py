@@ -144,11 +144,12 @@ class Intake:
             media=tuple(items),
             media_bytes=tuple(files),
             block_hashes=tuple(hashes),
-            sampling=sampling_of(chat),
+            sampling=sampling_of(chat, self._family.shape.vocab_size),
             stop=self._stop_conditions(chat, len(expanded.token_ids)),
             stop_strings=tuple(chat.stop or ()),
             num_choices=chat.num_choices,
             cache_salt=salt,
+            priority=chat.priority or 0,
             ignored_fields=tuple(chat.ignored_fields),
         )
 
@@ -204,11 +205,26 @@ class Intake:
         )
 
 
-def sampling_of(chat: ChatRequest) -> SamplingParams:
-    """OpenAI's defaults. A request without a seed gets one here, so that a migration draws the same."""
+def sampling_of(chat: ChatRequest, vocab_size: int) -> SamplingParams:
+    """OpenAI's defaults. A request without a seed gets one here, so that a migration draws the same. Raises
+    InvalidRequest for a bias on what is no token."""
     return SamplingParams(
         temperature=1.0 if chat.temperature is None else chat.temperature,
         top_p=1.0 if chat.top_p is None else chat.top_p,
         top_k=max(0, chat.top_k or 0),
         seed=secrets.randbits(63) if chat.seed is None else chat.seed,
+        min_p=chat.min_p or 0.0,
+        repetition_penalty=1.0 if chat.repetition_penalty is None else chat.repetition_penalty,
+        presence_penalty=chat.presence_penalty or 0.0,
+        frequency_penalty=chat.frequency_penalty or 0.0,
+        logit_bias=tuple(_biases(chat.logit_bias or {}, vocab_size).items()),
     )
+
+
+def _biases(logit_bias: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for name, bias in logit_bias.items():
+        if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocab_size):
+            raise InvalidRequest(f"logit_bias: {name[:32]!r} is no token id of this model", param="logit_bias")
+        biases[int(name)] = bias
+    return biases

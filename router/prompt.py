@@ -23,6 +23,7 @@ class Prompt:
     stop_strings: tuple[str, ...] = ()
     num_choices: int = 1
     cache_salt: str = ""
+    priority: int = 0
     ignored_fields: tuple[str, ...] = ()
 
     @property

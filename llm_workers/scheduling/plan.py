@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from fabric.ids import SequenceId, UnitKey
 from fabric.messages import SamplingParams
+from llm_workers.scheduling.token_counts import TokenCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class Chunk:
     """Given when the chunk reaches the sequence's last token, so its logits are sampled."""
     draw_index: int = 0
     """Index of the token that is drawn (0 is the first generated one)."""
+    counts: TokenCounts | None = None
+    """Of all tokens up to the drawn one, if `sampling` has penalties. The sequence's own: for reading."""
 
     @property
     def end(self) -> int:

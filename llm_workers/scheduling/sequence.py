@@ -17,6 +17,7 @@ from llm_workers.scheduling.growing import GrowingArray
 from llm_workers.scheduling.layout import PromptLayout
 from llm_workers.scheduling.stopping import finish_reason
 from llm_workers.scheduling.timing import Stopwatch
+from llm_workers.scheduling.token_counts import TokenCounts
 from modalities.family import Positions
 
 AgeKey = tuple[float, str, int, int]
@@ -47,6 +48,7 @@ class Sequence:
         self.num_prompt = len(request.token_ids)
         emitted = request.emitted[sequence_id.choice] if request.emitted else ()
         self.tokens = GrowingArray((*request.token_ids, *emitted))
+        self.counts = self._counts() if request.sampling.has_penalties else None
         self._positions = positions
         self.table = GrowingArray(spare=16)
         self.hashes: list[BlockHash] = []
@@ -75,6 +77,8 @@ class Sequence:
     def append(self, token_id: int) -> str | None:
         """Adds a drawn token; returns the finish reason, if that was the last one."""
         self.tokens.append(token_id)
+        if self.counts is not None:
+            self.counts.add(token_id)
         return self.finish_reason()
 
     def finish_reason(self) -> str | None:
@@ -83,6 +87,9 @@ class Sequence:
             return None
         is_full = self.num_tokens >= self.max_total_tokens
         return finish_reason(self.stop, self.tokens[self.num_tokens - 1], self.num_generated, is_full)
+
+    def _counts(self) -> TokenCounts:
+        return TokenCounts(self.tokens.view(0, self.num_prompt), self.tokens.view(self.num_prompt))
 
     def positions(self, start: int, end: int) -> npt.NDArray[np.int64]:
         """`(num_axes, end - start)`: the prompt's as given, behind it index + delta on every axis."""

@@ -81,6 +81,7 @@ class Steps:
             splices=splices,
             sampling=sequence.sampling if end == sequence.num_tokens else None,
             draw_index=sequence.num_generated,
+            counts=sequence.counts,
         )
 
     # ------------------------------------------------------------ end

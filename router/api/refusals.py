@@ -42,7 +42,6 @@ PARAM_TO_NEUTRAL: dict[str, Neutral] = {
     # OpenAI
     "logprobs": _is(False),
     "top_logprobs": _equals(0),
-    "logit_bias": _is_empty,
     "response_format": _is_text_format,
     "tools": _is_empty,
     "tool_choice": _equals("none", "auto"),
@@ -50,15 +49,11 @@ PARAM_TO_NEUTRAL: dict[str, Neutral] = {
     "function_call": _equals("none", "auto"),
     "modalities": _is_text_only,
     "audio": _is_empty,
-    "frequency_penalty": _equals(0),
-    "presence_penalty": _equals(0),
     "prediction": _is_empty,
     "reasoning_effort": _equals("none"),
     "verbosity": _equals("medium"),
     "web_search_options": _is_empty,
     # vLLM
-    "min_p": _equals(0),
-    "repetition_penalty": _equals(1),
     "length_penalty": _equals(1),
     "best_of": _equals(1),
     "use_beam_search": _is(False),

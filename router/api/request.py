@@ -6,7 +6,7 @@ media are the intake's.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -14,6 +14,8 @@ from fabric.errors import InvalidRequest
 from router.api.refusals import refuse_unsupported
 
 INT64_MAX = 2**63 - 1
+MAX_BIASED_TOKENS = 1024
+"""A bound on work per step; OpenAI takes 300."""
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -37,7 +39,7 @@ class StreamOptions(BaseModel):
 class ChatRequest(BaseModel):
     """What is honoured. Names and bounds are OpenAI's, and vLLM's where OpenAI has none."""
 
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
     model: str
     messages: list[ChatMessage] = Field(min_length=1)
@@ -46,12 +48,20 @@ class ChatRequest(BaseModel):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=INT64_MAX)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_BIASED_TOKENS)
+    """Token ids as strings, JSON's keys."""
     seed: int | None = Field(None, ge=-(2**63), le=INT64_MAX)
     stop: list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0)
     n: int | None = Field(None, ge=1)
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    """Lower is served first, as in vLLM."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, max_length=256)
@@ -98,7 +108,7 @@ def _refusal(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']}")
-    param = ".".join(str(step) for step in first["loc"]) or None
+    param = ".".join(str(step)[:64] for step in first["loc"]) or None
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is required", param=param)
     subject = "the body" if param is None else param

@@ -18,7 +18,7 @@ def probabilities_of(logits, params):
     """[(id, probability)] in the order of the CDF, plainly."""
     weights = np.asarray(logits, dtype=np.float64)
     weights = np.exp((weights - weights.max()) / params.temperature)
-    pairs = [(i, w / weights.sum()) for i, w in enumerate(weights)]
+    pairs = [(i, w / weights.sum() if w >= params.min_p * weights.max() else 0.0) for i, w in enumerate(weights)]
     if params.top_k <= 0 and params.top_p >= 1:
         return pairs
     pairs.sort(key=lambda pair: (-pair[1], pair[0]))
@@ -52,6 +52,7 @@ PARAMS = st.builds(
     temperature=st.sampled_from([0.0, 0.2, 0.7, 1.0, 1.8]),
     top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
     top_k=st.sampled_from([0, 1, 3, 40, 500]),
+    min_p=st.sampled_from([0.0, 0.0, 0.04, 0.3, 1.0]),
     seed=st.integers(0, 2**62),
 )
 
@@ -84,6 +85,11 @@ def test_support_is_exactly_what_top_k_and_top_p_leave():
         (SamplingParams(top_p=0.71), {0, 2, 4}),
         (SamplingParams(top_k=2, top_p=0.5), {0}),
         (SamplingParams(top_p=1e-9), {0}),
+        (SamplingParams(min_p=0.49), {0, 2, 4}),
+        (SamplingParams(min_p=0.51), {0, 2}),
+        (SamplingParams(min_p=0.51, top_k=4), {0, 2}),
+        (SamplingParams(min_p=0.4, top_p=0.44), {0}),
+        (SamplingParams(min_p=1.0), {0}),
         (SamplingParams(), {0, 1, 2, 3, 4}),
         (SamplingParams(temperature=1e-4), {0}),
     ]:

@@ -12,13 +12,14 @@ from fabric.errors import (
     Aborted,
     ContextLengthExceeded,
     InvalidMedia,
+    InvalidRequest,
     ModelNotFound,
     NoCapacity,
     Overloaded,
     UnsupportedModality,
     WeftError,
 )
-from fabric.messages import AbortAttempt, KvEvents
+from fabric.messages import AbortAttempt, KvEvents, SamplingParams
 from router.api.response import Usage
 
 
@@ -186,6 +187,8 @@ async def test_a_slow_reader_gets_everything_in_few_pieces_and_delays_nobody() -
         ),
         (chat("x" * 3000), ContextLengthExceeded, "messages"),
         (chat("x", max_tokens=2040), ContextLengthExceeded, "max_tokens"),
+        (chat("x", logit_bias={"999999": 1}), InvalidRequest, "logit_bias"),
+        (chat("x", logit_bias={"-1": 1}), InvalidRequest, "logit_bias"),
     ],
 )
 async def test_refused_before_any_member_hears_of_it(request_, kind: type[WeftError], param: str) -> None:  # type: ignore[no-untyped-def]
@@ -195,6 +198,15 @@ async def test_refused_before_any_member_hears_of_it(request_, kind: type[WeftEr
         assert caught.value.param == param
         assert cluster.workers[0].requests == []
         assert (await read(await cluster.service.open(chat())))[0] == [expected(cluster)]
+
+
+async def test_sampling_parameters_reach_the_worker_as_they_were_meant() -> None:
+    asked = {"min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": -1.5, "frequency_penalty": 2, "seed": 7}
+    async with fake_cluster() as cluster:
+        await read(await cluster.service.open(chat("x", **asked, logit_bias={"7": -100, "5": 0.5}, priority=-3)))
+        sent = cluster.workers[0].requests[0]
+    assert sent.sampling == SamplingParams(1.0, 1.0, 0, 7, 0.1, 1.2, -1.5, 2.0, ((7, -100.0), (5, 0.5)))
+    assert sent.priority == -3
 
 
 async def test_in_flight_limit_refuses_and_recovers() -> None:
