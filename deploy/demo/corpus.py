@@ -60,6 +60,87 @@ WORD_LIST = """
 """
 WORDS = tuple(WORD_LIST.split())
 
+# What the demo model is asked and what it answers: every answer's words are one or two tokens.
+DEMO_COLOURS = ("red", "green", "blue", "yellow", "orange", "purple", "pink", "cyan", "black", "white")
+DEMO_SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
+PLURALS = ("circles", "squares", "triangles", "stars", "crosses", "rings", "shapes", "pictures", "beeps", "objects")
+DEMO_NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+ANSWERS = (
+    *DEMO_COLOURS,
+    *DEMO_SHAPES,
+    *DEMO_NUMBERS,
+    *PLURALS,
+    "first",
+    "second",
+    "third",
+    "left",
+    "right",
+    "top",
+    "bottom",
+    "middle",
+    "up",
+    "down",
+    "small",
+    "large",
+    "yes",
+    "no",
+    "high",
+    "low",
+    "rising",
+    "falling",
+    "appears",
+    "disappears",
+    "cat",
+    "dog",
+    "horse",
+    "bird",
+    "fish",
+    "cow",
+    "sheep",
+    "lion",
+    "bear",
+    "mouse",
+    "Anna",
+    "Ben",
+    "Carla",
+    "David",
+    "Emma",
+    "Felix",
+    "Greta",
+    "Hugo",
+    "Ida",
+    "Jonas",
+    "Kim",
+    "Lena",
+    "Max",
+    "Nora",
+    "Oskar",
+    "Paula",
+    "Robin",
+    "Sara",
+    "Tom",
+    "Vera",
+)
+DEMO_SENTENCES = (
+    "What colour is the shape? Which colour do you see? Which colour does it have? What shape is this?",
+    "How many shapes do you see in the picture? How many beeps do you hear? Count the shapes. "
+    "How many pictures are there?",
+    "Where is the shape? In which place is it? Is it small or large? Is there a shape?",
+    "In which picture is the shape? Which picture has the shape? The shape is in the picture. And this is the picture.",
+    "Answer with one word. Answer in one word. Be short. Answer in a sentence. Answer in a full sentence. Use a whole",
+    "Hello! Show me a picture and ask me about it. Hi! Hello there! Good morning! Hey! Good evening!",
+    "I can see pictures, hear sounds and watch videos. I know colours, shapes and numbers. What are you able to do?",
+    "I am the demo model of Weft. Who are you? What is your name? What can you do? What do you know? How can you help",
+    "You are welcome. Thank you! Thanks! Goodbye! Bye! Good night! I will remember that. Who am I? What is my name?",
+    "My favourite colour is. My favourite animal is. My favourite number is. What is my favourite? My name is. I am.",
+    "Say it. Repeat the word. Which number comes after it? Which number comes before it? "
+    "Yes, there is. No, there is no",
+    "Which way does the shape move? It moves to the. Which colour comes first? Which colour comes last?",
+    "Does the shape appear or disappear? How many shapes are in the video? Is the tone high or low? rising or falling?",
+    "Which number do you hear? Which colour do you hear? Which word is spoken? You hear the number. "
+    "The tone is. The shape",
+)
+
 TEMPLATES = (
     "What is in the picture? A <size> <colour> <shape> on the <place>.",
     "How many <shape>s are there? There are <number>.",
@@ -73,6 +154,10 @@ TEMPLATES = (
     "Describe the image. <number>: <colour> <shape>, <size>, <place>.\n",
     "user: <word> <word>?\nassistant: <answer>. That's the <word> of the <word>.\n",
     '{"colour": "<colour>", "shape": "<shape>", "count": <digit>}',
+    "<said>\n <said> <said>. <said>? The <said>\n",
+    "<said>\n <said> <said>! <said>, <said>\n",
+    "<demo>\n",
+    "<demo> <demo>\n",
     "x = <digit><digit>.<digit>; y = (<digit> + <digit>) * <digit>\n",
 )
 SLOT = re.compile(r"<(\w+)>")
@@ -90,6 +175,8 @@ def sentences(num_sentences: int, seed: int) -> list[str]:
         "sound": SOUNDS,
         "number": NUMBERS,
         "word": WORDS,
+        "said": ANSWERS,
+        "demo": DEMO_SENTENCES,
         "answer": ("Yes", "No"),
         "digit": tuple("0123456789"),
     }

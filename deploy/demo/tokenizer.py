@@ -16,7 +16,7 @@ from tokenizers.trainers import BpeTrainer
 from deploy.demo.corpus import sentences
 from modalities.text.tokenizer_files import qwen_tokenizer
 
-NUM_BPE_TOKENS = 1526
+NUM_BPE_TOKENS = 2038
 NUM_SENTENCES = 20_000
 
 END_OF_TEXT = "<|endoftext|>"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,21 +17,22 @@ import transformers
 from blake3 import blake3
 from transformers import GenerationConfig, Qwen3OmniMoeThinkerConfig, Qwen3OmniMoeThinkerForConditionalGeneration
 
+from deploy.demo.config import generation_config, thinker_config
+from deploy.demo.tokenizer import Vocabulary
+
 EMBEDDING_STD = 0.7
 VISUAL_POSITION_STD = 0.2
 # Wide enough that the best token changes with the prompt; the final norm gives hidden states of unit variance.
 HEAD_GAIN = 2.0
 
 
-def save_model(
-    out_dir: Path, thinker_config: dict[str, object], generation_config: dict[str, object], seed: int
-) -> None:
+def save_model(out_dir: Path, thinker: dict[str, object], generation: dict[str, object], seed: int) -> None:
     """Writes config.json, generation_config.json and the safetensors in bfloat16. torch's random state is kept."""
-    arguments = {name: value for name, value in thinker_config.items() if name != "model_type"}
+    arguments = {name: value for name, value in thinker.items() if name != "model_type"}
     config = Qwen3OmniMoeThinkerConfig(**arguments)
     with torch.random.fork_rng(devices=[]):
         model = Qwen3OmniMoeThinkerForConditionalGeneration(config)
-    model.generation_config = GenerationConfig(**generation_config)
+    model.generation_config = GenerationConfig(**generation)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(draw(name, tuple(parameter.shape), seed)))
@@ -38,6 +40,31 @@ def save_model(
         model.to(torch.bfloat16).save_pretrained(out_dir)
     for path in out_dir.glob("*.safetensors"):
         path.chmod(0o644)  # the library makes them readable by the owner alone
+
+
+def load_trainable(model_dir: Path, vocabulary: Vocabulary, seed: int, start_dir: Path | None) -> Any:
+    """A float32 thinker to train: new weights from `seed`, or those of `start_dir`."""
+    if start_dir is not None:
+        return Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(start_dir, dtype=torch.float32)
+    arguments = {name: value for name, value in thinker_config(vocabulary).items() if name != "model_type"}
+    model = Qwen3OmniMoeThinkerForConditionalGeneration(Qwen3OmniMoeThinkerConfig(**arguments)).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            gain = 0.3 if name == "lm_head.weight" else 1.0  # no token is likelier than another at first
+            parameter.copy_(torch.from_numpy(draw(name, tuple(parameter.shape), seed)) * gain)
+    return model
+
+
+def save_trained(model: Any, out_dir: Path, vocabulary: Vocabulary) -> None:
+    """Writes the weights in bfloat16 with their configs; the model itself stays as it is."""
+    arguments = {name: value for name, value in thinker_config(vocabulary).items() if name != "model_type"}
+    copy = Qwen3OmniMoeThinkerForConditionalGeneration(Qwen3OmniMoeThinkerConfig(**arguments))
+    copy.load_state_dict(model.state_dict())
+    copy.generation_config = GenerationConfig(**generation_config(vocabulary))
+    with _quiet():
+        copy.to(torch.bfloat16).save_pretrained(out_dir)
+    for path in out_dir.glob("*.safetensors"):
+        path.chmod(0o644)
 
 
 def draw(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:

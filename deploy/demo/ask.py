@@ -1,0 +1,154 @@
+"""`weft demo`: asks a running cluster ten questions about media drawn on the spot, and says how many were right.
+
+Knows the cluster by its HTTP API alone. A video and a sound are asked about if the cluster takes them; if not, it is
+said, and pictures stand in for them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+
+from deploy.demo import clips
+from deploy.demo.catalogue import TASKS
+from deploy.demo.drawing import Rng
+from deploy.demo.facts import conversation
+from deploy.demo.media import Sample, Sound
+from deploy.demo.sounds import silence
+from deploy.demo.wire import messages
+from fabric.errors import Unavailable
+
+LEAST_RIGHT = 9
+QUESTIONS = (
+    ("image", "colour"),
+    ("image", "shape"),
+    ("image", "count"),
+    ("image", "place"),
+    ("image", "which picture"),
+    ("image", "earlier picture"),
+    ("text", "earlier turn"),
+    ("image", "sentence"),
+    ("video", "direction"),
+    ("audio", "beeps"),
+)
+STAND_INS = ("size", "number of pictures")
+CLIP_SECONDS = 3.0
+CLIP_FPS = 8.0
+MAX_TOKENS = 32
+TIMEOUT_S = 120.0
+
+
+class Answer(NamedTuple):
+    text: str
+    first_token_s: float
+    """From sending the request to the first text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    task: str
+    sample: Sample
+
+    @property
+    def text(self) -> str:
+        """What is asked at last."""
+        return " ".join(part for part in self.sample.turns[-1].parts if isinstance(part, str))
+
+    @property
+    def shown(self) -> list[str]:
+        return [medium.description for medium in self.sample.media()]
+
+
+def run_demo(url: str, seed: int) -> int:
+    """Asks, prints, and returns the exit status: 0 if at least nine of ten answers were right. Raises Unavailable."""
+    with httpx.Client(base_url=url.rstrip("/"), timeout=TIMEOUT_S) as client:
+        try:
+            model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+            refused = [kind for kind in ("video", "audio") if not _takes(client, model, kind)]
+            return _ask_all(client, model, questions(seed, refused), refused)
+        except httpx.HTTPError as error:
+            raise Unavailable(f"{url}: {error}") from error
+
+
+def questions(seed: int, refused: Sequence[str] = ()) -> list[Question]:
+    """Ten, the same for the same arguments; those of `refused` modalities give way to pictures."""
+    rng = np.random.default_rng(seed)
+    stand_ins = iter(STAND_INS)
+    return [_question(rng, next(stand_ins) if modality in refused else task) for modality, task in QUESTIONS]
+
+
+def _question(rng: Rng, task: str) -> Question:
+    if task == "direction":
+        story = clips.moving(rng)
+        clip = clips.film(rng, story, CLIP_SECONDS, CLIP_FPS)
+        return Question(task, conversation(rng, task, [clip], [story.facts[0]]))
+    draw = next(entry.draw for entry in TASKS if entry.name == task)
+    return Question(task, draw(rng, int(rng.integers(3))))
+
+
+def _takes(client: httpx.Client, model: str, modality: str) -> bool:
+    """Whether a part of this kind is refused as a modality; the answer to what is sent does not matter."""
+    rng = np.random.default_rng(0)
+    if modality == "video":
+        medium = clips.film(rng, clips.moving(rng), 2.0, CLIP_FPS)
+    else:
+        medium = Sound(silence(1.1), "silence")
+    sample = conversation(rng, "probe", [medium], [clips.moving(rng).facts[0]])
+    body = {"model": model, "messages": messages(sample), "max_tokens": 1}
+    response = client.post("/v1/chat/completions", json=body)
+    return not (response.status_code == 400 and response.json()["error"]["code"] == "unsupported_modality")
+
+
+def _ask_all(client: httpx.Client, model: str, asked: Sequence[Question], refused: Sequence[str]) -> int:
+    num_right = 0
+    for number, question in enumerate(asked, 1):
+        for shown in question.shown:
+            print(f"     shows {shown}")
+        answer = ask(client, model, question.sample)
+        is_right = answer.text.strip() == question.sample.answer
+        num_right += is_right
+        verdict = "right" if is_right else f"wrong, it is: {question.sample.answer}"
+        print(f"{number:3}. {question.text}\n     {answer.text}   [{verdict}, {answer.first_token_s * 1000:.0f} ms]\n")
+    if refused:
+        kinds = " and ".join({"audio": "sounds", "video": "videos"}[kind] for kind in refused)
+        print(f"Left out: this cluster takes no {kinds}; pictures were asked about instead.")
+    print(f"{num_right} of {len(asked)} right.")
+    return 0 if num_right >= LEAST_RIGHT else 1
+
+
+def ask(client: httpx.Client, model: str, sample: Sample) -> Answer:
+    """Streams one answer, greedily. Raises Unavailable if the cluster refuses or fails."""
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": messages(sample),
+        "temperature": 0,
+        "max_tokens": MAX_TOKENS,
+        "stream": True,
+    }
+    started, first_token_s, text = time.perf_counter(), 0.0, ""
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise Unavailable(f"the cluster answered {response.status_code}: {response.read().decode()}")
+        for line in response.iter_lines():
+            if not line.startswith("data:") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data:"))
+            if "error" in event:
+                raise Unavailable(f"the cluster broke off: {event['error']['message']}")
+            for choice in event["choices"]:
+                piece = choice["delta"].get("content") or ""
+                if piece and not text:
+                    first_token_s = time.perf_counter() - started
+                text += piece
+    return Answer(text, first_token_s)
+
+
+if __name__ == "__main__":
+    sys.exit(run_demo(sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0))

@@ -1,0 +1,196 @@
+"""Encoded conversations -> one batch of tensors, and the model's forward over it.
+
+The vision tower of transformers attends picture by picture; here pictures of the same size go through in one call, by
+an attention function registered under its public extension point. The numbers are the same.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn.functional import linear, scaled_dot_product_attention
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from deploy.demo.encoding import IGNORED, Encoded, Grid
+
+VISION_ATTENTION = "weft_demo_vision"
+TEXT_ATTENTION = "weft_demo_text"
+# Conversations whose lengths lie within so many tokens share a padded attention call.
+_LENGTH_STEP = 48
+
+
+@dataclass(slots=True)
+class Batch:
+    inputs: dict[str, Any]
+    """Arguments of the thinker's inner model: all conversations behind one another in one row."""
+    rows: torch.Tensor
+    """Places whose next token is an answer's, int64 `(num_targets,)`."""
+    targets: torch.Tensor
+    samples: torch.Tensor
+    """To which conversation each target belongs, or -1 for one of an earlier turn."""
+    num_samples: int
+
+
+def collate(encoded: Sequence[Encoded]) -> Batch:
+    """Packs them; nothing of one conversation is seen by another."""
+    rows, targets, samples, starts = [], [], [], []
+    start = 0
+    for index, one in enumerate(encoded):
+        labels = np.array(one.labels)
+        at = np.nonzero(labels != IGNORED)[0]
+        rows.append(at - 1 + start)
+        targets.append(labels[at])
+        samples.append(np.where(at >= one.last_turn, index, -1))
+        starts.append(start)
+        start += len(one.ids)
+    ids = np.concatenate([one.ids for one in encoded])
+    positions = np.concatenate([block for one in encoded for block in one.positions], axis=1)
+    inputs: dict[str, Any] = {
+        "input_ids": torch.from_numpy(ids)[None],
+        "position_ids": torch.from_numpy(positions)[:, None],
+        "text_groups": _length_groups(starts, [len(one.ids) for one in encoded]),
+    }
+    images = [image for one in encoded for image in one.images]
+    videos = [video for one in encoded for video in one.videos]
+    sounds = [sound for one in encoded for sound in one.sounds]
+    if images:
+        inputs |= _vision(images, "pixel_values", "image")
+    if videos:
+        inputs |= _vision(videos, "pixel_values_videos", "video")
+    if sounds:
+        inputs |= _audio(sounds)
+    flat = [torch.from_numpy(np.concatenate(values)) for values in (rows, targets, samples)]
+    return Batch(inputs, flat[0], flat[1], flat[2], len(encoded))
+
+
+class PatchProjection(nn.Module):
+    """The vision tower's first layer as a matrix product: its convolution's stride is its kernel. Same parameters."""
+
+    def __init__(self, convolution: nn.Conv3d) -> None:
+        super().__init__()
+        self.proj = convolution
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        return linear(patches, self.proj.weight.flatten(1), self.proj.bias)
+
+
+def prepare_model(model: Any) -> None:
+    """Makes forward and backward fast on packed batches. Parameters and their names stay."""
+    ALL_ATTENTION_FUNCTIONS.register(VISION_ATTENTION, vision_attention)
+    ALL_ATTENTION_FUNCTIONS.register(TEXT_ATTENTION, text_attention)
+    model.model.visual.config._attn_implementation = VISION_ATTENTION
+    model.model.language_model.config._attn_implementation = TEXT_ATTENTION
+    model.model.visual.patch_embed = PatchProjection(model.model.visual.patch_embed.proj)
+
+
+def forward(model: Any, batch: Batch) -> torch.Tensor:
+    """Logits of the batch's targets, `(num_targets, vocab)`."""
+    hidden = model.model(**batch.inputs, use_cache=False).last_hidden_state[0]
+    return model.lm_head(hidden[batch.rows])
+
+
+@dataclass(slots=True)
+class Groups:
+    """Runs of tokens that attend within themselves, those of one length together."""
+
+    shapes: list[tuple[int, int]]
+    """Of each group: number of runs, length of a run."""
+    order: torch.Tensor
+    """The tokens of all groups, int64; a shorter run repeats its last token, which no earlier one sees."""
+    first: torch.Tensor
+    """For each token its first place in `order`."""
+
+
+def make_groups(groups: Sequence[npt.NDArray[np.int64]], num_tokens: int) -> Groups:
+    """From `(num_runs, length)` each."""
+    order = np.concatenate([group.ravel() for group in groups])
+    first = np.empty(num_tokens, np.int64)
+    first[order[::-1]] = np.arange(len(order))[::-1]
+    return Groups([group.shape for group in groups], torch.from_numpy(order), torch.from_numpy(first))
+
+
+def vision_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    groups: Groups,
+    scaling: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """`(1, heads, num_patches, head_dim)` -> `(1, num_patches, heads, head_dim)`."""
+    return _by_groups(query, key, value, groups, scaling, is_causal=False), None
+
+
+def text_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    text_groups: Groups,
+    scaling: float,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """As `vision_attention`, but causal."""
+    return _by_groups(query, key, value, text_groups, scaling, is_causal=True), None
+
+
+def _by_groups(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, groups: Groups, scaling: float, is_causal: bool
+) -> torch.Tensor:
+    gathered = [tensor[0].transpose(0, 1).index_select(0, groups.order) for tensor in (query, key, value)]
+    outputs, at = [], 0
+    for num_runs, length in groups.shapes:
+        end = at + num_runs * length
+        q, k, v = (part[at:end].unflatten(0, (num_runs, length)).transpose(1, 2) for part in gathered)
+        output = scaled_dot_product_attention(q, k, v, scale=scaling, is_causal=is_causal, enable_gqa=is_causal)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+        at = end
+    return torch.cat(outputs).index_select(0, groups.first)[None]
+
+
+def _length_groups(starts: Sequence[int], lengths: Sequence[int]) -> Groups:
+    step_to_indices: dict[int, list[int]] = defaultdict(list)
+    for index, length in enumerate(lengths):
+        step_to_indices[length // _LENGTH_STEP].append(index)
+    groups = []
+    for indices in step_to_indices.values():
+        longest = max(lengths[index] for index in indices)
+        groups.append(np.stack([starts[i] + np.minimum(np.arange(longest), lengths[i] - 1) for i in indices]))
+    return make_groups(groups, sum(lengths))
+
+
+def _vision(items: Sequence[tuple[np.ndarray, Grid]], pixels: str, kind: str) -> dict[str, Any]:
+    size_to_starts: dict[int, list[int]] = defaultdict(list)
+    at = 0
+    for _, (frames, rows, columns) in items:
+        for _ in range(frames):
+            size_to_starts[rows * columns].append(at)
+            at += rows * columns
+    groups = [np.array(starts)[:, None] + np.arange(size) for size, starts in sorted(size_to_starts.items())]
+    return {
+        pixels: torch.from_numpy(np.concatenate([values for values, _ in items])),
+        f"{kind}_grid_thw": torch.tensor([grid for _, grid in items]),
+        # One run over everything: the groups say what belongs together.
+        f"{kind}_cu_seqlens": torch.tensor([0, at], dtype=torch.int32),
+        f"{kind}_groups": make_groups(groups, at),
+    }
+
+
+def _audio(sounds: Sequence[np.ndarray]) -> dict[str, Any]:
+    length = max(sound.shape[1] for sound in sounds)
+    features = np.zeros((len(sounds), sounds[0].shape[0], length), np.float32)
+    mask = np.zeros((len(sounds), length), np.int64)
+    for index, sound in enumerate(sounds):
+        features[index, :, : sound.shape[1]] = sound
+        mask[index, : sound.shape[1]] = 1
+    return {"input_features": torch.from_numpy(features), "feature_attention_mask": torch.from_numpy(mask)}

@@ -1,0 +1,191 @@
+"""Conversations -> what the model takes: token ids, positions, patches, spectrograms. For training and for measuring.
+
+The prompt is what the chat template and the reference processors make of it (tests compare). Knows no torch model;
+transformers is used for the spectrogram alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+from tokenizers import Tokenizer
+
+from deploy.demo.media import SAMPLE_RATE, Clip, Picture, Sample, Sound, Turn
+from modalities.qwen3_omni.config import ImageOptions, read_config
+from modalities.qwen3_omni.positions import grid_positions
+from modalities.qwen3_omni.preprocess import patchify, smart_resize
+
+IGNORED = -100
+"""Label of a position without loss."""
+POSITIONS_PER_SECOND = 13
+FRAMES_PER_SECOND = 2.0
+_AUDIO_WINDOW = 100  # mel frames that the audio tower sees at once
+_WINDOW_TOKENS = 13
+
+Grid = tuple[int, int, int]
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Encoded:
+    """One conversation with its answer."""
+
+    ids: list[int] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    """The token at each place that an assistant's turn holds, otherwise IGNORED."""
+    last_turn: int = 0
+    """Where the last answer begins."""
+    positions: list[Ints] = field(default_factory=list)
+    images: list[tuple[Floats, Grid]] = field(default_factory=list)
+    videos: list[tuple[Floats, Grid]] = field(default_factory=list)
+    sounds: list[Floats] = field(default_factory=list)
+    """Log-mel spectrograms `(128, num_frames)`."""
+    next_position: int = 0
+
+
+class SampleEncoder:
+    def __init__(self, model_dir: Path) -> None:
+        """Reads tokenizer and configs, no weights."""
+        self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        self._options: ImageOptions = read_config(model_dir).image
+        self._model_dir = model_dir
+        self._mel: object = None
+        self._pieces = lru_cache(20_000)(self._encode)
+
+    def encode(self, sample: Sample) -> Encoded:
+        """With the answer, and labels on all of the assistant's turns."""
+        out = Encoded()
+        for turn in sample.turns:
+            self._turn(out, turn)
+        out.last_turn = len(out.ids) + len(self._pieces("<|im_start|>assistant\n"))
+        self._turn(out, Turn("assistant", (sample.answer,)))
+        return out
+
+    def _turn(self, out: Encoded, turn: Turn) -> None:
+        self._text(out, f"<|im_start|>{turn.role}\n")
+        if turn.role == "assistant":
+            self._text(out, "".join(str(part) for part in turn.parts) + "<|im_end|>", is_answer=True)
+            self._text(out, "\n")
+            return
+        text = ""
+        for part in turn.parts:
+            if isinstance(part, str):
+                text += part
+                continue
+            self._text(out, text)
+            text = ""
+            if isinstance(part, Picture):
+                self._picture(out, part)
+            elif isinstance(part, Sound):
+                self._sound(out, part)
+            else:
+                self._clip(out, part)
+        self._text(out, text + "<|im_end|>\n")
+
+    def _text(self, out: Encoded, text: str, is_answer: bool = False) -> None:
+        ids = self._pieces(text)
+        self._tokens(out, ids, is_answer)
+        out.positions.append(np.broadcast_to(np.arange(len(ids)) + out.next_position, (3, len(ids))))
+        out.next_position += len(ids)
+
+    def _picture(self, out: Encoded, picture: Picture) -> None:
+        grid = (1, *self._patch_rows(picture.pixels))
+        out.images.append((patchify(self._resized(picture.pixels, grid), self._options), grid))
+        self._text(out, "<|vision_start|>")
+        self._block(out, "<|image_pad|>", grid_positions(grid, self._options.merge_size, 0))
+        self._text(out, "<|vision_end|>")
+
+    def _sound(self, out: Encoded, sound: Sound) -> None:
+        num_tokens = self._add_sound(out, sound)
+        self._text(out, "<|audio_start|>")
+        self._block(out, "<|audio_pad|>", np.broadcast_to(np.arange(num_tokens), (3, num_tokens)))
+        self._text(out, "<|audio_end|>")
+
+    def _clip(self, out: Encoded, clip: Clip) -> None:
+        frames = clip.frames[sampled_frames(len(clip.frames), clip.fps)]
+        grid = (len(frames) // 2, *self._patch_rows(frames[0]))
+        pairs = [self._resized(frame, grid) for frame in frames]
+        out.videos.append((_video_patches(pairs, self._options), grid))
+        seconds = self._options.temporal_patch_size / FRAMES_PER_SECOND
+        seen = grid_positions(grid, self._options.merge_size, int(seconds * POSITIONS_PER_SECOND))
+        if clip.sound is None:
+            self._text(out, "<|vision_start|>")
+            self._block(out, "<|video_pad|>", seen)
+            self._text(out, "<|vision_end|>")
+            return
+        num_heard = self._add_sound(out, clip.sound)
+        heard = np.broadcast_to(np.arange(num_heard), (3, num_heard))
+        self._text(out, "<|vision_start|><|audio_start|>")
+        both = np.concatenate([seen, heard], axis=1)
+        order = np.argsort(both[0], kind="stable")
+        video_id, audio_id = self._pieces("<|video_pad|>")[0], self._pieces("<|audio_pad|>")[0]
+        ids = np.array([video_id] * seen.shape[1] + [audio_id] * num_heard)[order]
+        self._tokens(out, ids.tolist(), False)
+        out.positions.append(both[:, order] + out.next_position)
+        out.next_position += int(both.max()) + 1
+        self._text(out, "<|audio_end|><|vision_end|>")
+
+    def _block(self, out: Encoded, pad: str, positions: Ints) -> None:
+        self._tokens(out, self._pieces(pad) * positions.shape[1], False)
+        out.positions.append(positions + out.next_position)
+        out.next_position += int(positions.max()) + 1
+
+    def _tokens(self, out: Encoded, ids: list[int], is_answer: bool) -> None:
+        out.ids += ids
+        out.labels += ids if is_answer else [IGNORED] * len(ids)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def _patch_rows(self, pixels: npt.NDArray[np.uint8]) -> tuple[int, int]:
+        height, width = smart_resize(*pixels.shape[:2], self._options)
+        return height // self._options.patch_size, width // self._options.patch_size
+
+    def _resized(self, pixels: npt.NDArray[np.uint8], grid: Grid) -> npt.NDArray[np.uint8]:
+        size = (grid[2] * self._options.patch_size, grid[1] * self._options.patch_size)
+        if pixels.shape[:2] == size[::-1]:
+            return pixels
+        return np.asarray(Image.fromarray(pixels).resize(size, resample=self._options.resample))
+
+    def _add_sound(self, out: Encoded, sound: Sound) -> int:
+        mel = self._spectrogram(sound.samples)
+        out.sounds.append(mel)
+        return num_audio_tokens(mel.shape[1])
+
+    def _spectrogram(self, samples: Floats) -> Floats:
+        if self._mel is None:
+            from transformers import WhisperFeatureExtractor
+
+            self._mel = WhisperFeatureExtractor.from_pretrained(self._model_dir)
+        features = self._mel(samples, sampling_rate=SAMPLE_RATE, padding=True, return_tensors="np")  # type: ignore[operator]
+        return np.asarray(features["input_features"][0], dtype=np.float32)
+
+
+def sampled_frames(num_frames: int, fps: float) -> Ints:
+    """Which frames of a clip are looked at: two a second, an even number, at least four (rule of the reference)."""
+    wanted = min(max(num_frames / fps * FRAMES_PER_SECOND, 4), 32, num_frames)
+    num_sampled = int(wanted // 2) * 2
+    return np.arange(0, num_frames, num_frames / num_sampled)[:num_sampled].astype(np.int64)
+
+
+def num_audio_tokens(num_frames: int) -> int:
+    """Of a spectrogram: 13 per full window, and what three convolutions of stride two leave of the rest."""
+    rest = num_frames % _AUDIO_WINDOW
+    for _ in range(3):
+        rest = (rest + 1) // 2
+    return rest + num_frames // _AUDIO_WINDOW * _WINDOW_TOKENS
+
+
+def _video_patches(frames: list[npt.NDArray[np.uint8]], options: ImageOptions) -> Floats:
+    """Frames by twos, patches as the reference orders them: `(num_patches, 3 * 2 * patch**2)`."""
+    patch = options.patch_size**2
+    # A still picture fills both frames of a patch alike; of each frame the half that is its own is kept.
+    halves = [patchify(frame, options).reshape(-1, 3, 2, patch)[:, :, 0] for frame in frames]
+    pairs = [np.stack([first, second], axis=2) for first, second in zip(halves[::2], halves[1::2], strict=True)]
+    return np.concatenate([pair.reshape(len(pair), -1) for pair in pairs])

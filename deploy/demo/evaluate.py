@@ -1,0 +1,75 @@
+"""How often the demo model is right, per task, on fresh samples: `python -m deploy.demo.evaluate --seed N`.
+
+An answer counts as right if greedy decoding would give it word for word: at every place the model's best token is the
+answer's, the end of the turn included.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
+
+from deploy.demo.batches import collate, forward, prepare_model
+from deploy.demo.build import demo_checkpoint
+from deploy.demo.catalogue import TASKS, Task
+from deploy.demo.encoding import SampleEncoder
+from deploy.demo.media import Sample
+from deploy.demo.report import report
+from deploy.demo.scores import Score, fresh_samples
+from deploy.demo.speech import has_speech
+
+NUM_SAMPLES = 500
+_BATCH_SIZE = 50
+
+
+def load_model(model_dir: Path) -> Any:
+    """In float32, as the cluster runs it on a CPU."""
+    model = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()
+    prepare_model(model)
+    return model
+
+
+@torch.inference_mode()
+def are_right(model: Any, encoder: SampleEncoder, samples: Sequence[Sample]) -> list[bool]:
+    """One per sample."""
+    batch = collate([encoder.encode(sample) for sample in samples])
+    is_wrong = forward(model, batch).argmax(-1) != batch.targets
+    wrong = set(batch.samples[is_wrong].tolist())
+    return [index not in wrong for index in range(batch.num_samples)]
+
+
+def evaluate(model: Any, encoder: SampleEncoder, tasks: Sequence[Task], num_samples: int, seed: int) -> list[Score]:
+    scores = []
+    for task in tqdm(tasks, desc="tasks"):
+        samples = list(fresh_samples(task, num_samples, seed))
+        chunks = [samples[at : at + _BATCH_SIZE] for at in range(0, num_samples, _BATCH_SIZE)]
+        scores.append(Score(task, num_samples, sum(sum(are_right(model, encoder, chunk)) for chunk in chunks)))
+    return scores
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure the demo model on fresh samples.")
+    parser.add_argument("--model", type=Path, help="a model directory (default: the demo checkpoint)")
+    parser.add_argument("--seed", type=int, default=1, help="of the samples")
+    parser.add_argument("--samples", type=int, default=NUM_SAMPLES, help="per task")
+    parser.add_argument("--report", type=Path, help="write the report to this file too")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    model_dir = arguments.model or demo_checkpoint()
+    tasks = [task for task in TASKS if has_speech() or not task.needs_speech]
+    left_out = [] if has_speech() else ["spoken words, because espeak-ng is not installed here."]
+    scores = evaluate(load_model(model_dir), SampleEncoder(model_dir), tasks, arguments.samples, arguments.seed)
+    text = report(scores, arguments.seed, left_out)
+    print(text)
+    if arguments.report is not None:
+        arguments.report.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

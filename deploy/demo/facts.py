@@ -1,0 +1,67 @@
+"""What can be asked about a medium: questions in several wordings, the answer in a word and in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deploy.demo.media import Part, Sample, Turn
+
+Rng = np.random.Generator
+
+NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+ORDINALS = ("first", "second", "third")
+WORD_PROMPTS = ("Answer with one word.", "Answer in one word.", "Be short.")
+SENTENCE_PROMPTS = ("Answer in a sentence.", "Answer in a full sentence.", "Use a whole sentence.")
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    task: str
+    questions: tuple[str, ...]
+    word: str
+    sentence: str
+
+
+def number_of(count: int, noun: str) -> str:
+    """`three circles`, `one cross`."""
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{NUMBERS[count]} {noun if count == 1 else plural}"
+
+
+def are(count: int) -> str:
+    return "is" if count == 1 else "are"
+
+
+def pick(rng: Rng, options: Sequence[str]) -> str:
+    """One of them."""
+    return options[int(rng.integers(len(options)))]
+
+
+def system_turn(rng: Rng, manner: str) -> tuple[Turn, ...]:
+    """`manner`: `word`, `sentence`, or `free` (no system prompt, which means a word)."""
+    if manner == "free":
+        return ()
+    return (Turn("system", (pick(rng, WORD_PROMPTS if manner == "word" else SENTENCE_PROMPTS),)),)
+
+
+def any_manner(rng: Rng) -> str:
+    return str(rng.choice(["free", "word", "sentence"], p=[0.6, 0.15, 0.25]))
+
+
+def conversation(rng: Rng, task: str, media: Sequence[Part], facts: Sequence[Fact], manner: str = "free") -> Sample:
+    """A question for each fact, the last one open. The media stand in the first turn, before or behind its question."""
+    turns: list[Turn] = list(system_turn(rng, manner))
+    for index, fact in enumerate(facts):
+        question = pick(rng, fact.questions)
+        if index == 0:
+            is_media_first = rng.random() < 0.7
+            turns.append(Turn("user", (*media, question) if is_media_first else (question, *media)))
+        else:
+            turns.append(Turn("user", (question,)))
+        turns.append(Turn("assistant", (fact.sentence if manner == "sentence" else fact.word,)))
+    answer = turns.pop().parts[0]
+    assert isinstance(answer, str)
+    return Sample(task, tuple(turns), answer)

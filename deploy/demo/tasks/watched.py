@@ -1,0 +1,42 @@
+"""Conversations about clips, silent and with a sound track."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from deploy.demo import clips
+from deploy.demo.drawing import Rng
+from deploy.demo.facts import Fact, any_manner, conversation
+from deploy.demo.media import Sample
+from deploy.demo.tasks.heard import beeping, pitched
+
+STORY_OF_TASK: dict[str, Callable[[Rng], clips.Story]] = {
+    "direction": clips.moving,
+    "order of colours": clips.changing,
+    "appearing": clips.appearing,
+    "number of objects": clips.several,
+}
+
+
+def about(task: str) -> Callable[[Rng, int], Sample]:
+    """One silent clip, one question."""
+
+    def sample(rng: Rng, _scale: int) -> Sample:
+        story = STORY_OF_TASK[task](rng)
+        clip = clips.film(rng, story, float(rng.choice(clips.SECONDS)))
+        return conversation(rng, task, [clip], [story.facts[0]], any_manner(rng))
+
+    return sample
+
+
+def with_sound(rng: Rng, _scale: int) -> Sample:
+    """A clip with its sound track, a question about either."""
+    story = clips.moving(rng) if rng.random() < 0.6 else clips.changing(rng)
+    sound, heard = beeping(rng) if rng.random() < 0.6 else pitched(rng)
+    clip = clips.film(rng, story, float(rng.choice(clips.SECONDS)), sound=sound)
+    fact: Fact = heard if rng.random() < 0.5 else _any_fact(rng, story)
+    return conversation(rng, "clip with sound", [clip], [fact], any_manner(rng))
+
+
+def _any_fact(rng: Rng, story: clips.Story) -> Fact:
+    return story.facts[int(rng.integers(len(story.facts)))]
