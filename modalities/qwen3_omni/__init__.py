@@ -1,6 +1,6 @@
 """Qwen3-Omni (thinker): text and images in, text out. Video, audio and speech are not declared yet.
 
-Pure: `config`, `positions`, `family`; numpy and Pillow: `preprocess`; torch: `encoder`, `language_model`.
+Pure: `config`, `family`; torch: `checkpoint`. What its siblings share stands in `modalities.qwen_vl`.
 """
 
 from __future__ import annotations

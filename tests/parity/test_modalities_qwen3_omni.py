@@ -21,9 +21,9 @@ from fabric.errors import ConfigError
 from fabric.messages import MediaItem
 from modalities.family import EncoderInput, ExpandedPrompt
 from modalities.identify import plan_media
-from modalities.qwen3_omni.encoder import VisionEncoder
 from modalities.qwen3_omni.family import Qwen3OmniFamily
-from modalities.qwen3_omni.language_model import TextModel
+from modalities.qwen_vl.encoder import VisionEncoder
+from modalities.qwen_vl.language_model import TextModel
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch

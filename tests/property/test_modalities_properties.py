@@ -15,7 +15,7 @@ from modalities.family import ItemPlan
 from modalities.image import ImagePlugin, decode_image
 from modalities.placeholders import expand_placeholders
 from modalities.plugin import MediaLimits
-from modalities.qwen3_omni.positions import grid_positions, prompt_positions
+from modalities.qwen_vl.positions import grid_positions, prompt_positions
 
 PLACEHOLDER = 7
 SEEDS = [

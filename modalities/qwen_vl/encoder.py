@@ -7,17 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from modalities.family import EncoderInput
-from modalities.qwen3_omni.checkpoint import VisionTower, load_vision_tower
-from modalities.qwen3_omni.config import Qwen3OmniConfig
+from modalities.qwen_vl.checkpoint import Checkpoint
+from modalities.qwen_vl.config import QwenVLConfig
 
 
 class VisionEncoder:
     """Implements `modalities.family.EncoderModel`. One forward at a time: not thread-safe."""
 
-    def __init__(self, tower: VisionTower) -> None:
-        self._tower = tower
+    def __init__(self, tower: PreTrainedModel, has_deepstack: bool) -> None:
+        self._tower, self._has_deepstack = tower, has_deepstack
 
     @torch.no_grad()
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
@@ -30,11 +31,15 @@ class VisionEncoder:
         output = self._tower(
             pixels.to(self._tower.device, self._tower.dtype), grid_thw=grids.to(self._tower.device), return_dict=True
         )
-        levels = torch.stack([output.pooler_output, *output.deepstack_features])
-        num_tokens = (grids.prod(-1) // self._tower.spatial_merge_unit).tolist()
+        deepstack = output.deepstack_features if self._has_deepstack else ()
+        levels = torch.stack([output.pooler_output, *deepstack])
+        num_tokens = (grids.prod(-1) // self._tower.spatial_merge_size**2).tolist()
         return [unit.contiguous() for unit in levels.split(num_tokens, dim=1)]
 
 
-def load_vision_encoder(model_dir: Path, config: Qwen3OmniConfig, device: str, dtype: str) -> VisionEncoder:
+def load_vision_encoder(
+    checkpoint: Checkpoint, model_dir: Path, config: QwenVLConfig, device: str, dtype: str
+) -> VisionEncoder:
     """Raises ConfigError if a weight is missing."""
-    return VisionEncoder(load_vision_tower(model_dir, config, device, dtype))
+    tower = checkpoint.load_vision_tower(model_dir, config, device, dtype)
+    return VisionEncoder(tower, has_deepstack=config.num_deepstack_levels > 0)

@@ -1,4 +1,4 @@
-"""The thinker's text half on Weft's attention: embeddings in, hidden states and logits out.
+"""A text half on Weft's attention: embeddings in, hidden states and logits out.
 
 Knows no sequences: packed tokens, and metadata for the attention function that it hands through unread.
 """
@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fabric.errors import ConfigError
-from modalities.qwen3_omni.checkpoint import TextHalf, load_text_half
-from modalities.qwen3_omni.config import Qwen3OmniConfig
+from modalities.qwen_vl.checkpoint import Checkpoint
+from modalities.qwen_vl.config import QwenVLConfig
 
 
 class TextModel:
     """Implements `modalities.family.LanguageModel`. One forward at a time: not thread-safe."""
 
-    def __init__(self, part: TextHalf) -> None:
+    def __init__(self, part: PreTrainedModel) -> None:
         self._part = part
         self.dtype: torch.dtype = part.dtype
         self.device: torch.device = part.device
@@ -41,18 +42,17 @@ class TextModel:
     ) -> torch.Tensor:
         """`(num_tokens, hidden)`, positions `(3, num_tokens)` -> last hidden states `(num_tokens, hidden)`, normed.
         `feature_levels[i]` is added behind layer i at `feature_rows` (DeepStack)."""
-        mask, levels = None, None
+        deepstack: dict[str, Any] = {}  # not every family's model takes it
         if feature_rows is not None and feature_levels is not None and len(feature_rows) and len(feature_levels):
             mask = torch.zeros((1, embeddings.shape[0]), dtype=torch.bool, device=embeddings.device)
             mask[0, feature_rows] = True
-            levels = list(feature_levels.unbind(0))
+            deepstack = {"visual_pos_masks": mask, "deepstack_visual_embeds": list(feature_levels.unbind(0))}
         output = self._part.model(
             inputs_embeds=embeddings[None],
             position_ids=positions[:, None],
             use_cache=False,
-            visual_pos_masks=mask,
-            deepstack_visual_embeds=levels,
             weft=attention,
+            **deepstack,
         )
         return output.last_hidden_state[0]
 
@@ -63,7 +63,7 @@ class TextModel:
 
 
 def load_text_model(
-    model_dir: Path, config: Qwen3OmniConfig, device: str, dtype: str, attention_name: str
+    checkpoint: Checkpoint, model_dir: Path, config: QwenVLConfig, device: str, dtype: str, attention_name: str
 ) -> TextModel:
     """Raises ConfigError if a weight is missing, or if `attention_name` is not an attention function without a mask
     function: with one, transformers would build masks over the packed tokens of a step."""
@@ -71,4 +71,4 @@ def load_text_model(
         raise ConfigError(f"attention {attention_name!r} is not registered")
     if attention_name in ALL_MASK_ATTENTION_FUNCTIONS:
         raise ConfigError(f"attention {attention_name!r} has a mask function; Weft's own takes none")
-    return TextModel(load_text_half(model_dir, config, device, dtype, attention_name))
+    return TextModel(checkpoint.load_text_half(model_dir, config, device, dtype, attention_name))

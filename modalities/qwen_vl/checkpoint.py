@@ -1,0 +1,125 @@
+"""Parts of a Qwen vision checkpoint as transformers modules. The one place that knows the checkpoints' weight names.
+
+A part is loaded with a mapping from the checkpoint's names to its own; without one transformers would leave the
+weights random and say so in a log line only. So whatever is missing refuses the start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fabric.errors import ConfigError
+from modalities.qwen_vl.config import QwenVLConfig
+
+# The names have grown: `visual.`, then `model.visual.`; `model.`, then `model.language_model.`; `thinker.` before all
+# of these where there are other parts.
+_VISION_NAMES = {r"^(thinker\.)?(model\.)?visual\.": ""}
+_TEXT_NAMES = {
+    r"^thinker\.lm_head\.": "lm_head.",
+    r"^(thinker\.)?model\.language_model\.": "model.",
+    r"^thinker\.model\.": "model.",
+}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Sorts tokens by expert and sums each token's experts in a fixed order. `eager` adds with atomics on CUDA, so its sums
+# depend on the batch; `batched_mm` copies the weights once per token.
+_EXPERTS = "grouped_mm"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A family's transformers classes."""
+
+    config: type[PreTrainedConfig]
+    """Of the model with vision and text."""
+    tower: type[PreTrainedModel]
+    text_model: type[PreTrainedModel]
+    whole_config: type[PreTrainedConfig] | None = None
+    """Of a checkpoint that holds the model as its thinker."""
+    has_experts: bool = False
+
+    def load_vision_tower(self, model_dir: Path, config: QwenVLConfig, device: str, dtype: str) -> PreTrainedModel:
+        """On `device`, in evaluation mode. Raises ConfigError."""
+        kind = vision_tower_of(self.tower)
+        vision_config = self._model_config(model_dir, config).vision_config
+        return _load(kind, model_dir, vision_config, _VISION_NAMES, device, dtype, "sdpa")
+
+    def load_text_half(
+        self, model_dir: Path, config: QwenVLConfig, device: str, dtype: str, attention_name: str
+    ) -> PreTrainedModel:
+        """`model` and `lm_head`; its attention is the function registered as `attention_name`. Raises ConfigError."""
+        model_config = self._model_config(model_dir, config)
+        text_config = model_config.text_config
+        text_config.tie_word_embeddings = bool(model_config.tie_word_embeddings)
+        if self.has_experts:
+            text_config.output_router_logits = False
+        kind = text_half_of(self.text_model)
+        part = _load(kind, model_dir, text_config, _TEXT_NAMES, device, dtype, attention_name)
+        if self.has_experts:
+            part.model.set_experts_implementation(_EXPERTS)
+        return part
+
+    def _model_config(self, model_dir: Path, config: QwenVLConfig) -> PreTrainedConfig:
+        if config.is_thinker_only or self.whole_config is None:
+            return self.config.from_pretrained(model_dir)
+        return self.whole_config.from_pretrained(model_dir).thinker_config
+
+
+def vision_tower_of(tower: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """The vision encoder as a part; the rest of the checkpoint is passed over in silence."""
+
+    class VisionTower(tower):  # type: ignore[misc, valid-type]
+        _keys_to_ignore_on_load_unexpected = (r".",)
+
+    return VisionTower
+
+
+def text_half_of(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A text model and its head, without the encoders."""
+    (family,) = text_model.__bases__  # the family's PreTrainedModel: initial weights, what its attention supports
+
+    class TextHalf(family):  # type: ignore[misc, valid-type]
+        config_class = text_model.config_class
+        input_modalities = ("text",)
+        _keys_to_ignore_on_load_unexpected = (r".",)
+        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers' attribute)
+
+        def __init__(self, config: PreTrainedConfig) -> None:
+            super().__init__(config)
+            self.model = text_model(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+    return TextHalf
+
+
+def _load(
+    kind: type[PreTrainedModel],
+    model_dir: Path,
+    config: PreTrainedConfig,
+    key_mapping: dict[str, str],
+    device: str,
+    dtype: str,
+    attention_name: str,
+) -> PreTrainedModel:
+    if dtype not in _DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPES)}")
+    try:
+        part, info = kind.from_pretrained(
+            model_dir,
+            config=config,
+            key_mapping=key_mapping,
+            dtype=_DTYPES[dtype],
+            output_loading_info=True,
+            local_files_only=True,
+            attn_implementation=attention_name,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"can't load {kind.__name__} from {model_dir}: {error}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(f"{model_dir} lacks {len(missing)} weights of {kind.__name__}, e.g. {missing[0]}")
+    return part.to(device).eval()

@@ -1,0 +1,123 @@
+"""config.json of a Qwen vision family, read as plain JSON: neither torch nor transformers is imported.
+
+What Weft can't run is refused here, so every part of the cluster refuses it at start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import blake3
+
+from fabric.errors import ConfigError
+from modalities.family import ModelShape
+from modalities.qwen_vl.image_options import ImageOptions, read_image_options
+from modalities.qwen_vl.json_files import read_json, section
+
+# Their frequencies follow the longest position of the batch, so one sequence would change another's result.
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What sets one family apart from its siblings in config.json. Defaults are transformers 5.23's."""
+
+    name: str
+    image_placeholder: str
+    """What the chat template writes for a picture; one token."""
+    text_defaults: Mapping[str, Any]
+    """Missing keys of the text model."""
+    vision_defaults: Mapping[str, Any]
+    """Missing keys of the vision tower, patch and merge sizes always among them."""
+    feature_size_key: str = "out_hidden_size"
+    """Of the vision config: the width of a feature."""
+    image_token_key: str = "image_token_id"
+    whole_architectures: tuple[str, ...] = ()
+    """A checkpoint of one of these holds the family as its `thinker_config`, beside other parts."""
+    is_text_flat: bool = False
+    """Older checkpoints have no `text_config`: its keys stand at the top."""
+
+
+@dataclass(frozen=True, slots=True)
+class QwenVLConfig:
+    model_id: str
+    is_thinker_only: bool
+    """Otherwise the model is a part of a checkpoint with talker and vocoder."""
+    shape: ModelShape
+    image_token_id: int
+    num_deepstack_levels: int
+    image: ImageOptions
+
+
+def read_config(model_dir: Path, layout: Layout) -> QwenVLConfig:
+    """Raises ConfigError for missing or broken files and for what Weft can't run."""
+    raw, config = read_json(model_dir / "config.json")
+    is_thinker_only = set(layout.whole_architectures).isdisjoint(config.get("architectures") or ())
+    model = config if is_thinker_only else section(config, "thinker_config")
+    text = _with_defaults(_text_section(model, layout), layout.text_defaults)
+    vision = _with_defaults(section(model, "vision_config"), layout.vision_defaults)
+    _refuse_unsupported(text)
+    image = read_image_options(model_dir)
+    for key, mine in (
+        ("patch_size", image.patch_size),
+        ("spatial_merge_size", image.merge_size),
+        ("temporal_patch_size", image.temporal_patch_size),
+    ):
+        if vision[key] != mine:
+            raise ConfigError(f"vision_config.{key} is {vision[key]}, the preprocessor's is {mine}")
+    levels = vision.get("deepstack_visual_indexes", ())
+    shape = _shape(text, num_levels=1 + len(levels))
+    if vision[layout.feature_size_key] != shape.hidden_size:
+        raise ConfigError(f"vision_config.{layout.feature_size_key} is not the text model's hidden_size")
+    if len(levels) > shape.num_layers:
+        raise ConfigError(f"{len(levels)} DeepStack levels for {shape.num_layers} layers")
+    return QwenVLConfig(
+        model_id=f"{model_dir.resolve().name}@{blake3.blake3(raw).hexdigest(length=8)}",
+        is_thinker_only=is_thinker_only,
+        shape=shape,
+        image_token_id=int(model.get(layout.image_token_key, model.get("image_token_id", 151655))),
+        num_deepstack_levels=len(levels),
+        image=image,
+    )
+
+
+def _text_section(model: Mapping[str, Any], layout: Layout) -> Mapping[str, Any]:
+    if layout.is_text_flat and model.get("text_config") is None:
+        return model
+    return section(model, "text_config")
+
+
+def _with_defaults(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    return {**defaults, **found}
+
+
+def _shape(text: Mapping[str, Any], num_levels: int) -> ModelShape:
+    hidden_size, num_heads = text["hidden_size"], text["num_attention_heads"]
+    return ModelShape(
+        hidden_size=hidden_size,
+        num_levels=num_levels,
+        num_layers=text["num_hidden_layers"],
+        num_kv_heads=num_heads if text["num_key_value_heads"] is None else text["num_key_value_heads"],
+        head_dim=text.get("head_dim") or hidden_size // num_heads,
+        vocab_size=text["vocab_size"],
+        max_model_len=text["max_position_embeddings"],
+    )
+
+
+def _refuse_unsupported(text: Mapping[str, Any]) -> None:
+    """Weft's paged attention is causal and full; without a mask function anything else would silently become that."""
+    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
+    if window is not None and text["num_hidden_layers"] > text.get("max_window_layers", 0):
+        raise ConfigError(f"sliding-window attention ({window}) is not supported")
+    other = sorted({str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"})
+    if other:
+        raise ConfigError(f"attention layers of type {', '.join(other)} are not supported")
+    if text.get("is_causal", True) is not True:
+        raise ConfigError("bidirectional text attention is not supported")
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind in _BATCH_DEPENDENT_ROPE:
+        raise ConfigError(f"rope type {kind!r} depends on the batch and is not supported")

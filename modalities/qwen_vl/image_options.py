@@ -1,0 +1,82 @@
+"""How a checkpoint wants its pictures cut (transformers' Qwen2VLImageProcessor), read as plain JSON.
+
+Missing keys take the values that transformers 5.23 gives them. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from fabric.errors import ConfigError
+from modalities.qwen_vl.json_files import read_json
+
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_BICUBIC = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ImageOptions:
+    """How a picture becomes patches (transformers' Qwen2VLImageProcessor)."""
+
+    patch_size: int
+    merge_size: int
+    temporal_patch_size: int
+    min_pixels: int
+    max_pixels: int
+    resample: int
+    """Pillow's number of the filter."""
+    rescale_factor: float | None
+    mean: tuple[float, float, float] | None
+    std: tuple[float, float, float] | None
+
+    @property
+    def factor(self) -> int:
+        """Both sides of a resized image are multiples of it."""
+        return self.patch_size * self.merge_size
+
+
+def read_image_options(model_dir: Path) -> ImageOptions:
+    """From processor_config.json (nested) or preprocessor_config.json, in transformers' order. Raises ConfigError for
+    missing or broken files and for another kind of image processor."""
+    options = _read_image_section(model_dir)
+    kind = options.get("image_processor_type", "Qwen2VLImageProcessor")
+    if not str(kind).startswith("Qwen2VLImageProcessor"):
+        raise ConfigError(f"unsupported image processor {kind!r} in {model_dir}")
+    if not options.get("do_resize", True) or not options.get("do_convert_rgb", True):
+        raise ConfigError(f"the image processor of {model_dir} must resize and convert to RGB")
+    size = options.get("size") or {}
+    min_pixels = options.get("min_pixels") or size.get("shortest_edge") or 56 * 56
+    max_pixels = options.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
+    is_normalised = options.get("do_normalize", True)
+    try:
+        return ImageOptions(
+            patch_size=int(options.get("patch_size", 14)),
+            merge_size=int(options.get("merge_size", 2)),
+            temporal_patch_size=int(options.get("temporal_patch_size", 2)),
+            min_pixels=int(min_pixels),
+            max_pixels=int(max_pixels),
+            resample=int(options.get("resample", _BICUBIC)),
+            rescale_factor=float(options.get("rescale_factor", 1 / 255)) if options.get("do_rescale", True) else None,
+            mean=_channels(options.get("image_mean", _CLIP_MEAN)) if is_normalised else None,
+            std=_channels(options.get("image_std", _CLIP_STD)) if is_normalised else None,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the image processor's config of {model_dir} is broken: {error}") from error
+
+
+def _channels(values: Any) -> tuple[float, float, float]:
+    red, green, blue = values
+    return float(red), float(green), float(blue)
+
+
+def _read_image_section(model_dir: Path) -> Mapping[str, Any]:
+    processor_path = model_dir / "processor_config.json"
+    if processor_path.exists():
+        nested = read_json(processor_path)[1].get("image_processor")
+        if nested is not None:
+            return cast(Mapping[str, Any], nested)
+    return read_json(model_dir / "preprocessor_config.json")[1]

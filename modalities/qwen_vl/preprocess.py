@@ -1,0 +1,94 @@
+"""Pictures -> patches, in numpy and Pillow, equal to transformers' Qwen2VLImageProcessorPil to the bit.
+
+Knows nothing of requests, models or torch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from fabric.errors import InvalidMedia
+from modalities.family import ImageHeader
+from modalities.image import decode_image
+from modalities.qwen_vl.image_options import ImageOptions
+
+_MAX_ASPECT_RATIO = 200
+_WHITE = (255, 255, 255, 255)
+
+
+def smart_resize(height: int, width: int, options: ImageOptions) -> tuple[int, int]:
+    """Size (height, width) that a picture is scaled to: multiples of `options.factor`, the number of pixels within
+    the options' range, the aspect ratio nearly kept (rule and rounding of Qwen2-VL). Raises InvalidMedia for a
+    picture that is more than 200 times as long as wide."""
+    if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
+        raise InvalidMedia(f"{width}x{height} pixels: the aspect ratio is above {_MAX_ASPECT_RATIO}")
+    factor = options.factor
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
+    if new_height * new_width > options.max_pixels:
+        beta = math.sqrt((height * width) / options.max_pixels)
+        new_height = max(factor, math.floor(height / beta / factor) * factor)
+        new_width = max(factor, math.floor(width / beta / factor) * factor)
+    elif new_height * new_width < options.min_pixels:
+        beta = math.sqrt(options.min_pixels / (height * width))
+        new_height = math.ceil(height * beta / factor) * factor
+        new_width = math.ceil(width * beta / factor) * factor
+    return new_height, new_width
+
+
+def image_grid(header: ImageHeader, options: ImageOptions) -> tuple[int, int, int]:
+    """Patches (t, h, w) of a picture, from its header. Raises InvalidMedia."""
+    height, width = smart_resize(header.height, header.width, options)
+    if height == 0 or width == 0:
+        raise InvalidMedia(f"{header.width}x{header.height} pixels: too small")
+    return 1, height // options.patch_size, width // options.patch_size
+
+
+def image_patches(
+    data: bytes, grid: tuple[int, int, int], options: ImageOptions, param: str
+) -> npt.NDArray[np.float32]:
+    """Decodes a picture into patches, float32 `(grid_h * grid_w, 3 * temporal_patch_size * patch_size**2)`, those of
+    one merged token side by side. Raises InvalidMedia for a broken file or one that does not give `grid`."""
+    image, header = decode_image(data, param)
+    found = image_grid(header, options)
+    if found != grid:
+        raise InvalidMedia(f"{param}: the image gives patches {found}, planned were {grid}", param=param)
+    rgb = to_rgb(image)
+    size = (grid[2] * options.patch_size, grid[1] * options.patch_size)
+    pixels = np.asarray(rgb.resize(size, resample=options.resample))
+    return patchify(pixels, options)
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """RGB; what is transparent lies on white (transformers' rule since 5.x). 16-bit grey is clipped at 255, which is
+    Pillow's conversion and so the reference's."""
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, _WHITE), image)
+    return image.convert("RGB")
+
+
+def patchify(pixels: npt.NDArray[np.uint8], options: ImageOptions) -> npt.NDArray[np.float32]:
+    """`(height, width, 3)` -> `(num_patches, patch_dim)`. A still picture fills all frames of a temporal patch."""
+    patch, merge = options.patch_size, options.merge_size
+    rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
+    blocks = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
+    blocks = blocks.transpose(0, 3, 1, 4, 6, 2, 5)  # (rows/m, columns/m, m, m, channel, patch, patch)
+    blocks = blocks.reshape(rows * columns, 3, 1, patch * patch)
+    values = _channel_values(options)[np.arange(3)[None, :, None, None], blocks]
+    return np.repeat(values, options.temporal_patch_size, axis=2).reshape(rows * columns, -1)
+
+
+def _channel_values(options: ImageOptions) -> npt.NDArray[np.float32]:
+    """`(3, 256)`: what each 8-bit value of each channel becomes, in the reference's order of operations."""
+    values: npt.NDArray[np.float32] = np.arange(256).astype(np.float32)
+    if options.rescale_factor is not None:
+        values = (np.arange(256, dtype=np.float64) * options.rescale_factor).astype(np.float32)
+    table = np.broadcast_to(values, (3, 256))
+    if options.mean is not None and options.std is not None:
+        mean, std = np.array(options.mean, dtype=np.float32), np.array(options.std, dtype=np.float32)
+        table = (table - mean[:, None]) / std[:, None]
+    return np.ascontiguousarray(table, dtype=np.float32)
