@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fabric.errors import ConfigError, UnsupportedModality
-from modalities import qwen3_omni
+from modalities import causal_lm, qwen2_5_omni, qwen2_5_vl, qwen2_vl, qwen3_omni, qwen3_vl
 from modalities.family import Family
 from modalities.image import ImagePlugin
 from modalities.plugin import ModalityPlugin
@@ -88,7 +88,8 @@ def builtin_registry() -> Registry:
     """A new registry with everything that ships."""
     registry = Registry()
     registry.register_modality(ImagePlugin())
-    registry.register_family(qwen3_omni.ARCHITECTURES, qwen3_omni.load)
+    for family in (causal_lm, qwen2_vl, qwen2_5_vl, qwen3_vl, qwen2_5_omni, qwen3_omni):
+        registry.register_family(family.ARCHITECTURES, family.load)
     return registry
 
 

@@ -110,7 +110,7 @@ def _shape(text: Mapping[str, Any], num_levels: int) -> ModelShape:
 def _refuse_unsupported(text: Mapping[str, Any]) -> None:
     """Weft's paged attention is causal and full; without a mask function anything else would silently become that."""
     window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
-    if window is not None and text["num_hidden_layers"] > text.get("max_window_layers", 0):
+    if window is not None and text["num_hidden_layers"] > (text.get("max_window_layers") or 0):
         raise ConfigError(f"sliding-window attention ({window}) is not supported")
     other = sorted({str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"})
     if other:

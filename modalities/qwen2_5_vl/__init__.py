@@ -1,0 +1,53 @@
+"""Qwen2.5-VL: text and images in, text out. Its tower attends within windows, in some layers within the whole picture.
+
+Torch: `checkpoint`. What its siblings share stands in `modalities.qwen_vl`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from modalities.family import Family
+from modalities.qwen_vl.config import Layout
+
+if TYPE_CHECKING:
+    from modalities.qwen_vl.checkpoint import Checkpoint
+
+ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration",)
+
+LAYOUT = Layout(
+    name="qwen2_5_vl",
+    image_placeholder="<|image_pad|>",
+    text_defaults={
+        "vocab_size": 152064,
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 80,
+    },
+    vision_defaults={
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 3584,
+    },
+    is_text_flat=True,
+)
+
+
+def load(model_dir: Path) -> Family:
+    """Raises ConfigError."""
+    from modalities.qwen_vl.family import QwenVLFamily
+
+    return QwenVLFamily(LAYOUT, model_dir, _checkpoint)
+
+
+def _checkpoint() -> Checkpoint:
+    from modalities.qwen2_5_vl.checkpoint import CHECKPOINT
+
+    return CHECKPOINT

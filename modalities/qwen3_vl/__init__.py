@@ -1,0 +1,51 @@
+"""Qwen3-VL (dense): text and images in, text out. Its tower gives DeepStack levels.
+
+Torch: `checkpoint`. What its siblings share stands in `modalities.qwen_vl`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from modalities.family import Family
+from modalities.qwen_vl.config import Layout
+
+if TYPE_CHECKING:
+    from modalities.qwen_vl.checkpoint import Checkpoint
+
+ARCHITECTURES = ("Qwen3VLForConditionalGeneration",)
+
+LAYOUT = Layout(
+    name="qwen3_vl",
+    image_placeholder="<|image_pad|>",
+    text_defaults={
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "max_position_embeddings": 128000,
+    },
+    vision_defaults={
+        "patch_size": 16,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "out_hidden_size": 3584,
+        "deepstack_visual_indexes": (8, 16, 24),
+    },
+)
+
+
+def load(model_dir: Path) -> Family:
+    """Raises ConfigError."""
+    from modalities.qwen_vl.family import QwenVLFamily
+
+    return QwenVLFamily(LAYOUT, model_dir, _checkpoint)
+
+
+def _checkpoint() -> Checkpoint:
+    from modalities.qwen3_vl.checkpoint import CHECKPOINT
+
+    return CHECKPOINT

@@ -1,0 +1,159 @@
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen2.5-Omni's thinker as rows of the family table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from family_row import FamilyRow, Markup, Processed, spread
+from family_rows_qwen3_omni import features as features_with_deepstack
+from family_rows_qwen3_omni import process
+from modalities_files import PREPROCESSOR
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5OmniThinkerConfig,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+START, IMAGE, END, VIDEO, AUDIO, AUDIO_START, AUDIO_END = range(101, 108)
+TOKENS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+TEXT = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
+}
+TEXT3 = {key: value for key, value in TEXT.items() if key not in ("bos_token_id", "eos_token_id")} | {
+    "head_dim": 24,  # not hidden_size / num_attention_heads
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [6, 3, 3],
+        "mrope_interleaved": True,
+    },
+}
+VISION2 = {
+    "depth": 3,
+    "embed_dim": 32,
+    "hidden_size": 64,
+    "mlp_ratio": 2,
+    "num_heads": 2,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+VISION25 = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "window_size": 56,  # two merged patches wide and high
+    "fullatt_block_indexes": [1],
+}
+VISION3 = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+    "deepstack_visual_indexes": [0, 2],
+    "patch_size": 16,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}
+AUDIO25 = {
+    "d_model": 32,
+    "encoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "output_dim": 64,
+    "num_mel_bins": 16,
+}
+PREPROCESSOR14 = PREPROCESSOR | {"patch_size": 14, "size": {"shortest_edge": 56 * 56, "longest_edge": 252 * 252}}
+
+
+def build_qwen2_vl() -> Any:
+    config = Qwen2VLConfig(text_config=dict(TEXT), vision_config=dict(VISION2), **TOKENS)
+    return spread(Qwen2VLForConditionalGeneration(config))
+
+
+def build_qwen2_5_vl() -> Any:
+    config = Qwen2_5_VLConfig(text_config=dict(TEXT), vision_config=dict(VISION25), **TOKENS)
+    return spread(Qwen2_5_VLForConditionalGeneration(config))
+
+
+def build_qwen3_vl() -> Any:
+    """The small ones of this family tie the head to the embeddings."""
+    config = Qwen3VLConfig(text_config=dict(TEXT3), vision_config=dict(VISION3), tie_word_embeddings=True, **TOKENS)
+    return spread(Qwen3VLForConditionalGeneration(config))
+
+
+def build_qwen2_5_omni() -> Any:
+    config = Qwen2_5OmniThinkerConfig(
+        text_config=dict(TEXT),
+        vision_config=dict(VISION25),
+        audio_config=dict(AUDIO25),
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        audio_token_index=AUDIO,
+        audio_start_token_id=AUDIO_START,
+        audio_end_token_id=AUDIO_END,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+    )
+    return spread(Qwen2_5OmniThinkerForConditionalGeneration(config))
+
+
+def features(model: Any, processed: Processed) -> list[torch.Tensor]:
+    inputs = processed.inputs
+    made = model.get_image_features(inputs["pixel_values"], image_grid_thw=inputs["image_grid_thw"], return_dict=True)
+    return [feature[None] for feature in made.pooler_output]
+
+
+def token_types(ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Which positions are those of pictures, as the reference's processor says."""
+    return {"mm_token_type_ids": (ids == IMAGE).int()}
+
+
+MARKUP = {"image": Markup((START,), IMAGE, (END,))}
+FILES14 = {"preprocessor_config.json": PREPROCESSOR14}
+SIZES14 = ((160, 96), (96, 96), (70, 200), (252, 252))
+
+QWEN2_VL = FamilyRow(
+    "qwen2_vl", build_qwen2_vl, FILES14, MARKUP, process, features, inputs_of_ids=token_types, sizes=SIZES14
+)
+QWEN2_5_VL = FamilyRow(
+    "qwen2_5_vl", build_qwen2_5_vl, FILES14, MARKUP, process, features, inputs_of_ids=token_types, sizes=SIZES14
+)
+QWEN3_VL = FamilyRow(
+    "qwen3_vl",
+    build_qwen3_vl,
+    {"preprocessor_config.json": PREPROCESSOR},
+    MARKUP,
+    process,
+    features_with_deepstack,
+    inputs_of_ids=token_types,
+)
+QWEN2_5_OMNI = FamilyRow("qwen2_5_omni", build_qwen2_5_omni, FILES14, MARKUP, process, features, sizes=SIZES14)
