@@ -50,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="run a benchmark")
     bench.add_argument("name", help="which one; 'all' runs every one, 'list' lists them")
     bench.add_argument("--json", action="store_true", help="print the bars as JSON on the last line")
+    bench.add_argument("options", nargs=argparse.REMAINDER, help="the bench's own; see weft bench NAME --help")
     bench.set_defaults(run=_bench)
 
     version = commands.add_parser("version", help="print the version")
@@ -129,7 +130,7 @@ def _check(arguments: argparse.Namespace) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     from loadtest.benches import run_benches
 
-    return run_benches(arguments.name, as_json=arguments.json)
+    return run_benches(arguments.name, as_json=arguments.json, options=arguments.options)
 
 
 def _version(_: argparse.Namespace) -> int:

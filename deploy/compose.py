@@ -10,6 +10,7 @@ import platform
 import random
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from fabric.ids import MemberId
 from fabric.messages import Member
 from fabric.plane import Plane
 from llm_workers.config import WorkerConfig
-from modalities.family import Family
+from modalities.family import Family, LanguageModel
 from modalities.registry import REGISTRY
 from modalities.text.codec import TextCodec
 from router.config import RouterConfig
@@ -115,9 +116,15 @@ def build_encoder(
 
 
 def build_worker(
-    config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, sink: FeatureSink
+    config: ClusterConfig,
+    model: Model,
+    member_id: MemberId,
+    plane: Plane,
+    sink: FeatureSink,
+    wrap: Callable[[LanguageModel], LanguageModel] | None = None,
 ) -> WorkerService:
-    """Loads the language model's weights, and no encoder's."""
+    """Loads the language model's weights, and no encoder's. `wrap` may put something around the model (a bench's
+    clocks)."""
     from llm_workers.attention import register_attention
     from llm_workers.service import WorkerService
 
@@ -126,6 +133,8 @@ def build_worker(
     language_model = model.family.load_language_model(
         model.directory, section.device, config.model.dtype, ATTENTION_NAME
     )
+    if wrap is not None:
+        language_model = wrap(language_model)
     worker_config = WorkerConfig(
         block_size=section.block_size,
         num_blocks=section.num_blocks,

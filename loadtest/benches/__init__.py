@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fabric.errors import ConfigError
 from loadtest.benches.report import BenchResult, publish
@@ -10,18 +10,24 @@ from loadtest.benches.report import BenchResult, publish
 __all__ = ["run_benches"]
 
 
-def _path() -> BenchResult:
+def _path(_: Sequence[str]) -> BenchResult:
     from loadtest.benches.path import run
 
     return run()
 
 
-BENCHES: dict[str, Callable[[], BenchResult]] = {"path": _path}
+def _engine(options: Sequence[str]) -> BenchResult:
+    from loadtest.benches.engine import run
+
+    return run(options)
 
 
-def run_benches(name: str, *, as_json: bool) -> int:
-    """Runs one bench, or all. Returns 0 even when a bar is missed: a miss is a result. Raises ConfigError for an
-    unknown name."""
+BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {"path": _path, "engine": _engine}
+
+
+def run_benches(name: str, *, as_json: bool, options: Sequence[str] = ()) -> int:
+    """Runs one bench, or all with their defaults. Returns 0 even when a bar is missed: a miss is a result. Raises
+    ConfigError for an unknown name."""
     if name == "list":
         print("\n".join(BENCHES))
         return 0
@@ -29,5 +35,5 @@ def run_benches(name: str, *, as_json: bool) -> int:
     for each in chosen:
         if each not in BENCHES:
             raise ConfigError(f"no bench {each!r}; there are: {', '.join(BENCHES)}, all")
-        publish(each, BENCHES[each](), as_json=as_json)
+        publish(each, BENCHES[each](options), as_json=as_json)
     return 0

@@ -7,7 +7,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from fabric.channel_local import LocalChannelHub, LocalFeatureSink
 from fabric.ids import MemberId, RequestId
 from fabric.messages import GenerateRequest, GenerateResult, SamplingParams, StopConditions
 from fabric.plane_local import LocalHub, LocalPlane
+from modalities.family import LanguageModel
 
 if TYPE_CHECKING:
     from llm_workers.service import WorkerService
@@ -39,26 +40,66 @@ class Measured(NamedTuple):
     tpot_s: float
 
 
+class TimedModel:
+    """A language model that counts the seconds of its calls."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self.dtype, self.device = model.dtype, model.device
+        self.embed_s = self.forward_s = self.logits_s = 0.0
+
+    def embed(self, token_ids: Any) -> Any:
+        begun = time.perf_counter()
+        result = self._model.embed(token_ids)
+        self.embed_s += time.perf_counter() - begun
+        return result
+
+    def forward(self, *arguments: Any) -> Any:
+        begun = time.perf_counter()
+        result = self._model.forward(*arguments)
+        self.forward_s += time.perf_counter() - begun
+        return result
+
+    def logits(self, hidden: Any) -> Any:
+        begun = time.perf_counter()
+        result = self._model.logits(hidden)
+        self.logits_s += time.perf_counter() - begun
+        return result
+
+
 @contextlib.asynccontextmanager
-async def worker_of(config: ClusterConfig) -> AsyncIterator[WorkerService]:
-    """A started worker of the configured model, alone."""
+async def worker_of(
+    config: ClusterConfig, is_timed: bool = False
+) -> AsyncIterator[tuple[WorkerService, TimedModel | None]]:
+    """A started worker of the configured model, alone; with its timed model if asked for."""
     compose.prepare_process(config)
     model = compose.load_model(config, compose.resolve_model_dir(config))
     plane = LocalPlane(LocalHub(), "local://bench")
     sink = LocalFeatureSink(LocalChannelHub(), "bench", 2**20)
-    worker = compose.build_worker(config, model, MemberId("bench"), plane, sink)
+    timed: list[TimedModel] = []
+
+    def wrap(language_model: LanguageModel) -> LanguageModel:
+        timed.append(TimedModel(language_model))
+        return timed[0]
+
+    worker = compose.build_worker(config, model, MemberId("bench"), plane, sink, wrap if is_timed else None)
     await worker.start()
     try:
-        yield worker
+        yield worker, timed[0] if timed else None
     finally:
         await worker.stop()
         plane.close()
         sink.close()
 
 
+def prompts_of(load: Load, vocab_size: int, seed: int) -> np.ndarray:
+    """Random token ids `(concurrency, prompt_tokens)`: nothing of them is in a prefix cache."""
+    return np.random.default_rng(seed).integers(1, vocab_size, (load.concurrency, load.prompt_tokens))
+
+
 async def run_load(worker: WorkerService, load: Load, vocab_size: int, seed: int) -> Measured:
     """One round: fresh random prompts, so that nothing is found in the prefix cache."""
-    prompts = np.random.default_rng(seed).integers(0, vocab_size, (load.concurrency, load.prompt_tokens))
+    prompts = prompts_of(load, vocab_size, seed)
     steps, begun = worker.report().steps, time.monotonic()
     results = await asyncio.gather(
         *[_generate(worker, f"{seed}-{row}", prompts[row], load) for row in range(len(prompts))]

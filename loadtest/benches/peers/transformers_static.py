@@ -1,0 +1,34 @@
+"""transformers' own `generate` on one static batch: what a script would do."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+from protocol import Prompts, serve_rounds
+from transformers import AutoModelForCausalLM
+
+
+def main(model_dir: str, dtype: str, num_threads: int) -> None:
+    torch.set_num_threads(num_threads)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).eval()
+
+    @torch.inference_mode()
+    def generate(prompts: Prompts, output_tokens: int) -> int:
+        ids = torch.tensor(prompts)
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=output_tokens,
+            min_new_tokens=output_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return (out.shape[1] - ids.shape[1]) * ids.shape[0]
+
+    serve_rounds(generate)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

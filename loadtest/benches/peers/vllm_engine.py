@@ -1,0 +1,31 @@
+"""vLLM's engine (its CPU build on a machine without a GPU), prefix cache off as every prompt is new."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from protocol import Prompts, serve_rounds
+
+
+def main(model_dir: str, dtype: str, num_threads: int) -> None:
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    from vllm import LLM, SamplingParams
+
+    out, sys.stdout = sys.stdout, sys.stderr
+    llm = LLM(model_dir, dtype=dtype, max_model_len=1024, enable_prefix_caching=False, skip_tokenizer_init=True)
+    sys.stdout = out
+
+    def generate(prompts: Prompts, output_tokens: int) -> int:
+        params = SamplingParams(temperature=0, max_tokens=output_tokens, ignore_eos=True, detokenize=False)
+        results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        return sum(len(result.outputs[0].token_ids) for result in results)
+
+    serve_rounds(generate)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
