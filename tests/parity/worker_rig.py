@@ -62,6 +62,10 @@ class Loaded:
         reference = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(self.directory, dtype=torch.float32)
         self.reference = reference.eval()
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self.codec.eos_token_ids
+
 
 @functools.cache
 def loaded() -> Loaded:
@@ -156,8 +160,10 @@ class Recorder:
 
 
 class Rig:
-    def __init__(self, config: WorkerConfig, inbox_bytes: int, clock) -> None:
-        parts = loaded()
+    """`parts`: what has a family, its model and its end tokens."""
+
+    def __init__(self, config: WorkerConfig, inbox_bytes: int, clock, parts) -> None:
+        self._eos_token_ids = parts.eos_token_ids
         self.hub, self.channel = LocalHub(), LocalChannelHub()
         self.router, self.encoder = Recorder(), Recorder()
         self.router_plane = LocalPlane(self.hub, "local://router")
@@ -180,20 +186,22 @@ class Rig:
             "placeholders": of.placeholders,
             "media": of.media,
             "sampling": GREEDY,
-            "stop": StopConditions(num_tokens, eos_token_ids=loaded().codec.eos_token_ids),
+            "stop": StopConditions(num_tokens, eos_token_ids=self._eos_token_ids),
             "age": (float(number), f"req-{number}"),
             "dispatched_items": tuple(range(len(of.media))),
         }
         return GenerateRequest(**(fields | changes))
 
-    def publish(self, request: GenerateRequest, of: Prompt, index: int, tensor: torch.Tensor | None = None) -> None:
-        """Announces a feature to the worker, as an encoder does."""
+    def publish(
+        self, request: GenerateRequest, of: Prompt, index: int, tensor: torch.Tensor | None = None, unit_index: int = 0
+    ) -> None:
+        """Announces a feature to the worker, as an encoder does: of media item `index`, one of its units."""
         tensor = feature(of, index) if tensor is None else tensor
         payload = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
         slot = self.source.allocate(payload.nbytes)
         slot.buffer[:] = payload
         ticket = self.source.ticket(slot, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), 60.0)
-        unit = of.media[index].unit_keys()[0]
+        unit = of.media[index].unit_keys()[unit_index]
         self.slots[request.request_id, unit, slot.generation] = slot
         ready = UnitReady(ENCODER, self.encoder_plane.address, request.request_id, request.attempt, unit, ticket)
         assert self.encoder_plane.send(self.worker_plane.address, ready)
@@ -241,8 +249,8 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def rig(inbox_bytes: int = 1 << 22, clock=None, **config):
-    made = Rig(WorkerConfig(**config), inbox_bytes, clock or SystemClock())
+async def rig(inbox_bytes: int = 1 << 22, clock=None, parts=None, **config):
+    made = Rig(WorkerConfig(**config), inbox_bytes, clock or SystemClock(), parts or loaded())
     made.router_plane.start(made.router)
     made.encoder_plane.start(made.encoder)
     await made.service.start()

@@ -79,8 +79,8 @@ def test_unknown_modalities() -> None:
 
 
 def test_unknown_architectures_are_named(tmp_path: Path) -> None:
-    write_config(tmp_path, thinker_config() | {"architectures": ["LlamaForCausalLM", "Other"]})
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM, Other.*Qwen3OmniMoeThinker"):
+    write_config(tmp_path, thinker_config() | {"architectures": ["MarsForCausalLM", "Other"]})
+    with pytest.raises(ConfigError, match=r"MarsForCausalLM, Other.*Qwen3OmniMoeThinker"):
         REGISTRY.load_family(tmp_path)
 
 

@@ -1,0 +1,20 @@
+"""Plain causal language models of transformers on Weft's attention: Llama, Qwen2, Qwen3, alone or as the text half of
+a model with media.
+
+Pure: `config`, `positions`, `family`; torch: `checkpoint`, `language_model`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from modalities.family import Family
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def load(model_dir: Path) -> Family:
+    """A family that takes text alone. Raises ConfigError."""
+    from modalities.causal_lm.family import TextFamily
+
+    return TextFamily(model_dir)

@@ -1,0 +1,91 @@
+"""Parts of a checkpoint as transformers modules: a causal language model, or whatever else stands beside one.
+
+A part is loaded with a mapping from the checkpoint's names to its own; without one transformers would leave the
+weights random and say so in a log line only. So whatever is missing refuses the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from fabric.errors import ConfigError
+
+_MODEL_TYPE_TO_CLASS: Mapping[str, type[PreTrainedModel]] = {
+    "llama": LlamaForCausalLM,
+    "qwen2": Qwen2ForCausalLM,
+    "qwen3": Qwen3ForCausalLM,
+}
+# The text half of a larger model: the names before and since transformers 4.52.
+_TEXT_NAMES = {
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^language_model\.model\.": "model.",
+    r"^model\.language_model\.": "model.",
+}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def read_pretrained_config(model_dir: Path) -> PreTrainedConfig:
+    """Raises ConfigError."""
+    try:
+        return AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"can't read the config of {model_dir}: {error}") from error
+
+
+def load_text_half(model_dir: Path, device: str, dtype: str, attention_name: str) -> PreTrainedModel:
+    """A language model with its head, out of its own checkpoint or one that has it as `text_config`; its attention is
+    the function registered as `attention_name`. Raises ConfigError."""
+    config = read_pretrained_config(model_dir)
+    text = getattr(config, "text_config", None)
+    if text is None:
+        text = config
+    else:
+        text.tie_word_embeddings = bool(config.tie_word_embeddings)
+    if text.model_type not in _MODEL_TYPE_TO_CLASS:
+        raise ConfigError(f"text model {text.model_type!r} is not supported")
+    kind = _MODEL_TYPE_TO_CLASS[text.model_type]
+    return load_part(kind, model_dir, text, _TEXT_NAMES, (device, dtype), attention_name)
+
+
+def load_part(
+    kind: type[PreTrainedModel],
+    model_dir: Path,
+    config: PreTrainedConfig,
+    names: Mapping[str, str],
+    place: tuple[str, str],
+    attention_name: str,
+) -> Any:
+    """A `kind` with weights, on a device, in evaluation mode; the rest of the checkpoint is passed over in silence.
+    `names`: patterns of the checkpoint's names -> the part's; `place` is (device, dtype). Raises ConfigError."""
+    device, dtype = place
+    if dtype not in _DTYPES:
+        raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPES)}")
+    # transformers keeps the class's name in its own tables of names, so the part is called like its original.
+    part_kind = type(kind.__name__, (kind,), {"_keys_to_ignore_on_load_unexpected": (r".",)})
+    try:
+        part, info = part_kind.from_pretrained(
+            model_dir,
+            config=config,
+            key_mapping=dict(names),
+            dtype=_DTYPES[dtype],
+            output_loading_info=True,
+            local_files_only=True,
+            attn_implementation=attention_name,
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"can't load {kind.__name__} from {model_dir}: {error}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(f"{model_dir} lacks {len(missing)} weights of {kind.__name__}, e.g. {missing[0]}")
+    return part.to(device).eval()

@@ -1,0 +1,90 @@
+"""The config of a text model, alone or as a section of a larger one, read as plain JSON.
+
+Missing keys take the values that transformers 5.23 gives them. What Weft can't run is refused here, so every part of
+the cluster refuses it at start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fabric.errors import ConfigError
+from modalities.family import ModelShape
+
+_COMMON = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 28,
+    "head_dim": None,
+}
+MODEL_TYPE_TO_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "llama": {**_COMMON, "num_key_value_heads": None, "vocab_size": 32000, "max_position_embeddings": 2048},
+    "qwen2": {
+        **_COMMON,
+        "num_key_value_heads": 32,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+    },
+    "qwen3": {
+        **_COMMON,
+        "num_key_value_heads": 32,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "head_dim": 128,
+    },
+}
+# Their frequencies follow the longest position of the batch, so one sequence would change another's result.
+_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+def text_shape(config: Mapping[str, Any]) -> ModelShape:
+    """Of a text model with one feature level. Raises ConfigError for another kind of model, and for what Weft's paged
+    attention, which is causal and full, would get silently wrong."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in MODEL_TYPE_TO_DEFAULTS:
+        known = ", ".join(MODEL_TYPE_TO_DEFAULTS)
+        raise ConfigError(f"text model {kind!r} is not supported; supported: {known}")
+    text = {**MODEL_TYPE_TO_DEFAULTS[kind], **config}
+    _refuse_attention(text)
+    _refuse_rope(text)
+    try:
+        hidden_size, num_heads = int(text["hidden_size"]), int(text["num_attention_heads"])
+        return ModelShape(
+            hidden_size=hidden_size,
+            num_levels=1,
+            num_layers=int(text["num_hidden_layers"]),
+            num_kv_heads=int(text["num_key_value_heads"] or num_heads),
+            head_dim=int(text["head_dim"] or hidden_size // num_heads),
+            vocab_size=int(text["vocab_size"]),
+            max_model_len=int(text["max_position_embeddings"]),
+        )
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"the text model's config is broken: {error}") from error
+
+
+def _refuse_attention(text: Mapping[str, Any]) -> None:
+    kinds = text.get("layer_types")
+    if other := sorted({str(kind) for kind in kinds or ()} - {"full_attention"}):
+        raise ConfigError(f"attention layers of type {', '.join(other)} are not supported")
+    is_windowed = bool(text["use_sliding_window"]) and text["sliding_window"] is not None
+    if is_windowed and kinds is None and text["max_window_layers"] < text["num_hidden_layers"]:
+        raise ConfigError(f"sliding-window attention ({text['sliding_window']}) is not supported")
+    if text.get("is_causal", True) is not True or text.get("use_bidirectional_attention"):
+        raise ConfigError("bidirectional text attention is not supported")
+    if text.get("add_cross_attention"):
+        raise ConfigError("cross attention is not supported")
+
+
+def _refuse_rope(text: Mapping[str, Any]) -> None:
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ConfigError("rope_parameters of the text model must be an object")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind in _BATCH_DEPENDENT_ROPE:
+        raise ConfigError(f"rope type {kind!r} depends on the batch and is not supported")

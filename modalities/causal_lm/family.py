@@ -1,0 +1,70 @@
+"""A language model without media. Pure but for the loader, which imports torch when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fabric.errors import InvalidRequest, UnsupportedModality
+from fabric.messages import MediaItem, PlaceholderRange
+from modalities.causal_lm.config import text_shape
+from modalities.causal_lm.positions import running_positions
+from modalities.family import (
+    EncoderInput,
+    EncoderModel,
+    ExpandedPrompt,
+    ItemPlan,
+    LanguageModel,
+    MediaHeader,
+    Positions,
+)
+from modalities.json_files import model_id, read_json
+
+
+class TextFamily:
+    """One checkpoint directory. Immutable and thread-safe. Whatever has to do with media raises UnsupportedModality."""
+
+    def __init__(self, model_dir: Path) -> None:
+        """Reads config.json only. Raises ConfigError."""
+        raw, config = read_json(model_dir / "config.json")
+        self.shape = text_shape(config)
+        self.name = str(config["model_type"])
+        self.model_id = model_id(model_dir, raw)
+        self.max_items: Mapping[str, int] = {}
+
+    def plan(self, header: MediaHeader) -> ItemPlan:
+        raise _no_media(type(header).__name__)
+
+    def placeholder_text(self, modality: str) -> str:
+        raise _no_media(modality)
+
+    def expand(self, token_ids: Sequence[int], plans: Sequence[ItemPlan]) -> ExpandedPrompt:
+        """The prompt as it is. Raises InvalidRequest if there are plans."""
+        if plans:
+            raise InvalidRequest(f"the prompt has no placeholders for {len(plans)} media items")
+        return ExpandedPrompt(list(token_ids), ())
+
+    def positions(
+        self, token_ids: Sequence[int], placeholders: Sequence[PlaceholderRange], media: Sequence[MediaItem]
+    ) -> Positions:
+        """One axis."""
+        return running_positions(len(token_ids))
+
+    def options(self, modality: str) -> str:
+        raise _no_media(modality)
+
+    def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
+        raise _no_media(item.modality)
+
+    def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
+        raise _no_media(", ".join(modalities) or "media")
+
+    def load_language_model(self, model_dir: Path, device: str, dtype: str, attention_name: str) -> LanguageModel:
+        """Raises ConfigError if a weight is missing."""
+        from modalities.causal_lm.language_model import load_causal_lm
+
+        return load_causal_lm(model_dir, device, dtype, attention_name)
+
+
+def _no_media(modality: str) -> UnsupportedModality:
+    return UnsupportedModality(f"the model takes no {modality}")

@@ -1,0 +1,61 @@
+"""A causal language model on Weft's attention: embeddings in, hidden states and logits out.
+
+Knows no sequences: packed tokens, and metadata for the attention function that it hands through unread.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fabric.errors import ConfigError
+from modalities.causal_lm.checkpoint import load_text_half
+
+
+class CausalLM:
+    """Implements `modalities.family.LanguageModel`. One forward at a time: not thread-safe."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+        self.dtype: torch.dtype = part.dtype
+        self.device: torch.device = part.device
+
+    @torch.no_grad()
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 `(num_tokens,)` -> `(num_tokens, hidden)`."""
+        return self._part.model.embed_tokens(token_ids)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Any,
+        feature_rows: torch.Tensor | None,
+        feature_levels: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`(num_tokens, hidden)`, positions `(1, num_tokens)` -> last hidden states `(num_tokens, hidden)`, normed.
+        Features have one level, which is spliced in already."""
+        output = self._part.model(
+            inputs_embeds=embeddings[None], position_ids=positions, use_cache=False, weft=attention
+        )
+        return output.last_hidden_state[0]
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`(n, hidden)` -> float32 `(n, vocab)`."""
+        return self._part.lm_head(hidden).float()
+
+
+def load_causal_lm(model_dir: Path, device: str, dtype: str, attention_name: str) -> CausalLM:
+    """Raises ConfigError if a weight is missing, or if `attention_name` is not an attention function without a mask
+    function: with one, transformers would build masks over the packed tokens of a step."""
+    if attention_name not in ALL_ATTENTION_FUNCTIONS:
+        raise ConfigError(f"attention {attention_name!r} is not registered")
+    if attention_name in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise ConfigError(f"attention {attention_name!r} has a mask function; Weft's own takes none")
+    return CausalLM(load_text_half(model_dir, device, dtype, attention_name))

@@ -1,0 +1,47 @@
+"""JSON files of a checkpoint directory, and sections of them. Knows no model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import blake3
+
+from fabric.errors import ConfigError
+
+
+def read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
+    """The file's bytes and the object in it. Raises ConfigError."""
+    try:
+        raw = path.read_bytes()
+        value = json.loads(raw)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} must hold a JSON object")
+    return raw, value
+
+
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """An object of config.json. Raises ConfigError."""
+    found = config.get(name)
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"config.json has no {name}")
+    return found
+
+
+def read_image_processor(model_dir: Path) -> Mapping[str, Any]:
+    """From processor_config.json (nested) or preprocessor_config.json, in transformers' order. Raises ConfigError."""
+    path = model_dir / "processor_config.json"
+    if path.exists():
+        nested = read_json(path)[1].get("image_processor")
+        if isinstance(nested, Mapping):
+            return nested
+    return read_json(model_dir / "preprocessor_config.json")[1]
+
+
+def model_id(model_dir: Path, config: bytes) -> str:
+    """Name of the directory and digest of its config.json."""
+    return f"{model_dir.resolve().name}@{blake3.blake3(config).hexdigest(length=8)}"

@@ -1,0 +1,119 @@
+"""A row of the family table, loaded: the family's own halves beside transformers' whole model, and prompts for both."""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from family_row import MODALITY_TO_SAMPLE, NUM_TEXT_TOKENS, FamilyRow, Medium, Processed, load_reference
+
+from fabric.messages import MediaItem, PlaceholderRange
+from llm_workers.attention import register_attention
+from modalities.family import EncoderInput
+from modalities.identify import plan_media
+from modalities.registry import REGISTRY
+
+
+class Text(NamedTuple):
+    seed: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class FamilyPrompt:
+    """As the worker gets it; `units` are (item, unit) of each of `inputs`."""
+
+    files: tuple[tuple[str, bytes], ...]
+    token_ids: tuple[int, ...]
+    placeholders: tuple[PlaceholderRange, ...]
+    media: tuple[MediaItem, ...]
+    inputs: tuple[EncoderInput, ...]
+    units: tuple[tuple[int, int], ...]
+
+
+class Expected(NamedTuple):
+    token_ids: list[int]
+    margins: list[float]
+    """Best minus second best logit, per token."""
+
+
+class LoadedFamily:
+    """One tiny checkpoint of a row, float32, and what both sides make of it; results are kept."""
+
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __init__(self, row: FamilyRow, directory: Path) -> None:
+        self.row, self.directory = row, directory
+        built = row.build()
+        built.save_pretrained(directory)
+        for name, content in row.files.items():
+            (directory / name).write_text(json.dumps(content))
+        self.reference = load_reference(directory, type(built).__name__)
+        self.family = REGISTRY.load_family(directory)
+        self.model = self.family.load_language_model(directory, "cpu", "float32", register_attention())
+        self.encoder = None
+        if row.modalities:
+            self.encoder = self.family.load_encoder(directory, "cpu", "float32", row.modalities)
+        self.prompt = functools.cache(self._prompt)
+        self.feature = functools.cache(self._feature)
+        self.processed = functools.cache(self._processed)
+        self.expected = functools.cache(self._expected)
+
+    def _prompt(self, *parts: Text | Medium) -> FamilyPrompt:
+        token_ids: list[int] = []
+        files, media, plans, inputs, units = [], [], [], [], []
+        for part in parts:
+            if isinstance(part, Text):
+                rng = np.random.default_rng(part.seed)
+                token_ids += rng.integers(3, NUM_TEXT_TOKENS, part.num_tokens).tolist()
+                continue
+            markup = self.row.markup[part.modality]
+            token_ids += [*markup.before, markup.placeholder, *markup.after]
+            plugin = REGISTRY.modality(part.modality)
+            data = MODALITY_TO_SAMPLE[part.modality](part)
+            header = plugin.probe(data, "part")
+            item = plan_media(self.family, plugin, data, header, len(media), f"part.{len(media)}")
+            files.append((part.modality, data))
+            plans.append(self.family.plan(header))
+            found = self.family.preprocess(data, item)
+            units += [(item.index, unit) for unit in range(len(found))]
+            inputs += found
+            media.append(item)
+        expanded = self.family.expand(token_ids, plans)
+        return FamilyPrompt(
+            tuple(files), tuple(expanded.token_ids), expanded.placeholders, tuple(media), tuple(inputs), tuple(units)
+        )
+
+    def _feature(self, of: FamilyPrompt, index: int) -> torch.Tensor:
+        """Of `of.inputs[index]`, encoded alone."""
+        assert self.encoder is not None
+        with torch.inference_mode():
+            return self.encoder.encode([of.inputs[index]])[0]
+
+    def _processed(self, of: FamilyPrompt) -> Processed:
+        if not of.files:
+            return Processed({}, [], [])
+        assert self.row.process is not None
+        return self.row.process(self.directory, of.files)
+
+    def _expected(self, of: FamilyPrompt, num_tokens: int) -> Expected:
+        """Greedy, by transformers, from the same token ids."""
+        ids = torch.tensor([of.token_ids])
+        inputs: dict[str, Any] = {**self.processed(of).inputs, **self.row.inputs_of_ids(ids)}
+        with torch.inference_mode():
+            out = self.reference.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=num_tokens,
+                output_logits=True,
+                return_dict_in_generate=True,
+                **inputs,
+            )
+        best = [step[0].topk(2).values.tolist() for step in out.logits]
+        return Expected(out.sequences[0, ids.shape[1] :].tolist(), [first - second for first, second in best])

@@ -1,0 +1,214 @@
+"""Every family of the table through the same suite: its greedy tokens through the real worker equal transformers'.
+
+A difference passes only where the reference's two best logits lie within 1e-4, on at most 0.1 % of sequences; such
+cases are counted and printed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from chat_media import png
+from family_rig import FamilyPrompt, LoadedFamily, Text
+from family_row import FamilyRow, Medium
+from family_table import ROWS
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from reference_model import Answer, Comparison
+from worker_rig import Rig, rig
+
+from fabric.messages import FeatureNeeded, GenerateRequest, GenerateResult
+from modalities.registry import REGISTRY
+
+pytestmark = pytest.mark.torch
+
+NUM_TOKENS = 10
+QUESTION, SYSTEM, BETWEEN = Text(1, 23), Text(2, 17), Text(3, 5)
+
+Parts = tuple[Text | Medium, ...]
+
+
+@pytest.fixture(scope="module")
+def comparison() -> Iterator[Comparison]:
+    counted = Comparison()
+    yield counted
+    counted.finish()
+
+
+@pytest.fixture(scope="module", params=ROWS, ids=str)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedFamily:
+    row: FamilyRow = request.param
+    return LoadedFamily(row, tmp_path_factory.mktemp(row.name))
+
+
+def prompts_of(row: FamilyRow) -> list[Parts]:
+    """Text; for each modality one medium and several, one of them twice, with a common beginning; all together."""
+    found: list[Parts] = [(SYSTEM, QUESTION), (Text(4, 1),), (Text(5, 41),)]
+    for modality in row.modalities:
+        media = [Medium(modality, seed, size) for seed, size in enumerate(row.sizes, start=1)]
+        found += [(SYSTEM, medium, QUESTION) for medium in media]
+        found.append((SYSTEM, media[0], BETWEEN, media[1], BETWEEN, media[0], QUESTION))
+        found.append((media[2], media[1]))
+    if len(row.modalities) > 1:
+        mixed = [Medium(modality, 7, row.sizes[0]) for modality in row.modalities]
+        found.append((SYSTEM, *mixed, QUESTION))
+    return found
+
+
+def check(comparison: Comparison, loaded: LoadedFamily, of: FamilyPrompt, tokens: list[int]) -> None:
+    expected = loaded.expected(of, NUM_TOKENS)
+    answer = Answer(list(of.token_ids), expected.token_ids, expected.margins)
+    comparison.check(answer, list(of.token_ids), tokens, loaded.row.name)
+
+
+class Crowd:
+    """Prompts that go through one worker of `loaded`; what the worker asks for again it gets again."""
+
+    def __init__(self, loaded: LoadedFamily, worker: Rig) -> None:
+        self._loaded, self._worker = loaded, worker
+        self._id_to_open: dict[str, tuple[GenerateRequest, FamilyPrompt]] = {}
+        worker.router.on_needed = self._again
+
+    def _publish(self, request: GenerateRequest, of: FamilyPrompt, index: int) -> None:
+        item, unit = of.units[index]
+        self._worker.publish(request, of, item, self._loaded.feature(of, index), unit)
+
+    def _again(self, message: FeatureNeeded) -> None:
+        request, of = self._id_to_open[message.request_id]
+        for index, (item, unit) in enumerate(of.units):
+            if of.media[item].unit_keys()[unit] in message.units:
+                self._publish(request, of, index)
+
+    async def run(self, of: FamilyPrompt, delays: Sequence[int]) -> tuple[list[int], GenerateResult]:
+        """`delays`: how many turns of the loop the units come late, in turn."""
+        request = self._worker.request(of, NUM_TOKENS)
+        self._id_to_open[request.request_id] = (request, of)
+        call = asyncio.ensure_future(self._worker.service.generate(request))
+        late = sorted((delays[index % len(delays)], index) for index in range(len(of.units)))
+        at = 0
+        for turns, index in late:
+            while at < turns:
+                await asyncio.sleep(0.001)
+                at += 1
+            self._publish(request, of, index)
+        result = await asyncio.wait_for(call, 60)
+        assert result.error is None
+        return self._worker.tokens(request), result
+
+
+async def one_by_one(
+    loaded: LoadedFamily, prompts: Sequence[FamilyPrompt], **config: Any
+) -> list[tuple[list[int], GenerateResult]]:
+    async with rig(parts=loaded, **config) as worker:
+        crowd = Crowd(loaded, worker)
+        found = [await crowd.run(of, [0]) for of in prompts]
+        await worker.assert_idle()
+        return found
+
+
+async def at_once(
+    loaded: LoadedFamily, prompts: Sequence[FamilyPrompt], arrivals: Sequence[Sequence[int]], **config: Any
+) -> list[list[int]]:
+    async with rig(parts=loaded, **config) as worker:
+        crowd = Crowd(loaded, worker)
+        runs = [crowd.run(of, delays) for of, delays in zip(prompts, arrivals, strict=True)]
+        found = await asyncio.gather(*runs)
+        await worker.assert_idle()
+        return [tokens for tokens, _ in found]
+
+
+@pytest.mark.parametrize("max_step_tokens", [5, 4096])
+def test_every_kind_of_prompt_twice(loaded: LoadedFamily, comparison: Comparison, max_step_tokens: int) -> None:
+    """One after the other; the second time each finds the blocks of the first."""
+    prompts = [loaded.prompt(*parts) for parts in prompts_of(loaded.row)] * 2
+    found = asyncio.run(one_by_one(loaded, prompts, max_step_tokens=max_step_tokens, block_size=4))
+    for of, (tokens, _) in zip(prompts, found, strict=True):
+        check(comparison, loaded, of, tokens)
+    for of, (_, result) in list(zip(prompts, found, strict=True))[len(prompts) // 2 :]:
+        assert result.num_cached_tokens >= (len(of.token_ids) - 1) // 4 * 4
+
+
+@settings(
+    deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+@given(data=st.data())
+def test_any_schedule(loaded: LoadedFamily, comparison: Comparison, data: st.DataObject) -> None:
+    """Several at once, cut and cached anyhow, features late and in any order, with too few blocks for all."""
+    kinds = prompts_of(loaded.row)
+    prompts = [loaded.prompt(*parts) for parts in data.draw(st.lists(st.sampled_from(kinds), min_size=2, max_size=4))]
+    arrivals = [data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4)) for _ in prompts]
+    block_size = data.draw(st.sampled_from([4, 8, 16]))
+    needed = [-(-(len(of.token_ids) + NUM_TOKENS) // block_size) for of in prompts]
+    tokens = asyncio.run(
+        at_once(
+            loaded,
+            prompts,
+            arrivals,
+            block_size=block_size,
+            num_blocks=max(needed) + data.draw(st.integers(1, sum(needed))),
+            max_step_tokens=data.draw(st.sampled_from([3, 16, 64, 4096])),
+            is_prefix_cache_enabled=data.draw(st.booleans()),
+        )
+    )
+    for of, found in zip(prompts, tokens, strict=True):
+        check(comparison, loaded, of, found)
+
+
+def test_other_media_give_other_tokens(loaded: LoadedFamily) -> None:
+    """The parity above would be empty if the media did not count."""
+    for modality in loaded.row.modalities:
+        prompts = [loaded.prompt(SYSTEM, Medium(modality, seed, loaded.row.sizes[0]), QUESTION) for seed in (1, 2, 3)]
+        answers = {tuple(loaded.expected(of, NUM_TOKENS).token_ids) for of in prompts}
+        assert len(answers) == len(prompts)
+
+
+def test_counts_and_values_equal_the_references_processor(loaded: LoadedFamily) -> None:
+    for parts in prompts_of(loaded.row):
+        of = loaded.prompt(*parts)
+        processed = loaded.processed(of)
+        assert [item.num_tokens for item in of.media] == processed.num_tokens
+        for item in of.media:
+            mine = [unit.pixels for unit, (index, _) in zip(of.inputs, of.units, strict=True) if index == item.index]
+            values = np.concatenate([pixels.reshape(-1) for pixels in mine])
+            np.testing.assert_array_equal(values, processed.pixels[item.index].reshape(-1))
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(width=st.integers(1, 400), height=st.integers(1, 400))
+def test_counts_of_any_size(loaded: LoadedFamily, width: int, height: int) -> None:
+    """From the header alone, equal to what the reference's processor makes of the whole picture."""
+    if "image" not in loaded.row.modalities or max(width, height) > 60 * min(width, height):
+        return
+    data = png(Image.new("RGB", (width, height)))
+    plan = loaded.family.plan(REGISTRY.modality("image").probe(data, "part"))
+    assert loaded.row.process is not None
+    processed = loaded.row.process(loaded.directory, [("image", data)])
+    assert [sum(plan.unit_tokens)] == processed.num_tokens
+
+
+def test_features_equal_the_references(loaded: LoadedFamily) -> None:
+    """Encoded alone, and as one batch."""
+    shape = loaded.family.shape
+    for parts in prompts_of(loaded.row):
+        of = loaded.prompt(*parts)
+        if not of.media:
+            continue
+        assert loaded.row.features is not None
+        assert loaded.encoder is not None
+        with torch.inference_mode():
+            expected = loaded.row.features(loaded.reference, loaded.processed(of))
+            batch = loaded.encoder.encode(of.inputs)
+        alone = [loaded.feature(of, index) for index in range(len(of.inputs))]
+        for found in (alone, batch):
+            for item, whole in zip(of.media, expected, strict=True):
+                units = [unit for unit, (index, _) in zip(found, of.units, strict=True) if index == item.index]
+                sizes = [(shape.num_levels, num_tokens, shape.hidden_size) for num_tokens in item.unit_tokens]
+                assert [tuple(unit.shape) for unit in units] == sizes
+                assert all(unit.is_contiguous() for unit in units)
+                torch.testing.assert_close(torch.cat(units, dim=1), whole, atol=1e-4, rtol=1e-4)
