@@ -86,6 +86,8 @@ class SamplingParams(Wire, frozen=True):
     """Subtracted for each time a token stands in the output."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, added to its logit), ids distinct."""
+    num_top_logprobs: int | None = None
+    """Log-probabilities are wanted: the drawn token's and those of so many most probable ones. None: not wanted."""
 
     @property
     def has_penalties(self) -> bool:
@@ -239,6 +241,15 @@ class Member(Wire, frozen=True):
 # ---------------------------------------------------------------- message plane
 
 
+class TokenLogprobs(Wire, frozen=True):
+    """Natural logarithms, of the model's distribution before penalties, bias, temperature and truncation."""
+
+    logprob: float
+    """Of the drawn token."""
+    top: tuple[tuple[int, float], ...] = ()
+    """(token id, log-probability) of the most probable tokens, in descending order."""
+
+
 class TokenFrame(Wire, frozen=True):
     """New tokens of one choice. The router drops duplicates by `first_index` and frames of old attempts."""
 
@@ -248,6 +259,8 @@ class TokenFrame(Wire, frozen=True):
     first_index: int
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token, if they are wanted."""
 
 
 class TokenFrames(PlaneWire, frozen=True):
@@ -464,7 +477,7 @@ def decode_message(data: bytes) -> PlaneMessage:
 
     try:
         return _DECODER.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ProtocolError(f"not a plane message: {error}") from error
 
 

@@ -293,7 +293,9 @@ class Engine:
             _LOG.exception("step %d failed; its %d sequences run alone", plan.step, len(plan.chunks))
             result = StepResult({})
             for chunk in plan.chunks:
-                result.token_ids.update(self._execute_alone(plan.step, chunk, failed))
+                alone = self._execute_alone(plan.step, chunk, failed)
+                result.token_ids.update(alone.token_ids)
+                result.logprobs.update(alone.logprobs)
         for sequence_id, token in result.token_ids.items():
             if token < 0:
                 failed[sequence_id.attempt_id] = EngineFailed("the model's output is not finite")
@@ -303,12 +305,12 @@ class Engine:
             raise EngineFailed(f"{MAX_FAILED_STEPS} steps in a row failed")
         return result, failed
 
-    def _execute_alone(self, step: int, chunk: Chunk, failed: dict[AttemptId, WeftError]) -> dict[SequenceId, int]:
+    def _execute_alone(self, step: int, chunk: Chunk, failed: dict[AttemptId, WeftError]) -> StepResult:
         try:
-            return self._executor.execute(StepPlan(step, (chunk,))).token_ids
+            return self._executor.execute(StepPlan(step, (chunk,)))
         except Exception as error:  # this one is the poisoned request
             _LOG.exception("request %s failed alone", chunk.sequence_id.request_id)
             failed[chunk.sequence_id.attempt_id] = EngineFailed(
                 f"the step of this request failed: {ErrorInfo.of(error).message}"
             )
-            return {}
+            return StepResult({})

@@ -14,6 +14,7 @@ import torch
 
 from fabric.ids import UnitKey
 from llm_workers.attention import Backend
+from llm_workers.logprobs import token_logprobs
 from llm_workers.paged_kv import PagedKV, Rows
 from llm_workers.penalties import Penalised, apply_logit_bias, apply_penalties
 from llm_workers.sampling import sample
@@ -80,11 +81,18 @@ class Runner:
         last_rows = torch.from_numpy(starts[1:][places] - 1).to(hidden.device)
         logits = self._model.logits(hidden.index_select(0, last_rows))
         drawn = [(chunk, chunk.sampling) for chunk in chunks if chunk.sampling is not None]
+        scored = [row for row, (_, params) in enumerate(drawn) if params.num_top_logprobs is not None]
+        raw = logits[scored].log_softmax(dim=-1) if scored else None
         changes = [Penalised(row, params, chunk.counts) for row, (chunk, params) in enumerate(drawn)]
         apply_penalties(logits, changes)
         apply_logit_bias(logits, changes)
         tokens = sample(logits, [(params, chunk.sequence_id.choice, chunk.draw_index) for chunk, params in drawn])
-        return StepResult({chunk.sequence_id: token for (chunk, _), token in zip(drawn, tokens, strict=True)})
+        result = StepResult({chunk.sequence_id: token for (chunk, _), token in zip(drawn, tokens, strict=True)})
+        if raw is not None:
+            num_top = [drawn[row][1].num_top_logprobs or 0 for row in scored]
+            scores = token_logprobs(raw, [tokens[row] for row in scored], num_top)
+            result.logprobs.update({drawn[row][0].sequence_id: each for row, each in zip(scored, scores, strict=True)})
+        return result
 
 
 def _rows(chunks: Sequence[Chunk], starts: np.ndarray) -> list[Rows]:

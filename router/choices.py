@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from fabric.messages import TokenLogprobs
 from modalities.text.stops import StopStrings
+from router.api.logprobs import ScoredToken
 from router.frames import TokenOrder
 
 
@@ -36,13 +38,19 @@ class ChoiceOutput:
         self._stop_token_ids = stop_token_ids
         self._withheld: int | None = None
 
-    def push(self, first_index: int, token_ids: Sequence[int], finish_reason: str | None) -> str:
+    def push(
+        self,
+        first_index: int,
+        token_ids: Sequence[int],
+        finish_reason: str | None,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> str:
         """Takes a frame and returns the new text. A frame after the finish changes nothing."""
         if self.is_finished:
             return ""
         if finish_reason is not None and finish_reason != "abort":
             self.order.end(first_index + len(token_ids), finish_reason)
-        return self._advance(self.order.push(first_index, token_ids))
+        return self._advance(self.order.push(first_index, token_ids, logprobs))
 
     def end(self, num_tokens: int, reason: str) -> str:
         """What the terminal event says; the rest of the text if every token is there."""
@@ -58,7 +66,17 @@ class ChoiceOutput:
     @property
     def emitted(self) -> tuple[int, ...]:
         """What a new attempt has to be told."""
-        return tuple(self.order.token_ids[: self.num_tokens] if self.is_cut else self.order.token_ids)
+        return self.emitted_from(0)
+
+    def emitted_from(self, start: int) -> tuple[int, ...]:
+        """Tokens from index `start` on, none behind a cut."""
+        return tuple(self.order.token_ids[start : self.num_tokens if self.is_cut else None])
+
+    def scored_from(self, start: int) -> list[ScoredToken]:
+        """As `emitted_from`, with what the worker said of each. Only if it was asked to."""
+        token_ids = self.emitted_from(start)
+        logprobs = self.order.logprobs[start : start + len(token_ids)]
+        return [ScoredToken(*pair) for pair in zip(token_ids, logprobs, strict=True)]
 
     def _advance(self, fresh: Sequence[int]) -> str:
         text = ""

@@ -12,10 +12,10 @@ from starlette.types import Receive, Scope, Send
 
 from fabric.errors import Aborted, WeftError
 from router.admission import Ticket
-from router.api.request import ChatRequest
-from router.api.response import DONE, ChunkWriter, Head, error_event
+from router.api.response import DONE, ChunkWriter, error_event
 from router.connection import ClientWatch
 from router.streams import RequestStream
+from router.token_details import TokenDetails
 
 HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -31,8 +31,8 @@ class EventStream(Response):
     def __init__(
         self,
         stream: RequestStream,
-        head: Head,
-        chat: ChatRequest,
+        writer: ChunkWriter,
+        details: TokenDetails,
         headers: dict[str, str],
         watch: ClientWatch,
         ticket: Ticket,
@@ -40,9 +40,8 @@ class EventStream(Response):
     ) -> None:
         super().__init__(headers=None)
         self._stream = stream
-        self._writer = ChunkWriter(head, chat.wants_usage_chunk)
-        self._wants_usage = chat.wants_usage_chunk
-        self._num_ids_sent = [0] * len(stream.choices) if chat.return_token_ids else None
+        self._writer = writer
+        self._details = details
         self._sent_headers = HEADERS | headers
         self._watch = watch
         self._ticket = ticket
@@ -61,34 +60,24 @@ class EventStream(Response):
     async def _write_all(self, send: Send) -> None:
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._sent_headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
-        writer = self._writer
-        prompt_ids = None if self._num_ids_sent is None else self._stream.prompt_token_ids
-        await self._write(send, b"".join(writer.role(at, prompt_ids) for at in range(len(self._stream.choices))))
+        writer, details = self._writer, self._details
+        choices = range(len(self._stream.choices))
+        await self._write(send, b"".join(writer.role(choice, details.prompt_token_ids) for choice in choices))
         try:
             async for deltas in self._stream:
                 events: list[bytes] = []
                 for delta in deltas:
-                    ids = self._fresh_ids(delta.choice)
                     if delta.text:
-                        events.append(writer.text(delta.choice, delta.text, ids))
-                        ids = None if ids is None else ()
+                        events.append(writer.text(delta.choice, delta.text, details.fresh(delta.choice)))
                     if delta.finish_reason is not None:
-                        events.append(writer.finish(delta.choice, delta.finish_reason, ids))
+                        events.append(writer.finish(delta.choice, delta.finish_reason, details.fresh(delta.choice)))
                 await self._write(send, b"".join(events))
         except WeftError as error:
             await self._write(send, error_event(error), is_last=True)
             return
         assert self._stream.usage is not None
-        usage = writer.usage(self._stream.usage) if self._wants_usage else b""
+        usage = writer.usage(self._stream.usage) if writer.has_usage_chunk else b""
         await self._write(send, usage + DONE, is_last=True)
-
-    def _fresh_ids(self, choice: int) -> tuple[int, ...] | None:
-        """Token ids that no chunk has carried yet, if the client asked for ids."""
-        if self._num_ids_sent is None:
-            return None
-        fresh = self._stream.choices[choice].emitted[self._num_ids_sent[choice] :]
-        self._num_ids_sent[choice] += len(fresh)
-        return fresh
 
     async def _write(self, send: Send, data: bytes, is_last: bool = False) -> None:
         """Waits while the socket is full. A reader that takes nothing for too long has left."""

@@ -105,7 +105,7 @@ class Flight:
             self._end_choice(attempt, frame.choice)
             return
         before = choice.num_tokens
-        text = choice.push(frame.first_index, frame.token_ids, frame.finish_reason)
+        text = choice.push(frame.first_index, frame.token_ids, frame.finish_reason, frame.logprobs)
         if choice.num_tokens > before:
             self._observe_tokens(attempt, frame.choice, choice.num_tokens - before)
         if choice.num_tokens > before or choice.is_finished:

@@ -7,7 +7,10 @@ Tokens of a former attempt are as good as the new one's, because a draw depends 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import NamedTuple
+
+from fabric.messages import TokenLogprobs
 
 
 class Ending(NamedTuple):
@@ -23,21 +26,25 @@ class TokenOrder:
     def __init__(self) -> None:
         self.token_ids: list[int] = []
         """Contiguous from index 0."""
-        self._held: dict[int, int] = {}
+        self.logprobs: list[TokenLogprobs] = []
+        """One per token, if the worker sends them."""
+        self._held: dict[int, tuple[int, TokenLogprobs | None]] = {}
         self._ending: Ending | None = None
         self.num_duplicates = 0
 
-    def push(self, first_index: int, token_ids: Sequence[int]) -> list[int]:
+    def push(self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[int]:
         """Takes a frame, returns the tokens that became contiguous by it. Tokens after the ending are dropped."""
-        for index, token_id in enumerate(token_ids, first_index):
+        for index, (token_id, scored) in enumerate(zip_longest(token_ids, logprobs), first_index):
             if index < len(self.token_ids) or index in self._held or self._is_beyond(index):
                 self.num_duplicates += 1
             else:
-                self._held[index] = token_id
+                self._held[index] = token_id, scored
         fresh: list[int] = []
         while len(self.token_ids) in self._held:
-            token_id = self._held.pop(len(self.token_ids))
+            token_id, scored = self._held.pop(len(self.token_ids))
             self.token_ids.append(token_id)
+            if scored is not None:
+                self.logprobs.append(scored)
             fresh.append(token_id)
         return fresh
 

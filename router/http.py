@@ -20,11 +20,12 @@ from fabric.ids import mint_request_id
 from router.admission import Ticket
 from router.api.errors import envelope, http_error
 from router.api.request import ChatRequest, parse_chat
-from router.api.response import ChoiceText, Head, completion, model_object
+from router.api.response import ChoiceText, ChunkWriter, Head, completion, model_object
 from router.connection import ClientWatch, LingeringResponse, read_body
 from router.event_stream import EventStream
 from router.service import RouterService
 from router.streams import RequestStream
+from router.token_details import TokenDetails
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +81,15 @@ class HttpEdge:
             chat = await asyncio.to_thread(parse_chat, body) if len(body) > PARSE_IN_THREAD_BYTES else parse_chat(body)
             stream = await watch.race(self._service.open(chat, ticket, label))
             head = Head(completion_id(stream), int(self._service.wall_time()), self._service.config.model_name)
+            details = TokenDetails(stream, chat, self._service.token_bytes)
             if chat.stream:
                 await watch.race(stream.started())
                 headers["openai-processing-ms"] = elapsed_ms(arrived_s)
                 is_handed_on = True
-                return EventStream(stream, head, chat, headers, watch, ticket, self._service.config.write_timeout_s)
-            content = await watch.race(collect(stream, head, bool(chat.return_token_ids)))
+                writer = ChunkWriter(head, chat.wants_usage_chunk)
+                limit_s = self._service.config.write_timeout_s
+                return EventStream(stream, writer, details, headers, watch, ticket, limit_s)
+            content = await watch.race(collect(stream, head, details))
             headers["openai-processing-ms"] = elapsed_ms(arrived_s)
             return Response(content, media_type="application/json", headers=headers)
         except WeftError as error:
@@ -192,8 +196,8 @@ async def internal_error(request: Request, error: Exception) -> Response:
     return Response(answer.body, answer.status, media_type="application/json", headers=headers)
 
 
-async def collect(stream: RequestStream, head: Head, has_ids: bool) -> bytes:
-    """A whole answer, with the token ids if asked for. Raises what ended the request."""
+async def collect(stream: RequestStream, head: Head, details: TokenDetails) -> bytes:
+    """A whole answer, with the details that were asked for. Raises what ended the request."""
     texts: list[list[str]] = [[] for _ in stream.choices]
     reasons = [""] * len(texts)
     async for deltas in stream:
@@ -201,9 +205,8 @@ async def collect(stream: RequestStream, head: Head, has_ids: bool) -> bytes:
             texts[delta.choice].append(delta.text)
             reasons[delta.choice] = delta.finish_reason or reasons[delta.choice]
     assert stream.usage is not None
-    ids = [choice.emitted if has_ids else None for choice in stream.choices]
-    choices = [ChoiceText(at, "".join(pieces), reasons[at], ids[at]) for at, pieces in enumerate(texts)]
-    return completion(head, choices, stream.usage, stream.prompt_token_ids if has_ids else None)
+    choices = [ChoiceText(at, "".join(pieces), reasons[at], details.fresh(at)) for at, pieces in enumerate(texts)]
+    return completion(head, choices, stream.usage, details.prompt_token_ids)
 
 
 def completion_id(stream: RequestStream) -> str:

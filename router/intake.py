@@ -217,6 +217,7 @@ def sampling_of(chat: ChatRequest, vocab_size: int) -> SamplingParams:
         repetition_penalty=1.0 if chat.repetition_penalty is None else chat.repetition_penalty,
         presence_penalty=chat.presence_penalty or 0.0,
         frequency_penalty=chat.frequency_penalty or 0.0,
+        num_top_logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
         logit_bias=tuple(_biases(chat.logit_bias or {}, vocab_size).items()),
     )
 

@@ -30,7 +30,7 @@ from fabric.plane import Plane
 from modalities.family import Family
 from modalities.registry import REGISTRY
 from modalities.text.codec import TextCodec
-from modalities.text.detokenizer import IncrementalDetokenizer
+from modalities.text.detokenizer import IncrementalDetokenizer, token_bytes
 from router.admission import Admission, Ticket
 from router.api.request import ChatRequest
 from router.choices import ChoiceOutput
@@ -141,6 +141,10 @@ class RouterService:
             {"member_id": each.member_id, "kind": each.kind, "host": each.host, "pid": each.pid, "epoch": each.epoch}
             for each in named
         ]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Of a token as a client sees it; a control token is its name."""
+        return token_bytes(self._codec, token_id)
 
     @property
     def picture(self) -> ClusterState:

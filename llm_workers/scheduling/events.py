@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fabric.ids import SequenceId, UnitKey
+from fabric.messages import TokenLogprobs
 
 NOT_COVERED = "not_covered"
 PREEMPTED = "preempted"
@@ -27,6 +28,8 @@ class SequenceTokens(NamedTuple):
     first_index: int
     token_ids: tuple[int, ...]
     finish_reason: str | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token, if they are wanted."""
 
 
 class FinishedSequence(NamedTuple):

@@ -5,13 +5,13 @@ plan_step() -> StepPlan;  runner.execute(plan) -> StepResult;  commit(plan, resu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from fabric.ids import SequenceId, UnitKey
-from fabric.messages import SamplingParams
+from fabric.messages import SamplingParams, TokenLogprobs
 from llm_workers.scheduling.token_counts import TokenCounts
 
 
@@ -63,6 +63,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Drawn token per sequence that was sampled."""
+    """Drawn token per sequence that was sampled, and its log-probabilities where they are wanted."""
 
     token_ids: dict[SequenceId, int]
+    logprobs: dict[SequenceId, TokenLogprobs] = field(default_factory=dict)

@@ -102,7 +102,8 @@ class Steps:
                 self._roster.prompt_computed(sequence.sequence_id.attempt_id)
             if chunk.sampling is not None:
                 drawn, ended = self._append(sequence, result.token_ids[chunk.sequence_id], now_s)
-                tokens.append(drawn)
+                logprobs = result.logprobs.get(chunk.sequence_id)
+                tokens.append(drawn if logprobs is None else drawn._replace(logprobs=(logprobs,)))
                 finished += ended
         self._tally.steps += bool(plan.chunks)
         self._note_doorsteps(now_s)

@@ -33,14 +33,21 @@ class IncrementalDetokenizer:
         return rest
 
     def _bytes(self, token_id: int) -> bytes:
-        text = self._codec.token_text(token_id)
-        if text is None or token_id in self._codec.special_token_ids:
-            return b""
-        try:
-            return bytes(map(LETTER_TO_BYTE.__getitem__, text))
-        except KeyError:
-            # An added token may hold characters that are no byte's letter: then it is meant as it stands.
-            return text.encode()
+        return b"" if token_id in self._codec.special_token_ids else token_bytes(self._codec, token_id)
+
+
+def token_bytes(codec: TextCodec, token_id: int) -> bytes:
+    """What a token stands for, a special one for its name; nothing for an id without a token."""
+    text = codec.token_text(token_id)
+    if text is None:
+        return b""
+    if token_id in codec.special_token_ids:
+        return text.encode()
+    try:
+        return bytes(map(LETTER_TO_BYTE.__getitem__, text))
+    except KeyError:
+        # An added token may hold characters that are no byte's letter: then it is meant as it stands.
+        return text.encode()
 
 
 def _letter_to_byte() -> dict[str, int]:

@@ -40,8 +40,6 @@ def _is_text_only(value: object) -> bool:
 
 PARAM_TO_NEUTRAL: dict[str, Neutral] = {
     # OpenAI
-    "logprobs": _is(False),
-    "top_logprobs": _equals(0),
     "response_format": _is_text_format,
     "tools": _is_empty,
     "tool_choice": _equals("none", "auto"),

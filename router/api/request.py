@@ -66,6 +66,8 @@ class ChatRequest(BaseModel):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, max_length=256)
     user: str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
     return_token_ids: bool | None = None
     """vLLM's extension: `prompt_token_ids` beside the choices, `token_ids` in each (in each chunk, when streamed)."""
 
@@ -101,6 +103,8 @@ def parse_chat(body: bytes) -> ChatRequest:
     except ValidationError as error:
         raise _refusal(error) from None
     refuse_unsupported(chat.model_extra or {})
+    if chat.top_logprobs and not chat.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
     return chat
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -42,8 +42,8 @@ class ChoiceText(NamedTuple):
     choice: int
     text: str
     finish_reason: str
-    token_ids: tuple[int, ...] | None = None
-    """Given when the client asked for them."""
+    details: Mapping[str, object] | None = None
+    """Further fields that the client asked for: `token_ids`, `logprobs`."""
 
 
 class Head(NamedTuple):
@@ -66,10 +66,10 @@ def completion(
             "logprobs": None,
             "finish_reason": each.finish_reason,
         }
-        | _ids("token_ids", each.token_ids)
+        | (each.details or {})
         for each in choices
     ]
-    whole = {"choices": listed, "usage": usage.to_json()} | _ids("prompt_token_ids", prompt_token_ids)
+    whole = {"choices": listed, "usage": usage.to_json()} | _ids(prompt_token_ids)
     return msgspec.json.encode(_object(head, "chat.completion") | whole)
 
 
@@ -77,17 +77,18 @@ class ChunkWriter:
     """Server-sent events of one answer. With `has_usage_chunk` every chunk says `usage: null` but the last."""
 
     def __init__(self, head: Head, has_usage_chunk: bool) -> None:
+        self.has_usage_chunk = has_usage_chunk
         self._head = head
         self._usage: dict[str, object] = {"usage": None} if has_usage_chunk else {}
 
     def role(self, choice: int, prompt_token_ids: Sequence[int] | None = None) -> bytes:
         return self._chunk(choice, {"role": "assistant", "content": ""}, None, prompt_token_ids=prompt_token_ids)
 
-    def text(self, choice: int, text: str, token_ids: Sequence[int] | None = None) -> bytes:
-        return self._chunk(choice, {"content": text}, None, token_ids)
+    def text(self, choice: int, text: str, details: Mapping[str, object] | None = None) -> bytes:
+        return self._chunk(choice, {"content": text}, None, details)
 
-    def finish(self, choice: int, reason: str, token_ids: Sequence[int] | None = None) -> bytes:
-        return self._chunk(choice, {}, reason, token_ids)
+    def finish(self, choice: int, reason: str, details: Mapping[str, object] | None = None) -> bytes:
+        return self._chunk(choice, {}, reason, details)
 
     def usage(self, usage: Usage) -> bytes:
         return _event(_object(self._head, "chat.completion.chunk") | {"choices": [], "usage": usage.to_json()})
@@ -97,12 +98,11 @@ class ChunkWriter:
         choice: int,
         delta: dict[str, str],
         finish_reason: str | None,
-        token_ids: Sequence[int] | None = None,
+        details: Mapping[str, object] | None = None,
         prompt_token_ids: Sequence[int] | None = None,
     ) -> bytes:
         entry = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        entry |= _ids("token_ids", token_ids)
-        whole = {"choices": [entry]} | self._usage | _ids("prompt_token_ids", prompt_token_ids)
+        whole = {"choices": [entry | (details or {})]} | self._usage | _ids(prompt_token_ids)
         return _event(_object(self._head, "chat.completion.chunk") | whole)
 
 
@@ -115,8 +115,8 @@ def model_object(name: str, created: int, max_model_len: int) -> dict[str, objec
     return {"id": name, "object": "model", "created": created, "owned_by": "weft", "max_model_len": max_model_len}
 
 
-def _ids(name: str, token_ids: Sequence[int] | None) -> dict[str, object]:
-    return {} if token_ids is None else {name: token_ids}
+def _ids(prompt_token_ids: Sequence[int] | None) -> dict[str, object]:
+    return {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
 
 
 def _object(head: Head, kind: str) -> dict[str, object]:

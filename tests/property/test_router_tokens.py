@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_fakes import EOS, tiny_codec
 
+from fabric.messages import TokenLogprobs
 from modalities.text.detokenizer import IncrementalDetokenizer
 from router.choices import ChoiceOutput
 from router.frames import TokenOrder
@@ -94,18 +95,21 @@ def test_delivery_never_changes_the_text(
 @given(ids=st.lists(st.integers(0, 9), max_size=30), data=st.data())
 def test_order_gives_each_token_once_and_counts_what_is_missing(ids: list[int], data: st.DataObject) -> None:
     order, out, known = TokenOrder(), [], set()
+    scores = [TokenLogprobs(-float(index)) for index in range(len(ids))]
     for _ in range(data.draw(st.integers(0, 12))):
         start = data.draw(st.integers(0, len(ids)))
         end = data.draw(st.integers(start, len(ids)))
-        out += order.push(start, ids[start:end])
+        out += order.push(start, ids[start:end], scores[start:end])
         known |= set(range(start, end))
         contiguous = next((index for index in range(len(ids) + 1) if index not in known), len(ids))
         assert out == ids[:contiguous] == order.token_ids
+        assert order.logprobs == scores[:contiguous]
         last = max(known, default=-1) + 1
         assert order.num_missing == last - len(known)
         assert order.reached is None
     order.end(len(ids), "length")
-    out += order.push(0, ids)
+    out += order.push(0, ids, scores)
     assert out == ids
+    assert order.logprobs == scores
     assert order.reached is not None
     assert order.push(len(ids), [1, 2]) == []

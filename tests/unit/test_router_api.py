@@ -112,6 +112,10 @@ def test_stop_is_a_string_or_a_list() -> None:
         ({"logit_bias": {"5": "a"}}, "logit_bias.5"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
         ({"priority": 1.5}, "priority"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
         ({"model": None}, "model"),
     ],
 )
@@ -135,8 +139,6 @@ def test_missing_model_says_so() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("logprobs", True),
-        ("top_logprobs", 3),
         ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
@@ -156,8 +158,6 @@ def test_parameters_that_would_change_the_output_are_refused_by_name(name: str, 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("logprobs", False),
-        ("top_logprobs", 0),
         ("response_format", {"type": "text"}),
         ("tools", []),
         ("tool_choice", "auto"),

@@ -140,7 +140,7 @@ async def test_trace_of_a_request_by_either_id() -> None:
         (b"{", 400, "invalid_request", None),
         (b"", 400, "invalid_request", None),
         (chat_body(model="other"), 404, "model_not_found", "model"),
-        (chat_body(logprobs=True), 400, "invalid_request", "logprobs"),
+        (chat_body(tools=[{}]), 400, "invalid_request", "tools"),
         (chat_body([text("a"), {"type": "hologram"}]), 400, "invalid_request", "messages.0.content.1"),
         (chat_body([{"type": "input_audio", "input_audio": {}}]), 400, "unsupported_modality", "messages.0.content.0"),
         (chat_body([{"type": "file", "file": {}}]), 400, "unsupported_modality", "messages.0.content.0"),

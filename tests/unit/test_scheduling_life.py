@@ -118,7 +118,7 @@ def test_a_migrated_choice_goes_on_where_it_was() -> None:
     assert (chunk.num_tokens, chunk.draw_index, chunk.token_ids[-3:].tolist()) == (23, 3, [5, 6, 7])
     assert chunk.positions.tolist() == [[*range(20), 17, 18, 19]]
     events = bench.commit(plan, token=9)
-    assert [tuple(one) for one in events.tokens] == [(sequence_id("a", 0), 3, (9,), "length")]
+    assert [tuple(one) for one in events.tokens] == [(sequence_id("a", 0), 3, (9,), "length", ())]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,38 @@
+"""Log-probabilities of drawn tokens, as the model gave them: before penalties, bias, temperature and truncation.
+
+That is vLLM's default (`raw_logprobs`). Knows no sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from fabric.messages import TokenLogprobs
+
+
+def token_logprobs(raw: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Per row of `raw` `(n, vocab)` float32 log-probabilities: that of the drawn token, and the `num_top` most
+    probable ones, the lowest id first among equals."""
+    drawn = torch.tensor(token_ids, device=raw.device).clamp_(min=0)
+    logprobs = raw.gather(1, drawn[:, None])[:, 0].tolist()
+    return [TokenLogprobs(logprob, top) for logprob, top in zip(logprobs, _most_probable(raw, num_top), strict=True)]
+
+
+def _most_probable(raw: torch.Tensor, num_top: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
+    """All that are at least as probable as the last one asked for, ordered, then cut: so equals at the edge are
+    chosen by their id, which `topk` alone does not promise."""
+    most = min(max(num_top, default=0), raw.shape[-1])
+    if most == 0:
+        return [()] * len(num_top)
+    asked = torch.tensor(num_top, device=raw.device).clamp_(max=raw.shape[-1])
+    last = raw.topk(most, dim=-1).values.gather(1, (asked - 1).clamp_(min=0)[:, None])
+    is_candidate = (raw >= last) & (asked > 0)[:, None]
+    rows, ids = (axis.cpu().numpy() for axis in is_candidate.nonzero(as_tuple=True))
+    values = raw[is_candidate].cpu().numpy()
+    order = np.lexsort((ids, -values, rows))
+    pairs = list(zip(ids[order].tolist(), values[order].tolist(), strict=True))
+    starts = np.searchsorted(rows, np.arange(len(num_top))).tolist()
+    return [tuple(pairs[start : start + count]) for start, count in zip(starts, asked.tolist(), strict=True)]
