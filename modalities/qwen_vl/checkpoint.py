@@ -1,19 +1,15 @@
-"""Parts of a Qwen vision checkpoint as transformers modules. The one place that knows the checkpoints' weight names.
-
-A part is loaded with a mapping from the checkpoint's names to its own; without one transformers would leave the
-weights random and say so in a log line only. So whatever is missing refuses the start.
-"""
+"""Parts of a Qwen vision checkpoint as transformers modules. The one place that knows the checkpoints' weight names."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fabric.errors import ConfigError
+from modalities.causal_lm.checkpoint import load_part
 from modalities.qwen_vl.config import QwenVLConfig
 
 # The names have grown: `visual.`, then `model.visual.`; `model.`, then `model.language_model.`; `thinker.` before all
@@ -24,7 +20,6 @@ _TEXT_NAMES = {
     r"^(thinker\.)?model\.language_model\.": "model.",
     r"^thinker\.model\.": "model.",
 }
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Sorts tokens by expert and sums each token's experts in a fixed order. `eager` adds with atomics on CUDA, so its sums
 # depend on the batch; `batched_mm` copies the weights once per token.
 _EXPERTS = "grouped_mm"
@@ -44,9 +39,9 @@ class Checkpoint:
 
     def load_vision_tower(self, model_dir: Path, config: QwenVLConfig, device: str, dtype: str) -> PreTrainedModel:
         """On `device`, in evaluation mode. Raises ConfigError."""
-        kind = vision_tower_of(self.tower)
+        kind = type("VisionTower", (self.tower,), {})
         vision_config = self._model_config(model_dir, config).vision_config
-        return _load(kind, model_dir, vision_config, _VISION_NAMES, device, dtype, "sdpa")
+        return load_part(kind, model_dir, vision_config, _VISION_NAMES, (device, dtype), "sdpa")
 
     def load_text_half(
         self, model_dir: Path, config: QwenVLConfig, device: str, dtype: str, attention_name: str
@@ -58,24 +53,18 @@ class Checkpoint:
         if self.has_experts:
             text_config.output_router_logits = False
         kind = text_half_of(self.text_model)
-        part = _load(kind, model_dir, text_config, _TEXT_NAMES, device, dtype, attention_name)
+        part = load_part(kind, model_dir, text_config, _TEXT_NAMES, (device, dtype), attention_name)
         if self.has_experts:
             part.model.set_experts_implementation(_EXPERTS)
         return part
 
     def _model_config(self, model_dir: Path, config: QwenVLConfig) -> PreTrainedConfig:
-        if config.is_thinker_only or self.whole_config is None:
-            return self.config.from_pretrained(model_dir)
-        return self.whole_config.from_pretrained(model_dir).thinker_config
-
-
-def vision_tower_of(tower: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The vision encoder as a part; the rest of the checkpoint is passed over in silence."""
-
-    class VisionTower(tower):  # type: ignore[misc, valid-type]
-        _keys_to_ignore_on_load_unexpected = (r".",)
-
-    return VisionTower
+        try:
+            if config.is_thinker_only or self.whole_config is None:
+                return self.config.from_pretrained(model_dir, local_files_only=True)
+            return self.whole_config.from_pretrained(model_dir, local_files_only=True).thinker_config
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"can't read the config of {model_dir}: {error}") from error
 
 
 def text_half_of(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
@@ -85,7 +74,6 @@ def text_half_of(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
     class TextHalf(family):  # type: ignore[misc, valid-type]
         config_class = text_model.config_class
         input_modalities = ("text",)
-        _keys_to_ignore_on_load_unexpected = (r".",)
         _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers' attribute)
 
         def __init__(self, config: PreTrainedConfig) -> None:
@@ -95,31 +83,3 @@ def text_half_of(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
             self.post_init()
 
     return TextHalf
-
-
-def _load(
-    kind: type[PreTrainedModel],
-    model_dir: Path,
-    config: PreTrainedConfig,
-    key_mapping: dict[str, str],
-    device: str,
-    dtype: str,
-    attention_name: str,
-) -> PreTrainedModel:
-    if dtype not in _DTYPES:
-        raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPES)}")
-    try:
-        part, info = kind.from_pretrained(
-            model_dir,
-            config=config,
-            key_mapping=key_mapping,
-            dtype=_DTYPES[dtype],
-            output_loading_info=True,
-            local_files_only=True,
-            attn_implementation=attention_name,
-        )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"can't load {kind.__name__} from {model_dir}: {error}") from error
-    if missing := sorted(info["missing_keys"]):
-        raise ConfigError(f"{model_dir} lacks {len(missing)} weights of {kind.__name__}, e.g. {missing[0]}")
-    return part.to(device).eval()

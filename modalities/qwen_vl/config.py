@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import blake3
-
 from fabric.errors import ConfigError
 from modalities.family import ModelShape
+from modalities.json_files import model_id, read_json, section
 from modalities.qwen_vl.image_options import ImageOptions, read_image_options
-from modalities.qwen_vl.json_files import read_json, section
 
 # Their frequencies follow the longest position of the batch, so one sequence would change another's result.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -75,7 +73,7 @@ def read_config(model_dir: Path, layout: Layout) -> QwenVLConfig:
     if len(levels) > shape.num_layers:
         raise ConfigError(f"{len(levels)} DeepStack levels for {shape.num_layers} layers")
     return QwenVLConfig(
-        model_id=f"{model_dir.resolve().name}@{blake3.blake3(raw).hexdigest(length=8)}",
+        model_id=model_id(model_dir, raw),
         is_thinker_only=is_thinker_only,
         shape=shape,
         image_token_id=int(model.get(layout.image_token_key, model.get("image_token_id", 151655))),

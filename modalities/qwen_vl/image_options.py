@@ -5,13 +5,12 @@ Missing keys take the values that transformers 5.23 gives them. Knows no model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from fabric.errors import ConfigError
-from modalities.qwen_vl.json_files import read_json
+from modalities.json_files import read_image_processor
 
 _CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
@@ -42,7 +41,7 @@ class ImageOptions:
 def read_image_options(model_dir: Path) -> ImageOptions:
     """From processor_config.json (nested) or preprocessor_config.json, in transformers' order. Raises ConfigError for
     missing or broken files and for another kind of image processor."""
-    options = _read_image_section(model_dir)
+    options = read_image_processor(model_dir)
     kind = options.get("image_processor_type", "Qwen2VLImageProcessor")
     if not str(kind).startswith("Qwen2VLImageProcessor"):
         raise ConfigError(f"unsupported image processor {kind!r} in {model_dir}")
@@ -71,12 +70,3 @@ def read_image_options(model_dir: Path) -> ImageOptions:
 def _channels(values: Any) -> tuple[float, float, float]:
     red, green, blue = values
     return float(red), float(green), float(blue)
-
-
-def _read_image_section(model_dir: Path) -> Mapping[str, Any]:
-    processor_path = model_dir / "processor_config.json"
-    if processor_path.exists():
-        nested = read_json(processor_path)[1].get("image_processor")
-        if nested is not None:
-            return cast(Mapping[str, Any], nested)
-    return read_json(model_dir / "preprocessor_config.json")[1]
