@@ -98,8 +98,10 @@ async def _run(chosen: argparse.Namespace, model_dir: Path) -> BenchResult:
     )
     ours: list[Measured] = []
     rates: dict[str, list[float]] = {}
-    peers = [_peer(name, chosen, model_dir) for name in filter(None, chosen.against.split(","))]
+    peers: list[Peer] = []
     try:
+        for name in filter(None, chosen.against.split(",")):
+            peers.append(_peer(name, chosen, model_dir))  # noqa: PERF401 -- those that started are closed if one fails
         async with worker_of(config, is_timed=True) as (worker, model):
             assert model is not None
             await run_load(worker, load._replace(output_tokens=4), VOCAB, seed=0)
