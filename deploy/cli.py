@@ -9,6 +9,7 @@ import sys
 import threading
 from pathlib import Path
 
+from deploy.budget import budget_lines, check_budget
 from deploy.config import ClusterConfig, check_config, load_config
 from deploy.environment import set_switches
 from fabric.errors import WeftError
@@ -43,7 +44,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--in-process", action="store_true", help="one process, without Ray")
     serve.set_defaults(run=_serve)
 
-    check = commands.add_parser("check", help="validate a config file and say what is wrong, with line and key")
+    check = commands.add_parser(
+        "check", help="validate a config file, say what is wrong with line and key, print the memory that it takes"
+    )
     check.add_argument("file", type=Path)
     check.set_defaults(run=_check)
 
@@ -123,8 +126,17 @@ def _check(arguments: argparse.Namespace) -> int:
         return 1
     parts = {"router": config.router, "encoder": config.encoders, "worker": config.workers}
     counts = ", ".join(f"{section.replicas} {name}" for name, section in parts.items())
-    print(f"{arguments.file}: ok ({counts} replicas)")
-    return 0
+    budget, why_not = check_budget(config)
+    if budget is None:
+        print(f"{arguments.file}: ok ({counts} replicas)")
+        print(f"memory: not computed, the model can't be read: {why_not}")
+        return 0
+    print("\n".join(budget_lines(budget)))
+    for shortfall in budget.problems:
+        print(f"{arguments.file}: {shortfall}", file=sys.stderr)
+    if not budget.problems:
+        print(f"{arguments.file}: ok ({counts} replicas)")
+    return 1 if budget.problems else 0
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -115,6 +115,19 @@ def build_encoder(
     return EncoderService(member_id, encoder_config, model.family, encoder, plane, source, SystemClock())
 
 
+def worker_config(config: ClusterConfig) -> WorkerConfig:
+    """What each worker is told."""
+    section = config.workers
+    return WorkerConfig(
+        block_size=section.block_size,
+        num_blocks=section.num_blocks,
+        max_step_tokens=section.max_step_tokens,
+        max_sequences=section.max_sequences,
+        is_prefix_cache_enabled=section.prefix_cache,
+        pull_timeout_s=section.pull_timeout_s,
+    )
+
+
 def build_worker(
     config: ClusterConfig,
     model: Model,
@@ -135,15 +148,7 @@ def build_worker(
     )
     if wrap is not None:
         language_model = wrap(language_model)
-    worker_config = WorkerConfig(
-        block_size=section.block_size,
-        num_blocks=section.num_blocks,
-        max_step_tokens=section.max_step_tokens,
-        max_sequences=section.max_sequences,
-        is_prefix_cache_enabled=section.prefix_cache,
-        pull_timeout_s=section.pull_timeout_s,
-    )
-    return WorkerService(member_id, worker_config, model.family, language_model, plane, sink, SystemClock())
+    return WorkerService(member_id, worker_config(config), model.family, language_model, plane, sink, SystemClock())
 
 
 def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, pools: Pools) -> RouterService:

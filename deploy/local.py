@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from deploy import compose
+from deploy.budget import refuse_if_too_small
 from deploy.config import ClusterConfig
 from deploy.http_server import HttpServer
 from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
@@ -56,6 +57,7 @@ class LocalCluster:
         compose.prepare_process(config)
         self.config = config
         self.model = compose.load_model(config, compose.resolve_model_dir(config))
+        refuse_if_too_small(config, self.model)
         self.workers, self.encoders = DirectWorkers(), DirectEncoders()
         self._members: list[Member] = []
         self._planes: list[LocalPlane] = []

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy import compose
+from deploy.budget import refuse_if_too_small
 from deploy.config import ClusterConfig
 from deploy.environment import set_local_switches
 from fabric.errors import ConfigError, Unavailable
@@ -38,6 +39,7 @@ def run_cluster(config: ClusterConfig, ready_timeout_s: float = 300.0) -> Iterat
     `config.ray.address` names one. Raises ConfigError or Unavailable (with Serve's own message) if it can't start."""
     model_dir = compose.resolve_model_dir(config)
     model = compose.load_model(config, model_dir)
+    refuse_if_too_small(config, model)
     if config.server.port and config.ray.address is None:
         _check_port(config.server.host, config.server.port)
     if config.ray.address is None:

@@ -27,6 +27,34 @@ def test_shipped_configs_are_valid(name: str) -> None:
     assert ": ok (" in done.stdout
 
 
+def test_check_prints_the_memory_of_each_process() -> None:
+    done = weft("check", str(CONFIGS / "laptop.yaml"))
+    for line in ("memory of one replica (weft-demo, float32):", "  worker (x2)", "  encoder (x1)"):
+        assert line in done.stdout.splitlines()
+    assert "2048 blocks of 16 tokens" in done.stdout
+    assert "of the largest image" in done.stdout
+
+
+def test_check_says_when_the_model_can_not_be_read() -> None:
+    done = weft("check", str(CONFIGS / "gpu-node.yaml"))
+    assert "memory: not computed, the model can't be read:" in done.stdout
+
+
+def test_a_config_that_can_not_hold_one_request_is_refused_with_the_table(tmp_path: Path) -> None:
+    small = tmp_path / "small.yaml"
+    small.write_text("workers: {num_blocks: 4, inbox_bytes: 4KiB}\n")
+    checked = weft("check", str(small))
+    assert checked.returncode == 1
+    assert "num_blocks must be at least" in checked.stderr
+    assert "inbox_bytes is 4096; one feature of the largest image takes" in checked.stderr
+    assert ": ok (" not in checked.stdout
+    served = weft("serve", "--config", str(small))
+    assert served.returncode == 1
+    assert "the config can't hold one request:" in served.stderr
+    assert "memory of one replica" in served.stderr
+    assert "Traceback" not in served.stderr
+
+
 def test_check_names_line_and_key(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("workers:\n  replica: 3\nencoders:\n  arena_bytes: 3Zi\n")

@@ -1,0 +1,185 @@
+"""The memory of each process as the config and the model fix it: a table for people, and a refusal at start.
+
+Reads config files and the headers of weight files; allocates nothing on any device.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from deploy import compose
+from deploy.config import ClusterConfig
+from deploy.largest_media import largest_items
+from deploy.stored_weights import StoredWeights, read_stored_weights
+from fabric.errors import ConfigError
+from llm_workers.scheduling.budget import (
+    DTYPE_BYTES,
+    NUM_HIDDEN_WIDTHS,
+    LargestItem,
+    arena_room,
+    arena_shortfall,
+    feature_bytes,
+    shortfalls,
+    worker_bytes,
+)
+from modalities.family import Family
+from modalities.plugin import MediaLimits
+
+
+class Row(NamedTuple):
+    """One pool of a process. `nbytes` None: it could not be read. `place` is a device, or `host`."""
+
+    name: str
+    nbytes: int | None
+    place: str
+    note: str = ""
+
+
+class ProcessBudget(NamedTuple):
+    """Of one replica; `num_replicas` processes have it."""
+
+    kind: str
+    num_replicas: int
+    rows: tuple[Row, ...]
+
+
+class Budget(NamedTuple):
+    model_name: str
+    dtype: str
+    largest: tuple[LargestItem, ...]
+    processes: tuple[ProcessBudget, ...]
+    problems: tuple[str, ...]
+    """Why one request within the limits could never be served; empty when all can."""
+
+
+def plan_budget(config: ClusterConfig, model: compose.Model, weights: StoredWeights | None) -> Budget:
+    """Of a cluster that serves this model."""
+    family = model.family
+    modalities = config.encoders.modalities if config.encoders.replicas else ()
+    largest = largest_items(family, modalities, MediaLimits())
+    dtype, shape = config.model.dtype, family.shape
+    problems = shortfalls(shape, compose.worker_config(config), config.workers.inbox_bytes, dtype, largest)
+    processes = [_worker(config, family, weights, largest)]
+    if modalities:
+        processes.insert(0, _encoder(config, family, weights, largest))
+        for item in largest:
+            problems += arena_shortfall("encoders: arena_bytes", shape, config.encoders.arena_bytes, dtype, item)
+    return Budget(model.name, dtype, tuple(largest), tuple(processes), tuple(problems))
+
+
+def refuse_if_too_small(config: ClusterConfig, model: compose.Model) -> None:
+    """Raises ConfigError, the table in its message, if a request within the limits could never be served."""
+    budget = plan_budget(config, model, read_stored_weights(model.directory))
+    if budget.problems:
+        raise ConfigError("\n".join(["the config can't hold one request:", *budget.problems, *budget_lines(budget)]))
+
+
+def check_budget(config: ClusterConfig) -> tuple[Budget | None, str]:
+    """For `weft check`: the budget, or None and why the model's config can't be read. Never builds the demo model's
+    weights; of an absent one only the files that need no torch are made, in a folder that is deleted again."""
+    if config.model.path is None:
+        from deploy.demo.build import write_all_but_weights
+
+        with tempfile.TemporaryDirectory(prefix="weft-check-") as made:
+            write_all_but_weights(Path(made))
+            return _read_budget(config, Path(made))
+    return _read_budget(config, config.model.path)
+
+
+def _read_budget(config: ClusterConfig, model_dir: Path) -> tuple[Budget | None, str]:
+    try:
+        model = compose.load_model(config, model_dir)
+    except ConfigError as error:
+        return None, error.message
+    return plan_budget(config, model, read_stored_weights(model_dir)), ""
+
+
+# ---------------------------------------------------------------- processes
+
+
+def _worker(
+    config: ClusterConfig, family: Family, weights: StoredWeights | None, largest: Sequence[LargestItem]
+) -> ProcessBudget:
+    section, dtype = config.workers, config.model.dtype
+    taken = worker_bytes(family.shape, compose.worker_config(config), section.inbox_bytes, dtype)
+    place = _place(section.device)
+    return ProcessBudget(
+        "worker",
+        section.replicas,
+        (
+            _weights_row(weights and weights.num_language, dtype, place),
+            Row("KV", taken.kv, place, f"{section.num_blocks} blocks of {section.block_size} tokens"),
+            Row("workspace", taken.workspace, place, f"estimate, steps of {section.max_step_tokens} tokens"),
+            Row("inbox", taken.inbox, "host", _room(family, section.inbox_bytes, dtype, largest)),
+        ),
+    )
+
+
+def _encoder(
+    config: ClusterConfig, family: Family, weights: StoredWeights | None, largest: Sequence[LargestItem]
+) -> ProcessBudget:
+    """The workspace takes the encoder to be as wide as the language model: its own width is not in the shape."""
+    section, dtype = config.encoders, config.model.dtype
+    place = _place(section.device)
+    num_patches = max([section.max_batch_cost, *(item.cost for item in largest)])
+    workspace = num_patches * family.shape.hidden_size * NUM_HIDDEN_WIDTHS * DTYPE_BYTES[dtype]
+    return ProcessBudget(
+        "encoder",
+        section.replicas,
+        (
+            _weights_row(weights and weights.num_encoder, dtype, place),
+            Row("workspace", workspace, place, f"estimate, batches of {num_patches} patches"),
+            Row("arena", section.arena_bytes, "host", _room(family, section.arena_bytes, dtype, largest)),
+        ),
+    )
+
+
+def _place(device: str) -> str:
+    return "host" if device == "cpu" else device
+
+
+def _weights_row(num_parameters: int | None, dtype: str, place: str) -> Row:
+    if num_parameters is None:
+        return Row("weights", None, place, "no safetensors files to count")
+    return Row("weights", num_parameters * DTYPE_BYTES[dtype], place, f"{num_parameters / 1e6:.1f} M parameters")
+
+
+def _room(family: Family, arena_bytes: int, dtype: str, largest: Sequence[LargestItem]) -> str:
+    rooms = [
+        (arena_room(arena_bytes, feature_bytes(family.shape, item.max_unit_tokens, dtype)), item.modality)
+        for item in largest
+    ]
+    return ", ".join(f"room for {count} of the largest {modality}" for count, modality in rooms)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def budget_lines(budget: Budget) -> list[str]:
+    """One line per pool, sums per place."""
+    lines = [f"memory of one replica ({budget.model_name}, {budget.dtype}):"]
+    lines += [f"  largest {item.modality}: {item.num_tokens} tokens, {item.cost} patches" for item in budget.largest]
+    for process in budget.processes:
+        lines.append(f"  {process.kind} (x{process.num_replicas})")
+        for row in process.rows:
+            lines.append(f"    {row.name:<12}{_size(row.nbytes):>12}  {row.place:<5} {row.note}".rstrip())
+        for place in dict.fromkeys(row.place for row in process.rows):
+            here = [row for row in process.rows if row.place == place]
+            uncounted = ", ".join(row.name for row in here if row.nbytes is None)
+            note = f"without {uncounted}" if uncounted else ""
+            lines.append(
+                f"    {'sum':<12}{_size(sum(row.nbytes or 0 for row in here)):>12}  {place:<5} {note}".rstrip()
+            )
+    return lines
+
+
+def _size(nbytes: int | None) -> str:
+    if nbytes is None:
+        return "?"
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes} B"

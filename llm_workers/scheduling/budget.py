@@ -1,0 +1,99 @@
+"""What a worker's pools take, and whether they can hold the largest request that the limits allow.
+
+Arithmetic on a model's shape and a config: allocates nothing, loads nothing. Knows no device's size and no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fabric.slots import ALIGNMENT_BYTES, HEADER_BYTES
+from llm_workers.config import WorkerConfig
+from modalities.family import ModelShape
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MIN_TEXT_TOKENS = 64
+"""A chat template around one medium, a short question and the first tokens of an answer."""
+NUM_HIDDEN_WIDTHS = 16
+"""Hidden-sized values per token that a decoder layer keeps alive at once: the residual and its norm, q, k, v and the
+attention's output (6), the gate, up and product of an MLP of three to four hidden sizes (10)."""
+
+
+class LargestItem(NamedTuple):
+    """The largest medium of one modality that passes the limits."""
+
+    modality: str
+    num_tokens: int
+    max_unit_tokens: int
+    """Of its largest unit: units travel alone."""
+    cost: int
+    """Patches."""
+
+
+class WorkerBytes(NamedTuple):
+    """`workspace` is an estimate, the others are what is allocated."""
+
+    kv: int
+    inbox: int
+    workspace: int
+
+
+def feature_bytes(shape: ModelShape, num_tokens: int, dtype: str) -> int:
+    """Payload of one unit: `(num_levels, num_tokens, hidden_size)`."""
+    return shape.num_levels * num_tokens * shape.hidden_size * DTYPE_BYTES[dtype]
+
+
+def slot_bytes(payload_bytes: int) -> int:
+    """What a feature takes of an arena: its header and the padding (`fabric.slots`)."""
+    return -(-(HEADER_BYTES + payload_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def arena_room(arena_bytes: int, unit_bytes: int) -> int:
+    """How many units of that payload an empty arena holds."""
+    return arena_bytes // slot_bytes(unit_bytes)
+
+
+def worker_bytes(shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtype: str) -> WorkerBytes:
+    """Of one replica."""
+    per_layer = 2 * config.num_blocks * config.block_size * shape.num_kv_heads * shape.head_dim * DTYPE_BYTES[dtype]
+    step_rows = config.max_step_tokens * shape.hidden_size * DTYPE_BYTES[dtype]
+    logits = config.max_sequences * shape.vocab_size * 4
+    # Activations, a step that is all features (copied and joined), logits with their sorted probabilities, and the
+    # pages of one layer gathered for attention.
+    workspace = step_rows * (NUM_HIDDEN_WIDTHS + 2 * shape.num_levels) + 3 * logits + per_layer
+    return WorkerBytes(shape.num_layers * per_layer, inbox_bytes, workspace)
+
+
+def shortfalls(
+    shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtype: str, largest: Sequence[LargestItem]
+) -> list[str]:
+    """Why one request with one such medium could never be served, a sentence each; empty when all can. A medium that
+    is longer than the model's context is never asked for, so no room is demanded beyond it."""
+    found = []
+    capacity = config.num_blocks * config.block_size
+    for item in largest:
+        needed_tokens = min(item.num_tokens + MIN_TEXT_TOKENS, shape.max_model_len - 1)
+        if needed_tokens > capacity:
+            found.append(
+                f"workers: num_blocks x block_size is {capacity} tokens; the largest {item.modality} takes "
+                f"{item.num_tokens}, with text {needed_tokens}: num_blocks must be at least "
+                f"{-(-needed_tokens // config.block_size)}"
+            )
+        if not config.is_chunked_media_enabled and item.max_unit_tokens > config.max_piece_tokens:
+            found.append(
+                f"workers: the largest {item.modality} takes {item.max_unit_tokens} tokens in one piece, a step has "
+                f"room for {config.max_piece_tokens}: max_step_tokens must be at least "
+                f"{item.max_unit_tokens + config.max_sequences}"
+            )
+        found += arena_shortfall("workers: inbox_bytes", shape, inbox_bytes, dtype, item)
+    return found
+
+
+def arena_shortfall(name: str, shape: ModelShape, arena_bytes: int, dtype: str, item: LargestItem) -> list[str]:
+    """Why the arena of that name could never hold the item's largest unit, or nothing."""
+    num_tokens = min(item.max_unit_tokens, shape.max_model_len - 1)
+    needed_bytes = slot_bytes(feature_bytes(shape, num_tokens, dtype))
+    if arena_bytes - arena_bytes % ALIGNMENT_BYTES >= needed_bytes:
+        return []
+    return [f"{name} is {arena_bytes}; one feature of the largest {item.modality} takes {needed_bytes}"]

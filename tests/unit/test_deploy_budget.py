@@ -1,0 +1,109 @@
+"""The cluster's budget: largest media by the family's own plan, weights by their files' headers, the table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from modalities_files import thinker_config, write_config
+
+from deploy.budget import budget_lines, plan_budget, refuse_if_too_small
+from deploy.compose import Model, load_model
+from deploy.config import ClusterConfig
+from deploy.largest_media import largest_item, largest_items
+from deploy.stored_weights import StoredWeights, read_stored_weights
+from fabric.errors import ConfigError
+from modalities.plugin import MediaLimits
+
+
+def config(**sections: object) -> ClusterConfig:
+    return ClusterConfig.model_validate({"model": {"name": "tiny"}, **sections})
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Model:
+    """Pictures of at most 256 x 256 pixels, a token per 32 x 32: 64 tokens, features of 4 levels x 64."""
+    return load_model(config(), write_config(tmp_path, thinker_config()))
+
+
+def write_safetensors(path: Path, shapes: dict[str, list[int]]) -> None:
+    tensors = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    header = json.dumps({"__metadata__": {"format": "pt"}, **tensors}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def test_the_largest_picture_is_the_familys_own(model: Model) -> None:
+    found = largest_item(model.family, "image", MediaLimits())
+    assert found is not None
+    assert (found.num_tokens, found.max_unit_tokens, found.cost) == (64, 64, 256)
+
+
+def test_limits_below_the_familys_own_count(model: Model) -> None:
+    found = largest_item(model.family, "image", MediaLimits(max_image_pixels=128 * 128))
+    assert found is not None
+    assert 16 <= found.num_tokens < 64  # sides are rounded to the nearest multiple, up or down
+
+
+def test_what_the_family_does_not_take_has_no_largest(model: Model) -> None:
+    assert largest_items(model.family, ("sketch",), MediaLimits()) == []
+
+
+def test_weights_are_counted_by_part(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "model-1.safetensors", {"thinker.visual.blocks.0.w": [3, 4], "thinker.model.w": [5]})
+    write_safetensors(tmp_path / "model-2.safetensors", {"talker.model.w": [100], "lm_head.weight": [2, 2]})
+    assert read_stored_weights(tmp_path) == StoredWeights(num_encoder=12, num_language=9)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 16, b"\x02\0\0\0\0\0\0\0[]", b'\x09\0\0\0\0\0\0\0{"a": {}}'])
+def test_broken_weight_files_count_as_unknown(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert read_stored_weights(tmp_path) is None
+
+
+def test_the_table_names_every_pool_with_its_sum(model: Model) -> None:
+    cluster = config(
+        encoders={"arena_bytes": "1MiB"},
+        workers={"replicas": 2, "num_blocks": 100, "block_size": 16, "inbox_bytes": "2MiB"},
+    )
+    text = "\n".join(budget_lines(plan_budget(cluster, model, StoredWeights(2**18, 2**20))))
+    assert "memory of one replica (tiny, float32):" in text
+    assert "largest image: 64 tokens, 256 patches" in text
+    assert "encoder (x1)" in text
+    assert "worker (x2)" in text
+    for line in ("weights          1.0 MiB  host", "weights          4.0 MiB", "KV               1.6 MiB"):
+        assert line in text
+    assert "inbox            2.0 MiB  host  room for 31 of the largest image" in text
+
+
+def test_on_a_gpu_features_stay_on_the_host(model: Model) -> None:
+    cluster = config(workers={"device": "cuda", "gpus_per_replica": 1})
+    (_, worker) = plan_budget(cluster, model, None).processes
+    assert {row.name: row.place for row in worker.rows} == {
+        "weights": "cuda",
+        "KV": "cuda",
+        "workspace": "cuda",
+        "inbox": "host",
+    }
+    assert "without weights" in "\n".join(budget_lines(plan_budget(cluster, model, None)))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"workers": {"num_blocks": 2}}, "num_blocks must be at least 8"),
+        ({"workers": {"inbox_bytes": 65536}}, "workers: inbox_bytes is 65536"),
+        ({"encoders": {"arena_bytes": 65536}}, "encoders: arena_bytes is 65536"),
+    ],
+)
+def test_what_can_never_serve_is_refused_with_the_table(
+    model: Model, sections: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        refuse_if_too_small(config(**sections), model)
+    assert message in refused.value.message
+    assert "memory of one replica" in refused.value.message
+
+
+def test_a_cluster_for_text_needs_no_room_for_pictures(model: Model) -> None:
+    refuse_if_too_small(config(encoders={"replicas": 0}, workers={"num_blocks": 2, "inbox_bytes": 64}), model)

@@ -1,0 +1,84 @@
+"""A worker's budget: the bytes that are allocated, and what can never be served."""
+
+from __future__ import annotations
+
+import pytest
+
+from fabric.slots import SlotMemory
+from llm_workers.config import WorkerConfig
+from llm_workers.scheduling.budget import (
+    MIN_TEXT_TOKENS,
+    LargestItem,
+    arena_room,
+    feature_bytes,
+    shortfalls,
+    slot_bytes,
+    worker_bytes,
+)
+from modalities.family import ModelShape
+
+SHAPE = ModelShape(
+    hidden_size=64, num_levels=4, num_layers=3, num_kv_heads=2, head_dim=16, vocab_size=200, max_model_len=4096
+)
+PICTURE = LargestItem("image", num_tokens=100, max_unit_tokens=100, cost=400)
+ENOUGH = 10**6
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
+def test_kv_is_keys_and_values_of_every_layer(dtype: str, itemsize: int) -> None:
+    taken = worker_bytes(SHAPE, WorkerConfig(num_blocks=10, block_size=8), 5000, dtype)
+    assert taken.kv == 3 * 2 * 80 * 2 * 16 * itemsize
+    assert taken.inbox == 5000
+    assert feature_bytes(SHAPE, 100, dtype) == 4 * 100 * 64 * itemsize
+
+
+def test_the_workspace_grows_with_what_a_step_holds() -> None:
+    small = worker_bytes(SHAPE, WorkerConfig(max_step_tokens=100), ENOUGH, "float32").workspace
+    longer = worker_bytes(SHAPE, WorkerConfig(max_step_tokens=200), ENOUGH, "float32").workspace
+    assert longer - small == 100 * 64 * 4 * (16 + 2 * 4)
+
+
+@pytest.mark.parametrize("payload", [1, 63, 64, 65, 1000])
+def test_a_slot_counts_what_the_arena_counts(payload: int) -> None:
+    memory = SlotMemory(4096)
+    memory.reserve(payload)
+    assert memory.usage().used_bytes == slot_bytes(payload)
+    assert arena_room(4096, payload) == 4096 // slot_bytes(payload)
+
+
+def blocks(count: int, **more: object) -> WorkerConfig:
+    return WorkerConfig(num_blocks=count, block_size=4, **more)  # type: ignore[arg-type]
+
+
+def test_the_smallest_pool_that_is_enough() -> None:
+    needed = (100 + MIN_TEXT_TOKENS) // 4
+    assert shortfalls(SHAPE, blocks(needed), ENOUGH, "float32", [PICTURE]) == []
+    (problem,) = shortfalls(SHAPE, blocks(needed - 1), ENOUGH, "float32", [PICTURE])
+    assert f"num_blocks must be at least {needed}" in problem
+
+
+def test_the_smallest_inbox_that_is_enough() -> None:
+    needed = slot_bytes(feature_bytes(SHAPE, 100, "bfloat16"))
+    assert shortfalls(SHAPE, blocks(64), needed, "bfloat16", [PICTURE]) == []
+    (problem,) = shortfalls(SHAPE, blocks(64), needed - 1, "bfloat16", [PICTURE])
+    assert problem.startswith(f"workers: inbox_bytes is {needed - 1}; one feature of the largest image")
+    SlotMemory(needed).reserve(feature_bytes(SHAPE, 100, "bfloat16"))
+
+
+def test_what_the_context_can_not_hold_needs_no_room() -> None:
+    short = SHAPE._replace(max_model_len=41)
+    needed = slot_bytes(feature_bytes(short, 40, "float32"))
+    assert shortfalls(short, blocks(10), needed, "float32", [PICTURE]) == []
+    assert len(shortfalls(short, blocks(9), needed - 1, "float32", [PICTURE])) == 2
+
+
+def test_a_medium_in_one_piece_needs_a_step_of_its_length() -> None:
+    whole = blocks(64, is_chunked_media_enabled=False, max_sequences=8, max_step_tokens=107)
+    (problem,) = shortfalls(SHAPE, whole, ENOUGH, "float32", [PICTURE])
+    assert "max_step_tokens must be at least 108" in problem
+
+
+def test_units_travel_alone_and_text_needs_nothing() -> None:
+    film = LargestItem("video", num_tokens=100, max_unit_tokens=10, cost=400)
+    assert shortfalls(SHAPE, blocks(64), slot_bytes(feature_bytes(SHAPE, 10, "float32")), "float32", [film]) == []
+    assert shortfalls(SHAPE, blocks(1), 64, "float32", []) == []
