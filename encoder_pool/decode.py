@@ -125,7 +125,7 @@ def check_inputs(inputs: list[EncoderInput], item: MediaItem) -> None:
     """Holds what was decoded against the plan, which is a contract. Raises InvalidMedia."""
     if len(inputs) != len(item.unit_tokens):
         raise InvalidMedia(f"decoded into {len(inputs)} units where {len(item.unit_tokens)} were planned")
-    num_patches = sum(unit.pixels.shape[0] for unit in inputs)
+    num_patches = sum(unit.num_patches for unit in inputs)
     if num_patches != item.cost:
         raise InvalidMedia(f"decoded into {num_patches} patches where {item.cost} were planned")
     for unit in inputs:

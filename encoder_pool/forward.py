@@ -73,7 +73,7 @@ class ForwardThread:
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             if len(units) == 1:
-                return [EncodeFailed(f"out of device memory on a unit of {units[0].input.pixels.shape[0]} patches")]
+                return [EncodeFailed(f"out of device memory on a unit of {units[0].input.num_patches} patches")]
             logger.warning("a batch of %d units ran out of memory, split: %s", len(units), error)
             half = len(units) // 2
             return self._encode(units[:half]) + self._encode(units[half:])

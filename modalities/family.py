@@ -66,11 +66,21 @@ class Positions:
 
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
-    """One unit, ready for the forward. `pixels` is float32 `(num_patches, patch_dim)`."""
+    """One unit, ready for the forward. `pixels` is float32 `(num_patches, patch_dim)`, or whole tiles
+    `(num_tiles, channels, height, width)` where the family's encoder takes those."""
 
     modality: str
     pixels: npt.NDArray[np.float32]
     grid: tuple[int, int, int]
+    patches_per_row: int = 1
+    """Patches in each row of `pixels`: those of a tile, where rows are tiles."""
+    geometry: tuple[int, ...] = ()
+    """As in `ItemPlan`, where the encoder needs it."""
+
+    @property
+    def num_patches(self) -> int:
+        """To encode: the item's cost, over its units."""
+        return len(self.pixels) * self.patches_per_row
 
 
 class ModelShape(NamedTuple):

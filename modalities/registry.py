@@ -10,12 +10,34 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fabric.errors import ConfigError, UnsupportedModality
-from modalities import causal_lm, qwen2_5_omni, qwen2_5_vl, qwen2_vl, qwen3_omni, qwen3_vl
+from modalities import (
+    causal_lm,
+    internvl,
+    llava,
+    llava_onevision,
+    qwen2_5_omni,
+    qwen2_5_vl,
+    qwen2_vl,
+    qwen3_omni,
+    qwen3_vl,
+)
 from modalities.family import Family
 from modalities.image import ImagePlugin
 from modalities.plugin import ModalityPlugin
 
 FamilyLoader = Callable[[Path], Family]
+
+_FAMILIES = (
+    causal_lm,
+    llava,
+    llava_onevision,
+    internvl,
+    qwen2_vl,
+    qwen2_5_vl,
+    qwen3_vl,
+    qwen2_5_omni,
+    qwen3_omni,
+)
 
 
 class Registry:
@@ -88,7 +110,7 @@ def builtin_registry() -> Registry:
     """A new registry with everything that ships."""
     registry = Registry()
     registry.register_modality(ImagePlugin())
-    for family in (causal_lm, qwen2_vl, qwen2_5_vl, qwen3_vl, qwen2_5_omni, qwen3_omni):
+    for family in _FAMILIES:
         registry.register_family(family.ARCHITECTURES, family.load)
     return registry
 

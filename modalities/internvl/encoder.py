@@ -1,0 +1,45 @@
+"""InternVL's vision tower and projector. The one place that knows the names of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModel, InternVLConfig
+from transformers.models.internvl.modeling_internvl import (
+    InternVLModel,
+    InternVLMultiModalProjector,
+    InternVLPreTrainedModel,
+)
+
+from modalities.causal_lm.checkpoint import load_part, read_pretrained_config
+from modalities.family import EncoderInput
+from modalities.tiled.encoder import TileEncoder
+
+NAMES = {r"^model\.(vision_tower|multi_modal_projector)\.": r"\1."}
+
+
+class VisionHalf(InternVLPreTrainedModel):
+    """The model without its text half."""
+
+    def __init__(self, config: InternVLConfig) -> None:
+        super().__init__(config)
+        self.vision_tower = AutoModel.from_config(config.vision_config)
+        self.multi_modal_projector = InternVLMultiModalProjector(config)
+        self.post_init()
+
+    get_image_features = InternVLModel.get_image_features
+    pixel_shuffle = InternVLModel.pixel_shuffle
+
+
+def rows_of(part: Any, tiles: torch.Tensor, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+    rows = part.get_image_features(tiles, return_dict=True).pooler_output
+    return [unit.flatten(0, 1) for unit in rows.split([len(unit.pixels) for unit in inputs])]
+
+
+def load_encoder(model_dir: Path, device: str, dtype: str) -> TileEncoder:
+    """Raises ConfigError if a weight is missing."""
+    config = read_pretrained_config(model_dir)
+    return TileEncoder(load_part(VisionHalf, model_dir, config, NAMES, (device, dtype), "sdpa"), rows_of)

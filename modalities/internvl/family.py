@@ -1,0 +1,75 @@
+"""What an InternVL checkpoint says, as a family on tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fabric.errors import ConfigError
+from modalities.family import EncoderModel, Family
+from modalities.internvl.tiling import GridOfTiles
+from modalities.json_files import read_json
+from modalities.tiled.config import ConfigFiles, TiledConfig, read_pixel_options, read_tiled_config, square
+from modalities.tiled.family import TiledFamily, Wrapping
+
+_VISION_DEFAULTS = {"model_type": "internvl_vision", "image_size": 448, "patch_size": 14}
+_PROCESSORS = ("GotOcr2ImageProcessor",)
+_START, _END, _CONTEXT = "<img>", "</img>", "<IMG_CONTEXT>"
+
+
+def load_family(model_dir: Path) -> Family:
+    """Reads config files, and of the tokenizer the added tokens. Raises ConfigError."""
+    config, files = read_tiled_config(model_dir, ("image_token_id", 151667), _VISION_DEFAULTS, "qwen2")
+    if square(files.processor.get("size", 384), "size") != config.tile_size:
+        raise ConfigError(
+            f"the vision tower takes {config.tile_size} pixels, the processor's tiles are of another size"
+        )
+    tiling = GridOfTiles(
+        pixels=read_pixel_options(files.processor, _PROCESSORS),
+        tile_size=config.tile_size,
+        tokens_per_tile=_tokens_per_tile(config, files),
+        # InternVLProcessor cuts into tiles whatever the image processor's own file says.
+        min_tiles=int(files.processor.get("min_patches", 1)),
+        max_tiles=int(files.processor.get("max_patches", 12)),
+    )
+    ids = _added_tokens(model_dir)
+    if missing := [name for name in (_START, _END) if name not in ids]:
+        raise ConfigError(f"the tokenizer of {model_dir} lacks {', '.join(missing)}")
+    wrapping = Wrapping((ids[_START],), (ids[_END],))
+    return TiledFamily("internvl", config, tiling, _CONTEXT, _load_encoder, wrapping)
+
+
+def _tokens_per_tile(config: TiledConfig, files: ConfigFiles) -> int:
+    """Raises ConfigError for a tower whose patches can't be shuffled into a smaller square."""
+    model = files.model
+    ratio = float(model.get("downsample_ratio", 0.5))
+    side = config.patches_per_side * ratio
+    if not side or side != int(side):
+        raise ConfigError(f"{config.patches_per_side} patches a side are not divisible by downsample_ratio {ratio}")
+    if model.get("vision_feature_select_strategy", "default") != "default":
+        raise ConfigError("InternVL must drop the class token (vision_feature_select_strategy `default`)")
+    if not isinstance(model.get("vision_feature_layer", -1), int):
+        raise ConfigError("InternVL takes the features of one layer")
+    return int(side) ** 2
+
+
+def _added_tokens(model_dir: Path) -> dict[str, int]:
+    """Text -> id, from tokenizer_config.json or tokenizer.json. Raises ConfigError for broken files."""
+    found: dict[str, int] = {}
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        path = model_dir / name
+        content: Mapping[str, Any] = read_json(path)[1] if path.exists() else {}
+        for token_id, token in content.get("added_tokens_decoder", {}).items():
+            found.setdefault(str(token["content"]), int(token_id))
+        for token in content.get("added_tokens", ()):
+            found.setdefault(str(token["content"]), int(token["id"]))
+        if _START in found and _END in found:
+            break
+    return found
+
+
+def _load_encoder(model_dir: Path, device: str, dtype: str) -> EncoderModel:
+    from modalities.internvl.encoder import load_encoder
+
+    return load_encoder(model_dir, device, dtype)

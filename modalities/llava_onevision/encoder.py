@@ -1,0 +1,50 @@
+"""LLaVA-OneVision's vision tower, projector and newline. The one place that knows the names of their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel, LlavaOnevisionConfig
+from transformers.models.llava_onevision.modeling_llava_onevision import (
+    LlavaOnevisionModel,
+    LlavaOnevisionMultiModalProjector,
+    LlavaOnevisionPreTrainedModel,
+)
+
+from modalities.causal_lm.checkpoint import load_part, read_pretrained_config
+from modalities.family import EncoderInput
+from modalities.tiled.encoder import TileEncoder
+
+NAMES = {
+    r"^model\.(vision_tower|multi_modal_projector)\.": r"\1.",
+    r"^model\.image_newline$": "image_newline",
+}
+
+
+class VisionHalf(LlavaOnevisionPreTrainedModel):
+    """The model without its text half."""
+
+    def __init__(self, config: LlavaOnevisionConfig) -> None:
+        super().__init__(config)
+        self.vision_tower = AutoModel.from_config(config.vision_config)
+        self.multi_modal_projector = LlavaOnevisionMultiModalProjector(config)
+        self.image_newline = nn.Parameter(torch.zeros(config.text_config.hidden_size, dtype=self.dtype))
+        self.post_init()
+
+    get_image_features = LlavaOnevisionModel.get_image_features
+    pack_image_features = LlavaOnevisionModel.pack_image_features
+
+
+def rows_of(part: Any, tiles: torch.Tensor, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+    heights_and_widths = [[height, width] for width, height in (unit.geometry for unit in inputs)]
+    return list(part.get_image_features(tiles, image_sizes=heights_and_widths, return_dict=True).pooler_output)
+
+
+def load_encoder(model_dir: Path, device: str, dtype: str) -> TileEncoder:
+    """Raises ConfigError if a weight is missing."""
+    config = read_pretrained_config(model_dir)
+    return TileEncoder(load_part(VisionHalf, model_dir, config, NAMES, (device, dtype), "sdpa"), rows_of)

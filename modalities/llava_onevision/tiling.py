@@ -1,0 +1,89 @@
+"""A picture is scaled into the best of some fixed canvases, padded with black and cut; the whole of it, squeezed into
+one tile, comes first: transformers' LlavaOnevisionImageProcessorPil, to the bit. The count of rows follows what the
+model does with the tiles' features. Knows nothing of models or torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from modalities.pixels import normalise
+from modalities.tiled.config import PixelOptions
+from modalities.tiled.family import Cut
+
+
+@dataclass(frozen=True, slots=True)
+class AnyResolution:
+    """A Tiling."""
+
+    pixels: PixelOptions
+    tile_size: int
+    patches_per_side: int
+    resolutions: tuple[tuple[int, int], ...]
+    """(height, width), in the checkpoint's order: of equally good ones the first is taken."""
+    max_tiles_of_rows: int
+    """Above 1.1 times the rows of so many tiles, squared, features are scaled down to these."""
+
+    def cut(self, width: int, height: int) -> Cut:
+        canvas_height, canvas_width = self.canvas(width, height)
+        num_tiles = canvas_height // self.tile_size * (canvas_width // self.tile_size)
+        num_rows, num_columns = self._shape_of_features(width, height, canvas_height, canvas_width)
+        # Behind each row of features stands a newline.
+        return Cut(1 + num_tiles, self.patches_per_side**2 + num_rows * (num_columns + 1))
+
+    def canvas(self, width: int, height: int) -> tuple[int, int]:
+        """(height, width) of the canvas on which the picture keeps most of its pixels, and of these the one that
+        wastes least."""
+        best, most, least = self.resolutions[0], 0, math.inf
+        for canvas_height, canvas_width in self.resolutions:
+            scale = min(canvas_width / width, canvas_height / height)
+            effective = min(int(width * scale) * int(height * scale), width * height)
+            wasted = canvas_height * canvas_width - effective
+            if effective > most or (effective == most and wasted < least):
+                best, most, least = (canvas_height, canvas_width), effective, wasted
+        return best
+
+    def tiles(self, image: Image.Image) -> npt.NDArray[np.float32]:
+        """`(1 + num_tiles, 3, tile_size, tile_size)`: the whole picture, then the canvas row by row."""
+        canvas_height, canvas_width = self.canvas(*image.size)
+        size, resample = self.tile_size, self.pixels.resample
+        scaled = image.resize(self._scaled_size(*image.size, canvas_height, canvas_width), resample=resample)
+        canvas = np.zeros((canvas_height, canvas_width, 3), dtype=np.uint8)
+        top, left = (canvas_height - scaled.height) // 2, (canvas_width - scaled.width) // 2
+        canvas[top : top + scaled.height, left : left + scaled.width] = np.asarray(scaled)
+        cut = canvas.reshape(canvas_height // size, size, canvas_width // size, size, 3).transpose(0, 2, 1, 3, 4)
+        whole = np.asarray(image.resize((size, size), resample=resample))
+        tiles = np.concatenate([whole[None], cut.reshape(-1, size, size, 3)])
+        return normalise(tiles, self.pixels.normalisation)
+
+    def options(self) -> str:
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+
+    def _scaled_size(self, width: int, height: int, canvas_height: int, canvas_width: int) -> tuple[int, int]:
+        """(width, height) of the picture on its canvas."""
+        scale_width, scale_height = canvas_width / width, canvas_height / height
+        if scale_width < scale_height:
+            return canvas_width, min(math.ceil(height * scale_width), canvas_height)
+        return min(math.ceil(width * scale_height), canvas_width), canvas_height
+
+    def _shape_of_features(self, width: int, height: int, canvas_height: int, canvas_width: int) -> tuple[int, int]:
+        """(rows, columns) that are left of the canvas's patches without padding, scaled down where there are too
+        many. The order of operations is that of transformers' `unpad_image`: the rounding depends on it."""
+        num_rows = canvas_height // self.tile_size * self.patches_per_side
+        num_columns = canvas_width // self.tile_size * self.patches_per_side
+        if width / height > num_columns / num_rows:
+            kept = int(round(height * (num_columns / width), 7))
+            num_rows -= (num_rows - kept) // 2 * 2
+        else:
+            kept = int(round(width * (num_rows / height), 7))
+            num_columns -= (num_columns - kept) // 2 * 2
+        ratio = math.sqrt(num_rows * num_columns / (self.max_tiles_of_rows * self.patches_per_side**2))
+        if ratio > 1.1:
+            return int(num_rows // ratio), int(num_columns // ratio)
+        return num_rows, num_columns

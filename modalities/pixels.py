@@ -1,0 +1,49 @@
+"""Pixels as transformers' Pillow image processors make them, to the bit: colours, and values after normalising.
+
+Knows no model: sizes and cuts are the families'.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+_WHITE = (255, 255, 255, 255)
+
+
+@dataclass(frozen=True, slots=True)
+class Normalisation:
+    """What an 8-bit value becomes: times `rescale_factor`, less `mean`, over `std`, each if it is given."""
+
+    rescale_factor: float | None
+    mean: tuple[float, float, float] | None
+    std: tuple[float, float, float] | None
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """RGB; what is transparent lies on white (transformers' rule since 5.x). 16-bit grey is clipped at 255, which is
+    Pillow's conversion and so the reference's."""
+    if "A" in image.getbands() or image.info.get("transparency") is not None:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, _WHITE), image)
+    return image.convert("RGB")
+
+
+def channel_values(options: Normalisation) -> npt.NDArray[np.float32]:
+    """`(3, 256)`: what each 8-bit value of each channel becomes, in the reference's order of operations."""
+    values: npt.NDArray[np.float32] = np.arange(256).astype(np.float32)
+    if options.rescale_factor is not None:
+        values = (np.arange(256, dtype=np.float64) * options.rescale_factor).astype(np.float32)
+    table = np.broadcast_to(values, (3, 256))
+    if options.mean is not None and options.std is not None:
+        mean, std = np.array(options.mean, dtype=np.float32), np.array(options.std, dtype=np.float32)
+        table = (table - mean[:, None]) / std[:, None]
+    return np.ascontiguousarray(table, dtype=np.float32)
+
+
+def normalise(pixels: npt.NDArray[np.uint8], options: Normalisation) -> npt.NDArray[np.float32]:
+    """`(n, height, width, 3)` -> `(n, 3, height, width)`."""
+    return channel_values(options)[np.arange(3)[None, :, None, None], pixels.transpose(0, 3, 1, 2)]

@@ -1,0 +1,143 @@
+"""A family on tiles: what it takes, how much of the prompt a picture takes, where it stands.
+
+Pure but for the two loaders, which import torch when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from fabric.errors import InvalidMedia, UnsupportedModality
+from fabric.messages import MediaItem, PlaceholderRange
+from modalities.causal_lm.positions import running_positions
+from modalities.family import (
+    EncoderInput,
+    EncoderModel,
+    ExpandedPrompt,
+    ItemPlan,
+    LanguageModel,
+    MediaHeader,
+    Positions,
+)
+from modalities.image import decode_image
+from modalities.pixels import to_rgb
+from modalities.placeholders import expand_placeholders
+from modalities.tiled.config import TiledConfig
+
+_IMAGE = "image"
+
+LoadEncoder = Callable[[Path, str, str], EncoderModel]
+"""(model_dir, device, dtype) -> encoder."""
+
+
+class Cut(NamedTuple):
+    """What becomes of a picture of known size."""
+
+    num_tiles: int
+    num_tokens: int
+
+
+class Tiling(Protocol):
+    """How a family cuts pictures."""
+
+    def cut(self, width: int, height: int) -> Cut:
+        """From the size alone. Raises InvalidMedia for a size that the model can't take."""
+        ...
+
+    def tiles(self, image: Image.Image) -> npt.NDArray[np.float32]:
+        """An RGB picture -> `(num_tiles, 3, tile_size, tile_size)`."""
+        ...
+
+    def options(self) -> str:
+        """Canonical JSON of everything that the two above depend on."""
+        ...
+
+
+class Wrapping(NamedTuple):
+    """Token ids that the reference's processor puts around a picture's rows."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
+class TiledFamily:
+    """One checkpoint directory. Immutable and thread-safe."""
+
+    def __init__(
+        self,
+        name: str,
+        config: TiledConfig,
+        tiling: Tiling,
+        placeholder: str,
+        load_encoder: LoadEncoder,
+        wrapping: Wrapping = Wrapping(),  # noqa: B008 (immutable)
+    ) -> None:
+        self.name, self.model_id, self.shape = name, config.model_id, config.shape
+        self.max_items: Mapping[str, int] = {_IMAGE: 64}
+        self.config, self.tiling = config, tiling
+        self._placeholder, self._load_encoder, self._wrapping = placeholder, load_encoder, wrapping
+
+    def plan(self, header: MediaHeader) -> ItemPlan:
+        """Raises InvalidMedia for a size that the model can't take."""
+        cut = self.tiling.cut(header.width, header.height)
+        side = self.config.patches_per_side
+        cost = cut.num_tiles * side * side
+        return ItemPlan(_IMAGE, (cut.num_tiles, side, side), (cut.num_tokens,), cost, (header.width, header.height))
+
+    def placeholder_text(self, modality: str) -> str:
+        """Raises UnsupportedModality."""
+        self._check(modality)
+        return self._placeholder
+
+    def expand(self, token_ids: Sequence[int], plans: Sequence[ItemPlan]) -> ExpandedPrompt:
+        """Raises InvalidRequest if placeholders and plans do not match."""
+        image = self.config.image_token_id
+        wrapped = (*self._wrapping.before, image, *self._wrapping.after)
+        if len(wrapped) > 1:
+            token_ids = [id_ for token in token_ids for id_ in (wrapped if token == image else (token,))]
+        return expand_placeholders(token_ids, {_IMAGE: image}, plans)
+
+    def positions(
+        self, token_ids: Sequence[int], placeholders: Sequence[PlaceholderRange], media: Sequence[MediaItem]
+    ) -> Positions:
+        """One axis."""
+        return running_positions(len(token_ids))
+
+    def options(self, modality: str) -> str:
+        """Raises UnsupportedModality."""
+        self._check(modality)
+        return self.tiling.options()
+
+    def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
+        """One unit. Raises InvalidMedia for a broken file or one that is not what was planned."""
+        self._check(item.modality)
+        image, header = decode_image(data, item.part)
+        found = self.plan(header)
+        if (found.grid, found.unit_tokens) != (item.grid, item.unit_tokens):
+            raise InvalidMedia(
+                f"{item.part}: the image gives patches {found.grid}, planned were {item.grid}", param=item.part
+            )
+        tiles = self.tiling.tiles(to_rgb(image))
+        return [EncoderInput(_IMAGE, tiles, found.grid, found.grid[1] * found.grid[2], found.geometry)]
+
+    def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
+        """Vision tower and projector. Raises ConfigError if a weight is missing, UnsupportedModality."""
+        for modality in modalities:
+            self._check(modality)
+        return self._load_encoder(model_dir, device, dtype)
+
+    def load_language_model(self, model_dir: Path, device: str, dtype: str, attention_name: str) -> LanguageModel:
+        """The text half. Raises ConfigError if a weight is missing."""
+        from modalities.causal_lm.language_model import load_causal_lm
+
+        return load_causal_lm(model_dir, device, dtype, attention_name)
+
+    def _check(self, modality: str) -> None:
+        if modality not in self.max_items:
+            raise UnsupportedModality(f"the model takes no {modality}")
