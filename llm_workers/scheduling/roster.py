@@ -20,6 +20,8 @@ class Roster:
         self._by_age: list[Sequence] = []
         self._led: dict[AttemptId, list[Sequence]] = {}
         """Attempts of several choices whose prompt nobody has computed yet; the first is the leader."""
+        self._unclaimed: dict[SequenceId, Sequence] = {}
+        """Siblings that were held and have not claimed anything: no unit is kept in the inbox for them."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -50,9 +52,21 @@ class Roster:
         self._attempts[attempt_id] = list(sequences)
         if is_led and len(sequences) > 1:
             self._led[attempt_id] = list(sequences)
+            self._unclaimed.update((one.sequence_id, one) for one in sequences[1:])
         for sequence in sequences:
             self._sequences[sequence.sequence_id] = sequence
             insort(self._by_age, sequence, key=lambda one: one.age)
+
+    def has_claimed(self, sequence: Sequence) -> bool:
+        return sequence.sequence_id not in self._unclaimed
+
+    def take_released(self) -> list[Sequence]:
+        """Siblings that are held no more, each once: now they are to claim what they need."""
+        held = self.held()
+        released = [one for one in self._unclaimed.values() if one.sequence_id not in held]
+        for sequence in released:
+            del self._unclaimed[sequence.sequence_id]
+        return released
 
     def prompt_computed(self, attempt_id: AttemptId) -> None:
         """The siblings may begin; later calls change nothing."""
@@ -63,6 +77,7 @@ class Roster:
         attempt_id = sequence.sequence_id.attempt_id
         del self._sequences[sequence.sequence_id]
         self._by_age.remove(sequence)
+        self._unclaimed.pop(sequence.sequence_id, None)
         for groups in (self._attempts, self._led):
             if attempt_id in groups:
                 groups[attempt_id].remove(sequence)

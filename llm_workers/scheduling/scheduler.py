@@ -22,6 +22,7 @@ from llm_workers.scheduling import events
 from llm_workers.scheduling.arrival import make_sequences
 from llm_workers.scheduling.blocks import BlockPool
 from llm_workers.scheduling.events import Admission, NeededUnit, SchedulerStats, SequenceTimes, StepEvents
+from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.inbox import Inbox
 from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.planning import StepPlanner
@@ -44,27 +45,31 @@ class Scheduler:
         self._residency = Residency(self._pool, self._inbox, config.block_size, config.is_prefix_cache_enabled)
         self._roster = Roster()
         self._tally = Tally()
+        self._late: list[NeededUnit] = []
+        """Of siblings that waited for their leader, whose blocks were evicted meanwhile."""
         self._steps = Steps(StepPlanner(config, self._residency), self._residency, self._roster, self._tally, clock)
 
     # ------------------------------------------------------------ what happens
 
-    def add(self, request: GenerateRequest, positions: Positions) -> Admission:
-        """Creates one sequence per choice, refers at once to the blocks it hits, claims the units it needs. Raises
-        ContextLengthExceeded, InvalidRequest, FeatureMismatch (a unit has another size than was promised to others)
-        or ProtocolError (the attempt is already here, numbers that contradict each other); then nothing changed."""
+    def add(self, request: GenerateRequest, positions: Positions, guide: Guide | None = None) -> Admission:
+        """Creates one sequence per choice (each forks `guide`), refers at once to the blocks it hits, claims the
+        units it needs. Raises ContextLengthExceeded, InvalidRequest, FeatureMismatch (a unit has another size than was
+        promised to others) or ProtocolError (the attempt is already here, numbers that contradict each other); then
+        nothing changed."""
         now_s = self._clock.now()
         attempt_id = AttemptId(request.request_id, request.attempt)
         if attempt_id in self._roster:
             raise ProtocolError(f"attempt {attempt_id.attempt} of {attempt_id.request_id} is already here")
-        sequences = make_sequences(request, positions, self._config, self._max_model_len, now_s)
+        sequences = make_sequences(request, positions, self._config, self._max_model_len, now_s, guide)
         layout = sequences[0].layout
         self._inbox.check_counts(layout.unit_to_tokens)
         ended = {one.sequence_id: reason for one in sequences if (reason := one.finish_reason()) is not None}
         running = [one for one in sequences if one.sequence_id not in ended]
+        self._roster.add(attempt_id, running, is_led=self._config.is_prefix_cache_enabled)
         missing: set[UnitKey] = set()
         for sequence in running:
-            missing.update(self._residency.admit(sequence))
-        self._roster.add(attempt_id, running, is_led=self._config.is_prefix_cache_enabled)
+            if self._roster.has_claimed(sequence):
+                missing.update(self._residency.admit(sequence))
         return Admission(
             sequence_ids=tuple(one.sequence_id for one in running),
             num_cached_tokens=min(running[0].num_computed, running[0].num_prompt) if running else 0,
@@ -99,6 +104,9 @@ class Scheduler:
 
     def plan_step(self) -> StepPlan:
         """May be empty. Takes blocks, preempts if they run out. `commit` or `rollback` comes before the next one."""
+        for sequence in self._roster.take_released():
+            missing = self._residency.admit(sequence)
+            self._late += [NeededUnit(sequence.sequence_id, unit, events.PREEMPTED) for unit in missing]
         return self._steps.plan()
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepEvents:
@@ -135,7 +143,9 @@ class Scheduler:
 
     def drain_needed(self) -> list[NeededUnit]:
         """Units needed again since the last call: (sequence, unit, reason)."""
-        return self._steps.drain_needed()
+        late, self._late = self._late, []
+        live = [one for one in late if self._roster.get(one.sequence_id) is not None]
+        return live + self._steps.drain_needed()
 
     def drain_units_done(self) -> list[UnitKey]:
         """Units that no live sequence needs any more, as `StepEvents.units_done`: for aborts when no step follows."""
@@ -177,7 +187,10 @@ class Scheduler:
         """Between calls, a step in flight or not. For tests after every step, in production when idle."""
         live = self._roster.by_age
         self._pool.check_invariants({one.sequence_id: one.table.view().tolist() for one in live})
-        self._inbox.check_invariants({one.sequence_id: set(one.layout.units_after(one.num_computed)) for one in live})
+        claiming = [one for one in live if self._roster.has_claimed(one)]
+        self._inbox.check_invariants(
+            {one.sequence_id: set(one.layout.units_after(one.num_computed)) for one in claiming}
+        )
         for one in live:
             assert 0 <= one.num_computed < one.num_tokens <= one.max_total_tokens
             assert len(one.table) * self._config.block_size >= one.num_computed

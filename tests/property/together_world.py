@@ -1,0 +1,285 @@
+"""Several encoders and workers in one process, everything real but the models: pipelines, feature tables and arenas,
+local channel and plane, receivers, engines and schedulers. For the property that something always advances.
+
+The forward writes bytes that follow from the unit, the executor demands to read those, and tokens must be those of a
+run with unlimited memory. A router is a loop that answers `FeatureNeeded`. Engines are turned by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from paged_fake import PagedFake, positions_of
+
+from encoder_pool.announcer import Announcer
+from encoder_pool.config import EncoderConfig
+from encoder_pool.decode import Decoded
+from encoder_pool.pipeline import Pipeline
+from encoder_pool.planning.feature_log import FeatureLog
+from encoder_pool.planning.features import FeatureSpec, FeatureTable, LeaseKey
+from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit
+from fabric.channel import LandedFeature
+from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
+from fabric.clock import ManualClock
+from fabric.ids import AttemptId, MemberId, UnitKey
+from fabric.messages import (
+    Destination,
+    EncodeRequest,
+    FeatureNeeded,
+    GenerateRequest,
+    GenerateResult,
+    MediaItem,
+    PlaneMessage,
+    TokenFrames,
+    UnitReady,
+    UnitRelease,
+)
+from fabric.plane_local import LocalHub, LocalPlane
+from llm_workers.calls import OpenCalls
+from llm_workers.config import WorkerConfig
+from llm_workers.engine import Engine, Update
+from llm_workers.receiver import Endpoint, Listener, Receiver
+from llm_workers.scheduling.plan import StepPlan, StepResult
+from llm_workers.scheduling.scheduler import Scheduler
+from modalities.family import EncoderInput
+
+HIDDEN = 16
+SPEC = FeatureSpec(1, HIDDEN, "float32", 4)
+LEASE_S = 10.0
+MAX_MODEL_LEN = 60
+MAX_ROUNDS = 1000
+
+
+def content(unit: UnitKey) -> int:
+    return (int(unit.mm_hash, 16) + unit.unit) % 251
+
+
+class QuickDecoder:
+    """Keeps `Decoder`; an input's grid carries the unit for the forward."""
+
+    num_parallel = 2
+
+    async def decode(self, data: bytes, item: MediaItem, *, is_second_try: bool) -> Decoded:
+        await asyncio.sleep(0)
+        pixels = np.zeros((1, 1), np.float32)
+        return Decoded([EncoderInput("image", pixels, (content(unit), 1, 1)) for unit in item.unit_keys()], 0.1)
+
+
+class QuickForward:
+    """Keeps `Forward`; done in the next turn of the loop."""
+
+    def submit(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
+        asyncio.get_running_loop().call_soon(self._run, units, done)
+
+    def _run(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
+        for unit in units:
+            unit.buffer[:] = unit.input.grid[0]
+        done(ForwardResult([None] * len(units), 0.01))
+
+
+class Encoder:
+    def __init__(self, world: World, number: int, arena_bytes: int) -> None:
+        self.member_id = MemberId(f"encoder-{number}")
+        self.plane = LocalPlane(world.hub, f"local://{self.member_id}")
+        self.source = LocalFeatureSource(world.channel, self.member_id, arena_bytes)
+        self.table = FeatureTable(self.source, world.clock, LEASE_S, FeatureLog(self.member_id, 1))
+        config = EncoderConfig(num_decode_processes=0, max_batch_cost=16, lease_s=LEASE_S)
+        announcer = Announcer(self.member_id, self.plane, self.source, self.table, LEASE_S)
+        self.pipeline = Pipeline(
+            self.member_id, config, self.table, announcer, QuickDecoder(), QuickForward(), world.clock, lambda: None
+        )
+        self.pipeline.open(SPEC)
+        self.plane.start(self._on_message)
+
+    def _on_message(self, message: PlaneMessage) -> None:
+        assert isinstance(message, UnitRelease)
+        key = LeaseKey(message.worker_id, AttemptId(message.request_id, message.attempt), message.unit)
+        self.table.release(key, message.generation)
+        self.pipeline.pump()
+
+    def tick(self) -> None:
+        self.table.expire()
+        self.pipeline.pump()
+
+
+class CheckedExecutor:
+    """The fake model over what has landed, byte for byte."""
+
+    def __init__(self, config: WorkerConfig, landed: dict[UnitKey, LandedFeature]) -> None:
+        self._fake = PagedFake(config.num_blocks, config.block_size)
+        self._landed = landed
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        for unit in {splice.unit for chunk in plan.chunks for splice in chunk.splices}:
+            assert (self._landed[unit].buffer == content(unit)).all(), f"{unit}: bytes of another feature"
+        self._fake.features = set(self._landed)
+        return self._fake.execute(plan)
+
+
+class Worker:
+    """As `WorkerService`, without torch and with the engine in this thread."""
+
+    def __init__(self, world: World, number: int, inbox_bytes: int, config: WorkerConfig) -> None:
+        self.member_id = MemberId(f"worker-{number}")
+        self.plane = LocalPlane(world.hub, f"local://{self.member_id}")
+        self.sink = LocalFeatureSink(world.channel, self.member_id, inbox_bytes)
+        self.scheduler = Scheduler(config, MAX_MODEL_LEN, world.clock)
+        self.num_turns = 0
+        landed: dict[UnitKey, LandedFeature] = {}
+        self._updates: list[Update] = []
+        self.engine = Engine(self.scheduler, CheckedExecutor(config, landed), world.clock, self._updates.append)
+        self.calls = OpenCalls(self.member_id, self.plane, world.clock)
+        listener = Listener(self.calls.unit_event, self.calls.needed, self._fail)
+        endpoint = Endpoint(self.member_id, self.plane, self.sink, world.clock)
+        self.receiver = Receiver(endpoint, config, (1, HIDDEN), self.engine, listener, landed)
+        self.receiver.start()
+        self.plane.start(self._on_message)
+
+    def _on_message(self, message: PlaneMessage) -> None:
+        assert isinstance(message, UnitReady)
+        self.receiver.announced(message)
+
+    def _fail(self, attempt_id: AttemptId, error: Exception) -> None:
+        raise AssertionError(f"{attempt_id}: {error}")
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        attempt_id = AttemptId(request.request_id, request.attempt)
+        call = self.calls.open(request)
+        try:
+            self.receiver.expect(attempt_id, request)
+            self.engine.add(request, positions_of(request))
+            return await call.future
+        finally:
+            self.calls.close(attempt_id)
+            self.receiver.end(attempt_id)
+
+    def turn(self) -> None:
+        """One turn of the engine and, at once or later, its update."""
+        self.engine._is_idle = False  # do not sleep for a command
+        assert self.engine._turn()
+        self.scheduler.check_invariants()
+        for update in self._updates:
+            assert not update.failed, update.failed
+            for let_go in update.let_go:
+                self.receiver.let_go(*let_go)
+            if update.readers is not None:
+                self.receiver.read_by(update.readers)
+            for attempt_id, admission in update.admitted:
+                self.receiver.admit(attempt_id, admission.missing_units)
+            for sequence_id, unit, reason in update.needed:
+                self.receiver.need(sequence_id.attempt_id, unit, reason)
+            self.calls.apply(update)
+        self._updates.clear()
+        self.receiver.settle()
+
+
+class World:
+    """Must be made in the event loop. `num_stalls`: how often nothing moved until leases had run out."""
+
+    def __init__(self, arenas: Sequence[int], inboxes: Sequence[int], config: WorkerConfig) -> None:
+        self.hub, self.channel, self.clock = LocalHub(), LocalChannelHub(), ManualClock()
+        self.encoders = [Encoder(self, number, nbytes) for number, nbytes in enumerate(arenas)]
+        self.workers = [Worker(self, number, nbytes, config) for number, nbytes in enumerate(inboxes)]
+        self.router = LocalPlane(self.hub, "local://router")
+        self.router.start(self._on_message)
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.num_stalls = 0
+        self.num_encodings = 0
+        self._requests: dict[str, tuple[GenerateRequest, Worker]] = {}
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._turns = itertools.count()
+        self._num_messages = 0
+
+    # ------------------------------------------------------------ the router
+
+    def begin(self, request: GenerateRequest, worker: int, item_to_encoder: Sequence[int]) -> None:
+        self._requests[request.request_id] = (request, self.workers[worker])
+        self._spawn(self.workers[worker].generate(request))
+        encoder_to_items: dict[int, list[MediaItem]] = {}
+        for item in {item.mm_hash: item for item in reversed(request.media)}.values():
+            if item.index in request.dispatched_items:
+                encoder_to_items.setdefault(item_to_encoder[item.index], []).append(item)
+        for encoder, items in encoder_to_items.items():
+            self._encode(request, encoder, items)
+
+    def _encode(self, request: GenerateRequest, encoder: int, items: Sequence[MediaItem]) -> None:
+        self.num_encodings += 1
+        worker = self._requests[request.request_id][1]
+        destination = Destination(worker.member_id, worker.plane.address)
+        order = tuple(sorted(items, key=lambda item: item.index))
+        call = EncodeRequest(request.request_id, 0, MemberId("router"), order, destination, request.age)
+        self._spawn(self.encoders[encoder].pipeline.encode(call, [b"file"] * len(order)))
+
+    def _on_message(self, message: PlaneMessage) -> None:
+        self._num_messages += 1
+        if isinstance(message, FeatureNeeded):
+            request, _ = self._requests[message.request_id]
+            hashes = {unit.mm_hash for unit in message.units}
+            items = {item.mm_hash: item for item in reversed(request.media) if item.mm_hash in hashes}
+            self._encode(request, next(self._turns) % len(self.encoders), list(items.values()))
+        elif isinstance(message, TokenFrames):
+            for frame in message.frames:
+                tokens = self.tokens.setdefault((frame.request_id, frame.choice), [])
+                assert frame.first_index == len(tokens)
+                tokens.extend(frame.token_ids)
+
+    def _spawn(self, work) -> None:  # type: ignore[no-untyped-def]
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+
+    # ------------------------------------------------------------ time
+
+    async def round(self) -> None:
+        """Every message is delivered, every pull ends, every engine takes a turn."""
+        for worker in self.workers:
+            worker.turn()
+        for _ in range(12):
+            await asyncio.sleep(0)
+        while any(worker.receiver._pulls for worker in self.workers):  # noqa: ASYNC110 - a state of several threads
+            await asyncio.sleep(50e-6)
+
+    async def finish(self, patience: int, max_stalls: int) -> None:
+        """Until every request has ended. When nothing was seen to move for `patience` rounds, leases run out."""
+        seen, num_still, rounds = self._progress(), 0, iter(range(MAX_ROUNDS))
+        while any(not task.done() for task in self._tasks):
+            assert next(rounds, None) is not None, "much moves and nothing ends"
+            await self.round()
+            now = self._progress()
+            num_still = num_still + 1 if now == seen else 0
+            seen = now
+            if num_still >= patience:
+                self.num_stalls += 1
+                assert self.num_stalls <= max_stalls, "nothing advances any more"
+                self.clock.advance(LEASE_S + 1)
+                for encoder in self.encoders:
+                    encoder.tick()
+                num_still = 0
+        for task in self._tasks:
+            task.result()
+
+    def _progress(self) -> tuple[int, ...]:
+        stats = [worker.scheduler.stats() for worker in self.workers]
+        computed = sum(each.prompt_tokens_computed + each.tokens_generated for each in stats)
+        encoded = sum(encoder.pipeline.num_batches for encoder in self.encoders)
+        return (computed, encoded, self._num_messages, sum(task.done() for task in self._tasks))
+
+    async def close(self) -> None:
+        """Raises AssertionError if anything is held that nobody needs."""
+        for _ in range(3):
+            await self.round()
+        for worker in self.workers:
+            stats = worker.scheduler.stats()
+            assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used, stats.num_features) == (0, 0, 0, 0)
+            assert worker.receiver.num_held == 0
+            assert worker.sink.usage().used_bytes == 0
+            worker.receiver.stop()
+            worker.sink.close()
+        for encoder in self.encoders:
+            usage = encoder.table.usage()
+            assert (usage.used_bytes, usage.num_leases, encoder.pipeline.flights.queued_cost) == (0, 0, 0)
+            encoder.source.close()
+        for plane in (self.router, *(one.plane for one in (*self.workers, *self.encoders))):
+            plane.close()
