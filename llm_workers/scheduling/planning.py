@@ -2,7 +2,8 @@
 
     decodes    one token each, oldest first, so that none waits for a long prompt
     prefills   up to the doorstep, as far as the budget goes; first those that have all their media, then by priority
-               (lower first, as in vLLM), then by age; what does not fit is passed over
+               (lower first, as in vLLM), then tenants in turn by what they were served (`fairness`), of each the
+               oldest first; what does not fit is passed over
 
 Blocks are taken per chunk. When none is left, the youngest sequences give theirs up to an older one, never the other
 way: so the oldest sequence that can compute always does, and nothing waits in a circle.
@@ -15,6 +16,7 @@ from collections.abc import Sequence as SequenceOf
 
 from fabric.ids import SequenceId
 from llm_workers.config import WorkerConfig
+from llm_workers.scheduling.fairness import Claim, FairShare
 from llm_workers.scheduling.residency import Residency
 from llm_workers.scheduling.sequence import Sequence
 
@@ -54,6 +56,7 @@ class StepPlanner:
     def __init__(self, config: WorkerConfig, residency: Residency) -> None:
         self._config = config
         self._residency = residency
+        self._shares = FairShare()
 
     def draft(self, by_age: SequenceOf[Sequence], held: frozenset[SequenceId]) -> StepDraft:
         """`by_age`: all live sequences, the oldest first. `held`: those that wait for a sibling to compute their
@@ -61,7 +64,11 @@ class StepPlanner:
         draft = StepDraft(self._config.max_step_tokens, self._config.max_sequences)
         prefills = [one for one in by_age if not one.is_decoding and one.sequence_id not in held]
         self._plan_decodes(draft, by_age)
-        self._plan_prefills(draft, by_age, prefills)
+        self._plan_prefills(draft, by_age, self._in_turn(prefills))
+        for sequence, end in draft.chunks.values():
+            self._shares.charge(sequence.tenant, end - sequence.num_computed)
+        if not by_age:
+            self._shares.clear()
         return draft
 
     # ------------------------------------------------------------ phases
@@ -73,9 +80,16 @@ class StepPlanner:
             if sequence.is_decoding:
                 self._place(draft, by_age, sequence)
 
-    def _plan_prefills(self, draft: StepDraft, by_age: SequenceOf[Sequence], prefills: list[Sequence]) -> None:
+    def _in_turn(self, by_age: SequenceOf[Sequence]) -> list[Sequence]:
+        """The order in which prompts are tried."""
         inbox = self._residency.inbox
-        prefills.sort(key=lambda one: (not inbox.is_complete(one.sequence_id), one.priority, one.age))
+        ranked = sorted(((not inbox.is_complete(one.sequence_id), one.priority), one.age, one) for one in by_age)
+        self._shares.begin_step({one.tenant for (is_waiting, _), _, one in ranked if not is_waiting})
+        most = self._config.max_step_tokens
+        claims = [Claim(rank, one.tenant, min(one.num_tokens - one.num_computed, most)) for rank, _, one in ranked]
+        return [ranked[index][2] for index in self._shares.order(claims)]
+
+    def _plan_prefills(self, draft: StepDraft, by_age: SequenceOf[Sequence], prefills: SequenceOf[Sequence]) -> None:
         for sequence in prefills:
             if draft.is_full:
                 return

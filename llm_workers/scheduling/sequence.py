@@ -42,6 +42,8 @@ class Sequence:
         self.sampling = request.sampling
         self.stop = request.stop
         self.priority = request.priority
+        self.tenant = request.cache_salt
+        """Who shares no cache with others is served in turn with them."""
         self.age: AgeKey = (*request.age, request.attempt, sequence_id.choice)
         self.max_total_tokens = max_total_tokens
         self.stopwatch = stopwatch
