@@ -15,6 +15,9 @@ from starlette.types import ASGIApp
 
 from fabric.errors import ConfigError
 
+MAX_HEADER_BYTES = 64 * 1024
+"""Request line and headers together."""
+
 
 def bind(host: str, port: int) -> socket.socket:
     """A bound TCP socket; port 0 picks a free one. Raises ConfigError if the address can't be had."""
@@ -49,8 +52,9 @@ class HttpServer:
             log_level="warning",
             access_log=False,
             lifespan="off",
+            http="h11",  # the other parser takes headers of any size
             timeout_graceful_shutdown=int(drain_s),
-            h11_max_incomplete_event_size=64 * 1024,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None

@@ -17,7 +17,7 @@ from router_chats import chat_body, expected
 from router_fakes import MODEL, FakeCluster, fake_cluster
 
 from deploy.demo.build import write_all_but_weights
-from deploy.http_server import HttpServer
+from deploy.http_server import MAX_HEADER_BYTES, HttpServer
 from fabric.errors import EngineFailed
 from modalities.registry import REGISTRY
 from modalities.text.codec import TextCodec
@@ -168,3 +168,14 @@ async def settled_slowly(condition) -> None:  # type: ignore[no-untyped-def]
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - nothing tells when a socket's end is noticed
             await asyncio.sleep(0.005)
+
+
+async def test_a_huge_header_is_refused_while_it_is_read() -> None:
+    async with serving() as (_, client, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: weft\r\nx-huge: " + b"a" * (3 * MAX_HEADER_BYTES // 2))
+        async with asyncio.timeout(10):
+            status = await reader.readline()
+        assert status.split()[1] == b"400", "its end is not waited for"
+        writer.close()
+        assert (await client.models.list()).data[0].id == MODEL
