@@ -24,6 +24,7 @@ from fabric.ids import MemberId
 from fabric.messages import Member
 from fabric.plane import Plane
 from llm_workers.config import WorkerConfig
+from llm_workers.tensor_parallel.shares import check_shares
 from modalities.family import Family, LanguageModel
 from modalities.registry import REGISTRY
 from modalities.text.codec import TextCodec
@@ -60,9 +61,12 @@ def resolve_model_dir(config: ClusterConfig) -> Path:
 
 
 def load_model(config: ClusterConfig, directory: Path) -> Model:
-    """Reads config files only. Raises ConfigError for an unknown architecture."""
+    """Reads config files only. Raises ConfigError for an unknown architecture, and for KV heads that the
+    workers' ranks can't share."""
     name = config.model.name or ("weft-demo" if config.model.path is None else directory.name)
-    return Model(directory, name, REGISTRY.load_family(directory))
+    family = REGISTRY.load_family(directory)
+    check_shares(family.shape, config.workers.tensor_parallel)
+    return Model(directory, name, family)
 
 
 def member(kind: str, member_id: MemberId, address: str, host: str, modalities: tuple[str, ...] = ()) -> Member:
@@ -125,7 +129,17 @@ def worker_config(config: ClusterConfig) -> WorkerConfig:
         max_sequences=section.max_sequences,
         is_prefix_cache_enabled=section.prefix_cache,
         pull_timeout_s=section.pull_timeout_s,
+        num_ranks=section.tensor_parallel,
     )
+
+
+def load_language_model(config: ClusterConfig, model: Model) -> LanguageModel:
+    """The language model's weights on the workers' device, and no encoder's."""
+    from llm_workers.attention import register_attention
+
+    register_attention(ATTENTION_NAME)
+    device, dtype = config.workers.device, config.model.dtype
+    return model.family.load_language_model(model.directory, device, dtype, ATTENTION_NAME)
 
 
 def build_worker(
@@ -136,16 +150,10 @@ def build_worker(
     sink: FeatureSink,
     wrap: Callable[[LanguageModel], LanguageModel] | None = None,
 ) -> WorkerService:
-    """Loads the language model's weights, and no encoder's. `wrap` may put something around the model (a bench's
-    clocks)."""
-    from llm_workers.attention import register_attention
+    """Loads the language model. `wrap` may put something around it (a bench's clocks, other ranks)."""
     from llm_workers.service import WorkerService
 
-    register_attention(ATTENTION_NAME)
-    section = config.workers
-    language_model = model.family.load_language_model(
-        model.directory, section.device, config.model.dtype, ATTENTION_NAME
-    )
+    language_model = load_language_model(config, model)
     if wrap is not None:
         language_model = wrap(language_model)
     return WorkerService(member_id, worker_config(config), model.family, language_model, plane, sink, SystemClock())

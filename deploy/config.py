@@ -74,7 +74,12 @@ class EncoderSection(_Section):
 class WorkerSection(_Section):
     replicas: int = Field(1, ge=1)
     device: Device = "cpu"
+    tensor_parallel: int = Field(1, ge=1)
+    """Ranks of each replica, a process and a device each; they share its layers and KV heads."""
     gpus_per_replica: float = Field(0, ge=0)
+    """Of each rank."""
+    step_timeout_s: float = Field(60.0, gt=0)
+    """How long the ranks of a replica wait for each other in a step before they give the replica up."""
     block_size: int = Field(16, ge=1)
     num_blocks: int = Field(1024, ge=2)
     max_step_tokens: int = Field(512, ge=1)

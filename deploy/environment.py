@@ -23,8 +23,21 @@ def set_local_switches() -> None:
     """For a Ray of our own on this machine: NIXL stays on the loopback, and Ray's ports (which listen on every
     interface) ask for a token that only this cluster knows."""
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    keep_ranks_on_loopback()
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+def keep_ranks_on_loopback() -> None:
+    """For ranks that are all on this machine."""
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+
+
+def use_cuda_device(index: int) -> None:
+    """Of those that this process may use, it uses that one. Call before torch has touched a device."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
 
 
 def set_switches() -> None:

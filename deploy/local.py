@@ -5,6 +5,7 @@ The same services, messages and planner; only the transports differ (direct call
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from deploy import compose
 from deploy.budget import refuse_if_too_small
 from deploy.config import ClusterConfig
 from deploy.http_server import HttpServer
+from deploy.ranks import Endpoint, RankedWorker, open_worker, spawn_follower
 from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
 from fabric.errors import TargetGone
 from fabric.ids import MemberId, mint_member_id
@@ -61,6 +63,7 @@ class LocalCluster:
         self.workers, self.encoders = DirectWorkers(), DirectEncoders()
         self._members: list[Member] = []
         self._planes: list[LocalPlane] = []
+        self._ranked: list[RankedWorker] = []
         self._hub, self._channel = LocalHub(), LocalChannelHub()
         for _ in range(config.encoders.replicas):
             member_id, plane = self._endpoint("encoder")
@@ -69,7 +72,9 @@ class LocalCluster:
         for _ in range(config.workers.replicas):
             member_id, plane = self._endpoint("worker")
             sink = LocalFeatureSink(self._channel, str(member_id), config.workers.inbox_bytes)
-            self.workers.services[member_id] = compose.build_worker(config, self.model, member_id, plane, sink)
+            worker = open_worker(config, self.model, Endpoint(member_id, plane, sink), "127.0.0.1", spawn_follower)
+            self._ranked.append(worker)
+            self.workers.services[member_id] = worker.service
         member_id, plane = self._endpoint("router")
         pools = Pools(self.workers, self.encoders)
         self.router = compose.build_router(config, self.model, member_id, plane, pools)
@@ -88,12 +93,16 @@ class LocalCluster:
         services = [*self.encoders.services.values(), *self.workers.services.values(), self.router]
         for service in services:
             await service.start()
+        for worker in self._ranked:
+            worker.end_when_lost(asyncio.get_running_loop())
         for service in services:
             service.update_members(self._members)
 
     async def stop(self) -> None:
         for service in [self.router, *self.workers.services.values(), *self.encoders.services.values()]:
             await service.stop()
+        for worker in self._ranked:
+            await asyncio.to_thread(worker.stop_ranks)
         for plane in self._planes:
             plane.close()
 

@@ -25,6 +25,9 @@ ATTENTION_NAME = "weft_paged"
 class AttentionStep(Protocol):
     """What travels in the keyword `weft`."""
 
+    rows: Sequence[Rows]
+    """What it was built for."""
+
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """Writes the step's keys and values, then attends. `q` `(num_tokens, num_heads, head_dim)`, `k` and `v`
         `(num_tokens, num_kv_heads, head_dim)`; returns `(num_tokens, num_heads, head_dim)`."""

@@ -44,7 +44,7 @@ class SdpaStep:
     """An AttentionStep."""
 
     def __init__(self, kv: PagedKV, rows: Sequence[Rows]) -> None:
-        self._kv = kv
+        self._kv, self.rows = kv, rows
         self._write = write_slots(kv, rows)
         self._decodes = [_decode_batch(kv, bucket) for bucket in buckets(row for row in rows if row.num_tokens == 1)]
         self._prefills = [_prefill_chunk(kv, row) for row in rows if row.num_tokens > 1]

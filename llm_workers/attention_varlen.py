@@ -36,7 +36,7 @@ class VarlenStep:
     """An AttentionStep for CUDA in float16 or bfloat16."""
 
     def __init__(self, kv: PagedKV, rows: Sequence[Rows]) -> None:
-        self._kv = kv
+        self._kv, self.rows = kv, rows
         self._write = write_slots(kv, rows)
         contexts = [row.context for row in rows]
         self._max_q, self._max_k = max(row.num_tokens for row in rows), max(contexts)

@@ -23,11 +23,13 @@ class WorkerConfig:
     report_interval_s: float = 0.2
     unclaimed_unit_ttl_s: float = 30.0
     """How long a unit that nobody asked for yet is kept."""
+    num_ranks: int = 1
+    """Processes that share each layer's weights and KV heads."""
     is_chunked_media_enabled: bool = True
     """Whether a step may end inside a run of placeholders. Off for models whose media tokens see each other."""
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "max_step_tokens", "max_sequences"):
+        for name in ("block_size", "num_blocks", "max_step_tokens", "max_sequences", "num_ranks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"worker: {name} must be at least 1, not {getattr(self, name)}")
         if not self.is_chunked_media_enabled and self.max_step_tokens <= self.max_sequences:

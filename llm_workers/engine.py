@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from fabric.clock import Clock
-from fabric.errors import EngineFailed, ErrorInfo, WeftError
+from fabric.errors import EngineFailed, ErrorInfo, WeftError, WorkerLost
 from fabric.ids import AttemptId, SequenceId, UnitKey
 from fabric.messages import BlocksStored, GenerateRequest, KvEvent
 from llm_workers.scheduling.events import Admission, NeededUnit, SchedulerStats, SequenceTimes, StepEvents
@@ -31,7 +31,8 @@ class Executor(Protocol):
     """The runner, as the engine sees it."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """May be called again for a part of the same plan. A negative token marks a sequence that broke."""
+        """May be called again for a part of the same plan. A negative token marks a sequence that broke. WorkerLost:
+        nothing will ever work again, and it was no request's fault."""
         ...
 
 
@@ -136,7 +137,7 @@ class Engine:
             self._thread.join()
 
     def check_health(self) -> None:
-        """Raises EngineFailed when the thread has died."""
+        """Raises EngineFailed or WorkerLost when the thread has died."""
         if self._death is not None:
             raise self._death
         if self._thread.ident is not None and not self._thread.is_alive():
@@ -167,7 +168,8 @@ class Engine:
                 pass
         except Exception as error:  # the loop of the thread: every request is ended by the owner
             _LOG.exception("the engine has died")
-            self._death = EngineFailed(f"the engine has died: {type(error).__name__}")
+            is_lost = isinstance(error, WorkerLost)
+            self._death = error if is_lost else EngineFailed(f"the engine has died: {type(error).__name__}")
             self._on_update(Update(death=self._death))
 
     def _turn(self) -> bool:
@@ -285,10 +287,12 @@ class Engine:
         self.times.commit_s += self._clock.now() - executed_s
 
     def _execute(self, plan: StepPlan) -> tuple[StepResult, dict[AttemptId, WeftError]]:
-        """The result, and what went wrong for which attempt. Raises EngineFailed when nothing works any more."""
+        """The result, and what went wrong for which attempt. Raises EngineFailed or WorkerLost when nothing works."""
         failed: dict[AttemptId, WeftError] = {}
         try:
             result = self._executor.execute(plan)
+        except WorkerLost:
+            raise
         except Exception:  # which of the sequences it was is found by running each alone
             _LOG.exception("step %d failed; its %d sequences run alone", plan.step, len(plan.chunks))
             result = StepResult({})
@@ -308,6 +312,8 @@ class Engine:
     def _execute_alone(self, step: int, chunk: Chunk, failed: dict[AttemptId, WeftError]) -> StepResult:
         try:
             return self._executor.execute(StepPlan(step, (chunk,)))
+        except WorkerLost:
+            raise
         except Exception as error:  # this one is the poisoned request
             _LOG.exception("request %s failed alone", chunk.sequence_id.request_id)
             failed[chunk.sequence_id.attempt_id] = EngineFailed(

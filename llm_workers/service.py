@@ -42,6 +42,7 @@ from llm_workers.reporting import Reporter
 from llm_workers.routers import RouterLinks
 from llm_workers.runner import Runner
 from llm_workers.scheduling.scheduler import Scheduler
+from llm_workers.tensor_parallel.shares import kv_heads
 from modalities.family import Family, LanguageModel
 
 _LOG = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class WorkerService:
         self._member_id, self._config, self._family, self._clock = member_id, config, family, clock
         self._plane, self._sink = plane, sink
         shape = family.shape
-        heads = (shape.num_kv_heads, shape.head_dim)
+        heads = kv_heads(shape, config.num_ranks)
         kv = PagedKV(shape.num_layers, config.num_blocks, config.block_size, heads, model.dtype, model.device)
         scheduler = Scheduler(config, shape.max_model_len, clock)
         landed: dict[UnitKey, LandedFeature] = {}

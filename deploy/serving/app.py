@@ -6,6 +6,7 @@ health checks and the stop through. Serve runs `__del__` after draining: that is
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from ray.serve.handle import DeploymentHandle
 from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.http_server import HttpServer
+from deploy.ranks import Endpoint, open_worker
 from deploy.serving.directory import Heartbeat
+from deploy.serving.followers import launch_actor, rank_bundles
 from deploy.serving.pinning import PinnedRequestRouter
 from deploy.serving.pools import NoEncoders, RayEncoderPool, RayWorkerPool
 from fabric.ids import MemberId
@@ -73,7 +76,7 @@ class EncoderReplica:
 
 
 class WorkerReplica:
-    """One LLM worker process on one device."""
+    """One LLM worker: a process on a device, or with `tensor_parallel` rank 0 of several, which it starts itself."""
 
     async def __init__(self, config: ClusterConfig, model_dir: str) -> None:
         from fabric.channel_nixl import NixlFeatureSink
@@ -83,9 +86,12 @@ class WorkerReplica:
         member_id, model = replica_id(), compose.load_model(config, Path(model_dir))
         self._plane = ZmqPlane(node_address(config))
         self._sink = NixlFeatureSink(str(member_id), config.workers.inbox_bytes)
-        self._service = compose.build_worker(config, model, member_id, self._plane, self._sink)
-        record = compose.member("worker", member_id, self._plane.address, node_address(config))
+        endpoint, address = Endpoint(member_id, self._plane, self._sink), node_address(config)
+        self._worker = await asyncio.to_thread(open_worker, config, model, endpoint, address, launch_actor)
+        self._service = self._worker.service
+        record = compose.member("worker", member_id, self._plane.address, address)
         await self._service.start()
+        self._worker.end_when_lost(asyncio.get_running_loop())
         self._heartbeat = Heartbeat(record, self._service.update_members)
         await self._heartbeat.start()
 
@@ -98,6 +104,7 @@ class WorkerReplica:
     async def __del__(self) -> None:
         await self._heartbeat.stop()
         await self._service.stop()
+        await asyncio.to_thread(self._worker.stop_ranks)
         self._plane.close()
         self._sink.close()
 
@@ -140,6 +147,8 @@ class RouterReplica:
 def build_app(config: ClusterConfig, model_dir: Path) -> Application:
     """The application graph: router -> workers, encoders."""
     workers = _deployment(WorkerReplica, "worker", config.workers.replicas, config.workers.gpus_per_replica)
+    if config.workers.tensor_parallel > 1:
+        workers = workers.options(placement_group_bundles=rank_bundles(config), placement_group_strategy="PACK")
     encoders = _deployment(EncoderReplica, "encoder", config.encoders.replicas, config.encoders.gpus_per_replica)
     router = _deployment(RouterReplica, "router", config.router.replicas, 0)
     directory = str(model_dir)

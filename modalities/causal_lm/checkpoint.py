@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from fabric.errors import ConfigError
+from modalities.sharding import load_pretrained
 
 _MODEL_TYPE_TO_CLASS: Mapping[str, type[PreTrainedModel]] = {
     "llama": LlamaForCausalLM,
@@ -75,12 +76,12 @@ def load_part(
     # transformers keeps the class's name in its own tables of names, so the part is called like its original.
     part_kind = type(kind.__name__, (kind,), {"_keys_to_ignore_on_load_unexpected": (r".",)})
     try:
-        part, info = part_kind.from_pretrained(
+        part, info = load_pretrained(
+            part_kind,
             model_dir,
             config=config,
             key_mapping=dict(names),
             dtype=_DTYPES[dtype],
-            output_loading_info=True,
             local_files_only=True,
             attn_implementation=attention_name,
         )

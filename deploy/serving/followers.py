@@ -1,0 +1,60 @@
+"""A worker's followers as Ray actors, in the placement group of the replica that is their rank 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from deploy.config import ClusterConfig
+from deploy.ranks import run_follower
+from llm_workers.tensor_parallel.invitation import Invitation
+
+if TYPE_CHECKING:
+    from llm_workers.tensor_parallel.group import Follower
+
+_CPU_SHARE = 0.001
+"""A bundle must ask for something; replicas of ours ask for no CPU."""
+
+
+def rank_bundles(config: ClusterConfig) -> list[dict[str, float]]:
+    """One per rank; rank 0 is the replica itself."""
+    bundle = {"CPU": _CPU_SHARE}
+    if config.workers.gpus_per_replica:
+        bundle["GPU"] = config.workers.gpus_per_replica
+    return [dict(bundle) for _ in range(config.workers.tensor_parallel)]
+
+
+@ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
+class FollowerActor:
+    """One rank. Ends with the replica that made it: Ray's own rule for what an actor owns."""
+
+    def run(self, config: ClusterConfig, model_dir: Path, invitation: Invitation) -> None:
+        run_follower(config, model_dir, invitation)
+
+
+class RayFollower:
+    """A `Follower`."""
+
+    def __init__(self, actor: Any, running: Any) -> None:
+        self._actor, self._running = actor, running
+
+    def is_alive(self) -> bool:
+        done, _ = ray.wait([self._running], timeout=0)
+        return not done
+
+    def end(self) -> None:
+        ray.kill(self._actor)
+
+
+def launch_actor(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> Follower:
+    """In the bundle of the follower's rank. Called in the replica's process."""
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=ray.util.get_current_placement_group(), placement_group_bundle_index=invitation.rank
+    )
+    actor = FollowerActor.options(  # type: ignore[attr-defined]
+        scheduling_strategy=strategy, num_gpus=config.workers.gpus_per_replica
+    ).remote()
+    return RayFollower(actor, actor.run.remote(config, model_dir, invitation))

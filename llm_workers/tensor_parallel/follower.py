@@ -1,0 +1,70 @@
+"""A rank that is not the first: joins, loads its share, and computes every step that rank 0 announces.
+
+Keeps no state but weights and KV pages, and decides nothing. Ends when it is told to, when rank 0 is gone, or when a
+step fails: the group ends with its first member.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+
+from fabric.errors import ErrorInfo, ProtocolError
+from llm_workers.attention import Backend
+from llm_workers.paged_kv import PagedKV, Rows
+from llm_workers.tensor_parallel.invitation import Invitation
+from llm_workers.tensor_parallel.link import Link, LinkClosed, knock
+from llm_workers.tensor_parallel.process_group import process_group, receive_step
+from llm_workers.tensor_parallel.wire import Failed, Ready, StepHeader, Stop, rows_of
+from modalities.family import LanguageModel
+
+_LOG = logging.getLogger(__name__)
+
+
+class Share(NamedTuple):
+    """What one rank holds."""
+
+    model: LanguageModel
+    kv: PagedKV
+    backend: Backend
+
+
+def follow(invitation: Invitation, load: Callable[[], Share]) -> None:
+    """Returns when the group has ended. `load` is called inside the process group."""
+    link = knock(invitation.host, invitation.door_port, invitation.token, invitation.start_timeout_s)
+    try:
+        with process_group(invitation):
+            share = load()
+            link.send(Ready())
+            _serve(link, share)
+    except LinkClosed:
+        _LOG.info("rank %d: rank 0 is gone", invitation.rank)
+    except Exception as error:  # the loop of a process: rank 0 is told, and ends the group
+        _LOG.exception("rank %d ends", invitation.rank)
+        with suppress(LinkClosed):
+            link.send(Failed(ErrorInfo.of(error)))
+    finally:
+        link.close()
+
+
+def _serve(link: Link, share: Share) -> None:
+    while True:
+        message = link.receive()
+        if isinstance(message, Stop):
+            return
+        if not isinstance(message, StepHeader):
+            raise ProtocolError(f"a follower takes no {type(message).__name__}")
+        _compute(message, share)
+
+
+@torch.inference_mode()
+def _compute(header: StepHeader, share: Share) -> None:
+    """The same forward as rank 0's; of the result only what the sums after each layer took is used."""
+    model, kv, backend = share
+    step = backend(kv, [Rows(*row) for row in rows_of(header)])
+    embeddings, positions, feature_rows, feature_levels = receive_step(header, model.dtype, model.device)
+    model.forward(embeddings, positions, step, feature_rows, feature_levels)

@@ -1,0 +1,90 @@
+"""Weights of one rank: a part of a checkpoint loaded through transformers' own tensor-parallel plan.
+
+Inside `shard_weights(n)` every part that a family loads becomes this process's share of it: the plan of the model's
+config (`base_model_tp_plan`: column-wise, row-wise, packed, experts) cuts the weights as they are read, so no rank
+ever holds a whole layer, and sums the ranks' parts after each row-wise layer. Embeddings and head stay whole: only
+rank 0 uses them. Knows nothing of steps, KV or who the other ranks are: torch's default process group does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+_NUM_RANKS: ContextVar[int] = ContextVar("num_ranks", default=1)
+_WHOLE = ("model.embed_tokens", "lm_head")
+_STYLES = frozenset(
+    {"colwise", "rowwise", "packed_colwise", "moe_tp_experts", "replicated_with_grad_allreduce", "replicate"}
+)
+"""Of transformers' plans, those that keep hidden states whole between layers."""
+
+
+@contextmanager
+def shard_weights(num_ranks: int) -> Iterator[None]:
+    """For the time of the block, in this thread. The default process group must have `num_ranks` members."""
+    token = _NUM_RANKS.set(num_ranks)
+    try:
+        yield
+    finally:
+        _NUM_RANKS.reset(token)
+
+
+def load_pretrained(
+    kind: type[PreTrainedModel], model_dir: Path, **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """`kind.from_pretrained(model_dir, **options)` with the loading info: whole, or inside `shard_weights` this rank's
+    share, as plain tensors. Raises what `from_pretrained` does, and ValueError for a plan that can't be followed."""
+    options["output_loading_info"] = True
+    num_ranks = _NUM_RANKS.get()
+    if num_ranks == 1:
+        return kind.from_pretrained(model_dir, **options)
+    from transformers.distributed import DistributedConfig
+
+    plan = dict.fromkeys(_WHOLE, "replicate")
+    config = DistributedConfig(tp_size=num_ranks, tp_plan=plan)
+    part, info = _on_our_ranks(kind).from_pretrained(model_dir, distributed_config=config, **options)
+    if unknown := sorted(set(part.tp_plan.values()) - _STYLES):
+        raise ValueError(f"the model's tensor-parallel plan asks for {', '.join(unknown)}, which Weft does not run")
+    _keep_local(part)
+    return part, info
+
+
+def _on_our_ranks(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """transformers would take the machine's best device, whatever the group runs on, and ask for `accelerate`."""
+
+    def prepare_distribute_model(cls: type, config: Any, device_map: Any = None) -> tuple[Any, Any, _OneAxis]:
+        return config, device_map, _OneAxis()
+
+    # Under its own name, which transformers looks up in tables of its own.
+    return type(kind.__name__, (kind,), {"prepare_distribute_model": classmethod(prepare_distribute_model)})
+
+
+class _OneAxis:
+    """The mesh that transformers asks for: all ranks on one axis, in the default group itself, so that its timeout
+    holds for every sum."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        self._mesh = dist.init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
+
+    def get_mesh(self, axes: str | tuple[str, ...]) -> Any:
+        return self._mesh
+
+
+def _keep_local(part: PreTrainedModel) -> None:
+    """Distributed tensors become this rank's plain ones: the layers compute on these anyway, and need not unwrap
+    them at every call."""
+    from torch import nn
+    from torch.distributed.tensor import DTensor
+
+    for module in part.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if isinstance(parameter.data, DTensor):
+                setattr(module, name, nn.Parameter(parameter.data.to_local(), requires_grad=False))

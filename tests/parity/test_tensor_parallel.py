@@ -1,0 +1,207 @@
+"""A worker on two gloo ranks gives the tokens of transformers, and of itself on one rank; and it dies as one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_rig import LoadedFamily, Text
+from family_row import FamilyRow, Medium
+from family_rows_qwen3_omni import QWEN3_OMNI
+from family_rows_text import LLAMA, QWEN2, QWEN3
+from reference_model import Answer, Comparison
+from worker_rig import Rig, rig
+
+from deploy import compose
+from deploy.config import ClusterConfig
+from deploy.ranks import load_share, spawn_follower
+from fabric.errors import ConfigError, WorkerLost
+from llm_workers.tensor_parallel.group import Follower, RankGroup
+from llm_workers.tensor_parallel.invitation import Invitation
+from llm_workers.tensor_parallel.model import ParallelLanguageModel
+from llm_workers.tensor_parallel.shares import check_shares
+from modalities.family import LanguageModel
+
+pytestmark = pytest.mark.torch
+
+NUM_TOKENS = 10
+SYSTEM, QUESTION, BETWEEN = Text(2, 17), Text(1, 23), Text(3, 5)
+STEP_TIMEOUT_S = 10.0
+
+
+@dataclass
+class Parallel:
+    """A loaded family whose model is two ranks; the shape of `worker_rig.rig`'s `parts`."""
+
+    of: LoadedFamily
+    model: LanguageModel
+    group: RankGroup
+    followers: list[Any]
+    config: ClusterConfig
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def family(self) -> Any:
+        return self.of.family
+
+
+def config_of(directory: Path, **workers: Any) -> ClusterConfig:
+    section = {"replicas": 1, "tensor_parallel": 2, "num_blocks": 64, "block_size": 8, **workers}
+    return ClusterConfig.model_validate({"model": {"path": directory}, "workers": section})
+
+
+@contextlib.contextmanager
+def two_ranks(loaded: LoadedFamily, **workers: Any) -> Iterator[Parallel]:
+    config = config_of(loaded.directory, **workers)
+    followers: list[Follower] = []
+
+    def launch(invitation: Invitation) -> Follower:
+        followers.append(spawn_follower(config, loaded.directory, invitation))
+        return followers[-1]
+
+    group = RankGroup("127.0.0.1", 2, "cpu", STEP_TIMEOUT_S, 120.0)
+    model = compose.load_model(config, loaded.directory)
+    share = group.open(launch, lambda: load_share(config, model).model)
+    try:
+        yield Parallel(loaded, ParallelLanguageModel(share, group), group, followers, config)
+    finally:
+        group.stop()
+        assert not any(follower.is_alive() for follower in followers)
+        assert not torch.distributed.is_initialized()
+
+
+@contextlib.asynccontextmanager
+async def worker(parallel: Parallel, **config: Any) -> AsyncIterator[Rig]:
+    section = parallel.config.workers
+    sizes = {"num_ranks": 2, "num_blocks": section.num_blocks, "block_size": section.block_size}
+    async with rig(parts=parallel, **sizes, **config) as r:
+        yield r
+
+
+async def answer(r: Rig, loaded: LoadedFamily, *parts: Text | Medium) -> list[int]:
+    of = loaded.prompt(*parts)
+    request = r.request(of, NUM_TOKENS)
+    call = asyncio.ensure_future(r.service.generate(request))
+    for index, (item, unit) in enumerate(of.units):
+        r.publish(request, of, item, loaded.feature(of, index), unit)
+    result = await asyncio.wait_for(call, 60)
+    assert result.error is None
+    return r.tokens(request)
+
+
+def prompts_of(row: FamilyRow) -> list[tuple[Text | Medium, ...]]:
+    prompts: list[tuple[Text | Medium, ...]] = [(SYSTEM, QUESTION), (Text(5, 41),)]
+    for modality in row.modalities:
+        one, other = Medium(modality, 1, row.sizes[0]), Medium(modality, 2, row.sizes[1])
+        prompts += [(SYSTEM, one, QUESTION), (SYSTEM, one, BETWEEN, other, BETWEEN, one)]
+    return prompts
+
+
+@pytest.mark.parametrize("row", [QWEN3_OMNI, LLAMA, QWEN2, QWEN3], ids=str)
+def test_tokens_equal_transformers_and_one_rank(row: FamilyRow, tmp_path: Path) -> None:
+    """In chunks of three sizes, with and without the prefix cache, prompts that share their beginnings."""
+    loaded, comparison = LoadedFamily(row, tmp_path), Comparison()
+    prompts = prompts_of(row)
+
+    async def answers(parts: Any, **config: Any) -> list[list[int]]:
+        around = worker(parts, **config) if isinstance(parts, Parallel) else rig(parts=parts, block_size=8, **config)
+        async with around as r:
+            found = [await answer(r, loaded, *prompt) for prompt in prompts]
+            found += await asyncio.gather(*(answer(r, loaded, *prompt) for prompt in prompts))
+            await r.assert_idle()
+            return found
+
+    with two_ranks(loaded) as parallel:
+        for max_step_tokens, has_cache in ((7, True), (32, False), (4096, True)):
+            config = {"max_step_tokens": max_step_tokens, "is_prefix_cache_enabled": has_cache}
+            ours, alone = asyncio.run(answers(parallel, **config)), asyncio.run(answers(loaded, **config))
+            for parts, tokens, single in zip(prompts * 2, ours, alone, strict=True):
+                of = loaded.prompt(*parts)
+                expected = loaded.expected(of, NUM_TOKENS)
+                reference = Answer(list(of.token_ids), expected.token_ids, expected.margins)
+                for found in (tokens, single):
+                    comparison.check(reference, list(of.token_ids), found, row.name)
+    comparison.finish()
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory: pytest.TempPathFactory) -> LoadedFamily:
+    return LoadedFamily(QWEN2, tmp_path_factory.mktemp("qwen2"))
+
+
+def test_each_rank_holds_half_of_the_layers(qwen2: LoadedFamily) -> None:
+    whole = {name: p.shape for name, p in qwen2.model._part.named_parameters()}
+    with two_ranks(qwen2) as parallel:
+        share = {name: p.shape for name, p in parallel.model._share._part.named_parameters()}
+    assert share.keys() == whole.keys()
+    for name, shape in whole.items():
+        is_column = any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
+        halved = 0 if is_column else 1 if "_proj.weight" in name and ("o_proj" in name or "down" in name) else None
+        expected = [size // 2 if axis == halved else size for axis, size in enumerate(shape)]
+        assert list(share[name]) == expected, name
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_a_rank_that_is_gone_ends_the_worker_and_its_requests(qwen2: LoadedFamily, number: int) -> None:
+    """Requests end as WorkerLost, which a router tries elsewhere; a frozen rank is waited for until the timeout."""
+
+    async def lose(parallel: Parallel) -> None:
+        async with worker(parallel) as r:
+            of = qwen2.prompt(SYSTEM, QUESTION)
+            await answer(r, qwen2, SYSTEM, QUESTION)
+            r.service.check_health()
+            request = r.request(of, 300)
+            call = asyncio.ensure_future(r.service.generate(request))
+            await r.until(lambda: len(r.tokens(request)) > 3)
+            os.kill(parallel.followers[0].pid, number)
+            result = await asyncio.wait_for(call, STEP_TIMEOUT_S + 20)
+            assert result.error is not None
+            assert result.error.code == "worker_lost"
+            assert len(r.tokens(request)) > 3
+            with pytest.raises(WorkerLost):
+                r.service.check_health()
+            with pytest.raises(WorkerLost):
+                parallel.group.check()
+            after = await asyncio.wait_for(r.service.generate(r.request(of, 4)), 10)
+            assert after.error is not None
+            assert after.error.code == "worker_lost"
+
+    with two_ranks(qwen2) as parallel:
+        asyncio.run(lose(parallel))
+
+
+def test_a_rank_that_is_gone_is_noticed_while_nothing_runs(qwen2: LoadedFamily) -> None:
+    async def lose(parallel: Parallel) -> None:
+        loop, lost = asyncio.get_running_loop(), asyncio.Event()
+        parallel.group.on_lost(lambda: loop.call_soon_threadsafe(lost.set))
+        os.kill(parallel.followers[0].pid, signal.SIGKILL)
+        await asyncio.wait_for(lost.wait(), 10)
+
+    with two_ranks(qwen2) as parallel:
+        asyncio.run(lose(parallel))
+        with pytest.raises(WorkerLost):
+            parallel.group.check()
+
+
+def test_a_rank_that_fails_to_load_says_why(qwen2: LoadedFamily, tmp_path: Path) -> None:
+    config = config_of(qwen2.directory)
+    model = compose.load_model(config, qwen2.directory)
+    (tmp_path / "config.json").write_text((qwen2.directory / "config.json").read_text())
+    group = RankGroup("127.0.0.1", 2, "cpu", STEP_TIMEOUT_S, 120.0)
+    with pytest.raises(ConfigError, match="can't load"):
+        group.open(lambda it: spawn_follower(config, tmp_path, it), lambda: load_share(config, model))
+    assert not torch.distributed.is_initialized()
+
+
+def test_heads_that_can_not_be_shared_are_refused(qwen2: LoadedFamily) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel is 3, .* 2 KV heads"):
+        compose.load_model(config_of(qwen2.directory, tensor_parallel=3), qwen2.directory)
+    check_shares(qwen2.family.shape, 2)
