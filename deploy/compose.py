@@ -151,12 +151,16 @@ def build_worker(
     wrap: Callable[[LanguageModel], LanguageModel] | None = None,
 ) -> WorkerService:
     """Loads the language model. `wrap` may put something around it (a bench's clocks, other ranks)."""
+    from llm_workers.grammar import GrammarCompiler
     from llm_workers.service import WorkerService
 
     language_model = load_language_model(config, model)
     if wrap is not None:
         language_model = wrap(language_model)
-    return WorkerService(member_id, worker_config(config), model.family, language_model, plane, sink, SystemClock())
+    grammars = GrammarCompiler(TextCodec.load(model.directory), model.family.shape.vocab_size)
+    return WorkerService(
+        member_id, worker_config(config), model.family, language_model, plane, sink, SystemClock(), grammars
+    )
 
 
 def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, pools: Pools) -> RouterService:

@@ -89,6 +89,9 @@ class SamplingParams(Wire, frozen=True):
     num_top_logprobs: int | None = None
     """Log-probabilities are wanted: the drawn token's and those of so many most probable ones. None: not wanted."""
 
+    grammar: str = ""
+    """What the output has to match, in llguidance's notation; empty: anything."""
+
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

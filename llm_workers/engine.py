@@ -18,13 +18,20 @@ from fabric.errors import EngineFailed, ErrorInfo, WeftError, WorkerLost
 from fabric.ids import AttemptId, SequenceId, UnitKey
 from fabric.messages import BlocksStored, GenerateRequest, KvEvent
 from llm_workers.scheduling.events import Admission, NeededUnit, SchedulerStats, SequenceTimes, StepEvents
-from llm_workers.scheduling.plan import Chunk, StepPlan, StepResult
+from llm_workers.scheduling.guidance import Guide
+from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, NOT_FINITE_TOKEN, Chunk, StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
 from modalities.family import Positions
 
 _LOG = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 8
 """Steps in a row in which nothing could be computed: then it is the device, not the requests."""
+
+
+TOKEN_TO_FAILURE = {
+    NOT_FINITE_TOKEN: "the model's output is not finite",
+    BROKEN_GRAMMAR_TOKEN: "the grammar of the structured output became too complex",
+}
 
 
 class Executor(Protocol):
@@ -143,8 +150,9 @@ class Engine:
         if self._thread.ident is not None and not self._thread.is_alive():
             raise EngineFailed("the engine has stopped")
 
-    def add(self, request: GenerateRequest, positions: Positions) -> None:
-        self._commands.put(lambda update: self._add(request, positions, update))
+    def add(self, request: GenerateRequest, positions: Positions, guide: Guide | None = None) -> None:
+        """`guide`: at the beginning of the request's grammar, if it has one; the engine's from here on."""
+        self._commands.put(lambda update: self._add(request, positions, guide, update))
 
     def abort(self, attempt: AttemptId, choices: Sequence[int] = ()) -> None:
         self._commands.put(lambda update: self._abort(attempt, choices, update))
@@ -226,10 +234,10 @@ class Engine:
 
     # ------------------------------------------------------------ commands
 
-    def _add(self, request: GenerateRequest, positions: Positions, update: Update) -> None:
+    def _add(self, request: GenerateRequest, positions: Positions, guide: Guide | None, update: Update) -> None:
         attempt = AttemptId(request.request_id, request.attempt)
         try:
-            update.admitted.append(Admitted(attempt, self._scheduler.add(request, positions)))
+            update.admitted.append(Admitted(attempt, self._scheduler.add(request, positions, guide)))
         except WeftError as error:
             update.failed.append(Failed(attempt, error))
         except Exception as error:  # one request's bad numbers must not end the others
@@ -302,7 +310,7 @@ class Engine:
                 result.logprobs.update(alone.logprobs)
         for sequence_id, token in result.token_ids.items():
             if token < 0:
-                failed[sequence_id.attempt_id] = EngineFailed("the model's output is not finite")
+                failed[sequence_id.attempt_id] = EngineFailed(TOKEN_TO_FAILURE[token])
         is_all_failed = {chunk.sequence_id.attempt_id for chunk in plan.chunks} <= failed.keys()
         self._num_failed_steps = self._num_failed_steps + 1 if is_all_failed else 0
         if self._num_failed_steps >= MAX_FAILED_STEPS:

@@ -15,14 +15,12 @@ import torch
 from fabric.ids import UnitKey
 from llm_workers.attention import Backend
 from llm_workers.logprobs import token_logprobs
+from llm_workers.masks import Guided, apply_masks
 from llm_workers.paged_kv import PagedKV, Rows
 from llm_workers.penalties import Penalised, apply_logit_bias, apply_penalties
 from llm_workers.sampling import sample
-from llm_workers.scheduling.plan import Chunk, Splice, StepPlan, StepResult
+from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, Chunk, Splice, StepPlan, StepResult
 from modalities.family import LanguageModel
-
-FAILED_TOKEN = -1
-"""Drawn for a row whose logits are not finite."""
 
 
 class FeatureReader(Protocol):
@@ -47,7 +45,7 @@ class Runner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes the plan's chunks; writes their KV. Draws a token for each chunk that has `sampling`; it is
-        FAILED_TOKEN where the logits are not finite. The plan must have chunks."""
+        negative where the logits are not finite or the grammar is broken. The plan must have chunks."""
         device = self._model.device
         starts = np.cumsum([0, *(chunk.num_tokens for chunk in plan.chunks)])
         token_ids = torch.from_numpy(np.concatenate([chunk.token_ids for chunk in plan.chunks])).to(device)
@@ -86,7 +84,11 @@ class Runner:
         changes = [Penalised(row, params, chunk.counts) for row, (chunk, params) in enumerate(drawn)]
         apply_penalties(logits, changes)
         apply_logit_bias(logits, changes)
+        guided = [Guided(row, chunk.guide) for row, (chunk, _) in enumerate(drawn) if chunk.guide is not None]
+        broken = apply_masks(logits, guided)
         tokens = sample(logits, [(params, chunk.sequence_id.choice, chunk.draw_index) for chunk, params in drawn])
+        for row in broken:
+            tokens[row] = BROKEN_GRAMMAR_TOKEN
         result = StepResult({chunk.sequence_id: token for (chunk, _), token in zip(drawn, tokens, strict=True)})
         if raw is not None:
             num_top = [drawn[row][1].num_top_logprobs or 0 for row in scored]

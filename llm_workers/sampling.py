@@ -12,6 +12,7 @@ import torch
 
 from fabric.digest import uniform
 from fabric.messages import SamplingParams
+from llm_workers.scheduling.plan import NOT_FINITE_TOKEN
 
 Draw = tuple[SamplingParams, int, int]
 """Parameters, choice, index of the token to draw."""
@@ -19,7 +20,7 @@ Draw = tuple[SamplingParams, int, int]
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     """One token id per row. `logits` `(n, vocab)` float32, left unchanged; `draws` has n entries. A row that is not
-    finite gives -1: its sequence can't go on, the others can."""
+    finite gives NOT_FINITE_TOKEN: its sequence can't go on, the others can."""
     tokens = logits.argmax(dim=-1)
     rows = [row for row, (params, _, _) in enumerate(draws) if params.temperature > 0]
     is_plain = [draws[row][0].top_k <= 0 and draws[row][0].top_p >= 1 for row in rows]
@@ -29,7 +30,7 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
             at = torch.tensor(chosen, device=logits.device)
             tokens.index_copy_(0, at, draw(logits.index_select(0, at), [draws[row] for row in chosen]))
     is_finite = torch.isfinite(logits.amax(dim=-1))
-    return torch.where(is_finite, tokens, -1).tolist()
+    return torch.where(is_finite, tokens, NOT_FINITE_TOKEN).tolist()
 
 
 def _probabilities(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from fabric.channel import FeatureSink, LandedFeature
 from fabric.clock import Clock
-from fabric.errors import Aborted, ProtocolError, WeftError, WorkerLost
+from fabric.errors import Aborted, InvalidRequest, ProtocolError, WeftError, WorkerLost
 from fabric.ids import AttemptId, MemberId, UnitKey
 from fabric.messages import (
     AbortAttempt,
@@ -35,12 +35,14 @@ from llm_workers.calibrate import calibrate
 from llm_workers.calls import OpenCalls
 from llm_workers.config import WorkerConfig
 from llm_workers.engine import Engine, StepTimes, Update
+from llm_workers.grammar import GrammarCompiler
 from llm_workers.landed import LandedFeatures
 from llm_workers.paged_kv import PagedKV
 from llm_workers.receiver import Endpoint, Listener, Receiver
 from llm_workers.reporting import Reporter
 from llm_workers.routers import RouterLinks
 from llm_workers.runner import Runner
+from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.scheduler import Scheduler
 from llm_workers.tensor_parallel.shares import kv_heads
 from modalities.family import Family, LanguageModel
@@ -60,8 +62,10 @@ class WorkerService:
         plane: Plane,
         sink: FeatureSink,
         clock: Clock,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
-        """Allocates the KV pages on the model's device."""
+        """Allocates the KV pages on the model's device. Without `grammars` structured output is refused."""
+        self._grammars = grammars
         self._member_id, self._config, self._family, self._clock = member_id, config, family, clock
         self._plane, self._sink = plane, sink
         shape = family.shape
@@ -84,6 +88,8 @@ class WorkerService:
         self._ticker: asyncio.Task[None] | None = None
         self._is_report_due = False
         self._is_stopping = False
+        self._unheard: dict[AttemptId, list[Sequence[int]]] = {}
+        """Aborts of attempts whose grammar is being compiled: the engine does not know them yet."""
 
     # ------------------------------------------------------------ life
 
@@ -135,7 +141,8 @@ class WorkerService:
         call = self._calls.open(request)
         self._routers.expect(request.router_id)
         try:
-            self._admit(attempt_id, request)
+            guide = await self._guide(attempt_id, request) if request.sampling.grammar else None
+            self._admit(attempt_id, request, guide)
             return await call.future
         except asyncio.CancelledError:
             self._engine.abort(attempt_id)
@@ -143,8 +150,20 @@ class WorkerService:
         finally:
             self._calls.close(attempt_id)
             self._receiver.end(attempt_id)
+            self._unheard.pop(attempt_id, None)
 
-    def _admit(self, attempt_id: AttemptId, request: GenerateRequest) -> None:
+    async def _guide(self, attempt_id: AttemptId, request: GenerateRequest) -> Guide | None:
+        """Compiles the request's grammar in a thread. None, and the call has failed, if it can't be used."""
+        self._unheard[attempt_id] = []
+        try:
+            if self._grammars is None:
+                raise InvalidRequest("this worker makes no structured output")
+            return await asyncio.to_thread(self._grammars.compile, request.sampling.grammar)
+        except WeftError as error:
+            self._calls.fail(attempt_id, error)
+            return None
+
+    def _admit(self, attempt_id: AttemptId, request: GenerateRequest, guide: Guide | None) -> None:
         try:
             if self._is_stopping:
                 raise WorkerLost("the worker is stopping")
@@ -157,7 +176,9 @@ class WorkerService:
             self._calls.fail(attempt_id, error)
         else:
             if not self._calls.is_ended(attempt_id):  # a feature that is here already may not be what it planned
-                self._engine.add(request, positions)
+                self._engine.add(request, positions, guide)
+                for choices in self._unheard.pop(attempt_id, ()):
+                    self._engine.abort(attempt_id, choices)
 
     def _fail(self, attempt_id: AttemptId, error: WeftError) -> None:
         self._engine.abort(attempt_id)
@@ -201,6 +222,7 @@ class WorkerService:
     def _abort(self, attempt_id: AttemptId, choices: Sequence[int]) -> None:
         """What has not come yet must not begin when it comes."""
         if attempt_id in self._calls:
+            self._unheard.get(attempt_id, []).append(choices)
             self._engine.abort(attempt_id, choices)
         elif not choices:
             self._calls.refuse(attempt_id)
@@ -208,7 +230,7 @@ class WorkerService:
     def _router_gone(self, router_id: MemberId) -> None:
         self._routers.forget(router_id)
         for attempt_id in self._calls.of_router(router_id):
-            self._engine.abort(attempt_id)
+            self._abort(attempt_id, ())
 
     # ------------------------------------------------------------ the engine's side
 

@@ -27,6 +27,7 @@ from router.api.content import PART_TYPE_TO_MODALITY, MediaPart, Part, TextPart,
 from router.api.request import ChatRequest
 from router.config import RouterConfig
 from router.prompt import Prompt
+from router.structured import grammar_of
 
 
 class Codec(Protocol):
@@ -123,6 +124,7 @@ class Intake:
         plugins: Sequence[ModalityPlugin],
     ) -> Prompt:
         salt = chat.cache_salt or ""
+        grammar = grammar_of(chat)
         items: list[MediaItem] = []
         plans: list[ItemPlan] = []
         files: list[bytes] = []
@@ -144,7 +146,7 @@ class Intake:
             media=tuple(items),
             media_bytes=tuple(files),
             block_hashes=tuple(hashes),
-            sampling=sampling_of(chat, self._family.shape.vocab_size),
+            sampling=sampling_of(chat, self._family.shape.vocab_size, grammar),
             stop=self._stop_conditions(chat, len(expanded.token_ids)),
             stop_strings=tuple(chat.stop or ()),
             num_choices=chat.num_choices,
@@ -205,7 +207,7 @@ class Intake:
         )
 
 
-def sampling_of(chat: ChatRequest, vocab_size: int) -> SamplingParams:
+def sampling_of(chat: ChatRequest, vocab_size: int, grammar: str = "") -> SamplingParams:
     """OpenAI's defaults. A request without a seed gets one here, so that a migration draws the same. Raises
     InvalidRequest for a bias on what is no token."""
     return SamplingParams(
@@ -218,6 +220,7 @@ def sampling_of(chat: ChatRequest, vocab_size: int) -> SamplingParams:
         presence_penalty=chat.presence_penalty or 0.0,
         frequency_penalty=chat.frequency_penalty or 0.0,
         num_top_logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+        grammar=grammar,
         logit_bias=tuple(_biases(chat.logit_bias or {}, vocab_size).items()),
     )
 

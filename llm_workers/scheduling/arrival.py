@@ -9,6 +9,7 @@ from fabric.errors import ContextLengthExceeded, InvalidRequest, ProtocolError
 from fabric.ids import SequenceId
 from fabric.messages import GenerateRequest
 from llm_workers.config import WorkerConfig
+from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.layout import PromptLayout
 from llm_workers.scheduling.sequence import Sequence
 from llm_workers.scheduling.timing import Stopwatch
@@ -21,10 +22,16 @@ def max_total_tokens(config: WorkerConfig, max_model_len: int) -> int:
 
 
 def make_sequences(
-    request: GenerateRequest, positions: Positions, config: WorkerConfig, max_model_len: int, now_s: float
+    request: GenerateRequest,
+    positions: Positions,
+    config: WorkerConfig,
+    max_model_len: int,
+    now_s: float,
+    guide: Guide | None = None,
 ) -> list[Sequence]:
-    """One per choice. Raises ContextLengthExceeded (the model's context, the KV pool, or a medium that does not fit
-    in one step where it must not be cut), InvalidRequest, ProtocolError or FeatureMismatch."""
+    """One per choice, each with a fork of `guide`. Raises ContextLengthExceeded (the model's context, the KV pool, or
+    a medium that does not fit in one step where it must not be cut), InvalidRequest, ProtocolError or
+    FeatureMismatch."""
     _check_numbers(request, positions)
     _check_lengths(request, config, max_model_len)
     layout = PromptLayout(request)
@@ -35,7 +42,13 @@ def make_sequences(
     limit = max_total_tokens(config, max_model_len)
     return [
         Sequence(
-            SequenceId(request.request_id, request.attempt, choice), request, layout, positions, limit, Stopwatch(now_s)
+            SequenceId(request.request_id, request.attempt, choice),
+            request,
+            layout,
+            positions,
+            limit,
+            Stopwatch(now_s),
+            None if guide is None else guide.fork(),
         )
         for choice in range(request.num_choices)
     ]

@@ -12,7 +12,13 @@ import numpy.typing as npt
 
 from fabric.ids import SequenceId, UnitKey
 from fabric.messages import SamplingParams, TokenLogprobs
+from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.token_counts import TokenCounts
+
+NOT_FINITE_TOKEN = -1
+"""Drawn where the logits are not finite."""
+BROKEN_GRAMMAR_TOKEN = -2
+"""Drawn where a grammar can't be followed any further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,8 @@ class Chunk:
     """Index of the token that is drawn (0 is the first generated one)."""
     counts: TokenCounts | None = None
     """Of all tokens up to the drawn one, if `sampling` has penalties. The sequence's own: for reading."""
+    guide: Guide | None = None
+    """Stands behind the last token, if `sampling` has a grammar. The sequence's own: for reading."""
 
     @property
     def end(self) -> int:

@@ -14,6 +14,7 @@ from fabric.digest import block_hash
 from fabric.ids import BlockHash, SequenceId
 from fabric.messages import GenerateRequest
 from llm_workers.scheduling.growing import GrowingArray
+from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.layout import PromptLayout
 from llm_workers.scheduling.stopping import finish_reason
 from llm_workers.scheduling.timing import Stopwatch
@@ -36,7 +37,9 @@ class Sequence:
         positions: Positions,
         max_total_tokens: int,
         stopwatch: Stopwatch,
+        guide: Guide | None = None,
     ) -> None:
+        """`guide` is this sequence's own and stands at the grammar's beginning; it is taken to the emitted tokens."""
         self.sequence_id = sequence_id
         self.layout = layout
         self.sampling = request.sampling
@@ -51,6 +54,9 @@ class Sequence:
         emitted = request.emitted[sequence_id.choice] if request.emitted else ()
         self.tokens = GrowingArray((*request.token_ids, *emitted))
         self.counts = self._counts() if request.sampling.has_penalties else None
+        self.guide = guide
+        if guide is not None:
+            guide.advance(emitted)
         self._positions = positions
         self.table = GrowingArray(spare=16)
         self.hashes: list[BlockHash] = []
@@ -81,6 +87,8 @@ class Sequence:
         self.tokens.append(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
+        if self.guide is not None:
+            self.guide.advance((token_id,))
         return self.finish_reason()
 
     def finish_reason(self) -> str | None:

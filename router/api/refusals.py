@@ -30,17 +30,12 @@ def _is(neutral: bool) -> Neutral:
     return is_neutral
 
 
-def _is_text_format(value: object) -> bool:
-    return value is None or (isinstance(value, Mapping) and value.get("type") == "text")
-
-
 def _is_text_only(value: object) -> bool:
     return value is None or value == ["text"]
 
 
 PARAM_TO_NEUTRAL: dict[str, Neutral] = {
     # OpenAI
-    "response_format": _is_text_format,
     "tools": _is_empty,
     "tool_choice": _equals("none", "auto"),
     "functions": _is_empty,
@@ -71,10 +66,6 @@ PARAM_TO_NEUTRAL: dict[str, Neutral] = {
     "mm_processor_kwargs": _is_empty,
     "media_io_kwargs": _is_empty,
     "logits_processors": _is_empty,
-    "structured_outputs": _is_empty,
-    "guided_json": _is_empty,
-    "guided_regex": _is_empty,
-    "guided_choice": _is_empty,
     "guided_grammar": _is_empty,
 }
 

@@ -66,6 +66,12 @@ class ChatRequest(BaseModel):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, max_length=256)
     user: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """vLLM's: one of `json`, `regex`, `choice`, `json_object`."""
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     return_token_ids: bool | None = None

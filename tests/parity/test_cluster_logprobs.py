@@ -3,50 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
+import cluster_in_process
 import httpx
 import pytest
 import torch
-from chat_media import user
+from cluster_in_process import body, serving
 
-from deploy.config import ClusterConfig
 from deploy.demo.build import demo_checkpoint
-from deploy.local import LocalCluster, running
 
 pytestmark = pytest.mark.torch
 TOLERANCE = 2e-4
-WORDS = "Write a long story about a fox."
 
 
-@asynccontextmanager
-async def serving(**workers: Any) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
-    config = ClusterConfig.model_validate(
-        {"workers": {"replicas": 1, "num_blocks": 256} | workers, "encoders": {"decode_processes": 0}}
-    )
-    async with (
-        running(config) as cluster,
-        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=60) as client,
-    ):
-        yield cluster, client
-
-
-def body(**fields: Any) -> dict[str, Any]:
-    defaults = {"model": "weft-demo", "messages": user(WORDS), "max_tokens": 12, "seed": 3, "return_token_ids": True}
-    return defaults | {"logprobs": True, "top_logprobs": 5} | fields
+def with_logprobs(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"logprobs": True, "top_logprobs": 5} | fields
 
 
 async def ask(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
-    response = await client.post("/v1/chat/completions", json=body(**fields))
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
+    return await cluster_in_process.ask(client, **with_logprobs(fields))
 
 
 async def chunks(client: httpx.AsyncClient, **fields: Any) -> list[dict[str, Any]]:
-    response = await client.post("/v1/chat/completions", json=body(stream=True, **fields))
+    response = await client.post("/v1/chat/completions", json=body(stream=True, **with_logprobs(fields)))
     lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]

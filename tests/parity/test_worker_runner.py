@@ -11,8 +11,8 @@ from fabric.ids import MmHash, RequestId, SequenceId, UnitKey
 from fabric.messages import SamplingParams
 from llm_workers.attention import select_backend
 from llm_workers.paged_kv import PagedKV
-from llm_workers.runner import FAILED_TOKEN, Runner
-from llm_workers.scheduling.plan import Chunk, Splice, StepPlan
+from llm_workers.runner import Runner
+from llm_workers.scheduling.plan import NOT_FINITE_TOKEN, Chunk, Splice, StepPlan
 
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0.0)
@@ -143,5 +143,5 @@ def test_a_broken_feature_marks_its_sequence_alone(model, features):
     runner, scripts = runner_of(model, features), scripts_of(features)
     plan = StepPlan(0, tuple(script.chunk(0, len(script.ids)) for script in scripts))
     drawn = runner.execute(plan).token_ids
-    assert [drawn[script.sequence_id] == FAILED_TOKEN for script in scripts] == [False, True, True, False]
+    assert [drawn[script.sequence_id] == NOT_FINITE_TOKEN for script in scripts] == [False, True, True, False]
     assert drawn[scripts[0].sequence_id] == int(last_logits(model, scripts[0], features).argmax())

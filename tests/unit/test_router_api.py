@@ -139,12 +139,10 @@ def test_missing_model_says_so() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "alloy", "format": "wav"}),
-        ("guided_json", {"type": "object"}),
         ("chat_template", "{{ x }}"),
         ("skip_special_tokens", False),
     ],
@@ -158,7 +156,6 @@ def test_parameters_that_would_change_the_output_are_refused_by_name(name: str, 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("response_format", {"type": "text"}),
         ("tools", []),
         ("tool_choice", "auto"),
         ("modalities", ["text"]),

@@ -1,0 +1,94 @@
+"""Grammars by llguidance: compiled once per text, followed token by token, one bit per token that may come next.
+
+Compiling may take a tenth of a second and belongs into a thread; following takes microseconds. Knows no sequences and
+no logits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+
+from fabric.errors import InvalidRequest
+from modalities.text.codec import TextCodec
+from modalities.text.detokenizer import token_bytes
+
+MAX_CACHED = 128
+"""Compiled grammars that are kept, the least recently used one dropped first."""
+
+
+class GrammarCompiler:
+    """Of one tokenizer. Thread-safe; the tokenizer's trie is built at first use (a second for 150,000 tokens)."""
+
+    def __init__(self, codec: TextCodec, vocab_size: int) -> None:
+        """`vocab_size` is the width of the logits: ids behind the tokenizer's own are never allowed."""
+        self._codec = codec
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+
+    def compile(self, grammar: str) -> GrammarGuide:
+        """At the beginning of `grammar` (llguidance's own notation). Blocks. Raises InvalidRequest."""
+        with self._lock:
+            matcher = self._compiled.get(grammar)
+            if matcher is None:
+                matcher = self._compiled[grammar] = self._matcher(grammar)
+                if len(self._compiled) > MAX_CACHED:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(grammar)
+            return GrammarGuide(matcher.deep_copy())
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        if not self._codec.eos_token_ids:
+            raise InvalidRequest("this model names no token that could end a structured output")
+        if self._tokenizer is None:
+            vocabulary = TokenizerWrapper(_Vocabulary(self._codec, self._vocab_size))
+            self._tokenizer = LLTokenizer(vocabulary, eos_token=list(self._codec.eos_token_ids))
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        if matcher.is_error():
+            raise InvalidRequest(f"the grammar can't be used: {matcher.get_error()[:200]}", param="structured_outputs")
+        return matcher
+
+
+class GrammarGuide:
+    """See llm_workers.scheduling.guidance.Guide. At the end of the grammar the end-of-sequence tokens alone are
+    allowed."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+
+    def fork(self) -> GrammarGuide:
+        return GrammarGuide(self._matcher.deep_copy())
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """A token that the grammar does not allow breaks it for good: `write_mask` says so. What follows its end
+        (end-of-sequence tokens that were ignored) changes nothing."""
+        for token_id in token_ids:
+            if self._matcher.is_stopped():
+                return
+            self._matcher.consume_token(token_id)
+
+    def write_mask(self, words: npt.NDArray[np.int32]) -> bool:
+        assert words.flags.c_contiguous
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        return not self._matcher.is_error()
+
+
+class _Vocabulary:
+    """The tokenizer as llguidance reads it."""
+
+    def __init__(self, codec: TextCodec, vocab_size: int) -> None:
+        self.eos_token_id = codec.eos_token_ids[0]
+        self.bos_token_id = None
+        self.tokens = [token_bytes(codec, token_id) for token_id in range(vocab_size)]
+        self.special_token_ids = sorted(codec.special_token_ids)
+        self._codec = codec
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return self._codec.encode(text if isinstance(text, str) else text.decode(errors="replace"))

@@ -1,0 +1,151 @@
+"""Structured output: what a client asks for becomes one grammar in llguidance's notation, or a 400 that says why not.
+
+Known are OpenAI's `response_format` and vLLM's `structured_outputs` and `guided_*`. The grammar is compiled here once
+to be sure of it, without a tokenizer; the worker compiles it again with one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits
+
+from fabric.errors import InvalidRequest
+from router.api.request import ChatRequest
+
+MAX_GRAMMAR_BYTES = 64 * 1024
+MAX_SCHEMA_DEPTH = 64
+"""Nested objects and arrays of the schema's own JSON."""
+MAX_CHOICES = 1024
+WHITESPACE = r"[ \n\t]{1,40}"
+"""Between JSON tokens: enough to indent, not enough to go on for ever."""
+JSON_OBJECT: dict[str, Any] = {"type": "object"}
+KINDS = ("json", "regex", "choice", "json_object")
+
+
+def grammar_of(chat: ChatRequest) -> str:
+    """Empty if any text will do. May take a tenth of a second. Raises InvalidRequest, `param` naming the field."""
+    asked = {**_of_response_format(chat), **_of_structured_outputs(chat), **_of_guided(chat)}
+    if not asked:
+        return ""
+    if len(asked) > 1:
+        raise InvalidRequest(f"only one of these can be honoured: {', '.join(asked)}", param=list(asked)[1])
+    ((param, (kind, value)),) = asked.items()
+    builders = {"json": _of_schema, "regex": _of_regex, "choice": _of_choice}
+    grammar = builders[kind](value, param)
+    _check(grammar, param)
+    return grammar
+
+
+# ---------------------------------------------------------------- what is asked for: param -> (kind, value)
+
+Asked = dict[str, tuple[str, Any]]
+
+
+def _of_response_format(chat: ChatRequest) -> Asked:
+    form = chat.response_format
+    if form is None or form.get("type") == "text":
+        return {}
+    if form.get("type") == "json_object":
+        return {"response_format": ("json", JSON_OBJECT)}
+    if form.get("type") != "json_schema":
+        raise InvalidRequest("response_format: type is text, json_object or json_schema", param="response_format.type")
+    described = form.get("json_schema")
+    schema = described.get("schema") if isinstance(described, Mapping) else None
+    if schema is None:
+        raise InvalidRequest("response_format: a schema is required", param="response_format.json_schema.schema")
+    return {"response_format.json_schema.schema": ("json", schema)}
+
+
+def _of_structured_outputs(chat: ChatRequest) -> Asked:
+    given = {name: value for name, value in (chat.structured_outputs or {}).items() if value not in (None, False)}
+    unknown = sorted(given.keys() - set(KINDS))
+    if unknown:
+        raise InvalidRequest(
+            f"structured_outputs: {unknown[0][:64]} is not supported", param=f"structured_outputs.{unknown[0][:64]}"
+        )
+    return {
+        f"structured_outputs.{name}": ("json", JSON_OBJECT) if name == "json_object" else (name, value)
+        for name, value in given.items()
+    }
+
+
+def _of_guided(chat: ChatRequest) -> Asked:
+    """vLLM's former names."""
+    given = {"guided_json": chat.guided_json, "guided_regex": chat.guided_regex, "guided_choice": chat.guided_choice}
+    return {name: (name.removeprefix("guided_"), value) for name, value in given.items() if value is not None}
+
+
+# ---------------------------------------------------------------- one kind each
+
+
+def _of_schema(schema: object, param: str) -> str:
+    """`schema`: a JSON object, or the text of one."""
+    if isinstance(schema, str):
+        _check_size(schema, param)
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError):
+            raise InvalidRequest(f"{param} is not JSON", param=param) from None
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{param} has to be a JSON schema (an object)", param=param)
+    _check_depth(schema, param)
+    # Options of the library may not come from outside.
+    text = json.dumps({key: value for key, value in schema.items() if key != "x-guidance"})
+    _check_size(text, param)
+    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+
+
+def _of_regex(regex: object, param: str) -> str:
+    """Of the whole text, anchored or not."""
+    if not isinstance(regex, str) or not regex:
+        raise InvalidRequest(f"{param} has to be a regular expression", param=param)
+    _check_size(regex, param)
+    return LLMatcher.grammar_from_regex(regex)
+
+
+def _of_choice(choices: object, param: str) -> str:
+    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
+        raise InvalidRequest(f"{param} has to be a list of strings, none of them empty", param=param)
+    if len(choices) > MAX_CHOICES:
+        raise InvalidRequest(f"{param}: at most {MAX_CHOICES} choices", param=param)
+    lark = "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
+    _check_size(lark, param)
+    return LLMatcher.grammar_from_lark(lark)
+
+
+# ---------------------------------------------------------------- limits
+
+
+def _check_size(text: str, param: str) -> None:
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{param} is not valid Unicode (a lone surrogate)", param=param) from None
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"{param} has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES}", param=param)
+
+
+def _check_depth(schema: object, param: str) -> None:
+    level: list[object] = [schema]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+    raise InvalidRequest(f"{param} is nested more than {MAX_SCHEMA_DEPTH} deep", param=param)
+
+
+def _check(grammar: str, param: str) -> None:
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LLParserLimits(verbose_errors=False))
+    if is_error:
+        lines = [line.strip() for message in messages for line in message.splitlines()]
+        reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+        raise InvalidRequest(f"{param} is not supported: {reason[:300]}", param=param)

@@ -1,0 +1,40 @@
+"""A cluster in this process behind its own HTTP API, for tests that ask it something."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from chat_media import user
+
+from deploy.config import ClusterConfig
+from deploy.local import LocalCluster, running
+
+WORDS = "Write a long story about a fox."
+
+
+@asynccontextmanager
+async def serving(**workers: Any) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
+    """`workers`: fields of that section of the config."""
+    config = ClusterConfig.model_validate(
+        {"workers": {"replicas": 1, "num_blocks": 256} | workers, "encoders": {"decode_processes": 0}}
+    )
+    async with (
+        running(config) as cluster,
+        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=60) as client,
+    ):
+        yield cluster, client
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    defaults = {"model": "weft-demo", "messages": user(WORDS), "max_tokens": 12, "seed": 3, "return_token_ids": True}
+    return defaults | fields
+
+
+async def ask(client: httpx.AsyncClient, **fields: Any) -> dict[str, Any]:
+    response = await client.post("/v1/chat/completions", json=body(**fields))
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer

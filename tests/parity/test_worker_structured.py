@@ -1,0 +1,129 @@
+"""A worker's requests with a grammar: what may go wrong while it is compiled, and when it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import numpy as np
+import pytest
+from llguidance import LLMatcher
+from worker_rig import GREEDY, loaded, prompt, rig
+
+from fabric.errors import InvalidRequest
+from fabric.messages import AbortAttempt, SamplingParams, StopConditions
+from llm_workers.grammar import GrammarCompiler
+
+pytestmark = pytest.mark.torch
+OF = prompt("Tell me something.")
+GRAMMAR = LLMatcher.grammar_from_regex("[0-9]{6}")
+GUIDED = SamplingParams(seed=3, grammar=GRAMMAR)
+
+
+class Slow:
+    """A compiler that waits to be told."""
+
+    def __init__(self) -> None:
+        parts = loaded()
+        self._compiler = GrammarCompiler(parts.codec, parts.family.shape.vocab_size)
+        self.may_go, self.num_asked = threading.Event(), 0
+
+    def compile(self, grammar):
+        self.num_asked += 1
+        assert self.may_go.wait(10)
+        return self._compiler.compile(grammar)
+
+
+class Breaking:
+    """A guide that gives up after some tokens."""
+
+    def __init__(self, num_left: int) -> None:
+        self._num_left = num_left
+
+    def compile(self, grammar):
+        return self
+
+    def fork(self):
+        return Breaking(self._num_left)
+
+    def advance(self, token_ids):
+        self._num_left -= len(token_ids)
+
+    def write_mask(self, words):
+        words[:] = np.int32(-1)
+        return self._num_left > 0
+
+
+async def test_compiling_holds_up_nobody_else_and_then_the_grammar_is_followed():
+    async with rig() as r:
+        r.service._grammars = compiler = Slow()
+        slow, fast = r.request(OF, sampling=GUIDED, num_choices=2), r.request(OF, 4)
+        call = asyncio.ensure_future(r.service.generate(slow))
+        assert (await r.service.generate(fast)).error is None
+        assert compiler.num_asked == 1
+        compiler.may_go.set()
+        assert [choice.finish_reason for choice in (await call).choices] == ["stop", "stop"]
+        for choice in range(2):
+            text = loaded().codec.decode(r.tokens(slow, choice))
+            assert len(text) == 6
+            assert text.isdigit()
+        await r.assert_idle()
+
+
+@pytest.mark.parametrize("choices", [(), (1,)])
+async def test_an_abort_that_comes_while_the_grammar_is_compiled_is_not_lost(choices):
+    async with rig() as r:
+        r.service._grammars = compiler = Slow()
+        request = r.request(OF, sampling=GUIDED, num_choices=2)
+        call = asyncio.ensure_future(r.service.generate(request))
+        await r.until(lambda: compiler.num_asked == 1)
+        r.router_plane.send(r.worker_plane.address, AbortAttempt(request.request_id, 0, choices))
+        await asyncio.sleep(0)
+        compiler.may_go.set()
+        reasons = [choice.finish_reason for choice in (await call).choices]
+        assert reasons == (["stop", "abort"] if choices else ["abort", "abort"])
+        assert not r.service._unheard
+        await r.assert_idle()
+
+
+async def test_a_call_that_is_cancelled_while_the_grammar_is_compiled_leaves_nothing():
+    async with rig() as r:
+        r.service._grammars = compiler = Slow()
+        call = asyncio.ensure_future(r.service.generate(r.request(OF, sampling=GUIDED)))
+        await r.until(lambda: compiler.num_asked == 1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        compiler.may_go.set()
+        assert not r.service._unheard
+        await r.assert_idle()
+
+
+async def test_a_grammar_that_can_not_be_used_ends_its_own_request():
+    async with rig() as r:
+        refused = await r.service.generate(r.request(OF, sampling=GUIDED))
+        assert (refused.error.code, refused.error.message) == (
+            InvalidRequest.code,
+            "this worker makes no structured output",
+        )
+        r.service._grammars = GrammarCompiler(loaded().codec, loaded().family.shape.vocab_size)
+        bad = await r.service.generate(r.request(OF, sampling=SamplingParams(grammar="{}")))
+        assert bad.error.code == InvalidRequest.code
+        await r.assert_idle()
+
+
+async def test_a_grammar_that_breaks_in_the_middle_ends_its_own_request():
+    async with rig() as r:
+        beside, other = r.request(OF, 12), r.request(OF, 12)
+        assert (await r.service.generate(other)).error is None
+        r.service._grammars = Breaking(3)
+        stop = StopConditions(12)
+        broken = r.request(OF, sampling=SamplingParams(temperature=0.0, grammar="any"), stop=stop)
+        results = await asyncio.gather(r.service.generate(broken), r.service.generate(beside))
+        assert results[0].error.code == "engine_failed"
+        assert "too complex" in results[0].error.message
+        assert len(r.tokens(broken)) == 3
+        assert results[1].error is None
+        assert r.tokens(beside) == r.tokens(other)
+        assert beside.sampling == GREEDY
+        await r.assert_idle()
