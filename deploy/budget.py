@@ -114,6 +114,7 @@ def _worker(
             Row("KV", taken.kv, place, f"{section.num_blocks} blocks of {section.block_size} tokens"),
             Row("workspace", taken.workspace, place, f"estimate, steps of {section.max_step_tokens} tokens"),
             Row("inbox", taken.inbox, "host", _room(family, section.inbox_bytes, dtype, largest)),
+            Row("kept", _kept_bytes(config), "host", f"at most, keep_features: {section.keep_features}"),
         ),
     )
 
@@ -135,6 +136,10 @@ def _encoder(
             Row("arena", section.arena_bytes, "host", _room(family, section.arena_bytes, dtype, largest)),
         ),
     )
+
+
+def _kept_bytes(config: ClusterConfig) -> int:
+    return 0 if config.workers.keep_features == "never" else config.workers.kept_bytes
 
 
 def _place(device: str) -> str:

@@ -86,6 +86,9 @@ class WorkerSection(_Section):
     max_sequences: int = Field(64, ge=1)
     prefix_cache: bool = True
     inbox_bytes: Bytes = 256 * 2**20
+    keep_features: Literal["auto", "always", "never"] = "auto"
+    """Whether features stay in host memory after prefill: `auto` keeps those that were needed before."""
+    kept_bytes: Bytes = 64 * 2**20
     pull_timeout_s: float = Field(30.0, gt=0)
 
 

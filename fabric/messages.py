@@ -154,7 +154,7 @@ class TraceEvent(Wire, frozen=True):
     member_id: MemberId
     name: str
     """One of: planned, dispatched, received, admitted, prefill, unit_encoded, unit_announced, unit_landed,
-    feature_needed, first_token, finished, aborted, preempted."""
+    unit_reused, feature_needed, first_token, finished, aborted, preempted."""
     detail: dict[str, Any] = {}
 
 
@@ -429,6 +429,10 @@ class WorkerReport(PlaneWire, frozen=True):
     prefill_s_per_token: float
     """Measured at boot and corrected online; 0 until known."""
     step_overhead_s: float
+    kept_bytes_used: int = 0
+    """Of host memory, by features that were kept after prefill."""
+    num_kept_hits: int = 0
+    """Features that were kept and used again, so that nobody had to send them."""
 
 
 class EncoderReport(PlaneWire, frozen=True):

@@ -25,6 +25,10 @@ class WorkerConfig:
     """How long a unit that nobody asked for yet is kept."""
     num_ranks: int = 1
     """Processes that share each layer's weights and KV heads."""
+    keep_features: str = "auto"
+    """`auto`, `always` or `never`: what happens to a feature after prefill (`scheduling.keeping`)."""
+    kept_bytes: int = 64 * 2**20
+    """Of host memory, for features that are kept."""
     is_chunked_media_enabled: bool = True
     """Whether a step may end inside a run of placeholders. Off for models whose media tokens see each other."""
 

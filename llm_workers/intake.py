@@ -11,7 +11,7 @@ until then every unit of it is treated as wanted. From then on its `missing` is 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -78,6 +78,8 @@ class Intake:
         self._readers: Mapping[UnitKey, frozenset[AttemptId]] = {}
         """Units that the engine can read -> attempts that still have to, as of its last word."""
         self._evicting: set[UnitKey] = set()
+        self._lent: set[UnitKey] = set()
+        """Landed units that take no inbox room."""
         self._ended: OrderedDict[AttemptId, None] = OrderedDict()
         self._spent: OrderedDict[tuple[AttemptId, UnitKey], None] = OrderedDict()
 
@@ -146,9 +148,12 @@ class Intake:
         self._pulling.discard(ready.unit)
         self.announce(ready)
 
-    def landed(self, unit: UnitKey) -> bool:
-        """A pull has ended well. True if an admitted attempt misses it: the engine is to be told."""
+    def landed(self, unit: UnitKey, is_lent: bool = False) -> bool:
+        """A pull has ended well, or (lent) a kept feature is used again, which takes no inbox room and is no victim.
+        True if an admitted attempt misses it: the engine is to be told."""
         self._pulling.discard(unit)
+        if is_lent:
+            self._lent.add(unit)
         is_missed = False
         for known in self._attempts.values():
             is_missed |= known.missing.pop(unit, None) is not None
@@ -173,6 +178,13 @@ class Intake:
 
     # ------------------------------------------------------------ decisions
 
+    def find_wanted(self, kept: Container[UnitKey]) -> list[UnitKey]:
+        """Units among the kept ones that some attempt wants and that are neither here nor being pulled."""
+        wanted = (
+            unit for known in self._attempts.values() for unit in (known.missing if known.is_admitted else known.order)
+        )
+        return list(dict.fromkeys(unit for unit in wanted if unit in kept and self._pull_key(unit) is not None))
+
     def next_pull(self) -> UnitKey | None:
         """The announced unit that the oldest attempt wants first; None if there is nothing to pull."""
         ready = [(key, unit) for unit in self._tickets if (key := self._pull_key(unit)) is not None]
@@ -184,7 +196,8 @@ class Intake:
         if self._evicting:
             return None
         limit = self._pull_key(unit)
-        used = [(key, landed) for landed in self._landed if (key := self._use_key(landed)) is not None]
+        in_inbox = [landed for landed in self._landed if landed not in self._lent]
+        used = [(key, landed) for landed in in_inbox if (key := self._use_key(landed)) is not None]
         if limit is None or not used or max(used)[0] <= limit:
             return None
         return max(used)[1]
@@ -204,6 +217,7 @@ class Intake:
         for unit in free:
             del self._landed[unit]
             self._evicting.discard(unit)
+            self._lent.discard(unit)
         return free
 
     def take_releasable(self) -> list[UnitReady]:

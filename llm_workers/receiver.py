@@ -22,6 +22,7 @@ from fabric.messages import FeatureTicket, GenerateRequest, MediaItem, UnitReady
 from fabric.plane import Plane
 from llm_workers.config import WorkerConfig
 from llm_workers.intake import Intake, Need
+from llm_workers.kept import KeptFeatures
 
 _LOG = logging.getLogger(__name__)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -39,7 +40,7 @@ class Listener(NamedTuple):
     """What the receiver tells the service, in the event loop."""
 
     event: Callable[[AttemptId, str, UnitKey], None]
-    """`unit_announced` or `unit_landed`, for the trace."""
+    """`unit_announced`, `unit_landed` or `unit_reused` (it was kept), for the trace."""
     needed: Callable[[Sequence[Need]], None]
     failed: Callable[[AttemptId, WeftError], None]
 
@@ -73,6 +74,7 @@ class Receiver:
         self._pulls: set[Future[LandedFeature]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.landed = landed
+        self.kept = KeptFeatures(config.keep_features, config.kept_bytes, config.is_prefix_cache_enabled)
 
     def start(self) -> None:
         """Must be called in the event loop."""
@@ -83,9 +85,11 @@ class Receiver:
         self._loop = None
         for pull in list(self._pulls):
             pull.cancel()
-        for feature in self.landed.values():
-            self._endpoint.sink.free(feature.slot_id)
+        for unit, feature in self.landed.items():
+            if not self.kept.is_lent(unit):
+                self._endpoint.sink.free(feature.slot_id)
         self.landed.clear()
+        self.kept.clear()
 
     @property
     def num_held(self) -> int:
@@ -153,8 +157,9 @@ class Receiver:
 
     def settle(self) -> None:
         """Does whatever can be done now: gives back, frees, pulls, evicts, asks."""
-        for unit in self._intake.take_freeable():
-            self._endpoint.sink.free(self.landed.pop(unit).slot_id)
+        self._free_unneeded()
+        for unit in self._intake.find_wanted(self.kept):
+            self._reuse(unit)
         for ready in self._intake.take_releasable():
             self._release(ready)
         if self._loop is not None:
@@ -190,9 +195,18 @@ class Receiver:
         if self._intake.begin_evict(victim):
             self._engine.evict_unit(victim)
             return False
-        for freeable in self._intake.take_freeable():
-            self._endpoint.sink.free(self.landed.pop(freeable).slot_id)
+        self._free_unneeded()
         return True
+
+    def _free_unneeded(self) -> None:
+        """What the policy keeps goes to host memory; what was lent goes back there."""
+        for unit in self._intake.take_freeable():
+            feature = self.landed.pop(unit)
+            if self.kept.is_lent(unit):
+                self.kept.give_back(unit)
+            else:
+                self.kept.offer(unit, feature)
+                self._endpoint.sink.free(feature.slot_id)
 
     def _call_soon(
         self,
@@ -229,6 +243,15 @@ class Receiver:
             if self._check(attempt, unit, feature.ticket):
                 self._listener.event(attempt, "unit_landed", unit)
         if self._intake.landed(unit):
+            self._engine.unit_landed(unit)
+
+    def _reuse(self, unit: UnitKey) -> None:
+        """A kept feature is read where it lies: nobody is asked for it and no room is made."""
+        self.landed[unit] = self.kept.lend(unit)
+        for attempt in self._intake.wanting(unit):
+            if self._check(attempt, unit, self.landed[unit].ticket):
+                self._listener.event(attempt, "unit_reused", unit)
+        if self._intake.landed(unit, is_lent=True):
             self._engine.unit_landed(unit)
 
     def _check(self, attempt: AttemptId, unit: UnitKey, ticket: FeatureTicket) -> bool:

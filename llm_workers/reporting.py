@@ -8,6 +8,7 @@ from fabric.channel import FeatureSink
 from fabric.ids import AttemptId, MemberId
 from fabric.messages import WorkerReport
 from llm_workers.engine import Update
+from llm_workers.kept import KeptFeatures
 from llm_workers.scheduling.events import SchedulerStats
 from llm_workers.step_costs import StepCosts
 
@@ -15,8 +16,8 @@ from llm_workers.step_costs import StepCosts
 class Reporter:
     """Keeps the engine's last numbers."""
 
-    def __init__(self, member_id: MemberId, stats: SchedulerStats, sink: FeatureSink) -> None:
-        self._member_id, self._stats, self._sink = member_id, stats, sink
+    def __init__(self, member_id: MemberId, stats: SchedulerStats, sink: FeatureSink, kept: KeptFeatures) -> None:
+        self._member_id, self._stats, self._sink, self._kept = member_id, stats, sink, kept
         self._admitted: dict[AttemptId, None] = {}
         self._seq = 0
         self.epoch = 0
@@ -51,5 +52,7 @@ class Reporter:
             num_quarantined=usage.num_quarantined,
             prefill_s_per_token=self.costs.s_per_token,
             step_overhead_s=self.costs.overhead_s,
+            kept_bytes_used=self._kept.used_bytes,
+            num_kept_hits=self._kept.num_hits,
             **self._stats._asdict(),
         )

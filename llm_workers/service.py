@@ -82,7 +82,7 @@ class WorkerService:
             endpoint, config, (shape.num_levels, shape.hidden_size), self._engine, listener, landed
         )
         self._routers = RouterLinks(plane, clock)
-        self._reporter = Reporter(member_id, scheduler.stats(), sink)
+        self._reporter = Reporter(member_id, scheduler.stats(), sink, self._receiver.kept)
         self._members: dict[MemberId, Member] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None

@@ -26,6 +26,7 @@ WORKER_GAUGES = {
     "inbox_bytes_total": "inbox_bytes_total",
     "num_features": "num_features",
     "num_quarantined": "num_quarantined",
+    "kept_bytes_used": "kept_bytes_used",
     "prefill_s_per_token": "prefill_seconds_per_token",
     "step_overhead_s": "step_overhead_seconds",
 }
@@ -36,6 +37,7 @@ WORKER_COUNTERS = {
     "prefix_hit_tokens": "prefix_hit_tokens",
     "prefix_query_tokens": "prefix_query_tokens",
     "num_preemptions": "preemptions",
+    "num_kept_hits": "kept_hits",
 }
 ENCODER_GAUGES = {
     "num_queued": "num_queued",

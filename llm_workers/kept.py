@@ -1,0 +1,90 @@
+"""Features that were kept after prefill: copies in plain host memory, within a byte budget, least recently used out.
+
+A kept feature that is used again is *lent*: read where it lies, in no inbox slot, and not thrown out until it is
+given back. Knows no requests, no slots and no torch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from fabric.channel import LandedFeature
+from fabric.ids import UnitKey
+from llm_workers.scheduling.keeping import FeatureUse, is_kept
+
+HISTORY = 65_536
+"""Units that are remembered as seen; a key is about 100 bytes."""
+NO_SLOT = -1
+"""Slot id of a feature that lies in no arena."""
+
+
+class KeptFeatures:
+    """Not thread-safe: lives in the event loop. Lent buffers are read by the engine's thread."""
+
+    def __init__(self, mode: str, budget_bytes: int, is_prefix_cached: bool) -> None:
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
+        self.num_hits = 0
+        """Features that did not have to be fetched again."""
+        self._mode, self._is_prefix_cached = mode, is_prefix_cached
+        self._features: OrderedDict[UnitKey, LandedFeature] = OrderedDict()
+        """Not lent, the least recently used first."""
+        self._lent: dict[UnitKey, LandedFeature] = {}
+        self._seen: OrderedDict[UnitKey, None] = OrderedDict()
+        is_kept(mode, FeatureUse())  # raises ConfigError for an unknown mode at start
+
+    def __contains__(self, unit: UnitKey) -> bool:
+        """It could be lent."""
+        return unit in self._features
+
+    def is_lent(self, unit: UnitKey) -> bool:
+        return unit in self._lent
+
+    def offer(self, unit: UnitKey, feature: LandedFeature) -> bool:
+        """A feature is about to leave the inbox: it is copied if the policy keeps it and the budget allows. True if
+        it was."""
+        use = FeatureUse(is_seen_before=unit in self._seen, is_prefix_cached=self._is_prefix_cached)
+        self._remember(unit)
+        if not is_kept(self._mode, use) or unit in self._lent:
+            return False
+        self._drop(unit)
+        if not self._make_room(feature.buffer.nbytes):
+            return False
+        self._features[unit] = feature._replace(slot_id=NO_SLOT, buffer=feature.buffer.copy(), seconds=0.0)
+        self.used_bytes += feature.buffer.nbytes
+        return True
+
+    def lend(self, unit: UnitKey) -> LandedFeature:
+        """A hit. Stays until it is given back."""
+        feature = self._lent[unit] = self._features.pop(unit)
+        self.num_hits += 1
+        return feature
+
+    def give_back(self, unit: UnitKey) -> None:
+        """It is the most recently used one."""
+        self._features[unit] = self._lent.pop(unit)
+
+    def clear(self) -> None:
+        self._features.clear()
+        self._lent.clear()
+        self.used_bytes = 0
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Nothing is thrown out if that would not be enough."""
+        lent_bytes = sum(feature.buffer.nbytes for feature in self._lent.values())
+        if nbytes > self.budget_bytes - lent_bytes:
+            return False
+        while self.used_bytes + nbytes > self.budget_bytes:
+            self._drop(next(iter(self._features)))
+        return True
+
+    def _drop(self, unit: UnitKey) -> None:
+        feature = self._features.pop(unit, None)
+        if feature is not None:
+            self.used_bytes -= feature.buffer.nbytes
+
+    def _remember(self, unit: UnitKey) -> None:
+        self._seen[unit] = None
+        self._seen.move_to_end(unit)
+        if len(self._seen) > HISTORY:
+            self._seen.popitem(last=False)
