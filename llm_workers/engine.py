@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from fabric.clock import Clock
-from fabric.errors import EngineFailed, ErrorInfo, WeftError, WorkerLost
+from fabric.errors import EngineFailed, ErrorInfo, InvalidRequest, WeftError, WorkerLost
 from fabric.ids import AttemptId, SequenceId, UnitKey
 from fabric.messages import BlocksStored, GenerateRequest, KvEvent
 from llm_workers.scheduling.events import Admission, NeededUnit, SchedulerStats, SequenceTimes, StepEvents
@@ -28,9 +28,9 @@ MAX_FAILED_STEPS = 8
 """Steps in a row in which nothing could be computed: then it is the device, not the requests."""
 
 
-TOKEN_TO_FAILURE = {
-    NOT_FINITE_TOKEN: "the model's output is not finite",
-    BROKEN_GRAMMAR_TOKEN: "the grammar of the structured output became too complex",
+TOKEN_TO_FAILURE: dict[int, WeftError] = {
+    NOT_FINITE_TOKEN: EngineFailed("the model's output is not finite"),
+    BROKEN_GRAMMAR_TOKEN: InvalidRequest("the grammar of the structured output became too complex to be followed"),
 }
 
 
@@ -310,7 +310,7 @@ class Engine:
                 result.logprobs.update(alone.logprobs)
         for sequence_id, token in result.token_ids.items():
             if token < 0:
-                failed[sequence_id.attempt_id] = EngineFailed(TOKEN_TO_FAILURE[token])
+                failed[sequence_id.attempt_id] = TOKEN_TO_FAILURE[token]
         is_all_failed = {chunk.sequence_id.attempt_id for chunk in plan.chunks} <= failed.keys()
         self._num_failed_steps = self._num_failed_steps + 1 if is_all_failed else 0
         if self._num_failed_steps >= MAX_FAILED_STEPS:

@@ -21,6 +21,9 @@ from modalities.text.detokenizer import token_bytes
 MAX_CACHED = 128
 """Compiled grammars that are kept, the least recently used one dropped first."""
 
+LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+"""States take 1 to 2 kB. The library's own limits bound a mask to some 15 ms."""
+
 
 class GrammarCompiler:
     """Of one tokenizer. Thread-safe; the tokenizer's trie is built at first use (a second for 150,000 tokens)."""
@@ -50,7 +53,7 @@ class GrammarCompiler:
         if self._tokenizer is None:
             vocabulary = TokenizerWrapper(_Vocabulary(self._codec, self._vocab_size))
             self._tokenizer = LLTokenizer(vocabulary, eos_token=list(self._codec.eos_token_ids))
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise InvalidRequest(f"the grammar can't be used: {matcher.get_error()[:200]}", param="structured_outputs")
         return matcher

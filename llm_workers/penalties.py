@@ -1,4 +1,4 @@
-"""What changes logits before a token is drawn: penalties, then logit bias.
+"""What changes logits before a token is drawn: penalties, then logit bias, then tokens that may not come yet.
 
 The rows are changed together: their tokens are laid end to end and gathered, changed and scattered at once. Meaning
 as in vLLM: repetition over prompt and output, presence and frequency over the output. Knows no sequences.
@@ -55,6 +55,14 @@ def apply_logit_bias(logits: torch.Tensor, rows: Sequence[Penalised]) -> None:
     )
     added = torch.tensor([value for _, bias in biased for _, value in bias], dtype=logits.dtype, device=logits.device)
     logits.view(-1).index_add_(0, at, added)
+
+
+def bar_tokens(logits: torch.Tensor, barred: Sequence[tuple[int, tuple[int, ...]]]) -> None:
+    """The logits of these (row, ids) become -inf, in place."""
+    pairs = [(row, np.array(ids, dtype=np.int64)) for row, ids in barred if ids]
+    if pairs:
+        at = _flat_indexes(logits, [row for row, _ in pairs], [ids for _, ids in pairs])
+        logits.view(-1).index_fill_(0, at, float("-inf"))
 
 
 def _flat_indexes(logits: torch.Tensor, rows: Sequence[int], ids: Sequence[np.ndarray]) -> torch.Tensor:

@@ -17,7 +17,7 @@ from llm_workers.attention import Backend
 from llm_workers.logprobs import token_logprobs
 from llm_workers.masks import Guided, apply_masks
 from llm_workers.paged_kv import PagedKV, Rows
-from llm_workers.penalties import Penalised, apply_logit_bias, apply_penalties
+from llm_workers.penalties import Penalised, apply_logit_bias, apply_penalties, bar_tokens
 from llm_workers.sampling import sample
 from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, Chunk, Splice, StepPlan, StepResult
 from modalities.family import LanguageModel
@@ -84,6 +84,7 @@ class Runner:
         changes = [Penalised(row, params, chunk.counts) for row, (chunk, params) in enumerate(drawn)]
         apply_penalties(logits, changes)
         apply_logit_bias(logits, changes)
+        bar_tokens(logits, [(row, chunk.barred) for row, (chunk, _) in enumerate(drawn)])
         guided = [Guided(row, chunk.guide) for row, (chunk, _) in enumerate(drawn) if chunk.guide is not None]
         broken = apply_masks(logits, guided)
         tokens = sample(logits, [(params, chunk.sequence_id.choice, chunk.draw_index) for chunk, params in drawn])

@@ -51,6 +51,8 @@ class Chunk:
     """Index of the token that is drawn (0 is the first generated one)."""
     counts: TokenCounts | None = None
     """Of all tokens up to the drawn one, if `sampling` has penalties. The sequence's own: for reading."""
+    barred: tuple[int, ...] = ()
+    """Ids that would end the sequence before its `min_tokens`; never drawn."""
     guide: Guide | None = None
     """Stands behind the last token, if `sampling` has a grammar. The sequence's own: for reading."""
 

@@ -16,7 +16,7 @@ from fabric.messages import GenerateRequest
 from llm_workers.scheduling.growing import GrowingArray
 from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.layout import PromptLayout
-from llm_workers.scheduling.stopping import finish_reason
+from llm_workers.scheduling.stopping import ending_ids, finish_reason
 from llm_workers.scheduling.timing import Stopwatch
 from llm_workers.scheduling.token_counts import TokenCounts
 from modalities.family import Positions
@@ -81,6 +81,13 @@ class Sequence:
         """Only the token that was drawn last is not computed yet, and the sequence is not one that begins again."""
         num_tokens = len(self.tokens)
         return self.is_started and self.num_computed == num_tokens - 1 and num_tokens > self.num_prompt
+
+    @property
+    def barred(self) -> tuple[int, ...]:
+        """Ids that must not be drawn yet (as in vLLM). With a grammar it decides: at its end nothing else may come."""
+        if self.num_generated >= self.stop.min_tokens or self.guide is not None:
+            return ()
+        return ending_ids(self.stop)
 
     def append(self, token_id: int) -> str | None:
         """Adds a drawn token; returns the finish reason, if that was the last one."""

@@ -5,6 +5,11 @@ from __future__ import annotations
 from fabric.messages import StopConditions
 
 
+def ending_ids(stop: StopConditions) -> tuple[int, ...]:
+    """Ids that end a choice."""
+    return stop.stop_token_ids if stop.ignore_eos else (*stop.eos_token_ids, *stop.stop_token_ids)
+
+
 def finish_reason(stop: StopConditions, token_id: int, num_generated: int, is_context_full: bool) -> str | None:
     """After `token_id` was drawn as generated token number `num_generated` (from 1). Below `min_tokens` no id ends
     the choice; the counts always do."""

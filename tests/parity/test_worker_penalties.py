@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
 from fabric.messages import SamplingParams
-from llm_workers.penalties import Penalised, apply_logit_bias, apply_penalties
+from llm_workers.penalties import Penalised, apply_logit_bias, apply_penalties, bar_tokens
 from llm_workers.scheduling.token_counts import TokenCounts
 
 pytestmark = pytest.mark.torch
@@ -70,6 +70,14 @@ def test_repetition_penalty_is_that_of_transformers(prompt, output, penalty, see
     params = SamplingParams(repetition_penalty=penalty)
     apply_penalties(logits, [Penalised(0, params, counts_of(prompt, output))])
     assert torch.equal(logits, expected)
+
+
+def test_barred_tokens_are_impossible_in_their_own_row():
+    logits = torch.randn(3, VOCAB)
+    before = logits.clone()
+    bar_tokens(logits, [(0, ()), (2, (5, 7, 5))])
+    assert torch.equal(logits[:2], before[:2])
+    assert torch.isinf(logits[2]).nonzero().flatten().tolist() == [5, 7]
 
 
 def test_a_row_without_penalties_is_left_alone():

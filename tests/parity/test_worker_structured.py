@@ -112,6 +112,22 @@ async def test_a_grammar_that_can_not_be_used_ends_its_own_request():
         await r.assert_idle()
 
 
+async def test_below_min_tokens_no_ending_token_is_drawn():
+    """Every token ends the choice but a few: those are all that comes, until the end may come."""
+    few = tuple(range(40, 48))
+    ending = tuple(token for token in range(60) if token not in few)
+    bias = tuple((token, 100.0) for token in range(60))
+    async with rig() as r:
+        stop = StopConditions(30, eos_token_ids=ending[:2], stop_token_ids=ending[2:], min_tokens=10)
+        request = r.request(OF, sampling=SamplingParams(seed=1, logit_bias=bias, temperature=2.0), stop=stop)
+        assert (await r.service.generate(request)).error is None
+        tokens = r.tokens(request)
+        assert len(tokens) > 10
+        assert set(tokens[:10]) <= set(few)
+        assert tokens[-1] in ending
+        await r.assert_idle()
+
+
 async def test_a_grammar_that_breaks_in_the_middle_ends_its_own_request():
     async with rig() as r:
         beside, other = r.request(OF, 12), r.request(OF, 12)
@@ -120,7 +136,7 @@ async def test_a_grammar_that_breaks_in_the_middle_ends_its_own_request():
         stop = StopConditions(12)
         broken = r.request(OF, sampling=SamplingParams(temperature=0.0, grammar="any"), stop=stop)
         results = await asyncio.gather(r.service.generate(broken), r.service.generate(beside))
-        assert results[0].error.code == "engine_failed"
+        assert results[0].error.code == InvalidRequest.code
         assert "too complex" in results[0].error.message
         assert len(r.tokens(broken)) == 3
         assert results[1].error is None
