@@ -110,7 +110,7 @@ def _worker(
         "worker",
         section.replicas,
         (
-            _weights_row(weights and weights.num_language, dtype, place),
+            _weights_row(weights and weights.num_language, dtype, place, section.tensor_parallel, _whole(family)),
             Row("KV", taken.kv, place, f"{section.num_blocks} blocks of {section.block_size} tokens"),
             Row("workspace", taken.workspace, place, f"estimate, steps of {section.max_step_tokens} tokens"),
             Row("inbox", taken.inbox, "host", _room(family, section.inbox_bytes, dtype, largest)),
@@ -146,10 +146,20 @@ def _place(device: str) -> str:
     return "host" if device == "cpu" else device
 
 
-def _weights_row(num_parameters: int | None, dtype: str, place: str) -> Row:
+def _whole(family: Family) -> int:
+    """Parameters that every rank keeps: embeddings and head (fewer where they are tied)."""
+    return 2 * family.shape.vocab_size * family.shape.hidden_size
+
+
+def _weights_row(num_parameters: int | None, dtype: str, place: str, num_ranks: int = 1, num_whole: int = 0) -> Row:
     if num_parameters is None:
         return Row("weights", None, place, "no safetensors files to count")
-    return Row("weights", num_parameters * DTYPE_BYTES[dtype], place, f"{num_parameters / 1e6:.1f} M parameters")
+    note = f"{num_parameters / 1e6:.1f} M parameters"
+    if num_ranks > 1:
+        num_whole = min(num_whole, num_parameters)
+        num_parameters = num_whole + -(-(num_parameters - num_whole) // num_ranks)
+        note += f", at most {num_parameters / 1e6:.1f} M on each of {num_ranks} ranks"
+    return Row("weights", num_parameters * DTYPE_BYTES[dtype], place, note)
 
 
 def _room(family: Family, arena_bytes: int, dtype: str, largest: Sequence[LargestItem]) -> str:

@@ -63,7 +63,7 @@ class LocalCluster:
         self.workers, self.encoders = DirectWorkers(), DirectEncoders()
         self._members: list[Member] = []
         self._planes: list[LocalPlane] = []
-        self._ranked: list[RankedWorker] = []
+        self.ranked_workers: list[RankedWorker] = []
         self._hub, self._channel = LocalHub(), LocalChannelHub()
         for _ in range(config.encoders.replicas):
             member_id, plane = self._endpoint("encoder")
@@ -73,7 +73,7 @@ class LocalCluster:
             member_id, plane = self._endpoint("worker")
             sink = LocalFeatureSink(self._channel, str(member_id), config.workers.inbox_bytes)
             worker = open_worker(config, self.model, Endpoint(member_id, plane, sink), "127.0.0.1", spawn_follower)
-            self._ranked.append(worker)
+            self.ranked_workers.append(worker)
             self.workers.services[member_id] = worker.service
         member_id, plane = self._endpoint("router")
         pools = Pools(self.workers, self.encoders)
@@ -93,7 +93,7 @@ class LocalCluster:
         services = [*self.encoders.services.values(), *self.workers.services.values(), self.router]
         for service in services:
             await service.start()
-        for worker in self._ranked:
+        for worker in self.ranked_workers:
             worker.end_when_lost(asyncio.get_running_loop())
         for service in services:
             service.update_members(self._members)
@@ -101,7 +101,7 @@ class LocalCluster:
     async def stop(self) -> None:
         for service in [self.router, *self.workers.services.values(), *self.encoders.services.values()]:
             await service.stop()
-        for worker in self._ranked:
+        for worker in self.ranked_workers:
             await asyncio.to_thread(worker.stop_ranks)
         for plane in self._planes:
             plane.close()

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from fabric.slots import ALIGNMENT_BYTES, HEADER_BYTES
 from llm_workers.config import WorkerConfig
+from llm_workers.tensor_parallel.shares import kv_heads
 from modalities.family import ModelShape
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -55,8 +56,9 @@ def arena_room(arena_bytes: int, unit_bytes: int) -> int:
 
 
 def worker_bytes(shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtype: str) -> WorkerBytes:
-    """Of one replica."""
-    per_layer = 2 * config.num_blocks * config.block_size * shape.num_kv_heads * shape.head_dim * DTYPE_BYTES[dtype]
+    """Of one replica, or of rank 0 of one with several ranks."""
+    num_kv_heads, head_dim = kv_heads(shape, config.num_ranks)
+    per_layer = 2 * config.num_blocks * config.block_size * num_kv_heads * head_dim * DTYPE_BYTES[dtype]
     step_rows = config.max_step_tokens * shape.hidden_size * DTYPE_BYTES[dtype]
     logits = config.max_sequences * shape.vocab_size * 4
     # Activations, a step that is all features (copied and joined), logits with their sorted probabilities, and the

@@ -11,19 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 import torch
+from chat_media import image_part, user
 from family_rig import LoadedFamily, Text
 from family_row import FamilyRow, Medium
 from family_rows_qwen3_omni import QWEN3_OMNI
 from family_rows_text import LLAMA, QWEN2, QWEN3
-from reference_model import Answer, Comparison
+from reference_model import Answer, Comparison, ReferenceModel
 from worker_rig import Rig, rig
 
 from deploy import compose
 from deploy.config import ClusterConfig
+from deploy.demo.build import demo_checkpoint
+from deploy.local import LocalCluster, running
 from deploy.ranks import load_share, spawn_follower
-from fabric.errors import ConfigError, WorkerLost
+from fabric.errors import ConfigError, WeftError, WorkerLost
+from llm_workers.service import WorkerService
 from llm_workers.tensor_parallel.group import Follower, RankGroup
 from llm_workers.tensor_parallel.invitation import Invitation
 from llm_workers.tensor_parallel.model import ParallelLanguageModel
@@ -34,7 +40,7 @@ pytestmark = pytest.mark.torch
 
 NUM_TOKENS = 10
 SYSTEM, QUESTION, BETWEEN = Text(2, 17), Text(1, 23), Text(3, 5)
-STEP_TIMEOUT_S = 10.0
+FROZEN_AFTER_S = 5.0
 
 
 @dataclass
@@ -59,15 +65,15 @@ def config_of(directory: Path, **workers: Any) -> ClusterConfig:
 
 
 @contextlib.contextmanager
-def two_ranks(loaded: LoadedFamily, **workers: Any) -> Iterator[Parallel]:
-    config = config_of(loaded.directory, **workers)
+def two_ranks(loaded: LoadedFamily, step_timeout_s: float = 60.0) -> Iterator[Parallel]:
+    config = config_of(loaded.directory)
     followers: list[Follower] = []
 
     def launch(invitation: Invitation) -> Follower:
         followers.append(spawn_follower(config, loaded.directory, invitation))
         return followers[-1]
 
-    group = RankGroup("127.0.0.1", 2, "cpu", STEP_TIMEOUT_S, 120.0)
+    group = RankGroup("127.0.0.1", 2, "cpu", step_timeout_s, 120.0)
     model = compose.load_model(config, loaded.directory)
     share = group.open(launch, lambda: load_share(config, model).model)
     try:
@@ -107,7 +113,7 @@ def prompts_of(row: FamilyRow) -> list[tuple[Text | Medium, ...]]:
 
 @pytest.mark.parametrize("row", [QWEN3_OMNI, LLAMA, QWEN2, QWEN3], ids=str)
 def test_tokens_equal_transformers_and_one_rank(row: FamilyRow, tmp_path: Path) -> None:
-    """In chunks of three sizes, with and without the prefix cache, prompts that share their beginnings."""
+    """In chunks with the prefix cache and whole without, prompts that share their beginnings."""
     loaded, comparison = LoadedFamily(row, tmp_path), Comparison()
     prompts = prompts_of(row)
 
@@ -120,7 +126,7 @@ def test_tokens_equal_transformers_and_one_rank(row: FamilyRow, tmp_path: Path) 
             return found
 
     with two_ranks(loaded) as parallel:
-        for max_step_tokens, has_cache in ((7, True), (32, False), (4096, True)):
+        for max_step_tokens, has_cache in ((7, True), (4096, False)):
             config = {"max_step_tokens": max_step_tokens, "is_prefix_cache_enabled": has_cache}
             ours, alone = asyncio.run(answers(parallel, **config)), asyncio.run(answers(loaded, **config))
             for parts, tokens, single in zip(prompts * 2, ours, alone, strict=True):
@@ -162,7 +168,7 @@ def test_a_rank_that_is_gone_ends_the_worker_and_its_requests(qwen2: LoadedFamil
             call = asyncio.ensure_future(r.service.generate(request))
             await r.until(lambda: len(r.tokens(request)) > 3)
             os.kill(parallel.followers[0].pid, number)
-            result = await asyncio.wait_for(call, STEP_TIMEOUT_S + 20)
+            result = await asyncio.wait_for(call, FROZEN_AFTER_S + 20)
             assert result.error is not None
             assert result.error.code == "worker_lost"
             assert len(r.tokens(request)) > 3
@@ -174,7 +180,7 @@ def test_a_rank_that_is_gone_ends_the_worker_and_its_requests(qwen2: LoadedFamil
             assert after.error is not None
             assert after.error.code == "worker_lost"
 
-    with two_ranks(qwen2) as parallel:
+    with two_ranks(qwen2, FROZEN_AFTER_S) as parallel:
         asyncio.run(lose(parallel))
 
 
@@ -195,7 +201,7 @@ def test_a_rank_that_fails_to_load_says_why(qwen2: LoadedFamily, tmp_path: Path)
     config = config_of(qwen2.directory)
     model = compose.load_model(config, qwen2.directory)
     (tmp_path / "config.json").write_text((qwen2.directory / "config.json").read_text())
-    group = RankGroup("127.0.0.1", 2, "cpu", STEP_TIMEOUT_S, 120.0)
+    group = RankGroup("127.0.0.1", 2, "cpu", 60.0, 120.0)
     with pytest.raises(ConfigError, match="can't load"):
         group.open(lambda it: spawn_follower(config, tmp_path, it), lambda: load_share(config, model))
     assert not torch.distributed.is_initialized()
@@ -205,3 +211,44 @@ def test_heads_that_can_not_be_shared_are_refused(qwen2: LoadedFamily) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel is 3, .* 2 KV heads"):
         compose.load_model(config_of(qwen2.directory, tensor_parallel=3), qwen2.directory)
     check_shares(qwen2.family.shape, 2)
+
+
+async def healthy_until_error(service: WorkerService) -> None:
+    while True:
+        service.check_health()
+        await asyncio.sleep(0.01)
+
+
+async def test_one_process_serves_with_ranks_of_its_own() -> None:
+    """The cluster without Ray: its ranks are processes that it starts and stops; a lost one ends the service."""
+    config = ClusterConfig.model_validate(
+        {"workers": {"replicas": 1, "tensor_parallel": 2, "num_blocks": 512}, "encoders": {"decode_processes": 0}}
+    )
+    messages = user("What is in this picture?", image_part(21))
+    body = {"model": "weft-demo", "messages": messages, "temperature": 0, "max_tokens": 8, "return_token_ids": True}
+    before = set(psutil.Process().children())
+    async with (
+        running(config) as cluster,
+        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=60) as client,
+    ):
+        answered = (await client.post("/v1/chat/completions", json=body)).json()
+        comparison = Comparison()
+        expected = ReferenceModel(demo_checkpoint()).answer(messages, 8)
+        comparison.check(expected, answered["prompt_token_ids"], answered["choices"][0]["token_ids"], "one process")
+        comparison.finish()
+        (service,) = cluster.workers.services.values()
+        service.check_health()
+        (worker,) = cluster.ranked_workers
+        assert worker.group is not None
+        for process in set(psutil.Process().children()) - before:
+            if "spawn_main" in " ".join(process.cmdline()):
+                process.kill()
+        with pytest.raises(WeftError):
+            await asyncio.wait_for(healthy_until_error(service), 20)
+
+
+def test_one_process_has_room_for_one_such_worker() -> None:
+    config = ClusterConfig.model_validate({"workers": {"replicas": 2, "tensor_parallel": 2, "num_blocks": 512}})
+    with pytest.raises(ConfigError, match=r"one worker only"):
+        LocalCluster(config)
+    assert not torch.distributed.is_initialized()
