@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from fabric.errors import InvalidRequest, UnsupportedModality
+from fabric.errors import ConfigError, InvalidRequest, UnsupportedModality
 from fabric.messages import MediaItem, PlaceholderRange
 from modalities.causal_lm.config import text_shape
 from modalities.causal_lm.positions import running_positions
@@ -22,7 +22,8 @@ from modalities.json_files import model_id, read_json
 
 
 class TextFamily:
-    """One checkpoint directory. Immutable and thread-safe. Whatever has to do with media raises UnsupportedModality."""
+    """One checkpoint directory. Immutable and thread-safe. Whatever has to do with media raises UnsupportedModality,
+    loading an encoder ConfigError."""
 
     def __init__(self, model_dir: Path) -> None:
         """Reads config.json only. Raises ConfigError."""
@@ -57,7 +58,8 @@ class TextFamily:
         raise _no_media(item.modality)
 
     def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
-        raise _no_media(", ".join(modalities) or "media")
+        """Raises ConfigError."""
+        raise ConfigError(f"{self.name} takes text alone: serve it without encoders (`encoders.replicas: 0`)")
 
     def load_language_model(self, model_dir: Path, device: str, dtype: str, attention_name: str) -> LanguageModel:
         """Raises ConfigError if a weight is missing."""

@@ -9,15 +9,14 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image
 
 from fabric.errors import InvalidMedia
 from modalities.family import ImageHeader
 from modalities.image import decode_image
+from modalities.pixels import Normalisation, channel_values, to_rgb
 from modalities.qwen_vl.image_options import ImageOptions
 
 _MAX_ASPECT_RATIO = 200
-_WHITE = (255, 255, 255, 255)
 
 
 def smart_resize(height: int, width: int, options: ImageOptions) -> tuple[int, int]:
@@ -62,15 +61,6 @@ def image_patches(
     return patchify(pixels, options)
 
 
-def to_rgb(image: Image.Image) -> Image.Image:
-    """RGB; what is transparent lies on white (transformers' rule since 5.x). 16-bit grey is clipped at 255, which is
-    Pillow's conversion and so the reference's."""
-    if "A" in image.getbands() or image.info.get("transparency") is not None:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, _WHITE), image)
-    return image.convert("RGB")
-
-
 def patchify(pixels: npt.NDArray[np.uint8], options: ImageOptions) -> npt.NDArray[np.float32]:
     """`(height, width, 3)` -> `(num_patches, patch_dim)`. A still picture fills all frames of a temporal patch."""
     patch, merge = options.patch_size, options.merge_size
@@ -78,17 +68,7 @@ def patchify(pixels: npt.NDArray[np.uint8], options: ImageOptions) -> npt.NDArra
     blocks = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
     blocks = blocks.transpose(0, 3, 1, 4, 6, 2, 5)  # (rows/m, columns/m, m, m, channel, patch, patch)
     blocks = blocks.reshape(rows * columns, 3, 1, patch * patch)
-    values = _channel_values(options)[np.arange(3)[None, :, None, None], blocks]
+    values = channel_values(Normalisation(options.rescale_factor, options.mean, options.std))[
+        np.arange(3)[None, :, None, None], blocks
+    ]
     return np.repeat(values, options.temporal_patch_size, axis=2).reshape(rows * columns, -1)
-
-
-def _channel_values(options: ImageOptions) -> npt.NDArray[np.float32]:
-    """`(3, 256)`: what each 8-bit value of each channel becomes, in the reference's order of operations."""
-    values: npt.NDArray[np.float32] = np.arange(256).astype(np.float32)
-    if options.rescale_factor is not None:
-        values = (np.arange(256, dtype=np.float64) * options.rescale_factor).astype(np.float32)
-    table = np.broadcast_to(values, (3, 256))
-    if options.mean is not None and options.std is not None:
-        mean, std = np.array(options.mean, dtype=np.float32), np.array(options.std, dtype=np.float32)
-        table = (table - mean[:, None]) / std[:, None]
-    return np.ascontiguousarray(table, dtype=np.float32)

@@ -1,5 +1,5 @@
-"""The Qwen vision families through the whole cluster in one process: chats over HTTP, from pixels to tokens, equal to
-what transformers' own model generates. Tokeniser and chat template are the demo checkpoint's."""
+"""Families through the whole cluster in one process: chats over HTTP, from pixels to tokens, equal to what
+transformers' own model generates. Tokeniser and chat template are the demo checkpoint's."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from chat_media import image_part, picture, user
+from chat_media import image_part, picture, png, user
 from family_row import FamilyRow, load_reference, spread
+from family_rows_pictures import INTERNVL, LLAVA, LLAVA_ONEVISION
 from family_rows_qwen_vl import QWEN2_5_OMNI, QWEN2_5_VL, QWEN2_VL, QWEN3_VL
+from family_rows_text import LLAMA, QWEN2, QWEN3
 from PIL import Image
 from reference_model import Answer, Comparison
 from transformers import AutoTokenizer
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from deploy.config import ClusterConfig
 from deploy.demo.build import demo_checkpoint
@@ -28,7 +29,13 @@ from deploy.local import running
 pytestmark = pytest.mark.torch
 
 MAX_TOKENS = 8
-ROWS = (QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN2_5_OMNI)
+ROWS = (LLAMA, QWEN2, QWEN3, LLAVA, LLAVA_ONEVISION, INTERNVL, QWEN2_VL, QWEN2_5_VL, QWEN3_VL, QWEN2_5_OMNI)
+NAME_TO_PLACEHOLDER = {
+    "qwen2_5_omni": "<|IMAGE|>",
+    "llava": "<image>",
+    "llava_onevision": "<image>",
+    "internvl": "<IMG_CONTEXT>",
+}
 TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 CHATS: list[tuple[list[dict[str, Any]], list[Image.Image]]] = [
     (user("Hello there, how are you today?"), []),
@@ -54,18 +61,25 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """The row's tiny model with the demo's vocabulary; the placeholder is spelled as the family spells it."""
     row: FamilyRow = request.param
     directory, demo = tmp_path_factory.mktemp(row.name), demo_checkpoint()
-    placeholder = "<|IMAGE|>" if row is QWEN2_5_OMNI else "<|image_pad|>"
+    placeholder = NAME_TO_PLACEHOLDER.get(row.name, "<|image_pad|>")
     for name in TEXT_FILES:
-        (directory / name).write_text((demo / name).read_text().replace("<|image_pad|>", placeholder))
+        text = (demo / name).read_text().replace("<|image_pad|>", placeholder)
+        if row is INTERNVL:  # whose template leaves the marks around a picture to the processor
+            is_template = name == "chat_template.jinja"
+            for mark, own in (("<|vision_start|>", "<img>"), ("<|vision_end|>", "</img>")):
+                text = text.replace(mark, "" if is_template else own)
+        (directory / name).write_text(text)
     tokens = json.loads((demo / "config.json").read_text())
     kind = type(row.build())
     config = row.build().config
-    config.text_config.vocab_size = tokens["text_config"]["vocab_size"]
+    getattr(config, "text_config", config).vocab_size = tokens["text_config"]["vocab_size"]
     for key in ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"):
-        setattr(config, key, tokens[key])
+        if row.modalities and hasattr(config, key):
+            setattr(config, key, tokens[key])
     spread(kind(config)).save_pretrained(directory)
     for name, content in row.files.items():
-        (directory / name).write_text(json.dumps(content))
+        if name not in TEXT_FILES:
+            (directory / name).write_text(json.dumps(content))
     shutil.copy(demo / "generation_config.json", directory)
     return Served(row, directory, load_reference(directory, kind.__name__), placeholder, tokens["image_token_id"])
 
@@ -78,13 +92,15 @@ def expected(served: Served, messages: list[dict[str, Any]], pictures: list[Imag
     )
     inputs: dict[str, Any] = {}
     if pictures:
-        processor = Qwen2VLImageProcessorPil.from_pretrained(served.directory)
-        inputs = dict(processor(pictures, return_tensors="pt"))
-        for grid in inputs["image_grid_thw"]:
-            text = text.replace(served.placeholder, "<|here|>" * (int(grid.prod()) // 4), 1)
+        assert served.row.process is not None
+        processed = served.row.process(served.directory, [("image", png(picture)) for picture in pictures])
+        inputs = processed.inputs
+        before, after = ("<img>", "</img>") if served.row is INTERNVL else ("", "")
+        for num_tokens in processed.num_tokens:
+            text = text.replace(served.placeholder, before + "<|here|>" * num_tokens + after, 1)
         text = text.replace("<|here|>", served.placeholder)
     ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
-    if served.row is not QWEN2_5_OMNI:
+    if served.row.name in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl"):
         inputs["mm_token_type_ids"] = (ids == served.image_token_id).int()
     with torch.inference_mode():
         out = served.reference.generate(
@@ -108,7 +124,7 @@ async def test_chats_over_http_equal_transformers(served: Served) -> None:
         {
             "model": {"path": str(served.directory), "name": "tiny"},
             "workers": {"replicas": 1, "max_step_tokens": 16, "num_blocks": 256},
-            "encoders": {"decode_processes": 0},
+            "encoders": {"replicas": int(bool(served.row.modalities)), "decode_processes": 0},
         }
     )
     async with (
@@ -131,5 +147,5 @@ async def test_chats_over_http_equal_transformers(served: Served) -> None:
             want = expected(served, messages, pictures)
             comparison.check(want, answer["prompt_token_ids"], answer["choices"][0]["token_ids"], served.row.name)
 
-        await asyncio.gather(*[ask(*chat) for chat in CHATS])
+        await asyncio.gather(*[ask(*chat) for chat in CHATS if served.row.modalities or not chat[1]])
     comparison.finish()

@@ -125,10 +125,11 @@ def test_a_text_model_takes_no_media(tmp_path: Path) -> None:
         lambda: family.options("image"),
         lambda: family.placeholder_text("image"),
         lambda: family.preprocess(b"", item),
-        lambda: family.load_encoder(tmp_path, "cpu", "float32", ["image"]),
     ):
         with pytest.raises(UnsupportedModality):
             call()
+    with pytest.raises(ConfigError, match="without encoders"):
+        family.load_encoder(tmp_path, "cpu", "float32", ["image"])
     other = load(tmp_path, llava())
     with pytest.raises(InvalidRequest, match="1 media items"):
         family.expand([1], [other.plan(header)])
