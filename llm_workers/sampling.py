@@ -14,6 +14,8 @@ from fabric.digest import uniform
 from fabric.messages import SamplingParams
 from llm_workers.scheduling.plan import NOT_FINITE_TOKEN
 
+HEAD = 1024
+"""Tokens that are put in order at first: what top-k and top-p leave of a trained model's distribution is less."""
 Draw = tuple[SamplingParams, int, int]
 """Parameters, choice, index of the token to draw."""
 
@@ -33,57 +35,83 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
     return torch.where(is_finite, tokens, NOT_FINITE_TOKEN).tolist()
 
 
-def _probabilities(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """What min-p leaves, float64 `(n, vocab)`: single precision loses the tail of a large vocabulary in a running
-    sum. Rows need not add up to 1."""
+def _weights(logits: torch.Tensor, draws: Sequence[Draw], most: torch.Tensor) -> torch.Tensor:
+    """Probabilities up to a factor per row, 0 where min-p cuts: float64 `(n, columns)`, as single precision loses the
+    tail of a large vocabulary in a running sum. `most`: each row's largest logit, `(n, 1)`; its weight is 1."""
     numbers = torch.tensor(
         [(params.temperature, params.min_p) for params, _, _ in draws], dtype=torch.float64, device=logits.device
     )
-    scaled = logits.double()
-    scaled -= scaled.amax(dim=-1, keepdim=True)
-    probabilities = torch.softmax(scaled / numbers[:, :1], dim=-1)
+    weights = logits.double().sub_(most.double()).div_(numbers[:, :1]).exp_()
     if any(params.min_p > 0 for params, _, _ in draws):
-        least = probabilities.amax(dim=-1, keepdim=True) * numbers[:, 1:]
-        probabilities.masked_fill_(probabilities < least, 0.0)
-    return probabilities
+        weights.masked_fill_(weights < numbers[:, 1:], 0.0)
+    return weights
 
 
-def _targets(draws: Sequence[Draw], device: torch.device) -> torch.Tensor:
-    """The uniform numbers of the rows: float64 `(n, 1)`."""
+def _invert(weights: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """First column whose running sum passes `u * total`; never one of weight 0. Returns int64 `(n,)`."""
     numbers = [uniform(params.seed, choice, index) for params, choice, index in draws]
-    return torch.tensor(numbers, dtype=torch.float64, device=device)[:, None]
-
-
-def _invert(probabilities: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """First column whose running sum passes `u * total`; never one of probability 0. Returns int64 `(n,)`."""
-    running = probabilities.cumsum(dim=-1)
-    targets = _targets(draws, probabilities.device) * running[:, -1:]
-    columns = torch.searchsorted(running, targets, right=True)
-    last = (
-        (probabilities > 0)
-        .long()
-        .mul_(torch.arange(probabilities.shape[-1], device=probabilities.device))
-        .amax(dim=-1, keepdim=True)
-    )
-    return torch.minimum(columns, last)[:, 0]
+    running = weights.cumsum(dim=-1)
+    targets = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None] * running[:, -1:]
+    columns = torch.searchsorted(running, targets, right=True)[:, 0]
+    num_columns = weights.shape[-1]
+    if bool((columns == num_columns).any()):  # `u * total` was rounded up to the total
+        places = torch.arange(num_columns, device=weights.device)
+        columns = torch.minimum(columns, (weights > 0).long().mul_(places).amax(dim=-1))
+    return columns
 
 
 def _draw_plain(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """Without truncation no order is needed: the CDF runs over the vocabulary."""
-    return _invert(_probabilities(logits, draws), draws)
+    return _invert(_weights(logits, draws, logits.amax(dim=-1, keepdim=True)), draws)
 
 
-def _draw_truncated(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """The CDF runs from the most probable token down (lowest id first on a tie), over what top-k and top-p leave:
-    top-p keeps the shortest head whose sum reaches p, the sum taken over what top-k left (as transformers does)."""
-    ordered, ids = _probabilities(logits, draws).sort(dim=-1, descending=True, stable=True)
-    vocab = ordered.shape[-1]
-    top_k = torch.tensor([params.top_k if params.top_k > 0 else vocab for params, _, _ in draws], device=logits.device)
-    ordered.masked_fill_(torch.arange(vocab, device=logits.device) >= top_k[:, None], 0.0)
-    ordered /= ordered.sum(dim=-1, keepdim=True)
-    top_p = torch.tensor([params.top_p for params, _, _ in draws], dtype=torch.float64, device=logits.device)
-    before = ordered.cumsum(dim=-1) - ordered
-    is_beyond = before >= top_p[:, None]
+def _draw_truncated(logits: torch.Tensor, draws: Sequence[Draw], width: int = HEAD) -> torch.Tensor:
+    """The CDF runs from the most probable token down (lowest id first on a tie), over what top-k and top-p leave.
+
+    What is left lies nearly always among the `width` most probable tokens, which are found much faster than the whole
+    vocabulary is sorted; rows where it may not are drawn from the whole order."""
+    width = min(width, logits.shape[-1])
+    values, ids = _most_probable(logits, width)
+    left = _truncated(_weights(values, draws, values[:, :1]), draws, _totals(logits, draws, values[:, :1]))
+    tokens = ids.gather(1, _invert(left, draws)[:, None])[:, 0]
+    if width == logits.shape[-1]:
+        return tokens
+    last_left = values.gather(1, (left > 0).sum(dim=-1, keepdim=True) - 1)
+    top_k = torch.tensor([params.top_k for params, _, _ in draws], device=logits.device).clamp_(max=width + 1)
+    open_rows = ((last_left <= values[:, -1:])[:, 0] | (top_k > width)).nonzero()[:, 0]
+    if len(open_rows):
+        rest = [draws[row] for row in open_rows.tolist()]
+        tokens[open_rows] = _draw_truncated(logits[open_rows], rest, logits.shape[-1])
+    return tokens
+
+
+def _most_probable(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and ids `(n, width)`, the largest logit first, the lowest id first among equals. Which of the equals at
+    the far edge are in is not said."""
+    if width == logits.shape[-1]:
+        return logits.sort(dim=-1, descending=True, stable=True)
+    ids = logits.topk(width, dim=-1).indices.sort(dim=-1).values
+    values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    return values, ids.gather(1, order)
+
+
+def _totals(logits: torch.Tensor, draws: Sequence[Draw], most: torch.Tensor) -> torch.Tensor:
+    """Weight of the whole vocabulary, float64 `(n, 1)`, for rows without top-k; 0 for the others."""
+    totals = torch.zeros(len(draws), 1, dtype=torch.float64, device=logits.device)
+    whole = [row for row, (params, _, _) in enumerate(draws) if params.top_k <= 0]
+    if whole:
+        totals[whole] = _weights(logits[whole], [draws[row] for row in whole], most[whole]).sum(dim=-1, keepdim=True)
+    return totals
+
+
+def _truncated(weights: torch.Tensor, draws: Sequence[Draw], totals: torch.Tensor) -> torch.Tensor:
+    """`weights` `(n, width)` in descending order, 0 behind top-k and top-p: top-p keeps the shortest head whose share
+    reaches p, the share taken of what top-k left (as transformers does)."""
+    places = torch.arange(weights.shape[-1], device=weights.device)
+    top_k = torch.tensor([params.top_k for params, _, _ in draws], device=weights.device)[:, None]
+    weights = weights.masked_fill((top_k > 0) & (places >= top_k), 0.0)
+    shares = weights / torch.where(top_k > 0, weights.sum(dim=-1, keepdim=True), totals)
+    top_p = torch.tensor([params.top_p for params, _, _ in draws], dtype=torch.float64, device=weights.device)
+    is_beyond = shares.cumsum(dim=-1) - shares >= top_p[:, None]
     is_beyond[:, 0] = False
-    columns = _invert(ordered.masked_fill(is_beyond, 0.0), draws)
-    return ids.gather(1, columns[:, None])[:, 0]
+    return weights.masked_fill(is_beyond, 0.0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fabric.digest import uniform
 from fabric.messages import SamplingParams
-from llm_workers.sampling import sample
+from llm_workers.sampling import _draw_truncated, sample
 
 
 def probabilities_of(logits, params):
@@ -69,6 +69,24 @@ def test_rows_of_all_kinds_draw_what_the_reference_draws(draws, seed):
     assert drawn == [draw_written_out(row.numpy(), *draw) for row, draw in zip(logits, draws, strict=True)]
     alone = [sample(logits[i : i + 1], [draw])[0] for i, draw in enumerate(draws)]
     assert drawn == alone
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(
+        st.tuples(PARAMS.filter(lambda params: params.temperature > 0), st.just(0), st.integers(0, 99)),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(1, 60),
+    st.integers(2, 200),
+    st.integers(0, 10_000),
+)
+def test_looking_at_the_most_probable_first_changes_no_draw(draws, width, num_levels, seed):
+    """Few levels make many equals, also at the edge of what is looked at first."""
+    levels = np.random.default_rng(seed).integers(0, num_levels, (len(draws), 61)).astype(np.float32)
+    logits = torch.from_numpy(levels * 8 / num_levels)
+    assert _draw_truncated(logits, draws, width).tolist() == _draw_truncated(logits, draws, 61).tolist()
 
 
 def test_greedy_takes_the_lowest_id_of_a_tie():
