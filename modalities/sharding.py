@@ -8,7 +8,7 @@ rank 0 uses them. Knows nothing of steps, KV or who the other ranks are: torch's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -18,6 +18,15 @@ from transformers import PreTrainedModel
 
 _NUM_RANKS: ContextVar[int] = ContextVar("num_ranks", default=1)
 _WHOLE = ("model.embed_tokens", "lm_head")
+_DENSE_PLAN = {
+    f"model.layers.*.{name}": style
+    for style, names in {
+        "colwise": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+        "rowwise": ("self_attn.o_proj", "mlp.down_proj"),
+    }.items()
+    for name in names
+}
+"""Of a model for which transformers 5.23 has none (Qwen3-VL): what its plans say of every dense model of this build."""
 _STYLES = frozenset(
     {"colwise", "rowwise", "packed_colwise", "moe_tp_experts", "replicated_with_grad_allreduce", "replicate"}
 )
@@ -38,20 +47,31 @@ def load_pretrained(
     kind: type[PreTrainedModel], model_dir: Path, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """`kind.from_pretrained(model_dir, **options)` with the loading info: whole, or inside `shard_weights` this rank's
-    share, as plain tensors. Raises what `from_pretrained` does, and ValueError for a plan that can't be followed."""
+    share, as plain tensors. `options` has the part's `config`. Raises what `from_pretrained` does, and ValueError for a
+    plan that can't be followed."""
     options["output_loading_info"] = True
     num_ranks = _NUM_RANKS.get()
     if num_ranks == 1:
         return kind.from_pretrained(model_dir, **options)
     from transformers.distributed import DistributedConfig
 
-    plan = dict.fromkeys(_WHOLE, "replicate")
+    has_plan = bool(options["config"].base_model_tp_plan)
+    plan = {**({} if has_plan else _DENSE_PLAN), **dict.fromkeys(_WHOLE, "replicate")}
     config = DistributedConfig(tp_size=num_ranks, tp_plan=plan)
     part, info = _on_our_ranks(kind).from_pretrained(model_dir, distributed_config=config, **options)
-    if unknown := sorted(set(part.tp_plan.values()) - _STYLES):
-        raise ValueError(f"the model's tensor-parallel plan asks for {', '.join(unknown)}, which Weft does not run")
+    check_plan(part.tp_plan)
     _keep_local(part)
     return part, info
+
+
+def check_plan(plan: Mapping[str, str]) -> None:
+    """Raises ValueError for a plan that would leave the KV heads whole on every rank, or that cuts in a way that
+    Weft does not run."""
+    if unknown := sorted(set(plan.values()) - _STYLES):
+        raise ValueError(f"the model's tensor-parallel plan asks for {', '.join(unknown)}, which Weft does not run")
+    for name in ("k_proj", "v_proj"):
+        if not any(key.endswith(f"self_attn.{name}") and style == "colwise" for key, style in plan.items()):
+            raise ValueError(f"the model's tensor-parallel plan does not share out {name}")
 
 
 def _on_our_ranks(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:

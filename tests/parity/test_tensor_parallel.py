@@ -18,7 +18,9 @@ import torch
 from chat_media import image_part, user
 from family_rig import LoadedFamily, Text
 from family_row import FamilyRow, Medium
+from family_rows_pictures import LLAVA
 from family_rows_qwen3_omni import QWEN3_OMNI
+from family_rows_qwen_vl import QWEN3_VL
 from family_rows_text import LLAMA, QWEN2, QWEN3
 from reference_model import Answer, Comparison, ReferenceModel
 from worker_rig import Rig, rig
@@ -35,6 +37,7 @@ from llm_workers.tensor_parallel.invitation import Invitation
 from llm_workers.tensor_parallel.model import ParallelLanguageModel
 from llm_workers.tensor_parallel.shares import check_shares
 from modalities.family import LanguageModel
+from modalities.sharding import check_plan
 
 pytestmark = pytest.mark.torch
 
@@ -111,7 +114,7 @@ def prompts_of(row: FamilyRow) -> list[tuple[Text | Medium, ...]]:
     return prompts
 
 
-@pytest.mark.parametrize("row", [QWEN3_OMNI, LLAMA, QWEN2, QWEN3], ids=str)
+@pytest.mark.parametrize("row", [QWEN3_OMNI, QWEN3_VL, LLAVA, LLAMA, QWEN2, QWEN3], ids=str)
 def test_tokens_equal_transformers_and_one_rank(row: FamilyRow, tmp_path: Path) -> None:
     """In chunks with the prefix cache and whole without, prompts that share their beginnings."""
     loaded, comparison = LoadedFamily(row, tmp_path), Comparison()
@@ -153,6 +156,20 @@ def test_each_rank_holds_half_of_the_layers(qwen2: LoadedFamily) -> None:
         halved = 0 if is_column else 1 if "_proj.weight" in name and ("o_proj" in name or "down" in name) else None
         expected = [size // 2 if axis == halved else size for axis, size in enumerate(shape)]
         assert list(share[name]) == expected, name
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        ({"model.layers.*.self_attn.qkv_proj": "packed_colwise"}, "does not share out k_proj"),
+        ({"model.layers.*.self_attn.k_proj": "colwise"}, "does not share out v_proj"),
+        ({"model.layers.*.self_attn.k_proj": "colwise_gather_output"}, "colwise_gather_output"),
+        ({"model.layers.*.input_layernorm": "sequence_parallel"}, "sequence_parallel"),
+    ],
+)
+def test_a_plan_that_can_not_be_followed_is_refused(plan: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_plan(plan)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
