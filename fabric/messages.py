@@ -189,6 +189,8 @@ class GenerateRequest(Wire, frozen=True):
     """Indexes of the media that were sent to encoders. The rest is expected to be covered by cached KV."""
     emitted: tuple[tuple[int, ...], ...] = ()
     """Per choice, the tokens a former attempt already sent (migration); empty at the first attempt."""
+    side_names: tuple[str, ...] = ()
+    """Side tensors that blocks must carry for every position (rows of a hidden layer, for speech)."""
 
 
 class ChoiceResult(Wire, frozen=True):

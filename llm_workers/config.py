@@ -29,6 +29,8 @@ class WorkerConfig:
     """`auto`, `always` or `never`: what happens to a feature after prefill (`scheduling.keeping`)."""
     kept_bytes: int = 64 * 2**20
     """Of host memory, for features that are kept."""
+    side_layers: tuple[tuple[str, int], ...] = ()
+    """(name, layer): hidden layers whose rows are stored beside the KV for requests that ask for them."""
     is_chunked_media_enabled: bool = True
     """Whether a step may end inside a run of placeholders. Off for models whose media tokens see each other."""
 
@@ -36,6 +38,8 @@ class WorkerConfig:
         for name in ("block_size", "num_blocks", "max_step_tokens", "max_sequences", "num_ranks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"worker: {name} must be at least 1, not {getattr(self, name)}")
+        if self.side_layers and self.num_ranks > 1:
+            raise ConfigError("worker: side tensors are not kept by several ranks")
         if not self.is_chunked_media_enabled and self.max_step_tokens <= self.max_sequences:
             raise ConfigError("worker: media in one piece need max_step_tokens above max_sequences")
 

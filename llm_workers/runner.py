@@ -7,6 +7,7 @@ Knows nothing of requests, queues or where features come from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +21,7 @@ from llm_workers.paged_kv import PagedKV, Rows
 from llm_workers.penalties import Penalised, apply_logit_bias, apply_penalties, bar_tokens
 from llm_workers.sampling import sample
 from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, Chunk, Splice, StepPlan, StepResult
+from llm_workers.side_rows import SideRows
 from modalities.family import LanguageModel
 
 
@@ -39,8 +41,17 @@ class PlacedSplice(NamedTuple):
 class Runner:
     """One model on one device."""
 
-    def __init__(self, model: LanguageModel, kv: PagedKV, features: FeatureReader, backend: Backend) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        kv: PagedKV,
+        features: FeatureReader,
+        backend: Backend,
+        side: SideRows | None = None,
+    ) -> None:
+        """`side` stores rows of hidden layers for chunks that ask for them."""
         self._model, self._kv, self._features, self._backend = model, kv, features, backend
+        self._side = side
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -53,7 +64,8 @@ class Runner:
         step = self._backend(self._kv, _rows(plan.chunks, starts))
         embeddings = self._model.embed(token_ids)
         feature_rows, feature_levels = self._splice(embeddings, list(_placed(plan.chunks, starts)))
-        hidden = self._model.forward(embeddings, positions, step, feature_rows, feature_levels)
+        with self._side.storing(plan.chunks, starts) if self._side else nullcontext():
+            hidden = self._model.forward(embeddings, positions, step, feature_rows, feature_levels)
         return self._draw(hidden, plan.chunks, starts)
 
     def _splice(

@@ -44,6 +44,7 @@ from llm_workers.routers import RouterLinks
 from llm_workers.runner import Runner
 from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.scheduler import Scheduler
+from llm_workers.side_rows import make_side_rows
 from llm_workers.tensor_parallel.shares import kv_heads
 from modalities.family import Family, LanguageModel
 
@@ -73,7 +74,9 @@ class WorkerService:
         kv = PagedKV(shape.num_layers, config.num_blocks, config.block_size, heads, model.dtype, model.device)
         scheduler = Scheduler(config, shape.max_model_len, clock)
         landed: dict[UnitKey, LandedFeature] = {}
-        self._runner = Runner(model, kv, LandedFeatures(landed), select_backend("auto", kv))
+        self._runner = Runner(
+            model, kv, LandedFeatures(landed), select_backend("auto", kv), make_side_rows(model, kv, config.side_layers)
+        )
         self._engine = Engine(scheduler, self._runner, clock, self._post)
         self._calls = OpenCalls(member_id, plane, clock)
         endpoint = Endpoint(member_id, plane, sink, clock)

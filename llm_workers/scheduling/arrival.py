@@ -34,6 +34,8 @@ def make_sequences(
     FeatureMismatch."""
     _check_numbers(request, positions)
     _check_lengths(request, config, max_model_len)
+    if unknown := set(request.side_names) - {name for name, _ in config.side_layers}:
+        raise ProtocolError(f"this worker keeps no side tensors {', '.join(sorted(unknown))}")
     layout = PromptLayout(request)
     if not config.is_chunked_media_enabled and layout.longest_run > config.max_piece_tokens:
         raise ContextLengthExceeded(

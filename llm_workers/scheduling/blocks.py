@@ -8,6 +8,8 @@ A block is in one of three conditions:
 
 References are sets of sequence ids, so freeing twice is harmless. The free queue is least recently used first, and of
 one sequence the tail first: a findable block's parent is always findable too (see `publish`).
+A findable block may carry named side tensors, under the same number and the same eviction: who needs a name finds
+a chain only up to its first block without it.
 Knows no tokens and no tensors: a block is a number, its content a hash.
 """
 
@@ -21,6 +23,8 @@ from fabric.ids import BlockHash, SequenceId
 from fabric.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
 from llm_workers.scheduling.kv_log import KvEventLog, chains_of
 
+NO_NAMES: frozenset[str] = frozenset()
+
 
 class BlockPool:
     """`num_blocks` blocks, numbered from 0."""
@@ -32,6 +36,8 @@ class BlockPool:
         self._block_to_hash: list[BlockHash | None] = [None] * num_blocks
         self._hash_to_block: dict[BlockHash, int] = {}
         self._hash_to_parent: dict[BlockHash, BlockHash | None] = {}
+        self._block_to_names: dict[int, frozenset[str]] = {}
+        """Side tensors of findable blocks, where there are any."""
         self._queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
 
     # ------------------------------------------------------------ queries
@@ -50,15 +56,19 @@ class BlockPool:
         """Findable blocks, referenced or not."""
         return len(self._hash_to_block)
 
-    def lookup(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """Blocks of the longest findable run of a chain."""
+    def lookup(self, hashes: Iterable[BlockHash], names: frozenset[str] = NO_NAMES) -> list[int]:
+        """Blocks of the longest findable run of a chain that all carry the side tensors of these names."""
         found: list[int] = []
         for block_hash in hashes:
             block = self._hash_to_block.get(block_hash)
-            if block is None:
+            if block is None or not names <= self.names(block):
                 break
             found.append(block)
         return found
+
+    def names(self, block: int) -> frozenset[str]:
+        """Side tensors that a findable block carries."""
+        return self._block_to_names.get(block, NO_NAMES)
 
     def num_reclaimable(self, tables: Iterable[SequenceOf[int]]) -> int:
         """Blocks that would become free if the owners of these block tables gave them up."""
@@ -106,20 +116,35 @@ class BlockPool:
     # ------------------------------------------------------------ content
 
     def publish(
-        self, sequence_id: SequenceId, parent: BlockHash | None, blocks: SequenceOf[int], hashes: SequenceOf[BlockHash]
+        self,
+        sequence_id: SequenceId,
+        parent: BlockHash | None,
+        blocks: SequenceOf[int],
+        hashes: SequenceOf[BlockHash],
+        names: frozenset[str] = NO_NAMES,
     ) -> list[int]:
         """Makes a chain of full, computed blocks findable (an event) and returns the blocks to use from now on.
+        `names`: side tensors that these blocks carry.
 
         Where equal content is findable already, the sequence takes that block and its own is freed. So a sequence
         refers to the one findable block of every hash of its chain, frees it after the blocks below it, and a
-        parent never leaves the cache before its children."""
+        parent never leaves the cache before its children.
+
+        Where the findable block lacks a name, the sequence's own takes its place; but if others refer to it, the
+        chain ends there: fewer blocks are returned than given, and the rest must never be published."""
         kept: list[int] = []
         fresh: list[BlockHash] = []
         fresh_parent = parent
         for block, block_hash in zip(blocks, hashes, strict=True):
             known = self._hash_to_block.get(block_hash)
+            if known is not None and not names <= self.names(known):
+                if self._references[known]:
+                    break
+                self._take_over(known, block, names)
+                known = block
             if known is None:
                 self._remember_hash(block, block_hash, parent)
+                self._name(block, names)
                 fresh.append(block_hash)
                 kept.append(block)
             else:
@@ -139,6 +164,7 @@ class BlockPool:
             return False
         self._hash_to_block.clear()
         self._hash_to_parent.clear()
+        self._block_to_names.clear()
         self._block_to_hash = [None] * self.num_blocks
         self._log.append(BlocksCleared())
         return True
@@ -160,8 +186,25 @@ class BlockPool:
         self._hash_to_block[block_hash] = block
         self._hash_to_parent[block_hash] = parent
 
+    def _name(self, block: int, names: frozenset[str]) -> None:
+        if names:
+            self._block_to_names[block] = names
+
+    def _take_over(self, known: int, block: int, names: frozenset[str]) -> None:
+        """`block` is findable in the place of `known`, which nobody refers to and which becomes free. Routers see no
+        change: the same hash is here."""
+        block_hash = self._block_to_hash[known]
+        assert block_hash is not None
+        self._block_to_hash[known] = None
+        self._block_to_names.pop(known, None)
+        self._queue.move_to_end(known, last=False)
+        self._block_to_hash[block] = block_hash
+        self._hash_to_block[block_hash] = block
+        self._name(block, names)
+
     def _forget_hash(self, block: int, block_hash: BlockHash) -> None:
         self._block_to_hash[block] = None
+        self._block_to_names.pop(block, None)
         del self._hash_to_block[block_hash]
         del self._hash_to_parent[block_hash]
 
@@ -182,5 +225,6 @@ class BlockPool:
             assert block_hash is not None or len(references) < 2, f"block {block} is shared but can't be found"
         assert len(self._hash_to_block) == sum(known is not None for known in self._block_to_hash)
         assert self._hash_to_parent.keys() == self._hash_to_block.keys()
+        assert self._block_to_names.keys() <= set(self._hash_to_block.values()), "side tensors of what can't be found"
         for parent in self._hash_to_parent.values():
             assert parent is None or parent in self._hash_to_block, "a findable block lost its parent"

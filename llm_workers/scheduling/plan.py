@@ -55,6 +55,8 @@ class Chunk:
     """Ids that would end the sequence before its `min_tokens`; never drawn."""
     guide: Guide | None = None
     """Stands behind the last token, if `sampling` has a grammar. The sequence's own: for reading."""
+    side_names: frozenset[str] = frozenset()
+    """Side tensors whose rows of this chunk are to be stored in its blocks."""
 
     @property
     def end(self) -> int:

@@ -65,7 +65,7 @@ class Residency:
         self.pool.free(sequence.sequence_id, sequence.table.view().tolist())
         sequence.table.truncate(0)
         sequence.num_computed = sequence.num_published = 0
-        sequence.is_started = False
+        sequence.is_started = sequence.is_private = False
 
     def leave(self, sequence: Sequence) -> None:
         """Frees its blocks and drops its claims."""
@@ -97,14 +97,16 @@ class Residency:
 
     def _publish(self, sequence: Sequence) -> None:
         first, last = sequence.num_published, sequence.num_computed // self._block_size
-        if first >= last:
+        if first >= last or sequence.is_private:
             return
         sequence.extend_hashes(last, self._block_size)
         parent = sequence.hashes[first - 1] if first else None
         blocks = sequence.table.view(first, last).tolist()
-        kept = self.pool.publish(sequence.sequence_id, parent, blocks, sequence.hashes[first:last])
+        hashes = sequence.hashes[first:last]
+        kept = self.pool.publish(sequence.sequence_id, parent, blocks, hashes, sequence.side_names)
         sequence.table.replace(first, kept)
-        sequence.num_published = last
+        sequence.num_published = first + len(kept)
+        sequence.is_private = sequence.num_published < last
 
     def _take_hits(self, sequence: Sequence) -> None:
         """The last token is always computed again, for its logits: a full hit is cut by one token. The block that
@@ -114,7 +116,7 @@ class Residency:
         assert sequence.num_computed == min(len(sequence.table) * self._block_size, sequence.num_tokens - 1)
         sequence.extend_hashes(sequence.num_tokens // self._block_size, self._block_size)
         limit = self.blocks_for(sequence.num_tokens - 1)
-        blocks = self.pool.lookup(sequence.hashes[len(sequence.table) : limit])
+        blocks = self.pool.lookup(sequence.hashes[len(sequence.table) : limit], sequence.side_names)
         self.pool.acquire(sequence.sequence_id, blocks)
         sequence.table.extend(blocks)
         sequence.num_published = len(sequence.table)

@@ -47,6 +47,7 @@ class Sequence:
         self.priority = request.priority
         self.tenant = request.cache_salt
         """Who shares no cache with others is served in turn with them."""
+        self.side_names = frozenset(request.side_names)
         self.age: AgeKey = (*request.age, request.attempt, sequence_id.choice)
         self.max_total_tokens = max_total_tokens
         self.stopwatch = stopwatch
@@ -62,6 +63,8 @@ class Sequence:
         self.hashes: list[BlockHash] = []
         self.num_computed = 0
         self.num_published = 0
+        self.is_private = False
+        """It publishes no more blocks: one of its chain is findable without the side tensors, and in use."""
         self.num_cached = 0
         """Prompt tokens found in the prefix cache before the first step."""
         self.is_started = False

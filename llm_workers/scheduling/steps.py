@@ -82,6 +82,7 @@ class Steps:
             sampling=sequence.sampling if end == sequence.num_tokens else None,
             draw_index=sequence.num_generated,
             counts=sequence.counts,
+            side_names=sequence.side_names,
             barred=sequence.barred,
             guide=sequence.guide,
         )

@@ -26,6 +26,10 @@ class TextModel:
         self.dtype: torch.dtype = part.dtype
         self.device: torch.device = part.device
 
+    def layer(self, index: int) -> torch.nn.Module:
+        """A decoder layer, whose output is the residual stream `(1, num_tokens, hidden)`."""
+        return self._part.model.layers[index]
+
     @torch.no_grad()
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 `(num_tokens,)` -> `(num_tokens, hidden)`."""

@@ -65,6 +65,8 @@ class PagedFake:
         self._slots = [[NOTHING] * block_size for _ in range(num_blocks)]
         self._block_size = block_size
         self.features: set[UnitKey] = set()
+        self._side: dict[tuple[str, int, int], int] = {}
+        """(name, block, slot) -> what was stored there."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         token_ids: dict[SequenceId, int] = {}
@@ -88,6 +90,11 @@ class PagedFake:
             values.append(_value(values, int(chunk.token_ids[offset]), axes, rows.get(index)))
             block, slot = self._place(chunk, index)
             self._slots[block][slot] = values[-1]
+            for name in chunk.side_names:
+                self._side[name, block, slot] = values[-1]
+        for name in chunk.side_names:
+            found = [self._side.get((name, *self._place(chunk, index))) for index in range(chunk.end)]
+            assert found == values, f"side rows {name} are missing or another prefix's"
         return values
 
     def _place(self, chunk: Chunk, index: int) -> tuple[int, int]:

@@ -31,6 +31,7 @@ def tiny(
         max_sequences=num_sequences,
         is_prefix_cache_enabled=is_cached,
         is_chunked_media_enabled=not is_whole,
+        side_layers=(("talker", 0), ("other", 1)),
     )
 
 
@@ -54,6 +55,7 @@ def make_request(
     seed: int,
     salt: str,
     priority: int,
+    side_names: tuple[str, ...] = (),
 ) -> GenerateRequest:
     token_ids, runs, media = build(parts)
     return GenerateRequest(
@@ -70,6 +72,7 @@ def make_request(
         num_choices=num_choices,
         cache_salt=salt,
         priority=priority,
+        side_names=side_names,
     )
 
 
@@ -87,11 +90,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         salt=st.sampled_from(("", "", "tenant")),
         priority=st.sampled_from((0, 0, 1)),
+        side_names=st.sampled_from(((), (), ("talker",), ("talker", "other"))),
         num_emitted=st.none() | st.lists(st.integers(0, 20), min_size=3, max_size=3),
     )
-    def add(self, parts, age, num_choices, max_tokens, seed, salt, priority, num_emitted) -> None:
+    def add(self, parts, age, num_choices, max_tokens, seed, salt, priority, side_names, num_emitted) -> None:
         name = f"r{next(self.serial)}"
-        self.world.add(make_request(name, parts, age, num_choices, max_tokens, seed, salt, priority), num_emitted)
+        request = make_request(name, parts, age, num_choices, max_tokens, seed, salt, priority, side_names)
+        self.world.add(request, num_emitted)
 
     @rule(data=st.data())
     def land(self, data: st.DataObject) -> None:

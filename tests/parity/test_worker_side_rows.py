@@ -1,0 +1,105 @@
+"""Rows of hidden layers, stored in pages by whatever chunks, are those of one whole transformers forward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from test_worker_runner import BLOCK_SIZE, Features, Script
+from worker_tiny_model import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, TinyModel
+
+from fabric.errors import ConfigError
+from llm_workers.attention import select_backend
+from llm_workers.paged_kv import PagedKV
+from llm_workers.runner import Runner
+from llm_workers.scheduling.plan import StepPlan
+from llm_workers.side_rows import SideRows, make_side_rows
+
+
+class LayeredTiny(TinyModel):
+    def layer(self, index: int) -> torch.nn.Module:
+        return self._model.layers[index]
+
+
+@pytest.fixture(scope="module")
+def model() -> LayeredTiny:
+    return LayeredTiny()
+
+
+def runner_of(model: LayeredTiny) -> tuple[Runner, SideRows]:
+    kv = PagedKV(NUM_LAYERS, 100, BLOCK_SIZE, (NUM_KV_HEADS, HEAD_DIM), torch.float32, torch.device("cpu"))
+    side = make_side_rows(model, kv, (("low", 0), ("high", 2)))
+    assert side is not None
+    return Runner(model, kv, Features(), select_backend("sdpa", kv), side), side
+
+
+def scripts(*lengths: int) -> list[Script]:
+    free = np.random.default_rng(5).permutation(100).astype(np.int64)
+    made = []
+    for number, length in enumerate(lengths):
+        script = Script(f"s{number}", number, length)
+        script.block_ids, free = free[: -(-length // BLOCK_SIZE)], free[-(-length // BLOCK_SIZE) :]
+        made.append(script)
+    return made
+
+
+def whole_layer(model: LayeredTiny, script: Script, layer: int) -> torch.Tensor:
+    """`(num_tokens, hidden)`, from transformers' own attention."""
+    seen: list[torch.Tensor] = []
+    hook = model.reference.layers[layer].register_forward_hook(
+        lambda module, inputs, output: seen.append(output[0] if isinstance(output, tuple) else output)
+    )
+    model.whole(torch.from_numpy(script.ids), torch.from_numpy(script.positions), {})
+    hook.remove()
+    return seen[0][0]
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 64])
+def test_rows_are_those_of_the_whole_forward(model: LayeredTiny, chunk_size: int) -> None:
+    runner, side = runner_of(model)
+    asking, plain, other = scripts(23, 30, 9)
+    names = {asking: frozenset({"low", "high"}), plain: frozenset(), other: frozenset({"low"})}
+    for start in range(0, 30, chunk_size):
+        chunks = [
+            replace(script.chunk(start, min(start + chunk_size, len(script.ids))), side_names=names[script])
+            for script in (plain, asking, other)
+            if start < len(script.ids)
+        ]
+        runner.execute(StepPlan(0, tuple(chunks)))
+    for script, name, layer in ((asking, "low", 0), (asking, "high", 2), (other, "low", 0)):
+        found = side.rows(name, script.block_ids, 0, len(script.ids))
+        torch.testing.assert_close(found, whole_layer(model, script, layer), atol=2e-4, rtol=1e-4)
+    assert not side.rows("low", plain.block_ids, 0, 30).any()
+    assert not side.rows("high", other.block_ids, 0, 9).any()
+
+
+def test_who_does_not_ask_pays_nothing(model: LayeredTiny) -> None:
+    runner, side = runner_of(model)
+    (plain,) = scripts(12)
+    runner.execute(StepPlan(0, (plain.chunk(0, 12),)))
+    assert not side._name_to_pages
+    assert not any(model.layer(index)._forward_hooks for index in range(NUM_LAYERS))
+
+
+def test_hooks_leave_with_a_step_that_fails(model: LayeredTiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, _ = runner_of(model)
+    (script,) = scripts(8)
+
+    def fail(*_: object) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(model, "forward", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        runner.execute(StepPlan(0, (replace(script.chunk(0, 8), side_names=frozenset({"low"})),)))
+    assert not model.layer(0)._forward_hooks
+
+
+def test_a_layer_that_is_not_there_is_refused(model: LayeredTiny) -> None:
+    kv = PagedKV(NUM_LAYERS, 4, BLOCK_SIZE, (NUM_KV_HEADS, HEAD_DIM), torch.float32, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="no such layers"):
+        make_side_rows(model, kv, (("deep", 99),))
+    with pytest.raises(ConfigError, match="no such layers"):
+        make_side_rows(TinyModel(), kv, (("low", 0),))
+    assert make_side_rows(TinyModel(), kv, ()) is None
