@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from typing import Any
 
 import openai
@@ -85,6 +86,44 @@ def test_streamed_token_ids_are_those_of_the_whole_answer(cluster: ClusterProces
         assert ids == expected["choices"][0]["token_ids"]
         assert len(ids) == expected["usage"]["completion_tokens"]
         assert choices[-1]["finish_reason"] == expected["choices"][0]["finish_reason"]
+
+
+def test_openai_client_reads_logprobs_and_structured_output(cluster: ClusterProcess) -> None:
+    client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none")
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}, "count": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["colour", "count"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model=cluster.model,
+        messages=user("What is in this picture?", image_part(22)),  # type: ignore[arg-type]
+        response_format={"type": "json_schema", "json_schema": {"name": "seen", "schema": schema, "strict": True}},
+        max_tokens=300,
+        logprobs=True,
+        top_logprobs=2,
+        presence_penalty=0.5,
+        logit_bias={"20": -5},
+    )
+    choice = answer.choices[0]
+    said = json.loads(choice.message.content or "")
+    assert said["colour"] in ("red", "blue")
+    assert 0 <= said["count"] <= 9
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert answer.usage is not None
+    assert len(choice.logprobs.content) == answer.usage.completion_tokens
+    assert {len(entry.top_logprobs) for entry in choice.logprobs.content} == {2}
+    text = b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content[:-1]).decode()
+    assert text == choice.message.content, "the last entry is the end-of-turn token"
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
+        client.chat.completions.create(
+            model=cluster.model,
+            messages=user("Hello"),  # type: ignore[arg-type]
+            extra_body={"guided_json": {"type": "array", "uniqueItems": True}},
+        )
+    assert caught.value.param == "guided_json"
 
 
 def test_tokens_equal_transformers(cluster: ClusterProcess, reference: ReferenceModel) -> None:
