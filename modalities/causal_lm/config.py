@@ -51,16 +51,20 @@ def text_shape(config: Mapping[str, Any]) -> ModelShape:
         known = ", ".join(MODEL_TYPE_TO_DEFAULTS)
         raise ConfigError(f"text model {kind!r} is not supported; supported: {known}")
     text = {**MODEL_TYPE_TO_DEFAULTS[kind], **config}
-    _refuse_attention(text)
-    _refuse_rope(text)
+    refuse_unsupported(text)
+    return shape_of(text, num_levels=1)
+
+
+def shape_of(text: Mapping[str, Any], num_levels: int) -> ModelShape:
+    """Of a text model's config with no key missing but `head_dim`. Raises ConfigError for values that can't be."""
     try:
         hidden_size, num_heads = int(text["hidden_size"]), int(text["num_attention_heads"])
         return ModelShape(
             hidden_size=hidden_size,
-            num_levels=1,
+            num_levels=num_levels,
             num_layers=int(text["num_hidden_layers"]),
             num_kv_heads=int(text["num_key_value_heads"] or num_heads),
-            head_dim=int(text["head_dim"] or hidden_size // num_heads),
+            head_dim=int(text.get("head_dim") or hidden_size // num_heads),
             vocab_size=int(text["vocab_size"]),
             max_model_len=int(text["max_position_embeddings"]),
         )
@@ -68,13 +72,21 @@ def text_shape(config: Mapping[str, Any]) -> ModelShape:
         raise ConfigError(f"the text model's config is broken: {error}") from error
 
 
+def refuse_unsupported(text: Mapping[str, Any]) -> None:
+    """Weft's paged attention is causal and full, and rotates each token by its own position alone; anything else
+    would silently become that. Raises ConfigError. A window counts as used unless the config says otherwise."""
+    _refuse_attention(text)
+    _refuse_rope(text)
+
+
 def _refuse_attention(text: Mapping[str, Any]) -> None:
     kinds = text.get("layer_types")
     if other := sorted({str(kind) for kind in kinds or ()} - {"full_attention"}):
         raise ConfigError(f"attention layers of type {', '.join(other)} are not supported")
-    is_windowed = bool(text["use_sliding_window"]) and text["sliding_window"] is not None
-    if is_windowed and kinds is None and text["max_window_layers"] < text["num_hidden_layers"]:
-        raise ConfigError(f"sliding-window attention ({text['sliding_window']}) is not supported")
+    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
+    is_windowed = window is not None and (text.get("max_window_layers") or 0) < text["num_hidden_layers"]
+    if is_windowed and kinds is None:
+        raise ConfigError(f"sliding-window attention ({window}) is not supported")
     if text.get("is_causal", True) is not True or text.get("use_bidirectional_attention"):
         raise ConfigError("bidirectional text attention is not supported")
     if text.get("add_cross_attention"):

@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fabric.errors import ConfigError
+from modalities.causal_lm.config import refuse_unsupported, shape_of
 from modalities.family import ModelShape
 from modalities.json_files import model_id, read_json, section
 from modalities.qwen_vl.image_options import ImageOptions, read_image_options
-
-# Their frequencies follow the longest position of the batch, so one sequence would change another's result.
-_BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,7 @@ def read_config(model_dir: Path, layout: Layout) -> QwenVLConfig:
     model = config if is_thinker_only else section(config, "thinker_config")
     text = _with_defaults(_text_section(model, layout), layout.text_defaults)
     vision = _with_defaults(section(model, "vision_config"), layout.vision_defaults)
-    _refuse_unsupported(text)
+    refuse_unsupported(text)
     image = read_image_options(model_dir)
     for key, mine in (
         ("patch_size", image.patch_size),
@@ -67,7 +65,7 @@ def read_config(model_dir: Path, layout: Layout) -> QwenVLConfig:
         if vision[key] != mine:
             raise ConfigError(f"vision_config.{key} is {vision[key]}, the preprocessor's is {mine}")
     levels = vision.get("deepstack_visual_indexes", ())
-    shape = _shape(text, num_levels=1 + len(levels))
+    shape = shape_of(text, num_levels=1 + len(levels))
     if vision[layout.feature_size_key] != shape.hidden_size:
         raise ConfigError(f"vision_config.{layout.feature_size_key} is not the text model's hidden_size")
     if len(levels) > shape.num_layers:
@@ -90,32 +88,3 @@ def _text_section(model: Mapping[str, Any], layout: Layout) -> Mapping[str, Any]
 
 def _with_defaults(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     return {**defaults, **found}
-
-
-def _shape(text: Mapping[str, Any], num_levels: int) -> ModelShape:
-    hidden_size, num_heads = text["hidden_size"], text["num_attention_heads"]
-    return ModelShape(
-        hidden_size=hidden_size,
-        num_levels=num_levels,
-        num_layers=text["num_hidden_layers"],
-        num_kv_heads=num_heads if text["num_key_value_heads"] is None else text["num_key_value_heads"],
-        head_dim=text.get("head_dim") or hidden_size // num_heads,
-        vocab_size=text["vocab_size"],
-        max_model_len=text["max_position_embeddings"],
-    )
-
-
-def _refuse_unsupported(text: Mapping[str, Any]) -> None:
-    """Weft's paged attention is causal and full; without a mask function anything else would silently become that."""
-    window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
-    if window is not None and text["num_hidden_layers"] > (text.get("max_window_layers") or 0):
-        raise ConfigError(f"sliding-window attention ({window}) is not supported")
-    other = sorted({str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"})
-    if other:
-        raise ConfigError(f"attention layers of type {', '.join(other)} are not supported")
-    if text.get("is_causal", True) is not True:
-        raise ConfigError("bidirectional text attention is not supported")
-    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind in _BATCH_DEPENDENT_ROPE:
-        raise ConfigError(f"rope type {kind!r} depends on the batch and is not supported")
