@@ -17,7 +17,7 @@ from fabric.clock import Clock
 from fabric.errors import EngineFailed, ErrorInfo, InvalidRequest, WeftError, WorkerLost
 from fabric.ids import AttemptId, SequenceId, UnitKey
 from fabric.messages import BlocksStored, GenerateRequest, KvEvent
-from llm_workers.scheduling.events import Admission, NeededUnit, SchedulerStats, SequenceTimes, StepEvents
+from llm_workers.scheduling.events import Admission, NeededUnit, NextRead, SchedulerStats, SequenceTimes, StepEvents
 from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, NOT_FINITE_TOKEN, Chunk, StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
@@ -78,8 +78,8 @@ class Update:
     """What one turn of the engine did, in the order in which it is to be read. Not touched once handed over."""
 
     let_go: list[LetGo] = field(default_factory=list)
-    readers: dict[UnitKey, frozenset[AttemptId]] | None = None
-    """Readable units -> attempts that still have to read them; None if nothing changed."""
+    readers: dict[UnitKey, dict[AttemptId, NextRead]] | None = None
+    """Units that are still to be read -> who has to, and where next; None if nothing changed."""
     admitted: list[Admitted] = field(default_factory=list)
     needed: list[NeededUnit] = field(default_factory=list)
     num_step_tokens: int = 0
@@ -124,7 +124,7 @@ class Engine:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._held: dict[UnitKey, int] = {}
         """Readable units -> how often it was told of them: each time is answered by a LetGo."""
-        self._readers: dict[UnitKey, frozenset[AttemptId]] = {}
+        self._readers: dict[UnitKey, dict[AttemptId, NextRead]] = {}
         """As last told."""
         self._is_idle = True
         self._num_failed_steps = 0
@@ -218,7 +218,7 @@ class Engine:
 
     def _publish(self, update: Update) -> None:
         self._drain_kv_events(update)
-        readers = {unit: self._scheduler.needed_by(unit) for unit in self._held}
+        readers = self._scheduler.next_reads()
         if readers != self._readers:
             self._readers = update.readers = readers
         if not update.is_empty:

@@ -1,11 +1,12 @@
 """Which features are on their way to this worker: who wants them, which announcements there are, what has landed.
 
-Pure bookkeeping and the decisions on it: what to pull next (oldest request first, in the order of its prompt), what
-to evict for it, which announcements to give back, which features to ask the router for. The receiver acts on them.
+Pure bookkeeping and the decisions on it: what to pull next (oldest request first, what it reads next), what to evict
+for it, which announcements to give back, which features to ask the router for. The receiver acts on them.
 Knows nothing of planes, channels, blocks or sequences: only of attempts and units.
 
 An attempt is *expected* from `expect` (its request is here) to `admit` (the engine has said what it lacks), and
-until then every unit of it is treated as wanted. From then on its `missing` is the truth.
+until then every unit of it is treated as wanted, in the order of the prompt. From then on its `missing` is the truth,
+and the engine says where each unit is read next: a picture that comes again makes room for one between.
 """
 
 from __future__ import annotations
@@ -18,8 +19,13 @@ from typing import NamedTuple, TypeVar
 from fabric.clock import Clock
 from fabric.ids import AttemptId, UnitKey
 from fabric.messages import UnitReady
+from llm_workers.scheduling.events import NextRead
 
 Age = tuple[float, str]
+Turn = tuple[Age, NextRead]
+"""Whose read comes first, over all attempts."""
+UNREAD_CHOICE = 1 << 31
+"""Behind every choice: stands for an admitted attempt that the engine does not name as a reader."""
 MEMORY = 4096
 """Ended attempts and spent announcements that are remembered."""
 
@@ -75,8 +81,8 @@ class Intake:
         self._pulling: set[UnitKey] = set()
         self._landed: dict[UnitKey, int] = {}
         """Landed units -> how often the engine was told of them and has not let go. At 0 the bytes may go."""
-        self._readers: Mapping[UnitKey, frozenset[AttemptId]] = {}
-        """Units that the engine can read -> attempts that still have to, as of its last word."""
+        self._readers: Mapping[UnitKey, Mapping[AttemptId, NextRead]] = {}
+        """Units that are still to be read -> who has to, and where next, as of the engine's last word."""
         self._evicting: set[UnitKey] = set()
         self._lent: set[UnitKey] = set()
         """Landed units that take no inbox room."""
@@ -172,8 +178,8 @@ class Intake:
         for attempt in missed_by:
             self.need(attempt, unit, "preempted")
 
-    def read_by(self, readers: Mapping[UnitKey, frozenset[AttemptId]]) -> None:
-        """The engine's word on who still has to read what it was told of."""
+    def read_by(self, readers: Mapping[UnitKey, Mapping[AttemptId, NextRead]]) -> None:
+        """The engine's word on who still has to read what, and where next."""
         self._readers = readers
 
     # ------------------------------------------------------------ decisions
@@ -186,7 +192,7 @@ class Intake:
         return list(dict.fromkeys(unit for unit in wanted if unit in kept and self._pull_key(unit) is not None))
 
     def next_pull(self) -> UnitKey | None:
-        """The announced unit that the oldest attempt wants first; None if there is nothing to pull."""
+        """The announced unit that the oldest attempt reads next; None if there is nothing to pull."""
         ready = [(key, unit) for unit in self._tickets if (key := self._pull_key(unit)) is not None]
         return min(ready)[1] if ready else None
 
@@ -254,23 +260,27 @@ class Intake:
         """Announcements kept and units pulling or landed; 0 when idle."""
         return sum(map(len, self._tickets.values())) + len(self._pulling) + len(self._landed)
 
-    def _pull_key(self, unit: UnitKey) -> tuple[Age, int] | None:
+    def _pull_key(self, unit: UnitKey) -> Turn | None:
         if unit in self._pulling or unit in self._landed:
             return None
-        return min(
-            ((known.age, known.order.get(unit, 0)) for known in self._attempts.values() if known.wants(unit)),
-            default=None,
-        )
+        wanting = ((attempt, known) for attempt, known in self._attempts.items() if known.wants(unit))
+        return min((self._turn(attempt, known, unit) for attempt, known in wanting), default=None)
 
-    def _use_key(self, unit: UnitKey) -> tuple[Age, int] | None:
-        """Of the oldest that still has to read it. What the engine has not spoken of is read by all that name it."""
+    def _use_key(self, unit: UnitKey) -> Turn | None:
+        """Of the first that still has to read it. What the engine has not spoken of is read by all that name it."""
         readers = self._readers.get(unit, self._attempts.keys())
-        keys = [
-            (known.age, known.order[unit])
+        turns = [
+            self._turn(attempt, known, unit)
             for attempt, known in self._attempts.items()
             if unit in known.order and (attempt in readers or not known.is_admitted)
         ]
-        return min(keys, default=None)
+        return min(turns, default=None)
+
+    def _turn(self, attempt: AttemptId, known: _Attempt, unit: UnitKey) -> Turn:
+        if not known.is_admitted:
+            return known.age, NextRead(0, known.order[unit])
+        named = self._readers.get(unit, {}).get(attempt)
+        return known.age, named or NextRead(UNREAD_CHOICE, known.order.get(unit, 0))
 
     def _is_expected(self, unit: UnitKey) -> bool:
         return any(not known.is_admitted and unit in known.order for known in self._attempts.values())

@@ -23,6 +23,7 @@ from fabric.plane import Plane
 from llm_workers.config import WorkerConfig
 from llm_workers.intake import Intake, Need
 from llm_workers.kept import KeptFeatures
+from llm_workers.scheduling.events import NextRead
 
 _LOG = logging.getLogger(__name__)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -136,8 +137,8 @@ class Receiver:
         """The engine does not read the unit any more, of which it was told `num_told` times."""
         self._intake.let_go(unit, num_told, missed_by)
 
-    def read_by(self, readers: Mapping[UnitKey, frozenset[AttemptId]]) -> None:
-        """The engine's word on who still has to read what."""
+    def read_by(self, readers: Mapping[UnitKey, Mapping[AttemptId, NextRead]]) -> None:
+        """The engine's word on who still has to read what, and where next."""
         self._intake.read_by(readers)
 
     def source_gone(self, source: str) -> None:

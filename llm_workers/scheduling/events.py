@@ -52,6 +52,14 @@ class PrefillProgress(NamedTuple):
     end: int
 
 
+class NextRead(NamedTuple):
+    """Where a unit is needed next. Ordered: of two reads of an attempt, the smaller one comes first."""
+
+    choice: int
+    position: int
+    """First token of the run of placeholders."""
+
+
 class NeededUnit(NamedTuple):
     sequence_id: SequenceId
     unit: UnitKey

@@ -77,6 +77,10 @@ class Inbox:
         entry = self._entries.get(unit)
         return frozenset(entry.wanted_by) if entry else frozenset()
 
+    def wanted_units(self) -> list[UnitKey]:
+        """Wanted by a sequence, here or not."""
+        return [unit for unit, entry in self._entries.items() if entry.wanted_by]
+
     def unread_units(self) -> list[UnitKey]:
         """Landed, and not read by the step that runs."""
         return [unit for unit, entry in self._entries.items() if entry.state is UnitState.LANDED]

@@ -38,6 +38,9 @@ class PromptLayout:
         spans: dict[UnitKey, UnitSpan] = {}
         for run, unit in zip(self._runs, self._run_units, strict=True):
             spans[unit] = UnitSpan(unit, spans[unit].start if unit in spans else run.offset, run.end)
+        self._unit_to_runs: dict[UnitKey, list[PlaceholderRange]] = {}
+        for run, unit in zip(self._runs, self._run_units, strict=True):
+            self._unit_to_runs.setdefault(unit, []).append(run)
         self._spans = tuple(spans.values())
         self._spans_by_end = sorted(self._spans, key=lambda span: span.end)
         self._span_ends = [span.end for span in self._spans_by_end]
@@ -49,6 +52,11 @@ class PromptLayout:
     def units_after(self, position: int) -> list[UnitKey]:
         """Units with a run that ends behind `position`, in the order in which the prompt reaches them."""
         return [span.unit for span in self._spans if span.end > position]
+
+    def next_read(self, unit: UnitKey, position: int) -> int:
+        """Where the first run of the unit that ends behind `position` begins; there must be one."""
+        runs = self._unit_to_runs[unit]
+        return runs[bisect_right(runs, position, key=lambda run: run.end)].offset
 
     def units_completed(self, start: int, end: int) -> list[UnitKey]:
         """Units whose last run ends in `(start, end]`."""

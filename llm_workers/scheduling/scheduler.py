@@ -21,7 +21,7 @@ from llm_workers.config import WorkerConfig
 from llm_workers.scheduling import events
 from llm_workers.scheduling.arrival import make_sequences
 from llm_workers.scheduling.blocks import BlockPool
-from llm_workers.scheduling.events import Admission, NeededUnit, SchedulerStats, SequenceTimes, StepEvents
+from llm_workers.scheduling.events import Admission, NeededUnit, NextRead, SchedulerStats, SequenceTimes, StepEvents
 from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.inbox import Inbox
 from llm_workers.scheduling.plan import StepPlan, StepResult
@@ -128,9 +128,10 @@ class Scheduler:
         """Whether a live sequence still has to compute positions of it, or the step in flight reads it."""
         return self._inbox.is_needed(unit)
 
-    def needed_by(self, unit: UnitKey) -> frozenset[AttemptId]:
-        """Attempts that still have to compute positions of it."""
-        return frozenset(sequence_id.attempt_id for sequence_id in self._inbox.wanted_by(unit))
+    def next_reads(self) -> dict[UnitKey, dict[AttemptId, NextRead]]:
+        """Units that positions are still to be computed of, here or not -> for each attempt, where its first choice
+        that needs the unit needs it next."""
+        return {unit: self._readers(unit) for unit in self._inbox.wanted_units()}
 
     def evictable_for(self, unit: UnitKey) -> list[UnitKey]:
         """Landed units whose room `unit` may have, by age: all that need one are younger than the oldest that needs
@@ -195,6 +196,15 @@ class Scheduler:
             assert 0 <= one.num_computed < one.num_tokens <= one.max_total_tokens
             assert len(one.table) * self._config.block_size >= one.num_computed
         assert list(live) == sorted(live, key=lambda one: one.age), "the age order is broken"
+
+    def _readers(self, unit: UnitKey) -> dict[AttemptId, NextRead]:
+        readers: dict[AttemptId, NextRead] = {}
+        for sequence_id in self._inbox.wanted_by(unit):
+            sequence, attempt_id = self._roster.get(sequence_id), sequence_id.attempt_id
+            assert sequence is not None, "a sequence that left needs a unit"
+            read = NextRead(sequence_id.choice, sequence.layout.next_read(unit, sequence.num_computed))
+            readers[attempt_id] = min(read, readers.get(attempt_id, read))
+        return readers
 
     def _oldest_age(self, unit: UnitKey) -> tuple[float, str, int, int] | None:
         users = [self._roster.get(sequence_id) for sequence_id in self._inbox.wanted_by(unit)]

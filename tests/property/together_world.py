@@ -199,9 +199,9 @@ class World:
         self._requests[request.request_id] = (request, self.workers[worker])
         self._spawn(self.workers[worker].generate(request))
         encoder_to_items: dict[int, list[MediaItem]] = {}
-        for item in {item.mm_hash: item for item in reversed(request.media)}.values():
-            if item.index in request.dispatched_items:
-                encoder_to_items.setdefault(item_to_encoder[item.index], []).append(item)
+        dispatched = [request.media[index] for index in request.dispatched_items]
+        for item in {item.mm_hash: item for item in reversed(dispatched)}.values():
+            encoder_to_items.setdefault(item_to_encoder[item.index], []).append(item)
         for encoder, items in encoder_to_items.items():
             self._encode(request, encoder, items)
 

@@ -26,6 +26,7 @@ from fabric.messages import (
 )
 from llm_workers.config import WorkerConfig
 from llm_workers.receiver import Endpoint, Listener, Receiver
+from llm_workers.scheduling.events import NextRead
 
 NUM_LEVELS, HIDDEN, ROW_BYTES = 2, 4, 2 * 4 * 4
 
@@ -90,10 +91,13 @@ class Sink:
 
 @dataclass
 class Reading:
-    """An admitted attempt in the engine: it reads its units in order."""
+    """An admitted attempt in the engine: it reads its units in order, some of them more than once."""
 
     units: list[UnitKey]
     at: int = 0
+
+    def next_reads(self) -> dict[UnitKey, NextRead]:
+        return {unit: NextRead(0, self.units.index(unit, self.at)) for unit in self.units[self.at :]}
 
 
 @dataclass
@@ -149,7 +153,7 @@ class World:
         }
         self.live[attempt] = request
         self.receiver.expect(attempt, request)
-        self.commands.append(("add", attempt, list(dict.fromkeys(units))))
+        self.commands.append(("add", attempt, units))
 
     def will_announce(self, request: GenerateRequest) -> None:
         """Its encoders work: one announcement per dispatched unit, whether or not the request is here."""
@@ -188,7 +192,7 @@ class World:
         if preempt is not None and self.reading:
             attempt = list(self.reading)[preempt % len(self.reading)]
             self.reading[attempt].at = 0
-            needed = [(attempt, unit) for unit in self.reading[attempt].units if unit not in self.held]
+            needed = [(attempt, unit) for unit in dict.fromkeys(self.reading[attempt].units) if unit not in self.held]
         for attempt, one in list(self.reading.items()):
             if one.at < len(one.units) and one.units[one.at] in self.held:
                 assert one.units[one.at] in self.landed, "the engine reads what was freed"
@@ -199,17 +203,17 @@ class World:
                 del self.reading[attempt]
                 ended.append(attempt)
         self._let_go_unneeded(let_go)
-        readers = {
-            unit: frozenset(attempt for attempt, one in self.reading.items() if unit in one.units[one.at :])
-            for unit in self.held
-        }
+        readers: dict[UnitKey, dict[AttemptId, NextRead]] = {}
+        for attempt, one in self.reading.items():
+            for unit, read in one.next_reads().items():
+                readers.setdefault(unit, {})[attempt] = read
         self.updates.append((let_go, readers, admitted, needed, ended))
 
     def _obey(self, command: tuple, let_go: list, admitted: list) -> None:
         kind, subject = command[:2]
         if kind == "add":
             self.reading[subject] = Reading(command[2])
-            admitted.append((subject, [unit for unit in command[2] if unit not in self.held]))
+            admitted.append((subject, [unit for unit in dict.fromkeys(command[2]) if unit not in self.held]))
         elif kind == "abort":
             self.reading.pop(subject, None)
         elif kind == "landed":
