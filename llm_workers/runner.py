@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from fabric.ids import UnitKey
+from fabric.messages import SamplingParams
 from llm_workers.attention import Backend
 from llm_workers.logprobs import token_logprobs
 from llm_workers.masks import Guided, apply_masks
@@ -89,16 +90,11 @@ class Runner:
         if not places:
             return StepResult({})
         last_rows = torch.from_numpy(starts[1:][places] - 1).to(hidden.device)
-        logits = self._model.logits(hidden.index_select(0, last_rows))
+        logits = self._model.logits(hidden.index_select(0, last_rows)).contiguous()
         drawn = [(chunk, chunk.sampling) for chunk in chunks if chunk.sampling is not None]
         scored = [row for row, (_, params) in enumerate(drawn) if params.num_top_logprobs is not None]
         raw = logits[scored].log_softmax(dim=-1) if scored else None
-        changes = [Penalised(row, params, chunk.counts) for row, (chunk, params) in enumerate(drawn)]
-        apply_penalties(logits, changes)
-        apply_logit_bias(logits, changes)
-        bar_tokens(logits, [(row, chunk.barred) for row, (chunk, _) in enumerate(drawn)])
-        guided = [Guided(row, chunk.guide) for row, (chunk, _) in enumerate(drawn) if chunk.guide is not None]
-        broken = apply_masks(logits, guided)
+        broken = _constrain(logits, drawn)
         tokens = sample(logits, [(params, chunk.sequence_id.choice, chunk.draw_index) for chunk, params in drawn])
         for row in broken:
             tokens[row] = BROKEN_GRAMMAR_TOKEN
@@ -108,6 +104,16 @@ class Runner:
             scores = token_logprobs(raw, [tokens[row] for row in scored], num_top)
             result.logprobs.update({drawn[row][0].sequence_id: each for row, each in zip(scored, scores, strict=True)})
         return result
+
+
+def _constrain(logits: torch.Tensor, drawn: Sequence[tuple[Chunk, SamplingParams]]) -> list[int]:
+    """Changes the logits of every drawn row as its request asks, in place. Returns rows whose grammar is broken."""
+    changes = [Penalised(row, params, chunk.counts) for row, (chunk, params) in enumerate(drawn)]
+    apply_penalties(logits, changes)
+    apply_logit_bias(logits, changes)
+    bar_tokens(logits, [(row, chunk.barred) for row, (chunk, _) in enumerate(drawn)])
+    guided = [Guided(row, chunk.guide) for row, (chunk, _) in enumerate(drawn) if chunk.guide is not None]
+    return apply_masks(logits, guided)
 
 
 def _rows(chunks: Sequence[Chunk], starts: np.ndarray) -> list[Rows]:
