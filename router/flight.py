@@ -185,6 +185,7 @@ class Flight:
                 if isinstance(error, NoCapacity) and self._losses:
                     if not await self._may_capacity_return():
                         raise self._verdict() from error
+                    number += self._was_dispatched  # what a member has seen once is never used again
                     continue
                 if not isinstance(error, RETRIED):
                     raise
@@ -246,6 +247,11 @@ class Flight:
         text = choice.end(ending.num_tokens, ending.finish_reason)
         if choice.is_finished:
             self.stream.write(index, text)
+
+    @property
+    def _was_dispatched(self) -> bool:
+        """Whether the attempt that just ended had got as far as to its members."""
+        return self._attempt is not None and self._attempt.plan is not None
 
     async def _may_capacity_return(self) -> bool:
         """Waits a moment. False once the wait since the last loss was too long, if the request kills workers, or if

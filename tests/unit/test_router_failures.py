@@ -17,12 +17,13 @@ from fabric.errors import (
     EngineFailed,
     ErrorInfo,
     InvalidMedia,
+    NoCapacity,
     Overloaded,
     TransferFailed,
     WorkerLost,
 )
-from fabric.ids import UnitKey
-from fabric.messages import AbortAttempt, FeatureNeeded, TokenFrame
+from fabric.ids import MemberId, UnitKey
+from fabric.messages import AbortAttempt, FeatureNeeded, GenerateRequest, GenerateResult, TokenFrame
 from router.streams import RequestStream
 
 
@@ -249,6 +250,24 @@ async def test_encoder_that_let_our_lease_lapse_is_asked_again() -> None:
         assert (await read(await cluster.service.open(chat([image()]))))[0] == [expected(cluster)]
         assert len(encoder.requests) == 2
         assert len(cluster.workers[0].requests) == 1
+
+
+async def test_an_attempt_that_was_dispatched_never_lends_its_number_to_another() -> None:
+    """Also when a member answers that there is no capacity: what is on its way for that attempt is not the next's."""
+    async with fake_cluster(num_workers=3, capacity_wait_s=30.0) as cluster:
+        errors = iter([WorkerLost("died"), NoCapacity("none here")])
+        serve, attempts = cluster.pools.generate, []
+
+        async def generate(worker_id: MemberId, request: GenerateRequest) -> GenerateResult:
+            attempts.append(request.attempt)
+            if (error := next(errors, None)) is not None:
+                raise error
+            return await serve(worker_id, request)
+
+        cluster.pools.generate = generate  # type: ignore[method-assign]
+        texts, reasons, _ = await read(await cluster.service.open(chat()))
+        assert (texts, reasons) == ([expected(cluster)], ["stop"])
+        assert attempts == [0, 1, 2]
 
 
 async def test_encoder_that_saw_our_worker_leave_is_not_blamed() -> None:
