@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
-from modalities_files import thinker_config, write_config
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from modalities_files import PREPROCESSOR, thinker_config, write_config
 
 from deploy.budget import budget_lines, plan_budget, refuse_if_too_small
 from deploy.compose import Model, load_model
 from deploy.config import ClusterConfig
 from deploy.largest_media import largest_item, largest_items
 from deploy.stored_weights import StoredWeights, read_stored_weights
-from fabric.errors import ConfigError
+from fabric.errors import ConfigError, InvalidMedia
+from modalities.family import Family, ImageHeader
 from modalities.plugin import MediaLimits
 
 
@@ -37,6 +40,29 @@ def test_the_largest_picture_is_the_familys_own(model: Model) -> None:
     found = largest_item(model.family, "image", MediaLimits())
     assert found is not None
     assert (found.num_tokens, found.max_unit_tokens, found.cost) == (64, 64, 256)
+
+
+@pytest.fixture(scope="module")
+def odd_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    """At most 980 tokens of 32 x 32 pixels, which is no square."""
+    sizes = {"size": {"shortest_edge": 3136, "longest_edge": 1_003_520}}
+    model_dir = write_config(tmp_path_factory.mktemp("odd"), thinker_config(), {**PREPROCESSOR, **sizes})
+    return load_model(config(), model_dir).family
+
+
+@settings(deadline=None, max_examples=300)
+@given(area=st.floats(2, 8.2), ratio=st.floats(-1.5, 1.5))
+def test_no_picture_is_larger_than_the_largest(odd_family: Family, area: float, ratio: float) -> None:
+    width, height = (max(1, int((10 ** (area + sign * ratio)) ** 0.5)) for sign in (1, -1))
+    largest = largest_item(odd_family, "image", MediaLimits())
+    assert largest is not None
+    assert largest.num_tokens == 980
+    try:
+        plan = odd_family.plan(ImageHeader("PNG", width, height, "RGB"))
+    except InvalidMedia:
+        return
+    assert sum(plan.unit_tokens) <= largest.num_tokens
+    assert plan.cost <= largest.cost
 
 
 def test_limits_below_the_familys_own_count(model: Model) -> None:
