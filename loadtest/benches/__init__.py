@@ -22,7 +22,13 @@ def _engine(options: Sequence[str]) -> BenchResult:
     return run(options)
 
 
-BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {"path": _path, "engine": _engine}
+def _memory(options: Sequence[str]) -> BenchResult:
+    from loadtest.benches.memory import run
+
+    return run(options)
+
+
+BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {"path": _path, "engine": _engine, "memory": _memory}
 
 
 def run_benches(name: str, *, as_json: bool, options: Sequence[str] = ()) -> int:
