@@ -47,7 +47,7 @@ def workers(cluster: ClusterProcess) -> list[str]:
     return [member["member_id"] for member in members if member["kind"] == "worker"]
 
 
-def test_answers_equal_transformers_and_a_lost_rank_is_replaced(cluster: ClusterProcess) -> None:
+def test_answers_equal_transformers_and_a_lost_worker_group_is_replaced(cluster: ClusterProcess) -> None:
     reference, comparison = ReferenceModel(demo_checkpoint()), Comparison()
     prompts = [user("Hello there!"), user("What is in this picture?", image_part(21))]
 
