@@ -113,6 +113,8 @@ def build_encoder(
         max_queue_cost=section.max_queue_cost,
         lease_s=section.feature_lease_s,
         num_decode_processes=section.decode_processes,
+        decode_timeout_s=section.decode_timeout_s,
+        decode_memory_bytes=section.decode_memory_bytes,
         encode_delay_s=section.encode_delay_s,
         model_dir=str(model.directory),
     )

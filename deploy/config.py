@@ -67,6 +67,10 @@ class EncoderSection(_Section):
     max_queue_cost: int = Field(512 * 1024, ge=1)
     feature_lease_s: float = Field(60.0, gt=0)
     decode_processes: int = Field(1, ge=0)
+    decode_timeout_s: float = Field(30.0, gt=0)
+    """An item that takes a decode process longer is refused."""
+    decode_memory_bytes: Bytes = 4 * 2**30
+    """Most memory of each decode process."""
     encode_delay_s: float = Field(0.0, ge=0)
     """Fault injection for tests: every forward is preceded by this pause."""
 

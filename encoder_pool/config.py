@@ -26,6 +26,10 @@ class EncoderConfig:
     """Fault injection for tests: the forward thread sleeps this long before each forward."""
     num_decode_processes: int = 1
     """0 decodes in a thread of this process (tests, one-process mode)."""
+    decode_timeout_s: float = 30.0
+    """How long a decode process may work on one item before it is ended and the item refused."""
+    decode_memory_bytes: int = 4 * 2**30
+    """Most memory of a decode process, the interpreter's own included."""
     model_dir: str = ""
     """Where decode processes load the family from; needed if there are any."""
     patience: float = 4.0
@@ -37,7 +41,7 @@ class EncoderConfig:
         if self.num_decode_processes > 0 and not self.model_dir:
             raise ConfigError("decode processes need model_dir; set it, or num_decode_processes to 0")
         positive = ("max_batch_cost", "max_queue_cost", "max_decoded_cost", "lease_s", "report_interval_s")
-        for name in positive:
+        for name in (*positive, "decode_timeout_s", "decode_memory_bytes"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"encoder: {name} must be positive, not {getattr(self, name)}")
         for name in ("encode_delay_s", "num_decode_processes", "patience"):

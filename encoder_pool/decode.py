@@ -2,7 +2,8 @@
 
 Spawned, never forked (threads of NIXL and gRPC exist); each ends with its parent. A file that kills its process
 breaks the pool for whatever ran beside it: everybody's second try runs alone, in a process of its own, so the guilty
-one is found and no innocent one fails. Knows nothing of batching, features or requests.
+one is found and no innocent one fails. Time and memory of an item are limited in the helper, by the kernel: a codec
+that hangs listens to nobody else. Knows nothing of batching, features or requests.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ctypes
 import logging
 import multiprocessing
 import os
+import resource
 import signal
 import sys
 import time
@@ -40,6 +42,17 @@ class Decoded(NamedTuple):
     """Spent decoding and preprocessing, without waiting."""
 
 
+class DecodeLimits(NamedTuple):
+    """Of one item, in a decode process. A thread of this process has none: it can't be ended."""
+
+    timeout_s: float = 30.0
+    memory_bytes: int = 4 * 2**30
+    """Of the process, as Linux counts its data; the interpreter's own is a part of it."""
+
+
+DEFAULT_LIMITS = DecodeLimits()
+
+
 class DecodeBroke(Exception):
     """The process died over this item, or over one beside it. Transient: a second try runs alone."""
 
@@ -63,10 +76,13 @@ class DecodePool:
     """Keeps `Decoder`, with `num_processes` processes (0: one thread of this process, using `family`). Lives in one
     event loop."""
 
-    def __init__(self, family: Family, model_dir: str, num_processes: int) -> None:
+    def __init__(
+        self, family: Family, model_dir: str, num_processes: int, limits: DecodeLimits = DEFAULT_LIMITS
+    ) -> None:
         self._family = family
         self._model_dir = model_dir
         self._num_processes = num_processes
+        self._limits = limits
         self._executor = self._build(num_processes)
         self._alone = asyncio.Lock()
 
@@ -87,21 +103,33 @@ class DecodePool:
         """DecodeBroke: the pool was built anew; a second try runs alone, in a process of its own."""
         if is_second_try and self._num_processes > 0:
             async with self._alone:
-                lone = self._build(1)
-                try:
-                    return await self._run(lone, data, item)
-                finally:
-                    lone.shutdown(wait=False, cancel_futures=True)
+                return await self._run_alone(data, item)
         return await self._run(self._executor, data, item)
 
     def close(self) -> None:
         """Ends processes and threads, after the item each works on."""
         self._executor.shutdown(wait=True, cancel_futures=True)
 
+    async def _run_alone(self, data: bytes, item: MediaItem) -> Decoded:
+        lone = self._build(1)
+        processes = lone._processes  # type: ignore[attr-defined]  # how it ended is not told otherwise
+        try:
+            return await self._run(lone, data, item)
+        except DecodeBroke:
+            await asyncio.to_thread(lone.shutdown)
+            if any(process.exitcode == -signal.SIGALRM for process in processes.values()):
+                message = f"it could not be decoded within {self._limits.timeout_s:g} s"
+                raise InvalidMedia(message, param=item.part) from None
+            raise
+        finally:
+            lone.shutdown(wait=False, cancel_futures=True)
+
     async def _run(self, executor: Executor, data: bytes, item: MediaItem) -> Decoded:
         family = None if self._num_processes > 0 else self._family
         try:
-            decoded = await asyncio.get_running_loop().run_in_executor(executor, _decode, family, data, item)
+            decoded = await asyncio.get_running_loop().run_in_executor(
+                executor, _decode, family, data, item, self._limits.timeout_s
+            )
         except BrokenExecutor as error:
             if executor is self._executor:
                 logger.warning("a decode process died; the pool is built anew")
@@ -117,7 +145,7 @@ class DecodePool:
             num_processes,
             mp_context=multiprocessing.get_context("spawn"),
             initializer=_enter_process,
-            initargs=(self._model_dir, os.getpid()),
+            initargs=(self._model_dir, os.getpid(), self._limits.memory_bytes),
         )
 
 
@@ -137,15 +165,26 @@ def check_inputs(inputs: list[EncoderInput], item: MediaItem) -> None:
             raise EncodeFailed(f"preprocessing gave {unit.pixels.dtype}, not float32")
 
 
-def _decode(family: Family | None, data: bytes, item: MediaItem) -> Decoded:
-    """Runs in a decode process (`family` None) or thread."""
-    family = family or _process_family
-    assert family is not None, "the initialiser loads it"
+def _decode(family: Family | None, data: bytes, item: MediaItem, timeout_s: float) -> Decoded:
+    """Runs in a decode process (`family` None), which the alarm ends when the time is up, or in a thread."""
+    if family is not None:
+        return _preprocess(family, data, item)
+    assert _process_family is not None, "the initialiser loads it"
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        return _preprocess(_process_family, data, item)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def _preprocess(family: Family, data: bytes, item: MediaItem) -> Decoded:
     started_s = time.perf_counter()
     try:
         inputs = family.preprocess(data, item)
     except WeftError:
         raise
+    except MemoryError as error:
+        raise InvalidMedia("decoding it takes more memory than it may", param=item.part) from error
     except Exception as error:  # the loop of a decode process: a bug on one file must not end the others
         logger.exception("preprocessing of %s failed", item.mm_hash)
         raise EncodeFailed(f"preprocessing failed ({type(error).__name__})") from error
@@ -153,8 +192,9 @@ def _decode(family: Family | None, data: bytes, item: MediaItem) -> Decoded:
     return Decoded(inputs, time.perf_counter() - started_s)
 
 
-def _enter_process(model_dir: str, parent_pid: int) -> None:
-    """Binds a fresh decode process to its parent's life and loads the family (config files only, no torch)."""
+def _enter_process(model_dir: str, parent_pid: int, memory_bytes: int) -> None:
+    """Binds a fresh decode process to its parent's life, loads the family (config files only, no torch) and limits
+    its memory."""
     global _process_family
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
@@ -164,6 +204,7 @@ def _enter_process(model_dir: str, parent_pid: int) -> None:
     from modalities.registry import REGISTRY
 
     _process_family = REGISTRY.load_family(Path(model_dir))
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
 
 
 def _ready() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from encoder_pool.announcer import Announcer
 from encoder_pool.calibrate import calibrate
 from encoder_pool.config import EncoderConfig
-from encoder_pool.decode import DecodePool
+from encoder_pool.decode import DecodeLimits, DecodePool
 from encoder_pool.forward import ForwardThread
 from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning.feature_log import FeatureLog
@@ -69,7 +69,8 @@ class EncoderService:
         self._log = FeatureLog(member_id, epoch)
         self._table = FeatureTable(source, clock, config.lease_s, self._log)
         self._reporter = Reporter(plane, self._log, clock)
-        self._decoder = DecodePool(family, config.model_dir, config.num_decode_processes)
+        limits = DecodeLimits(config.decode_timeout_s, config.decode_memory_bytes)
+        self._decoder = DecodePool(family, config.model_dir, config.num_decode_processes, limits)
         self._forward = ForwardThread(model, config.encode_delay_s)
         announcer = Announcer(member_id, plane, source, self._table, config.lease_s)
         self._pipeline = Pipeline(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from encoder_bench import picture, running_bench
+from PIL import Image
 
 from deploy.demo.build import demo_checkpoint
 from encoder_pool.config import EncoderConfig
@@ -73,6 +75,34 @@ async def test_a_file_that_kills_its_process_is_tried_twice_and_fails(family: Fa
         files = [picture(2)]
         assert errors(await bench.service.encode(bench.request(files), files)) == [None]
         await bench.is_idle()
+
+
+async def test_an_item_that_takes_too_long_is_refused_alone(family: Family, encoder: EncoderModel) -> None:
+    config = EncoderConfig(num_decode_processes=1, model_dir=str(demo_checkpoint()), decode_timeout_s=1e-5)
+    async with running_bench(family, encoder, config) as bench:
+        files = [picture(1, 1024, 1024)]
+        error = errors(await bench.service.encode(bench.request(files), files))[0]
+        assert error is not None
+        assert (error.code, error.param) == ("invalid_media", "messages.0.content.1")
+        assert "within 1e-05 s" in error.message
+        await bench.is_idle()
+
+
+async def test_an_item_that_takes_too_much_memory_is_refused_alone(family: Family, encoder: EncoderModel) -> None:
+    config = EncoderConfig(num_decode_processes=1, model_dir=str(demo_checkpoint()), decode_memory_bytes=384 * 2**20)
+    async with running_bench(family, encoder, config) as bench:
+        files = [flat_picture(9_400), picture(2)]
+        large, small = errors(await bench.service.encode(bench.request(files), files))
+        assert small is None
+        assert large is not None
+        assert (large.code, large.param) == ("invalid_media", "messages.0.content.1")
+
+
+def flat_picture(side: int) -> bytes:
+    """A small file, a bit per pixel; as colours it is some 350 MB."""
+    buffer = io.BytesIO()
+    Image.new("1", (side, side)).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 ORPHAN_MAKER = """
