@@ -65,6 +65,7 @@ class EncoderService:
         self._family = family
         self._model = model
         self._plane = plane
+        self._source = source
         self._epoch = epoch
         self._log = FeatureLog(member_id, epoch)
         self._table = FeatureTable(source, clock, config.lease_s, self._log)
@@ -163,13 +164,18 @@ class EncoderService:
         )
 
     def check_health(self) -> None:
-        """Raises EncodeFailed if the forward thread died, or the loop that ends leases."""
+        """Raises EncodeFailed if the forward thread died, or the loop that ends leases; EncoderLost if no worker can be
+        told of features, or read them."""
         if not self._is_open:
             return
         if not self._forward.is_alive:
             raise EncodeFailed("the forward thread has died")
         if self._housekeeping is not None and self._housekeeping.done():
             raise EncodeFailed("housekeeping has ended")
+        if not self._plane.is_alive:
+            raise EncoderLost("the message plane has died")
+        if not self._source.is_alive:
+            raise EncoderLost("the feature channel has died")
 
     def tick(self) -> None:
         """One round of housekeeping: ends what has expired, starts what now can start, reports."""

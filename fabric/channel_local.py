@@ -76,6 +76,10 @@ class LocalFeatureSource:
     def usage(self) -> ArenaUsage:
         return self._memory.usage()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._hub.find(self._memory.name) is not None
+
     def close(self) -> None:
         self._hub.kill(self._memory.name)
 

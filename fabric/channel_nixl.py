@@ -106,6 +106,10 @@ class NixlFeatureSource:
     def usage(self) -> ArenaUsage:
         return self._memory.usage()
 
+    @property
+    def is_alive(self) -> bool:
+        return not self._stop.is_set() and self._thread.is_alive()
+
     def close(self) -> None:
         """Ends the agent; readers' transfers fail. Idempotent."""
         self._stop.set()

@@ -41,6 +41,11 @@ class Plane(Protocol):
     @property
     def num_dropped(self) -> int: ...
 
+    @property
+    def is_alive(self) -> bool:
+        """False once it was closed, or its own thread has died: nothing is sent or delivered any more."""
+        ...
+
     def close(self) -> None:
         """Ends delivery and frees sockets and threads. Idempotent."""
         ...

@@ -82,6 +82,10 @@ class LocalPlane:
     def num_dropped(self) -> int:
         return self._num_dropped
 
+    @property
+    def is_alive(self) -> bool:
+        return not self._is_closed
+
     def close(self) -> None:
         with self._lock:
             if self._is_closed:

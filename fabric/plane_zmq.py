@@ -70,6 +70,10 @@ class ZmqPlane:
         return self._num_dropped
 
     @property
+    def is_alive(self) -> bool:
+        return not self._is_closed and self._thread.is_alive()
+
+    @property
     def num_malformed(self) -> int:
         """Arrivals that were not messages; they are logged and dropped."""
         return self._num_malformed

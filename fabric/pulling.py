@@ -125,6 +125,10 @@ class PullingSink:
     def usage(self) -> ArenaUsage:
         return self._slots.usage()
 
+    @property
+    def is_alive(self) -> bool:
+        return not self._is_closed and self._thread.is_alive()
+
     def close(self) -> None:
         """Ends open pulls with TransferFailed and joins the thread. Idempotent."""
         with self._lock:

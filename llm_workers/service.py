@@ -120,8 +120,12 @@ class WorkerService:
         self._loop = None
 
     def check_health(self) -> None:
-        """Raises EngineFailed when the engine has died."""
+        """Raises EngineFailed when the engine has died, WorkerLost when tokens or features have no way any more."""
         self._engine.check_health()
+        if not self._plane.is_alive:
+            raise WorkerLost("the message plane has died")
+        if not self._sink.is_alive:
+            raise WorkerLost("the feature channel has died")
 
     @property
     def num_units_held(self) -> int:

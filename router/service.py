@@ -100,9 +100,11 @@ class RouterService:
         await self._parts.tasks.cancel_all(STOP_TIMEOUT_S)
 
     def check_health(self) -> None:
-        """Raises WeftError if the router can serve no more: its heartbeat has ended."""
+        """Raises WeftError if the router can serve no more: its heartbeat has ended, or its message plane."""
         if self._heartbeats is not None and self._heartbeats.done():
             raise WeftError("the router's heartbeat has ended")
+        if not self._parts.plane.is_alive:
+            raise WeftError("the message plane has died")
 
     def update_members(self, members: Sequence[Member]) -> None:
         """The directory's present view. Those who are new get a heartbeat (which subscribes us) and are asked for

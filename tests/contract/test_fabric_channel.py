@@ -368,7 +368,9 @@ def test_many_pulls_at_once_from_many_threads_and_two_peers(world, clock, peer, 
 
 def test_closing_a_sink_ends_its_pulls_and_refuses_new_ones(peer, sink):
     future = freeze_with_pull(peer, sink)
+    assert sink.is_alive
     sink.close()
+    assert not sink.is_alive
     with pytest.raises(TransferFailed, match="closed"):
         future.result(PATIENCE_S)
     peer.thaw()
@@ -376,6 +378,16 @@ def test_closing_a_sink_ends_its_pulls_and_refuses_new_ones(peer, sink):
         sink.pull(peer.offer(2, SHAPE), TIMEOUT_S)
     assert is_empty(sink)
     sink.close()
+
+
+def test_a_transfer_thread_that_died_shows_and_ends_its_pulls(peer, sink, monkeypatch):
+    future = freeze_with_pull(peer, sink)
+    monkeypatch.setattr(sink, "_disconnect_dead", None)
+    sink.peer_dead("nobody")
+    with pytest.raises(TransferFailed, match="closed"):
+        future.result(PATIENCE_S)
+    sink._thread.join(PATIENCE_S)
+    assert not sink.is_alive
 
 
 def test_callbacks_may_use_the_sink(peer, sink):

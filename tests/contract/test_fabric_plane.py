@@ -185,7 +185,9 @@ async def test_a_forgotten_peer_can_be_written_to_again(make_plane):
 
 async def test_a_closed_endpoint_refuses_and_counts(make_plane):
     sender, receiver = make_plane(), make_plane()
+    assert sender.is_alive
     sender.close()
+    assert not sender.is_alive
     assert sender.send(receiver.address, message(1)) is False
     assert sender.num_dropped == 1
     sender.forget(receiver.address)
@@ -266,6 +268,15 @@ async def test_zmq_survives_an_address_that_is_none(zmq_planes):
     sender.send(receiver.address, message(2))
     assert await inbox.wait_for(1) == [message(2)]
     assert sender.num_dropped == 1
+
+
+async def test_zmq_shows_that_its_thread_has_died(zmq_planes, monkeypatch):
+    plane = zmq_planes()
+    monkeypatch.setattr(plane, "_close_forgotten", None)
+    plane.forget("tcp://127.0.0.1:9")
+    plane._thread.join(PATIENCE_S)
+    assert not plane.is_alive
+    assert plane.send(plane.address, message(1)) is False
 
 
 async def test_zmq_slow_reader_holds_the_sender_back_and_loses_nothing(zmq_planes):

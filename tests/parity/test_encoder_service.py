@@ -328,6 +328,15 @@ async def test_routers_learn_of_load_and_cache(family: Family, encoder: EncoderM
         await bench.is_idle()
 
 
+async def test_a_dead_plane_or_channel_is_ill_health(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        bench.service.check_health()
+        for name, part in (("feature channel", bench.service._source), ("message plane", bench.service._plane)):
+            part.close()
+            with pytest.raises(EncoderLost, match=name):
+                bench.service.check_health()
+
+
 async def test_stopping_ends_open_calls(family: Family, encoder: EncoderModel) -> None:
     async with running_bench(family, encoder, CONFIG) as bench:
         tasks = await queue_behind(bench, [[picture(1)]])

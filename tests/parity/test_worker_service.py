@@ -10,7 +10,7 @@ import torch
 from worker_rig import ENCODER, ROUTER, WORKER, Prompt, feature, loaded, prompt, reference, rig
 
 from fabric.clock import ManualClock
-from fabric.errors import EngineFailed
+from fabric.errors import EngineFailed, WorkerLost
 from fabric.ids import MemberId
 from fabric.messages import (
     AbortAttempt,
@@ -396,6 +396,15 @@ async def test_a_heartbeat_subscribes_and_events_add_up_to_the_snapshot():
         assert report.kv_blocks_used == report.inbox_bytes_used == report.num_features == 0
         assert report.prefill_s_per_token > 0
         assert [one.seq for one in r.router.reports] == sorted({one.seq for one in r.router.reports})
+
+
+async def test_a_dead_plane_or_channel_is_ill_health():
+    async with rig() as r:
+        r.service.check_health()
+        for name, part in (("feature channel", r.sink), ("message plane", r.worker_plane)):
+            part.close()
+            with pytest.raises(WorkerLost, match=name):
+                r.service.check_health()
 
 
 async def test_a_broken_engine_ends_every_request_and_the_health_check(monkeypatch):

@@ -34,6 +34,14 @@ async def test_text_request_is_answered_with_exact_usage() -> None:
         assert cluster.encoders[0].requests == []
 
 
+async def test_a_dead_plane_is_ill_health() -> None:
+    async with fake_cluster() as cluster:
+        cluster.service.check_health()
+        cluster.service._parts.plane.close()
+        with pytest.raises(WeftError, match="message plane"):
+            cluster.service.check_health()
+
+
 async def test_image_goes_to_the_encoder_and_the_request_to_the_worker() -> None:
     async with fake_cluster() as cluster:
         stream = await cluster.service.open(chat([text("what is "), image(1), text(" and "), image(2)]))
