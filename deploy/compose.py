@@ -131,6 +131,7 @@ def worker_config(config: ClusterConfig) -> WorkerConfig:
         max_sequences=section.max_sequences,
         is_prefix_cache_enabled=section.prefix_cache,
         pull_timeout_s=section.pull_timeout_s,
+        unit_wait_s=section.unit_wait_s,
         keep_features=section.keep_features,
         kept_bytes=section.kept_bytes,
         num_ranks=section.tensor_parallel,

@@ -94,6 +94,8 @@ class WorkerSection(_Section):
     """Whether features stay in host memory after prefill: `auto` keeps those that were needed before."""
     kept_bytes: Bytes = 64 * 2**20
     pull_timeout_s: float = Field(30.0, gt=0)
+    unit_wait_s: float = Field(10.0, gt=0)
+    """How long a worker awaits a feature before it asks the router again."""
 
 
 class RaySection(_Section):

@@ -139,7 +139,8 @@ class FeatureNeeded(PlaneWire, frozen=True):
     attempt: int
     units: tuple[UnitKey, ...]
     reason: str
-    """`not_covered` (evicted since the plan), `preempted`, `lease_lost` or `transfer_failed`."""
+    """`not_covered` (evicted since the plan), `preempted`, `lease_lost`, `transfer_failed` or `lost` (nothing was heard
+    of them for long; perhaps they are only slow)."""
 
 
 class AbortAttempt(PlaneWire, frozen=True):

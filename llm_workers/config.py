@@ -23,6 +23,8 @@ class WorkerConfig:
     report_interval_s: float = 0.2
     unclaimed_unit_ttl_s: float = 30.0
     """How long a unit that nobody asked for yet is kept."""
+    unit_wait_s: float = 10.0
+    """How long an announcement is awaited before the router is asked again: it, or the asking, may be lost."""
     num_ranks: int = 1
     """Processes that share each layer's weights and KV heads."""
     keep_features: str = "auto"

@@ -26,6 +26,7 @@ Turn = tuple[Age, NextRead]
 """Whose read comes first, over all attempts."""
 UNREAD_CHOICE = 1 << 31
 """Behind every choice: stands for an admitted attempt that the engine does not name as a reader."""
+LOST = "lost"
 MEMORY = 4096
 """Ended attempts and spent announcements that are remembered."""
 
@@ -46,8 +47,8 @@ class _Attempt:
     order: Mapping[UnitKey, int]
     """All units of the request -> place in the prompt."""
     dispatched: frozenset[UnitKey]
-    awaited: set[UnitKey]
-    """Units whose announcement for this attempt is still to come."""
+    awaited: dict[UnitKey, float]
+    """Units whose announcement for this attempt is still to come -> since when."""
     failures: dict[UnitKey, str] = field(default_factory=dict)
     """Why a unit did not land, when that was learned before the attempt was admitted."""
     missing: dict[UnitKey, str] = field(default_factory=dict)
@@ -73,8 +74,8 @@ class _Announced:
 class Intake:
     """Not thread-safe: lives in the event loop."""
 
-    def __init__(self, clock: Clock, unclaimed_ttl_s: float) -> None:
-        self._clock, self._ttl_s = clock, unclaimed_ttl_s
+    def __init__(self, clock: Clock, unclaimed_ttl_s: float, unit_wait_s: float) -> None:
+        self._clock, self._ttl_s, self._wait_s = clock, unclaimed_ttl_s, unit_wait_s
         self._attempts: dict[AttemptId, _Attempt] = {}
         self._tickets: dict[UnitKey, list[_Announced]] = {}
         """Oldest first."""
@@ -98,7 +99,8 @@ class Intake:
         awaited -= {
             unit for unit, tickets in self._tickets.items() if any(ticket.attempt == attempt for ticket in tickets)
         }
-        self._attempts[attempt] = _Attempt(age, {unit: place for place, unit in enumerate(units)}, sent, awaited)
+        order = {unit: place for place, unit in enumerate(units)}
+        self._attempts[attempt] = _Attempt(age, order, sent, dict.fromkeys(awaited, self._clock.now()))
 
     def admit(self, attempt: AttemptId, missing: Iterable[UnitKey]) -> list[UnitKey]:
         """The engine's word on what the attempt lacks. Returns those of them that lie here landed already: the
@@ -134,7 +136,7 @@ class Intake:
         attempt = AttemptId(ready.request_id, ready.attempt)
         known = self._attempts.get(attempt)
         if known is not None:
-            known.awaited.discard(ready.unit)
+            known.awaited.pop(ready.unit, None)
         self._tickets.setdefault(ready.unit, []).append(_Announced(attempt, ready, self._clock.now()))
 
     def forget_source(self, source: str) -> None:
@@ -240,13 +242,16 @@ class Intake:
         return taken
 
     def take_needed(self) -> list[Need]:
-        """Missing units that are neither announced, nor awaited, nor being pulled. They count as awaited then."""
-        needs = []
+        """Missing units that are neither announced, nor awaited, nor being pulled. They count as awaited then. Those
+        awaited too long are asked for again: nothing on the plane is acknowledged."""
+        needs, now_s = [], self._clock.now()
         for attempt, known in self._attempts.items():
             for unit, reason in known.missing.items():
-                if unit not in known.awaited and unit not in self._pulling and unit not in self._tickets:
-                    known.awaited.add(unit)
-                    needs.append(Need(attempt, unit, reason))
+                since_s = known.awaited.get(unit)
+                is_awaited = since_s is not None and now_s - since_s < self._wait_s
+                if not is_awaited and unit not in self._pulling and unit not in self._tickets:
+                    known.awaited[unit] = now_s
+                    needs.append(Need(attempt, unit, reason if since_s is None else LOST))
         return needs
 
     # ------------------------------------------------------------ queries

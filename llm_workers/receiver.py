@@ -70,7 +70,7 @@ class Receiver:
         """`levels` is (num_levels, hidden_size) of every feature; `landed` is filled here and read by the runner."""
         self._endpoint, self._config, self._levels = endpoint, config, levels
         self._engine, self._listener = engine, listener
-        self._intake = Intake(endpoint.clock, config.unclaimed_unit_ttl_s)
+        self._intake = Intake(endpoint.clock, config.unclaimed_unit_ttl_s, config.unit_wait_s)
         self._expected_rows: dict[AttemptId, dict[UnitKey, int]] = {}
         self._pulls: set[Future[LandedFeature]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None

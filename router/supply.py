@@ -30,7 +30,7 @@ from router.traces import RequestTrace
 
 ELSEWHERE = (Unavailable, Busy, TransferError)
 """Failures of one member that another may not have."""
-NOT_COVERED = "not_covered"
+NOT_COVERED, LOST = "not_covered", "lost"
 
 
 class OpenCall(NamedTuple):
@@ -93,9 +93,8 @@ class FeatureSupply:
         what ends the request."""
         self._trace.add("feature_needed", num_units=len(message.units), reason=message.reason)
         hashes = {unit.mm_hash for unit in message.units}
-        coming = (
-            {index for call in self._calls.values() for index in call.items} if message.reason == NOT_COVERED else set()
-        )
+        is_coming_told = message.reason in (NOT_COVERED, LOST)
+        coming = {index for call in self._calls.values() for index in call.items} if is_coming_told else set()
         hash_to_index = {item.mm_hash: item.index for item in reversed(self._prompt.media) if item.mm_hash in hashes}
         wanted = sorted(index for index in hash_to_index.values() if index not in coming)
         if wanted:

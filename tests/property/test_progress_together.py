@@ -71,7 +71,9 @@ async def serve(plan, arenas, inboxes, config) -> World:
     step_tokens=st.integers(1, 24),
 )
 def test_every_request_ends(plan, arenas, inboxes, num_blocks, step_tokens) -> None:
-    config = WorkerConfig(block_size=4, num_blocks=num_blocks, max_step_tokens=step_tokens, max_sequences=4)
+    config = WorkerConfig(
+        block_size=4, num_blocks=num_blocks, max_step_tokens=step_tokens, max_sequences=4, unit_wait_s=1e6
+    )
     asyncio.run(serve(plan, arenas, inboxes, config))
 
 
@@ -93,7 +95,7 @@ def request_of(parts, num_choices: int) -> GenerateRequest:
     )
 
 
-CONFIG = WorkerConfig(block_size=4, num_blocks=20, max_step_tokens=8, max_sequences=4)
+CONFIG = WorkerConfig(block_size=4, num_blocks=20, max_step_tokens=8, max_sequences=4, unit_wait_s=1e6)
 
 
 def test_choices_that_wait_for_a_sibling_keep_no_picture_from_it() -> None:

@@ -188,6 +188,32 @@ def test_a_lost_lease_is_asked_for_again():
     run(scenario)
 
 
+def test_what_was_lost_on_the_way_is_asked_for_again_and_again():
+    async def scenario():
+        world = World(100 * ROW_BYTES)
+        request = request_of("r", 0.0, [("a", 1), ("b", 2)], [0])
+        world.begin(request)
+        world.turn()
+        world.deliver()
+        attempt = AttemptId(RequestId("r"), 0)
+        assert world.coming == [(attempt, unit_of("b"))], "a was dispatched"
+        for _ in range(2):
+            world.coming.clear()  # neither the announcement of a nor the request for b arrives
+            world.clock.advance(9.9)
+            world.receiver.settle()
+            assert not world.coming
+            world.clock.advance(0.2)
+            world.receiver.settle()
+            assert world.coming == [(attempt, unit_of("a")), (attempt, unit_of("b"))]
+        world.announce(0)
+        world.clock.advance(11.0)
+        world.coming.clear()
+        world.receiver.settle()
+        assert world.coming == [(attempt, unit_of("b"))], "a is here, only not read yet"
+
+    run(scenario)
+
+
 def test_a_source_that_left_is_asked_for_again():
     async def scenario():
         world = World(2 * ROW_BYTES)

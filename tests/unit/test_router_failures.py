@@ -25,6 +25,7 @@ from fabric.errors import (
 from fabric.ids import MemberId, UnitKey
 from fabric.messages import AbortAttempt, FeatureNeeded, GenerateRequest, GenerateResult, TokenFrame
 from router.streams import RequestStream
+from router.supply import FeatureSupply
 
 
 def first_worker(cluster: FakeCluster) -> FakeWorker:
@@ -315,6 +316,34 @@ async def test_feature_that_never_stays_is_given_up() -> None:
         with pytest.raises(EncodeFailed) as caught:
             await read(stream)
         assert caught.value.param == "messages.0.content.0"
+
+
+def supply_of(cluster: FakeCluster) -> FeatureSupply:
+    (flight,) = cluster.service._flights.values()
+    assert flight._attempt is not None
+    assert flight._attempt._supply is not None
+    return flight._attempt._supply
+
+
+async def test_a_slow_encoder_is_not_asked_twice_and_one_whose_word_was_lost_is() -> None:
+    async with fake_cluster() as cluster:
+        encoder, worker = cluster.encoders[0], cluster.workers[0]
+        encoder.gate, worker.script.pause_at = asyncio.Event(), 0
+        stream = await cluster.service.open(chat([image()]))
+        await settled(lambda: len(worker.requests) == len(encoder.requests) == 1)
+        request = worker.requests[0]
+        lost = FeatureNeeded(worker.member_id, request.request_id, 0, tuple(request.media[0].unit_keys()), "lost")
+        trace, supply = cluster.service.traces.get(request.request_id), supply_of(cluster)
+        assert trace is not None
+        worker.plane.send(cluster.plane.address, lost)
+        await settled(lambda: any(event.name == "feature_needed" for event in trace._events))
+        assert len(supply._calls) == 1
+        encoder.gate.set()
+        await settled(lambda: not supply._calls)
+        worker.plane.send(cluster.plane.address, lost)
+        await settled(lambda: len(encoder.requests) == 2)
+        worker.script.resume.set()
+        assert (await read(stream))[1] == ["stop"]
 
 
 async def test_unit_of_nobody_is_ignored() -> None:
