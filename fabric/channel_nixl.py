@@ -129,6 +129,9 @@ class NixlFeatureSource:
             self._agent.close()
 
 
+_ABANDONED: list[tuple[_Agent, SlotMemory]] = []
+
+
 class _NixlReader:
     """`fabric.pulling.Reader` over an agent. A source is known by its name and its metadata: one that comes back
     under the same name with other metadata is connected anew."""
@@ -189,6 +192,11 @@ class _NixlReader:
             _LOG.warning("forgetting %s failed: %s", source, error)
 
     def close(self) -> None:
+        """With reads under way the agent and its memory are kept until the process ends: a frozen peer's bytes may
+        still arrive, and memory given back by then would be somebody else's (seen: the interpreter crashed)."""
+        if any(self._num_under_way.values()):
+            _ABANDONED.append((self._agent, self._slots))
+            return
         for source in list(self._source_to_metadata):
             self.disconnect(source)
         self._agent.close()

@@ -48,7 +48,7 @@ class Reader(Protocol):
         ...
 
     def release(self, read: Any) -> None:
-        """Gives up the handle of a read that has ended, or just before `close`."""
+        """Gives up the handle of a read that has ended."""
         ...
 
     def disconnect(self, source: str) -> None:
@@ -57,7 +57,7 @@ class Reader(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends everything, reads under way included: nothing is written after it."""
+        """Ends everything. What a read under way may still write to stays allocated."""
         ...
 
 
@@ -259,9 +259,6 @@ class PullingSink:
             self._is_closed = True
         self._pulls += [command for command in self._commands if isinstance(command, _Pull)]
         self._commands.clear()
-        for pull in self._pulls:
-            if pull.read is not None:
-                self._reader.release(pull.read)
         self._reader.close()
         for pull in self._pulls:
             self._end(pull, TransferFailed("the sink was closed"))

@@ -14,6 +14,8 @@ from cluster_process import ClusterProcess, eventually
 pytestmark = [pytest.mark.ray, pytest.mark.nixl]
 
 
+NUM_TOKENS = 2000
+"""So many that the stream is under way for long after its first token, however busy the machine."""
 LOST = 'weft_router_attempts_total{outcome="worker_lost"}'
 
 
@@ -24,11 +26,11 @@ def pids(cluster: ClusterProcess, kind: str) -> dict[str, int]:
     return {member["member_id"]: member["pid"] for member in members if member["kind"] == kind}
 
 
-def serving_pid(cluster: ClusterProcess, completion_id: str) -> int:
-    """Of the worker that the request was planned onto."""
+def serving_worker(cluster: ClusterProcess, completion_id: str) -> str:
+    """The worker that the request was planned onto."""
     with cluster.client() as client:
         plans = client.get(f"/weft/requests/{completion_id}").json()["plans"]
-    return pids(cluster, "worker")[plans[-1]["plan"]["worker_id"]]
+    return str(plans[-1]["plan"]["worker_id"])
 
 
 def body(cluster: ClusterProcess, messages: list[dict[str, Any]], max_tokens: int, **fields: Any) -> dict[str, Any]:
@@ -65,20 +67,17 @@ def test_a_worker_lost_in_mid_stream_does_not_change_the_stream(
 ) -> None:
     """A killed worker is seen by its open call, a frozen one by the directory, which no longer hears from it."""
     messages = user("Tell me about this picture at length", image_part(90 + number))
-    expected = ask(cluster, messages, 400)
+    expected = ask(cluster, messages, NUM_TOKENS)
+    lost, name_to_pid = cluster.metrics().get(LOST, 0), pids(cluster, "worker")
     text = line = ""
-    with (
-        cluster.client() as client,
-        client.stream("POST", "/v1/chat/completions", json=body(cluster, messages, 400, stream=True)) as response,
-    ):
+    request = body(cluster, messages, NUM_TOKENS, stream=True)
+    with cluster.client() as client, client.stream("POST", "/v1/chat/completions", json=request) as response:
         assert response.status_code == 200
         lines = response.iter_lines()
-        while len(text) < 20 or not line:
+        while not text or not line:
             line = next(lines)
             text += text_of(line)
-        completion_id = json.loads(line.removeprefix("data: "))["id"]
-        lost = cluster.metrics().get(LOST, 0)
-        victim = serving_pid(cluster, completion_id)
+        victim = name_to_pid[serving_worker(cluster, json.loads(line.removeprefix("data: "))["id"])]
         os.kill(victim, number)
         text += "".join(text_of(line) for line in lines)
     assert text == expected
