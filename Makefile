@@ -8,7 +8,7 @@ PURE   := fabric kv_index llm_workers/scheduling encoder_pool/planning router/pl
 export PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install serve test lint types unit property contract parity e2e fault gpu bench clean
+.PHONY: install serve test lint types unit property contract parity e2e fault gpu bench demo-model clean
 
 install: $(STAMP)
 
@@ -38,6 +38,11 @@ unit property contract parity e2e fault gpu: install
 
 bench: install
 	$(BIN)/weft bench all
+
+# The shipped checkpoint from nothing, on two cores.
+demo-model: install
+	$(BIN)/python -m deploy.demo.train deploy/demo/checkpoint
+	$(BIN)/python -m deploy.demo.evaluate --report deploy/demo/REPORT.md
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,21 +1,15 @@
-"""Makes the demo checkpoint: a small Qwen3-Omni thinker with seeded weights, as transformers would save it.
+"""The demo checkpoint: where the trained one lies, and an untrained one of the same form, as transformers saves it.
 
-The weights are untrained. Does not know who loads it. torch and transformers are imported only while building, so
-that asking for a checkpoint that is there already costs nothing.
+Does not know who loads it. torch and transformers are imported only while building, so that asking for the
+checkpoint costs nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import errno
 import json
-import os
 import shutil
-import tempfile
-from importlib.metadata import version
 from pathlib import Path
-
-from blake3 import blake3
 
 from deploy.demo.config import (
     generation_config,
@@ -25,22 +19,17 @@ from deploy.demo.config import (
     video_preprocessor_config,
 )
 from deploy.demo.tokenizer import Vocabulary, write_text_files
-from modalities.text import tokenizer_files
 
-RECIPE_FILES = (
-    "build.py",
-    "chat_template.jinja",
-    "config.py",
-    "corpus.py",
-    "model_card.md",
-    "tokenizer.py",
-    "weights.py",
-)
-RECIPE_PACKAGES = ("numpy", "safetensors", "tokenizers", "torch", "transformers")
+CHECKPOINT = Path(__file__).with_name("checkpoint")
+
+
+def demo_checkpoint() -> Path:
+    """The trained checkpoint that is shipped with the project (see its MODEL_CARD.md)."""
+    return CHECKPOINT
 
 
 def build_demo_checkpoint(out_dir: Path, seed: int = 0) -> Path:
-    """Writes a complete model directory to `out_dir` (made if absent) and returns it.
+    """Writes a complete model directory with untrained, seeded weights to `out_dir` (made if absent); returns it.
 
     Same seed and same library versions, same bytes. `out_dir` is incomplete while this runs.
     """
@@ -67,51 +56,14 @@ def write_all_but_weights(out_dir: Path, seed: int = 0) -> Vocabulary:
     return vocabulary
 
 
-def demo_checkpoint(seed: int = 0) -> Path:
-    """The cached checkpoint `weft/demo-<digest of the recipe>` under `$XDG_CACHE_HOME` or `~/.cache`.
-
-    Builds it if absent. It appears by one rename, so that concurrent builders and readers never see half of it.
-    """
-    cache_dir = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
-    target = cache_dir / f"demo-{recipe_digest(seed)}"
-    if target.is_dir():
-        return target
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=cache_dir))
-    try:
-        build_demo_checkpoint(building, seed)
-        building.chmod(0o755)
-        _publish(building, target)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    return target
-
-
-def recipe_digest(seed: int) -> str:
-    """Of everything the bytes depend on: the sources, the libraries' versions, the seed."""
-    digest = blake3(f"weft-demo-1 {seed}".encode())
-    for path in (*map(_here, RECIPE_FILES), Path(tokenizer_files.__file__)):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    for package in RECIPE_PACKAGES:
-        digest.update(f"{package}=={version(package)}\0".encode())
-    return digest.hexdigest(length=8)
-
-
-def _publish(building: Path, target: Path) -> None:
-    try:
-        building.rename(target)
-    except OSError as error:
-        # Another builder was first; its directory holds the same bytes.
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
-            raise
-
-
 def _here(name: str) -> Path:
     return Path(__file__).with_name(name)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Build the demo checkpoint (untrained, seeded).")
+    parser = argparse.ArgumentParser(
+        description="Build a checkpoint of the demo's form with untrained, seeded weights."
+    )
     parser.add_argument("out", type=Path, help="directory to write")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

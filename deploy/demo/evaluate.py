@@ -17,10 +17,10 @@ from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
 
 from deploy.demo.batches import collate, forward, prepare_model
 from deploy.demo.build import demo_checkpoint
-from deploy.demo.catalogue import TASKS, Task
+from deploy.demo.catalogue import LEARNED, MODALITIES, TASKS, Task
 from deploy.demo.encoding import SampleEncoder
 from deploy.demo.media import Sample
-from deploy.demo.report import report
+from deploy.demo.report import model_card, report
 from deploy.demo.scores import Score, fresh_samples
 from deploy.demo.speech import has_speech
 
@@ -58,17 +58,22 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a model directory (default: the demo checkpoint)")
     parser.add_argument("--seed", type=int, default=1, help="of the samples")
     parser.add_argument("--samples", type=int, default=NUM_SAMPLES, help="per task")
-    parser.add_argument("--report", type=Path, help="write the report to this file too")
+    parser.add_argument("--modalities", nargs="+", choices=MODALITIES, default=LEARNED)
+    parser.add_argument("--report", type=Path, help="write the report to this file, and the model's card")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model_dir = arguments.model or demo_checkpoint()
-    tasks = [task for task in TASKS if has_speech() or not task.needs_speech]
-    left_out = [] if has_speech() else ["spoken words, because espeak-ng is not installed here."]
+    tasks = [task for task in TASKS if task.modality in arguments.modalities]
+    left_out = [f"{kind}, which this model has not learned." for kind in MODALITIES if kind not in arguments.modalities]
+    if not has_speech() and any(task.needs_speech for task in tasks):
+        tasks = [task for task in tasks if not task.needs_speech]
+        left_out.append("spoken words, because espeak-ng is not installed here.")
     scores = evaluate(load_model(model_dir), SampleEncoder(model_dir), tasks, arguments.samples, arguments.seed)
     text = report(scores, arguments.seed, left_out)
     print(text)
     if arguments.report is not None:
         arguments.report.write_text(text, encoding="utf-8")
+        (model_dir / "MODEL_CARD.md").write_text(model_card(scores, arguments.seed), encoding="utf-8")
 
 
 if __name__ == "__main__":

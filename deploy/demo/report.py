@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from deploy.demo.scores import GOAL, Score
 
@@ -28,6 +29,12 @@ def report(scores: Sequence[Score], seed: int, left_out: Sequence[str] = ()) -> 
     verdict += "." if not below else f"; below it: {', '.join(score.task.name for score in below)}."
     text = _HEAD.format(seed=seed, num_samples=num_samples, goal=GOAL, verdict=verdict)
     return text + table(scores) + "".join(f"\nLeft out: {reason}\n" for reason in left_out)
+
+
+def model_card(scores: Sequence[Score], seed: int) -> str:
+    """The card of a trained checkpoint."""
+    text = Path(__file__).with_name("trained_card.md").read_text(encoding="utf-8")
+    return text.format(num_samples=scores[0].num_samples, seed=seed, table=table(scores).rstrip())
 
 
 def table(scores: Sequence[Score]) -> str:

@@ -126,22 +126,20 @@ def two_figures(rng: Rng, size: tuple[int, int]) -> Scene:
     shapes = rng.choice(SHAPES, 2, replace=False).tolist()
     colours = rng.choice(COLOURS, 2, replace=False).tolist()
     figures = [Figure(s, c, x, y, radius) for s, c, (x, y) in zip(shapes, colours, centres, strict=True)]
-    asked = figures[int(rng.integers(2))]
-    colour = Fact(
-        "colour of one of two",
-        (f"What colour is the {asked.shape}?", f"Which colour does the {asked.shape} have?"),
-        asked.colour,
-        f"The {asked.shape} is {asked.colour}.",
-    )
-    shape = Fact(
-        "shape of one of two",
-        (f"Which shape is {asked.colour}?", f"What is the {asked.colour} shape?"),
-        asked.shape,
-        f"The {asked.shape} is {asked.colour}.",
-    )
-    facts = [colour, shape]
+    facts = facts_of_one_of_two(figures[int(rng.integers(2))])
     rng.shuffle(facts)  # type: ignore[arg-type]
     return _scene(rng, size, figures, " and ".join(f"a {f.colour} {f.shape}" for f in figures), facts)
+
+
+def facts_of_one_of_two(figure: Figure) -> list[Fact]:
+    """Its colour by its shape, and its shape by its colour."""
+    sentence = f"The {figure.shape} is {figure.colour}."
+    by_shape = (f"What colour is the {figure.shape}?", f"Which colour does the {figure.shape} have?")
+    by_colour = (f"Which shape is {figure.colour}?", f"What is the {figure.colour} shape?")
+    return [
+        Fact("colour of one of two", by_shape, figure.colour, sentence),
+        Fact("shape of one of two", by_colour, figure.shape, sentence),
+    ]
 
 
 def colour_fact(figure: Figure, is_plural: bool = False) -> Fact:

@@ -17,8 +17,9 @@ from deploy.demo.sounds import Samples, finished, silence
 
 VOICES = ("en-us", "en-gb", "en-gb-x-rp", "en-gb-scotland", "en-us-nyc", "en-029")
 VARIANTS = ("", "+f1", "+f2", "+f3", "+f4", "+m1", "+m2", "+m3", "+m4", "+m5", "+m7")
-_SPEEDS = tuple(range(120, 200, 10))
-_PITCHES = tuple(range(25, 85, 10))
+# Few, so that each word is spoken once by each voice and then kept; every sound is stretched anew.
+_SPEEDS = (135, 165)
+_PITCHES = (35, 65)
 
 
 def has_speech() -> bool:
@@ -29,7 +30,7 @@ def spoken(rng: Rng, word: str) -> Samples:
     """The word in a voice drawn at random, stretched a little, over faint noise."""
     voice = pick(rng, VOICES) + pick(rng, VARIANTS)
     said = _say(word, voice, int(rng.choice(_SPEEDS)), int(rng.choice(_PITCHES)))
-    num_samples = int(len(said) * rng.uniform(0.93, 1.08))
+    num_samples = int(len(said) * rng.uniform(0.88, 1.12))
     stretched = np.interp(np.linspace(0, len(said) - 1, num_samples), np.arange(len(said)), said).astype(np.float32)
     return finished(rng, [silence(rng.uniform(0.0, 0.3)), stretched, silence(rng.uniform(0.0, 0.3))])
 

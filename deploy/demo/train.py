@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from deploy.demo.batches import Batch, collate, forward, prepare_model
 from deploy.demo.build import write_all_but_weights
-from deploy.demo.catalogue import STAGES, Stage
+from deploy.demo.catalogue import NUM_SHIPPED_STAGES, STAGES, Stage
 from deploy.demo.encoding import SampleEncoder
 from deploy.demo.weights import load_trainable, save_trained
 
@@ -35,9 +35,7 @@ class Conversations(Dataset[Batch]):
     def __init__(self, stage_index: int, seed: int, model_dir: Path) -> None:
         self.stage = STAGES[stage_index]
         self._key = (seed, stage_index)
-        self._tasks = self.stage.tasks
-        weights = np.array([task.weight for task in self._tasks])
-        self._shares = weights / weights.sum()
+        self._tasks = (*self.stage.tasks, *self.stage.known)
         self._model_dir = model_dir
         self._encoder: SampleEncoder | None = None
 
@@ -48,7 +46,7 @@ class Conversations(Dataset[Batch]):
         self._encoder = self._encoder or SampleEncoder(self._model_dir)
         rng = np.random.default_rng((*self._key, step))
         size = self.stage.batch_size
-        chosen = rng.choice(len(self._tasks), size, p=self._shares)
+        chosen = rng.choice(len(self._tasks), size, p=self.stage.shares(step))
         scales = rng.choice(3, size, p=self.stage.scale_shares)
         samples = [self._tasks[task].draw(rng, int(scale)) for task, scale in zip(chosen, scales, strict=True)]
         return collate([self._encoder.encode(sample) for sample in samples])
@@ -57,16 +55,18 @@ class Conversations(Dataset[Batch]):
 def train(
     out_dir: Path, seed: int, stages: range, start_dir: Path | None = None, report: Callable[[str], None] = print
 ) -> None:
-    """Writes a complete model directory. `start_dir` is a checkpoint to go on from; without it the weights are new."""
+    """Writes a complete model directory, anew after each stage. `start_dir` is a checkpoint to go on from; without it
+    the weights are new. Every stage begins with what the one before wrote, so stages run one by one give the same."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         vocabulary = write_all_but_weights(Path(scratch))
-        model = load_trainable(Path(scratch), vocabulary, seed, start_dir)
-        prepare_model(model)
         for index in stages:
+            model = load_trainable(vocabulary, seed, start_dir)
+            prepare_model(model)
             _run_stage(model, Conversations(index, seed, Path(scratch)), report)
             write_all_but_weights(out_dir)
             save_trained(model, out_dir, vocabulary)
+            start_dir = out_dir
 
 
 def _run_stage(model: Any, conversations: Conversations, report: Callable[[str], None]) -> None:
@@ -76,7 +76,7 @@ def _run_stage(model: Any, conversations: Conversations, report: Callable[[str],
         torch.optim.lr_scheduler.OneCycleLR(
             optimizer,
             stage.peak_rate,
-            stage.num_steps,
+            stage.num_cycle_steps or stage.num_steps,
             pct_start=WARM_UP,
             final_div_factor=1 / (25 * LAST_RATE),
             cycle_momentum=False,
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="directory to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=Path, help="a checkpoint to go on from")
-    parser.add_argument("--stages", type=int, nargs=2, default=(0, len(STAGES)), metavar=("FIRST", "END"))
+    parser.add_argument("--stages", type=int, nargs=2, default=(0, NUM_SHIPPED_STAGES), metavar=("FIRST", "END"))
     arguments = parser.parse_args()
     train(arguments.out, arguments.seed, range(*arguments.stages), arguments.start)
 

@@ -42,7 +42,7 @@ def save_model(out_dir: Path, thinker: dict[str, object], generation: dict[str, 
         path.chmod(0o644)  # the library makes them readable by the owner alone
 
 
-def load_trainable(model_dir: Path, vocabulary: Vocabulary, seed: int, start_dir: Path | None) -> Any:
+def load_trainable(vocabulary: Vocabulary, seed: int, start_dir: Path | None) -> Any:
     """A float32 thinker to train: new weights from `seed`, or those of `start_dir`."""
     if start_dir is not None:
         return Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(start_dir, dtype=torch.float32)

@@ -1,6 +1,6 @@
-"""The demo checkpoint is a model directory like any other: transformers loads it, and it says different things."""
+"""The demo checkpoint, untrained and as shipped, is a model directory like any other: transformers loads it."""
 
-import threading
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoTokenizer, Qwen3OmniMoeThinkerForConditionalGeneration, WhisperFeatureExtractor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from deploy.demo import build
-from deploy.demo.build import build_demo_checkpoint, demo_checkpoint, recipe_digest
+from deploy.demo.build import build_demo_checkpoint, demo_checkpoint
 
 pytestmark = pytest.mark.torch
 
@@ -114,24 +113,27 @@ def test_the_audio_tower_takes_what_the_feature_extractor_makes(model_dir: Path,
     assert not torch.allclose(features[0], features[1], atol=1e-2)
 
 
-def test_the_cache_is_filled_once_by_many_builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    # All builders find it absent and are done building before the first one publishes.
-    barrier = threading.Barrier(3)
-    publish = build._publish
+def test_the_shipped_checkpoint_has_the_files_of_the_recipe(model_dir: Path) -> None:
+    """Tokenizer and configs as the sources make them today; weights and card are those of the training."""
+    shipped = contents(demo_checkpoint())
+    made = contents(model_dir)
+    assert shipped.keys() == made.keys()
+    trained = {"model.safetensors", "MODEL_CARD.md"}
+    for name in made.keys() - trained:
+        same = (
+            json.loads(shipped[name]) == json.loads(made[name])
+            if name.endswith(".json")
+            else shipped[name] == made[name]
+        )
+        assert same, name
+    assert shipped["model.safetensors"] != made["model.safetensors"]
+    assert sum(map(len, shipped.values())) < 20e6
 
-    def publish_together(building: Path, target: Path) -> None:
-        barrier.wait()
-        publish(building, target)
 
-    monkeypatch.setattr(build, "_publish", publish_together)
-    paths: list[Path] = []
-    threads = [threading.Thread(target=lambda: paths.append(demo_checkpoint())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert paths == [tmp_path / "weft" / f"demo-{recipe_digest(0)}"] * 3
-    assert [path.name for path in (tmp_path / "weft").iterdir()] == [paths[0].name], "nothing half-built stays"
-    assert {"config.json", "model.safetensors", "tokenizer.json", "MODEL_CARD.md"} <= contents(paths[0]).keys()
-    assert demo_checkpoint() == paths[0]
+def test_the_shipped_checkpoint_is_loaded_whole_in_bfloat16() -> None:
+    model, info = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(
+        demo_checkpoint(), output_loading_info=True
+    )
+    assert not any(info.values()), info
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())

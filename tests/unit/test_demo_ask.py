@@ -16,8 +16,14 @@ import pytest
 from PIL import Image
 
 from deploy.demo import ask, wire
+from deploy.demo.catalogue import MODALITIES
 from deploy.demo.media import Clip, Picture, Sound
 from fabric.errors import Unavailable
+
+
+@pytest.fixture(autouse=True)
+def everything_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ask, "LEARNED", MODALITIES)
 
 
 def events(text: str) -> bytes:
@@ -77,8 +83,17 @@ def test_what_the_cluster_does_not_take_is_left_out_and_said(
     use(cluster(knows(2, ["video", "audio"]), refused="video_url input_audio"))
     assert ask.run_demo("http://cluster", 2) == 0
     printed = capsys.readouterr().out
-    assert "takes no videos and sounds" in printed
+    assert "videos and sounds, which this cluster does not take" in printed
     assert "10 of 10 right." in printed
+
+
+def test_what_the_model_has_not_learned_is_left_out_and_said(
+    use: Callable[..., None], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ask, "LEARNED", ("text", "image"))
+    use(cluster(knows(2, ["video", "audio"])))
+    assert ask.run_demo("http://cluster", 2) == 0
+    assert "videos and sounds, which the demo model has not learned" in capsys.readouterr().out
 
 
 def test_a_cluster_that_is_not_there() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from deploy.demo import scenes
-from deploy.demo.drawing import COLOURS, SHAPES, Rng
+from deploy.demo.drawing import COLOURS, SHAPES, Figure, Rng
 from deploy.demo.facts import ORDINALS, Fact, any_manner, conversation, number_of, pick, system_turn
 from deploy.demo.media import Part, Sample, Turn
 
@@ -53,7 +53,11 @@ def in_a_sentence(rng: Rng, scale: int) -> Sample:
 def present(rng: Rng, scale: int) -> Sample:
     """Yes or no."""
     scene = scenes.one_figure(rng, scenes.picture_size(rng, scale))
-    figure = scene.figures[0]
+    return conversation(rng, "yes or no", [scene.picture], [presence(rng, scene.figures[0])], any_manner(rng))
+
+
+def presence(rng: Rng, figure: Figure) -> Fact:
+    """Whether it has some shape or colour: yes half of the time."""
     is_present = rng.random() < 0.5
     if rng.random() < 0.5:
         shape = figure.shape if is_present else pick(rng, [s for s in SHAPES if s != figure.shape])
@@ -62,8 +66,7 @@ def present(rng: Rng, scale: int) -> Sample:
         colour = figure.colour if is_present else pick(rng, [c for c in COLOURS if c != figure.colour])
         question, sentence = f"Is the shape {colour}?", f"the shape is {'' if is_present else 'not '}{colour}."
     word = "yes" if is_present else "no"
-    fact = Fact("yes or no", (question,), word, f"{word.capitalize()}, {sentence}")
-    return conversation(rng, "yes or no", [scene.picture], [fact], any_manner(rng))
+    return Fact("yes or no", (question,), word, f"{word.capitalize()}, {sentence}")
 
 
 def earlier(rng: Rng, scale: int) -> Sample:
@@ -92,18 +95,15 @@ def which_of_several(rng: Rng, scale: int) -> Sample:
         for shape, colour in zip(shapes, colours, strict=True)
     ]
     asked = int(rng.integers(count))
-    if rng.random() < 0.5:
-        questions = (f"Which picture has the {shapes[asked]}?", f"In which picture is the {shapes[asked]}?")
-        thing = f"The {shapes[asked]}"
-    else:
-        questions = (
-            f"Which picture has the {colours[asked]} shape?",
-            f"In which picture is the {colours[asked]} shape?",
-        )
-        thing = f"The {colours[asked]} shape"
-    sentence = f"{thing} is in the {ORDINALS[asked]} picture."
-    fact = Fact("which picture", questions, ORDINALS[asked], sentence)
+    name, noun = (shapes[asked], "") if rng.random() < 0.5 else (colours[asked], " shape")
+    fact = which_fact(name, noun, ORDINALS[asked])
     return conversation(rng, "which picture", [scene.picture for scene in pictures], [fact], any_manner(rng))
+
+
+def which_fact(name: str, noun: str, ordinal: str) -> Fact:
+    """Of the circle, or of the red shape."""
+    questions = (f"Which picture has the {name}{noun}?", f"In which picture is the {name}{noun}?")
+    return Fact("which picture", questions, ordinal, f"The {name}{noun} is in the {ordinal} picture.")
 
 
 def interleaved(rng: Rng, scale: int) -> Sample:
