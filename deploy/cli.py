@@ -1,4 +1,4 @@
-"""`weft`: serve, check, bench, version."""
+"""`weft`: serve, check, bench, demo, version."""
 
 from __future__ import annotations
 
@@ -55,6 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", action="store_true", help="print the bars as JSON on the last line")
     bench.add_argument("options", nargs=argparse.REMAINDER, help="the bench's own; see weft bench NAME --help")
     bench.set_defaults(run=_bench)
+
+    demo = commands.add_parser("demo", help="ask a running cluster ten questions about media drawn on the spot")
+    demo.add_argument("--url", default="http://127.0.0.1:8000", help="of the cluster")
+    demo.add_argument("--seed", type=int, default=0, help="other seeds draw other media")
+    demo.set_defaults(run=_demo)
 
     version = commands.add_parser("version", help="print the version")
     version.set_defaults(run=_version)
@@ -143,6 +148,12 @@ def _bench(arguments: argparse.Namespace) -> int:
     from loadtest.benches import run_benches
 
     return run_benches(arguments.name, as_json=arguments.json, options=arguments.options)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from deploy.demo.ask import run_demo
+
+    return run_demo(arguments.url, arguments.seed)
 
 
 def _version(_: argparse.Namespace) -> int:
