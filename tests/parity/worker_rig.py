@@ -7,14 +7,16 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 from chat_media import picture, png
 
-from deploy.demo.build import demo_checkpoint
+from deploy.demo.build import build_demo_checkpoint
 from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
 from fabric.clock import SystemClock
 from fabric.ids import MemberId, RequestId
@@ -53,7 +55,8 @@ class Loaded:
         from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
 
         torch.manual_seed(0)
-        self.directory = demo_checkpoint()
+        # Untrained: its answers are long and all different, the trained one's end after a word or two.
+        self.directory = build_demo_checkpoint(Path(tempfile.mkdtemp(prefix="weft-demo-")))
         self.family = REGISTRY.load_family(self.directory)
         self.codec = TextCodec.load(self.directory)
         self.plugin = REGISTRY.modality("image")
