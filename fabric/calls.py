@@ -32,6 +32,12 @@ class MediaItem(Wire, frozen=True):
     """Encoding cost in patches, the batcher's unit of budget."""
     part: str
     """Where it stood in the client's request, e.g. `messages.0.content.1`, for errors."""
+    options: str = ""
+    """`MediaOptions` of the modalities, as JSON; empty for the defaults."""
+    row_seconds: float = 0.0
+    """Of a video: seconds between two temporal patches, where positions depend on it."""
+    anchor: int = -1
+    """Of a sound that is a video's track: the video's index. Both begin at the same position."""
 
     @property
     def num_tokens(self) -> int:

@@ -6,7 +6,9 @@ Router uses the pure half (plan, expand), encoders `preprocess` and `load_encode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -30,8 +32,78 @@ class ImageHeader:
     mode: str
 
 
-MediaHeader = ImageHeader
-"""Grows by VideoHeader and AudioHeader with their plugins."""
+@dataclass(frozen=True, slots=True)
+class AudioHeader:
+    """A file of sound, or the sound track of a video. Samples are counted over packets where the container's own
+    number can't be trusted."""
+
+    format: str
+    sample_rate: int
+    num_channels: int
+    num_samples: int
+    """Per channel, at `sample_rate`."""
+
+    @property
+    def seconds(self) -> float:
+        return self.num_samples / self.sample_rate
+
+
+@dataclass(frozen=True, slots=True)
+class VideoHeader:
+    """Moving pictures in a container. Frames are counted over packets where the container's own number can't be
+    trusted. Width and height are after rotation."""
+
+    format: str
+    width: int
+    height: int
+    num_frames: int
+    seconds: float
+    sound: AudioHeader | None = None
+
+    @property
+    def fps(self) -> float:
+        """Mean frames per second."""
+        return self.num_frames / self.seconds
+
+
+MediaHeader = ImageHeader | VideoHeader | AudioHeader
+
+
+@dataclass(frozen=True, slots=True)
+class MediaOptions:
+    """How one item is sampled: the deployment's defaults, what its request wishes, and what the failure ladder took
+    away. Part of the item's identity; travels with it as `MediaItem.options`. A family may look at less."""
+
+    sampling: str = "fps"
+    """Of a video's frames: `fps`, `uniform` or `keyframe`."""
+    fps: float = 2.0
+    """Frames looked at per second, for `fps`."""
+    max_frames: int = 32
+    max_tokens: int = 8192
+    """Most visual tokens of one video: its frames are thinned out until it fits."""
+    num_pooled_frames: int = 1
+    """Rows of so many temporal patches in a row are averaged into one (a shorter rest, into one too); 1 is off."""
+    keep_fraction: float = 1.0
+    """Of the rows of each temporal patch, so many are kept, evenly spread; 1 keeps all."""
+    reduction: int = 0
+    """How often the item was halved: every other frame of a video, half the side of an image. A sound has none."""
+
+    def encode(self) -> str:
+        """Canonical JSON; empty for the defaults."""
+        changed = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+        return json.dumps(changed, sort_keys=True, separators=(",", ":")) if changed else ""
+
+    @staticmethod
+    def decode(text: str) -> MediaOptions:
+        """Inverse of `encode`."""
+        return MediaOptions(**json.loads(text)) if text else DEFAULT_OPTIONS
+
+
+DEFAULT_OPTIONS = MediaOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +117,14 @@ class ItemPlan:
     cost: int
     """Patches to encode."""
     geometry: tuple[int, ...]
-    """Decoded size (width, height), part of the content's identity."""
+    """Decoded size (width, height; of a video also its frames, of a sound its rate and samples), part of the
+    content's identity."""
+    frame_times_s: tuple[float, ...] = ()
+    """Of a video: when each temporal patch is seen, for families that write the time into the prompt."""
+    row_seconds: float = 0.0
+    """As in `MediaItem`."""
+    anchor: int = -1
+    """As in `MediaItem`; set by whoever plans a video together with its sound track."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +146,8 @@ class Positions:
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
     """One unit, ready for the forward. `pixels` is float32 `(num_patches, patch_dim)`, or whole tiles
-    `(num_tiles, channels, height, width)` where the family's encoder takes those."""
+    `(num_tiles, channels, height, width)` where the family's encoder takes those, or of a sound its log-mel
+    spectrogram `(num_mel_frames, num_mel_bins)`."""
 
     modality: str
     pixels: npt.NDArray[np.float32]
@@ -146,17 +226,25 @@ class Family(Protocol):
     max_items: Mapping[str, int]
     """Supported modalities -> most items per prompt."""
 
-    def plan(self, header: MediaHeader) -> ItemPlan:
-        """From the header alone. Raises InvalidMedia (e.g. an aspect ratio that the model refuses)."""
+    def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
+        """From the header alone. A video's sound track is planned as a sound of its own. Raises InvalidMedia (e.g. an
+        aspect ratio that the model refuses, a video of no frames)."""
         ...
 
     def placeholder_text(self, modality: str) -> str:
         """What the chat template writes for one item, e.g. `<|image_pad|>`; one token."""
         ...
 
-    def expand(self, token_ids: Sequence[int], plans: Sequence[ItemPlan]) -> ExpandedPrompt:
-        """Replaces the i-th placeholder token by as many as plan i counts. Raises InvalidRequest on another number
-        of placeholders than plans."""
+    def expand(
+        self,
+        token_ids: Sequence[int],
+        plans: Sequence[ItemPlan],
+        tokenize: Callable[[str], Sequence[int]] | None = None,
+    ) -> ExpandedPrompt:
+        """Replaces each placeholder token by as many as its plan counts. Plans with an anchor have no placeholder:
+        they are woven into the one of the video that they belong to. `tokenize` is for families that write text
+        between frames (they raise ConfigError without it). Raises InvalidRequest on another number of placeholders
+        than plans."""
         ...
 
     def positions(
@@ -170,8 +258,9 @@ class Family(Protocol):
         ...
 
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
-        """Encoded file -> the units of `item`. Decodes. Raises InvalidMedia for a broken file or one that is not
-        what its header promised."""
+        """Encoded file -> the units of `item`, sampled by `item.options`. Decodes; `item` of modality `audio` with a
+        video's file means its sound track. Raises InvalidMedia for a broken file or one that is not what its header
+        promised (beyond the tolerance of `modalities.tolerance`, within which it is padded or trimmed)."""
         ...
 
     def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:

@@ -2,38 +2,46 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import NamedTuple
+
 from fabric.digest import mm_hash
 from fabric.errors import InvalidMedia
 from fabric.messages import MediaItem
-from modalities.family import Family, MediaHeader
-from modalities.plugin import ModalityPlugin
+from modalities.family import DEFAULT_OPTIONS, Family, ItemPlan, MediaHeader, MediaOptions
+
+
+class PlannedMedium(NamedTuple):
+    plan: ItemPlan
+    item: MediaItem
 
 
 def plan_media(
     family: Family,
-    plugin: ModalityPlugin,
     data: bytes,
     header: MediaHeader,
     index: int,
     part: str,
     cache_salt: str = "",
-) -> MediaItem:
-    """`index` among the request's media, `part` its place in the request. The hash covers the bytes, the model, the
-    processing options, the decoded size and the tenant's salt. Raises InvalidMedia (naming the part) for what the
-    family refuses."""
+    options: MediaOptions = DEFAULT_OPTIONS,
+    anchor: int = -1,
+) -> PlannedMedium:
+    """`index` among the request's media, `part` its place in the request, `anchor` the index of the video whose sound
+    track it is. The hash covers the bytes, the model, the processing options, the decoded size and the tenant's salt.
+    Raises InvalidMedia (naming the part) for what the family refuses."""
     try:
-        plan = family.plan(header)
+        plan = dataclasses.replace(family.plan(header, options), anchor=anchor)
     except InvalidMedia as error:
         raise InvalidMedia(f"{part}: {error.message}", param=part) from error
     identity = mm_hash(
         data,
         namespace=family.model_id,
-        modality=plugin.modality,
-        options=family.options(plugin.modality),
+        modality=plan.modality,
+        options=family.options(plan.modality) + options.encode(),
         geometry=plan.geometry,
         salt=cache_salt,
     )
-    return MediaItem(
+    item = MediaItem(
         index=index,
         modality=plan.modality,
         mm_hash=identity,
@@ -41,4 +49,8 @@ def plan_media(
         unit_tokens=plan.unit_tokens,
         cost=plan.cost,
         part=part,
+        options=options.encode(),
+        row_seconds=plan.row_seconds,
+        anchor=anchor,
     )
+    return PlannedMedium(plan, item)

@@ -65,6 +65,7 @@ class ImagePlugin:
 
     modality = "image"
     part_types = ("image_url",)
+    needs_process = False
 
     def parse(self, part: Mapping[str, object], param: str, limits: MediaLimits) -> bytes:
         """Raises InvalidRequest, InvalidMedia."""
@@ -76,6 +77,7 @@ class ImagePlugin:
 
     def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
         """Raises InvalidMedia."""
+        assert isinstance(header, ImageHeader)
         pixels = header.width * header.height
         if pixels > limits.max_image_pixels:
             raise InvalidMedia(

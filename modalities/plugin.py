@@ -24,6 +24,12 @@ class MediaLimits:
     """Of the encoded file. A request's body has a smaller limit of its own."""
     max_image_pixels: int = 178_956_970
     """Width x height; where Pillow by default calls an image a decompression bomb."""
+    max_video_pixels: int = 8192 * 4320
+    """Of one frame."""
+    max_video_seconds: float = 3600.0
+    max_video_frames: int = 500_000
+    max_audio_seconds: float = 600.0
+    """Also of a video's sound track, if the model hears it."""
 
 
 class ModalityPlugin(Protocol):
@@ -37,6 +43,11 @@ class ModalityPlugin(Protocol):
     @property
     def part_types(self) -> tuple[str, ...]:
         """Types of the content parts that it parses, e.g. `image_url`."""
+        ...
+
+    @property
+    def needs_process(self) -> bool:
+        """Whether `probe` walks a container with native code: then it belongs into a process that may be killed."""
         ...
 
     def parse(self, part: Mapping[str, object], param: str, limits: MediaLimits) -> bytes:

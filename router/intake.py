@@ -44,6 +44,8 @@ class Codec(Protocol):
         template_kwargs: Mapping[str, object] | None = None,
     ) -> list[int]: ...
 
+    def encode(self, text: str) -> list[int]: ...
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
 
@@ -132,12 +134,13 @@ class Intake:
             data = plugin.parse(part.fields, part.param, self._config.media_limits)
             header = plugin.probe(data, part.param)
             plugin.validate(header, self._config.media_limits, part.param)
-            items.append(plan_media(self._family, plugin, data, header, index, part.param, salt))
-            plans.append(self._family.plan(header))
+            planned = plan_media(self._family, data, header, index, part.param, salt)
+            items.append(planned.item)
+            plans.append(planned.plan)
             files.append(data)
         rendered = self._codec.render(self._messages(chat, contents))
         self._check_context(len(rendered) - len(plans) + sum(sum(plan.unit_tokens) for plan in plans), chat)
-        expanded = self._family.expand(rendered, plans)
+        expanded = self._family.expand(rendered, plans, self._codec.encode)
         self._check_context(len(expanded.token_ids), chat)
         hashes = prompt_block_hashes(expanded.token_ids, self._config.block_size, expanded.placeholders, items, salt)
         return Prompt(

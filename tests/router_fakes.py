@@ -22,7 +22,16 @@ from fabric.messages import (
     Member,
 )
 from fabric.plane_local import LocalHub, LocalPlane
-from modalities.family import ExpandedPrompt, Family, ItemPlan, MediaHeader, ModelShape
+from modalities.family import (
+    DEFAULT_OPTIONS,
+    ExpandedPrompt,
+    Family,
+    ImageHeader,
+    ItemPlan,
+    MediaHeader,
+    MediaOptions,
+    ModelShape,
+)
 from modalities.placeholders import expand_placeholders
 from modalities.text.codec import TextCodec
 from modalities.text.detokenizer import LETTER_TO_BYTE
@@ -69,7 +78,8 @@ class TinyFamily:
             max_model_len=max_model_len,
         )
 
-    def plan(self, header: MediaHeader) -> ItemPlan:
+    def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
+        assert isinstance(header, ImageHeader)
         grid = (1, -(-header.height // 32), -(-header.width // 32))
         rows = grid[1] * grid[2]
         return ItemPlan("image", grid, (rows,), rows * 4, (header.width, header.height))
@@ -77,7 +87,7 @@ class TinyFamily:
     def placeholder_text(self, modality: str) -> str:
         return "<|image|>"
 
-    def expand(self, token_ids: Sequence[int], plans: Sequence[ItemPlan]) -> ExpandedPrompt:
+    def expand(self, token_ids: Sequence[int], plans: Sequence[ItemPlan], tokenize: object = None) -> ExpandedPrompt:
         return expand_placeholders(token_ids, {"image": IMAGE}, plans)
 
     def options(self, modality: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from fabric.errors import ConfigError, InvalidRequest, UnsupportedModality
@@ -10,12 +10,14 @@ from fabric.messages import MediaItem, PlaceholderRange
 from modalities.causal_lm.config import text_shape
 from modalities.causal_lm.positions import running_positions
 from modalities.family import (
+    DEFAULT_OPTIONS,
     EncoderInput,
     EncoderModel,
     ExpandedPrompt,
     ItemPlan,
     LanguageModel,
     MediaHeader,
+    MediaOptions,
     Positions,
 )
 from modalities.json_files import model_id, read_json
@@ -33,13 +35,18 @@ class TextFamily:
         self.model_id = model_id(model_dir, raw)
         self.max_items: Mapping[str, int] = {}
 
-    def plan(self, header: MediaHeader) -> ItemPlan:
+    def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
         raise _no_media(type(header).__name__)
 
     def placeholder_text(self, modality: str) -> str:
         raise _no_media(modality)
 
-    def expand(self, token_ids: Sequence[int], plans: Sequence[ItemPlan]) -> ExpandedPrompt:
+    def expand(
+        self,
+        token_ids: Sequence[int],
+        plans: Sequence[ItemPlan],
+        tokenize: Callable[[str], Sequence[int]] | None = None,
+    ) -> ExpandedPrompt:
         """The prompt as it is. Raises InvalidRequest if there are plans."""
         if plans:
             raise InvalidRequest(f"the prompt has no placeholders for {len(plans)} media items")

@@ -17,12 +17,15 @@ import numpy.typing as npt
 from fabric.errors import InvalidMedia, UnsupportedModality
 from fabric.messages import MediaItem, PlaceholderRange
 from modalities.family import (
+    DEFAULT_OPTIONS,
     EncoderInput,
     EncoderModel,
     ExpandedPrompt,
+    ImageHeader,
     ItemPlan,
     LanguageModel,
     MediaHeader,
+    MediaOptions,
     ModelShape,
     Positions,
 )
@@ -50,8 +53,10 @@ class QwenVLFamily:
         self.max_items: Mapping[str, int] = {_IMAGE: 64}
         self._layout, self._checkpoint = layout, checkpoint
 
-    def plan(self, header: MediaHeader) -> ItemPlan:
+    def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
         """Raises InvalidMedia for an aspect ratio above 200."""
+        if not isinstance(header, ImageHeader):
+            raise UnsupportedModality(f"{self.name} takes images alone")
         grid = image_grid(header, self.config.image)
         cost = grid[0] * grid[1] * grid[2]
         num_tokens = cost // self.config.image.merge_size**2
@@ -62,7 +67,12 @@ class QwenVLFamily:
         self._check(modality)
         return self._layout.image_placeholder
 
-    def expand(self, token_ids: Sequence[int], plans: Sequence[ItemPlan]) -> ExpandedPrompt:
+    def expand(
+        self,
+        token_ids: Sequence[int],
+        plans: Sequence[ItemPlan],
+        tokenize: Callable[[str], Sequence[int]] | None = None,
+    ) -> ExpandedPrompt:
         """Raises InvalidRequest if placeholders and plans do not match."""
         return expand_placeholders(token_ids, {_IMAGE: self.config.image_token_id}, plans)
 

@@ -17,12 +17,15 @@ from fabric.errors import InvalidMedia, UnsupportedModality
 from fabric.messages import MediaItem, PlaceholderRange
 from modalities.causal_lm.positions import running_positions
 from modalities.family import (
+    DEFAULT_OPTIONS,
     EncoderInput,
     EncoderModel,
     ExpandedPrompt,
+    ImageHeader,
     ItemPlan,
     LanguageModel,
     MediaHeader,
+    MediaOptions,
     Positions,
 )
 from modalities.image import decode_image
@@ -83,8 +86,10 @@ class TiledFamily:
         self.config, self.tiling = config, tiling
         self._placeholder, self._load_encoder, self._wrapping = placeholder, load_encoder, wrapping
 
-    def plan(self, header: MediaHeader) -> ItemPlan:
+    def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
         """Raises InvalidMedia for a size that the model can't take."""
+        if not isinstance(header, ImageHeader):
+            raise UnsupportedModality(f"{self.name} takes images alone")
         cut = self.tiling.cut(header.width, header.height)
         side = self.config.patches_per_side
         cost = cut.num_tiles * side * side
@@ -95,7 +100,12 @@ class TiledFamily:
         self._check(modality)
         return self._placeholder
 
-    def expand(self, token_ids: Sequence[int], plans: Sequence[ItemPlan]) -> ExpandedPrompt:
+    def expand(
+        self,
+        token_ids: Sequence[int],
+        plans: Sequence[ItemPlan],
+        tokenize: Callable[[str], Sequence[int]] | None = None,
+    ) -> ExpandedPrompt:
         """Raises InvalidRequest if placeholders and plans do not match."""
         image = self.config.image_token_id
         wrapped = (*self._wrapping.before, image, *self._wrapping.after)

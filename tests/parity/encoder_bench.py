@@ -71,7 +71,7 @@ class Bench:
         plugin = REGISTRY.modality("image")
         part = f"messages.0.content.{index + 1}"
         header = plugin.probe(declared or data, part)
-        return plan_media(self.family, plugin, data, header, index, part)
+        return plan_media(self.family, data, header, index, part).item
 
     def request(self, files: Sequence[bytes], items: Sequence[MediaItem] = ()) -> EncodeRequest:
         self.num_requests += 1

@@ -77,7 +77,7 @@ class LoadedFamily:
             plugin = REGISTRY.modality(part.modality)
             data = MODALITY_TO_SAMPLE[part.modality](part)
             header = plugin.probe(data, "part")
-            item = plan_media(self.family, plugin, data, header, len(media), f"part.{len(media)}")
+            item = plan_media(self.family, data, header, len(media), f"part.{len(media)}").item
             files.append((part.modality, data))
             plans.append(self.family.plan(header))
             found = self.family.preprocess(data, item)

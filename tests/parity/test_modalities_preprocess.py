@@ -42,7 +42,7 @@ def check(model_dir: Path, data: bytes) -> None:
     """The family's plan and patches equal the reference's."""
     family = Qwen3OmniFamily(model_dir)
     plugin = REGISTRY.modality("image")
-    item = plan_media(family, plugin, data, plugin.probe(data, "p"), 0, "p")
+    item = plan_media(family, data, plugin.probe(data, "p"), 0, "p").item
     (unit,) = family.preprocess(data, item)
     reference = Qwen2VLImageProcessorPil.from_pretrained(model_dir)
     want = reference(ImageOps.exif_transpose(Image.open(io.BytesIO(data))), return_tensors="np")

@@ -96,7 +96,7 @@ def request(
     media, inputs = [], []
     for index, (width, height) in enumerate(sizes):
         data = encode(picture(width, height, seed=index))
-        media.append(plan_media(family, plugin, data, plugin.probe(data, "p"), index, "p"))
+        media.append(plan_media(family, data, plugin.probe(data, "p"), index, "p").item)
         inputs += family.preprocess(data, media[-1])
         token_ids += [START, IMAGE, END, *((7 * i) % 100 for i in range(lengths[index + 1]))]
     plans = [family.plan(plugin.probe(encode(picture(*size)), "p")) for size in sizes]

@@ -60,12 +60,11 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def prompt(family: Family, sizes: list[tuple[int, int]], lengths: list[int]) -> tuple[ExpandedPrompt, list[MediaItem]]:
     """Text of the given lengths around and between pictures of the given sizes, none of which is decoded."""
-    plugin = REGISTRY.modality("image")
     token_ids = [(3 * i) % 100 for i in range(lengths[0])]
     media, plans = [], []
     for index, size in enumerate(sizes):
         header = ImageHeader("PNG", *size, "RGB")
-        media.append(plan_media(family, plugin, b"", header, index, "p"))
+        media.append(plan_media(family, b"", header, index, "p").item)
         plans.append(family.plan(header))
         token_ids += [START, IMAGE, END, *((7 * i) % 100 for i in range(lengths[index + 1]))]
     return family.expand(token_ids, plans), media
@@ -123,7 +122,7 @@ def test_what_the_config_leaves_out_is_transformers_default(saved: Saved, tmp_pa
 def one_picture(family: Family) -> EncoderInput:
     plugin = REGISTRY.modality("image")
     data = encode(picture(150, 90))
-    (unit,) = family.preprocess(data, plan_media(family, plugin, data, plugin.probe(data, "p"), 0, "p"))
+    (unit,) = family.preprocess(data, plan_media(family, data, plugin.probe(data, "p"), 0, "p").item)
     return unit
 
 

@@ -69,7 +69,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def one_picture(family: Family) -> EncoderInput:
     plugin = REGISTRY.modality("image")
     data = encode(picture(150, 90))
-    (unit,) = family.preprocess(data, plan_media(family, plugin, data, plugin.probe(data, "p"), 0, "p"))
+    (unit,) = family.preprocess(data, plan_media(family, data, plugin.probe(data, "p"), 0, "p").item)
     return unit
 
 
@@ -175,7 +175,7 @@ def test_pictures_in_every_mode(saved: Saved, mode: str) -> None:
     image = picture(101, 67, mode)
     data = encode(image, "TIFF" if mode == "CMYK" else "PNG")
     plugin = REGISTRY.modality("image")
-    (unit,) = saved.family.preprocess(data, plan_media(saved.family, plugin, data, plugin.probe(data, "p"), 0, "p"))
+    (unit,) = saved.family.preprocess(data, plan_media(saved.family, data, plugin.probe(data, "p"), 0, "p").item)
     kind = NAME_TO_PROCESSOR[saved.row.name]
     options = {"crop_to_patches": True} if saved.row is INTERNVL else {}
     made = kind.from_pretrained(saved.directory)([Image.open(io.BytesIO(data))], return_tensors="np", **options)
@@ -185,7 +185,7 @@ def test_pictures_in_every_mode(saved: Saved, mode: str) -> None:
 def test_a_picture_that_is_not_what_was_planned_is_refused(saved: Saved) -> None:
     plugin = REGISTRY.modality("image")
     data, other = encode(picture(150, 90)), encode(picture(50, 190))
-    item = plan_media(saved.family, plugin, data, plugin.probe(data, "p"), 0, "messages.0.content.1")
+    item = plan_media(saved.family, data, plugin.probe(data, "p"), 0, "messages.0.content.1").item
     with pytest.raises(InvalidMedia, match="truncated") as caught:
         saved.family.preprocess(data[: len(data) // 2], item)
     assert caught.value.param == "messages.0.content.1"

@@ -97,7 +97,7 @@ def prompt(*parts: str | int, size: tuple[int, int] = (160, 96)) -> Prompt:
         content.append({"type": "image"})
         data = png(picture(part, *size))
         header = parts_of_model.plugin.probe(data, "part")
-        item = plan_media(parts_of_model.family, parts_of_model.plugin, data, header, len(media), f"part.{len(media)}")
+        item = plan_media(parts_of_model.family, data, header, len(media), f"part.{len(media)}").item
         media.append(item)
         plans.append(parts_of_model.family.plan(header))
         inputs.extend(parts_of_model.family.preprocess(data, item))

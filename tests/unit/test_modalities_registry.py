@@ -24,6 +24,7 @@ class SketchPlugin:
 
     modality = "sketch"
     part_types = ("sketch_url", "input_sketch")
+    needs_process = False
 
     def parse(self, part: Mapping[str, object], param: str, limits: MediaLimits) -> bytes:
         return decode_data_url(part_url(part, "sketch_url", param), param, limits.max_bytes_per_item)
@@ -35,6 +36,7 @@ class SketchPlugin:
         return ImageHeader("SKETCH", len(rows[0]), len(rows), "1")
 
     def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
+        assert isinstance(header, ImageHeader)
         if header.width > 3:
             raise InvalidMedia(f"{param}: too wide", param=param)
 
@@ -47,6 +49,7 @@ def test_a_modality_is_added_from_outside() -> None:
     assert plugin is not None
     data = plugin.parse({"sketch_url": "data:text/plain;base64,Li0KLS4="}, "p", MediaLimits())
     header = plugin.probe(data, "p")
+    assert isinstance(header, ImageHeader)
     assert (data, header.width, header.height) == (b".-\n-.", 2, 2)
     plugin.validate(header, MediaLimits(), "p")
     with pytest.raises(InvalidRequest, match="only data: URLs"):
@@ -111,12 +114,12 @@ def test_an_item_is_planned_and_identified(family: Qwen3OmniFamily) -> None:
     plugin = REGISTRY.modality("image")
     data = encode(picture(300, 200))
     header = plugin.probe(data, "p")
-    item = plan_media(family, plugin, data, header, 3, "messages.0.content.1")
+    item = plan_media(family, data, header, 3, "messages.0.content.1").item
     assert (item.index, item.modality, item.part) == (3, "image", "messages.0.content.1")
     assert (item.grid, item.unit_tokens, item.cost) == ((1, 12, 18), (54,), 216)
-    assert plan_media(family, plugin, data, header, 0, "elsewhere").mm_hash == item.mm_hash
-    assert plan_media(family, plugin, data, header, 3, "p", cache_salt="tenant").mm_hash != item.mm_hash
-    assert plan_media(family, plugin, data + b"\0", header, 3, "p").mm_hash != item.mm_hash
+    assert plan_media(family, data, header, 0, "elsewhere").item.mm_hash == item.mm_hash
+    assert plan_media(family, data, header, 3, "p", cache_salt="tenant").item.mm_hash != item.mm_hash
+    assert plan_media(family, data + b"\0", header, 3, "p").item.mm_hash != item.mm_hash
     assert len(item.mm_hash) == 32
 
 
@@ -124,20 +127,20 @@ def test_other_options_or_another_model_are_another_identity(family: Qwen3OmniFa
     plugin = REGISTRY.modality("image")
     data = encode(picture(300, 200))
     header = plugin.probe(data, "p")
-    item = plan_media(family, plugin, data, header, 0, "p")
+    item = plan_media(family, data, header, 0, "p").item
     preprocessor = json.loads((tmp_path / "preprocessor_config.json").read_text()) | {"image_mean": [0.1, 0.1, 0.1]}
     options = Qwen3OmniFamily(write_config(tmp_path, thinker_config(), preprocessor))
-    other = plan_media(options, plugin, data, header, 0, "p")
+    other = plan_media(options, data, header, 0, "p").item
     assert other.grid == item.grid
     assert other.mm_hash != item.mm_hash
     model = Qwen3OmniFamily(write_config(tmp_path, thinker_config({"rms_norm_eps": 1e-5})))
-    assert plan_media(model, plugin, data, header, 0, "p").mm_hash not in (item.mm_hash, other.mm_hash)
+    assert plan_media(model, data, header, 0, "p").item.mm_hash not in (item.mm_hash, other.mm_hash)
 
 
 def test_what_the_family_refuses_names_the_part(family: Qwen3OmniFamily) -> None:
     header = ImageHeader("PNG", 2010, 10, "RGB")
     with pytest.raises(InvalidMedia, match=r"messages\.2\.content\.0: .*aspect ratio") as caught:
-        plan_media(family, REGISTRY.modality("image"), b"x", header, 0, "messages.2.content.0")
+        plan_media(family, b"x", header, 0, "messages.2.content.0")
     assert caught.value.param == "messages.2.content.0"
 
 
