@@ -1,0 +1,160 @@
+"""Opening containers of moving pictures and sound that nobody vouches for, with FFmpeg's demuxers (PyAV).
+
+The demuxer is chosen here, by the file's first bytes, from a short list: playlists, concat scripts, image sequences
+and whatever else FFmpeg would recognise never reach its parsers, and nothing that a file refers to is opened. What
+FFmpeg and PyAV raise becomes InvalidMedia. Knows no model, no limits of a deployment, and no pixels.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, NoReturn
+
+import av
+from av.audio.stream import AudioStream
+from av.container import InputContainer
+from av.error import FFmpegError
+from av.video.stream import VideoStream
+
+from fabric.errors import InvalidMedia
+from modalities.family import AudioHeader
+from modalities.packets import lost_packets, num_samples, tally
+from modalities.truncation import num_lost_bytes
+
+# FFmpeg tells its misfortunes on stderr, at length for a hostile file; what matters is raised.
+av.logging.set_level(None)
+
+PICTURE_CODECS = frozenset(
+    ("h264", "hevc", "libdav1d", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg", "theora", "h263")
+    + ("msmpeg4v3", "prores", "png")
+)
+"""Allow-list of decoders, by FFmpeg's names."""
+SOUND_CODECS = frozenset(
+    ("aac", "mp3", "mp3float", "mp2", "mp2float", "opus", "libopus", "vorbis", "flac", "alac", "ac3", "eac3")
+    + ("adpcm_ms", "adpcm_ima_wav")
+)
+"""As well; and linear PCM of every form."""
+MAX_PIXELS = 2**28
+"""Of one frame, for FFmpeg's own look into the streams; the deployment's limit is lower (`MediaLimits`)."""
+
+_BRANDS_OF_IMAGES = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
+_MOV_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp")
+_TS_PACKET_BYTES = 188
+# What PyAV raises for broken files beside FFmpeg's errors: numbers out of range, times that are missing.
+_ERRORS = (FFmpegError, OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, MemoryError)
+
+
+class Format(NamedTuple):
+    name: str
+    """As headers say it."""
+    demuxer: str
+    """FFmpeg's name."""
+
+
+def sniff(data: bytes) -> Format | None:
+    """The container by its first bytes, or None for what is not on the list. A declared type is never looked at."""
+    head = data[:12]
+    if head[4:8] in _MOV_BOXES:
+        return None if head[4:8] == b"ftyp" and head[8:12] in _BRANDS_OF_IMAGES else Format("MP4", "mov")
+    if head.startswith(b"\x1a\x45\xdf\xa3"):
+        return Format("MATROSKA", "matroska")
+    if head[:4] in (b"RIFF", b"RF64"):
+        name = {b"AVI ": "AVI", b"WAVE": "WAV"}.get(head[8:12])
+        return Format(name, name.lower()) if name else None
+    if head.startswith(b"OggS"):
+        return Format("OGG", "ogg")
+    if head.startswith(b"\x00\x00\x01\xba"):
+        return Format("MPEG", "mpeg")
+    if head[:1] == b"G" and data[_TS_PACKET_BYTES : _TS_PACKET_BYTES + 1] in (b"G", b""):
+        return Format("MPEGTS", "mpegts")
+    return _sniff_elementary(data)
+
+
+def _sniff_elementary(data: bytes) -> Format | None:
+    """Sound without a container, behind an ID3 tag or not."""
+    at = 0
+    if data[:3] == b"ID3" and len(data) > 10:  # its size: 28 bits in four bytes (ID3v2.4, section 3.1)
+        at = 10 + sum((byte & 0x7F) << shift for byte, shift in zip(data[6:10], (21, 14, 7, 0), strict=True))
+    head = data[at : at + 4]
+    if head == b"fLaC":
+        return Format("FLAC", "flac")
+    if len(head) == 4 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0:
+        # The two bits of the layer: none is ADTS (ISO 13818-7), else MPEG audio (ISO 11172-3).
+        return Format("AAC", "aac") if head[1] & 0xF6 == 0xF0 else Format("MP3", "mp3")
+    return Format("MP3", "mp3") if at else None
+
+
+@contextmanager
+def open_container(data: bytes, param: str) -> Iterator[InputContainer]:
+    """An opened file, its streams known. Whatever goes wrong in the block with FFmpeg or PyAV is raised as
+    InvalidMedia that names `param`; so is a file of another format."""
+    found = sniff(data)
+    if found is None:
+        raise InvalidMedia(f"{param}: not a video or sound of a supported format", param=param)
+    if num_lost := num_lost_bytes(found.name, data):
+        raise InvalidMedia(
+            f"{param}: the {found.name} file is truncated: {num_lost} bytes or more are missing", param=param
+        )
+    try:
+        with av.open(
+            io.BytesIO(data),
+            "r",
+            format=found.demuxer,
+            options={"max_pixels": str(MAX_PIXELS), "threads": "1"},
+            metadata_errors="replace",
+            io_open=_refuse_reference,
+        ) as container:
+            yield container
+    except _ERRORS as error:
+        why = "takes more memory than it may" if isinstance(error, MemoryError) else "is broken or truncated"
+        raise InvalidMedia(f"{param}: the {found.name} file {why}", param=param) from error
+
+
+def format_name(container: InputContainer) -> str:
+    """As headers say it: `MP4`, `MATROSKA` (WebM too), `AVI`, ..."""
+    name: str = container.format.name.split(",")[0]
+    return {"mov": "MP4"}.get(name, name.upper())
+
+
+def picture_stream(container: InputContainer) -> VideoStream | None:
+    """The first stream of pictures that can be decoded; cover art is none."""
+    for stream in container.streams.video:
+        if not stream.disposition & av.stream.Disposition.attached_pic and _codec(stream) in PICTURE_CODECS:
+            return stream
+    return None
+
+
+def sound_stream(container: InputContainer) -> AudioStream | None:
+    """The first stream of sound that can be decoded."""
+    for stream in container.streams.audio:
+        codec = _codec(stream)
+        if (codec in SOUND_CODECS or codec.startswith("pcm_")) and stream.rate and stream.channels:
+            return stream
+    return None
+
+
+def sound_header(container: InputContainer, param: str) -> AudioHeader:
+    """Of the file's sound, or of a video's track; demuxes the file to its end. Raises InvalidMedia where there is
+    none, or where less is there than the file declares."""
+    stream = sound_stream(container)
+    if stream is None:
+        raise InvalidMedia(f"{param}: no sound that can be decoded", param=param)
+    counted = tally(container, [stream])[stream.index]
+    if lost := lost_packets(format_name(container), counted):
+        raise InvalidMedia(f"{param}: the file is truncated: {lost}", param=param)
+    found = num_samples(counted, stream)
+    if found < 1:
+        raise InvalidMedia(f"{param}: the sound has no samples", param=param)
+    return AudioHeader(format_name(container), stream.rate, stream.channels, found)
+
+
+def _codec(stream: VideoStream | AudioStream) -> str:
+    """Name of the decoder, empty if there is none."""
+    context = stream.codec_context
+    return context.name if context is not None else ""
+
+
+def _refuse_reference(url: str, flags: int, options: dict[str, str]) -> NoReturn:
+    raise PermissionError("a file may not refer to others")

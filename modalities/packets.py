@@ -1,0 +1,148 @@
+"""Counting what a container holds, packet by packet, without decoding: frames, samples, seconds.
+
+Headers are not believed where they may be wrong (variable frame rates, WebM, MP3 of variable bit rate), so nothing is
+taken from them but what the packets can be held against: a file that has less than it declares is truncated.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from av.audio.stream import AudioStream
+from av.container import InputContainer
+from av.packet import Packet
+from av.stream import Stream
+from av.video.stream import VideoStream
+
+from modalities.tolerance import AUDIO_S, FRAMES
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of one stream. Times are in its time base."""
+
+    stream: Stream
+    declared_packets: int
+    """As the header says; 0 if it says nothing."""
+    declared_duration: int
+    num_packets: int = 0
+    num_shown: int = 0
+    """Packets that a decoder makes a frame of: neither hidden nor cut away by an edit list."""
+    start: int | None = None
+    """Earliest presentation time of what is shown."""
+    last: int = 0
+    """Latest."""
+    last_duration: int = 0
+    duration: int = 0
+    """Sum over what is shown."""
+    num_skipped_samples: int = 0
+    """Cut away by the decoder at the start (an encoder's delay)."""
+    num_padded_samples: int = 0
+    """Cut away at the end."""
+
+    @property
+    def span(self) -> int:
+        """From the first to the end of the last."""
+        return 0 if self.start is None else self.last - self.start + self.last_duration
+
+
+def tally(container: InputContainer, streams: Sequence[Stream]) -> dict[int, Tally]:
+    """Stream index -> what was counted, in one pass over the rest of the file. Raises as PyAV does."""
+    tallies = {stream.index: Tally(stream, stream.frames, stream.duration or 0) for stream in streams}
+    hidden = {stream.index: _HIDDEN.get(stream.codec_context.name) for stream in streams}
+    waits_for_key = container.format.name == "mpegts"  # a stream cut out of a longer one
+    for packet in container.demux(*streams):
+        if packet.size == 0:  # the end of a stream, or a frame that AVI left out
+            continue
+        counted = tallies[packet.stream_index]
+        counted.num_packets += 1
+        is_hidden = hidden[packet.stream_index]
+        if packet.is_discard or (is_hidden is not None and is_hidden(packet)):
+            continue
+        if waits_for_key and counted.start is None and counted.stream.type == "video" and not packet.is_keyframe:
+            continue
+        _count(counted, packet)
+    return tallies
+
+
+def _count(counted: Tally, packet: Packet[Stream]) -> None:
+    counted.num_shown += 1
+    duration = packet.duration or 0
+    counted.duration += duration
+    at = packet.pts if packet.pts is not None else packet.dts
+    if at is not None:
+        if counted.start is None or at < counted.start:
+            counted.start = at
+        if counted.num_shown == 1 or at >= counted.last:
+            counted.last, counted.last_duration = at, duration
+    if packet.has_sidedata("skip_samples"):  # u32 at the start, u32 at the end (AV_PKT_DATA_SKIP_SAMPLES)
+        at_start, at_end = struct.unpack_from("<II", bytes(packet.get_sidedata("skip_samples")))
+        counted.num_skipped_samples += at_start
+        counted.num_padded_samples += at_end
+
+
+def seconds_shown(counted: Tally, stream: VideoStream) -> float:
+    """How long the frames are seen. Exact at a constant rate, however coarse the container's clock; 0.0 if there is
+    no time anywhere."""
+    if not counted.num_shown or stream.time_base is None:
+        return 0.0
+    span = counted.span * stream.time_base
+    if not counted.last_duration and counted.num_shown > 1:
+        span = span * counted.num_shown / (counted.num_shown - 1)
+    rate = stream.average_rate or stream.guessed_rate
+    if rate:
+        constant = counted.num_shown / Fraction(rate)
+        if not span or abs(span - constant) * rate <= Fraction(1, 2):
+            return float(constant)
+    return float(span)
+
+
+def num_samples(counted: Tally, stream: AudioStream) -> int:
+    """Per channel, as a decoder gives them."""
+    if stream.time_base is None or stream.rate <= 0:
+        return 0
+    if (Fraction(1, stream.rate) / stream.time_base).denominator == 1:
+        found = counted.duration * stream.time_base * stream.rate
+    else:
+        # Durations were rounded to the container's clock, every one of them: the sum drifts, the span does not.
+        found = counted.span * stream.time_base * stream.rate
+        whole = counted.num_shown * (stream.codec_context.frame_size or 0)
+        if whole and abs(whole - found) <= found / 20:
+            found = Fraction(whole)
+    # The demuxers have taken the padding off the last packet's duration where it is Opus, and nowhere else.
+    num_padded = 0 if stream.codec_context.name in ("opus", "libopus") else counted.num_padded_samples
+    return max(0, round(found) - counted.num_skipped_samples - num_padded)
+
+
+def lost_packets(name: str, counted: Tally) -> str:
+    """How much less there is than the container `name` declares, in words; empty if nothing is missing beyond the
+    tolerance, or if the container does not say."""
+    if name in ("MP4", "AVI") and counted.num_packets < counted.declared_packets - FRAMES:
+        return f"{counted.num_packets} of {counted.declared_packets} packets are there"
+    if name == "FLAC" and counted.stream.time_base:
+        lost_s = float((counted.declared_duration - counted.duration) * counted.stream.time_base)
+        if lost_s > AUDIO_S:
+            return f"{lost_s:.3f} s are missing"
+    return ""
+
+
+def _is_hidden_vp8(packet: Packet[Stream]) -> bool:
+    """The frame tag's `show_frame` (RFC 6386, section 9.1)."""
+    return not memoryview(packet)[0] >> 4 & 1
+
+
+def _is_hidden_vp9(packet: Packet[Stream]) -> bool:
+    """The header's `show_frame`, of a packet that is one frame (VP9 specification, sections 6.2 and annex B: a
+    superframe holds exactly one that is shown)."""
+    view = memoryview(packet)
+    if view[-1] & 0xE0 == 0xC0:
+        return False
+    bits = f"{view[0]:08b}{view[1] if len(view) > 1 else 0:08b}"
+    at = 5 if bits[2:4] == "11" else 4
+    return bits[at] == "0" and bits[at + 2] == "0"
+
+
+_HIDDEN = {"vp8": _is_hidden_vp8, "libvpx": _is_hidden_vp8, "vp9": _is_hidden_vp9, "libvpx-vp9": _is_hidden_vp9}
