@@ -26,15 +26,15 @@ from modalities.truncation import num_lost_bytes
 # FFmpeg tells its misfortunes on stderr, at length for a hostile file; what matters is raised.
 av.logging.set_level(None)
 
-PICTURE_CODECS = frozenset(
-    ("h264", "hevc", "libdav1d", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg", "theora", "h263")
-    + ("msmpeg4v3", "prores", "png")
-)
+PICTURE_CODECS = {
+    *("h264", "hevc", "libdav1d", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg", "theora", "h263"),
+    *("msmpeg4v3", "prores", "png"),
+}
 """Allow-list of decoders, by FFmpeg's names."""
-SOUND_CODECS = frozenset(
-    ("aac", "mp3", "mp3float", "mp2", "mp2float", "opus", "libopus", "vorbis", "flac", "alac", "ac3", "eac3")
-    + ("adpcm_ms", "adpcm_ima_wav")
-)
+SOUND_CODECS = {
+    *("aac", "mp3", "mp3float", "mp2", "mp2float", "opus", "libopus", "vorbis", "flac", "alac", "ac3", "eac3"),
+    *("adpcm_ms", "adpcm_ima_wav"),
+}
 """As well; and linear PCM of every form."""
 MAX_PIXELS = 2**28
 """Of one frame, for FFmpeg's own look into the streams; the deployment's limit is lower (`MediaLimits`)."""

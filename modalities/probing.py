@@ -1,0 +1,226 @@
+"""Probing media outside of the serving process: what walks a hostile container may crash, hang or grow there.
+
+Each helper process probes one file at a time, so a file that kills its helper, or runs out of time or memory, fails
+alone, and the helper is replaced. Spawned, never forked (threads of NIXL and gRPC exist); each ends with its parent.
+Knows nothing of requests and models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import NamedTuple
+
+from fabric.errors import InvalidMedia, NoCapacity, WeftError
+from fabric.helper_process import bind_to_parent, limit_memory
+from modalities.family import MediaHeader
+from modalities.registry import REGISTRY
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 60.0
+"""For a helper's interpreter and imports, on a machine under load."""
+
+
+class ProbeLimits(NamedTuple):
+    """Of one item, in a helper process. A thread of this process has none: it can't be ended."""
+
+    timeout_s: float = 20.0
+    memory_bytes: int = 2 * 2**30
+    """Of the process, as Linux counts its data; the interpreter's own is a part of it."""
+
+
+DEFAULT_LIMITS = ProbeLimits()
+
+
+class ProbePool:
+    """Probes with `num_processes` helpers (0: in one thread of this process). Lives in one event loop."""
+
+    def __init__(self, num_processes: int = 1, limits: ProbeLimits = DEFAULT_LIMITS) -> None:
+        self._limits = limits
+        # A helper belongs to the thread that spawned it, and dies with that: threads are never given up before close.
+        self._threads = ThreadPoolExecutor(max(1, num_processes), thread_name_prefix="probe")
+        self._helpers = [_Helper(limits) for _ in range(num_processes)]
+        self._idle: asyncio.LifoQueue[_Helper] = asyncio.LifoQueue()
+        for helper in self._helpers:
+            self._idle.put_nowait(helper)
+
+    async def start(self) -> None:
+        """Starts every helper, so that the first request doesn't wait for it. Raises NoCapacity if one can't be
+        started."""
+        loop = asyncio.get_running_loop()
+        await asyncio.gather(*(loop.run_in_executor(self._threads, helper.start) for helper in self._helpers))
+
+    async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
+        """What the plugin of `modality` finds; in a helper if the plugin needs one, else at once.
+
+        Waits for a helper that is idle. Raises UnsupportedModality, InvalidMedia (naming `param`) for a file that is
+        broken, kills its helper, or takes it too long or too much memory; NoCapacity if no helper can be started."""
+        plugin = REGISTRY.modality(modality)
+        if not plugin.needs_process:
+            return plugin.probe(data, param)
+        loop = asyncio.get_running_loop()
+        if not self._helpers:
+            return await loop.run_in_executor(self._threads, _probe, modality, data, param)
+        helper = await self._idle.get()
+        work = loop.run_in_executor(self._threads, helper.probe, modality, data, param)
+        work.add_done_callback(lambda _: self._idle.put_nowait(helper))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            helper.end()  # nobody waits for it any more
+            work.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise
+
+    async def close(self) -> None:
+        """Ends helpers and threads at once; what is being probed fails."""
+        for helper in self._helpers:
+            helper.close()
+        await asyncio.to_thread(self._threads.shutdown, True, cancel_futures=True)
+
+    @property
+    def num_replaced(self) -> int:
+        """Helpers that died or had to be ended, since the start."""
+        return sum(helper.num_ended for helper in self._helpers)
+
+
+class _Helper:
+    """One process and the pipe to it, used by one thread at a time."""
+
+    def __init__(self, limits: ProbeLimits) -> None:
+        self._limits = limits
+        self._process: BaseProcess | None = None
+        self._pipe: Connection | None = None
+        self._lock = threading.Lock()
+        """Holds `_item` while somebody ends the process over it, so that the next item is never hit."""
+        self._item: object | None = None
+        self._is_closed = False
+        self.num_ended = 0
+
+    def start(self) -> None:
+        """Blocks until a process is ready. Raises NoCapacity."""
+        if self._process is not None:
+            assert self._pipe is not None
+            if self._process.is_alive() and not self._pipe.poll(0):  # readable out of turn: its end, at the other end
+                return
+            self._clear()
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, os.getpid(), self._limits.memory_bytes), daemon=True, name="probe"
+        )
+        try:
+            self._process.start()
+            theirs.close()
+            is_ready = not self._is_closed and self._pipe.poll(START_TIMEOUT_S) and self._pipe.recv() is None
+        except (EOFError, OSError):
+            is_ready = False
+        if not is_ready:
+            self._clear()
+            raise NoCapacity("a helper process for probing could not be started")
+
+    def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
+        """Blocks, at most for the limit (and a start). Raises InvalidMedia, NoCapacity."""
+        pipe = self._announce(modality, param)
+        overdue = threading.Event()
+        item = self._item = object()
+        watch = threading.Timer(self._limits.timeout_s, self._end_overdue, (item, overdue))
+        watch.daemon = True
+        watch.start()
+        try:
+            pipe.send_bytes(data)
+            found: MediaHeader | WeftError = pipe.recv()
+        except (EOFError, OSError) as error:
+            self._clear()
+            self.num_ended += 1
+            if self._is_closed:
+                raise NoCapacity("this server is closing") from error
+            logger.warning("a probe of %d bytes (%s) ended its process", len(data), modality)
+            why = f"within {self._limits.timeout_s:g} s" if overdue.is_set() else "without breaking its reader"
+            raise InvalidMedia(f"{param}: the file could not be read {why}", param=param) from error
+        finally:
+            watch.cancel()
+            with self._lock:
+                self._item = None
+        if isinstance(found, WeftError):
+            raise found
+        return found
+
+    def _announce(self, modality: str, param: str) -> Connection:
+        """A file is coming. A process that died while it was idle is found out here, and no file is blamed."""
+        for _ in range(2):
+            self.start()
+            assert self._pipe is not None
+            try:
+                self._pipe.send((modality, param))
+                if self._pipe.poll(START_TIMEOUT_S) and self._pipe.recv() is None:
+                    return self._pipe
+            except (EOFError, OSError):
+                logger.warning("a process for probing died idle")
+            self._clear()
+        raise NoCapacity("helper processes for probing do not live")
+
+    def end(self) -> None:
+        """Ends the process if it is at work; from any thread. The next probe starts another."""
+        with self._lock:
+            if self._item is not None and self._process is not None:
+                self._process.kill()
+
+    def close(self) -> None:
+        """Ends the process for good."""
+        self._is_closed = True
+        if self._process is not None:
+            self._process.kill()
+
+    def _end_overdue(self, item: object, overdue: threading.Event) -> None:
+        with self._lock:
+            if self._item is item and self._process is not None:
+                overdue.set()
+                self._process.kill()
+
+    def _clear(self) -> None:
+        process, pipe = self._process, self._pipe
+        assert process is not None
+        assert pipe is not None
+        with self._lock:
+            self._process = self._pipe = self._item = None
+        process.kill()
+        process.join()
+        pipe.close()
+
+
+def _serve(pipe: Connection, parent_pid: int, memory_bytes: int) -> None:
+    """The loop of a helper process; ends when the parent closes the pipe."""
+    bind_to_parent(parent_pid)
+    limit_memory(memory_bytes)
+    pipe.send(None)
+    while True:
+        try:
+            modality, param = pipe.recv()
+            pipe.send(None)
+            data = pipe.recv_bytes()
+        except (EOFError, OSError):
+            return
+        try:
+            found: object = _probe(modality, data, param)
+        except WeftError as error:
+            found = error
+        pipe.send(found)
+
+
+def _probe(modality: str, data: bytes, param: str) -> MediaHeader:
+    try:
+        return REGISTRY.modality(modality).probe(data, param)
+    except WeftError:
+        raise
+    except MemoryError as error:
+        raise InvalidMedia(f"{param}: reading it takes more memory than it may", param=param) from error
+    except Exception as error:  # the loop of a helper process: a bug on one file must not end the others
+        logger.exception("probing a file of %d bytes (%s) failed", len(data), modality)
+        raise InvalidMedia(f"{param}: the file could not be read", param=param) from error
