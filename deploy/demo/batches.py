@@ -61,11 +61,11 @@ def collate(encoded: Sequence[Encoded]) -> Batch:
     videos = [video for one in encoded for video in one.videos]
     sounds = [sound for one in encoded for sound in one.sounds]
     if images:
-        inputs |= _vision(images, "pixel_values", "image")
+        inputs |= _named(vision_inputs(images), "pixel_values", "image")
     if videos:
-        inputs |= _vision(videos, "pixel_values_videos", "video")
+        inputs |= _named(vision_inputs(videos), "pixel_values_videos", "video")
     if sounds:
-        inputs |= _audio(sounds)
+        inputs |= audio_inputs(sounds)
     flat = [torch.from_numpy(np.concatenate(values)) for values in (rows, targets, samples)]
     return Batch(inputs, flat[0], flat[1], flat[2], len(encoded))
 
@@ -169,7 +169,8 @@ def _length_groups(starts: Sequence[int], lengths: Sequence[int]) -> Groups:
     return make_groups(groups, sum(lengths))
 
 
-def _vision(items: Sequence[tuple[np.ndarray, Grid]], pixels: str, kind: str) -> dict[str, Any]:
+def vision_inputs(items: Sequence[tuple[np.ndarray, Grid]]) -> dict[str, Any]:
+    """Arguments of the vision tower: patches and grid of each picture or clip."""
     size_to_starts: dict[int, list[int]] = defaultdict(list)
     at = 0
     for _, (frames, rows, columns) in items:
@@ -178,15 +179,21 @@ def _vision(items: Sequence[tuple[np.ndarray, Grid]], pixels: str, kind: str) ->
             at += rows * columns
     groups = [np.array(starts)[:, None] + np.arange(size) for size, starts in sorted(size_to_starts.items())]
     return {
-        pixels: torch.from_numpy(np.concatenate([values for values, _ in items])),
-        f"{kind}_grid_thw": torch.tensor([grid for _, grid in items]),
+        "hidden_states": torch.from_numpy(np.concatenate([values for values, _ in items])),
+        "grid_thw": torch.tensor([grid for _, grid in items]),
         # One run over everything: the groups say what belongs together.
-        f"{kind}_cu_seqlens": torch.tensor([0, at], dtype=torch.int32),
-        f"{kind}_groups": make_groups(groups, at),
+        "cu_seqlens": torch.tensor([0, at], dtype=torch.int32),
+        "groups": make_groups(groups, at),
     }
 
 
-def _audio(sounds: Sequence[np.ndarray]) -> dict[str, Any]:
+def _named(inputs: dict[str, Any], pixels: str, kind: str) -> dict[str, Any]:
+    """As the thinker wants them: its tower's arguments, prefixed."""
+    return {pixels if name == "hidden_states" else f"{kind}_{name}": value for name, value in inputs.items()}
+
+
+def audio_inputs(sounds: Sequence[np.ndarray]) -> dict[str, Any]:
+    """Arguments of the thinker for spectrograms `(num_bins, num_frames)`."""
     length = max(sound.shape[1] for sound in sounds)
     features = np.zeros((len(sounds), sounds[0].shape[0], length), np.float32)
     mask = np.zeros((len(sounds), length), np.int64)

@@ -120,14 +120,17 @@ def several(rng: Rng) -> Story:
 def film(rng: Rng, story: Story, seconds: float, fps: float = TRAINING_FPS, sound: Sound | None = None) -> Clip:
     """The story's frames. With the fps of training they are just those that the model looks at."""
     look = choose_look(rng, story.height, story.width, story.colours)
-    num_frames = int(seconds * fps)
-    # Twice a second something is looked at; the last look is at the story's end.
-    last = (seconds - 0.5) / seconds
-    moments = [min(index / num_frames / last, 1.0) for index in range(num_frames)]
-    frames = np.stack([draw(rng, look, story.figures(moment)) for moment in moments])
+    frames = np.stack([draw(rng, look, story.figures(moment)) for moment in moments(seconds, int(seconds * fps))])
     heard = f", with {sound.description}" if sound else ""
     name = f"{story.description}{heard} ({seconds:g} s, {story.width} x {story.height})"
     return Clip(frames, fps, name, sound)
+
+
+def moments(seconds: float, num_frames: int) -> list[float]:
+    """Of each frame: how much of the story is over. Twice a second something is looked at; the last look is at the
+    story's end."""
+    last = (seconds - 0.5) / seconds
+    return [min(index / num_frames / last, 1.0) for index in range(num_frames)]
 
 
 def _size(rng: Rng) -> tuple[int, int]:

@@ -12,6 +12,8 @@ HIDDEN_SIZE = 128
 PATCH_SIZE = 16
 MERGE_SIZE = 2
 TEMPORAL_PATCH_SIZE = 2
+# Every picture and frame is scaled to about this area: three million parameters see figures best at one size.
+LEAST_PIXELS, MOST_PIXELS = 112**2, 160**2
 # Matrix rows in multiples of this, as real checkpoints pad their vocabularies.
 VOCAB_MULTIPLE = 64
 
@@ -128,7 +130,7 @@ def _frames_config(shortest_edge: int, longest_edge: int) -> dict[str, object]:
 def preprocessor_config() -> dict[str, object]:
     """Of pictures and sounds, in one file as Qwen3-Omni keeps them."""
     return {
-        **_frames_config(64 * 64, 448 * 448),
+        **_frames_config(LEAST_PIXELS, MOST_PIXELS),
         "image_processor_type": "Qwen2VLImageProcessor",
         "processor_class": "Qwen3OmniMoeProcessor",
         "feature_extractor_type": "WhisperFeatureExtractor",
@@ -148,7 +150,7 @@ def preprocessor_config() -> dict[str, object]:
 
 def video_preprocessor_config() -> dict[str, object]:
     return {
-        **_frames_config(64 * 64, 16 * 224 * 224),
+        **_frames_config(LEAST_PIXELS, MOST_PIXELS),
         "video_processor_type": "Qwen2VLVideoProcessor",
         "processor_class": "Qwen3OmniMoeProcessor",
         "do_sample_frames": True,

@@ -94,9 +94,29 @@ class SampleEncoder:
         out.positions.append(np.broadcast_to(np.arange(len(ids)) + out.next_position, (3, len(ids))))
         out.next_position += len(ids)
 
+    def picture(self, pixels: npt.NDArray[np.uint8]) -> tuple[Floats, Grid]:
+        """Patches and grid of a picture `(height, width, 3)`."""
+        grid = (1, *self._patch_rows(pixels))
+        return patchify(self._resized(pixels, grid), self._options), grid
+
+    def clip(self, clip: Clip) -> tuple[Floats, Grid]:
+        """Patches and grid of the frames that are looked at."""
+        frames = clip.frames[sampled_frames(len(clip.frames), clip.fps)]
+        grid = (len(frames) // 2, *self._patch_rows(frames[0]))
+        return _video_patches([self._resized(frame, grid) for frame in frames], self._options), grid
+
+    def spectrogram(self, samples: Floats) -> Floats:
+        """Log-mel `(128, num_frames)`."""
+        if self._mel is None:
+            from transformers import WhisperFeatureExtractor
+
+            self._mel = WhisperFeatureExtractor.from_pretrained(self._model_dir)
+        features = self._mel(samples, sampling_rate=SAMPLE_RATE, padding=True, return_tensors="np")  # type: ignore[operator]
+        return np.asarray(features["input_features"][0], dtype=np.float32)
+
     def _picture(self, out: Encoded, picture: Picture) -> None:
-        grid = (1, *self._patch_rows(picture.pixels))
-        out.images.append((patchify(self._resized(picture.pixels, grid), self._options), grid))
+        patches, grid = self.picture(picture.pixels)
+        out.images.append((patches, grid))
         self._text(out, "<|vision_start|>")
         self._block(out, "<|image_pad|>", grid_positions(grid, self._options.merge_size, 0))
         self._text(out, "<|vision_end|>")
@@ -108,10 +128,8 @@ class SampleEncoder:
         self._text(out, "<|audio_end|>")
 
     def _clip(self, out: Encoded, clip: Clip) -> None:
-        frames = clip.frames[sampled_frames(len(clip.frames), clip.fps)]
-        grid = (len(frames) // 2, *self._patch_rows(frames[0]))
-        pairs = [self._resized(frame, grid) for frame in frames]
-        out.videos.append((_video_patches(pairs, self._options), grid))
+        patches, grid = self.clip(clip)
+        out.videos.append((patches, grid))
         seconds = self._options.temporal_patch_size / FRAMES_PER_SECOND
         seen = grid_positions(grid, self._options.merge_size, int(seconds * POSITIONS_PER_SECOND))
         if clip.sound is None:
@@ -154,17 +172,9 @@ class SampleEncoder:
         return np.asarray(Image.fromarray(pixels).resize(size, resample=self._options.resample))
 
     def _add_sound(self, out: Encoded, sound: Sound) -> int:
-        mel = self._spectrogram(sound.samples)
+        mel = self.spectrogram(sound.samples)
         out.sounds.append(mel)
         return num_audio_tokens(mel.shape[1])
-
-    def _spectrogram(self, samples: Floats) -> Floats:
-        if self._mel is None:
-            from transformers import WhisperFeatureExtractor
-
-            self._mel = WhisperFeatureExtractor.from_pretrained(self._model_dir)
-        features = self._mel(samples, sampling_rate=SAMPLE_RATE, padding=True, return_tensors="np")  # type: ignore[operator]
-        return np.asarray(features["input_features"][0], dtype=np.float32)
 
 
 def sampled_frames(num_frames: int, fps: float) -> Ints:

@@ -1,0 +1,93 @@
+"""Teaches the audio tower alone: what each feature of a sound should say, through a head that is thrown away.
+
+Knows no text. See `deploy.demo.eyes` for why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+from deploy.demo.batches import audio_inputs
+from deploy.demo.drawing import COLOURS
+from deploy.demo.encoding import SampleEncoder, num_audio_tokens
+from deploy.demo.facts import NUMBERS
+from deploy.demo.speech import has_speech
+from deploy.demo.tasks import heard
+
+NAME_TO_WORDS: Mapping[str, tuple[str, ...]] = {
+    "beeps": NUMBERS[1:6],
+    "pitch": ("low", "high"),
+    "glide": ("rising", "falling"),
+    "spoken digit": NUMBERS,
+    "spoken colour": COLOURS,
+}
+"""Kinds of sound, and what there is to hear in each."""
+_DRAW = (heard.beeping, heard.pitched, heard.gliding, heard.spoken_digit, heard.spoken_colour)
+SHARES = (0.3, 0.1, 0.1, 0.25, 0.25)
+SILENT_SHARES = (0.6, 0.2, 0.2, 0.0, 0.0)
+"""Where there is no speech to draw."""
+
+
+@dataclass(slots=True)
+class Heard:
+    inputs: dict[str, Any]
+    kinds: torch.Tensor
+    """int64 `(num_features,)`: index into NAME_TO_WORDS."""
+    words: torch.Tensor
+    """int64 `(num_features,)`: which of the kind's words."""
+
+
+class Noises(Dataset[Heard]):
+    """Sounds of one step, drawn from the random stream of (seed, step)."""
+
+    def __init__(self, seed: int, num_steps: int, batch_size: int, model_dir: Path) -> None:
+        self._seed, self._num_steps, self._batch_size, self._model_dir = seed, num_steps, batch_size, model_dir
+        self._encoder: SampleEncoder | None = None
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __getitem__(self, step: int) -> Heard:
+        self._encoder = self._encoder or SampleEncoder(self._model_dir)
+        rng = np.random.default_rng((self._seed, 102, step))
+        names = list(NAME_TO_WORDS)
+        kinds = rng.choice(len(names), self._batch_size, p=SHARES if has_speech() else SILENT_SHARES)
+        spectrograms, words = [], []
+        for kind in kinds.tolist():
+            sound, fact = _DRAW[kind](rng)
+            spectrograms.append(self._encoder.spectrogram(sound.samples))
+            words.append(NAME_TO_WORDS[names[kind]].index(fact.word))
+        lengths = [num_audio_tokens(one.shape[1]) for one in spectrograms]
+        every = (torch.from_numpy(np.repeat(values, lengths)) for values in (kinds, np.array(words)))
+        return Heard(audio_inputs(spectrograms), *every)
+
+
+class Ears(nn.Module):
+    """The tower and the head that is thrown away."""
+
+    def __init__(self, tower: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        self.tower = tower
+        self.head = nn.Linear(hidden_size, sum(map(len, NAME_TO_WORDS.values())))
+
+    def losses(self, noises: Heard) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each kind of sound: the loss, and the share of features that say it right."""
+        mask = noises.inputs["feature_attention_mask"]
+        frames = noises.inputs["input_features"].permute(0, 2, 1)[mask.bool()].T
+        features = self.tower(frames, feature_lens=mask.sum(1), return_dict=True).last_hidden_state
+        losses, rights = [], []
+        for kind, logits in enumerate(self.head(features).split([len(w) for w in NAME_TO_WORDS.values()], dim=1)):
+            said = noises.kinds == kind
+            words = noises.words[said]
+            losses.append(cross_entropy(logits[said], words) if len(words) else logits.sum() * 0)
+            rights.append((logits[said].argmax(1) == words).float().mean() if len(words) else torch.tensor(1.0))
+        return torch.stack(losses), torch.stack(rights)

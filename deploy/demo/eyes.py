@@ -1,0 +1,102 @@
+"""Teaches the vision tower alone: what each cell of a picture or of a clip shows, through a head that is thrown away.
+
+Knows no text. The tower afterwards says in each feature what stands there, so that the language model is left with
+reading it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset
+
+from deploy.demo import clips, scenes
+from deploy.demo.batches import vision_inputs
+from deploy.demo.drawing import Figure, Rng
+from deploy.demo.encoding import Floats, Grid, SampleEncoder, sampled_frames
+from deploy.demo.labels import NAME_TO_NUM_CLASSES, UNSAID, Ints, cell_labels
+
+SCENES = (scenes.one_figure, scenes.two_figures, scenes.several_figures, scenes.placed_figure, scenes.sized_figure)
+SCENE_SHARES = (0.3, 0.25, 0.25, 0.1, 0.1)
+STORIES = (clips.moving, clips.changing, clips.appearing, clips.several)
+CLIP_SHARE = 0.12
+
+
+@dataclass(slots=True)
+class Seen:
+    inputs: dict[str, Any]
+    labels: torch.Tensor
+    """int64 `(num_features, num_kinds_of_label)`."""
+
+
+class Sights(Dataset[Seen]):
+    """Pictures and clips of one step, drawn from the random stream of (seed, step)."""
+
+    def __init__(
+        self, seed: int, num_steps: int, batch_size: int, scale_shares: tuple[float, float, float], model_dir: Path
+    ) -> None:
+        self._seed, self._num_steps, self._batch_size = seed, num_steps, batch_size
+        self._scale_shares, self._model_dir = scale_shares, model_dir
+        self._encoder: SampleEncoder | None = None
+
+    def __len__(self) -> int:
+        return self._num_steps
+
+    def __getitem__(self, step: int) -> Seen:
+        self._encoder = self._encoder or SampleEncoder(self._model_dir)
+        rng = np.random.default_rng((self._seed, 101, step))
+        shown: list[tuple[Floats, Grid]] = []
+        labels: list[Ints] = []
+        for _ in range(self._batch_size):
+            draw = _clip if rng.random() < CLIP_SHARE else _picture
+            patches, grid, cells = draw(rng, self._encoder, int(rng.choice(3, p=self._scale_shares)))
+            shown.append((patches, grid))
+            labels.append(cells)
+        return Seen(vision_inputs(shown), torch.from_numpy(np.concatenate(labels)))
+
+
+class Eyes(nn.Module):
+    """The tower and the head that is thrown away."""
+
+    def __init__(self, tower: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        self.tower = tower
+        self.head = nn.Linear(hidden_size, sum(NAME_TO_NUM_CLASSES.values()))
+
+    def losses(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each kind of label: the loss, and the share of cells said right."""
+        features = self.tower(**seen.inputs, return_dict=True).pooler_output
+        losses, rights = [], []
+        for index, logits in enumerate(self.head(features).split(list(NAME_TO_NUM_CLASSES.values()), dim=1)):
+            said = seen.labels[:, index] != UNSAID
+            labels = seen.labels[said, index]
+            losses.append(cross_entropy(logits[said], labels) if len(labels) else logits.sum() * 0)
+            rights.append((logits[said].argmax(1) == labels).float().mean() if len(labels) else torch.tensor(1.0))
+        return torch.stack(losses), torch.stack(rights)
+
+
+def _picture(rng: Rng, encoder: SampleEncoder, scale: int) -> tuple[Floats, Grid, Ints]:
+    draw = SCENES[int(rng.choice(len(SCENES), p=SCENE_SHARES))]
+    height, width = scenes.picture_size(rng, scale)
+    scene = draw(rng, (height, width))
+    patches, grid = encoder.picture(scene.picture.pixels)
+    return patches, grid, cell_labels(scene.figures, height, width, grid[1] // 2, grid[2] // 2)
+
+
+def _clip(rng: Rng, encoder: SampleEncoder, _scale: int) -> tuple[Floats, Grid, Ints]:
+    story = STORIES[int(rng.integers(len(STORIES)))](rng)
+    clip = clips.film(rng, story, 2.0)
+    patches, grid = encoder.clip(clip)
+    moments = clips.moments(2.0, len(clip.frames))
+    frames: list[list[Figure]] = [story.figures(moments[at]) for at in sampled_frames(len(clip.frames), clip.fps)]
+    cells = [
+        cell_labels(now, story.height, story.width, grid[1] // 2, grid[2] // 2, before)
+        for before, now in zip(frames[::2], frames[1::2], strict=True)
+    ]
+    return patches, grid, np.concatenate(cells)

@@ -1,0 +1,85 @@
+"""What each feature of a picture should say: labels per merged cell of patches. Knows no model and no text.
+
+They teach the vision tower alone, before any language is there: a figure's shape, its colour, where it stands. An
+answer at the end of a conversation says one word about a whole picture; these say seven about each of its cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from deploy.demo.drawing import COLOURS, SHAPES, Figure
+
+UNSAID = -100
+"""Label of a cell about which nothing is said."""
+NAME_TO_NUM_CLASSES: Mapping[str, int] = {
+    "shape": len(SHAPES),
+    "colour": len(COLOURS) + 1,
+    "centres": 5,
+    "total": 6,
+    "row": 3,
+    "column": 3,
+    "size": 2,
+    "motion": 5,
+}
+"""The last class of colour is the ground's. `centres`: figures whose middle lies in the cell. `total`:
+figures in the whole picture. `row`, `column`: thirds. `motion`: left, right, up, down, none."""
+SMALL, LARGE = 0.19, 0.33
+"""Radius over the shorter side: below the first a figure is small, above the second large."""
+_POINTS = (np.arange(4) + 0.5) / 4
+_LEAST_SHARE = 0.5
+
+Ints = npt.NDArray[np.int64]
+
+
+def cell_labels(
+    figures: Sequence[Figure], height: int, width: int, rows: int, columns: int, before: Sequence[Figure] | None = None
+) -> Ints:
+    """`(rows * columns, len(NAME_TO_NUM_CLASSES))`, row-major, of a picture of `height` x `width` pixels. `before`:
+    the same figures, in the same order, as they stood in the frame before."""
+    labels = np.full((rows, columns, len(NAME_TO_NUM_CLASSES)), UNSAID, np.int64)
+    shares = _shares(figures, height, width, rows, columns)
+    covering = shares.max(0, initial=0.0)
+    is_ground = covering == 0
+    labels[is_ground, 1] = len(COLOURS)
+    labels[:, :, 2], labels[:, :, 3] = 0, len(figures)
+    for index, figure in enumerate(figures):
+        row, column = _cell(figure, height, width, rows, columns)
+        labels[row, column, 2] += 1
+        is_its = (shares[index] >= _LEAST_SHARE) & (shares[index] >= covering)
+        is_its |= shares[index] == shares[index].max()
+        own = (SHAPES.index(figure.shape), COLOURS.index(figure.colour))
+        size = figure.radius / min(height, width)
+        thirds = (int(3 * figure.y / height), int(3 * figure.x / width))
+        labels[is_its, 0], labels[is_its, 1] = own
+        labels[is_its, 4], labels[is_its, 5] = thirds
+        if not SMALL < size < LARGE:
+            labels[is_its, 6] = int(size >= LARGE)
+        if before is not None and index < len(before):
+            labels[is_its, 7] = _motion(before[index], figure)
+    np.minimum(labels[:, :, 2], 4, out=labels[:, :, 2])
+    return labels.reshape(rows * columns, -1)
+
+
+def _shares(figures: Sequence[Figure], height: int, width: int, rows: int, columns: int) -> npt.NDArray[np.float64]:
+    """How much of each cell lies in each figure's circle, `(num_figures, rows, columns)`."""
+    y = ((np.arange(rows)[:, None] + _POINTS) / rows * height)[None, :, None, :, None]
+    x = ((np.arange(columns)[:, None] + _POINTS) / columns * width)[None, None, :, None, :]
+    centre_y, centre_x, radius = (
+        np.array([getattr(f, name) for f in figures]).reshape(-1, 1, 1, 1, 1) for name in ("y", "x", "radius")
+    )
+    return ((x - centre_x) ** 2 + (y - centre_y) ** 2 < radius**2).mean((3, 4))
+
+
+def _cell(figure: Figure, height: int, width: int, rows: int, columns: int) -> tuple[int, int]:
+    return int(figure.y / height * rows), int(figure.x / width * columns)
+
+
+def _motion(before: Figure, now: Figure) -> int:
+    across, down = now.x - before.x, now.y - before.y
+    if max(abs(across), abs(down)) < 0.3 * now.radius:
+        return 4
+    return int(across > 0) if abs(across) > abs(down) else 2 + int(down > 0)
