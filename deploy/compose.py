@@ -25,10 +25,11 @@ from fabric.messages import Member
 from fabric.plane import Plane
 from llm_workers.config import WorkerConfig
 from llm_workers.tensor_parallel.shares import check_shares
-from modalities.family import Family, LanguageModel
+from modalities.family import Family, LanguageModel, MediaOptions
+from modalities.plugin import MediaLimits
 from modalities.registry import REGISTRY
 from modalities.text.codec import TextCodec
-from router.config import RouterConfig
+from router.config import MODALITY_TO_ENCODE_TIMEOUT_MS, RouterConfig
 from router.pools import Pools
 
 if TYPE_CHECKING:
@@ -168,10 +169,49 @@ def build_worker(
     )
 
 
+def media_limits(config: ClusterConfig) -> MediaLimits:
+    """What a client may send."""
+    media = config.media
+    return MediaLimits(
+        max_bytes_per_item=media.max_bytes_per_item,
+        max_image_pixels=media.max_image_pixels,
+        max_video_pixels=media.max_video_pixels,
+        max_video_seconds=media.max_video_seconds,
+        max_video_frames=media.max_video_frames,
+        max_audio_seconds=media.max_audio_seconds,
+    )
+
+
+def video_options(config: ClusterConfig) -> MediaOptions:
+    """How videos are sampled where a request does not say."""
+    media = config.media
+    return MediaOptions(
+        sampling=media.sampling,
+        fps=media.fps,
+        max_frames=media.max_frames,
+        max_tokens=media.max_video_tokens,
+        num_pooled_frames=media.num_pooled_frames,
+        keep_fraction=media.keep_fraction,
+    )
+
+
+def max_items_per_prompt(config: ClusterConfig, family: Family) -> dict[str, int]:
+    """Modality -> most items of a request. What no encoder of the cluster has loaded is not served."""
+    loaded = config.encoders.modalities if config.encoders.replicas else ()
+    limits = config.media.limit_mm_per_prompt
+    return {
+        modality: min(most, limits.get(modality, most)) if modality in loaded else 0
+        for modality, most in family.max_items.items()
+    }
+
+
 def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, pools: Pools) -> RouterService:
-    """Reads the tokenizer; needs no torch."""
+    """Reads the tokenizer; needs no torch. Its helper processes start with it."""
+    from modalities.probing import ProbePool
+    from router.intake import Intake
     from router.service import RouterService
 
+    media = config.media
     router_config = RouterConfig(
         model_name=model.name,
         block_size=config.workers.block_size,
@@ -181,9 +221,16 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         heartbeat_s=config.router.heartbeat_s,
         lease_s=config.router.lease_s,
         dispatch_timeout_s=config.router.dispatch_timeout_s,
+        media_limits=media_limits(config),
+        max_items_per_prompt=max_items_per_prompt(config, model.family),
+        video_options=video_options(config),
+        on_encode_failure=media.on_encode_failure,
+        encode_timeout_ms=MODALITY_TO_ENCODE_TIMEOUT_MS | media.encode_timeout_ms,
     )
-    codec = TextCodec.load(model.directory)
-    return RouterService(member_id, router_config, model.family, codec, plane, pools, SystemClock())
+    intake = Intake(
+        router_config, model.family, TextCodec.load(model.directory), REGISTRY, ProbePool(media.probe_processes)
+    )
+    return RouterService(member_id, router_config, intake, plane, pools, SystemClock())
 
 
 def fresh_seed() -> int:

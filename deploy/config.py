@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from deploy.yaml_marks import Mark, locate, parse_with_marks
 from fabric.errors import ConfigError
+from modalities.registry import REGISTRY
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -55,6 +56,46 @@ class RouterSection(_Section):
     heartbeat_s: float = Field(0.5, gt=0)
     lease_s: float = Field(5.0, gt=0)
     dispatch_timeout_s: float = Field(600.0, gt=0)
+
+
+def _check_modality(name: str) -> str:
+    if not REGISTRY.has_modality(name):
+        raise ValueError(f"unknown modality {name!r}; known are {', '.join(REGISTRY.modalities)}")
+    return name
+
+
+Modality = Annotated[str, AfterValidator(_check_modality)]
+
+
+class MediaSection(_Section):
+    """What clients may send, how it is sampled where a request does not say, and what happens when it fails."""
+
+    limit_mm_per_prompt: dict[Modality, Annotated[int, Field(ge=0)]] = {}
+    """Most items of a modality in one request, where it is less than what the model takes; 0 refuses it."""
+    sampling: Literal["fps", "uniform", "keyframe"] = "fps"
+    fps: float = Field(2.0, gt=0)
+    max_frames: int = Field(32, ge=1)
+    max_video_tokens: int = Field(8192, ge=1)
+    """Of all videos of a request together."""
+    num_pooled_frames: int = Field(1, ge=1)
+    """So many temporal patches are averaged into one; 1 is off."""
+    keep_fraction: float = Field(1.0, gt=0, le=1)
+    """Of a temporal patch's rows, so many are kept, evenly spread."""
+    max_bytes_per_item: Bytes = 256 * 2**20
+    max_image_pixels: int = Field(178_956_970, ge=1)
+    max_video_pixels: int = Field(8192 * 4320, ge=1)
+    """Of one frame."""
+    max_video_seconds: float = Field(3600.0, gt=0)
+    max_video_frames: int = Field(500_000, ge=1)
+    max_audio_seconds: float = Field(600.0, gt=0)
+    """Of a sound, and of a video's sound track that the model hears."""
+    probe_processes: int = Field(1, ge=0)
+    """Helpers of each router that read the headers of videos and sounds; 0: a thread of the router itself."""
+    on_encode_failure: Literal["error", "reduce", "text_only"] = "error"
+    """`reduce`: once more with every other frame, or half the sides; `text_only`: and then without the medium."""
+    encode_timeout_ms: dict[Modality, Annotated[int, Field(ge=1)]] = {}
+    """How long encoding an item may take, its wait at the encoder included; by default 10 s of a picture, 20 s of a
+    sound, 60 s of a video."""
 
 
 class EncoderSection(_Section):
@@ -110,6 +151,7 @@ class ClusterConfig(_Section):
     model: ModelSection = ModelSection()
     server: ServerSection = ServerSection()
     router: RouterSection = RouterSection()
+    media: MediaSection = MediaSection()
     encoders: EncoderSection = EncoderSection()
     workers: WorkerSection = WorkerSection()
     ray: RaySection = RaySection()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from fabric.errors import DeadlineExceeded, Unavailable, WeftError, WorkerLost
 from fabric.ids import AttemptId, MemberId
-from fabric.messages import AbortAttempt, EncodeResult, FeatureNeeded, GenerateRequest, GenerateResult
+from fabric.messages import AbortAttempt, EncodeResult, FeatureNeeded, GenerateRequest, GenerateResult, MediaItem
 from router.parts import RouterParts
 from router.planning.plan import plan_route
 from router.planning.views import RoutePlan, RouteQuery
@@ -155,6 +155,12 @@ class Attempt:
             self._parts.exclude(worker_id)
         if isinstance(error, ELSEWHERE):
             self._excluded.add(worker_id)
+
+    @property
+    def failed_items(self) -> tuple[MediaItem, ...]:
+        """Media whose encoding failed, if that is what ended the attempt."""
+        indexes = () if self._supply is None else self._supply.failed_items
+        return tuple(self._prompt.media[index] for index in indexes)
 
     def settle(self, timeout_s: float) -> None:
         """All text is there: the terminal event may take `timeout_s` from now, then nobody waits for it."""

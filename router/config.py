@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
+from modalities.family import DEFAULT_OPTIONS, MediaOptions
 from modalities.plugin import MediaLimits
 
 MIB = 2**20
+Policy = Literal["error", "reduce", "text_only"]
+"""What becomes of a request whose medium can't be encoded: see `router.ladder`."""
+MODALITY_TO_ENCODE_TIMEOUT_MS = {"image": 10_000, "audio": 20_000, "video": 60_000}
+OTHER_ENCODE_TIMEOUT_MS = 60_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,16 @@ class RouterConfig:
     max_media_items: int = 64
     max_messages: int = 4096
     media_limits: MediaLimits = field(default_factory=MediaLimits)
+    max_items_per_prompt: Mapping[str, int] = field(default_factory=dict)
+    """Modality -> most items of a request, where it is less than what the family takes; 0 refuses the modality."""
+    video_options: MediaOptions = DEFAULT_OPTIONS
+    """How videos are sampled where a request does not say; `max_tokens` is for all of a request's together."""
+    answer_tokens: int = 512
+    """What videos leave of the context for an answer of no stated length, at most an eighth of the context."""
+    on_encode_failure: Policy = "error"
+    """For requests that do not say."""
+    encode_timeout_ms: Mapping[str, int] = field(default_factory=lambda: dict(MODALITY_TO_ENCODE_TIMEOUT_MS))
+    """Modality -> how long the encoding of an item may take, its wait at the encoder included."""
     heartbeat_s: float = 0.5
     lease_s: float = 3.0
     dispatch_timeout_s: float = 600.0
@@ -51,3 +68,6 @@ class RouterConfig:
     """What Retry-After says when nobody knows better."""
     max_traces: int = 256
     max_trace_events: int = 512
+
+    def encode_timeout_s(self, modality: str) -> float:
+        return self.encode_timeout_ms.get(modality, OTHER_ENCODE_TIMEOUT_MS) / 1000

@@ -63,6 +63,7 @@ class EventStream(Response):
         writer, details = self._writer, self._details
         choices = range(len(self._stream.choices))
         await self._write(send, b"".join(writer.role(choice, details.prompt_token_ids) for choice in choices))
+        degraded = [step.to_json() for step in self._stream.degraded]
         try:
             async for deltas in self._stream:
                 events: list[bytes] = []
@@ -70,13 +71,14 @@ class EventStream(Response):
                     if delta.text:
                         events.append(writer.text(delta.choice, delta.text, details.fresh(delta.choice)))
                     if delta.finish_reason is not None:
-                        events.append(writer.finish(delta.choice, delta.finish_reason, details.fresh(delta.choice)))
+                        fresh = details.fresh(delta.choice)
+                        events.append(writer.finish(delta.choice, delta.finish_reason, fresh, degraded))
                 await self._write(send, b"".join(events))
         except WeftError as error:
             await self._write(send, error_event(error), is_last=True)
             return
         assert self._stream.usage is not None
-        usage = writer.usage(self._stream.usage) if writer.has_usage_chunk else b""
+        usage = writer.usage(self._stream.usage, degraded) if writer.has_usage_chunk else b""
         await self._write(send, usage + DONE, is_last=True)
 
     async def _write(self, send: Send, data: bytes, is_last: bool = False) -> None:

@@ -1,7 +1,8 @@
 """One request from admission to its terminal event, over as many attempts as it takes.
 
 Tokens that were sent are kept: the next attempt is told of them and goes on from there. Exactly one terminal event
-reaches the stream, whatever happens.
+reaches the stream, whatever happens. A medium that could not be encoded may be taken away before the first token
+(`ladder`): then the prompt is another, and the attempt starts anew.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from fabric.errors import (
 )
 from fabric.ids import AttemptId, MemberId
 from fabric.messages import ChoiceResult, FeatureNeeded, GenerateResult, TokenFrame
-from router.api.response import Usage
+from router.account import Account
 from router.attempt import Attempt
-from router.metrics import Timing
+from router.ladder import Ladder
 from router.parts import RouterParts
 from router.prompt import Prompt
 from router.streams import RequestStream
@@ -45,24 +46,27 @@ class Flight:
     """Runs in a task of its own; frames and messages come in from the plane's handler in the same loop."""
 
     def __init__(
-        self, parts: RouterParts, prompt: Prompt, stream: RequestStream, age: tuple[float, str], trace: RequestTrace
+        self,
+        parts: RouterParts,
+        prompt: Prompt,
+        stream: RequestStream,
+        age: tuple[float, str],
+        trace: RequestTrace,
+        ladder: Ladder,
     ) -> None:
         self.stream = stream
         self._parts = parts
         self._prompt = prompt
         self._age = age
         self._trace = trace
+        self._ladder = ladder
+        self._account = Account(parts, stream, trace)
         self._attempt: Attempt | None = None
         self._excluded: set[MemberId] = set()
         self._losses: list[WeftError] = []
         self._lost_at_s = 0.0
         self._all_finished = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._admitted_at_s = parts.clock.now()
-        self._started_at_s = self._admitted_at_s
-        self._first_token_at_s: float | None = None
-        self._last_token_at_s: dict[int, float] = {}
-        self._worker_s = 0.0
         self._told: set[int] = set()
         self._is_concluded = False
         self._on_end: Callable[[], None] = lambda: None
@@ -70,9 +74,8 @@ class Flight:
     def start(self, admitted_at_s: float, on_end: Callable[[], None]) -> None:
         """`admitted_at_s`: when the request arrived, for its timing. `on_end` is called once, after the terminal
         event."""
-        self._admitted_at_s = admitted_at_s
+        self._account.start(admitted_at_s)
         self._on_end = on_end
-        self._started_at_s = self._parts.clock.now()
         self._task = self._parts.tasks.spawn(self._run(), f"flight {self.stream.request_id}")
         self._task.add_done_callback(lambda _: self._conclude())
 
@@ -107,7 +110,7 @@ class Flight:
         before = choice.num_tokens
         text = choice.push(frame.first_index, frame.token_ids, frame.finish_reason, frame.logprobs)
         if choice.num_tokens > before:
-            self._observe_tokens(attempt, frame.choice, choice.num_tokens - before)
+            self._account.observe_tokens(attempt, frame.choice, choice.num_tokens - before)
         if choice.num_tokens > before or choice.is_finished:
             self.stream.write(frame.choice, text)
         if choice.is_cut:
@@ -134,27 +137,13 @@ class Flight:
             self._all_finished.set()
             self._attempt.settle(self._parts.config.settle_timeout_s)
 
-    def _observe_tokens(self, attempt: Attempt, choice: int, num_tokens: int) -> None:
-        assert attempt.plan is not None
-        now = self._parts.clock.now()
-        if self._first_token_at_s is None:
-            self._first_token_at_s = now
-            self._trace.add("first_token", choice=choice)
-            plan = attempt.plan
-            actual_s = now - attempt.dispatched_at_s
-            self._parts.metrics.observe_first_token(plan.predicted_ttft_s, plan.lower_bound_s, actual_s)
-        elif choice in self._last_token_at_s:
-            each_s = (now - self._last_token_at_s[choice]) / num_tokens
-            for _ in range(num_tokens):
-                self._parts.metrics.itl.observe(each_s)
-        self._last_token_at_s[choice] = now
-
     # ------------------------------------------------------------ attempts
 
     async def _run(self) -> None:
         """A process's loop for one request: whatever breaks, the stream gets its one terminal event."""
         try:
-            self.stream.finish(self._usage(await self._serve()))
+            result = await self._serve()
+            self.stream.finish(self._account.usage(self._prompt, result))
         except WeftError as error:
             self.stream.fail(error)
         except asyncio.CancelledError:
@@ -171,17 +160,21 @@ class Flight:
         if not self._is_concluded:
             self._is_concluded = True
             self.stream.fail(Aborted("the request was cancelled"))
-            self._record()
+            self._account.close(self._prompt)
             self._on_end()
 
     async def _serve(self) -> GenerateResult | None:
-        number = 0
-        while number < self._parts.config.max_attempts:
+        number = num_steps_down = 0
+        while number - num_steps_down < self._parts.config.max_attempts:
             try:
                 return await self._try(number)
             except WeftError as error:
                 if self.stream.are_choices_finished:
                     return None  # Nothing is missing but the worker's own account.
+                if await self._steps_down(error):
+                    number += 1
+                    num_steps_down += 1
+                    continue
                 if isinstance(error, NoCapacity) and self._losses:
                     if not await self._may_capacity_return():
                         raise self._verdict() from error
@@ -217,8 +210,28 @@ class Flight:
             self._parts.metrics.attempts.labels("ok").inc()
             return result
         finally:
-            self._worker_s += self._parts.clock.now() - attempt.dispatched_at_s if attempt.plan is not None else 0.0
+            self._account.attempt_ended(attempt)
             attempt.close()
+
+    async def _steps_down(self, error: WeftError) -> bool:
+        """Whether the request goes on without what could not be encoded. Never once a token was sent: an answer is
+        about one prompt."""
+        attempt = self._attempt
+        if attempt is None or self.stream.is_started or not attempt.failed_items:
+            return False
+        self._attempt = None  # what it still sends is void: its prompt is
+        below = await self._ladder.step_down(error, attempt.failed_items)
+        if below is None:
+            return False
+        self._prompt, steps = below
+        self.stream.restart(self._prompt.token_ids, self._ladder.degraded)
+        self._parts.metrics.attempts.labels("degraded").inc()
+        for step in steps:
+            self._parts.metrics.degraded.labels(step.key.modality, step.action, step.reason.code).inc()
+            self._trace.add("degraded", attempt=attempt.attempt_id.attempt, **step.to_json())
+        degraded = [step.to_json() for step in self._ladder.degraded]
+        self._trace.note(num_prompt_tokens=len(self._prompt.token_ids), degraded=degraded)
+        return True
 
     async def _settle(self, result: GenerateResult) -> None:
         """Brings the choices to the ends that the terminal event names. Frames may trail it on another way; what
@@ -276,39 +289,3 @@ class Flight:
         if self._is_to_blame:
             return EngineFailed(f"the request was given up: {len(self._losses)} workers were lost while they served it")
         return last
-
-    # ------------------------------------------------------------ the account
-
-    def _usage(self, result: GenerateResult | None) -> Usage:
-        return Usage(
-            num_prompt_tokens=len(self._prompt.token_ids),
-            num_completion_tokens=sum(choice.num_tokens for choice in self.stream.choices),
-            num_cached_tokens=0 if result is None else result.num_cached_tokens,
-            modality_to_tokens=self._prompt.modality_to_tokens,
-        )
-
-    def _record(self) -> None:
-        """Metrics and the trace's end. Side effects only on those."""
-        now = self._parts.clock.now()
-        metrics, usage, error = self._parts.metrics, self.stream.usage, self.stream.error
-        first = self._first_token_at_s
-        code = "ok" if error is None else error.code
-        timing = Timing(
-            total_s=now - self._admitted_at_s,
-            intake_s=self._started_at_s - self._admitted_at_s,
-            worker_s=self._worker_s,
-            first_token_s=None if first is None else first - self._admitted_at_s,
-        )
-        metrics.observe_request(code, timing)
-        metrics.prompt_tokens.inc(len(self._prompt.token_ids))
-        metrics.completion_tokens.inc(sum(choice.num_tokens for choice in self.stream.choices))
-        if usage is not None:
-            metrics.prefix_hit_tokens.inc(usage.num_cached_tokens)
-        self._trace.add("aborted" if isinstance(error, Aborted) else "finished", code=code)
-        self._trace.note(
-            outcome=code,
-            message=None if error is None else error.message,
-            finish_reasons=[choice.finish_reason for choice in self.stream.choices],
-            timing=timing,
-            usage=None if usage is None else usage.to_json(),
-        )

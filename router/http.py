@@ -206,7 +206,8 @@ async def collect(stream: RequestStream, head: Head, details: TokenDetails) -> b
             reasons[delta.choice] = delta.finish_reason or reasons[delta.choice]
     assert stream.usage is not None
     choices = [ChoiceText(at, "".join(pieces), reasons[at], details.fresh(at)) for at, pieces in enumerate(texts)]
-    return completion(head, choices, stream.usage, details.prompt_token_ids)
+    degraded = [step.to_json() for step in stream.degraded]
+    return completion(head, choices, stream.usage, details.prompt_token_ids, degraded)
 
 
 def completion_id(stream: RequestStream) -> str:

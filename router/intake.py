@@ -1,156 +1,125 @@
-"""From a chat request to a prompt: checked, media probed and planned, tokenised, expanded, hashed.
+"""From a chat request to a prompt: checked, media probed, then planned, tokenised, expanded and hashed.
 
-Cheap checks first; what costs (base64, hashing, tokenising) runs in a thread. Decodes no pixels. Knows no worker.
+In two halves, because the failure ladder plans a request again: `read` is done once, `plan` as often as something has
+to be left out. Cheap checks come first; what costs (base64, hashing, tokenising) runs in a thread. Decodes no pixels.
+Knows no worker.
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
-from fabric.errors import (
-    ContextLengthExceeded,
-    InvalidRequest,
-    ModelNotFound,
-    UnsupportedModality,
-)
-from fabric.messages import MediaItem, SamplingParams, StopConditions
+from fabric.errors import InvalidRequest
+from fabric.messages import SamplingParams
 from kv_index.block_hashing import prompt_block_hashes
-from modalities.family import Family, ItemPlan
-from modalities.identify import plan_media
-from modalities.plugin import ModalityPlugin
+from modalities.family import ExpandedPrompt, Family, MediaOptions
 from modalities.registry import Registry
-from router.api.content import PART_TYPE_TO_MODALITY, MediaPart, Part, TextPart, parts_of
+from modalities.text.codec import TextCodec
+from router.api.content import MediaPart, Part, TextPart, parts_of
+from router.api.media_options import video_options
 from router.api.request import ChatRequest
+from router.chat_checks import check_context, check_limits
 from router.config import RouterConfig
+from router.media_planning import NOTHING_LOST, VIDEO, ItemKey, Losses, MediaPlanner, PlannedItem
+from router.media_probing import MediaReader, ProbedMedium, Prober
 from router.prompt import Prompt
+from router.sampling import sampling_of, stop_conditions
 from router.structured import grammar_of
 
+MAX_FITTINGS = 3
+"""Times that videos are thinned out again for the text that a family writes between their frames."""
 
-class Codec(Protocol):
-    """See modalities.text.codec.TextCodec."""
 
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A request that was read: everything from which its prompt is made, once or again."""
 
-    def render(
-        self,
-        messages: list[dict[str, object]],
-        *,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, object] | None = None,
-    ) -> list[int]: ...
-
-    def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+    chat: ChatRequest
+    contents: tuple[str | list[Part], ...]
+    """Per message."""
+    media: tuple[ProbedMedium, ...]
+    video_options: MediaOptions
+    sampling: SamplingParams
+    """Drawn once: a prompt that is made again draws the same."""
 
 
 class Intake:
-    """Stateless; one per router."""
+    """Stateless but for the prober, whose life is `start` to `close`; one per router."""
 
-    def __init__(self, config: RouterConfig, family: Family, codec: Codec, registry: Registry) -> None:
+    def __init__(
+        self, config: RouterConfig, family: Family, codec: TextCodec, registry: Registry, prober: Prober
+    ) -> None:
+        self.family = family
+        self.max_items = served_items(family, config.max_items_per_prompt)
         self._config = config
-        self._family = family
-        self._codec = codec
+        self.codec = codec
         self._registry = registry
+        self._prober = prober
+        self._reader = MediaReader(config.model_name, self.max_items, config.media_limits, registry, prober)
+        self._planner = MediaPlanner(family)
+
+    async def start(self) -> None:
+        """Readies the prober, if a modality that is served needs it. Raises NoCapacity."""
+        if any(
+            self._registry.modality(name).needs_process for name in self.max_items if self._registry.has_modality(name)
+        ):
+            await self._prober.start()
+
+    async def close(self) -> None:
+        await self._prober.close()
 
     async def prepare(self, chat: ChatRequest) -> Prompt:
+        """`read` and `plan` in one."""
+        return await self.plan(await self.read(chat))
+
+    async def read(self, chat: ChatRequest) -> Draft:
         """Raises a RequestRefused, `param` naming the offending part of the request."""
-        self._check_limits(chat)
-        contents = [parts_of(message, index) for index, message in enumerate(chat.messages)]
-        media = [
-            part
-            for content in contents
-            if not isinstance(content, str)
-            for part in content
-            if isinstance(part, MediaPart)
-        ]
-        plugins = self._check_media(media)
-        return await asyncio.to_thread(self._build, chat, contents, media, plugins)
-
-    # ------------------------------------------------------------ cheap checks
-
-    def _check_limits(self, chat: ChatRequest) -> None:
-        config = self._config
-        if chat.model != config.model_name:
-            raise ModelNotFound(f"the model `{chat.model[:128]}` does not exist", param="model")
-        if chat.num_choices > config.max_num_choices:
-            raise InvalidRequest(f"n may be at most {config.max_num_choices}, not {chat.num_choices}", param="n")
-        if len(chat.messages) > config.max_messages:
-            raise InvalidRequest(f"at most {config.max_messages} messages", param="messages")
-        self._check_stops(chat)
-
-    def _check_stops(self, chat: ChatRequest) -> None:
-        config = self._config
-        stops, stop_ids = chat.stop or [], chat.stop_token_ids or []
-        if len(stops) > config.max_stop_strings:
-            raise InvalidRequest(f"at most {config.max_stop_strings} stop strings", param="stop")
-        if any(not stop or len(stop) > config.max_stop_chars for stop in stops):
-            raise InvalidRequest(f"a stop string has 1 to {config.max_stop_chars} characters", param="stop")
-        if len(stop_ids) > config.max_stop_token_ids:
-            raise InvalidRequest(f"at most {config.max_stop_token_ids} stop token ids", param="stop_token_ids")
-        if any(not 0 <= token_id < self._family.shape.vocab_size for token_id in stop_ids):
-            raise InvalidRequest("a stop token id is not in the vocabulary", param="stop_token_ids")
-
-    def _check_media(self, media: Sequence[MediaPart]) -> list[ModalityPlugin]:
-        """The plugin of each part. Only types and counts: nothing is decoded yet."""
+        vocab_size = self.family.shape.vocab_size
+        check_limits(chat, self._config, vocab_size)
+        contents = tuple(parts_of(message, index, self._is_media) for index, message in enumerate(chat.messages))
+        parts = [part for content in contents if not isinstance(content, str) for part in content]
+        media = [part for part in parts if isinstance(part, MediaPart)]
         if len(media) > self._config.max_media_items:
             raise InvalidRequest(f"at most {self._config.max_media_items} media in one request", param="messages")
-        counts: Counter[str] = Counter()
-        plugins = [self._plugin(part) for part in media]
-        for part, plugin in zip(media, plugins, strict=True):
-            counts[plugin.modality] += 1
-            most = self._family.max_items[plugin.modality]
-            if counts[plugin.modality] > most:
-                raise InvalidRequest(f"at most {most} {plugin.modality} items in one request", param=part.param)
-        return plugins
+        kwargs = chat.mm_processor_kwargs
+        probed = await self._reader.read(media, None if kwargs is None else kwargs.use_audio_in_video)
+        grammar = await asyncio.to_thread(grammar_of, chat) if chat.is_structured else ""
+        return Draft(
+            chat=chat,
+            contents=contents,
+            media=tuple(probed),
+            video_options=video_options(self._config.video_options, kwargs),
+            sampling=sampling_of(chat, vocab_size, grammar),
+        )
 
-    def _plugin(self, part: MediaPart) -> ModalityPlugin:
-        plugin = self._registry.modality_of_part(part.part_type)
-        if plugin is None or self._family.max_items.get(plugin.modality, 0) < 1:
-            modality = PART_TYPE_TO_MODALITY[part.part_type] if plugin is None else plugin.modality
-            raise UnsupportedModality(f"{self._config.model_name} takes no {modality} input", param=part.param)
-        return plugin
+    async def plan(self, draft: Draft, losses: Losses = NOTHING_LOST) -> Prompt:
+        """The prompt without what was lost. Raises a RequestRefused."""
+        return await asyncio.to_thread(self._plan, draft, losses)
 
-    # ------------------------------------------------------------ what costs (in a thread)
+    def is_reducible(self, draft: Draft, key: ItemKey, reduction: int) -> bool:
+        """Whether the item, reduced so often, would cost less if it were reduced once more."""
+        medium = next(medium for medium in draft.media if medium.part == key.part)
+        return self._planner.is_reducible(medium, key, draft.video_options, reduction)
 
-    def _build(
-        self,
-        chat: ChatRequest,
-        contents: Sequence[str | list[Part]],
-        media: Sequence[MediaPart],
-        plugins: Sequence[ModalityPlugin],
-    ) -> Prompt:
-        salt = chat.cache_salt or ""
-        grammar = grammar_of(chat)
-        items: list[MediaItem] = []
-        plans: list[ItemPlan] = []
-        files: list[bytes] = []
-        for index, (part, plugin) in enumerate(zip(media, plugins, strict=True)):
-            data = plugin.parse(part.fields, part.param, self._config.media_limits)
-            header = plugin.probe(data, part.param)
-            plugin.validate(header, self._config.media_limits, part.param)
-            planned = plan_media(self._family, data, header, index, part.param, salt)
-            items.append(planned.item)
-            plans.append(planned.plan)
-            files.append(data)
-        rendered = self._codec.render(self._messages(chat, contents))
-        self._check_context(len(rendered) - len(plans) + sum(sum(plan.unit_tokens) for plan in plans), chat)
-        expanded = self._family.expand(rendered, plans, self._codec.encode)
-        self._check_context(len(expanded.token_ids), chat)
-        hashes = prompt_block_hashes(expanded.token_ids, self._config.block_size, expanded.placeholders, items, salt)
+    # ------------------------------------------------------------ planning (in a thread)
+
+    def _plan(self, draft: Draft, losses: Losses) -> Prompt:
+        chat, longest = draft.chat, self.family.shape.max_model_len
+        rendered = self.codec.render(self._messages(draft, losses))
+        items, expanded = self._fitted(draft, losses, rendered)
+        media = tuple(planned.item for planned in items)
+        num_tokens, salt = len(expanded.token_ids), chat.cache_salt or ""
+        hashes = prompt_block_hashes(expanded.token_ids, self._config.block_size, expanded.placeholders, media, salt)
         return Prompt(
             token_ids=tuple(expanded.token_ids),
             placeholders=expanded.placeholders,
-            media=tuple(items),
-            media_bytes=tuple(files),
+            media=media,
+            media_bytes=tuple(planned.data for planned in items),
             block_hashes=tuple(hashes),
-            sampling=sampling_of(chat, self._family.shape.vocab_size, grammar),
-            stop=self._stop_conditions(chat, len(expanded.token_ids)),
+            sampling=draft.sampling,
+            stop=stop_conditions(chat, num_tokens, longest, self.codec.eos_token_ids),
             stop_strings=tuple(chat.stop or ()),
             num_choices=chat.num_choices,
             cache_salt=salt,
@@ -158,80 +127,68 @@ class Intake:
             ignored_fields=tuple(chat.ignored_fields),
         )
 
-    def _messages(self, chat: ChatRequest, contents: Sequence[str | list[Part]]) -> list[dict[str, object]]:
+    def _fitted(
+        self, draft: Draft, losses: Losses, rendered: Sequence[int]
+    ) -> tuple[list[PlannedItem], ExpandedPrompt]:
+        """Items and expanded prompt within the context. Families may write text between a video's frames (times),
+        known only afterwards: what it takes too much is taken from the videos. Raises ContextLengthExceeded."""
+        chat, longest = draft.chat, self.family.shape.max_model_len
+        written = 0
+        for _ in range(MAX_FITTINGS):
+            num_text = len(rendered) - _num_placeholders(draft, losses)
+            room = longest - num_text - self._answer_tokens(chat) - written
+            items = self._planner.plan(draft.media, draft.video_options, room, chat.cache_salt or "", losses)
+            plans = [planned.plan for planned in items]
+            check_context(num_text + sum(sum(plan.unit_tokens) for plan in plans), chat, longest)
+            expanded = self.family.expand(rendered, plans, self.codec.encode)
+            excess = len(expanded.token_ids) + self._answer_tokens(chat) - longest
+            if excess <= 0 or all(plan.modality != VIDEO for plan in plans):
+                break
+            written += excess
+        check_context(len(expanded.token_ids), chat, longest)
+        return items, expanded
+
+    def _answer_tokens(self, chat: ChatRequest) -> int:
+        """Tokens of the context that videos must leave to the answer."""
+        if chat.token_limit is not None:
+            return chat.token_limit
+        return min(self._config.answer_tokens, self.family.shape.max_model_len // 8)
+
+    # ------------------------------------------------------------ messages
+
+    def _is_media(self, part_type: str) -> bool:
+        return self._registry.modality_of_part(part_type) is not None
+
+    def _messages(self, draft: Draft, losses: Losses) -> list[dict[str, object]]:
         """Input of the chat template. `developer` is what `system` is called now; templates know the old name."""
         messages: list[dict[str, object]] = []
-        for message, content in zip(chat.messages, contents, strict=True):
+        for message, content in zip(draft.chat.messages, draft.contents, strict=True):
             role = "system" if message.role == "developer" else message.role
             entry: dict[str, object] = {
                 "role": role,
-                "content": content if isinstance(content, str) else self._parts(content),
+                "content": content if isinstance(content, str) else self._parts(content, losses),
             }
             entry |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
             messages.append(entry)
         return messages
 
-    def _parts(self, content: Sequence[Part]) -> list[dict[str, str]]:
-        return [
-            {"type": "text", "text": part.text} if isinstance(part, TextPart) else {"type": self._plugin(part).modality}
-            for part in content
-        ]
-
-    def _check_context(self, num_prompt_tokens: int, chat: ChatRequest) -> None:
-        longest = self._family.shape.max_model_len
-        if num_prompt_tokens >= longest:
-            raise ContextLengthExceeded(
-                f"this model's context is {longest} tokens; the prompt has {num_prompt_tokens}, "
-                "and room for one more is needed",
-                param="messages",
-            )
-        wanted = chat.token_limit
-        if wanted is not None and num_prompt_tokens + wanted > longest:
-            raise ContextLengthExceeded(
-                f"this model's context is {longest} tokens, but {num_prompt_tokens + wanted} were asked for "
-                f"({num_prompt_tokens} in the prompt, {wanted} to generate)",
-                param="max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens",
-            )
-
-    def _stop_conditions(self, chat: ChatRequest, num_prompt_tokens: int) -> StopConditions:
-        room = self._family.shape.max_model_len - num_prompt_tokens
-        max_tokens = room if chat.token_limit is None else chat.token_limit
-        min_tokens = chat.min_tokens or 0
-        if min_tokens > max_tokens:
-            raise InvalidRequest(
-                f"min_tokens ({min_tokens}) is above the limit of {max_tokens} tokens", param="min_tokens"
-            )
-        return StopConditions(
-            max_tokens=max_tokens,
-            eos_token_ids=tuple(self._codec.eos_token_ids),
-            stop_token_ids=tuple(chat.stop_token_ids or ()),
-            ignore_eos=bool(chat.ignore_eos),
-            min_tokens=min_tokens,
-        )
+    def _parts(self, content: Sequence[Part], losses: Losses) -> list[dict[str, str]]:
+        parts: list[dict[str, str]] = []
+        for part in content:
+            if isinstance(part, TextPart):
+                parts.append({"type": "text", "text": part.text})
+                continue
+            modality = self._reader.plugin_of(part).modality
+            if ItemKey(part.param, modality) not in losses.removed:
+                parts.append({"type": modality})
+        return parts
 
 
-def sampling_of(chat: ChatRequest, vocab_size: int, grammar: str = "") -> SamplingParams:
-    """OpenAI's defaults. A request without a seed gets one here, so that a migration draws the same. Raises
-    InvalidRequest for a bias on what is no token."""
-    return SamplingParams(
-        temperature=1.0 if chat.temperature is None else chat.temperature,
-        top_p=1.0 if chat.top_p is None else chat.top_p,
-        top_k=max(0, chat.top_k or 0),
-        seed=secrets.randbits(63) if chat.seed is None else chat.seed,
-        min_p=chat.min_p or 0.0,
-        repetition_penalty=1.0 if chat.repetition_penalty is None else chat.repetition_penalty,
-        presence_penalty=chat.presence_penalty or 0.0,
-        frequency_penalty=chat.frequency_penalty or 0.0,
-        num_top_logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
-        grammar=grammar,
-        logit_bias=tuple(_biases(chat.logit_bias or {}, vocab_size).items()),
-    )
+def served_items(family: Family, lowered: Mapping[str, int]) -> dict[str, int]:
+    """Modality -> most items per prompt: the family's, lowered by the deployment; those with none are left out."""
+    most = {modality: min(count, lowered.get(modality, count)) for modality, count in family.max_items.items()}
+    return {modality: count for modality, count in most.items() if count > 0}
 
 
-def _biases(logit_bias: Mapping[str, float], vocab_size: int) -> dict[int, float]:
-    biases: dict[int, float] = {}
-    for name, bias in logit_bias.items():
-        if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocab_size):
-            raise InvalidRequest(f"logit_bias: {name[:32]!r} is no token id of this model", param="logit_bias")
-        biases[int(name)] = bias
-    return biases
+def _num_placeholders(draft: Draft, losses: Losses) -> int:
+    return sum(ItemKey(medium.part, medium.modality) not in losses.removed for medium in draft.media)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -36,6 +36,13 @@ class RouterMetrics:
         self.attempts = self._counter("attempts", "Attempts, by how they ended.", ["outcome"])
         self.dispatch_errors = self._counter("dispatch_errors", "Calls that failed.", ["kind", "code"])
         self.frames_dropped = self._counter("frames_dropped", "Token frames not used.", ["reason"])
+        self.requests_with = self._counter("requests_with", "Requests that had such a medium.", ["modality"])
+        self.media = self._counter("media", "Items of media planned.", ["modality"])
+        self.planned_tokens = self._counter("planned_media_tokens", "Prompt tokens planned for media.", ["modality"])
+        self.probe = self._histogram("probe_seconds", "Reading the headers of one medium.", SECONDS, ["modality"])
+        self.degraded = self._counter(
+            "degraded", "Items not shown to the model as they were sent.", ["modality", "action", "reason"]
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.")
         self.prefix_hit_tokens = self._counter("prefix_hit_tokens", "Prompt tokens found in a KV cache.")
         self.covered_items = self._counter("covered_items", "Media that were not encoded: a KV cache covers them.")
@@ -57,6 +64,18 @@ class RouterMetrics:
 
     def _gauge(self, name: str, text: str, read: Callable[[], int]) -> None:
         Gauge(f"weft_router_{name}", text, registry=self.registry).set_function(read)
+
+    def observe_media(
+        self, probes: Iterable[tuple[str, float]], items: Mapping[str, int], tokens: Mapping[str, int]
+    ) -> None:
+        """Of a request whose prompt was made: (modality, seconds) per probe, items and tokens by modality."""
+        for modality, seconds in probes:
+            self.probe.labels(modality).observe(seconds)
+        for modality, num_items in items.items():
+            self.requests_with.labels(modality).inc()
+            self.media.labels(modality).inc(num_items)
+        for modality, num_tokens in tokens.items():
+            self.planned_tokens.labels(modality).inc(num_tokens)
 
     def observe_first_token(self, predicted_s: float, bound_s: float, actual_s: float) -> None:
         """Of an attempt's first token: what the planner said against what came."""

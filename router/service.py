@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from fabric.clock import Clock
@@ -27,16 +28,14 @@ from fabric.messages import (
     WorkerReport,
 )
 from fabric.plane import Plane
-from modalities.family import Family
-from modalities.registry import REGISTRY
-from modalities.text.codec import TextCodec
 from modalities.text.detokenizer import IncrementalDetokenizer, token_bytes
 from router.admission import Admission, Ticket
 from router.api.request import ChatRequest
 from router.choices import ChoiceOutput
 from router.config import RouterConfig
 from router.flight import Flight
-from router.intake import Intake
+from router.intake import Draft, Intake
+from router.ladder import Ladder
 from router.member_metrics import PlannerSeries
 from router.metrics import RouterMetrics
 from router.parts import RouterParts
@@ -56,21 +55,20 @@ class RouterService:
         self,
         member_id: MemberId,
         config: RouterConfig,
-        family: Family,
-        codec: TextCodec,
+        intake: Intake,
         plane: Plane,
         pools: Pools,
         clock: Clock,
         wall_time: Callable[[], float] = time.time,
     ) -> None:
         self.config = config
-        self.family = family
+        self.family = intake.family
         self.traces = TraceRing(config.max_traces)
         self.wall_time = wall_time
         self.admission = Admission(config.max_in_flight, config.max_bodies_bytes, config.retry_after_s)
-        shape = family.shape
-        self._codec = codec
-        self._intake = Intake(config, family, codec, REGISTRY)
+        shape = intake.family.shape
+        self._codec = intake.codec
+        self._intake = intake
         self._flights: dict[RequestId, Flight] = {}
         self._heartbeats: asyncio.Task[None] | None = None
         self._parts = RouterParts(
@@ -90,6 +88,7 @@ class RouterService:
 
     async def start(self) -> None:
         """Begins to receive, and to renew its leases."""
+        await self._intake.start()
         self._parts.plane.start(self._handle)
         self._heartbeats = self._parts.tasks.spawn(self._beat(), "router heartbeats")
 
@@ -98,6 +97,7 @@ class RouterService:
         for flight in list(self._flights.values()):
             flight.cancel()
         await self._parts.tasks.cancel_all(STOP_TIMEOUT_S)
+        await self._intake.close()
 
     def check_health(self) -> None:
         """Raises WeftError if the router can serve no more: its heartbeat has ended, or its message plane."""
@@ -121,11 +121,11 @@ class RouterService:
             self._ask_snapshot(member.member_id)
 
     def readiness(self) -> tuple[bool, dict[str, object]]:
-        """Whether a request could be served, and what is there: a worker, and an encoder for each modality that the
-        model takes."""
+        """Whether a request could be served, and what is there: a worker, and an encoder for each modality that
+        is served."""
         encoders = self._parts.of_kind("encoder")
         served = {modality for each in encoders for modality in each.modalities}
-        missing = sorted(set(self.family.max_items) - served)
+        missing = sorted(set(self._intake.max_items) - served)
         num_workers = len(self._parts.of_kind("worker"))
         is_ready = num_workers > 0 and not missing
         state: dict[str, object] = {
@@ -169,27 +169,40 @@ class RouterService:
         admitted_at_s = self._parts.clock.now()
         trace = self._trace(ticket.request_id, chat, label)
         try:
-            prompt = await self._intake.prepare(chat)
+            draft = await self._intake.read(chat)
+            prompt = await self._intake.plan(draft)
         except BaseException as error:
             self._refused(trace, error)
             if own is not None:
                 own.release()
             raise
         trace.note(num_prompt_tokens=len(prompt.token_ids), num_media=len(prompt.media), ignored=prompt.ignored_fields)
-        return self._launch(prompt, ticket.request_id, trace, admitted_at_s, own)
+        self._observe_media(draft, prompt)
+        return self._launch(draft, prompt, trace, admitted_at_s, own)
 
     def _launch(
-        self, prompt: Prompt, request_id: RequestId, trace: RequestTrace, admitted_at_s: float, own: Ticket | None
+        self, draft: Draft, prompt: Prompt, trace: RequestTrace, admitted_at_s: float, own: Ticket | None
     ) -> RequestStream:
+        request_id, intake = trace.request_id, self._intake
         choices = [
             ChoiceOutput(IncrementalDetokenizer(self._codec), prompt.stop_strings, prompt.ending_token_ids)
             for _ in range(prompt.num_choices)
         ]
         stream = RequestStream(request_id, choices, lambda: flight.cancel(), prompt.token_ids)
-        flight = Flight(self._parts, prompt, stream, (self.wall_time(), str(request_id)), trace)
+        ladder = Ladder(
+            draft.chat.on_encode_failure or self.config.on_encode_failure,
+            lambda item, reduction: intake.is_reducible(draft, item, reduction),
+            lambda losses: intake.plan(draft, losses),
+        )
+        flight = Flight(self._parts, prompt, stream, (self.wall_time(), str(request_id)), trace, ladder)
         self._flights[request_id] = flight
         flight.start(admitted_at_s, on_end=lambda: self._ended(request_id, own))
         return stream
+
+    def _observe_media(self, draft: Draft, prompt: Prompt) -> None:
+        items = Counter(item.modality for item in prompt.media)
+        probes = [(medium.modality, medium.probe_s) for medium in draft.media]
+        self._parts.metrics.observe_media(probes, items, prompt.modality_to_tokens)
 
     def _ended(self, request_id: RequestId, own: Ticket | None) -> None:
         self._flights.pop(request_id, None)

@@ -14,6 +14,7 @@ from fabric.errors import Aborted, WeftError
 from fabric.ids import RequestId
 from router.api.response import Usage
 from router.choices import ChoiceOutput
+from router.ladder import StepDown
 
 
 class Delta(NamedTuple):
@@ -47,6 +48,8 @@ class RequestStream:
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
+        self.degraded: tuple[StepDown, ...] = ()
+        """What the model was not shown as it was sent. Fixed once the stream is started."""
         self.choices = tuple(choices)
         self.usage: Usage | None = None
         self._error: WeftError | None = None
@@ -67,6 +70,11 @@ class RequestStream:
             pending.finish_reason = self.choices[choice].finish_reason
         self._started.set()
         self._news.set()
+
+    def restart(self, prompt_token_ids: tuple[int, ...], degraded: tuple[StepDown, ...]) -> None:
+        """The request goes on with another prompt. Only before the first token."""
+        assert not self.is_started, "an answer is about one prompt"
+        self.prompt_token_ids, self.degraded = prompt_token_ids, degraded
 
     def finish(self, usage: Usage) -> None:
         """The terminal event of a request that was served. Later calls of `finish` or `fail` change nothing."""

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from fabric.errors import (
     Aborted,
     Busy,
+    DeadlineExceeded,
     EncodeFailed,
     EncoderLost,
     NoCapacity,
@@ -22,6 +23,7 @@ from fabric.errors import (
 )
 from fabric.ids import AttemptId, MemberId
 from fabric.messages import AbortAttempt, Destination, EncodeRequest, EncodeResult, FeatureNeeded, ItemResult
+from router.ladder import FAILURES
 from router.parts import RouterParts
 from router.planning.plan import plan_encoding
 from router.planning.views import RoutePlan, RouteQuery
@@ -65,6 +67,8 @@ class FeatureSupply:
         self._excluded = excluded
         self._trace = trace
         self._ended = ended
+        self.failed_items: tuple[int, ...] = ()
+        """Whose encoding failed, if that is what ended the request."""
         self._calls: dict[asyncio.Task[EncodeResult], OpenCall] = {}
         self._num_encodes = [0] * len(prompt.media)
 
@@ -82,11 +86,17 @@ class FeatureSupply:
         except ELSEWHERE as error:
             self._encoder_failed(encoder_id, items, error)
             return
+        except WeftError as error:
+            self._give_up(items, error)
         self._trace.extend(result.trace)
         self._parts.cluster.observe_encode(self._dispatch.plan, result)
+        failed: dict[int, WeftError] = {}
         for each in result.items:
-            if each.error is not None:
-                self._item_failed(encoder_id, each, each.error.to_error())
+            if each.error is not None and (error := self._item_failed(encoder_id, each, each.error.to_error())):
+                failed[each.index] = error
+        if failed:
+            refused = [index for index, error in failed.items() if not isinstance(error, FAILURES)]
+            self._give_up(refused or list(failed), failed[refused[0] if refused else min(failed)])
 
     def needed(self, message: FeatureNeeded) -> None:
         """The worker lacks units after all. What an open call will still deliver is not asked for twice. Raises
@@ -116,19 +126,27 @@ class FeatureSupply:
 
     # ------------------------------------------------------------ failures
 
-    def _item_failed(self, encoder_id: MemberId, item: ItemResult, error: WeftError) -> None:
+    def _give_up(self, items: Sequence[int], error: WeftError) -> NoReturn:
+        """`error` ends the attempt, and `items` (with what else has their content) are why."""
+        hashes = {self._prompt.media[index].mm_hash for index in items}
+        self.failed_items = tuple(item.index for item in self._prompt.media if item.mm_hash in hashes)
+        error.param = error.param or self._prompt.media[min(items)].part
+        self._parts.metrics.dispatch_errors.labels("encode", error.code).inc()
+        raise error
+
+    def _item_failed(self, encoder_id: MemberId, item: ItemResult, error: WeftError) -> WeftError | None:
+        """The error, if no other encoder may do better. Raises what ends the request for another reason."""
         error.param = error.param or self._prompt.media[item.index].part
         if isinstance(error, Aborted):  # our lease had lapsed there: the encoder itself is well
             self._again((item.index,), TargetGone(f"{encoder_id} gave the attempt up"))
-            return
+            return None
         if isinstance(error, WorkerLost):  # it knows before we do that our worker has left: no encoder's fault
             self._parts.exclude(self._dispatch.plan.worker_id)
             raise error
         if isinstance(error, ELSEWHERE):
             self._encoder_failed(encoder_id, (item.index,), error)
-            return
-        self._parts.metrics.dispatch_errors.labels("encode", error.code).inc()
-        raise error
+            return None
+        return error
 
     def _encoder_failed(self, encoder_id: MemberId, items: Sequence[int], error: WeftError) -> None:
         self._parts.metrics.dispatch_errors.labels("encode", error.code).inc()
@@ -145,7 +163,7 @@ class FeatureSupply:
         spent = next((index for index in items if self._num_encodes[index] >= most), None)
         if spent is not None:
             message = f"its feature could not be delivered in {most} tries ({cause.code})"
-            raise EncodeFailed(message, param=self._prompt.media[spent].part)
+            self._give_up((spent,), EncodeFailed(message))
         query, now = self._dispatch.query(), self._parts.clock.now()
         try:
             snapshot = self._parts.cluster.snapshot(query, now)
@@ -182,8 +200,17 @@ class FeatureSupply:
             age=age,
         )
         media = [self._prompt.media_bytes[index] for index in items]
-        call = self._parts.pools.encoders.encode(encoder_id, request, media)
-        task = self._parts.tasks.spawn(call, f"encode {request_id}/{attempt}")
+        task = self._parts.tasks.spawn(self._encode(encoder_id, request, media), f"encode {request_id}/{attempt}")
         self._calls[task] = OpenCall(encoder_id, items)
         task.add_done_callback(self._ended)
         self._trace.add("dispatched", to=encoder_id, attempt=attempt, items=list(items))
+
+    async def _encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+        """The call has the time of all its items together, then it is cancelled, which frees what it holds there.
+        Raises DeadlineExceeded."""
+        limit_s = sum(self._parts.config.encode_timeout_s(item.modality) for item in request.items)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._parts.pools.encoders.encode(encoder_id, request, media)
+        except TimeoutError:
+            raise DeadlineExceeded(f"it could not be encoded within {limit_s:g} s") from None

@@ -11,12 +11,17 @@ class TokenDetails:
     """Of one answer, streamed or whole. Empty where nothing was asked for."""
 
     def __init__(self, stream: RequestStream, chat: ChatRequest, bytes_of: TokenBytes) -> None:
-        self.prompt_token_ids = stream.prompt_token_ids if chat.return_token_ids else None
+        self._stream = stream
         self._choices = stream.choices
         self._has_ids = bool(chat.return_token_ids)
         self._has_logprobs = bool(chat.logprobs)
         self._bytes_of = bytes_of
         self._num_told = [0] * len(stream.choices)
+
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...] | None:
+        """Final once the stream is started: a prompt may be made again before."""
+        return self._stream.prompt_token_ids if self._has_ids else None
 
     def fresh(self, choice: int) -> dict[str, object]:
         """Fields of a choice for the tokens that no call has given yet. Remembers them as given."""

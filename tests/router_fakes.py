@@ -33,10 +33,13 @@ from modalities.family import (
     ModelShape,
 )
 from modalities.placeholders import expand_placeholders
+from modalities.registry import REGISTRY, Registry
 from modalities.text.codec import TextCodec
 from modalities.text.detokenizer import LETTER_TO_BYTE
 from modalities.text.template import ChatTemplate
 from router.config import RouterConfig
+from router.intake import Intake
+from router.media_probing import NoProber
 from router.pools import Pools
 from router.service import RouterService
 
@@ -116,7 +119,13 @@ class FakeCluster:
     """A started router service and its members. `members` may be changed; `publish` tells the router."""
 
     def __init__(
-        self, num_workers: int, num_encoders: int, config: RouterConfig, family: Family, codec: TextCodec
+        self,
+        num_workers: int,
+        num_encoders: int,
+        config: RouterConfig,
+        family: Family,
+        codec: TextCodec,
+        registry: Registry,
     ) -> None:
         self.hub = LocalHub()
         self.codec = codec
@@ -129,8 +138,7 @@ class FakeCluster:
         self.service = RouterService(
             MemberId("router-0"),
             config,
-            family,
-            self.codec,
+            Intake(config, family, self.codec, registry, NoProber()),
             self.plane,
             Pools(self.pools, self.pools),
             SystemClock(),
@@ -154,6 +162,7 @@ async def fake_cluster(
     num_encoders: int = 1,
     max_model_len: int = 2048,
     model: tuple[Family, TextCodec] | None = None,
+    registry: Registry = REGISTRY,
     **settings: object,
 ) -> AsyncIterator[FakeCluster]:
     """A cluster whose members the router knows; asserts at the end that nothing is left in flight. `model` takes the
@@ -162,7 +171,7 @@ async def fake_cluster(
     defaults: dict[str, object] = {"heartbeat_s": 60.0, **waits}
     config = RouterConfig(model_name=MODEL, **(defaults | settings))  # type: ignore[arg-type]
     family, codec = model or (TinyFamily(max_model_len), tiny_codec())
-    cluster = FakeCluster(num_workers, num_encoders, config, family, codec)  # type: ignore[arg-type]
+    cluster = FakeCluster(num_workers, num_encoders, config, family, codec, registry)  # type: ignore[arg-type]
     for each in (*cluster.workers, *cluster.encoders):
         each.plane.start(each.handle)
     await cluster.service.start()

@@ -5,7 +5,7 @@ Checks shapes only; what a medium holds is its plugin's, whether the model takes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from fabric.errors import InvalidRequest
@@ -34,8 +34,13 @@ class MediaPart(NamedTuple):
 Part = TextPart | MediaPart
 
 
-def parts_of(message: ChatMessage, index: int) -> str | list[Part]:
-    """The content of message `index`. Raises InvalidRequest."""
+def _is_none(part_type: str) -> bool:
+    return False
+
+
+def parts_of(message: ChatMessage, index: int, is_media: Callable[[str], bool] = _is_none) -> str | list[Part]:
+    """The content of message `index`. `is_media`: part types beyond the common ones that somebody parses. Raises
+    InvalidRequest."""
     path = f"messages.{index}"
     if (message.model_extra or {}).get("tool_calls"):
         raise InvalidRequest("tool calls are not supported by this server", param=f"{path}.tool_calls")
@@ -46,10 +51,10 @@ def parts_of(message: ChatMessage, index: int) -> str | list[Part]:
         return ""
     if not isinstance(content, Sequence) or not content:
         raise InvalidRequest("content must be a string or a non-empty array of parts", param=f"{path}.content")
-    return [_part(part, f"{path}.content.{at}") for at, part in enumerate(content)]
+    return [_part(part, f"{path}.content.{at}", is_media) for at, part in enumerate(content)]
 
 
-def _part(part: object, param: str) -> Part:
+def _part(part: object, param: str, is_media: Callable[[str], bool]) -> Part:
     if not isinstance(part, Mapping):
         raise InvalidRequest("a content part must be an object", param=param)
     kind = part.get("type")
@@ -60,6 +65,6 @@ def _part(part: object, param: str) -> Part:
         return TextPart(text)
     if not isinstance(kind, str):
         raise InvalidRequest("a content part needs a string under `type`", param=param)
-    if kind not in PART_TYPE_TO_MODALITY:
+    if kind not in PART_TYPE_TO_MODALITY and not is_media(kind):
         raise InvalidRequest(f"unknown content part type `{kind[:64]}`", param=param)
     return MediaPart(kind, part, param)

@@ -63,7 +63,6 @@ PARAM_TO_NEUTRAL: dict[str, Neutral] = {
     "documents": _is_empty,
     "chat_template": _is_empty,
     "chat_template_kwargs": _is_empty,
-    "mm_processor_kwargs": _is_empty,
     "media_io_kwargs": _is_empty,
     "logits_processors": _is_empty,
     "guided_grammar": _is_empty,

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fabric.errors import InvalidRequest
+from router.api.media_options import MediaKwargs, check_media_kwargs
 from router.api.refusals import refuse_unsupported
 
 INT64_MAX = 2**63 - 1
@@ -72,6 +73,10 @@ class ChatRequest(BaseModel):
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
+    mm_processor_kwargs: MediaKwargs | None = None
+    """vLLM's: how the request's videos are sampled."""
+    on_encode_failure: Literal["error", "reduce", "text_only"] | None = None
+    """What becomes of the request if a medium can't be encoded; by default what the deployment says."""
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     return_token_ids: bool | None = None
@@ -90,6 +95,12 @@ class ChatRequest(BaseModel):
     @property
     def num_choices(self) -> int:
         return 1 if self.n is None else self.n
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether the output may have to match something (see `router.structured`)."""
+        asked = (self.response_format, self.structured_outputs, self.guided_json, self.guided_regex, self.guided_choice)
+        return any(each is not None for each in asked)
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -111,6 +122,8 @@ def parse_chat(body: bytes) -> ChatRequest:
     refuse_unsupported(chat.model_extra or {})
     if chat.top_logprobs and not chat.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    if chat.mm_processor_kwargs is not None:
+        check_media_kwargs(chat.mm_processor_kwargs)
     return chat
 
 
@@ -121,5 +134,7 @@ def _refusal(error: ValidationError) -> InvalidRequest:
     param = ".".join(str(step)[:64] for step in first["loc"]) or None
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is required", param=param)
+    if first["type"] == "extra_forbidden":
+        return InvalidRequest(f"{param} is not supported by this server", param=param)
     subject = "the body" if param is None else param
     return InvalidRequest(f"{subject}: {first['msg']}", param=param)

@@ -13,6 +13,10 @@ from router.api.errors import error_object
 DONE = b"data: [DONE]\n\n"
 
 
+Degraded = Sequence[Mapping[str, object]]
+"""One object per medium that was reduced or removed."""
+
+
 class Usage(NamedTuple):
     """Exact counts of one request. `num_completion_tokens` is over all choices, each up to its stop."""
 
@@ -56,7 +60,11 @@ class Head(NamedTuple):
 
 
 def completion(
-    head: Head, choices: Sequence[ChoiceText], usage: Usage, prompt_token_ids: Sequence[int] | None = None
+    head: Head,
+    choices: Sequence[ChoiceText],
+    usage: Usage,
+    prompt_token_ids: Sequence[int] | None = None,
+    degraded: Degraded = (),
 ) -> bytes:
     """The body of an answer that isn't streamed. `prompt_token_ids` only if the client asked for them."""
     listed = [
@@ -69,7 +77,7 @@ def completion(
         | (each.details or {})
         for each in choices
     ]
-    whole = {"choices": listed, "usage": usage.to_json()} | _ids(prompt_token_ids)
+    whole = {"choices": listed, "usage": usage.to_json()} | _ids(prompt_token_ids) | _weft(degraded)
     return msgspec.json.encode(_object(head, "chat.completion") | whole)
 
 
@@ -82,16 +90,19 @@ class ChunkWriter:
         self._usage: dict[str, object] = {"usage": None} if has_usage_chunk else {}
 
     def role(self, choice: int, prompt_token_ids: Sequence[int] | None = None) -> bytes:
-        return self._chunk(choice, {"role": "assistant", "content": ""}, None, prompt_token_ids=prompt_token_ids)
+        return self._chunk(choice, {"role": "assistant", "content": ""}, None, extra=_ids(prompt_token_ids))
 
     def text(self, choice: int, text: str, details: Mapping[str, object] | None = None) -> bytes:
         return self._chunk(choice, {"content": text}, None, details)
 
-    def finish(self, choice: int, reason: str, details: Mapping[str, object] | None = None) -> bytes:
-        return self._chunk(choice, {}, reason, details)
+    def finish(
+        self, choice: int, reason: str, details: Mapping[str, object] | None = None, degraded: Degraded = ()
+    ) -> bytes:
+        return self._chunk(choice, {}, reason, details, extra=_weft(degraded))
 
-    def usage(self, usage: Usage) -> bytes:
-        return _event(_object(self._head, "chat.completion.chunk") | {"choices": [], "usage": usage.to_json()})
+    def usage(self, usage: Usage, degraded: Degraded = ()) -> bytes:
+        last = {"choices": [], "usage": usage.to_json()} | _weft(degraded)
+        return _event(_object(self._head, "chat.completion.chunk") | last)
 
     def _chunk(
         self,
@@ -99,10 +110,10 @@ class ChunkWriter:
         delta: dict[str, str],
         finish_reason: str | None,
         details: Mapping[str, object] | None = None,
-        prompt_token_ids: Sequence[int] | None = None,
+        extra: Mapping[str, object] | None = None,
     ) -> bytes:
         entry = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        whole = {"choices": [entry | (details or {})]} | self._usage | _ids(prompt_token_ids)
+        whole = {"choices": [entry | (details or {})]} | self._usage | dict(extra or {})
         return _event(_object(self._head, "chat.completion.chunk") | whole)
 
 
@@ -117,6 +128,11 @@ def model_object(name: str, created: int, max_model_len: int) -> dict[str, objec
 
 def _ids(prompt_token_ids: Sequence[int] | None) -> dict[str, object]:
     return {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
+
+
+def _weft(degraded: Degraded) -> dict[str, object]:
+    """Weft's own part of an answer: what the model was not shown as it was sent."""
+    return {"weft": {"degraded": list(degraded)}} if degraded else {}
 
 
 def _object(head: Head, kind: str) -> dict[str, object]:

@@ -1,0 +1,90 @@
+"""The failure ladder: what becomes of a request whose medium could not be encoded. Smaller, then without it, or an
+error; each step down ends the attempt and plans a new prompt, and the answer says so.
+
+    on_encode_failure   steps
+    error               none: the failure is the answer (the default)
+    reduce              the item once at half its size (every other frame, half the side of a picture)
+    text_only           the same, and if that fails too, or can't be done, without the item
+
+Knows neither attempts nor tokens; what an item would become is asked of the intake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
+
+from fabric.errors import DeadlineExceeded, EncodeFailed, WeftError
+from fabric.messages import MediaItem
+from router.config import Policy
+from router.media_planning import NOTHING_LOST, ItemKey, Losses
+from router.prompt import Prompt
+
+REDUCED, REMOVED = "reduced", "removed"
+FAILURES = (EncodeFailed, DeadlineExceeded)
+"""What an encoder may not have with less work. Never a broken medium, nor a member that was lost."""
+MAX_REDUCTIONS = 1
+
+
+class StepDown(NamedTuple):
+    """Something the model was not shown as it was sent."""
+
+    key: ItemKey
+    action: str
+    """`reduced` or `removed`."""
+    reason: WeftError
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "part": self.key.part,
+            "modality": self.key.modality,
+            "action": self.action,
+            "reason": self.reason.code,
+            "message": self.reason.message,
+        }
+
+
+class Ladder:
+    """Of one request. `is_reducible(item, times)`: whether the item, reduced so often, could be reduced once more;
+    `replan` makes the prompt without what was lost."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        is_reducible: Callable[[ItemKey, int], bool],
+        replan: Callable[[Losses], Awaitable[Prompt]],
+    ) -> None:
+        self.degraded: tuple[StepDown, ...] = ()
+        """The last step of each item, in order of their first."""
+        self._policy = policy
+        self._is_reducible = is_reducible
+        self._replan = replan
+        self._losses = NOTHING_LOST
+
+    async def step_down(self, error: WeftError, items: Sequence[MediaItem]) -> tuple[Prompt, list[StepDown]] | None:
+        """The prompt below, and the steps that lead there, after `items` failed with `error`. Those that can be
+        reduced are; only if none can they are removed. None if the policy ends here, and nothing is changed then."""
+        if self._policy == "error" or not items or not isinstance(error, FAILURES):
+            return None
+        keys = list(dict.fromkeys(ItemKey(item.part, item.modality) for item in items))
+        smaller = [key for key in keys if self._can_reduce(key)]
+        if not smaller and self._policy != "text_only":
+            return None
+        steps = [StepDown(key, REDUCED if smaller else REMOVED, error) for key in smaller or keys]
+        losses = self._with(steps)
+        prompt = await self._replan(losses)
+        self._losses = losses
+        self.degraded = tuple(
+            ({step.key: step for step in self.degraded} | {step.key: step for step in steps}).values()
+        )
+        return prompt, steps
+
+    def _can_reduce(self, key: ItemKey) -> bool:
+        times = self._losses.item_to_reduction.get(key, 0)
+        return times < MAX_REDUCTIONS and self._is_reducible(key, times)
+
+    def _with(self, steps: Sequence[StepDown]) -> Losses:
+        before = self._losses
+        reduced = {step.key: before.item_to_reduction.get(step.key, 0) + 1 for step in steps if step.action == REDUCED}
+        removed = {step.key for step in steps if step.action == REMOVED}
+        return Losses({**before.item_to_reduction, **reduced}, before.removed | removed)

@@ -1,0 +1,120 @@
+"""From probed media to items with plans, within the context: what is fixed first, then the videos share what is left.
+
+A video may become two items, its pictures and its sound. What the failure ladder took away is left out here, or
+planned smaller. Decodes nothing; knows no request but its media and their wishes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from fabric.errors import InvalidMedia
+from fabric.messages import MediaItem
+from modalities.family import DEFAULT_OPTIONS, Family, ItemPlan, MediaHeader, MediaOptions
+from modalities.identify import plan_media
+from router.media_budget import share_tokens
+from router.media_probing import SOUND, ProbedMedium
+
+VIDEO = "video"
+"""The modality whose frames are thinned out to fit."""
+
+
+class ItemKey(NamedTuple):
+    """An item of a request, however often it is planned: a part has one per modality."""
+
+    part: str
+    modality: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Losses:
+    """What the failure ladder took away so far."""
+
+    item_to_reduction: Mapping[ItemKey, int] = dataclasses.field(default_factory=dict)
+    """As `MediaOptions.reduction`."""
+    removed: frozenset[ItemKey] = frozenset()
+
+
+NOTHING_LOST = Losses()
+
+
+class PlannedItem(NamedTuple):
+    plan: ItemPlan
+    item: MediaItem
+    data: bytes
+
+
+class _Wanted(NamedTuple):
+    """An item before it is planned."""
+
+    medium: ProbedMedium
+    modality: str
+    header: MediaHeader
+    options: MediaOptions
+    anchor: int
+
+
+class MediaPlanner:
+    """Stateless; one per router. `video_options` of a call are the deployment's and the request's wishes."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+
+    def plan(
+        self, media: Sequence[ProbedMedium], video_options: MediaOptions, room: int, salt: str, losses: Losses
+    ) -> list[PlannedItem]:
+        """`room`: tokens that all media together may have in the context. Videos get what the others leave of it, at
+        most `video_options.max_tokens` together; one that has fewer frames than its share keeps its options, and so
+        its identity. Others are planned as they are, whether they fit or not. Raises InvalidMedia naming the part."""
+        wanted = self._wanted(media, video_options, losses)
+        plans = [self._plan(each) for each in wanted]
+        at = [index for index, each in enumerate(wanted) if each.modality == VIDEO]
+        others = sum(sum(plan.unit_tokens) for index, plan in enumerate(plans) if index not in set(at))
+        tokens = [sum(plans[index].unit_tokens) for index in at]
+        shares = share_tokens(tokens, min(room - others, video_options.max_tokens))
+        for index, share, natural in zip(at, shares, tokens, strict=True):
+            if share < natural:
+                options = dataclasses.replace(wanted[index].options, max_tokens=max(1, share))
+                wanted[index] = wanted[index]._replace(options=options)
+        return [self._item(index, each, salt) for index, each in enumerate(wanted)]
+
+    def is_reducible(self, medium: ProbedMedium, key: ItemKey, video_options: MediaOptions, reduction: int) -> bool:
+        """Whether the item would cost less, reduced once more than `reduction` times. (A sound never does; nor does
+        a picture that is as small as the model takes them.)"""
+        losses = [Losses({key: times}) for times in (reduction, reduction + 1)]
+        now, less = (
+            next(each for each in self._wanted([medium], video_options, loss) if each.modality == key.modality)
+            for loss in losses
+        )
+        return self._plan(less).cost < self._plan(now).cost
+
+    # ------------------------------------------------------------ inside
+
+    def _wanted(self, media: Sequence[ProbedMedium], video_options: MediaOptions, losses: Losses) -> list[_Wanted]:
+        wanted: list[_Wanted] = []
+        for medium in media:
+            key = ItemKey(medium.part, medium.modality)
+            if key in losses.removed:
+                continue
+            options = video_options if medium.modality == VIDEO else DEFAULT_OPTIONS
+            options = dataclasses.replace(options, reduction=losses.item_to_reduction.get(key, 0))
+            anchor = len(wanted)
+            wanted.append(_Wanted(medium, medium.modality, medium.header, options, -1))
+            if medium.sound is not None and ItemKey(medium.part, SOUND) not in losses.removed:
+                wanted.append(_Wanted(medium, SOUND, medium.sound, DEFAULT_OPTIONS, anchor))
+        return wanted
+
+    def _plan(self, wanted: _Wanted) -> ItemPlan:
+        try:
+            return self._family.plan(wanted.header, wanted.options)
+        except InvalidMedia as error:
+            raise InvalidMedia(f"{wanted.medium.part}: {error.message}", param=wanted.medium.part) from error
+
+    def _item(self, index: int, wanted: _Wanted, salt: str) -> PlannedItem:
+        medium = wanted.medium
+        planned = plan_media(
+            self._family, medium.data, wanted.header, index, medium.part, salt, wanted.options, wanted.anchor
+        )
+        return PlannedItem(planned.plan, planned.item, medium.data)

@@ -1,0 +1,150 @@
+"""The media of a request, read as far as their headers: counted, parsed, probed, held against the limits.
+
+Types and counts first, before a byte is decoded. Probes that walk containers run in a process that may be killed.
+Knows no model but by what it takes (modality -> most items), and no tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from fabric.errors import InvalidRequest, UnsupportedModality
+from modalities.family import AudioHeader, MediaHeader, VideoHeader
+from modalities.plugin import MediaLimits, ModalityPlugin
+from modalities.registry import Registry
+from router.api.content import PART_TYPE_TO_MODALITY, MediaPart
+
+SOUND = "audio"
+"""The modality of a video's sound track."""
+
+
+class Prober(Protocol):
+    """See modalities.probing.ProbePool."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
+        """`ModalityPlugin.probe`, in a process of its own. Raises InvalidMedia, NoCapacity if there is none."""
+        ...
+
+
+class ProbedMedium(NamedTuple):
+    """One part of the request that is a medium."""
+
+    part: str
+    """Its path, `messages.0.content.1`."""
+    modality: str
+    data: bytes
+    """The encoded file."""
+    header: MediaHeader
+    sound: AudioHeader | None
+    """The sound track that the model is to hear, of a video."""
+    probe_s: float
+
+
+class MediaReader:
+    """Stateless but for the prober; one per router. `max_items`: modality -> most items of a request; a modality
+    without a row, or with 0, is not served."""
+
+    def __init__(
+        self, model_name: str, max_items: Mapping[str, int], limits: MediaLimits, registry: Registry, prober: Prober
+    ) -> None:
+        self.max_items = max_items
+        self._model_name = model_name
+        self._limits = limits
+        self._registry = registry
+        self._prober = prober
+
+    async def read(self, parts: Sequence[MediaPart], hears_videos: bool | None = None) -> list[ProbedMedium]:
+        """One per part, in order. `hears_videos`: whether sound tracks count; by default they do if the model takes
+        both. Raises UnsupportedModality, InvalidRequest, InvalidMedia, naming the first part that is at fault."""
+        plugins = self._check_types(parts)
+        has_hearing = self._has_hearing(hears_videos)
+        if not parts:
+            return []
+        files = await asyncio.to_thread(self._parse, parts, plugins)
+        probes = (self._probe(part, plugin, data) for part, plugin, data in zip(parts, plugins, files, strict=True))
+        outcomes = await asyncio.gather(*probes, return_exceptions=True)
+        media: list[ProbedMedium] = []
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+            media.append(outcome._replace(sound=self._sound(outcome) if has_hearing else None))
+        self._check_counts([(medium.part, SOUND) for medium in media if medium.sound], media)
+        return media
+
+    def plugin_of(self, part: MediaPart) -> ModalityPlugin:
+        """Raises UnsupportedModality, InvalidRequest for a type that nobody knows."""
+        plugin = self._registry.modality_of_part(part.part_type)
+        if plugin is None and part.part_type not in PART_TYPE_TO_MODALITY:
+            raise InvalidRequest(f"unknown content part type `{part.part_type[:64]}`", param=part.param)
+        if plugin is None or self.max_items.get(plugin.modality, 0) < 1:
+            modality = PART_TYPE_TO_MODALITY[part.part_type] if plugin is None else plugin.modality
+            raise UnsupportedModality(f"{self._model_name} takes no {modality} input", param=part.param)
+        return plugin
+
+    # ------------------------------------------------------------ types and counts
+
+    def _check_types(self, parts: Sequence[MediaPart]) -> list[ModalityPlugin]:
+        plugins = [self.plugin_of(part) for part in parts]
+        self._check_counts([(part.param, plugin.modality) for part, plugin in zip(parts, plugins, strict=True)])
+        return plugins
+
+    def _check_counts(self, items: Sequence[tuple[str, str]], probed: Sequence[ProbedMedium] = ()) -> None:
+        """`items`: (part, modality), to be counted on top of those that were probed."""
+        counts = Counter(medium.modality for medium in probed)
+        for part, modality in items:
+            counts[modality] += 1
+            most = self.max_items[modality]
+            if counts[modality] > most:
+                tracks = ", the sound tracks of videos among them" if probed else ""
+                raise InvalidRequest(f"at most {most} {modality} items in one request{tracks}", param=part)
+
+    # ------------------------------------------------------------ headers
+
+    def _parse(self, parts: Sequence[MediaPart], plugins: Sequence[ModalityPlugin]) -> list[bytes]:
+        return [
+            plugin.parse(part.fields, part.param, self._limits) for part, plugin in zip(parts, plugins, strict=True)
+        ]
+
+    async def _probe(self, part: MediaPart, plugin: ModalityPlugin, data: bytes) -> ProbedMedium:
+        clock = asyncio.get_running_loop()
+        started_s = clock.time()
+        if plugin.needs_process:
+            header = await self._prober.probe(plugin.modality, data, part.param)
+        else:
+            header = await asyncio.to_thread(plugin.probe, data, part.param)
+        plugin.validate(header, self._limits, part.param)
+        return ProbedMedium(part.param, plugin.modality, data, header, None, clock.time() - started_s)
+
+    def _has_hearing(self, wanted: bool | None) -> bool:
+        can_hear = self.max_items.get(SOUND, 0) > 0
+        if wanted and not can_hear:
+            path = "mm_processor_kwargs.use_audio_in_video"
+            raise UnsupportedModality(f"{self._model_name} takes no {SOUND} input", param=path)
+        return can_hear if wanted is None else wanted
+
+    def _sound(self, medium: ProbedMedium) -> AudioHeader | None:
+        """The sound track that counts, within the limits of sounds. Raises InvalidMedia."""
+        sound = medium.header.sound if isinstance(medium.header, VideoHeader) else None
+        if sound is not None and self._registry.has_modality(SOUND):
+            self._registry.modality(SOUND).validate(sound, self._limits, medium.part)
+        return sound
+
+
+class NoProber:
+    """For registries whose plugins all probe in this process."""
+
+    async def start(self) -> None:
+        return
+
+    async def close(self) -> None:
+        return
+
+    async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
+        raise UnsupportedModality(f"no process is there to probe {modality}", param=param)
