@@ -34,14 +34,23 @@ def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def read_image_processor(model_dir: Path) -> Mapping[str, Any]:
     """From processor_config.json (nested) or preprocessor_config.json, in transformers' order. Raises ConfigError."""
-    path = model_dir / "processor_config.json"
-    if path.exists():
-        nested = read_json(path)[1].get("image_processor")
-        if isinstance(nested, Mapping):
-            return nested
-    return read_json(model_dir / "preprocessor_config.json")[1]
+    return _read_processor(model_dir, "image_processor")
+
+
+def read_feature_extractor(model_dir: Path) -> Mapping[str, Any]:
+    """Of sounds; places and order as with images, the file of both often the same. Raises ConfigError."""
+    return _read_processor(model_dir, "feature_extractor")
 
 
 def model_id(model_dir: Path, config: bytes) -> str:
     """Name of the directory and digest of its config.json."""
     return f"{model_dir.resolve().name}@{blake3.blake3(config).hexdigest(length=8)}"
+
+
+def _read_processor(model_dir: Path, name: str) -> Mapping[str, Any]:
+    path = model_dir / "processor_config.json"
+    if path.exists():
+        nested = read_json(path)[1].get(name)
+        if isinstance(nested, Mapping):
+            return nested
+    return read_json(model_dir / "preprocessor_config.json")[1]

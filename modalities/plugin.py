@@ -76,15 +76,20 @@ def part_url(part: Mapping[str, object], field: str, param: str) -> str:
 def decode_data_url(url: str, param: str, max_bytes: int) -> bytes:
     """Bytes of a base64 `data:` URL (RFC 2397, RFC 4648 without line breaks or missing padding).
 
-    The size is known from the length of the text, so what is too large is refused before it is decoded. The declared
-    type is not looked at: the bytes say what they are. Raises InvalidRequest for other URLs, InvalidMedia for a
-    payload that is not base64, empty or larger than `max_bytes`."""
+    The declared type is not looked at: the bytes say what they are. Raises InvalidRequest for other URLs, InvalidMedia
+    for a payload that is not base64, empty or larger than `max_bytes`."""
     scheme, colon, rest = url.partition(":")
     if not colon or scheme.lower() != "data":
         raise InvalidRequest(f"{param}: only data: URLs are enabled", param=param)
     head, comma, payload = rest.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise InvalidRequest(f"{param}: a data: URL must read data:<type>;base64,<payload>", param=param)
+    return decode_base64(payload, param, max_bytes)
+
+
+def decode_base64(payload: str, param: str, max_bytes: int) -> bytes:
+    """RFC 4648, without line breaks or missing padding. The size is known from the length of the text, so what is too
+    large is refused before it is decoded. Raises InvalidMedia as `decode_data_url` does."""
     num_bytes = len(payload) * 3 // 4 - payload[-2:].count("=")
     if num_bytes > max_bytes:
         raise InvalidMedia(f"{param}: {num_bytes} bytes are more than the limit of {max_bytes}", param=param)

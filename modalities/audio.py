@@ -1,0 +1,176 @@
+"""The audio modality: `input_audio` and `audio_url` parts, headers, and samples, with FFmpeg's codecs (PyAV).
+
+Knows no model: the rate that a family hears at is an argument, spectrograms are made in `modalities.mel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+
+import av
+import numpy as np
+import numpy.typing as npt
+from av.audio.frame import AudioFrame
+from av.audio.stream import AudioStream
+from av.container import InputContainer
+from av.error import BlockingIOError as NothingYet
+from av.error import EOFError as NothingMore
+from av.filter import Graph
+
+from fabric.errors import InvalidMedia, InvalidRequest
+from modalities.container import open_container, sound_header, sound_stream
+from modalities.family import AudioHeader, MediaHeader
+from modalities.plugin import MediaLimits, decode_base64, decode_data_url, part_url
+from modalities.tolerance import AUDIO_S
+
+Samples = npt.NDArray[np.float32]
+
+# Flat to 7.4 kHz and 100 dB down from 8.5 kHz on at 16 kHz; the default loses 3 dB at 7.5 kHz and folds back at -26.
+_RESAMPLER = "{rate}:filter_size=128:cutoff=0.97"
+_BLOCK_SAMPLES = 1 << 16
+_LOUDEST = 1e6
+"""Of full scale: a file of floating-point samples that are louder is broken."""
+
+
+class AudioPlugin:
+    """Sounds in `input_audio` and `audio_url` parts."""
+
+    modality = "audio"
+    part_types = ("input_audio", "audio_url")
+    needs_process = True
+
+    def parse(self, part: Mapping[str, object], param: str, limits: MediaLimits) -> bytes:
+        """`{"input_audio": {"data": base64, "format": "wav"}}` or `{"audio_url": {"url": "data:..."}}`. The declared
+        format is not looked at: the bytes say what they are. Raises InvalidRequest, InvalidMedia."""
+        if part.get("type") == "audio_url" or "input_audio" not in part:
+            return decode_data_url(part_url(part, "audio_url", param), param, limits.max_bytes_per_item)
+        value = part["input_audio"]
+        text = value.get("data") if isinstance(value, Mapping) else None
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{param}: `input_audio` must be an object with `data` and `format`", param=param)
+        if text[:5].lower() == "data:":
+            return decode_data_url(text, param, limits.max_bytes_per_item)
+        return decode_base64(text, param, limits.max_bytes_per_item)
+
+    def probe(self, data: bytes, param: str) -> AudioHeader:
+        """Walks the container to its end, decodes nothing. Raises InvalidMedia."""
+        return probe_sound(data, param)
+
+    def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
+        """Raises InvalidMedia."""
+        assert isinstance(header, AudioHeader)
+        if header.num_samples < 1:
+            raise InvalidMedia(f"{param}: the sound has no samples", param=param)
+        if header.seconds > limits.max_audio_seconds:
+            raise InvalidMedia(
+                f"{param}: {header.seconds:.1f} s of sound are more than the limit of {limits.max_audio_seconds:g} s",
+                param=param,
+            )
+
+
+def probe_sound(data: bytes, param: str) -> AudioHeader:
+    """Of a file of sound, or of a video's sound track. Raises InvalidMedia for a broken file and for one without."""
+    with open_container(data, param) as container:
+        return sound_header(container, param)
+
+
+def num_samples_at(header: AudioHeader, rate: int) -> int:
+    """Samples that the sound has at another rate, rounded up (as librosa's `resample` does)."""
+    return -(-header.num_samples * rate // header.sample_rate)
+
+
+def decode_samples(data: bytes, rate: int, num_samples: int, param: str) -> Samples:
+    """The first stream of sound of a file, also of a video: float32 `(num_samples,)`, the mean of its channels, at
+    `rate` samples per second, padded or trimmed within `AUDIO_S`.
+
+    Stops decoding where the file turns out longer. Raises InvalidMedia for a broken file and for one that is not of
+    the planned length."""
+    slack = round(AUDIO_S * rate)
+    blocks: list[Samples] = []
+    num_found = 0
+    with open_container(data, param) as container:
+        stream = sound_stream(container)
+        if stream is None:
+            raise InvalidMedia(f"{param}: no sound that can be decoded", param=param)
+        for block in _resampled(_mono_blocks(container, stream, param), rate):
+            blocks.append(block)
+            num_found += len(block)
+            if num_found > num_samples + slack:
+                raise InvalidMedia(f"{param}: the sound is longer than its header promised", param=param)
+    if num_found < num_samples - slack:
+        raise InvalidMedia(f"{param}: the sound is shorter than its header promised", param=param)
+    samples = np.concatenate([*blocks, np.zeros(max(0, num_samples - num_found), dtype=np.float32)])[:num_samples]
+    if not np.all(np.abs(samples) < _LOUDEST):  # false for what is no number, too
+        raise InvalidMedia(f"{param}: the sound has samples that are no numbers", param=param)
+    return samples
+
+
+def _mono_blocks(container: InputContainer, stream: AudioStream, param: str) -> Iterator[tuple[int, Samples]]:
+    """(rate of the file, samples), in blocks large enough to be worth a call."""
+    rate = 0
+    waiting: list[Samples] = []
+    num_waiting = 0
+    for frame in container.decode(stream):
+        if rate not in (0, frame.sample_rate):
+            raise InvalidMedia(f"{param}: the sound's sample rate changes on the way", param=param)
+        rate = frame.sample_rate
+        waiting.append(_mono(frame))
+        num_waiting += frame.samples
+        if num_waiting >= _BLOCK_SAMPLES:
+            yield rate, np.concatenate(waiting)
+            waiting, num_waiting = [], 0
+    if waiting:
+        yield rate, np.concatenate(waiting)
+
+
+def _mono(frame: AudioFrame) -> Samples:
+    """Mean of the channels, full scale at 1."""
+    values = frame.to_ndarray()
+    if not frame.format.is_planar:
+        values = values.reshape(-1, frame.layout.nb_channels).T
+    mono: Samples = values.mean(axis=0, dtype=np.float64 if values.dtype.itemsize > 2 else np.float32)
+    if values.dtype == np.uint8:
+        mono = (mono - 128) / 128
+    elif values.dtype.kind == "i":
+        mono = mono / -float(np.iinfo(values.dtype).min)
+    return mono.astype(np.float32)
+
+
+def _resampled(blocks: Iterable[tuple[int, Samples]], rate: int) -> Iterator[Samples]:
+    """Through libswresample, flushed at the end; samples that have the rate already stay as they are."""
+    graph: Graph | None = None
+    at = 0
+    for found, block in blocks:
+        if found == rate:
+            yield block
+            continue
+        graph = graph or _resampling_graph(found, rate)
+        frame = AudioFrame.from_ndarray(block[None], format="flt", layout="mono")
+        frame.sample_rate, frame.pts, frame.time_base = found, at, Fraction(1, found)
+        at += len(block)
+        graph.push(frame)
+        yield from _pulled(graph)
+    if graph is not None:
+        graph.push(None)
+        yield from _pulled(graph)
+
+
+def _resampling_graph(found: int, rate: int) -> Graph:
+    graph = Graph()
+    source = graph.add_abuffer(sample_rate=found, format="flt", layout="mono", time_base=Fraction(1, found))
+    resampler, sink = graph.add("aresample", _RESAMPLER.format(rate=rate)), graph.add("abuffersink")
+    source.link_to(resampler)
+    resampler.link_to(sink)
+    graph.configure()
+    return graph
+
+
+def _pulled(graph: Graph) -> Iterator[Samples]:
+    while True:
+        try:
+            frame = graph.pull()
+        except (NothingYet, NothingMore):
+            return
+        assert isinstance(frame, av.AudioFrame)
+        yield frame.to_ndarray()[0]

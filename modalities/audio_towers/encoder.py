@@ -1,0 +1,74 @@
+"""Spectrograms of many sounds -> features, in one packed forward. Knows no requests, no queues and no one tower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from modalities.audio_towers.attention import register_attention
+from modalities.causal_lm.checkpoint import load_part
+from modalities.family import EncoderInput
+
+_TOWER_NAMES = {r"^(thinker\.)?(model\.)?audio_tower\.": ""}
+
+
+class RowsOf(Protocol):
+    def __call__(self, tower: Any, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:
+        """Rows of each unit, `(num_tokens, hidden)`."""
+        ...
+
+
+class SoundEncoder:
+    """Implements `modalities.family.EncoderModel`. One forward at a time: not thread-safe."""
+
+    def __init__(self, tower: PreTrainedModel, rows_of: RowsOf, num_levels: int) -> None:
+        """`num_levels` of the model's features: a sound's rows have no DeepStack levels, so theirs are zeros."""
+        self._tower, self._rows_of, self._num_levels = tower, rows_of, num_levels
+
+    @torch.no_grad()
+    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        """Per unit `(num_levels, num_tokens, hidden)`. Units do not attend to each other."""
+        if not inputs:
+            return []
+        return [self._with_levels(rows) for rows in self._rows_of(self._tower, inputs)]
+
+    def _with_levels(self, rows: torch.Tensor) -> torch.Tensor:
+        if self._num_levels == 1:
+            return rows[None].contiguous()
+        levels = rows.new_zeros((self._num_levels, *rows.shape))
+        levels[0] = rows
+        return levels
+
+
+def load_tower(
+    kind: type[PreTrainedModel], model_dir: Path, config: PreTrainedConfig, place: tuple[str, str]
+) -> PreTrainedModel:
+    """An Omni model's audio tower, its attention that of `attention`. `config`: the model's `audio_config`; `place` is
+    (device, dtype). Raises ConfigError if a weight is missing."""
+    tower: PreTrainedModel = load_part(kind, model_dir, config, _TOWER_NAMES, place, register_attention())
+    return tower
+
+
+def batched(pieces: Sequence[np.ndarray], num_frames: int, like: torch.Tensor) -> torch.Tensor:
+    """Spectrograms `(n, num_bins)` of at most `num_frames` -> `(len(pieces), num_bins, num_frames)`, filled up with
+    zeros; device and dtype of `like`."""
+    batch = np.zeros((len(pieces), pieces[0].shape[1], num_frames), dtype=np.float32)
+    for index, piece in enumerate(pieces):
+        batch[index, :, : len(piece)] = piece.T
+    return torch.from_numpy(batch).to(like.device, like.dtype)
+
+
+def taken(batch: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """The first `counts[i]` rows of `batch[i]`, packed: `(n, num_rows, width)` -> `(sum(counts), width)`."""
+    return torch.cat([rows[:count] for rows, count in zip(batch, counts, strict=True)])
+
+
+def pooled_pairs(rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    """Means of pairs within each of the packed units of `counts` rows; an odd last one is dropped."""
+    units = rows.split(list(counts))
+    return [(unit[0 : 2 * (len(unit) // 2) : 2] + unit[1::2]) / 2 for unit in units]

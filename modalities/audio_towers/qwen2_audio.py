@@ -1,0 +1,61 @@
+"""Qwen2-Audio's encoder and projector. The one place that knows the names of their weights.
+
+The reference encodes every sound as 30 s, silence behind it masked as keys; rows of silence reach nothing that counts,
+so here there are none: only the two mel frames of it that the convolutions of the last row see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import Qwen2AudioConfig
+from transformers.models.qwen2_audio.modeling_qwen2_audio import (
+    Qwen2AudioEncoder,
+    Qwen2AudioMultiModalProjector,
+    Qwen2AudioPreTrainedModel,
+)
+
+from modalities.audio_towers.attention import Segments, register_attention
+from modalities.audio_towers.cutting import halved
+from modalities.audio_towers.encoder import SoundEncoder, batched, pooled_pairs, taken
+from modalities.causal_lm.checkpoint import load_part, read_pretrained_config
+from modalities.family import EncoderInput
+
+_NAMES = {r"^(model\.)?(audio_tower|multi_modal_projector)\.": r"\2."}
+
+
+class AudioHalf(Qwen2AudioPreTrainedModel):
+    """The model without its text half."""
+
+    def __init__(self, config: Qwen2AudioConfig) -> None:
+        super().__init__(config)
+        self.audio_tower = Qwen2AudioEncoder(config.audio_config)
+        self.multi_modal_projector = Qwen2AudioMultiModalProjector(config)
+        self.post_init()
+
+
+def load_encoder(model_dir: Path, place: tuple[str, str]) -> SoundEncoder:
+    """`place` is (device, dtype). Raises ConfigError if a weight is missing."""
+    config = read_pretrained_config(model_dir)
+    part = load_part(AudioHalf, model_dir, config, _NAMES, place, register_attention())
+    return SoundEncoder(part, _rows, num_levels=1)
+
+
+def _rows(part: Any, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:
+    tower = part.audio_tower
+    values = batched([unit.pixels for unit in inputs], max(len(unit.pixels) for unit in inputs), tower.conv1.weight)
+    values = functional.gelu(tower.conv1(values))
+    values = functional.gelu(tower.conv2(values)).transpose(1, 2)
+    values = values + tower.embed_positions.weight[: values.shape[1]]
+    num_rows = [halved(unit.grid[0], 1) for unit in inputs]
+    rows = taken(values, num_rows)
+    segments = Segments(num_rows, rows.device)
+    for layer in tower.layers:
+        rows = layer(rows[None], None, segments=segments)[0]
+    pooled = pooled_pairs(rows, num_rows)
+    made = part.multi_modal_projector(tower.layer_norm(torch.cat(pooled)))
+    return made.split([len(unit) for unit in pooled])

@@ -1,0 +1,82 @@
+"""Qwen3-Omni's audio tower: three convolutions in two dimensions per chunk, attention over `n_window_infer`.
+
+A chunk that is not full is convolved with zeros behind it, which reach into its last row. So does the reference, to
+the longest chunk of its batch; here a sound's features must not depend on its neighbours, so a rest is filled up to a
+full chunk and a sound shorter than one is not filled at all: what the reference makes of each sound alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+from transformers import PreTrainedConfig
+from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
+
+from modalities.audio_towers.attention import Segments
+from modalities.audio_towers.cutting import halved
+from modalities.audio_towers.encoder import SoundEncoder, batched, load_tower
+from modalities.audio_towers.sound import SoundHalf
+from modalities.family import EncoderInput
+
+_NUM_CONVOLUTIONS = 3
+
+
+def load_encoder(
+    model_dir: Path, config: PreTrainedConfig, sound: SoundHalf, num_levels: int, place: tuple[str, str]
+) -> SoundEncoder:
+    """`config`: the model's `audio_config`; `place` is (device, dtype). Raises ConfigError if a weight is missing."""
+    hop = sound.mel.hop
+
+    def rows_of(tower: Any, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:
+        return _rows(tower, inputs, hop)
+
+    tower = load_tower(Qwen3OmniMoeAudioEncoder, model_dir, config, place)
+    return SoundEncoder(tower, rows_of, num_levels)
+
+
+def _rows(tower: Any, inputs: Sequence[EncoderInput], hop: int) -> Sequence[torch.Tensor]:
+    chunk_frames = 2 * tower.n_window
+    chunks: list[np.ndarray] = []
+    widths: list[int] = []
+    num_rows: list[int] = []
+    for unit in inputs:
+        is_lone = len(unit.pixels) < chunk_frames and _num_frames(unit, hop) < chunk_frames
+        pieces = [unit.pixels[at : at + chunk_frames] for at in range(0, len(unit.pixels), chunk_frames)]
+        chunks += pieces
+        widths += [len(unit.pixels) if is_lone else chunk_frames] * len(pieces)
+        num_rows.append(sum(halved(len(piece), _NUM_CONVOLUTIONS) for piece in pieces))
+    rows = _convolved(tower, chunks, widths)
+    segments = Segments(num_rows, rows.device)
+    for layer in tower.layers:
+        (rows,) = layer(rows, segments.whole, segments=segments)
+    rows = tower.proj2(tower.act(tower.proj1(tower.ln_post(rows))))
+    return rows.split(num_rows)
+
+
+def _num_frames(unit: EncoderInput, hop: int) -> int:
+    """Of the whole sound."""
+    return unit.geometry[1] // hop if unit.geometry else len(unit.pixels)
+
+
+def _convolved(tower: Any, chunks: Sequence[np.ndarray], widths: Sequence[int]) -> torch.Tensor:
+    """Chunks of mel frames, filled up to their widths, -> rows with positions, packed in their order."""
+    found: list[torch.Tensor] = [torch.empty(0)] * len(chunks)
+    for width in sorted(set(widths)):
+        at = [index for index, one in enumerate(widths) if one == width]
+        values = batched([chunks[index] for index in at], width, tower.conv2d1.weight)[:, None]
+        parts = []
+        for part in values.split(tower.conv_chunksize):  # bounds the memory, as in the reference
+            for convolution in (tower.conv2d1, tower.conv2d2, tower.conv2d3):
+                part = functional.gelu(convolution(part))
+            parts.append(part)
+        made = torch.cat(parts).permute(0, 3, 1, 2).flatten(2)  # (chunks, rows, channels * bins)
+        made = tower.conv_out(made)
+        made = made + tower.positional_embedding.positional_embedding[: made.shape[1]].to(made.dtype)
+        for index, rows in zip(at, made, strict=True):
+            found[index] = rows
+    return torch.cat([rows[: halved(len(chunk), _NUM_CONVOLUTIONS)] for rows, chunk in zip(found, chunks, strict=True)])

@@ -1,0 +1,99 @@
+"""Samples -> log-mel spectrogram, in numpy: transformers' WhisperFeatureExtractor to 1e-4.
+
+How many frames there will be follows from the number of samples alone (`num_mel_frames`), so that a sound is planned
+before it is decoded. Knows no files and no models.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+_FLOOR = 1e-10
+_DYNAMIC_RANGE = 8.0
+"""In powers of ten, below the loudest value of the whole spectrogram; what is quieter is raised to it."""
+_MAX_HZ = 8000.0
+_BLOCK_FRAMES = 4096
+"""Frames transformed at once: bounds the memory that a long sound takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class MelOptions:
+    """As in a checkpoint's preprocessor_config.json."""
+
+    num_bins: int
+    rate: int
+    """Samples per second."""
+    hop: int
+    """Samples from one frame to the next."""
+    window: int
+    """Samples that a frame sees."""
+    chunk_samples: int
+    """What shorter sounds are padded to, where the family pads."""
+
+
+def num_mel_frames(num_samples: int, options: MelOptions, padded_to: int = 0) -> int:
+    """Frames that count as sound, if silence fills it up to `padded_to` samples: those that the reference's attention
+    mask keeps. 0 for a sound too short to be transformed."""
+    total = max(num_samples, padded_to)
+    if num_samples < 1 or total <= options.window // 2:
+        return 0
+    return min(math.ceil(num_samples / options.hop), total // options.hop)
+
+
+def log_mel(
+    samples: npt.NDArray[np.float32], options: MelOptions, padded_to: int = 0, num_extra_frames: int = 0
+) -> npt.NDArray[np.float32]:
+    """`(num_samples,)` at the options' rate -> `(num_mel_frames, num_bins)`, as if silence filled it up to `padded_to`
+    samples. `num_extra_frames` of that silence are appended, as far as it reaches. Too short a sound gives none."""
+    num_frames = num_mel_frames(len(samples), options, padded_to)
+    if num_frames == 0:
+        return np.empty((0, options.num_bins), dtype=np.float32)
+    total = max(len(samples), padded_to)
+    # Up to two frames behind the sound still hear its end, and may hold the loudest value.
+    num_made = min(num_frames + max(2, num_extra_frames), total // options.hop)
+    silence = min(total - len(samples), (2 + num_extra_frames) * options.hop + options.window)
+    signal = np.pad(samples.astype(np.float32, copy=False), (0, silence))
+    signal = np.pad(signal, options.window // 2, mode="reflect")
+    frames = np.lib.stride_tricks.sliding_window_view(signal, options.window)[:: options.hop][:num_made]
+    filters, window = mel_filters(options), np.hanning(options.window + 1)[:-1].astype(np.float32)
+    energies = np.empty((num_made, options.num_bins))
+    for start in range(0, num_made, _BLOCK_FRAMES):
+        spectrum = np.fft.rfft(frames[start : start + _BLOCK_FRAMES] * window)
+        energies[start : start + _BLOCK_FRAMES] = (spectrum.real**2 + spectrum.imag**2) @ filters
+    values = np.log10(np.maximum(energies, _FLOOR))
+    values = (np.maximum(values, values.max() - _DYNAMIC_RANGE) + 4.0) / 4.0
+    return values[: num_frames + num_extra_frames].astype(np.float32)
+
+
+@lru_cache(maxsize=8)
+def mel_filters(options: MelOptions) -> npt.NDArray[np.float64]:
+    """Triangular filters of equal area on Slaney's mel scale, `(1 + window // 2, num_bins)` (librosa's
+    `filters.mel`)."""
+    edges = _mel_to_hz(np.linspace(0.0, _hz_to_mel(_MAX_HZ), options.num_bins + 2))
+    bins = np.linspace(0, options.rate // 2, 1 + options.window // 2)
+    slopes = edges[None, :] - bins[:, None]
+    widths = np.diff(edges)
+    rising, falling = -slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]
+    filters = np.maximum(0.0, np.minimum(rising, falling)) * (2.0 / (edges[2:] - edges[:-2]))
+    filters.flags.writeable = False
+    return filters
+
+
+# Slaney's scale: linear below 1000 Hz (15 mel), logarithmic above.
+_LINEAR_HZ, _LINEAR_MEL = 1000.0, 15.0
+_HZ_PER_MEL = 200.0 / 3.0
+_MEL_PER_E = 27.0 / math.log(6.4)
+
+
+def _hz_to_mel(hz: float) -> float:
+    return hz / _HZ_PER_MEL if hz < _LINEAR_HZ else _LINEAR_MEL + math.log(hz / _LINEAR_HZ) * _MEL_PER_E
+
+
+def _mel_to_hz(mel: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    above = _LINEAR_HZ * np.exp((np.maximum(mel, _LINEAR_MEL) - _LINEAR_MEL) / _MEL_PER_E)
+    return np.where(mel < _LINEAR_MEL, mel * _HZ_PER_MEL, above)

@@ -1,0 +1,179 @@
+"""Tiny audio towers of each family, saved, and what transformers' own make of the same sounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from family_row import spread
+from sound_files import Samples, write_preprocessor
+from transformers import (
+    Qwen2_5OmniThinkerConfig,
+    Qwen2_5OmniThinkerForConditionalGeneration,
+    Qwen2AudioConfig,
+    Qwen2AudioForConditionalGeneration,
+    Qwen3OmniMoeThinkerConfig,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
+    WhisperFeatureExtractor,
+)
+
+from modalities.audio_towers import qwen2_5_omni, qwen2_audio, qwen3_omni
+from modalities.audio_towers.encoder import SoundEncoder
+from modalities.audio_towers.halves import qwen2_5_omni_sound, qwen2_audio_sound, qwen3_omni_sound
+from modalities.audio_towers.sound import SoundHalf
+
+HIDDEN = 48
+PLACE = ("cpu", "float32")
+_TINY = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 48, "num_mel_bins": 16}
+_TEXT = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+_TEXT |= {"num_key_value_heads": 2, "vocab_size": 200}
+_QWEN3 = _TINY | {"output_dim": HIDDEN, "downsample_hidden_size": 8, "n_window": 50, "n_window_infer": 200}
+_QWEN2_5 = _TINY | {"output_dim": HIDDEN, "n_window": 20}
+_QWEN2 = _TINY | {"max_source_positions": 100}
+
+
+@dataclass(frozen=True)
+class Tower:
+    """`expected`: mel frames `(num_bins, num_frames)` of each sound, encoded by transformers, rows per sound."""
+
+    model: Any
+    sound: SoundHalf
+    encoder: SoundEncoder
+    extractor: WhisperFeatureExtractor
+    padding: str | bool
+    num_tokens: Callable[[int], int]
+    """Of mel frames, as the reference's processor counts."""
+
+    def spectrograms(self, sounds: Sequence[Samples]) -> list[torch.Tensor]:
+        """By transformers' extractor, the frames that its mask keeps: `(num_bins, num_frames)` per sound."""
+        found = []
+        for samples in sounds:
+            made = self.extractor(
+                samples,
+                sampling_rate=16000,
+                padding=self.padding,
+                truncation=False,
+                return_attention_mask=True,
+                return_tensors="pt",
+            )
+            found.append(made["input_features"][0][:, made["attention_mask"][0].bool()])
+        return found
+
+    def expected(self, sounds: Sequence[Samples]) -> list[torch.Tensor]:
+        """Rows `(num_tokens, hidden)` per sound, by the reference's own tower, each sound alone."""
+        with torch.inference_mode():
+            return [self._reference(samples) for samples in sounds]
+
+    def _reference(self, samples: Samples) -> torch.Tensor:
+        mel = self.spectrograms([samples])[0]
+        if self.padding == "max_length" and isinstance(self.model, Qwen2AudioForConditionalGeneration):
+            return reference_of_qwen2_audio(self.model, self.extractor, samples)
+        out = self.model.model.get_audio_features if hasattr(self.model.model, "get_audio_features") else None
+        features = out or self.model.get_audio_features
+        mask = torch.ones((1, mel.shape[1]), dtype=torch.long)
+        return features(mel[None], feature_attention_mask=mask).last_hidden_state
+
+
+def reference_of_qwen2_audio(model: Any, extractor: WhisperFeatureExtractor, samples: Samples) -> torch.Tensor:
+    """What the reference puts in place of a sound's placeholders: caught where the text model gets its input."""
+    made = extractor(samples, sampling_rate=16000, return_attention_mask=True, return_tensors="pt")
+    frames = int(made["attention_mask"].sum())
+    num_tokens = int(model.model.audio_tower._get_feat_extract_output_lengths(torch.tensor(frames))[1])
+    caught: list[torch.Tensor] = []
+    hook = model.model.language_model.register_forward_pre_hook(
+        lambda module, args, kwargs: caught.append(kwargs["inputs_embeds"]), with_kwargs=True
+    )
+    audio = model.config.audio_token_id
+    ids = torch.tensor([[1, *[audio] * num_tokens, 1]])
+    try:
+        model.model(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            input_features=made["input_features"],
+            feature_attention_mask=made["attention_mask"],
+        )
+    finally:
+        hook.remove()
+    return caught[0][0, 1:-1]
+
+
+def _saved(directory: Path, model: Any, **preprocessor: Any) -> Any:
+    model.save_pretrained(directory)
+    write_preprocessor(directory, **preprocessor)
+    return model
+
+
+def build_qwen3_omni(directory: Path, num_levels: int = 1) -> Tower:
+    config = Qwen3OmniMoeThinkerConfig(
+        audio_config=dict(_QWEN3),
+        text_config={**_TEXT, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "intermediate_size": 16,
+            "out_hidden_size": HIDDEN,
+        },
+    )
+    model = _saved(directory, spread(Qwen3OmniMoeThinkerForConditionalGeneration(config)))
+    sound = qwen3_omni_sound(directory, _QWEN3, HIDDEN)
+    encoder = qwen3_omni.load_encoder(directory, model.config.audio_config, sound, num_levels, PLACE)
+    from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
+
+    return Tower(
+        model,
+        sound,
+        encoder,
+        WhisperFeatureExtractor.from_pretrained(directory),
+        True,
+        lambda frames: int(_get_feat_extract_output_lengths(frames, 50)),
+    )
+
+
+def build_qwen2_5_omni(directory: Path) -> Tower:
+    config = Qwen2_5OmniThinkerConfig(
+        audio_config=dict(_QWEN2_5),
+        text_config=dict(_TEXT),
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "num_heads": 2,
+            "intermediate_size": 16,
+            "out_hidden_size": HIDDEN,
+        },
+    )
+    model = _saved(directory, spread(Qwen2_5OmniThinkerForConditionalGeneration(config)), chunk_length=10)
+    encoder = qwen2_5_omni.load_encoder(directory, model.config.audio_config, 1, PLACE)
+    from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import _get_feat_extract_output_lengths
+
+    return Tower(
+        model,
+        qwen2_5_omni_sound(directory, _QWEN2_5, HIDDEN),
+        encoder,
+        WhisperFeatureExtractor.from_pretrained(directory),
+        "max_length",
+        lambda frames: int(_get_feat_extract_output_lengths(frames)),
+    )
+
+
+def build_qwen2_audio(directory: Path) -> Tower:
+    config = Qwen2AudioConfig(audio_config=dict(_QWEN2), text_config=dict(_TEXT), audio_token_index=150)
+    model = _saved(directory, spread(Qwen2AudioForConditionalGeneration(config)), chunk_length=2)
+    return Tower(
+        model,
+        qwen2_audio_sound(directory, _QWEN2),
+        qwen2_audio.load_encoder(directory, PLACE),
+        WhisperFeatureExtractor.from_pretrained(directory),
+        "max_length",
+        lambda frames: ((frames - 1) // 2 + 1 - 2) // 2 + 1,
+    )
+
+
+BUILDERS: dict[str, Callable[[Path], Tower]] = {
+    "qwen3_omni": build_qwen3_omni,
+    "qwen2_5_omni": build_qwen2_5_omni,
+    "qwen2_audio": build_qwen2_audio,
+}
