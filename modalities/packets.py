@@ -7,7 +7,7 @@ taken from them but what the packets can be held against: a file that has less t
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -53,7 +53,7 @@ def tally(container: InputContainer, streams: Sequence[Stream]) -> dict[int, Tal
     """Stream index -> what was counted, in one pass over the rest of the file. Raises as PyAV does."""
     tallies = {stream.index: Tally(stream, stream.frames, stream.duration or 0) for stream in streams}
     hidden = {stream.index: _HIDDEN.get(stream.codec_context.name) for stream in streams}
-    waits_for_key = container.format.name == "mpegts"  # a stream cut out of a longer one
+    waits_for_key = _waits_for_key(container)
     for packet in container.demux(*streams):
         if packet.size == 0:  # the end of a stream, or a frame that AVI left out
             continue
@@ -62,10 +62,26 @@ def tally(container: InputContainer, streams: Sequence[Stream]) -> dict[int, Tal
         is_hidden = hidden[packet.stream_index]
         if packet.is_discard or (is_hidden is not None and is_hidden(packet)):
             continue
-        if waits_for_key and counted.start is None and counted.stream.type == "video" and not packet.is_keyframe:
+        if waits_for_key and not counted.num_shown and counted.stream.type == "video" and not packet.is_keyframe:
             continue
         _count(counted, packet)
     return tallies
+
+
+def frame_packets(container: InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:
+    """What is to be decoded of the rest of the file: the packets that `tally` counts and those that are not shown.
+    Raises as PyAV does."""
+    waits = _waits_for_key(container)
+    for packet in container.demux(stream):
+        waits = waits and not packet.is_keyframe
+        if packet.size and not waits:
+            yield packet
+
+
+def _waits_for_key(container: InputContainer) -> bool:
+    """Whether the file may begin amid pictures that hang on earlier ones: cut out of a broadcast."""
+    name: str = container.format.name
+    return name == "mpegts"
 
 
 def _count(counted: Tally, packet: Packet[Stream]) -> None:

@@ -24,6 +24,7 @@ from modalities import (
 from modalities.family import Family
 from modalities.image import ImagePlugin
 from modalities.plugin import ModalityPlugin
+from modalities.video import VideoPlugin
 
 FamilyLoader = Callable[[Path], Family]
 
@@ -110,6 +111,7 @@ def builtin_registry() -> Registry:
     """A new registry with everything that ships."""
     registry = Registry()
     registry.register_modality(ImagePlugin())
+    registry.register_modality(VideoPlugin())
     for family in _FAMILIES:
         registry.register_family(family.ARCHITECTURES, family.load)
     return registry

@@ -1,0 +1,164 @@
+"""The video modality: `video_url` parts, headers and frames.
+
+Knows no model: which frames are looked at is decided in `modalities.sampling`, sizes and patches are the family's. The
+sound track is described here and decoded in `modalities.audio`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from av.container import InputContainer
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+
+from fabric.errors import InvalidMedia
+from modalities.container import MAX_PIXELS, format_name, open_container, picture_stream, sound_stream
+from modalities.family import AudioHeader, MediaHeader, VideoHeader
+from modalities.packets import frame_packets, lost_packets, num_samples, seconds_shown, tally
+from modalities.plugin import MediaLimits, decode_data_url, part_url
+from modalities.tolerance import FRAMES
+
+Pixels = npt.NDArray[np.uint8]
+
+_DEFAULT_FPS = 25
+"""Where a file knows no time at all; FFmpeg's own default."""
+
+
+class VideoPlugin:
+    """Videos in `video_url` parts."""
+
+    modality = "video"
+    part_types = ("video_url",)
+    needs_process = True
+
+    def parse(self, part: Mapping[str, object], param: str, limits: MediaLimits) -> bytes:
+        """Raises InvalidRequest, InvalidMedia."""
+        return decode_data_url(part_url(part, "video_url", param), param, limits.max_bytes_per_item)
+
+    def probe(self, data: bytes, param: str) -> VideoHeader:
+        """Walks the whole file, packet by packet; decodes its first frame, which alone tells how it is turned.
+        Raises InvalidMedia."""
+        with open_container(data, param) as container:
+            stream = _picture_stream(container, param)
+            first = next(_frames(container, stream, MAX_PIXELS), None)
+            if first is None:
+                raise InvalidMedia(f"{param}: the video has no frames", param=param)
+            width, height = _upright_size(first)
+        with open_container(data, param) as container:
+            return _count(container, width, height, param)
+
+    def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
+        """Raises InvalidMedia. The sound track's length is the audio plugin's to judge."""
+        assert isinstance(header, VideoHeader)
+        if header.width * header.height > limits.max_video_pixels:
+            raise InvalidMedia(
+                f"{param}: frames of {header.width}x{header.height} pixels are more than the limit of "
+                f"{limits.max_video_pixels} pixels",
+                param=param,
+            )
+        if header.seconds > limits.max_video_seconds:
+            raise InvalidMedia(
+                f"{param}: {header.seconds:.1f} s are more than the limit of {limits.max_video_seconds:g} s",
+                param=param,
+            )
+        if header.num_frames > limits.max_video_frames:
+            raise InvalidMedia(
+                f"{param}: {header.num_frames} frames are more than the limit of {limits.max_video_frames}",
+                param=param,
+            )
+
+
+def decode_frames(data: bytes, indices: Sequence[int], header: VideoHeader, param: str) -> Iterator[Pixels]:
+    """The frames at `indices` (ascending, repeats allowed), upright: RGB uint8 `(height, width, 3)` of the header's
+    size, one at a time; the file is decoded forward and no further than needed, and nothing is kept.
+
+    Where up to `tolerance.FRAMES` are missing at the end, the last frame stands in. Raises InvalidMedia for a broken
+    file, a frame that is damaged or of another size, and for fewer frames than the header has."""
+    rest = list(indices)
+    assert rest == sorted(rest)
+    assert not rest or 0 <= rest[0] <= rest[-1] < header.num_frames
+    rest.reverse()
+    last: VideoFrame | None = None
+    num_decoded = 0
+    with open_container(data, param) as container:
+        stream = _picture_stream(container, param)
+        # FFmpeg measures the frame with its padding; this alone stops a frame of 65535x65535 in a file of 16x16.
+        most_pixels = 4 * (header.width + 128) * (header.height + 128)
+        for frame in _frames(container, stream, most_pixels) if rest else ():
+            if _upright_size(frame) != (header.width, header.height):
+                raise InvalidMedia(
+                    f"{param}: frame {num_decoded} is {frame.width}x{frame.height}, its header says otherwise",
+                    param=param,
+                )
+            if rest[-1] == num_decoded:
+                if frame.is_corrupt:
+                    raise InvalidMedia(f"{param}: frame {num_decoded} is damaged", param=param)
+                pixels = _upright(frame)
+                while rest and rest[-1] == num_decoded:
+                    rest.pop()
+                    yield pixels
+            if not rest:
+                return
+            last = frame
+            num_decoded += 1
+        if rest and (last is None or num_decoded < header.num_frames - FRAMES):
+            raise InvalidMedia(
+                f"{param}: the video ends after {num_decoded} of {header.num_frames} frames", param=param
+            )
+        for _ in rest:
+            assert last is not None
+            yield _upright(last)
+
+
+def _count(container: InputContainer, width: int, height: int, param: str) -> VideoHeader:
+    stream, sound = _picture_stream(container, param), sound_stream(container)
+    tallies = tally(container, [stream] if sound is None else [stream, sound])
+    name = format_name(container)
+    for counted in tallies.values():
+        if lost := lost_packets(name, counted):
+            raise InvalidMedia(f"{param}: the {name} file is truncated: {lost}", param=param)
+    seen = tallies[stream.index]
+    if not seen.num_shown:
+        raise InvalidMedia(f"{param}: the video has no frames", param=param)
+    seconds = seconds_shown(seen, stream)
+    heard = None
+    if sound is not None and (found := num_samples(tallies[sound.index], sound)):
+        heard = AudioHeader(name, sound.rate, sound.channels, found)
+    return VideoHeader(
+        name, width, height, seen.num_shown, seconds if seconds > 0 else seen.num_shown / _DEFAULT_FPS, heard
+    )
+
+
+def _picture_stream(container: InputContainer, param: str) -> VideoStream:
+    stream = picture_stream(container)
+    if stream is None:
+        raise InvalidMedia(f"{param}: no pictures that can be decoded", param=param)
+    return stream
+
+
+def _frames(container: InputContainer, stream: VideoStream, max_pixels: int) -> Iterator[VideoFrame]:
+    """In the order in which they are seen. One thread: the processes of a pool share the cores already."""
+    context = stream.codec_context
+    context.thread_count = 1
+    context.options = {"max_pixels": str(max_pixels)}
+    for packet in frame_packets(container, stream):
+        yield from packet.decode()
+    yield from context.decode(None)
+
+
+def _quarter_turns(frame: VideoFrame) -> int:
+    """How often to turn it to the left by 90 degrees."""
+    return round(frame.rotation / 90) % 4
+
+
+def _upright_size(frame: VideoFrame) -> tuple[int, int]:
+    """Width and height."""
+    return (frame.height, frame.width) if _quarter_turns(frame) % 2 else (frame.width, frame.height)
+
+
+def _upright(frame: VideoFrame) -> Pixels:
+    pixels = frame.to_ndarray(format="rgb24").astype(np.uint8, copy=False)
+    return np.ascontiguousarray(np.rot90(pixels, _quarter_turns(frame)))
