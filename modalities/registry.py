@@ -17,10 +17,12 @@ from modalities import (
     llava_onevision,
     qwen2_5_omni,
     qwen2_5_vl,
+    qwen2_audio,
     qwen2_vl,
     qwen3_omni,
     qwen3_vl,
 )
+from modalities.audio import AudioPlugin
 from modalities.family import Family
 from modalities.image import ImagePlugin
 from modalities.plugin import ModalityPlugin
@@ -36,6 +38,7 @@ _FAMILIES = (
     qwen2_vl,
     qwen2_5_vl,
     qwen3_vl,
+    qwen2_audio,
     qwen2_5_omni,
     qwen3_omni,
 )
@@ -112,6 +115,7 @@ def builtin_registry() -> Registry:
     registry = Registry()
     registry.register_modality(ImagePlugin())
     registry.register_modality(VideoPlugin())
+    registry.register_modality(AudioPlugin())
     for family in _FAMILIES:
         registry.register_family(family.ARCHITECTURES, family.load)
     return registry

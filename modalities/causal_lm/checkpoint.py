@@ -53,7 +53,7 @@ def load_text_half(model_dir: Path, device: str, dtype: str, attention_name: str
     if text is None:
         text = config
     else:
-        text.tie_word_embeddings = bool(config.tie_word_embeddings)
+        text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
     if text.model_type not in _MODEL_TYPE_TO_CLASS:
         raise ConfigError(f"text model {text.model_type!r} is not supported")
     kind = _MODEL_TYPE_TO_CLASS[text.model_type]

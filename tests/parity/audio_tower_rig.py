@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from family_row import spread
+from family_rows_audio import rows_of
 from sound_files import Samples, write_preprocessor
 from transformers import (
     Qwen2_5OmniThinkerConfig,
@@ -18,6 +19,12 @@ from transformers import (
     Qwen3OmniMoeThinkerConfig,
     Qwen3OmniMoeThinkerForConditionalGeneration,
     WhisperFeatureExtractor,
+)
+from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import (
+    _get_feat_extract_output_lengths as qwen2_5_omni_lengths,
+)
+from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
+    _get_feat_extract_output_lengths as qwen3_omni_lengths,
 )
 
 from modalities.audio_towers import qwen2_5_omni, qwen2_audio, qwen3_omni
@@ -37,7 +44,7 @@ _QWEN2 = _TINY | {"max_source_positions": 100}
 
 @dataclass(frozen=True)
 class Tower:
-    """`expected`: mel frames `(num_bins, num_frames)` of each sound, encoded by transformers, rows per sound."""
+    """One family's: transformers' whole model beside our halves."""
 
     model: Any
     sound: SoundHalf
@@ -68,36 +75,12 @@ class Tower:
             return [self._reference(samples) for samples in sounds]
 
     def _reference(self, samples: Samples) -> torch.Tensor:
-        mel = self.spectrograms([samples])[0]
-        if self.padding == "max_length" and isinstance(self.model, Qwen2AudioForConditionalGeneration):
-            return reference_of_qwen2_audio(self.model, self.extractor, samples)
-        out = self.model.model.get_audio_features if hasattr(self.model.model, "get_audio_features") else None
-        features = out or self.model.get_audio_features
+        if isinstance(self.model, Qwen2AudioForConditionalGeneration):
+            made = self.extractor(samples, sampling_rate=16000, return_attention_mask=True, return_tensors="pt")
+            return rows_of(self.model, made["input_features"], made["attention_mask"])
+        (mel,) = self.spectrograms([samples])
         mask = torch.ones((1, mel.shape[1]), dtype=torch.long)
-        return features(mel[None], feature_attention_mask=mask).last_hidden_state
-
-
-def reference_of_qwen2_audio(model: Any, extractor: WhisperFeatureExtractor, samples: Samples) -> torch.Tensor:
-    """What the reference puts in place of a sound's placeholders: caught where the text model gets its input."""
-    made = extractor(samples, sampling_rate=16000, return_attention_mask=True, return_tensors="pt")
-    frames = int(made["attention_mask"].sum())
-    num_tokens = int(model.model.audio_tower._get_feat_extract_output_lengths(torch.tensor(frames))[1])
-    caught: list[torch.Tensor] = []
-    hook = model.model.language_model.register_forward_pre_hook(
-        lambda module, args, kwargs: caught.append(kwargs["inputs_embeds"]), with_kwargs=True
-    )
-    audio = model.config.audio_token_id
-    ids = torch.tensor([[1, *[audio] * num_tokens, 1]])
-    try:
-        model.model(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            input_features=made["input_features"],
-            feature_attention_mask=made["attention_mask"],
-        )
-    finally:
-        hook.remove()
-    return caught[0][0, 1:-1]
+        return self.model.get_audio_features(mel[None], feature_attention_mask=mask).last_hidden_state
 
 
 def _saved(directory: Path, model: Any, **preprocessor: Any) -> Any:
@@ -121,15 +104,13 @@ def build_qwen3_omni(directory: Path, num_levels: int = 1) -> Tower:
     model = _saved(directory, spread(Qwen3OmniMoeThinkerForConditionalGeneration(config)))
     sound = qwen3_omni_sound(directory, _QWEN3, HIDDEN)
     encoder = qwen3_omni.load_encoder(directory, model.config.audio_config, sound, num_levels, PLACE)
-    from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
-
     return Tower(
         model,
         sound,
         encoder,
         WhisperFeatureExtractor.from_pretrained(directory),
         True,
-        lambda frames: int(_get_feat_extract_output_lengths(frames, 50)),
+        lambda frames: qwen3_omni_lengths(frames, 50),
     )
 
 
@@ -147,15 +128,13 @@ def build_qwen2_5_omni(directory: Path) -> Tower:
     )
     model = _saved(directory, spread(Qwen2_5OmniThinkerForConditionalGeneration(config)), chunk_length=10)
     encoder = qwen2_5_omni.load_encoder(directory, model.config.audio_config, 1, PLACE)
-    from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import _get_feat_extract_output_lengths
-
     return Tower(
         model,
         qwen2_5_omni_sound(directory, _QWEN2_5, HIDDEN),
         encoder,
         WhisperFeatureExtractor.from_pretrained(directory),
         "max_length",
-        lambda frames: int(_get_feat_extract_output_lengths(frames)),
+        qwen2_5_omni_lengths,
     )
 
 

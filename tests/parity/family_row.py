@@ -46,6 +46,8 @@ class Processed(NamedTuple):
     """Placeholders per medium, as the reference's processor counts them."""
     pixels: list[np.ndarray]
     """Values per medium, in the order of the family's units."""
+    atol: float = 0.0
+    """How far values may be off: not at all, but for spectrograms."""
 
 
 @dataclass(frozen=True)

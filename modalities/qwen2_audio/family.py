@@ -1,0 +1,102 @@
+"""A Qwen2-Audio checkpoint: what it takes, how much of the prompt a sound takes, where it stands.
+
+Pure but for the two loaders, which import torch when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from fabric.errors import UnsupportedModality
+from fabric.messages import MediaItem, PlaceholderRange
+from modalities.audio_towers.halves import qwen2_audio_sound
+from modalities.causal_lm.config import text_shape
+from modalities.causal_lm.positions import running_positions
+from modalities.family import (
+    DEFAULT_OPTIONS,
+    AudioHeader,
+    EncoderInput,
+    EncoderModel,
+    ExpandedPrompt,
+    ItemPlan,
+    LanguageModel,
+    MediaHeader,
+    MediaOptions,
+    Positions,
+)
+from modalities.json_files import model_id, read_json, section
+from modalities.placeholders import expand_placeholders
+
+_AUDIO = "audio"
+_AUDIO_TOKEN_ID = 151646
+"""transformers' default."""
+
+
+class Qwen2AudioFamily:
+    """One checkpoint directory. Immutable and thread-safe."""
+
+    name = "qwen2_audio"
+
+    def __init__(self, model_dir: Path) -> None:
+        """Reads config files only. Raises ConfigError."""
+        raw, config = read_json(model_dir / "config.json")
+        self.model_id = model_id(model_dir, raw)
+        self.shape = text_shape({"model_type": "qwen2", **section(config, "text_config")})
+        self.sound = qwen2_audio_sound(model_dir, section(config, "audio_config"))
+        self.max_items: Mapping[str, int] = {_AUDIO: 64}
+        self._token_id = int(config.get("audio_token_index", config.get("audio_token_id", _AUDIO_TOKEN_ID)))
+
+    def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
+        """Raises InvalidMedia for a sound too short to become a row."""
+        if not isinstance(header, AudioHeader):
+            raise UnsupportedModality(f"{self.name} takes sounds alone")
+        return self.sound.plan(header)
+
+    def placeholder_text(self, modality: str) -> str:
+        """Raises UnsupportedModality."""
+        self._check(modality)
+        return "<|AUDIO|>"
+
+    def expand(
+        self,
+        token_ids: Sequence[int],
+        plans: Sequence[ItemPlan],
+        tokenize: Callable[[str], Sequence[int]] | None = None,
+    ) -> ExpandedPrompt:
+        """Raises InvalidRequest if placeholders and plans do not match."""
+        return expand_placeholders(token_ids, {_AUDIO: self._token_id}, plans)
+
+    def positions(
+        self, token_ids: Sequence[int], placeholders: Sequence[PlaceholderRange], media: Sequence[MediaItem]
+    ) -> Positions:
+        """One axis."""
+        return running_positions(len(token_ids))
+
+    def options(self, modality: str) -> str:
+        """Raises UnsupportedModality."""
+        self._check(modality)
+        return self.sound.options()
+
+    def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
+        """A unit for each window. Raises InvalidMedia for a broken file or one that is not what was planned."""
+        self._check(item.modality)
+        return self.sound.preprocess(data, item)
+
+    def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
+        """Audio tower and projector. Raises ConfigError if a weight is missing, UnsupportedModality."""
+        from modalities.audio_towers.qwen2_audio import load_encoder
+
+        for modality in modalities:
+            self._check(modality)
+        return load_encoder(model_dir, (device, dtype))
+
+    def load_language_model(self, model_dir: Path, device: str, dtype: str, attention_name: str) -> LanguageModel:
+        """The text half. Raises ConfigError if a weight is missing."""
+        from modalities.causal_lm.language_model import load_causal_lm
+
+        return load_causal_lm(model_dir, device, dtype, attention_name)
+
+    def _check(self, modality: str) -> None:
+        if modality not in self.max_items:
+            raise UnsupportedModality(f"the model takes no {modality}")
