@@ -131,20 +131,22 @@ class Intake:
         self, draft: Draft, losses: Losses, rendered: Sequence[int]
     ) -> tuple[list[PlannedItem], ExpandedPrompt]:
         """Items and expanded prompt within the context. Families may write text between a video's frames (times),
-        known only afterwards: what it takes too much is taken from the videos. Raises ContextLengthExceeded."""
+        known only afterwards: if it takes too much, there will be fewer frames. Raises ContextLengthExceeded."""
         chat, longest = draft.chat, self.family.shape.max_model_len
-        written = 0
+        num_text = len(rendered) - _num_placeholders(draft, losses)
+        most = longest - self._answer_tokens(chat)
+        room = most - num_text
         for _ in range(MAX_FITTINGS):
-            num_text = len(rendered) - _num_placeholders(draft, losses)
-            room = longest - num_text - self._answer_tokens(chat) - written
             items = self._planner.plan(draft.media, draft.video_options, room, chat.cache_salt or "", losses)
             plans = [planned.plan for planned in items]
-            check_context(num_text + sum(sum(plan.unit_tokens) for plan in plans), chat, longest)
+            num_video = sum(sum(plan.unit_tokens) for plan in plans if plan.modality == VIDEO)
+            num_other = sum(sum(plan.unit_tokens) for plan in plans) - num_video
+            check_context(num_text + num_other + num_video, chat, longest)
             expanded = self.family.expand(rendered, plans, self.codec.encode)
-            excess = len(expanded.token_ids) + self._answer_tokens(chat) - longest
-            if excess <= 0 or all(plan.modality != VIDEO for plan in plans):
+            taken = len(expanded.token_ids) - num_text - num_other
+            if not num_video or len(expanded.token_ids) <= most:
                 break
-            written += excess
+            room = num_other + num_video * max(0, most - num_text - num_other) // taken
         check_context(len(expanded.token_ids), chat, longest)
         return items, expanded
 

@@ -29,6 +29,7 @@ from fabric.messages import (
     ItemResult,
     KvEvents,
     KvSnapshot,
+    MediaItem,
     Member,
     PlaneMessage,
     RouterHeartbeat,
@@ -253,12 +254,15 @@ class FakeEncoder:
         self.media: list[bytes] = []
         self.aborted: list[AbortAttempt] = []
         self.failures: list[WeftError | ErrorInfo] = []
+        self.fails: Callable[[MediaItem], ErrorInfo | None] = lambda item: None
+        """Of an item, at every try."""
+        self.modalities: tuple[str, ...] = ("image",)
         self.gate: asyncio.Event | None = None
         self.num_cancelled = 0
 
     @property
     def member(self) -> Member:
-        return Member(self.member_id, "encoder", self.plane.address, "host-0", 1, ("image",), str(self.member_id))
+        return Member(self.member_id, "encoder", self.plane.address, "host-0", 1, self.modalities, str(self.member_id))
 
     def handle(self, message: PlaneMessage) -> None:
         if isinstance(message, AbortAttempt):
@@ -277,11 +281,12 @@ class FakeEncoder:
         failure = self.failures.pop(0) if self.failures else None
         if isinstance(failure, WeftError):
             raise failure
-        for item in request.items if failure is None else ():
-            for unit in item.unit_keys():
+        item_to_error = {item.index: failure or self.fails(item) for item in request.items}
+        for item in request.items:
+            for unit in item.unit_keys() if item_to_error[item.index] is None else ():
                 self._announce(request, unit)
         times = StageTimes(0.0, 0.001, 0.001, 0.002, 1, 4)
-        items = tuple(ItemResult(item.index, times, failure) for item in request.items)
+        items = tuple(ItemResult(item.index, times, item_to_error[item.index]) for item in request.items)
         return EncodeResult(self.member_id, items)
 
     def _announce(self, request: EncodeRequest, unit: UnitKey) -> None:

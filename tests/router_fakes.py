@@ -43,12 +43,13 @@ from router.media_probing import NoProber
 from router.pools import Pools
 from router.service import RouterService
 
-SPECIALS = ("<|eos|>", "<|image|>", "<|turn|>", "<|end|>")
-EOS, IMAGE = 256, 257
+SPECIALS = ("<|eos|>", "<|image|>", "<|turn|>", "<|end|>", "<|video|>", "<|audio|>")
+EOS, IMAGE, VIDEO, AUDIO = 256, 257, 260, 261
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.role }}\n"
     "{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{% if p.type == 'image' %}<|image|>{% else %}{{ p.text }}{% endif %}{% endfor %}"
+    "{% for p in m.content %}{% if p.type == 'image' %}<|image|>{% elif p.type == 'video' %}<|video|>"
+    "{% elif p.type == 'audio' %}<|audio|>{% else %}{{ p.text }}{% endif %}{% endfor %}"
     "{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
 )
 MODEL = "tiny"
@@ -77,7 +78,7 @@ class TinyFamily:
             num_layers=1,
             num_kv_heads=1,
             head_dim=8,
-            vocab_size=260,
+            vocab_size=256 + len(SPECIALS),
             max_model_len=max_model_len,
         )
 
@@ -163,15 +164,18 @@ async def fake_cluster(
     max_model_len: int = 2048,
     model: tuple[Family, TextCodec] | None = None,
     registry: Registry = REGISTRY,
+    encoder_modalities: tuple[str, ...] = ("image",),
     **settings: object,
 ) -> AsyncIterator[FakeCluster]:
     """A cluster whose members the router knows; asserts at the end that nothing is left in flight. `model` takes the
-    place of the tiny family and codec."""
+    place of the tiny family and codec; `settings` are RouterConfig's."""
     waits = {"gap_timeout_s": 0.2, "settle_timeout_s": 0.2, "capacity_wait_s": 0.2}
     defaults: dict[str, object] = {"heartbeat_s": 60.0, **waits}
     config = RouterConfig(model_name=MODEL, **(defaults | settings))  # type: ignore[arg-type]
     family, codec = model or (TinyFamily(max_model_len), tiny_codec())
     cluster = FakeCluster(num_workers, num_encoders, config, family, codec, registry)  # type: ignore[arg-type]
+    for encoder in cluster.encoders:
+        encoder.modalities = encoder_modalities
     for each in (*cluster.workers, *cluster.encoders):
         each.plane.start(each.handle)
     await cluster.service.start()

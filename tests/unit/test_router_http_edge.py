@@ -166,7 +166,7 @@ async def test_trace_of_a_request_by_either_id() -> None:
         (chat_body(n=9), 400, "invalid_request", "n"),
         (chat_body(stop=[""]), 400, "invalid_request", "stop"),
         (chat_body(stop=["x"] * 17), 400, "invalid_request", "stop"),
-        (chat_body(stop_token_ids=[260]), 400, "invalid_request", "stop_token_ids"),
+        (chat_body(stop_token_ids=[262]), 400, "invalid_request", "stop_token_ids"),
         (chat_body(max_tokens=4, min_tokens=5), 400, "invalid_request", "min_tokens"),
     ],
 )
