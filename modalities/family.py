@@ -125,6 +125,8 @@ class ItemPlan:
     """As in `MediaItem`."""
     anchor: int = -1
     """As in `MediaItem`; set by whoever plans a video together with its sound track."""
+    num_pooled_frames: int = 1
+    """Of a video: temporal patches behind each row."""
 
 
 @dataclass(frozen=True, slots=True)

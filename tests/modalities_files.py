@@ -19,6 +19,7 @@ PREPROCESSOR = {
     "size": {"shortest_edge": 64 * 64, "longest_edge": 256 * 256},
     "image_mean": [0.5, 0.4, 0.3],
     "image_std": [0.5, 0.25, 0.2],
+    "feature_size": 16,
 }
 TEXT_CONFIG = {
     "vocab_size": 200,
@@ -70,6 +71,7 @@ TOKENS = {
     "audio_start_token_id": 104,
     "vision_start_token_id": 105,
     "vision_end_token_id": 106,
+    "audio_end_token_id": 107,
 }
 
 

@@ -1,15 +1,19 @@
-"""Qwen2.5-Omni (thinker): text and images in, text out. Video, audio and speech are not declared yet.
+"""Qwen2.5-Omni (thinker): text, images, videos and sounds in, text out. Speech is not declared yet.
 
 Torch: `checkpoint`. What its siblings share stands in `modalities.qwen_vl`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from modalities.audio_towers.halves import qwen2_5_omni_sound
 from modalities.family import Family
-from modalities.qwen_vl.config import Layout
+from modalities.qwen_vl.config import AUDIO, IMAGE, VIDEO, Control, Layout, SoundLayout
+from modalities.qwen_vl.video_options import SizeRange, VideoDefaults
+from modalities.qwen_vl.video_time import SharedTime
 
 if TYPE_CHECKING:
     from modalities.qwen_vl.checkpoint import Checkpoint
@@ -17,9 +21,27 @@ if TYPE_CHECKING:
 _WHOLE = ("Qwen2_5OmniForConditionalGeneration", "Qwen2_5OmniModel")
 ARCHITECTURES = ("Qwen2_5OmniThinkerForConditionalGeneration", *_WHOLE)
 
+
+def _video_time(model: Mapping[str, Any]) -> SharedTime:
+    per_second = int(model.get("position_id_per_seconds", 25))
+    return SharedTime(per_second, is_whole=False, chunk=int(per_second * model.get("seconds_per_chunk", 2)))
+
+
 LAYOUT = Layout(
     name="qwen2_5_omni",
-    image_placeholder="<|IMAGE|>",
+    modality_to_placeholder={
+        IMAGE: Control("image_token_index", 151655, "<|IMAGE|>"),
+        VIDEO: Control("video_token_index", 151656, "<|VIDEO|>"),
+        AUDIO: Control("audio_token_index", 151646, "<|AUDIO|>"),
+    },
+    video_time=_video_time,
+    video=VideoDefaults("Qwen2VLVideoProcessor", SizeRange(128 * 28 * 28, 768 * 28 * 28)),
+    sound=SoundLayout(
+        read=qwen2_5_omni_sound,
+        start=Control("audio_start_token_id", 151647),
+        end=Control("audio_end_token_id", 151648),
+        are_marks_paired=True,
+    ),
     text_defaults={
         "vocab_size": 152064,
         "hidden_size": 3584,
@@ -37,7 +59,6 @@ LAYOUT = Layout(
         "temporal_patch_size": 2,
         "out_hidden_size": 3584,
     },
-    image_token_key="image_token_index",
     whole_architectures=_WHOLE,
 )
 

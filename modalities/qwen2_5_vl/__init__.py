@@ -1,4 +1,5 @@
-"""Qwen2.5-VL: text and images in, text out. Its tower attends within windows, in some layers within the whole picture.
+"""Qwen2.5-VL: text, images and videos in, text out. Its tower attends within windows, in some layers within a
+whole picture or temporal patch.
 
 Torch: `checkpoint`. What its siblings share stands in `modalities.qwen_vl`.
 """
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modalities.family import Family
-from modalities.qwen_vl.config import Layout
+from modalities.qwen_vl.config import VISION, Layout
+from modalities.qwen_vl.video_options import VideoDefaults
+from modalities.qwen_vl.video_time import MeasuredTime
 
 if TYPE_CHECKING:
     from modalities.qwen_vl.checkpoint import Checkpoint
@@ -18,7 +21,9 @@ ARCHITECTURES = ("Qwen2_5_VLForConditionalGeneration",)
 
 LAYOUT = Layout(
     name="qwen2_5_vl",
-    image_placeholder="<|image_pad|>",
+    modality_to_placeholder=VISION,
+    video=VideoDefaults("Qwen2VLVideoProcessor"),
+    video_time=lambda model: MeasuredTime(model["vision_config"].get("tokens_per_second", 4)),
     text_defaults={
         "vocab_size": 152064,
         "hidden_size": 8192,

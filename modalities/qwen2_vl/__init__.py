@@ -1,4 +1,4 @@
-"""Qwen2-VL: text and images in, text out.
+"""Qwen2-VL: text, images and videos in, text out.
 
 Torch: `checkpoint`. What its siblings share stands in `modalities.qwen_vl`.
 """
@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modalities.family import Family
-from modalities.qwen_vl.config import Layout
+from modalities.qwen_vl.config import VISION, Layout
+from modalities.qwen_vl.video_options import VideoDefaults
+from modalities.qwen_vl.video_time import CountedTime
 
 if TYPE_CHECKING:
     from modalities.qwen_vl.checkpoint import Checkpoint
@@ -18,7 +20,9 @@ ARCHITECTURES = ("Qwen2VLForConditionalGeneration",)
 
 LAYOUT = Layout(
     name="qwen2_vl",
-    image_placeholder="<|image_pad|>",
+    modality_to_placeholder=VISION,
+    video=VideoDefaults("Qwen2VLVideoProcessor"),
+    video_time=lambda model: CountedTime(),
     text_defaults={
         "vocab_size": 152064,
         "hidden_size": 8192,

@@ -1,4 +1,4 @@
-"""Qwen3-Omni (thinker): text and images in, text out. Video, audio and speech are not declared yet.
+"""Qwen3-Omni (thinker): text, images, videos and sounds in, text out. Speech is not declared yet.
 
 Pure: `config`, `family`; torch: `checkpoint`. What its siblings share stands in `modalities.qwen_vl`.
 """

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeThinkerConfig
+from pathlib import Path
+
+from transformers import PreTrainedConfig, Qwen3OmniMoeConfig, Qwen3OmniMoeThinkerConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
     Qwen3OmniMoeThinkerTextModel,
     Qwen3OmniMoeVisionEncoder,
 )
 
+from modalities.audio_towers import qwen3_omni
+from modalities.family import EncoderModel
 from modalities.qwen_vl.checkpoint import Checkpoint
+from modalities.qwen_vl.config import QwenVLConfig
+
+
+def _load_sound(model_dir: Path, audio: PreTrainedConfig, config: QwenVLConfig, place: tuple[str, str]) -> EncoderModel:
+    assert config.sound is not None
+    return qwen3_omni.load_encoder(model_dir, audio, config.sound, config.shape.num_levels, place)
+
 
 CHECKPOINT = Checkpoint(
     config=Qwen3OmniMoeThinkerConfig,
@@ -16,4 +27,5 @@ CHECKPOINT = Checkpoint(
     text_model=Qwen3OmniMoeThinkerTextModel,
     whole_config=Qwen3OmniMoeConfig,
     has_experts=True,
+    load_sound=_load_sound,
 )

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from modalities.qwen_vl.config import Layout, QwenVLConfig
+from modalities.audio_towers.halves import qwen3_omni_sound
+from modalities.qwen_vl.config import AUDIO, VISION, Control, Layout, QwenVLConfig, SoundLayout
 from modalities.qwen_vl.config import read_config as read_with_layout
 from modalities.qwen_vl.image_options import ImageOptions
+from modalities.qwen_vl.video_options import SizeRange, VideoDefaults
+from modalities.qwen_vl.video_time import SharedTime
 
 __all__ = ["LAYOUT", "ImageOptions", "read_config"]
 
+
+def _video_time(model: Mapping[str, Any]) -> SharedTime:
+    return SharedTime(int(model.get("position_id_per_seconds", 25)), is_whole=True, chunk=0)
+
+
 LAYOUT = Layout(
     name="qwen3_omni",
-    image_placeholder="<|image_pad|>",
+    modality_to_placeholder={**VISION, AUDIO: Control("audio_token_id", 151646, "<|audio_pad|>")},
+    video_time=_video_time,
+    video=VideoDefaults("Qwen2VLVideoProcessor", SizeRange(128 * 32 * 32, 768 * 32 * 32)),
+    sound=SoundLayout(
+        read=qwen3_omni_sound,
+        start=Control("audio_start_token_id", 151647),
+        end=Control("audio_end_token_id"),  # transformers' config has no such field; published checkpoints do
+    ),
     text_defaults={
         "vocab_size": 3584,
         "hidden_size": 2048,

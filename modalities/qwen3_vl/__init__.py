@@ -1,4 +1,4 @@
-"""Qwen3-VL (dense): text and images in, text out. Its tower gives DeepStack levels.
+"""Qwen3-VL (dense): text, images and videos in, text out. Its tower gives DeepStack levels.
 
 Torch: `checkpoint`. What its siblings share stands in `modalities.qwen_vl`.
 """
@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modalities.family import Family
-from modalities.qwen_vl.config import Layout
+from modalities.qwen_vl.config import VISION, Layout
+from modalities.qwen_vl.video_options import VideoDefaults
+from modalities.qwen_vl.video_time import WrittenTime
 
 if TYPE_CHECKING:
     from modalities.qwen_vl.checkpoint import Checkpoint
@@ -18,7 +20,9 @@ ARCHITECTURES = ("Qwen3VLForConditionalGeneration",)
 
 LAYOUT = Layout(
     name="qwen3_vl",
-    image_placeholder="<|image_pad|>",
+    modality_to_placeholder=VISION,
+    video_time=lambda model: WrittenTime(),
+    video=VideoDefaults("Qwen3VLVideoProcessor"),
     text_defaults={
         "vocab_size": 151936,
         "hidden_size": 4096,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fabric.errors import ConfigError
 from modalities.causal_lm.checkpoint import load_part
+from modalities.family import EncoderModel
 from modalities.qwen_vl.config import QwenVLConfig
 
 # The names have grown: `visual.`, then `model.visual.`; `model.`, then `model.language_model.`; `thinker.` before all
@@ -25,6 +27,10 @@ _TEXT_NAMES = {
 _EXPERTS = "grouped_mm"
 
 
+LoadSound = Callable[[Path, PreTrainedConfig, QwenVLConfig, tuple[str, str]], EncoderModel]
+"""Model directory, `audio_config`, the family's config, (device, dtype)."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A family's transformers classes."""
@@ -36,12 +42,21 @@ class Checkpoint:
     whole_config: type[PreTrainedConfig] | None = None
     """Of a checkpoint that holds the model as its thinker."""
     has_experts: bool = False
+    load_sound: LoadSound | None = None
+    """Of a family that hears."""
 
     def load_vision_tower(self, model_dir: Path, config: QwenVLConfig, device: str, dtype: str) -> PreTrainedModel:
         """On `device`, in evaluation mode. Raises ConfigError."""
         kind = type("VisionTower", (self.tower,), {})
         vision_config = self._model_config(model_dir, config).vision_config
         return load_part(kind, model_dir, vision_config, _VISION_NAMES, (device, dtype), "sdpa")
+
+    def load_sound_tower(self, model_dir: Path, config: QwenVLConfig, place: tuple[str, str]) -> EncoderModel:
+        """`place` is (device, dtype). Raises ConfigError, also for a family that does not hear."""
+        if self.load_sound is None:
+            raise ConfigError(f"{model_dir} has no audio tower")
+        audio_config = self._model_config(model_dir, config).audio_config
+        return self.load_sound(model_dir, audio_config, config, place)
 
     def load_text_half(
         self, model_dir: Path, config: QwenVLConfig, device: str, dtype: str, attention_name: str

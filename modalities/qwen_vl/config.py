@@ -5,16 +5,53 @@ What Weft can't run is refused here, so every part of the cluster refuses it at 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fabric.errors import ConfigError
+from modalities.audio_towers.sound import SoundHalf
 from modalities.causal_lm.config import refuse_unsupported, shape_of
 from modalities.family import ModelShape
 from modalities.json_files import model_id, read_json, section
 from modalities.qwen_vl.image_options import ImageOptions, read_image_options
+from modalities.qwen_vl.video_options import VideoDefaults, VideoOptions, read_video_options
+from modalities.qwen_vl.video_time import VideoTime
+
+IMAGE, VIDEO, AUDIO = "image", "video", "audio"
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """A token by its key in config.json."""
+
+    key: str
+    default: int | None = None
+    text: str = ""
+    """As chat templates write it, of a placeholder."""
+
+
+_VISION_START = Control("vision_start_token_id", 151652)
+_VISION_END = Control("vision_end_token_id", 151653)
+VISION = {
+    IMAGE: Control("image_token_id", 151655, "<|image_pad|>"),
+    VIDEO: Control("video_token_id", 151656, "<|video_pad|>"),
+}
+"""Placeholders of most of the families."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoundLayout:
+    """Of a family that hears."""
+
+    read: Callable[[Path, Mapping[str, Any], int], SoundHalf]
+    """Model directory, `audio_config`, width of the text model. Raises ConfigError."""
+    start: Control
+    end: Control
+    """These two are written around a video's rows if its sound is among them."""
+    are_marks_paired: bool = False
+    """As in `positions.prompt_positions`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +59,32 @@ class Layout:
     """What sets one family apart from its siblings in config.json. Defaults are transformers 5.23's."""
 
     name: str
-    image_placeholder: str
-    """What the chat template writes for a picture; one token."""
+    modality_to_placeholder: Mapping[str, Control]
+    """What the chat template writes for a medium; one token."""
     text_defaults: Mapping[str, Any]
     """Missing keys of the text model."""
     vision_defaults: Mapping[str, Any]
     """Missing keys of the vision tower, patch and merge sizes always among them."""
+    video_time: Callable[[Mapping[str, Any]], VideoTime]
+    """From the model's config."""
+    video: VideoDefaults
+    sound: SoundLayout | None = None
     feature_size_key: str = "out_hidden_size"
     """Of the vision config: the width of a feature."""
-    image_token_key: str = "image_token_id"
     whole_architectures: tuple[str, ...] = ()
     """A checkpoint of one of these holds the family as its `thinker_config`, beside other parts."""
     is_text_flat: bool = False
     """Older checkpoints have no `text_config`: its keys stand at the top."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Tokens that are written around rows; None where the config does not name one."""
+
+    vision_start: int | None = None
+    vision_end: int | None = None
+    audio_start: int | None = None
+    audio_end: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +93,18 @@ class QwenVLConfig:
     is_thinker_only: bool
     """Otherwise the model is a part of a checkpoint with talker and vocoder."""
     shape: ModelShape
-    image_token_id: int
+    modality_to_token: Mapping[str, int]
+    """Modalities that the family takes -> their placeholders."""
+    marks: Marks
     num_deepstack_levels: int
     image: ImageOptions
+    video: VideoOptions
+    video_time: VideoTime
+    sound: SoundHalf | None = field(default=None)
+
+    @property
+    def image_token_id(self) -> int:
+        return self.modality_to_token["image"]
 
 
 def read_config(model_dir: Path, layout: Layout) -> QwenVLConfig:
@@ -57,27 +116,50 @@ def read_config(model_dir: Path, layout: Layout) -> QwenVLConfig:
     vision = _with_defaults(section(model, "vision_config"), layout.vision_defaults)
     refuse_unsupported(text)
     image = read_image_options(model_dir)
-    for key, mine in (
-        ("patch_size", image.patch_size),
-        ("spatial_merge_size", image.merge_size),
-        ("temporal_patch_size", image.temporal_patch_size),
-    ):
-        if vision[key] != mine:
-            raise ConfigError(f"vision_config.{key} is {vision[key]}, the preprocessor's is {mine}")
+    video = read_video_options(model_dir, layout.video)
+    for options, name in ((image, "preprocessor's"), (video.frame, "video preprocessor's")):
+        _check_patches(vision, options, name)
     levels = vision.get("deepstack_visual_indexes", ())
     shape = shape_of(text, num_levels=1 + len(levels))
     if vision[layout.feature_size_key] != shape.hidden_size:
         raise ConfigError(f"vision_config.{layout.feature_size_key} is not the text model's hidden_size")
     if len(levels) > shape.num_layers:
         raise ConfigError(f"{len(levels)} DeepStack levels for {shape.num_layers} layers")
+    tokens = {name: _token(model, control) for name, control in layout.modality_to_placeholder.items()}
+    sound = layout.sound
     return QwenVLConfig(
         model_id=model_id(model_dir, raw),
         is_thinker_only=is_thinker_only,
         shape=shape,
-        image_token_id=int(model.get(layout.image_token_key, model.get("image_token_id", 151655))),
+        modality_to_token={name: token for name, token in tokens.items() if token is not None},
+        marks=Marks(
+            vision_start=_token(model, _VISION_START),
+            vision_end=_token(model, _VISION_END),
+            audio_start=_token(model, sound.start) if sound else None,
+            audio_end=_token(model, sound.end) if sound else None,
+        ),
         num_deepstack_levels=len(levels),
         image=image,
+        video=video,
+        video_time=layout.video_time(model),
+        sound=sound.read(model_dir, section(model, "audio_config"), shape.hidden_size) if sound else None,
     )
+
+
+def _check_patches(vision: Mapping[str, Any], options: ImageOptions, name: str) -> None:
+    for key, mine in (
+        ("patch_size", options.patch_size),
+        ("spatial_merge_size", options.merge_size),
+        ("temporal_patch_size", options.temporal_patch_size),
+    ):
+        if vision[key] != mine:
+            raise ConfigError(f"vision_config.{key} is {vision[key]}, the {name} is {mine}")
+
+
+def _token(model: Mapping[str, Any], control: Control) -> int | None:
+    """Older names of the omni families end in `_index`."""
+    found = model.get(control.key, model.get(control.key.replace("_token_index", "_token_id"), control.default))
+    return None if found is None else int(found)
 
 
 def _text_section(model: Mapping[str, Any], layout: Layout) -> Mapping[str, Any]:

@@ -1,17 +1,18 @@
-"""The vision tower: patches of many pictures -> features, in one packed forward. Knows no requests and no queues."""
+"""The encoders: patches of many pictures or frames, and spectrograms -> features. Knows no requests and no queues."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from modalities.family import EncoderInput
+from modalities.family import EncoderInput, EncoderModel
 from modalities.qwen_vl.checkpoint import Checkpoint
-from modalities.qwen_vl.config import QwenVLConfig
+from modalities.qwen_vl.config import AUDIO, IMAGE, VIDEO, QwenVLConfig
+from modalities.qwen_vl.video_plan import rows_of_unit
 
 
 class VisionEncoder:
@@ -23,7 +24,8 @@ class VisionEncoder:
     @torch.no_grad()
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
         """Per unit `(1 + num_deepstack_levels, num_tokens, hidden)`: level 0 stands in for the embedding, level i is
-        added to the hidden states behind layer i - 1 of the text model. Pictures do not attend to each other."""
+        added to the hidden states behind layer i - 1 of the text model. Pictures do not attend to each other, and
+        neither do the temporal patches of a video."""
         if not inputs:
             return []
         pixels = torch.from_numpy(np.concatenate([unit.pixels for unit in inputs]))
@@ -34,12 +36,49 @@ class VisionEncoder:
         deepstack = output.deepstack_features if self._has_deepstack else ()
         levels = torch.stack([output.pooler_output, *deepstack])
         num_tokens = (grids.prod(-1) // self._tower.spatial_merge_size**2).tolist()
-        return [unit.contiguous() for unit in levels.split(num_tokens, dim=1)]
+        features = zip(inputs, levels.split(num_tokens, dim=1), strict=True)
+        return [_thinned(unit, feature).contiguous() for unit, feature in features]
 
 
-def load_vision_encoder(
-    checkpoint: Checkpoint, model_dir: Path, config: QwenVLConfig, device: str, dtype: str
-) -> VisionEncoder:
-    """Raises ConfigError if a weight is missing."""
-    tower = checkpoint.load_vision_tower(model_dir, config, device, dtype)
-    return VisionEncoder(tower, has_deepstack=config.num_deepstack_levels > 0)
+class OmniEncoder:
+    """Towers by modality. Implements `modalities.family.EncoderModel` as they do."""
+
+    def __init__(self, modality_to_encoder: Mapping[str, EncoderModel]) -> None:
+        self._modality_to_encoder = modality_to_encoder
+
+    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        """By the tower of the one modality that they have."""
+        return self._modality_to_encoder[inputs[0].modality].encode(inputs) if inputs else []
+
+
+def load_encoder(
+    checkpoint: Checkpoint,
+    model_dir: Path,
+    config: QwenVLConfig,
+    place: tuple[str, str],
+    modalities: Sequence[str],
+) -> EncoderModel:
+    """`place` is (device, dtype). Only the towers of `modalities`; pictures and videos share one. Raises ConfigError
+    if a weight is missing."""
+    found: dict[str, EncoderModel] = {}
+    if set(modalities) - {AUDIO}:
+        tower = checkpoint.load_vision_tower(model_dir, config, *place)
+        vision = VisionEncoder(tower, has_deepstack=config.num_deepstack_levels > 0)
+        if AUDIO not in modalities:
+            return vision
+        found = {IMAGE: vision, VIDEO: vision}
+    return OmniEncoder({**found, AUDIO: checkpoint.load_sound_tower(model_dir, config, place)})
+
+
+def _thinned(unit: EncoderInput, feature: torch.Tensor) -> torch.Tensor:
+    """The rows that stay of a video's unit `(num_levels, num_tokens, hidden)`: of each temporal patch some, then means
+    over several of them, the last over those that are left."""
+    if unit.modality != VIDEO:
+        return feature
+    rows = rows_of_unit(unit.geometry)
+    num_levels, num_tokens, hidden = feature.shape
+    steps = feature.reshape(num_levels, unit.grid[0], num_tokens // unit.grid[0], hidden)
+    steps = steps[:, :, list(rows.kept)]
+    if rows.num_pooled > 1:
+        steps = torch.stack([group.mean(dim=1) for group in steps.split(rows.num_pooled, dim=1)], dim=1)
+    return steps.reshape(num_levels, -1, hidden)

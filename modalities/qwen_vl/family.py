@@ -8,16 +8,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import numpy as np
-import numpy.typing as npt
 
 from fabric.errors import InvalidMedia, UnsupportedModality
 from fabric.messages import MediaItem, PlaceholderRange
 from modalities.family import (
     DEFAULT_OPTIONS,
+    AudioHeader,
     EncoderInput,
     EncoderModel,
     ExpandedPrompt,
@@ -28,16 +27,20 @@ from modalities.family import (
     MediaOptions,
     ModelShape,
     Positions,
+    VideoHeader,
 )
-from modalities.placeholders import expand_placeholders
-from modalities.qwen_vl.config import Layout, read_config
-from modalities.qwen_vl.positions import grid_positions, prompt_positions
+from modalities.qwen_vl.config import AUDIO, IMAGE, VIDEO, Layout, read_config
+from modalities.qwen_vl.expansion import expand
+from modalities.qwen_vl.positions import prompt_positions
 from modalities.qwen_vl.preprocess import image_grid, image_patches
+from modalities.qwen_vl.prompt import audio_block, image_block, pieces, video_block
+from modalities.qwen_vl.video_plan import cut_video, step_times_s
 
 if TYPE_CHECKING:
     from modalities.qwen_vl.checkpoint import Checkpoint
 
-_IMAGE = "image"
+_MODALITY_TO_MOST = {IMAGE: 64, VIDEO: 16, AUDIO: 16}
+_MODALITY_TO_BLOCK = {IMAGE: image_block, VIDEO: video_block, AUDIO: audio_block}
 
 
 class QwenVLFamily:
@@ -50,22 +53,22 @@ class QwenVLFamily:
         self.config = read_config(model_dir, layout)
         self.model_id = self.config.model_id
         self.shape: ModelShape = self.config.shape
-        self.max_items: Mapping[str, int] = {_IMAGE: 64}
+        self.max_items: Mapping[str, int] = {name: _MODALITY_TO_MOST[name] for name in self.config.modality_to_token}
         self._layout, self._checkpoint = layout, checkpoint
 
     def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
-        """Raises InvalidMedia for an aspect ratio above 200."""
-        if not isinstance(header, ImageHeader):
-            raise UnsupportedModality(f"{self.name} takes images alone")
-        grid = image_grid(header, self.config.image)
-        cost = grid[0] * grid[1] * grid[2]
-        num_tokens = cost // self.config.image.merge_size**2
-        return ItemPlan(_IMAGE, grid, (num_tokens,), cost, (header.width, header.height))
+        """Raises InvalidMedia for an aspect ratio above 200, a video of no frames, a sound too short to become a
+        row."""
+        if isinstance(header, ImageHeader):
+            return self._plan_image(header, options)
+        if isinstance(header, VideoHeader):
+            return self._plan_video(header, options)
+        return self._plan_sound(header)
 
     def placeholder_text(self, modality: str) -> str:
         """Raises UnsupportedModality."""
         self._check(modality)
-        return self._layout.image_placeholder
+        return self._layout.modality_to_placeholder[modality].text
 
     def expand(
         self,
@@ -73,36 +76,54 @@ class QwenVLFamily:
         plans: Sequence[ItemPlan],
         tokenize: Callable[[str], Sequence[int]] | None = None,
     ) -> ExpandedPrompt:
-        """Raises InvalidRequest if placeholders and plans do not match."""
-        return expand_placeholders(token_ids, {_IMAGE: self.config.image_token_id}, plans)
+        """Raises InvalidRequest if placeholders and plans do not match, ConfigError for a family that writes the time
+        between frames if there is no `tokenize`."""
+        pieces_of = partial(pieces, self.config, plans, tokenize=tokenize)
+        return expand(token_ids, self.config.modality_to_token, plans, pieces_of)
 
     def positions(
         self, token_ids: Sequence[int], placeholders: Sequence[PlaceholderRange], media: Sequence[MediaItem]
     ) -> Positions:
         """M-RoPE, three axes. Raises ProtocolError if the ranges do not fit."""
-        return prompt_positions(len(token_ids), placeholders, media, {_IMAGE: self._image_block})
+        blocks = {name: partial(_MODALITY_TO_BLOCK[name], self.config) for name in self.max_items}
+        sound = self._layout.sound
+        are_marks_paired = sound is not None and sound.are_marks_paired
+        return prompt_positions(len(token_ids), placeholders, media, blocks, are_marks_paired)
 
     def options(self, modality: str) -> str:
         """Raises UnsupportedModality."""
         self._check(modality)
-        return json.dumps(dataclasses.asdict(self.config.image), sort_keys=True, separators=(",", ":"))
+        if modality == AUDIO:
+            assert self.config.sound is not None
+            return self.config.sound.options()
+        options = self.config.video if modality == VIDEO else self.config.image
+        return json.dumps(dataclasses.asdict(options), sort_keys=True, separators=(",", ":"))
 
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
-        """One unit. Raises InvalidMedia for a broken file or one that is not what was planned."""
+        """A picture is one unit, a video or sound several. Raises InvalidMedia for a broken file or one that is not
+        what was planned."""
         self._check(item.modality)
+        if item.modality == AUDIO:
+            assert self.config.sound is not None
+            return self.config.sound.preprocess(data, item)
+        if item.modality == VIDEO:
+            from modalities.qwen_vl.video_frames import video_inputs
+
+            return video_inputs(data, item, self.config.video)
         num_patches = item.grid[0] * item.grid[1] * item.grid[2]
         if item.unit_tokens != (num_patches // self.config.image.merge_size**2,):
             raise InvalidMedia(f"{item.part}: grid {item.grid} does not give {item.unit_tokens} rows", param=item.part)
-        pixels = image_patches(data, item.grid, self.config.image, item.part)
-        return [EncoderInput(_IMAGE, pixels, item.grid)]
+        reduction = MediaOptions.decode(item.options).reduction
+        pixels = image_patches(data, item.grid, self.config.image, item.part, reduction)
+        return [EncoderInput(IMAGE, pixels, item.grid)]
 
     def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
-        """The vision tower. Raises ConfigError if a weight is missing, UnsupportedModality."""
-        from modalities.qwen_vl.encoder import load_vision_encoder
+        """The towers of `modalities`. Raises ConfigError if a weight is missing, UnsupportedModality."""
+        from modalities.qwen_vl.encoder import load_encoder
 
         for modality in modalities:
             self._check(modality)
-        return load_vision_encoder(self._checkpoint(), model_dir, self.config, device, dtype)
+        return load_encoder(self._checkpoint(), model_dir, self.config, (device, dtype), modalities)
 
     def load_language_model(self, model_dir: Path, device: str, dtype: str, attention_name: str) -> LanguageModel:
         """The text half. Raises ConfigError if a weight is missing."""
@@ -110,9 +131,31 @@ class QwenVLFamily:
 
         return load_text_model(self._checkpoint(), model_dir, self.config, device, dtype, attention_name)
 
-    def _image_block(self, item: MediaItem) -> npt.NDArray[np.int64]:
-        # One temporal patch, so its time step plays no part.
-        return grid_positions(item.grid, self.config.image.merge_size, time_step=0)
+    def _plan_image(self, header: ImageHeader, options: MediaOptions) -> ItemPlan:
+        grid = image_grid(header, self.config.image, options.reduction)
+        cost = grid[0] * grid[1] * grid[2]
+        num_tokens = cost // self.config.image.merge_size**2
+        return ItemPlan(IMAGE, grid, (num_tokens,), cost, (header.width, header.height))
+
+    def _plan_video(self, header: VideoHeader, options: MediaOptions) -> ItemPlan:
+        self._check(VIDEO)
+        cut = cut_video(header, options, self.config.video)
+        step, time = self.config.video.frame.temporal_patch_size, self.config.video_time
+        return ItemPlan(
+            modality=VIDEO,
+            grid=cut.grid,
+            unit_tokens=cut.unit_tokens,
+            cost=cut.grid[0] * cut.grid[1] * cut.grid[2],
+            geometry=(header.width, header.height, header.num_frames),
+            frame_times_s=step_times_s(cut, header, step),
+            row_seconds=time.row_seconds(cut, header, options, step),
+            num_pooled_frames=cut.rows.num_pooled,
+        )
+
+    def _plan_sound(self, header: AudioHeader) -> ItemPlan:
+        self._check(AUDIO)
+        assert self.config.sound is not None
+        return self.config.sound.plan(header)
 
     def _check(self, modality: str) -> None:
         if modality not in self.max_items:

@@ -5,6 +5,7 @@ Missing keys take the values that transformers 5.23 gives them. Knows no model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,24 +48,28 @@ def read_image_options(model_dir: Path) -> ImageOptions:
         raise ConfigError(f"unsupported image processor {kind!r} in {model_dir}")
     if not options.get("do_resize", True) or not options.get("do_convert_rgb", True):
         raise ConfigError(f"the image processor of {model_dir} must resize and convert to RGB")
-    size = options.get("size") or {}
-    min_pixels = options.get("min_pixels") or size.get("shortest_edge") or 56 * 56
-    max_pixels = options.get("max_pixels") or size.get("longest_edge") or 28 * 28 * 1280
-    is_normalised = options.get("do_normalize", True)
     try:
-        return ImageOptions(
-            patch_size=int(options.get("patch_size", 14)),
-            merge_size=int(options.get("merge_size", 2)),
-            temporal_patch_size=int(options.get("temporal_patch_size", 2)),
-            min_pixels=int(min_pixels),
-            max_pixels=int(max_pixels),
-            resample=int(options.get("resample", _BICUBIC)),
-            rescale_factor=float(options.get("rescale_factor", 1 / 255)) if options.get("do_rescale", True) else None,
-            mean=_channels(options.get("image_mean", _CLIP_MEAN)) if is_normalised else None,
-            std=_channels(options.get("image_std", _CLIP_STD)) if is_normalised else None,
-        )
+        return pixel_options(options, 56 * 56, 28 * 28 * 1280)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the image processor's config of {model_dir} is broken: {error}") from error
+
+
+def pixel_options(options: Mapping[str, Any], min_pixels: int, max_pixels: int) -> ImageOptions:
+    """Of a processor's config; the number of pixels where it says nothing. Raises TypeError or ValueError for values
+    of the wrong kind."""
+    size = options.get("size") or {}
+    is_normalised = options.get("do_normalize", True)
+    return ImageOptions(
+        patch_size=int(options.get("patch_size", 14)),
+        merge_size=int(options.get("merge_size", 2)),
+        temporal_patch_size=int(options.get("temporal_patch_size", 2)),
+        min_pixels=int(options.get("min_pixels") or size.get("shortest_edge") or min_pixels),
+        max_pixels=int(options.get("max_pixels") or size.get("longest_edge") or max_pixels),
+        resample=int(options.get("resample", _BICUBIC)),
+        rescale_factor=float(options.get("rescale_factor", 1 / 255)) if options.get("do_rescale", True) else None,
+        mean=_channels(options.get("image_mean", _CLIP_MEAN)) if is_normalised else None,
+        std=_channels(options.get("image_std", _CLIP_STD)) if is_normalised else None,
+    )
 
 
 def _channels(values: Any) -> tuple[float, float, float]:

@@ -1,13 +1,14 @@
 """M-RoPE positions of a whole prompt, from the grids alone: equal to transformers' `get_rope_index`.
 
 A prompt is walked in runs. Text takes the next positions, the same on all three axes (time, height, width). A medium
-takes a block of positions that starts where the text ended; the text behind it goes on after the block's largest
-position. Knows no token ids: placeholder ranges say where the media stand.
+takes a block of positions that starts where the text ended; a sound track's begins with its video's. Where the text
+behind goes on is the block's business (`Block.span`). Knows no token ids: placeholder ranges say where the media stand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,20 @@ from fabric.errors import ProtocolError
 from fabric.messages import MediaItem, PlaceholderRange
 from modalities.family import Positions
 
-BlockPositions = Callable[[MediaItem], npt.NDArray[np.int64]]
-"""Positions of all rows of an item, `(3, num_tokens)`, as if it began at 0."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Positions of all rows of an item, as if it began at 0."""
+
+    ids: npt.NDArray[np.int64]
+    """`(3, num_tokens)`."""
+    span: int | None = None
+    """How far behind the block's begin the text goes on; None: behind the largest position of the last run."""
+    is_parted: bool = False
+    """Each run is a block of its own, and begins where the text before it ends."""
+
+
+BlockPositions = Callable[[MediaItem], Block]
 
 
 def grid_positions(grid: tuple[int, int, int], merge_size: int, time_step: int) -> npt.NDArray[np.int64]:
@@ -34,35 +47,64 @@ def prompt_positions(
     placeholders: Sequence[PlaceholderRange],
     media: Sequence[MediaItem],
     modality_to_block: Mapping[str, BlockPositions],
+    are_marks_paired: bool = False,
 ) -> Positions:
-    """Of the expanded prompt. `placeholders` sorted by offset; the runs of one item may be parted by text and share
-    the block that begins at the item's first run. Raises ProtocolError if the runs do not fit media or prompt."""
+    """Of the expanded prompt. `placeholders` sorted by offset; the runs of one item, and of the sound that is anchored
+    to it, share the begin of the first run, unless its block is parted. `are_marks_paired`: the two tokens in front of
+    a video with sound stand at one position, and so do the two behind (Qwen2.5-Omni). Raises ProtocolError if the runs
+    do not fit media or prompt."""
     ids = np.empty((3, num_tokens), dtype=np.int64)
-    item_to_block: dict[int, npt.NDArray[np.int64]] = {}
+    item_to_block: dict[int, Block] = {}
+    item_to_start: dict[int, int] = {}
+    paired_to_last = _last_runs(placeholders, media) if are_marks_paired else {}
     at, following = 0, 0
-    for run in placeholders:
+    for index, run in enumerate(placeholders):
         if run.offset < at or run.end > num_tokens or not 0 <= run.item < len(media):
             raise ProtocolError(f"placeholder run {run} does not fit a prompt of {num_tokens} tokens")
         gap = run.offset - at
         ids[:, at : run.offset] = np.arange(following, following + gap)
         following += gap
+        item, root = media[run.item], _root(media[run.item])
         if run.item not in item_to_block:
-            item_to_block[run.item] = _block(media[run.item], modality_to_block) + following
-        rows = _rows(media[run.item], run)
-        ids[:, run.offset : run.end] = item_to_block[run.item][:, rows]
-        following = max(following, int(ids[:, run.offset : run.end].max()) + 1)
+            item_to_block[run.item] = _block(item, modality_to_block)
+        block = item_to_block[run.item]
+        if root in paired_to_last and root not in item_to_start and gap:
+            following -= 1
+            ids[:, run.offset - 1] = following - 1
+        start = item_to_start.setdefault(root, following)
+        start = following if block.is_parted else start
+        found = block.ids[:, _rows(item, run)] + start
+        ids[:, run.offset : run.end] = found
+        following = int(found.max()) + 1 if block.span is None else start + block.span
         at = run.end
+        if paired_to_last.get(root) == index and at < num_tokens:
+            ids[:, at] = following
+            at += 1
     ids[:, at:] = np.arange(following, following + num_tokens - at)
-    following += num_tokens - at
-    return Positions(ids, following - num_tokens)
+    # Generation goes on behind the largest position anywhere, which may be within a medium.
+    return Positions(ids, int(ids.max()) + 1 - num_tokens if num_tokens else 0)
 
 
-def _block(item: MediaItem, modality_to_block: Mapping[str, BlockPositions]) -> npt.NDArray[np.int64]:
+def _root(item: MediaItem) -> int:
+    """The item whose begin it shares."""
+    return item.anchor if item.anchor >= 0 else item.index
+
+
+def _last_runs(placeholders: Sequence[PlaceholderRange], media: Sequence[MediaItem]) -> dict[int, int]:
+    """Videos with sound -> the last run of the two."""
+    roots = {item.anchor for item in media if item.anchor >= 0}
+    items = [(_root(media[run.item]) if 0 <= run.item < len(media) else -1) for run in placeholders]
+    return {root: index for index, root in enumerate(items) if root in roots}
+
+
+def _block(item: MediaItem, modality_to_block: Mapping[str, BlockPositions]) -> Block:
     if item.modality not in modality_to_block:
         raise ProtocolError(f"no positions for media of modality {item.modality!r}")
     block = modality_to_block[item.modality](item)
-    if block.shape[1] != item.num_tokens:
-        raise ProtocolError(f"item {item.index}: grid {item.grid} gives {block.shape[1]} rows, not {item.num_tokens}")
+    if block.ids.shape[1] != item.num_tokens:
+        raise ProtocolError(
+            f"item {item.index}: grid {item.grid} gives {block.ids.shape[1]} rows, not {item.num_tokens}"
+        )
     return block
 
 

@@ -19,16 +19,16 @@ from modalities.qwen_vl.image_options import ImageOptions
 _MAX_ASPECT_RATIO = 200
 
 
-def smart_resize(height: int, width: int, options: ImageOptions) -> tuple[int, int]:
+def smart_resize(height: int, width: int, options: ImageOptions, most_pixels: int | None = None) -> tuple[int, int]:
     """Size (height, width) that a picture is scaled to: multiples of `options.factor`, the number of pixels within
-    the options' range, the aspect ratio nearly kept (rule and rounding of Qwen2-VL). Raises InvalidMedia for a
-    picture that is more than 200 times as long as wide."""
+    the options' range (or up to `most_pixels`), the aspect ratio nearly kept (rule and rounding of Qwen2-VL). Raises
+    InvalidMedia for a picture that is more than 200 times as long as wide."""
     if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
         raise InvalidMedia(f"{width}x{height} pixels: the aspect ratio is above {_MAX_ASPECT_RATIO}")
-    factor = options.factor
+    factor, most_pixels = options.factor, options.max_pixels if most_pixels is None else most_pixels
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
-    if new_height * new_width > options.max_pixels:
-        beta = math.sqrt((height * width) / options.max_pixels)
+    if new_height * new_width > most_pixels:
+        beta = math.sqrt((height * width) / most_pixels)
         new_height = max(factor, math.floor(height / beta / factor) * factor)
         new_width = max(factor, math.floor(width / beta / factor) * factor)
     elif new_height * new_width < options.min_pixels:
@@ -38,21 +38,23 @@ def smart_resize(height: int, width: int, options: ImageOptions) -> tuple[int, i
     return new_height, new_width
 
 
-def image_grid(header: ImageHeader, options: ImageOptions) -> tuple[int, int, int]:
-    """Patches (t, h, w) of a picture, from its header. Raises InvalidMedia."""
-    height, width = smart_resize(header.height, header.width, options)
+def image_grid(header: ImageHeader, options: ImageOptions, reduction: int = 0) -> tuple[int, int, int]:
+    """Patches (t, h, w) of a picture, from its header; as if its sides were halved `reduction` times. Raises
+    InvalidMedia."""
+    height, width = (max(side >> reduction, 1) for side in (header.height, header.width))
+    height, width = smart_resize(height, width, options)
     if height == 0 or width == 0:
         raise InvalidMedia(f"{header.width}x{header.height} pixels: too small")
     return 1, height // options.patch_size, width // options.patch_size
 
 
 def image_patches(
-    data: bytes, grid: tuple[int, int, int], options: ImageOptions, param: str
+    data: bytes, grid: tuple[int, int, int], options: ImageOptions, param: str, reduction: int = 0
 ) -> npt.NDArray[np.float32]:
     """Decodes a picture into patches, float32 `(grid_h * grid_w, 3 * temporal_patch_size * patch_size**2)`, those of
     one merged token side by side. Raises InvalidMedia for a broken file or one that does not give `grid`."""
     image, header = decode_image(data, param)
-    found = image_grid(header, options)
+    found = image_grid(header, options, reduction)
     if found != grid:
         raise InvalidMedia(f"{param}: the image gives patches {found}, planned were {grid}", param=param)
     rgb = to_rgb(image)

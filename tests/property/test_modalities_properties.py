@@ -15,7 +15,7 @@ from modalities.family import ItemPlan
 from modalities.image import ImagePlugin, decode_image
 from modalities.placeholders import expand_placeholders
 from modalities.plugin import MediaLimits
-from modalities.qwen_vl.positions import grid_positions, prompt_positions
+from modalities.qwen_vl.positions import Block, grid_positions, prompt_positions
 
 PLACEHOLDER = 7
 SEEDS = [
@@ -26,8 +26,8 @@ SEEDS = [
 ]
 
 
-def block(item: MediaItem) -> np.ndarray:
-    return grid_positions(item.grid, merge_size=2, time_step=3)
+def block(item: MediaItem) -> Block:
+    return Block(grid_positions(item.grid, merge_size=2, time_step=3))
 
 
 @st.composite

@@ -32,7 +32,9 @@ def family(tmp_path: Path, architecture: str, text: dict[str, Any] | None = None
     vision = {"hidden_size": 64} if architecture == QWEN2_VL else {"out_hidden_size": 64, "hidden_size": 32}
     if architecture == QWEN3_VL:
         vision["deepstack_visual_indexes"] = [1]
+    audio = {"audio_config": {"output_dim": 64, "num_mel_bins": 16}} if architecture == QWEN2_5_OMNI else {}
     config = {
+        **audio,
         "architectures": [architecture],
         "text_config": TEXT | (text or {}),
         "vision_config": vision | other.pop("vision", {}),
@@ -123,8 +125,8 @@ def test_plans(tmp_path: Path, architecture: str, grid: tuple[int, int, int]) ->
     plan = loaded.plan(ImageHeader("PNG", 300, 200, "RGB"))
     assert plan.grid == grid
     assert plan.unit_tokens == (grid[1] * grid[2] // 4,)
-    with pytest.raises(UnsupportedModality, match="video"):
-        loaded.placeholder_text("video")
+    with pytest.raises(UnsupportedModality, match="smell"):
+        loaded.placeholder_text("smell")
 
 
 def test_the_pure_half_imports_no_torch(tmp_path: Path) -> None:

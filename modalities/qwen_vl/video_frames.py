@@ -1,0 +1,86 @@
+"""Videos -> patches, in numpy and Pillow: transformers' Qwen2VLVideoProcessor, but for the filter of the resize, which
+is Pillow's bicubic there too (torchvision's differs by one grey level at most).
+
+Knows nothing of requests, models or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from fabric.errors import InvalidMedia
+from fabric.messages import MediaItem
+from modalities.family import EncoderInput, MediaOptions
+from modalities.keyframes import settled_frames
+from modalities.qwen_vl.image_options import ImageOptions
+from modalities.qwen_vl.video_options import VideoOptions
+from modalities.qwen_vl.video_plan import cut_video, unit_geometry
+from modalities.video import VideoPlugin, decode_frames
+
+_VIDEO = "video"
+Pixels = npt.NDArray[np.uint8]
+
+
+def video_inputs(data: bytes, item: MediaItem, rules: VideoOptions) -> list[EncoderInput]:
+    """The units of a video. Raises InvalidMedia for a broken file or one that is not what was planned."""
+    options = MediaOptions.decode(item.options)
+    header = VideoPlugin().probe(data, item.part)
+    cut = cut_video(header, options, rules)
+    if (cut.grid, cut.unit_tokens) != (item.grid, item.unit_tokens):
+        raise InvalidMedia(
+            f"{item.part}: the video gives patches {cut.grid}, planned were {item.grid}", param=item.part
+        )
+    indices = settled_frames(data, header, cut.frames, options, item.part)
+    frames = decode_frames(data, indices, header, item.part)
+    steps = step_patches(frames, cut.grid, rules.frame)
+    inputs = []
+    for num_steps in cut.unit_steps:
+        pixels = np.concatenate([next(steps) for _ in range(num_steps)])
+        grid = (num_steps, cut.grid[1], cut.grid[2])
+        inputs.append(EncoderInput(_VIDEO, pixels, grid, geometry=unit_geometry(cut.rows)))
+    return inputs
+
+
+def step_patches(
+    frames: Iterator[Pixels], grid: tuple[int, int, int], options: ImageOptions
+) -> Iterator[npt.NDArray[np.float32]]:
+    """Frames `(height, width, 3)` of any size -> per temporal patch float32 `(grid_h * grid_w, patch_dim)`, those of
+    one merged token side by side."""
+    size = (grid[2] * options.patch_size, grid[1] * options.patch_size)
+    for _ in range(grid[0]):
+        step = [_resized(next(frames), size, options.resample) for _ in range(options.temporal_patch_size)]
+        yield _patchify(np.stack(step), options)
+
+
+def _resized(pixels: Pixels, size: tuple[int, int], resample: int) -> Pixels:
+    """`size` is width and height."""
+    if pixels.shape[1::-1] == size:
+        return pixels
+    return np.asarray(Image.fromarray(pixels).resize(size, resample=resample))
+
+
+def _patchify(frames: Pixels, options: ImageOptions) -> npt.NDArray[np.float32]:
+    """`(temporal_patch_size, height, width, 3)` -> `(num_patches, patch_dim)`."""
+    patch, merge, step = options.patch_size, options.merge_size, options.temporal_patch_size
+    rows, columns = frames.shape[1] // patch, frames.shape[2] // patch
+    blocks = frames.reshape(step, rows // merge, merge, patch, columns // merge, merge, patch, 3)
+    blocks = blocks.transpose(1, 4, 2, 5, 7, 0, 3, 6)  # (rows/m, columns/m, m, m, channel, step, patch, patch)
+    blocks = blocks.reshape(rows * columns, 3, step * patch * patch)
+    return _values(options)[np.arange(3)[None, :, None], blocks].reshape(rows * columns, -1)
+
+
+def _values(options: ImageOptions) -> npt.NDArray[np.float32]:
+    """`(3, 256)`: what each 8-bit value of each channel becomes, in the video processor's order of operations: scaling
+    and normalising are one step there, unlike with pictures."""
+    values: npt.NDArray[np.float32] = np.broadcast_to(np.arange(256, dtype=np.float32), (3, 256))
+    factor = options.rescale_factor
+    if options.mean is None or options.std is None:
+        return values if factor is None else values * np.float32(factor)
+    scale = np.float32(1.0 if factor is None else 1.0 / factor)
+    mean, std = (np.array(found, dtype=np.float32) * scale for found in (options.mean, options.std))
+    return cast(npt.NDArray[np.float32], (values - mean[:, None]) / std[:, None])

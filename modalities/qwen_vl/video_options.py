@@ -1,0 +1,99 @@
+"""How a checkpoint wants its videos looked at and cut (transformers' Qwen2VL- and Qwen3VLVideoProcessor), read as plain
+JSON. Missing keys take the values that transformers 5.23 gives them. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fabric.errors import ConfigError
+from modalities.json_files import read_json
+from modalities.qwen_vl.image_options import ImageOptions, pixel_options
+
+
+class SizeRange(NamedTuple):
+    """Pixels, least and most."""
+
+    least: int
+    most: int
+
+
+class VideoDefaults(NamedTuple):
+    """What a family's video processor assumes where the checkpoint says nothing."""
+
+    processor: str
+    frame_pixels: SizeRange | None = None
+    """The family's processor asks for it when it is called; it holds for checkpoints without a file for videos."""
+
+
+@dataclass(frozen=True, slots=True)
+class VideoOptions:
+    frame: ImageOptions
+    """How one frame is cut. Its range of pixels holds for a frame, or for all of them (`is_budget_shared`)."""
+    min_frames: int
+    max_frames: int
+    is_budget_shared: bool
+    """Qwen3-VL: frames, height and width together stay within the range of pixels."""
+    is_capped: bool
+    """`cap_pixels_per_frame`."""
+    max_video_tokens: int
+    """What the cap is derived from."""
+
+
+class _Kind(NamedTuple):
+    patch_size: int
+    frame_pixels: SizeRange
+    mean: tuple[float, float, float] | None
+    is_budget_shared: bool
+    max_video_tokens: int
+
+
+_HALF = (0.5, 0.5, 0.5)
+_KINDS = {
+    "Qwen2VLVideoProcessor": _Kind(14, SizeRange(128 * 28 * 28, 768 * 28 * 28), None, False, 128_000),
+    "Qwen3VLVideoProcessor": _Kind(16, SizeRange(128 * 32 * 32, 768 * 32 * 32), _HALF, True, 768),
+}
+
+
+def read_video_options(model_dir: Path, defaults: VideoDefaults) -> VideoOptions:
+    """Raises ConfigError for missing or broken files and for another kind of video processor."""
+    found, is_own = _read(model_dir)
+    name = str(found.get("video_processor_type", defaults.processor))
+    kind = _KINDS.get(name.removesuffix("Fast"))
+    if kind is None:
+        raise ConfigError(f"unsupported video processor {name!r} in {model_dir}")
+    if not found.get("do_resize", True) or not found.get("do_convert_rgb", True):
+        raise ConfigError(f"the video processor of {model_dir} must resize and convert to RGB")
+    frame_pixels = kind.frame_pixels
+    if not is_own and defaults.frame_pixels is not None:
+        frame_pixels = defaults.frame_pixels
+        found = {key: value for key, value in found.items() if key not in ("size", "min_pixels", "max_pixels")}
+    colours = {} if kind.mean is None else {"image_mean": kind.mean, "image_std": kind.mean}
+    try:
+        return VideoOptions(
+            frame=pixel_options({"patch_size": kind.patch_size, **colours, **found}, *frame_pixels),
+            min_frames=int(found.get("min_frames", 4)),
+            max_frames=int(found.get("max_frames", 768)),
+            is_budget_shared=kind.is_budget_shared,
+            is_capped=bool(found.get("cap_pixels_per_frame", False)),
+            max_video_tokens=int(found.get("max_video_tokens", kind.max_video_tokens)),
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the video processor's config of {model_dir} is broken: {error}") from error
+
+
+def _read(model_dir: Path) -> tuple[Mapping[str, Any], bool]:
+    """In transformers' order: nested in processor_config.json, the file for videos, the file for pictures. Whether it
+    is one for videos."""
+    path = model_dir / "processor_config.json"
+    if path.exists():
+        nested = read_json(path)[1].get("video_processor")
+        if isinstance(nested, Mapping):
+            return nested, True
+    path = model_dir / "video_preprocessor_config.json"
+    if path.exists():
+        return read_json(path)[1], True
+    return read_json(model_dir / "preprocessor_config.json")[1], False

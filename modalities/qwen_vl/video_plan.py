@@ -1,0 +1,163 @@
+"""What of a video is looked at, and how much that is: frames, their size, temporal patches, rows, units. Pure.
+
+A *step* is a temporal patch: the frames that become one plane of patches. Towers attend within a step, so a video may
+be cut into units between any two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from fabric.errors import InvalidMedia
+from modalities.family import MediaOptions, VideoHeader
+from modalities.qwen_vl.preprocess import smart_resize
+from modalities.qwen_vl.video_options import VideoOptions
+from modalities.sampling import sample_frames
+
+_UNIT_PATCHES = 1024
+"""About a picture of 512 x 512: a unit is encoded while the next is still being decoded, and none is much larger."""
+Grid = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """What becomes of the rows of a video's steps."""
+
+    num_pooled: int
+    """Steps in a row whose rows are averaged."""
+    kept: tuple[int, ...]
+    """Rows of a step that stay, of those after merging, ascending."""
+
+    def num_rows(self, num_steps: int) -> int:
+        return -(-num_steps // self.num_pooled) * len(self.kept)
+
+
+@dataclass(frozen=True, slots=True)
+class VideoCut:
+    """How a video is looked at: what follows from its header and its options."""
+
+    frames: tuple[int, ...]
+    """Ascending, in whole steps; the last one is repeated where there are too few."""
+    grid: Grid
+    rows: StepRows
+    unit_steps: tuple[int, ...]
+    """Steps in each unit."""
+    is_as_asked: bool
+    """No limit has changed how many frames are looked at in a second."""
+
+    @property
+    def unit_tokens(self) -> tuple[int, ...]:
+        return tuple(self.rows.num_rows(num_steps) for num_steps in self.unit_steps)
+
+
+def cut_video(header: VideoHeader, options: MediaOptions, rules: VideoOptions) -> VideoCut:
+    """Frames are as large as they would be if none had been thinned out. Raises InvalidMedia for a video of no frames,
+    an aspect ratio that the model refuses, or one that has more rows than `options.max_tokens` however few frames are
+    looked at."""
+    step = rules.frame.temporal_patch_size
+    asked = _sampled(header, dataclasses.replace(options, reduction=0), rules, rules.max_frames)
+    height, width = frame_size(header, len(set(asked)), options, rules)
+    grid_h, grid_w = height // rules.frame.patch_size, width // rules.frame.patch_size
+    if not grid_h or not grid_w:
+        raise InvalidMedia(f"{header.width}x{header.height} pixels: too small")
+    rows = step_rows((1, grid_h, grid_w), rules.frame.merge_size, options)
+    most_steps = options.max_tokens // len(rows.kept) * rows.num_pooled
+    if not most_steps:
+        raise InvalidMedia(f"{len(rows.kept)} rows for a frame are more than the limit of {options.max_tokens} tokens")
+    frames = _sampled(header, options, rules, min(rules.max_frames, most_steps * step))
+    grid = (len(frames) // step, grid_h, grid_w)
+    num_wanted = max(int(header.seconds * options.fps) // step, 1) * step
+    return VideoCut(
+        frames=frames,
+        grid=grid,
+        rows=rows,
+        unit_steps=unit_steps(grid, rows.num_pooled),
+        is_as_asked=options.sampling == "fps" and len(frames) == num_wanted,
+    )
+
+
+def step_rows(grid: Grid, merge_size: int, options: MediaOptions) -> StepRows:
+    """Of the patches `grid`. At least one row of a step stays."""
+    num_rows = grid[1] * grid[2] // merge_size**2
+    num_kept = min(max(round(num_rows * options.keep_fraction), 1), num_rows)
+    kept = tuple((2 * index + 1) * num_rows // (2 * num_kept) for index in range(num_kept))
+    return StepRows(max(options.num_pooled_frames, 1), kept)
+
+
+def unit_geometry(rows: StepRows) -> tuple[int, ...]:
+    """As an encoder's input carries it."""
+    return (rows.num_pooled, *rows.kept)
+
+
+def rows_of_unit(geometry: tuple[int, ...]) -> StepRows:
+    """Inverse of `unit_geometry`."""
+    return StepRows(geometry[0], geometry[1:])
+
+
+def unit_steps(grid: Grid, num_pooled: int) -> tuple[int, ...]:
+    """Steps in each unit; those that are averaged stay together."""
+    size = max(_UNIT_PATCHES // (grid[1] * grid[2]) // num_pooled, 1) * num_pooled
+    whole, rest = divmod(grid[0], size)
+    return (size,) * whole + ((rest,) if rest else ())
+
+
+def frame_size(header: VideoHeader, num_frames: int, options: MediaOptions, rules: VideoOptions) -> tuple[int, int]:
+    """Height and width that frames are scaled to, as the reference's video processor does for so many frames; one
+    step never has more rows than `options.max_tokens`."""
+    frame, side = rules.frame, rules.frame.factor
+    most_of_frame = options.max_tokens * side**2
+    least, most = frame.min_pixels, frame.max_pixels
+    if rules.is_budget_shared:
+        if rules.is_capped:
+            cap = min(rules.max_video_tokens * side**2, most // num_frames)
+            most = max(cap, int(least * 1.05)) * num_frames
+        most = min(most, most_of_frame * num_frames)
+        return _shared_size(header, num_frames, (least, most), rules)
+    if rules.is_capped:
+        budget = int(rules.max_video_tokens * side * side * 0.9)
+        most = max(min(most, budget * frame.temporal_patch_size // num_frames), int(least * 1.05))
+    return smart_resize(header.height, header.width, frame, most_pixels=min(most, most_of_frame))
+
+
+def step_times_s(cut: VideoCut, header: VideoHeader, step: int) -> tuple[float, ...]:
+    """Of each step: the time between its first and its last frame's (Qwen3VLProcessor's rule)."""
+    return tuple(
+        (cut.frames[at] / header.fps + cut.frames[at + step - 1] / header.fps) / 2
+        for at in range(0, len(cut.frames), step)
+    )
+
+
+def _sampled(header: VideoHeader, options: MediaOptions, rules: VideoOptions, max_frames: int) -> tuple[int, ...]:
+    return sample_frames(
+        header.num_frames,
+        header.seconds,
+        options,
+        multiple=rules.frame.temporal_patch_size,
+        min_frames=rules.min_frames,
+        max_frames=max_frames,
+        spacing="ends" if rules.is_budget_shared else "stride",
+    )
+
+
+def _shared_size(header: VideoHeader, num_frames: int, pixels: tuple[int, int], rules: VideoOptions) -> tuple[int, int]:
+    """`smart_resize` of transformers' Qwen3VLVideoProcessor: `pixels`, least and most, are those of all frames."""
+    step, side = rules.frame.temporal_patch_size, rules.frame.factor
+    height, width = header.height, header.width
+    if height < side or width < side:
+        scale = max(side / height, side / width)
+        height, width = int(height * scale), int(width * scale)
+    if max(height, width) / min(height, width) > 200:
+        raise InvalidMedia(f"{header.width}x{header.height} pixels: the aspect ratio is above 200")
+    new_height, new_width = round(height / side) * side, round(width / side) * side
+    # The reference refuses fewer frames than a step has.
+    num_pixels = max(round(num_frames / step), 1) * step * new_height * new_width
+    if num_pixels > pixels[1]:
+        beta = math.sqrt(num_frames * height * width / pixels[1])
+        new_height = max(side, math.floor(height / beta / side) * side)
+        new_width = max(side, math.floor(width / beta / side) * side)
+    elif num_pixels < pixels[0]:
+        beta = math.sqrt(pixels[0] / (num_frames * height * width))
+        new_height, new_width = math.ceil(height * beta / side) * side, math.ceil(width * beta / side) * side
+    return new_height, new_width
