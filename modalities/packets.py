@@ -20,6 +20,10 @@ from av.video.stream import VideoStream
 from modalities.tolerance import AUDIO_S, FRAMES
 
 
+_MOST_DURATION = 2**31
+"""Of a packet. FFmpeg's Ogg demuxer gives out differences of unsigned numbers at a stream's end."""
+
+
 @dataclass(slots=True)
 class Tally:
     """Of one stream. Times are in its time base."""
@@ -87,6 +91,8 @@ def _waits_for_key(container: InputContainer) -> bool:
 def _count(counted: Tally, packet: Packet[Stream]) -> None:
     counted.num_shown += 1
     duration = packet.duration or 0
+    if not 0 <= duration < _MOST_DURATION:
+        duration = 0
     counted.duration += duration
     at = packet.pts if packet.pts is not None else packet.dts
     if at is not None:
@@ -97,7 +103,7 @@ def _count(counted: Tally, packet: Packet[Stream]) -> None:
     if packet.has_sidedata("skip_samples"):  # u32 at the start, u32 at the end (AV_PKT_DATA_SKIP_SAMPLES)
         at_start, at_end = struct.unpack_from("<II", bytes(packet.get_sidedata("skip_samples")))
         counted.num_skipped_samples += at_start
-        counted.num_padded_samples += at_end
+        counted.num_padded_samples += min(at_end, duration)
 
 
 def seconds_shown(counted: Tally, stream: VideoStream) -> float:

@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -20,7 +21,8 @@ from typing import NamedTuple
 from fabric.errors import InvalidMedia, NoCapacity, WeftError
 from fabric.helper_process import bind_to_parent, limit_memory
 from modalities.family import MediaHeader
-from modalities.registry import REGISTRY
+from modalities.plugin import ModalityPlugin
+from modalities.registry import REGISTRY, Registry
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +41,27 @@ class ProbeLimits(NamedTuple):
 DEFAULT_LIMITS = ProbeLimits()
 
 
-class ProbePool:
-    """Probes with `num_processes` helpers (0: in one thread of this process). Lives in one event loop."""
+def shipped_registry() -> Registry:
+    """What a helper knows, unless told otherwise."""
+    return REGISTRY
 
-    def __init__(self, num_processes: int = 1, limits: ProbeLimits = DEFAULT_LIMITS) -> None:
-        self._limits = limits
+
+class ProbePool:
+    """Probes with `num_processes` helpers (0: in one thread of this process). Lives in one event loop.
+
+    `registry` is called here and in every helper: a function of a module, for modalities that are registered from
+    outside."""
+
+    def __init__(
+        self,
+        num_processes: int = 1,
+        limits: ProbeLimits = DEFAULT_LIMITS,
+        registry: Callable[[], Registry] = shipped_registry,
+    ) -> None:
+        self._registry = registry()
         # A helper belongs to the thread that spawned it, and dies with that: threads are never given up before close.
         self._threads = ThreadPoolExecutor(max(1, num_processes), thread_name_prefix="probe")
-        self._helpers = [_Helper(limits) for _ in range(num_processes)]
+        self._helpers = [_Helper(limits, registry) for _ in range(num_processes)]
         self._idle: asyncio.LifoQueue[_Helper] = asyncio.LifoQueue()
         for helper in self._helpers:
             self._idle.put_nowait(helper)
@@ -62,19 +77,21 @@ class ProbePool:
 
         Waits for a helper that is idle. Raises UnsupportedModality, InvalidMedia (naming `param`) for a file that is
         broken, kills its helper, or takes it too long or too much memory; NoCapacity if no helper can be started."""
-        plugin = REGISTRY.modality(modality)
+        plugin = self._registry.modality(modality)
         if not plugin.needs_process:
             return plugin.probe(data, param)
         loop = asyncio.get_running_loop()
         if not self._helpers:
-            return await loop.run_in_executor(self._threads, _probe, modality, data, param)
+            return await loop.run_in_executor(self._threads, _probe, plugin, data, param)
         helper = await self._idle.get()
-        work = loop.run_in_executor(self._threads, helper.probe, modality, data, param)
+        gone = threading.Event()
+        work = loop.run_in_executor(self._threads, helper.probe, modality, data, param, gone)
         work.add_done_callback(lambda _: self._idle.put_nowait(helper))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
-            helper.end()  # nobody waits for it any more
+            gone.set()
+            helper.end()
             work.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise
 
@@ -85,6 +102,11 @@ class ProbePool:
         await asyncio.to_thread(self._threads.shutdown, True, cancel_futures=True)
 
     @property
+    def num_busy(self) -> int:
+        """Helpers that read a file."""
+        return sum(helper.is_busy for helper in self._helpers)
+
+    @property
     def num_replaced(self) -> int:
         """Helpers that died or had to be ended, since the start."""
         return sum(helper.num_ended for helper in self._helpers)
@@ -93,8 +115,9 @@ class ProbePool:
 class _Helper:
     """One process and the pipe to it, used by one thread at a time."""
 
-    def __init__(self, limits: ProbeLimits) -> None:
+    def __init__(self, limits: ProbeLimits, registry: Callable[[], Registry]) -> None:
         self._limits = limits
+        self._registry = registry
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
         self._lock = threading.Lock()
@@ -102,6 +125,10 @@ class _Helper:
         self._item: object | None = None
         self._is_closed = False
         self.num_ended = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return self._item is not None
 
     def start(self) -> None:
         """Blocks until a process is ready. Raises NoCapacity."""
@@ -113,7 +140,10 @@ class _Helper:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, os.getpid(), self._limits.memory_bytes), daemon=True, name="probe"
+            target=_serve,
+            args=(theirs, os.getpid(), self._limits.memory_bytes, self._registry),
+            daemon=True,
+            name="probe",
         )
         try:
             self._process.start()
@@ -125,8 +155,9 @@ class _Helper:
             self._clear()
             raise NoCapacity("a helper process for probing could not be started")
 
-    def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
-        """Blocks, at most for the limit (and a start). Raises InvalidMedia, NoCapacity."""
+    def probe(self, modality: str, data: bytes, param: str, gone: threading.Event) -> MediaHeader:
+        """Blocks, at most for the limit (and a start). `gone`: nobody waits for it any more. Raises InvalidMedia,
+        NoCapacity."""
         pipe = self._announce(modality, param)
         overdue = threading.Event()
         item = self._item = object()
@@ -134,13 +165,15 @@ class _Helper:
         watch.daemon = True
         watch.start()
         try:
+            if gone.is_set():
+                raise EOFError  # as if `end` had come in time
             pipe.send_bytes(data)
             found: MediaHeader | WeftError = pipe.recv()
         except (EOFError, OSError) as error:
             self._clear()
             self.num_ended += 1
-            if self._is_closed:
-                raise NoCapacity("this server is closing") from error
+            if self._is_closed or gone.is_set():
+                raise NoCapacity("nobody waits for this file any more") from error
             logger.warning("a probe of %d bytes (%s) ended its process", len(data), modality)
             why = f"within {self._limits.timeout_s:g} s" if overdue.is_set() else "without breaking its reader"
             raise InvalidMedia(f"{param}: the file could not be read {why}", param=param) from error
@@ -195,9 +228,10 @@ class _Helper:
         pipe.close()
 
 
-def _serve(pipe: Connection, parent_pid: int, memory_bytes: int) -> None:
+def _serve(pipe: Connection, parent_pid: int, memory_bytes: int, registry: Callable[[], Registry]) -> None:
     """The loop of a helper process; ends when the parent closes the pipe."""
     bind_to_parent(parent_pid)
+    plugins = registry()
     limit_memory(memory_bytes)
     pipe.send(None)
     while True:
@@ -208,19 +242,19 @@ def _serve(pipe: Connection, parent_pid: int, memory_bytes: int) -> None:
         except (EOFError, OSError):
             return
         try:
-            found: object = _probe(modality, data, param)
+            found: object = _probe(plugins.modality(modality), data, param)
         except WeftError as error:
             found = error
         pipe.send(found)
 
 
-def _probe(modality: str, data: bytes, param: str) -> MediaHeader:
+def _probe(plugin: ModalityPlugin, data: bytes, param: str) -> MediaHeader:
     try:
-        return REGISTRY.modality(modality).probe(data, param)
+        return plugin.probe(data, param)
     except WeftError:
         raise
     except MemoryError as error:
         raise InvalidMedia(f"{param}: reading it takes more memory than it may", param=param) from error
     except Exception as error:  # the loop of a helper process: a bug on one file must not end the others
-        logger.exception("probing a file of %d bytes (%s) failed", len(data), modality)
+        logger.exception("probing a file of %d bytes (%s) failed", len(data), plugin.modality)
         raise InvalidMedia(f"{param}: the file could not be read", param=param) from error

@@ -1,0 +1,49 @@
+"""A modality whose files do to their reader what the worst containers do. Registered in helpers of a probe pool."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from fabric.errors import InvalidMedia
+from modalities.family import ImageHeader, MediaHeader
+from modalities.plugin import MediaLimits
+from modalities.registry import Registry, builtin_registry
+
+
+class HostilePlugin:
+    """A file is a command; what is none is probed as a picture as wide as the process id."""
+
+    modality = "hostile"
+    part_types = ("hostile_url",)
+    needs_process = True
+
+    def parse(self, part: Mapping[str, object], param: str, limits: MediaLimits) -> bytes:
+        raise NotImplementedError
+
+    def probe(self, data: bytes, param: str) -> MediaHeader:
+        if data == b"die":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if data.startswith(b"hang"):
+            if data != b"hang":  # a pipe whose reader wants to know that it has begun
+                Path(os.fsdecode(data[4:])).write_bytes(b"")
+            threading.Event().wait()
+        if data == b"grow":
+            return ImageHeader("HOSTILE", len(bytearray(2**34)), 1, "")
+        if data == b"bug":
+            raise RuntimeError("a bug")
+        if data == b"broken":
+            raise InvalidMedia(f"{param}: broken", param=param)
+        return ImageHeader("HOSTILE", os.getpid(), len(data), "")
+
+    def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
+        raise NotImplementedError
+
+
+def hostile_registry() -> Registry:
+    registry = builtin_registry()
+    registry.register_modality(HostilePlugin())
+    return registry
