@@ -43,5 +43,6 @@ async def read(stream: RequestStream) -> tuple[list[str], list[str | None], Usag
 
 def expected(cluster: FakeCluster, choice: int = 0) -> str:
     """What the fake workers answer to the last request."""
-    request = max((request for worker in cluster.workers for request in worker.requests), key=lambda each: each.age)
+    requests = [request for worker in cluster.workers for request in worker.requests]
+    request = max(requests, key=lambda each: (each.age, each.attempt))
     return reply_text(request.token_ids, request.sampling.seed, choice)
