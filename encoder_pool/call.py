@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from encoder_pool.planning.flights import Follower
+from encoder_pool.planning.turns import Turn
 from fabric.errors import ErrorInfo, WeftError
 from fabric.ids import AttemptId, MemberId
 from fabric.messages import EncodeRequest, EncodeResult, ItemResult, MediaItem, StageTimes, TraceEvent
@@ -15,12 +16,21 @@ from fabric.messages import EncodeRequest, EncodeResult, ItemResult, MediaItem, 
 class Call:
     """`done` is set when every item has its result. An item named twice in one request is encoded once."""
 
-    number: int
+    turn: Turn
     request: EncodeRequest
     done: asyncio.Future[None]
     followers: list[Follower] = field(default_factory=list)
     trace: list[TraceEvent] = field(default_factory=list)
     _index_to_result: dict[int, ItemResult] = field(default_factory=dict)
+
+    @property
+    def number(self) -> int:
+        return self.turn.call
+
+    @property
+    def num_open(self) -> int:
+        """Items without a result."""
+        return len(self.request.items) - len(self._index_to_result)
 
     @property
     def attempt_id(self) -> AttemptId:

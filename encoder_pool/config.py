@@ -9,12 +9,15 @@ from fabric.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """Costs are in patches, as in `MediaItem.cost`. Raises ConfigError for settings that contradict each other."""
+    """Costs are in patches, or mel frames of sounds, as in `MediaItem.cost`. Raises ConfigError for settings that
+    contradict each other."""
 
     modalities: tuple[str, ...] = ("image",)
     """What this replica loads; items of others are refused."""
     max_batch_cost: int = 16 * 1024
-    """Most patches of one forward (one unit alone may be more)."""
+    """Most patches of one forward (one unit alone may be more): 16 pictures of 448 x 448 at patches of 14."""
+    max_items_in_flight: int = 32
+    """Items decoded, or being decoded, that wait for their forward (seed 000: 32 per encoder); more wait as files."""
     max_queue_cost: int = 512 * 1024
     """Most patches accepted and not yet encoded; a call that would pass it is refused."""
     max_decoded_cost: int = 64 * 1024
@@ -40,7 +43,14 @@ class EncoderConfig:
             raise ConfigError("an encoder needs at least one modality")
         if self.num_decode_processes > 0 and not self.model_dir:
             raise ConfigError("decode processes need model_dir; set it, or num_decode_processes to 0")
-        positive = ("max_batch_cost", "max_queue_cost", "max_decoded_cost", "lease_s", "report_interval_s")
+        positive = (
+            "max_batch_cost",
+            "max_items_in_flight",
+            "max_queue_cost",
+            "max_decoded_cost",
+            "lease_s",
+            "report_interval_s",
+        )
         for name in (*positive, "decode_timeout_s", "decode_memory_bytes"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"encoder: {name} must be positive, not {getattr(self, name)}")

@@ -19,10 +19,12 @@ from encoder_pool.config import EncoderConfig
 from encoder_pool.decode import DecodeBroke, Decoder
 from encoder_pool.planning.admission import check_budget, refusal
 from encoder_pool.planning.batcher import QueuedUnit, choose_batch
-from encoder_pool.planning.cost import ForwardCost
+from encoder_pool.planning.cost import ForwardCosts
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
-from encoder_pool.planning.flights import Flight, Flights, Follower, follower_of
+from encoder_pool.planning.flights import DecodeRoom, Flight, Flights, Follower, follower_of
 from encoder_pool.planning.forward_job import Forward, ForwardResult, ForwardUnit
+from encoder_pool.planning.tally import BusyTime, Tally
+from encoder_pool.planning.turns import Turn
 from fabric.channel import SourceSlot
 from fabric.clock import Clock
 from fabric.errors import EncodeFailed, ProtocolError, TransferFailed, UnitTooLarge, WeftError
@@ -61,10 +63,15 @@ class Pipeline:
         self._batch: list[QueuedUnit] = []
         """What is in the forward now; empty when the forward is idle."""
         self.flights = Flights(config.patience)
-        self.cost = ForwardCost()
-        self.num_items_encoded = 0
-        self.num_batches = 0
-        self.num_cache_hits = 0
+        self._room = DecodeRoom(
+            max_cost=config.max_decoded_cost,
+            max_items=config.max_items_in_flight,
+            max_long_cost=config.max_decoded_cost - config.max_batch_cost,
+            max_long_items=decoder.num_parallel - 1,
+        )
+        self.costs = ForwardCosts()
+        self.tally = Tally()
+        self.busy = BusyTime()
 
     def open(self, spec: FeatureSpec) -> None:
         """From now on calls are accepted; `spec` is what features of this model look like."""
@@ -73,6 +80,15 @@ class Pipeline:
     @property
     def num_encoding(self) -> int:
         return len(self._batch)
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self._flight_to_task)
+
+    @property
+    def num_pending(self) -> int:
+        """Items that were asked for and have no result yet."""
+        return sum(call.num_open for call in self._number_to_call.values())
 
     def live_attempts(self) -> list[AttemptId]:
         return [call.attempt_id for call in self._number_to_call.values()]
@@ -86,7 +102,8 @@ class Pipeline:
             raise ProtocolError(f"{len(request.items)} items came with {len(media)} media")
         if len({item.index for item in request.items}) != len(request.items):
             raise ProtocolError("two items of one request have the same index")
-        call = Call(next(self._numbers), request, asyncio.get_running_loop().create_future())
+        turn = Turn(next(self._numbers), request.age, self._clock.now())
+        call = Call(turn, request, asyncio.get_running_loop().create_future())
         wanted = self._admit(call, media)
         self._number_to_call[call.number] = call
         self._trace(call, "received", {"items": len(request.items)})
@@ -116,15 +133,16 @@ class Pipeline:
 
     def pump(self) -> None:
         """Starts every decoding and the forward, if they can start. To be called whenever something has ended."""
-        seconds_per_cost = self.cost.estimate().seconds_per_cost
         while len(self._flight_to_task) < self._decoder.num_parallel:
-            flight = self.flights.next_to_decode(self._config.max_decoded_cost, seconds_per_cost)
+            flight = self.flights.next_to_decode(self._room, self.costs.work_s)
             if flight is None:
                 break
             self.flights.decode_started(flight)
             self._flight_to_task[flight] = asyncio.create_task(self._decode(flight))
         if not self._batch:
-            self._start_forward(choose_batch(self.flights.queued_units(seconds_per_cost), self._config.max_batch_cost))
+            units = self.flights.queued_units(self.costs.work_s)
+            self._start_forward(choose_batch(units, self._config.max_batch_cost, self.costs.estimate))
+        self.busy.roll(self._clock.now())
         self._on_change()
 
     # ------------------------------------------------------------ followers
@@ -137,18 +155,23 @@ class Pipeline:
         for item, data in zip(call.request.items, media, strict=True):
             if error := refusal(item, self._config.modalities, self._spec, arena_bytes):
                 call.fail(item, error)
+                self.tally.num_items += 1
+                self.tally.num_items_failed += 1
             else:
                 wanted.setdefault(item.mm_hash, (item, data))
-        drain_s = self.cost.predict_s(self.flights.queued_cost)
+        drain_s = self.flights.queued_s(self.costs.work_s)
         items = [item for item, _ in wanted.values()]
         check_budget(items, self.flights, self._table.is_ready, self._config.max_queue_cost, drain_s)
         return list(wanted.values())
 
     def _follow(self, call: Call, item: MediaItem, data: bytes) -> None:
-        follower = follower_of(call.request, call.number, item, data, self._clock.now())
+        self.tally.num_items += 1
+        follower = follower_of(call.request, call.turn, item, data, self._clock.now())
         call.followers.append(follower)
         if self._enter(follower):
-            self.num_cache_hits += 1
+            assert self._spec is not None
+            self.tally.num_cache_hits += 1
+            self.tally.cache_hit_bytes += self._spec.nbytes(item.num_tokens)
             call.succeed(follower, self._clock.now(), is_cache_hit=True)
 
     def _enter(self, follower: Follower) -> bool:
@@ -174,6 +197,7 @@ class Pipeline:
 
     def _fail(self, follower: Follower, error: WeftError) -> None:
         self._number_to_call[follower.call].fail(follower.item, error)
+        self.tally.num_items_failed += 1
         self._leave(follower)
 
     def _leave(self, follower: Follower) -> None:
@@ -194,7 +218,7 @@ class Pipeline:
 
     async def _decode(self, flight: Flight) -> None:
         try:
-            decoded = await self._decoder.decode(flight.data, flight.item, is_second_try=flight.is_second_try)
+            decoded = await self._decoder.decode(flight.data, flight.item)
         except DecodeBroke as error:
             logger.warning("%s", error)
             self._retry(flight)
@@ -202,6 +226,8 @@ class Pipeline:
             for follower in self.flights.end(flight):
                 self._fail(follower, error)
         else:
+            self.tally.num_decoded += 1
+            self.tally.decode_s += decoded.seconds
             for follower in flight.followers:
                 follower.decode_s = decoded.seconds
             self.flights.decoded(flight, decoded.inputs)
@@ -239,6 +265,7 @@ class Pipeline:
         if not taken:
             return
         self._batch = taken
+        self.busy.started(self._clock.now())
         loop = asyncio.get_running_loop()
 
         def hand_over(result: ForwardResult) -> None:
@@ -254,10 +281,16 @@ class Pipeline:
 
     def _forward_done(self, batch: list[QueuedUnit], result: ForwardResult) -> None:
         self._batch = []
-        self.num_batches += 1
+        self.busy.ended(self._clock.now())
         batch_cost = sum(unit.cost for unit in batch)
+        self.tally.num_batches += 1
+        self.tally.num_units += len(batch)
+        self.tally.encoded_cost += batch_cost
+        self.tally.forward_s += result.seconds
         if not any(result.errors):
-            self.cost.observe(batch_cost, result.seconds)
+            self.costs.observe(batch[0].modality, batch_cost, result.seconds)
+        keys = [unit.key for unit in batch]
+        self.flights.served(keys, result.seconds, self._clock.now(), self.costs.work_s)
         for unit, error in zip(batch, result.errors, strict=True):
             if error is None:
                 self._table.complete(unit.key)
@@ -275,7 +308,7 @@ class Pipeline:
             self._deliver(follower, key, error)
         flight = self.flights.forward_ended(key)
         if flight is not None:
-            self.num_items_encoded += error is None
+            self.tally.num_items_encoded += error is None
             self._flight_ended(flight)
 
     def _deliver(self, follower: Follower, key: UnitKey, error: WeftError | None) -> None:

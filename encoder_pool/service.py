@@ -19,6 +19,7 @@ from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.features import FeatureSpec, FeatureTable, LeaseKey
 from encoder_pool.reporter import Reporter
+from encoder_pool.reporting import encoder_report
 from fabric.channel import FeatureSource
 from fabric.clock import Clock
 from fabric.errors import Aborted, ConfigError, EncodeFailed, EncoderLost, WorkerLost
@@ -88,7 +89,7 @@ class EncoderService:
             await self._decoder.start()
             spec = await asyncio.to_thread(self._calibrate)
         except BaseException:
-            await asyncio.to_thread(self._decoder.close)
+            await self._decoder.close()
             raise
         self._forward.start(spec)
         self._pipeline.open(spec)
@@ -107,7 +108,7 @@ class EncoderService:
         self._housekeeping.cancel()
         await asyncio.gather(self._housekeeping, return_exceptions=True)
         await asyncio.to_thread(self._forward.close)
-        await asyncio.to_thread(self._decoder.close)
+        await self._decoder.close()
         await asyncio.sleep(0)  # what the forward thread handed over last is taken
         if self._flush is not None:
             self._flush.cancel()
@@ -143,24 +144,14 @@ class EncoderService:
             self._pipeline.pump()
 
     def report(self) -> EncoderReport:
-        usage, flights, estimate = self._table.usage(), self._pipeline.flights, self._pipeline.cost.estimate()
-        return EncoderReport(
-            encoder_id=self._member_id,
-            epoch=self._epoch,
-            seq=self._reporter.seq + 1,
-            acknowledged=self._reporter.acknowledged(self._pipeline.live_attempts()),
-            num_queued=sum(len(flight.unit_to_cost) - len(flight.forwarding) for flight in flights),
-            queued_cost=flights.queued_cost,
-            num_encoding=self._pipeline.num_encoding,
-            arena_bytes_used=usage.used_bytes,
-            arena_bytes_cached=usage.cached_bytes,
-            arena_bytes_total=usage.total_bytes,
-            num_leases=usage.num_leases,
-            items_encoded=self._pipeline.num_items_encoded,
-            batches=self._pipeline.num_batches,
-            cache_hits=self._pipeline.num_cache_hits,
-            encode_s_per_cost=estimate.seconds_per_cost,
-            batch_overhead_s=estimate.overhead_s,
+        return encoder_report(
+            self._member_id,
+            self._epoch,
+            self._reporter.seq + 1,
+            self._reporter.acknowledged(self._pipeline.live_attempts()),
+            self._pipeline,
+            self._table,
+            self._config.max_items_in_flight,
         )
 
     def check_health(self) -> None:
@@ -191,9 +182,9 @@ class EncoderService:
         self._pipeline.flights.check_invariants()
 
     def _calibrate(self) -> FeatureSpec:
-        cost, delay_s = self._pipeline.cost, self._config.encode_delay_s
+        costs, delay_s = self._pipeline.costs, self._config.encode_delay_s
         modalities = self._config.modalities
-        specs = {calibrate(self._family, self._model, modality, cost, delay_s) for modality in modalities}
+        specs = {calibrate(self._family, self._model, modality, costs, delay_s) for modality in modalities}
         if len(specs) > 1:
             raise ConfigError(f"the features of {', '.join(modalities)} differ in shape or dtype: {specs}")
         return specs.pop()

@@ -243,10 +243,21 @@ class WorkerReport(PlaneWire, frozen=True):
     """Of host memory, by features that were kept after prefill."""
     num_kept_hits: int = 0
     """Features that were kept and used again, so that nobody had to send them."""
+    drafts_proposed: int = 0
+    """Tokens that were guessed and computed, and those of them that were right."""
+    drafts_accepted: int = 0
+
+
+class EncodeCost(Wire, frozen=True):
+    """What a forward over one modality takes: `overhead_s + seconds_per_cost * cost`."""
+
+    modality: str
+    seconds_per_cost: float
+    overhead_s: float
 
 
 class EncoderReport(PlaneWire, frozen=True):
-    """Encoder -> router. `queued_cost` in patches."""
+    """Encoder -> router. Costs in patches, or mel frames of sounds. What is called a sum only grows."""
 
     encoder_id: MemberId
     epoch: int
@@ -264,8 +275,45 @@ class EncoderReport(PlaneWire, frozen=True):
     batches: int
     cache_hits: int
     encode_s_per_cost: float
-    """Measured at boot and corrected online; 0 until known."""
+    """Measured at boot and corrected online, over all modalities; 0 until known."""
     batch_overhead_s: float
+    costs: tuple[EncodeCost, ...] = ()
+    """The same for each modality."""
+    num_items_queued: int = 0
+    """Items that are not in the forward with their last unit."""
+    queued_s: float = 0.0
+    """What `queued_cost` is predicted to add to forwards."""
+    num_items_pending: int = 0
+    """Items of open calls, without a result."""
+    num_in_flight: int = 0
+    """Items being decoded, decoded or in the forward."""
+    max_in_flight: int = 0
+    num_decoding: int = 0
+    busy_fraction: float = 0.0
+    """Of the last second or so, by the forward."""
+    num_features_encoding: int = 0
+    num_features_cached: int = 0
+    num_features_staged: int = 0
+    arena_bytes_encoding: int = 0
+    """Of `arena_bytes_used`: being written."""
+    items_received: int = 0
+    """A sum, as are all that follow."""
+    items_failed: int = 0
+    items_decoded: int = 0
+    decode_s: float = 0.0
+    """Decoding and preprocessing."""
+    forward_s: float = 0.0
+    batch_units: int = 0
+    """Units in `batches`."""
+    batch_cost: int = 0
+    """Of `batches`."""
+    transfers: int = 0
+    """Units that a worker has let go of, having read them."""
+    transfer_s: float = 0.0
+    """From their announcement until then."""
+    cache_hit_bytes: int = 0
+    evictions: int = 0
+    evicted_bytes: int = 0
 
 
 PlaneMessage = (
@@ -306,6 +354,7 @@ __all__ = [
     "BlocksStored",
     "ChoiceResult",
     "Destination",
+    "EncodeCost",
     "EncodeRequest",
     "EncodeResult",
     "EncoderReport",

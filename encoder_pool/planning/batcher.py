@@ -1,63 +1,62 @@
-"""Which units go into the next forward, and in which order: shortest remaining request first, with aging.
+"""Which units go into the next forward: the first in line, and what is worth taking along.
 
-A request's rank is `received + patience * (its remaining encoding time)`, so the shorter goes first, but a request
-is overtaken only by ones received within `patience` times its own encoding time: nobody starves, without any timer.
-Units are ranked, not requests, so a long video gives way to an image between two of its units. An idle encoder
-starts at once (notes: 3.8 times the images per second at 8 per forward come from what queued meanwhile).
-Knows nothing of clocks, memory or models.
+An idle encoder starts at once, and what queues meanwhile shares the next forward (notes: 3.8 times the images per
+second at 8 per forward come from that alone). Units of different requests are always fused: each would wait for the
+other anyway. Units of one request are fused only if that saves more than it delays: a feature that is there earlier
+is one that the language model computes while the next is made. Knows nothing of clocks, memory or models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from encoder_pool.planning.cost import CostEstimate
+from encoder_pool.planning.turns import Rank
 from fabric.ids import UnitKey
 
 
-class Rank(NamedTuple):
-    """Smaller goes first. Ties go by the age order of requests, then by the item's place in its request."""
-
-    virtual_s: float
-    age: tuple[float, str]
-    item_index: int
-
-
 class QueuedUnit(NamedTuple):
-    """A unit that is decoded and waits for its forward. `cost` in patches."""
+    """A unit that is decoded and waits for its forward. `cost` in patches, or mel frames of a sound."""
 
     rank: Rank
     key: UnitKey
     modality: str
     cost: int
     num_tokens: int
+    place: tuple[float, int] = (0.0, 0)
+    """Share of its item's rows that come before it, and the item's index: the units of a video and of its sound track
+    take turns."""
 
 
-def rank(
-    received_s: float,
-    remaining_cost: int,
-    seconds_per_cost: float,
-    patience: float,
-    age: tuple[float, str],
-    item_index: int,
-) -> Rank:
-    """Rank of one item of a request that has `remaining_cost` patches left on this encoder."""
-    return Rank(received_s + patience * remaining_cost * seconds_per_cost, age, item_index)
+def is_fusing_worthwhile(estimate: CostEstimate, cost: int) -> bool:
+    """Whether a unit of `cost` should ride in the forward of an earlier unit of its request.
+
+    Alone it would start another forward: `overhead_s` for it and for all that come after. Along, it keeps the earlier
+    unit from its worker for as long as its own patches take. Nothing measured yet: yes."""
+    return estimate.overhead_s >= estimate.seconds_per_cost * cost
 
 
-def choose_batch(units: Iterable[QueuedUnit], max_cost: int) -> list[QueuedUnit]:
-    """The next forward: the first unit by rank, then what fits beside it within `max_cost` patches.
+def choose_batch(
+    units: Iterable[QueuedUnit], max_cost: int, estimate: Callable[[str], CostEstimate]
+) -> list[QueuedUnit]:
+    """The next forward: the first unit in line, then what fits beside it within `max_cost`. `estimate` of a modality.
 
     All of one modality (a forward is packed from one encoder's inputs). A unit too large for the rest of the batch is
     passed over; it is not starved, for the first unit is taken whatever its cost.
     """
-    ordered = sorted(units, key=lambda unit: (unit.rank, unit.key.unit, unit.key.mm_hash))
+    ordered = sorted(units, key=lambda unit: (unit.rank, unit.place, unit.key.unit, unit.key.mm_hash))
     batch = ordered[:1]
+    requests = {unit.rank.age for unit in batch}
     cost = sum(unit.cost for unit in batch)
     for unit in ordered[1:]:
-        if unit.modality == batch[0].modality and cost + unit.cost <= max_cost:
-            batch.append(unit)
-            cost += unit.cost
+        if unit.modality != batch[0].modality or cost + unit.cost > max_cost:
+            continue
+        if unit.rank.age in requests and not is_fusing_worthwhile(estimate(unit.modality), unit.cost):
+            continue
+        batch.append(unit)
+        requests.add(unit.rank.age)
+        cost += unit.cost
     return batch
 
 

@@ -1,10 +1,12 @@
 """What a forward takes: seconds = overhead + slope * patches, fitted to what was measured, newest first.
 
-Least squares with exponential forgetting, two numbers per modality mix. Knows nothing of models or clocks.
+Least squares with exponential forgetting, two numbers per modality: a patch and a mel frame do not cost the same.
+Knows nothing of models or clocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 FORGETTING = 0.97
@@ -50,3 +52,33 @@ class ForwardCost:
     def predict_s(self, cost: int) -> float:
         seconds_per_cost, overhead_s = self.estimate()
         return overhead_s + seconds_per_cost * cost
+
+
+class ForwardCosts:
+    """A line for each modality, and one through all of them for who asks without naming one."""
+
+    def __init__(self) -> None:
+        self._modality_to_cost: dict[str, ForwardCost] = {}
+        self._mixed = ForwardCost()
+
+    @property
+    def modalities(self) -> Iterable[str]:
+        """Those that were observed."""
+        return self._modality_to_cost.keys()
+
+    def observe(self, modality: str, cost: int, seconds: float) -> None:
+        """One forward over units of `modality`."""
+        self._modality_to_cost.setdefault(modality, ForwardCost()).observe(cost, seconds)
+        self._mixed.observe(cost, seconds)
+
+    def estimate(self, modality: str) -> CostEstimate:
+        """Zeros until a forward of that modality was observed."""
+        cost = self._modality_to_cost.get(modality)
+        return cost.estimate() if cost else CostEstimate(0.0, 0.0)
+
+    def mixed(self) -> CostEstimate:
+        return self._mixed.estimate()
+
+    def work_s(self, modality: str, cost: int) -> float:
+        """What units of that cost add to a forward."""
+        return self.estimate(modality).seconds_per_cost * cost

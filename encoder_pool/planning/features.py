@@ -8,7 +8,7 @@ of a reserved slot are written by another thread. Knows nothing of models, reque
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -38,6 +38,26 @@ class TableUsage(NamedTuple):
     total_bytes: int
     num_leases: int
     num_encoding: int
+    encoding_bytes: int
+    """Of `used_bytes`: being written."""
+    num_cached: int
+    num_staged: int
+
+
+class TableSums(NamedTuple):
+    """Over the table's life."""
+
+    num_transfers: int = 0
+    """Leases that their worker released."""
+    transfer_s: float = 0.0
+    """From lease to release, of these."""
+    num_evictions: int = 0
+    evicted_bytes: int = 0
+
+
+class _Reader(NamedTuple):
+    router_id: MemberId
+    since_s: float
 
 
 class FeatureSpec(NamedTuple):
@@ -75,8 +95,12 @@ class FeatureTable:
         self._unit_to_entry: dict[UnitKey, FeatureEntry] = {}
         self._cached: OrderedDict[UnitKey, None] = OrderedDict()
         """Evictable units, least recently used first."""
+        self._clock = clock
         self._deadlines: LeaseTable[LeaseKey] = LeaseTable(clock)
-        self._lease_to_router: dict[LeaseKey, MemberId] = {}
+        self._lease_to_reader: dict[LeaseKey, _Reader] = {}
+        self._state_to_bytes: Counter[FeatureState] = Counter()
+        self._state_to_count: Counter[FeatureState] = Counter()
+        self.sums = TableSums()
 
     def is_ready(self, unit: UnitKey) -> bool:
         """Whether the unit can be leased now."""
@@ -92,19 +116,21 @@ class FeatureTable:
         assert unit not in self._unit_to_entry, f"{unit} has its memory already"
         slot = self._allocate(nbytes)
         if slot is not None:
-            self._unit_to_entry[unit] = FeatureEntry(slot, num_units)
+            entry = self._unit_to_entry[unit] = FeatureEntry(slot, num_units)
+            self._count(entry, 1)
         return slot
 
     def complete(self, unit: UnitKey) -> None:
         """The slot's bytes are written: the unit can be leased, and evicted while it is not."""
         entry = self._unit_to_entry[unit]
-        entry.state = advance(entry.state, FeatureState.ENCODED)
+        self._advance(entry, FeatureState.ENCODED)
         self._cached[unit] = None
         self._log.unit_ready(unit, entry.num_units)
 
     def fail(self, unit: UnitKey) -> None:
         """The forward failed on this unit: its memory is free again."""
         entry = self._unit_to_entry.pop(unit)
+        self._count(entry, -1)
         entry.state = advance(entry.state, FeatureState.FAILED)
         self._source.free(entry.slot)
 
@@ -112,10 +138,10 @@ class FeatureTable:
         """Gives (or renews) a worker's right to read a ready unit, and marks the unit as recently used."""
         entry = self._unit_to_entry[key.unit]
         if entry.state is not FeatureState.STAGED:
-            entry.state = advance(entry.state, FeatureState.STAGED)
+            self._advance(entry, FeatureState.STAGED)
             del self._cached[key.unit]
         entry.leases.add(key)
-        self._lease_to_router[key] = router_id
+        self._lease_to_reader[key] = _Reader(router_id, self._clock.now())
         self._deadlines.renew(key, self._lease_s)
         return entry.slot
 
@@ -124,6 +150,9 @@ class FeatureTable:
         entry = self._unit_to_entry.get(key.unit)
         if entry is None or key not in entry.leases or entry.slot.generation != generation:
             return False
+        seconds = self._clock.now() - self._lease_to_reader[key].since_s
+        num_transfers, transfer_s = self.sums.num_transfers + 1, self.sums.transfer_s + seconds
+        self.sums = self.sums._replace(num_transfers=num_transfers, transfer_s=transfer_s)
         self._end(key)
         return True
 
@@ -144,21 +173,30 @@ class FeatureTable:
         return self._end_where(lambda _, router: router == router_id)
 
     def usage(self) -> TableUsage:
-        cached_bytes = sum(self._unit_to_entry[unit].slot.nbytes for unit in self._cached)
-        all_bytes = sum(entry.slot.nbytes for entry in self._unit_to_entry.values())
-        num_encoding = sum(entry.state is FeatureState.ENCODING for entry in self._unit_to_entry.values())
-        total_bytes = self._source.usage().total_bytes
-        return TableUsage(all_bytes - cached_bytes, cached_bytes, total_bytes, len(self._lease_to_router), num_encoding)
+        nbytes, count = self._state_to_bytes, self._state_to_count
+        return TableUsage(
+            used_bytes=nbytes[FeatureState.ENCODING] + nbytes[FeatureState.STAGED],
+            cached_bytes=nbytes[FeatureState.ENCODED],
+            total_bytes=self._source.usage().total_bytes,
+            num_leases=len(self._lease_to_reader),
+            num_encoding=count[FeatureState.ENCODING],
+            encoding_bytes=nbytes[FeatureState.ENCODING],
+            num_cached=count[FeatureState.ENCODED],
+            num_staged=count[FeatureState.STAGED],
+        )
 
     def check_invariants(self) -> None:
         """Asserts that leases, states, the eviction order and the arena tell one story."""
         leases: set[LeaseKey] = set()
+        nbytes: Counter[FeatureState] = Counter()
         for unit, entry in self._unit_to_entry.items():
             assert (entry.state is FeatureState.STAGED) == bool(entry.leases), f"{unit}: {entry.state} {entry.leases}"
             assert (entry.state is FeatureState.ENCODED) == (unit in self._cached), f"{unit}: {entry.state}"
             assert all(key.unit == unit for key in entry.leases)
             leases |= entry.leases
-        assert leases == self._lease_to_router.keys()
+            nbytes[entry.state] += entry.slot.nbytes
+        assert nbytes == self._state_to_bytes
+        assert leases == self._lease_to_reader.keys()
         assert len(self._deadlines) == len(leases)
         usage, arena = self.usage(), self._source.usage()
         assert arena.num_slots == len(self._unit_to_entry)
@@ -177,21 +215,33 @@ class FeatureTable:
     def _evict(self, unit: UnitKey) -> None:
         del self._cached[unit]
         entry = self._unit_to_entry.pop(unit)
+        self._count(entry, -1)
         entry.state = advance(entry.state, FeatureState.DISCARDED)
         self._source.free(entry.slot)
+        num_evictions, evicted_bytes = self.sums.num_evictions + 1, self.sums.evicted_bytes + entry.slot.nbytes
+        self.sums = self.sums._replace(num_evictions=num_evictions, evicted_bytes=evicted_bytes)
         self._log.unit_gone(unit)
 
     def _end(self, key: LeaseKey) -> None:
         entry = self._unit_to_entry[key.unit]
         entry.leases.discard(key)
         self._deadlines.drop(key)
-        del self._lease_to_router[key]
+        del self._lease_to_reader[key]
         if not entry.leases:
-            entry.state = advance(entry.state, FeatureState.ENCODED)
+            self._advance(entry, FeatureState.ENCODED)
             self._cached[key.unit] = None
 
+    def _advance(self, entry: FeatureEntry, target: FeatureState) -> None:
+        self._count(entry, -1)
+        entry.state = advance(entry.state, target)
+        self._count(entry, 1)
+
+    def _count(self, entry: FeatureEntry, sign: int) -> None:
+        self._state_to_bytes[entry.state] += sign * entry.slot.nbytes
+        self._state_to_count[entry.state] += sign
+
     def _end_where(self, is_meant: Callable[[LeaseKey, MemberId], bool]) -> int:
-        meant = [key for key, router_id in self._lease_to_router.items() if is_meant(key, router_id)]
+        meant = [key for key, reader in self._lease_to_reader.items() if is_meant(key, reader.router_id)]
         for key in meant:
             self._end(key)
         return len(meant)

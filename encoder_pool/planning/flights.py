@@ -7,14 +7,19 @@ the last follower. Knows nothing of memory, processes or messages; it counts, ra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
-from encoder_pool.planning.batcher import QueuedUnit, Rank, rank, split_cost
+from encoder_pool.planning.batcher import QueuedUnit, split_cost
+from encoder_pool.planning.turns import Rank, Turn
 from fabric.ids import AttemptId, MemberId, MmHash, UnitKey
 from fabric.messages import Destination, EncodeRequest, MediaItem
 from modalities.family import EncoderInput
+
+ToSeconds = Callable[[str, int], float]
+"""(modality, cost) -> what that adds to a forward."""
 
 
 class Phase(Enum):
@@ -29,12 +34,11 @@ class Phase(Enum):
 class Follower:
     """One item of one encode call. Mutable: `missing` shrinks as units are announced."""
 
-    call: int
-    """Number of the call; its items share one rank."""
+    turn: Turn
+    """Of the call; its items share it."""
     attempt_id: AttemptId
     router_id: MemberId
     destination: Destination
-    age: tuple[float, str]
     item: MediaItem
     data: bytes
     received_s: float
@@ -46,15 +50,18 @@ class Follower:
     batch_items: int = 0
     batch_cost: int = 0
 
+    @property
+    def call(self) -> int:
+        return self.turn.call
 
-def follower_of(request: EncodeRequest, call: int, item: MediaItem, data: bytes, now_s: float) -> Follower:
+
+def follower_of(request: EncodeRequest, turn: Turn, item: MediaItem, data: bytes, now_s: float) -> Follower:
     """The wish of one item of a call that was received now."""
     return Follower(
-        call=call,
+        turn=turn,
         attempt_id=AttemptId(request.request_id, request.attempt),
         router_id=request.router_id,
         destination=request.destination,
-        age=request.age,
         item=item,
         data=data,
         received_s=now_s,
@@ -75,13 +82,26 @@ class Flight:
     forwarding: set[int] = field(default_factory=set)
 
     @property
-    def is_second_try(self) -> bool:
-        """Whether its decoding broke a process before: then it is decoded alone, where it can harm no other."""
-        return any(follower.num_retries_left == 0 for follower in self.followers)
-
-    @property
     def remaining_cost(self) -> int:
         return sum(self.unit_to_cost.values())
+
+    @property
+    def is_long(self) -> bool:
+        """Of several units: what gives way to others while it is encoded must not hold up their decoding either."""
+        return len(self.item.unit_tokens) > 1
+
+
+class DecodeRoom(NamedTuple):
+    """What may be decoded, or lie decoded, before the forward has room for it."""
+
+    max_cost: int
+    """Patches, all together; an item alone may have more."""
+    max_items: int
+    """Items; one whose last unit is in the forward counts no more."""
+    max_long_cost: int
+    """Patches of which the last to be added is a long item: the rest is kept for short ones."""
+    max_long_items: int
+    """Long items being decoded at once; at least one."""
 
 
 class Flights:
@@ -106,6 +126,20 @@ class Flights:
     def decoded_cost(self) -> int:
         """Patches that lie decoded, or are being decoded."""
         return sum(flight.remaining_cost for flight in self if flight.phase is not Phase.WAITING)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Items being decoded, decoded or in the forward."""
+        return sum(flight.phase is not Phase.WAITING for flight in self)
+
+    @property
+    def num_prepared(self) -> int:
+        """Items that are being decoded, or have a unit that lies decoded."""
+        return sum(flight.phase is Phase.DECODING or bool(flight.unit_to_input) for flight in self)
+
+    def queued_s(self, to_seconds: ToSeconds) -> float:
+        """What is accepted and not yet encoded adds to forwards."""
+        return sum(to_seconds(flight.item.modality, flight.remaining_cost) for flight in self)
 
     def join(self, follower: Follower) -> Flight:
         """Adds a follower to the item's flight, which starts now if there is none. A unit that the flight is past
@@ -134,15 +168,19 @@ class Flights:
             flight.unit_to_input.pop(unit, None)
         return flight if self._end_if_done(flight) else None
 
-    def next_to_decode(self, max_decoded_cost: int, seconds_per_cost: float) -> Flight | None:
-        """The first waiting flight by rank, if its pixels fit beside those that lie decoded (alone it always fits)."""
-        waiting = [flight for flight in self if flight.phase is Phase.WAITING]
-        if not waiting:
+    def next_to_decode(self, room: DecodeRoom, to_seconds: ToSeconds) -> Flight | None:
+        """The first waiting flight by rank, if there is room for its pixels beside those that lie decoded. Nobody
+        passes it but short items, when it is a long one and enough of those are being decoded."""
+        decoding_long = sum(flight.is_long for flight in self if flight.phase is Phase.DECODING)
+        may_be_long = decoding_long < max(1, room.max_long_items)
+        waiting = [flight for flight in self if flight.phase is Phase.WAITING and (may_be_long or not flight.is_long)]
+        if not waiting or self.num_prepared >= room.max_items:
             return None
-        flight_to_rank = self._ranks(seconds_per_cost)
+        flight_to_rank = self._ranks(to_seconds)
         flight = min(waiting, key=lambda flight: flight_to_rank[flight.item.mm_hash])
         decoded_cost = self.decoded_cost
-        if decoded_cost and decoded_cost + flight.remaining_cost > max_decoded_cost:
+        max_cost = room.max_long_cost if flight.is_long else room.max_cost
+        if decoded_cost and decoded_cost + flight.remaining_cost > max_cost:
             return None
         return flight
 
@@ -158,17 +196,32 @@ class Flights:
         flight.data = b""
         flight.unit_to_input = {unit: inputs[unit] for unit in flight.unit_to_cost}
 
-    def queued_units(self, seconds_per_cost: float) -> list[QueuedUnit]:
+    def queued_units(self, to_seconds: ToSeconds) -> list[QueuedUnit]:
         """Decoded units that wait for their forward, with their ranks."""
-        flight_to_rank = self._ranks(seconds_per_cost)
+        flight_to_rank = self._ranks(to_seconds)
         return [
             QueuedUnit(
-                flight_to_rank[key], UnitKey(key, unit), flight.item.modality, cost, flight.item.unit_tokens[unit]
+                flight_to_rank[key],
+                UnitKey(key, unit),
+                flight.item.modality,
+                flight.unit_to_cost[unit],
+                flight.item.unit_tokens[unit],
+                (sum(flight.item.unit_tokens[:unit]) / flight.item.num_tokens, flight.item.index),
             )
             for key, flight in self._hash_to_flight.items()
-            for unit, cost in flight.unit_to_cost.items()
-            if unit in flight.unit_to_input
+            for unit in flight.unit_to_input
         ]
+
+    def served(self, units: Iterable[UnitKey], seconds: float, now_s: float, to_seconds: ToSeconds) -> None:
+        """A forward over `units` ended: who waited for one of them has had a turn. To be told before its units."""
+        turn_to_worth_s: dict[Turn, float] = {}
+        for unit in units:
+            flight = self._hash_to_flight[unit.mm_hash]
+            worth_s = to_seconds(flight.item.modality, flight.unit_to_cost[unit.unit])
+            for turn in {one.turn for one in self.followers_missing(unit)}:
+                turn_to_worth_s[turn] = turn_to_worth_s.get(turn, 0.0) + worth_s
+        for turn, worth_s in turn_to_worth_s.items():
+            turn.served(seconds, worth_s, now_s, self._patience)
 
     def forward_started(self, unit: UnitKey) -> EncoderInput:
         """Takes a unit's pixels out of the queue for its forward."""
@@ -212,16 +265,21 @@ class Flights:
         del self._hash_to_flight[flight.item.mm_hash]
         return True
 
-    def _ranks(self, seconds_per_cost: float) -> dict[MmHash, Rank]:
-        """Rank of each flight: that of its first follower. A call's rank counts all it waits for on this encoder."""
-        call_to_cost: dict[int, int] = {}
+    def _ranks(self, to_seconds: ToSeconds) -> dict[MmHash, Rank]:
+        """Rank of each flight: that of its first follower. A call's rank counts all it waits for on this encoder. A
+        sound track stands where its video does, so that their units take turns."""
+        call_to_s: dict[int, float] = {}
         for flight in self:
-            cost = flight.remaining_cost
-            for follower in flight.followers:
-                call_to_cost[follower.call] = call_to_cost.get(follower.call, 0) + cost
+            remaining_s = to_seconds(flight.item.modality, flight.remaining_cost)
+            for one in flight.followers:
+                call_to_s[one.call] = call_to_s.get(one.call, 0.0) + remaining_s
         return {
             key: min(
-                rank(one.received_s, call_to_cost[one.call], seconds_per_cost, self._patience, one.age, one.item.index)
+                one.turn.rank(
+                    call_to_s[one.call],
+                    self._patience,
+                    one.item.index if one.item.anchor < 0 else one.item.anchor,
+                )
                 for one in flight.followers
             )
             for key, flight in self._hash_to_flight.items()

@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 from encoder_pool.config import EncoderConfig
+from encoder_pool.planning.cost import CostEstimate, ForwardCosts
 from encoder_pool.service import EncoderService
 from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
 from fabric.clock import ManualClock
@@ -50,6 +51,20 @@ class GatedModel:
         if any(unit.pixels.shape[0] in self.poison_patches for unit in inputs):
             raise RuntimeError("poisoned")
         return self._model.encode(inputs)
+
+
+class KnownCosts(ForwardCosts):
+    """What a forward is taken to cost, whatever it takes: so that a test knows what is fused."""
+
+    def __init__(self, overhead_s: float, seconds_per_cost: float) -> None:
+        super().__init__()
+        self._line = CostEstimate(seconds_per_cost, overhead_s)
+
+    def estimate(self, modality: str) -> CostEstimate:
+        return self._line
+
+    def mixed(self) -> CostEstimate:
+        return self._line
 
 
 @dataclass
@@ -121,9 +136,17 @@ def picture(seed: int, width: int = 96, height: int = 64) -> bytes:
     return buffer.getvalue()
 
 
+ALWAYS_FUSED = KnownCosts(overhead_s=1.0, seconds_per_cost=1e-6)
+NEVER_FUSED = KnownCosts(overhead_s=0.0, seconds_per_cost=1e-6)
+
+
 @asynccontextmanager
 async def running_bench(
-    family: Family, encoder: EncoderModel, config: EncoderConfig, arena_bytes: int = 2**24
+    family: Family,
+    encoder: EncoderModel,
+    config: EncoderConfig,
+    arena_bytes: int = 2**24,
+    costs: ForwardCosts = ALWAYS_FUSED,
 ) -> AsyncIterator[Bench]:
     hub, channel, clock = LocalHub(), LocalChannelHub(), ManualClock()
     model = GatedModel(encoder)
@@ -136,6 +159,7 @@ async def running_bench(
     worker.start(lambda message: bench.ready.append(message) if isinstance(message, UnitReady) else None)
     router.start(bench.told.append)
     await service.start()
+    service._pipeline.costs = costs
     service.update_members([WORKER, ROUTER])
     model.batch_sizes.clear()
     try:

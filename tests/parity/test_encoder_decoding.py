@@ -51,9 +51,8 @@ async def test_decode_processes_give_the_same_and_survive_one_that_dies(family: 
         await bench.until(lambda: len(bench.ready) == 1)
         found = np.frombuffer(await bench.pull(bench.ready[0]), np.float32)
         np.testing.assert_allclose(found, np.frombuffer(bench.expected(files)[0], np.float32), atol=1e-5)
-        for process in list(bench.service._decoder._executor._processes.values()):
-            process.kill()
-            process.join()
+        (pid,) = bench.service._decoder.pids()
+        os.kill(pid, signal.SIGKILL)
         files = [picture(3)]
         result = await bench.service.encode(bench.request(files), files)
         assert errors(result) == [None]
@@ -114,7 +113,7 @@ from modalities.registry import REGISTRY
 async def main(model_dir):
     pool = DecodePool(REGISTRY.load_family(Path(model_dir)), model_dir, 1)
     await pool.start()
-    print(*pool._executor._processes, flush=True)
+    print(*pool.pids(), flush=True)
     time.sleep(60)
 
 if __name__ == "__main__":

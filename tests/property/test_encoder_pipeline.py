@@ -51,18 +51,18 @@ class HandDecoder:
     """Keeps `Decoder`; what is being decoded ends when the test says so."""
 
     def __init__(self) -> None:
-        self.open: list[tuple[MediaItem, bool, asyncio.Future[Decoded]]] = []
+        self.open: list[tuple[MediaItem, asyncio.Future[Decoded]]] = []
 
     @property
     def num_parallel(self) -> int:
         return 2
 
-    async def decode(self, data: bytes, item: MediaItem, *, is_second_try: bool) -> Decoded:
+    async def decode(self, data: bytes, item: MediaItem) -> Decoded:
         assert data, "the file must be there for as long as somebody wants it"
-        entry = (item, is_second_try, asyncio.get_running_loop().create_future())
+        entry = (item, asyncio.get_running_loop().create_future())
         self.open.append(entry)
         try:
-            return await entry[2]
+            return await entry[1]
         finally:
             self.open.remove(entry)
 
@@ -108,8 +108,10 @@ class OpenCall(NamedTuple):
 
 
 class PipelineMachine(RuleBasedStateMachine):
-    @initialize()
-    def build(self) -> None:
+    @initialize(overhead_s=st.sampled_from([0.0, 0.01]))
+    def build(self, overhead_s: float) -> None:
+        """`overhead_s` of a forward: without any, the units of one request are never fused."""
+        self.overhead_s = overhead_s
         self.loop = asyncio.new_event_loop()
         self.clock, self.plane = ManualClock(), EarPlane()
         self.decoder, self.forward = HandDecoder(), HandForward()
@@ -120,6 +122,8 @@ class PipelineMachine(RuleBasedStateMachine):
         self.pipeline = Pipeline(
             encoder_id, CONFIG, self.table, announcer, self.decoder, self.forward, self.clock, lambda: None
         )
+        for cost in (4, 40):
+            self.pipeline.costs.observe("image", cost, overhead_s + 1e-5 * cost)
         self.pipeline.open(SPEC)
         self.calls: list[OpenCall] = []
         self.num_calls = 0
@@ -167,14 +171,14 @@ class PipelineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.decoder.open)
     @rule(data=st.data(), outcome=st.sampled_from(["ok", "ok", "ok", "invalid", "broke"]))
     def end_decode(self, data: st.DataObject, outcome: str) -> None:
-        item, _, future = data.draw(st.sampled_from(self.decoder.open))
+        item, future = data.draw(st.sampled_from(self.decoder.open))
         self._end_decode(item, future, outcome)
 
     @rule(num_rounds=st.integers(1, 4))
     def work_well(self, num_rounds: int) -> None:
         """Decoders and the forward get on, so that runs reach cached features, full arenas and evictions."""
         for _ in range(num_rounds):
-            for item, _, future in list(self.decoder.open):
+            for item, future in list(self.decoder.open):
                 self._end_decode(item, future, "ok")
             if self.forward.job is not None:
                 self._end_forward(set())
@@ -200,7 +204,7 @@ class PipelineMachine(RuleBasedStateMachine):
         for index, unit in enumerate(units):
             unit.buffer[:] = unit.num_tokens
             errors.append(EncodeFailed("poisoned") if index in failing else None)
-        done(ForwardResult(errors, 0.01 * len(units)))
+        done(ForwardResult(errors, self.overhead_s + 1e-5 * sum(unit.num_tokens for unit in units)))
         self.settle()
 
     @precondition(lambda self: self.plane.sent)
@@ -263,7 +267,7 @@ class PipelineMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_forward_is_never_idle_for_nothing(self) -> None:
-        if self.forward.job is None and self.pipeline.flights.queued_units(0.0):
+        if self.forward.job is None and self.pipeline.flights.queued_units(self.pipeline.costs.work_s):
             usage = self.table.usage()
             assert usage.num_leases > 0, "units wait, the forward is idle, and nobody holds the arena"
 
@@ -309,7 +313,7 @@ def test_units_evicted_before_a_follower_came_are_made_again() -> None:
     """A film larger than the arena: when the second request joins, the first units are gone and the flight is past
     making them. It takes what the flight still makes, then starts another for the rest."""
     machine = PipelineMachine()
-    machine.build()
+    machine.build(0.01)
     machine.call([("film", 0)], "worker-1")
     machine.work_well(2)
     machine.pass_time(CONFIG.lease_s)

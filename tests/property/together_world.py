@@ -62,7 +62,7 @@ class QuickDecoder:
 
     num_parallel = 2
 
-    async def decode(self, data: bytes, item: MediaItem, *, is_second_try: bool) -> Decoded:
+    async def decode(self, data: bytes, item: MediaItem) -> Decoded:
         await asyncio.sleep(0)
         pixels = np.zeros((1, 1), np.float32)
         return Decoded([EncoderInput("image", pixels, (content(unit), 1, 1)) for unit in item.unit_keys()], 0.1)
@@ -263,7 +263,7 @@ class World:
     def _progress(self) -> tuple[int, ...]:
         stats = [worker.scheduler.stats() for worker in self.workers]
         computed = sum(each.prompt_tokens_computed + each.tokens_generated for each in stats)
-        encoded = sum(encoder.pipeline.num_batches for encoder in self.encoders)
+        encoded = sum(encoder.pipeline.tally.num_batches for encoder in self.encoders)
         return (computed, encoded, self._num_messages, sum(task.done() for task in self._tasks))
 
     async def close(self) -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import numpy as np
 import pytest
 
 from encoder_pool.config import EncoderConfig
-from encoder_pool.decode import check_inputs
+from encoder_pool.decode_process import check_inputs
 from encoder_pool.planning.admission import check_budget, refusal
-from encoder_pool.planning.batcher import split_cost
-from encoder_pool.planning.cost import CostEstimate, ForwardCost
+from encoder_pool.planning.batcher import choose_batch, split_cost
+from encoder_pool.planning.cost import CostEstimate, ForwardCost, ForwardCosts
 from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.features import FeatureSpec
-from encoder_pool.planning.flights import Flights, Phase, follower_of
+from encoder_pool.planning.flights import DecodeRoom, Flights, Phase, follower_of
 from encoder_pool.planning.lifecycle import FeatureState, advance
+from encoder_pool.planning.tally import BusyTime
+from encoder_pool.planning.turns import Turn
 from fabric.errors import ConfigError, InvalidMedia, Overloaded
 from fabric.ids import MemberId, MmHash, RequestId, UnitKey
 from fabric.messages import Destination, EncodeRequest, FeatureEvents, MediaItem
@@ -34,6 +37,17 @@ def item(
 def request(*items: MediaItem, number: int = 1) -> EncodeRequest:
     destination = Destination(MemberId("worker-1"), "local://worker-1")
     return EncodeRequest(RequestId(f"req-{number}"), 0, MemberId("router-1"), items, destination, (float(number), ""))
+
+
+def turn(number: int) -> Turn:
+    return Turn(number, (float(number), ""), 0.0)
+
+
+def free(modality: str, cost: int) -> float:
+    return 0.0
+
+
+ROOM = DecodeRoom(max_cost=20, max_items=8, max_long_cost=12, max_long_items=1)
 
 
 class TestLifecycle:
@@ -89,6 +103,36 @@ class TestForwardCost:
         assert cost.estimate().seconds_per_cost == pytest.approx(4e-5, rel=0.01)
 
 
+class TestForwardCosts:
+    def test_a_patch_and_a_mel_frame_cost_what_each_was_seen_to(self) -> None:
+        costs = ForwardCosts()
+        for size in (100, 1000):
+            costs.observe("image", size, 0.002 + 1e-5 * size)
+            costs.observe("audio", size, 0.001 + 1e-6 * size)
+        assert costs.estimate("image") == pytest.approx((1e-5, 0.002))
+        assert costs.estimate("audio") == pytest.approx((1e-6, 0.001))
+        assert costs.work_s("audio", 500) == pytest.approx(5e-4)
+        assert 1e-6 < costs.mixed().seconds_per_cost < 1e-5
+
+    def test_what_was_never_seen_costs_nothing_yet(self) -> None:
+        assert ForwardCosts().estimate("video") == CostEstimate(0.0, 0.0)
+        assert ForwardCosts().work_s("video", 10) == 0.0
+
+
+class TestBusyTime:
+    def test_a_fraction_of_each_window(self) -> None:
+        busy = BusyTime(window_s=1.0)
+        busy.roll(10.0)
+        busy.started(10.5)
+        busy.roll(10.9)
+        assert busy.fraction == 0.0
+        busy.roll(11.0)
+        assert busy.fraction == pytest.approx(0.5)
+        busy.ended(11.25)
+        busy.roll(12.0)
+        assert busy.fraction == pytest.approx(0.25)
+
+
 class TestFeatureLog:
     def test_an_item_is_stored_with_its_last_unit_and_gone_with_its_first(self) -> None:
         log = FeatureLog(ENCODER, 3)
@@ -138,7 +182,7 @@ class TestAdmission:
             check_budget(items, flights, cached.__contains__, 32, drain_s=1.5)
 
         check(item("huge", cost=1000))  # alone, with nothing queued
-        flights.join(follower_of(request(item("a", cost=20)), 1, item("a", cost=20), b"", 0.0))
+        flights.join(follower_of(request(item("a", cost=20)), turn(1), item("a", cost=20), b"", 0.0))
         check(item("b", cost=12))
         check(item("a", cost=20), item("b", cost=12), item("cached", cost=500))
         with pytest.raises(Overloaded) as caught:
@@ -167,7 +211,7 @@ class TestDecodedInputs:
 class TestFlights:
     def test_followers_share_a_flight_and_its_last_one_ends_it(self) -> None:
         flights = Flights(patience=4.0)
-        one, two = (follower_of(request(item("a"), number=n), n, item("a"), b"png", 0.0) for n in (1, 2))
+        one, two = (follower_of(request(item("a"), number=n), turn(n), item("a"), b"png", 0.0) for n in (1, 2))
         flight = flights.join(one)
         assert flights.join(two) is flight
         assert flights.queued_cost == 16
@@ -180,14 +224,14 @@ class TestFlights:
     def test_a_unit_in_the_forward_outlives_its_followers(self) -> None:
         flights = Flights(patience=4.0)
         wanted = item("a", cost=32, units=(4, 4))
-        follower = follower_of(request(wanted), 1, wanted, b"png", 0.0)
+        follower = follower_of(request(wanted), turn(1), wanted, b"png", 0.0)
         flight = flights.join(follower)
         flights.decode_started(flight)
         flights.decoded(flight, [EncoderInput("image", np.zeros((16, 3), np.float32), (1, 4, 4))] * 2)
         assert flight.phase is Phase.ENCODING
         flights.forward_started(UnitKey(MmHash("a"), 0))
         assert flights.leave(follower) is None
-        assert flights.queued_units(0.0) == []
+        assert flights.queued_units(free) == []
         assert flights.queued_cost == 16
         flights.check_invariants()
         assert flights.forward_ended(UnitKey(MmHash("a"), 0)) is flight
@@ -197,9 +241,9 @@ class TestFlights:
         flights = Flights(patience=4.0)
         for number, cost in enumerate((40, 8, 8)):
             wanted = item(f"item-{number}", cost=cost)
-            flights.join(follower_of(request(wanted, number=number), number, wanted, b"png", 0.0))
+            flights.join(follower_of(request(wanted, number=number), turn(number), wanted, b"png", 0.0))
         order = []
-        while flight := flights.next_to_decode(max_decoded_cost=20, seconds_per_cost=0.0):
+        while flight := flights.next_to_decode(ROOM, free):
             flights.decode_started(flight)
             order.append(flight.item.mm_hash)
         assert order == ["item-0"]
@@ -207,11 +251,67 @@ class TestFlights:
         shortest_first = Flights(patience=4.0)
         for number, cost in enumerate((40, 8, 8)):
             wanted = item(f"item-{number}", cost=cost)
-            shortest_first.join(follower_of(request(wanted, number=number), number, wanted, b"png", 0.0))
-        while flight := shortest_first.next_to_decode(max_decoded_cost=20, seconds_per_cost=1.0):
+            shortest_first.join(follower_of(request(wanted, number=number), turn(number), wanted, b"png", 0.0))
+        while flight := shortest_first.next_to_decode(ROOM, lambda _, cost: cost):
             shortest_first.decode_started(flight)
             order.append(flight.item.mm_hash)
         assert order == ["item-1", "item-2"]
+
+    def test_long_items_never_take_the_last_decoder_nor_the_last_room(self) -> None:
+        flights = Flights(patience=4.0)
+        wanted = [item("film", 8, (2, 2)), item("clip", 8, (2, 2)), item("picture", 8)]
+        for number, one in enumerate(wanted):
+            flights.join(follower_of(request(one, number=number), turn(number), one, b"file", 0.0))
+        first = flights.next_to_decode(ROOM, free)
+        assert first is not None
+        assert first.item.mm_hash == "film"
+        flights.decode_started(first)
+        second = flights.next_to_decode(ROOM, free)
+        assert second is not None
+        assert second.item.mm_hash == "picture"
+        flights.decode_started(second)
+        assert flights.next_to_decode(ROOM, free) is None, "one long item is being decoded"
+        flights.decoded(first, [EncoderInput("video", np.zeros((4, 3), np.float32), (1, 2, 2))] * 2)
+        assert flights.next_to_decode(ROOM, free) is None, "a long item leaves room for a short one"
+        flights.leave(first.followers[0])
+        third = flights.next_to_decode(ROOM._replace(max_long_cost=16), free)
+        assert third is not None
+        assert third.item.mm_hash == "clip"
+
+    def test_no_more_items_are_prepared_than_may_be_in_flight(self) -> None:
+        flights = Flights(patience=4.0)
+        for number in range(3):
+            one = item(f"item-{number}", cost=1)
+            flights.join(follower_of(request(one, number=number), turn(number), one, b"png", 0.0))
+        room = ROOM._replace(max_items=2)
+        for _ in range(2):
+            flight = flights.next_to_decode(room, free)
+            assert flight is not None
+            flights.decode_started(flight)
+        assert flights.next_to_decode(room, free) is None
+        flights.decoded(flight, [EncoderInput("image", np.zeros((1, 3), np.float32), (1, 1, 1))])
+        assert flights.next_to_decode(room, free) is None
+        flights.forward_started(UnitKey(flight.item.mm_hash, 0))
+        assert flights.next_to_decode(room, free) is not None, "what is in the forward is prepared no more"
+        assert flights.num_in_flight == 2
+
+    def test_a_video_and_its_sound_track_take_turns(self) -> None:
+        flights = Flights(patience=4.0)
+        video = item("video", 16, (4, 4), "video", index=1)
+        sound = msgspec.structs.replace(item("sound", 8, (2, 2, 2, 2), "audio", index=2), anchor=1)
+        shared = turn(1)
+        for one in (video, sound):
+            flight = flights.join(follower_of(request(video, sound), shared, one, b"mp4", 0.0))
+            flights.decode_started(flight)
+            inputs = [EncoderInput(one.modality, np.zeros((1, 3), np.float32), (1, 1, 1)) for _ in one.unit_tokens]
+            flights.decoded(flight, inputs)
+        order = []
+        while units := flights.queued_units(free):
+            (first, *_) = choose_batch(units, 1, lambda _: CostEstimate(1.0, 0.0))
+            flights.forward_started(first.key)
+            flights.forward_ended(first.key)
+            order.append((first.key.mm_hash, first.key.unit))
+        assert order == [("video", 0), ("sound", 0), ("sound", 1), ("video", 1), ("sound", 2), ("sound", 3)]
 
 
 class TestConfig:
@@ -221,6 +321,7 @@ class TestConfig:
             {"num_decode_processes": 1},
             {"num_decode_processes": -1},
             {"max_batch_cost": 0},
+            {"max_items_in_flight": 0},
             {"lease_s": 0.0},
         ):
             with pytest.raises(ConfigError):

@@ -1,0 +1,181 @@
+"""One spawned process that decodes, and the pipe to it. Its limits of time and memory are kept by the kernel.
+
+Spawned, never forked (threads of NIXL and gRPC exist); it ends with its parent. It works on one item at a time, so
+when it dies, it is known over which. Knows nothing of batching, features or requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fabric.errors import EncodeFailed, InvalidMedia, WeftError
+from fabric.messages import MediaItem
+from modalities.family import EncoderInput, Family, MediaOptions
+
+logger = logging.getLogger(__name__)
+
+PR_SET_PDEATHSIG = 1
+"""prctl(2)."""
+
+
+class Decoded(NamedTuple):
+    inputs: list[EncoderInput]
+    seconds: float
+    """Spent decoding and preprocessing, without waiting."""
+
+
+class DecodeLimits(NamedTuple):
+    """Of one item, in a decode process. A thread has none: it can't be ended."""
+
+    timeout_s: float = 30.0
+    memory_bytes: int = 4 * 2**30
+    """Of the process, as Linux counts its data; the interpreter's own is a part of it."""
+
+
+DEFAULT_LIMITS = DecodeLimits()
+
+
+class ProcessDied(Exception):
+    """The process ended over what it was given. `is_late`: its time was up."""
+
+    def __init__(self, is_late: bool) -> None:
+        super().__init__("out of time" if is_late else "died")
+        self.is_late = is_late
+
+
+class DecodeProcess:
+    """To be made in a thread that lives as long as the service (an event loop's): the parent-death signal of prctl(2)
+    follows the thread that spawned the process."""
+
+    def __init__(self, model_dir: str, limits: DecodeLimits) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(theirs, model_dir, os.getpid(), limits), name="weft-decode", daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def wait_until_ready(self) -> None:
+        """Blocks until it has loaded the family. Raises ProcessDied."""
+        self._exchange(None)
+
+    def decode(self, data: bytes, item: MediaItem) -> Decoded:
+        """Blocks. Raises what `decode_item` does, or ProcessDied."""
+        outcome = self._exchange((data, item))
+        if isinstance(outcome, WeftError):
+            raise outcome
+        assert isinstance(outcome, Decoded)
+        return outcome
+
+    def kill(self) -> None:
+        """Ends it at once; whoever waits for it gets ProcessDied. Idempotent."""
+        self._process.kill()
+
+    def join(self) -> None:
+        """Blocks until it has ended."""
+        self._process.join()
+        self._pipe.close()
+
+    def _exchange(self, message: tuple[bytes, MediaItem] | None) -> object:
+        try:
+            self._pipe.send(message)
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            raise ProcessDied(self._process.exitcode == -signal.SIGALRM) from None
+
+
+def decode_item(family: Family, data: bytes, item: MediaItem) -> Decoded:
+    """Decodes and preprocesses one item. Raises InvalidMedia (broken, or not what was planned), or EncodeFailed (our
+    own failure on it)."""
+    started_s = time.perf_counter()
+    try:
+        inputs = family.preprocess(data, item)
+    except WeftError:
+        raise
+    except MemoryError as error:
+        raise InvalidMedia("decoding it takes more memory than it may", param=item.part) from error
+    except Exception as error:  # the loop of a decode process: a bug on one file must not end the others
+        logger.exception("preprocessing of %s failed", item.mm_hash)
+        raise EncodeFailed(f"preprocessing failed ({type(error).__name__})") from error
+    check_inputs(inputs, item)
+    return Decoded(inputs, time.perf_counter() - started_s)
+
+
+def check_inputs(inputs: list[EncoderInput], item: MediaItem) -> None:
+    """Holds what was decoded against the plan, which is a contract. Raises InvalidMedia, or EncodeFailed for units
+    that cut a group of temporal patches whose rows are to be averaged."""
+    if len(inputs) != len(item.unit_tokens):
+        raise InvalidMedia(f"decoded into {len(inputs)} units where {len(item.unit_tokens)} were planned")
+    num_patches = sum(unit.num_patches for unit in inputs)
+    if num_patches != item.cost:
+        raise InvalidMedia(f"decoded into {num_patches} patches where {item.cost} were planned")
+    for unit in inputs:
+        if unit.modality != item.modality or unit.grid[1:] != item.grid[1:]:
+            raise InvalidMedia(
+                f"decoded into {unit.modality} {unit.grid} where {item.modality} {item.grid} was planned"
+            )
+        if unit.pixels.dtype != np.float32:
+            raise EncodeFailed(f"preprocessing gave {unit.pixels.dtype}, not float32")
+    num_pooled = MediaOptions.decode(item.options).num_pooled_frames
+    if any(unit.grid[0] % num_pooled for unit in inputs[:-1]):
+        raise EncodeFailed(f"units cut groups of {num_pooled} frames that are to be averaged")
+
+
+def _serve(pipe: Connection, model_dir: str, parent_pid: int, limits: DecodeLimits) -> None:
+    """The life of the process: ends when the parent's end of the pipe is closed."""
+    family = _enter(model_dir, parent_pid, limits.memory_bytes)
+    while True:
+        try:
+            message = pipe.recv()
+        except (EOFError, OSError):
+            return
+        if message is None:
+            pipe.send(None)
+        else:
+            data, item = message
+            pipe.send(_decode_in_time(family, data, item, limits.timeout_s))
+
+
+def _decode_in_time(family: Family, data: bytes, item: MediaItem, timeout_s: float) -> Decoded | WeftError:
+    """The alarm ends the process when the time is up: a codec that hangs listens to nobody else."""
+    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    try:
+        return decode_item(family, data, item)
+    except WeftError as error:
+        return error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+
+
+def _enter(model_dir: str, parent_pid: int, memory_bytes: int) -> Family:
+    """Binds a fresh process to its parent's life, loads the family (config files only, no torch) and limits its
+    memory."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # the parent died before the signal was set
+        os._exit(1)
+    from modalities.registry import REGISTRY
+
+    family = REGISTRY.load_family(Path(model_dir))
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    return family

@@ -1,0 +1,64 @@
+"""One report of an encoder's state, put together from its parts. Knows nothing of who reads it."""
+
+from __future__ import annotations
+
+from encoder_pool.pipeline import Pipeline
+from encoder_pool.planning.features import FeatureTable
+from fabric.ids import AttemptId, MemberId
+from fabric.messages import EncodeCost, EncoderReport
+
+
+def encoder_report(
+    encoder_id: MemberId,
+    epoch: int,
+    seq: int,
+    acknowledged: tuple[AttemptId, ...],
+    pipeline: Pipeline,
+    table: FeatureTable,
+    max_in_flight: int,
+) -> EncoderReport:
+    """Reads only; sums are those of the parts' whole life."""
+    usage, flights, tally = table.usage(), pipeline.flights, pipeline.tally
+    costs, mixed = pipeline.costs, pipeline.costs.mixed()
+    return EncoderReport(
+        encoder_id=encoder_id,
+        epoch=epoch,
+        seq=seq,
+        acknowledged=acknowledged,
+        num_queued=sum(len(flight.unit_to_cost) - len(flight.forwarding) for flight in flights),
+        queued_cost=flights.queued_cost,
+        num_encoding=pipeline.num_encoding,
+        arena_bytes_used=usage.used_bytes,
+        arena_bytes_cached=usage.cached_bytes,
+        arena_bytes_total=usage.total_bytes,
+        num_leases=usage.num_leases,
+        items_encoded=tally.num_items_encoded,
+        batches=tally.num_batches,
+        cache_hits=tally.num_cache_hits,
+        encode_s_per_cost=mixed.seconds_per_cost,
+        batch_overhead_s=mixed.overhead_s,
+        costs=tuple(EncodeCost(modality, *costs.estimate(modality)) for modality in costs.modalities),
+        num_items_queued=sum(flight.unit_to_cost.keys() > flight.forwarding for flight in flights),
+        queued_s=flights.queued_s(costs.work_s),
+        num_items_pending=pipeline.num_pending,
+        num_in_flight=flights.num_in_flight,
+        max_in_flight=max_in_flight,
+        num_decoding=pipeline.num_decoding,
+        busy_fraction=pipeline.busy.fraction,
+        num_features_encoding=usage.num_encoding,
+        num_features_cached=usage.num_cached,
+        num_features_staged=usage.num_staged,
+        arena_bytes_encoding=usage.encoding_bytes,
+        items_received=tally.num_items,
+        items_failed=tally.num_items_failed,
+        items_decoded=tally.num_decoded,
+        decode_s=tally.decode_s,
+        forward_s=tally.forward_s,
+        batch_units=tally.num_units,
+        batch_cost=tally.encoded_cost,
+        transfers=table.sums.num_transfers,
+        transfer_s=table.sums.transfer_s,
+        cache_hit_bytes=tally.cache_hit_bytes,
+        evictions=table.sums.num_evictions,
+        evicted_bytes=table.sums.evicted_bytes,
+    )

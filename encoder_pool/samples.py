@@ -1,0 +1,69 @@
+"""Short synthetic media to calibrate an encoder with: one small and one ordinary of each modality.
+
+They are files like any other, so nothing is assumed about what a family makes of them. Knows no family.
+"""
+
+from __future__ import annotations
+
+import io
+import wave
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from modalities.family import AudioHeader, ImageHeader, MediaHeader, VideoHeader
+
+FPS = 4
+NUM_FRAMES = 8
+SAMPLE_RATE = 16_000
+
+
+class Sample(NamedTuple):
+    header: MediaHeader
+    data: bytes
+
+
+def image_sample(edge: int) -> Sample:
+    """A grey PNG of `edge` x `edge` pixels."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (edge, edge), (127, 127, 127)).save(buffer, "PNG")
+    return Sample(ImageHeader("PNG", edge, edge, "RGB"), buffer.getvalue())
+
+
+def video_sample(edge: int) -> Sample:
+    """An MP4 of two seconds, `edge` x `edge` pixels, that grows brighter."""
+    import av
+
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=FPS)
+        stream.width = stream.height = edge
+        stream.pix_fmt = "yuv420p"
+        for number in range(NUM_FRAMES):
+            pixels = np.full((edge, edge, 3), 255 * number // NUM_FRAMES, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return Sample(VideoHeader("mp4", edge, edge, NUM_FRAMES, NUM_FRAMES / FPS), buffer.getvalue())
+
+
+def audio_sample(seconds: int) -> Sample:
+    """A WAV of one channel: a tone of 440 Hz."""
+    num_samples = seconds * SAMPLE_RATE
+    tone = 8000 * np.sin(2 * np.pi * 440 / SAMPLE_RATE * np.arange(num_samples))
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(SAMPLE_RATE)
+        file.writeframes(tone.astype("<i2").tobytes())
+    return Sample(AudioHeader("wav", SAMPLE_RATE, 1, num_samples), buffer.getvalue())
+
+
+MODALITY_TO_SAMPLES: dict[str, tuple[Callable[[int], Sample], tuple[int, ...]]] = {
+    "image": (image_sample, (64, 448)),
+    "video": (video_sample, (64, 224)),
+    "audio": (audio_sample, (2, 10)),
+}
+"""What makes them, and their edges in pixels or seconds: far enough apart for slope and overhead."""

@@ -1,0 +1,100 @@
+"""One encoder on a clock of numbers: the real flights and batcher, decoding takes no time, a forward what it costs."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from encoder_pool.planning.batcher import choose_batch
+from encoder_pool.planning.cost import CostEstimate
+from encoder_pool.planning.flights import Flights, Follower, follower_of
+from encoder_pool.planning.turns import Turn
+from fabric.ids import MemberId, MmHash, RequestId, UnitKey
+from fabric.messages import Destination, EncodeRequest, MediaItem
+from modalities.family import EncoderInput
+
+PATIENCE = 4.0
+SECONDS_PER_COST = 0.001
+PIXELS = np.zeros((1, 1), np.float32)
+
+
+@dataclass
+class Arrival:
+    """One request with one item; `unit_costs` in patches."""
+
+    name: str
+    at_s: float
+    modality: str
+    unit_costs: Sequence[int]
+
+    @property
+    def own_s(self) -> float:
+        return sum(self.unit_costs) * SECONDS_PER_COST
+
+
+@dataclass
+class Line:
+    """What `run` fills in: when each request was done, and every forward."""
+
+    arrivals: Sequence[Arrival]
+    max_batch_cost: int = 1
+    overhead_s: float = 0.0
+    now_s: float = 0.0
+    name_to_done_s: dict[str, float] = field(default_factory=dict)
+    forwards: list[tuple[float, float, list[UnitKey]]] = field(default_factory=list)
+    """(start, end, units)."""
+
+    def __post_init__(self) -> None:
+        self._flights = Flights(PATIENCE)
+        self._name_to_follower: dict[str, Follower] = {}
+
+    def run(self) -> Line:
+        """Until everything that arrives is done; the encoder is never idle while something waits."""
+        coming = [(arrival.at_s, number) for number, arrival in enumerate(self.arrivals)]
+        heapq.heapify(coming)
+        while coming or self._name_to_follower:
+            if not self._name_to_follower:
+                self.now_s = max(self.now_s, coming[0][0])
+            while coming and coming[0][0] <= self.now_s:
+                self._arrive(self.arrivals[heapq.heappop(coming)[1]])
+            self._forward()
+        return self
+
+    def _work_s(self, modality: str, cost: int) -> float:
+        return cost * SECONDS_PER_COST
+
+    def _arrive(self, arrival: Arrival) -> None:
+        units = tuple(arrival.unit_costs)
+        age = (arrival.at_s, arrival.name)
+        item = MediaItem(0, arrival.modality, MmHash(arrival.name), (1, 1, 1), units, sum(units), "part")
+        destination = Destination(MemberId("worker"), "local://worker")
+        request = EncodeRequest(RequestId(arrival.name), 0, MemberId("router"), (item,), destination, age)
+        turn = Turn(len(self._name_to_follower), age, arrival.at_s)
+        turn.call = hash(arrival.name)
+        follower = follower_of(request, turn, item, b"file", arrival.at_s)
+        flight = self._flights.join(follower)
+        self._flights.decode_started(flight)
+        self._flights.decoded(flight, [EncoderInput(arrival.modality, PIXELS, (1, 1, 1))] * len(units))
+        self._name_to_follower[arrival.name] = follower
+
+    def _forward(self) -> None:
+        estimate = CostEstimate(SECONDS_PER_COST, self.overhead_s)
+        batch = choose_batch(self._flights.queued_units(self._work_s), self.max_batch_cost, lambda _: estimate)
+        seconds = self.overhead_s + sum(unit.cost for unit in batch) * SECONDS_PER_COST
+        keys = [unit.key for unit in batch]
+        for key in keys:
+            self._flights.forward_started(key)
+        self.forwards.append((self.now_s, self.now_s + seconds, keys))
+        self.now_s += seconds
+        self._flights.served(keys, seconds, self.now_s, self._work_s)
+        for key in keys:
+            for follower in self._flights.followers_missing(key):
+                follower.missing.discard(key.unit)
+                if not follower.missing:
+                    self.name_to_done_s[follower.item.mm_hash] = self.now_s
+                    self._flights.leave(follower)
+                    del self._name_to_follower[follower.item.mm_hash]
+            self._flights.forward_ended(key)
