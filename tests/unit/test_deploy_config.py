@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 
+from deploy.compose import max_items_per_prompt, media_limits, video_options
 from deploy.config import ClusterConfig, check_config, load_config, parse_bytes
 from fabric.errors import ConfigError
+from modalities.family import MediaOptions
+from modalities.plugin import MediaLimits
 
 
 def problems(text: str) -> list[str]:
@@ -44,6 +49,59 @@ def test_laptop_default_has_one_router_one_encoder_two_workers_and_no_gpu() -> N
 )
 def test_problem_is_named_with_line_and_key(text: str, expected: str) -> None:
     assert problems(text) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("media:\n  fps: 0\n", "line 2, column 3: media.fps: Input should be greater than 0"),
+        ("media:\n  framess: 3\n", "line 2, column 3: media.framess: unknown key"),
+        ("media:\n  on_encode_failure: hope\n", "media.on_encode_failure: Input should be 'error', 'reduce' or"),
+        ("media:\n  limit_mm_per_prompt: {smell: 1}\n", "unknown modality 'smell'; known are image"),
+        ("media:\n  limit_mm_per_prompt: {image: -1}\n", "Input should be greater than or equal to 0"),
+        ("media:\n  encode_timeout_ms: {image: 0}\n", "Input should be greater than or equal to 1"),
+    ],
+)
+def test_problems_of_media_are_named(text: str, expected: str) -> None:
+    (problem,) = problems(text)
+    assert expected in problem
+
+
+def media_config(text: str) -> ClusterConfig:
+    config, _ = check_config(text)
+    assert config is not None
+    return config
+
+
+def test_media_settings_reach_the_router() -> None:
+    config = media_config("media: {fps: 1, max_frames: 9, max_video_tokens: 77, sampling: uniform, keep_fraction: 0.5}")
+    assert video_options(config) == MediaOptions("uniform", 1.0, 9, 77, keep_fraction=0.5)
+    assert media_limits(media_config("")) == MediaLimits()
+    assert media_limits(media_config("media: {max_audio_seconds: 5, max_bytes_per_item: 1MiB}")) == MediaLimits(
+        max_bytes_per_item=2**20, max_audio_seconds=5.0
+    )
+    assert video_options(media_config("")) == MediaOptions()
+
+
+class _Family(NamedTuple):
+    max_items: dict[str, int]
+
+
+@pytest.mark.parametrize(
+    ("text", "served"),
+    [
+        ("encoders: {modalities: [image, video]}", {"image": 8, "video": 4, "audio": 0}),
+        ("encoders: {modalities: [image, audio]}", {"image": 8, "video": 0, "audio": 2}),
+        ("encoders: {replicas: 0}", {"image": 0, "video": 0, "audio": 0}),
+        (
+            "{encoders: {modalities: [image, video]}, media: {limit_mm_per_prompt: {image: 3, video: 9}}}",
+            {"image": 3, "video": 4, "audio": 0},
+        ),
+    ],
+)
+def test_what_is_served_is_what_encoders_have_loaded_lowered_by_the_limits(text: str, served: dict[str, int]) -> None:
+    family = _Family({"image": 8, "video": 4, "audio": 2})
+    assert max_items_per_prompt(media_config(text), family) == served  # type: ignore[arg-type]
 
 
 def test_all_problems_are_reported_at_once() -> None:

@@ -8,8 +8,10 @@ import pytest
 
 from fabric import errors
 from fabric.errors import InvalidRequest, leaves
+from modalities.family import MediaOptions
 from router.api.content import MediaPart, TextPart, parts_of
 from router.api.errors import ERROR_TO_STATUS, error_object, http_error, status_of
+from router.api.media_options import video_options
 from router.api.refusals import PARAM_TO_NEUTRAL
 from router.api.request import ChatMessage, ChatRequest, parse_chat
 from router.api.response import ChoiceText, ChunkWriter, Head, Usage, completion
@@ -117,12 +119,48 @@ def test_stop_is_a_string_or_a_list() -> None:
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
         ({"model": None}, "model"),
+        ({"on_encode_failure": "retry"}, "on_encode_failure"),
+        ({"mm_processor_kwargs": [2]}, "mm_processor_kwargs"),
+        ({"mm_processor_kwargs": {"fps": 0}}, "mm_processor_kwargs.fps"),
+        ({"mm_processor_kwargs": {"fps": float("inf")}}, "mm_processor_kwargs.fps"),
+        ({"mm_processor_kwargs": {"num_frames": 1.5}}, "mm_processor_kwargs.num_frames"),
+        ({"mm_processor_kwargs": {"num_frames": 8, "fps": 2}}, "mm_processor_kwargs.num_frames"),
+        ({"mm_processor_kwargs": {"num_frames": 8, "max_frames": 2}}, "mm_processor_kwargs.num_frames"),
+        ({"mm_processor_kwargs": {"max_frames": 10**9}}, "mm_processor_kwargs.max_frames"),
+        ({"mm_processor_kwargs": {"sampling": "random"}}, "mm_processor_kwargs.sampling"),
+        ({"mm_processor_kwargs": {"use_audio_in_video": "yes"}}, "mm_processor_kwargs.use_audio_in_video"),
+        ({"mm_processor_kwargs": {"fps": 2, "min_pixels": 100}}, "mm_processor_kwargs.min_pixels"),
     ],
 )
 def test_wrong_fields_are_named(fields: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse(**fields)
     assert caught.value.param == param
+
+
+def test_an_unknown_processing_option_would_change_the_answer() -> None:
+    with pytest.raises(InvalidRequest, match=r"mm_processor_kwargs.min_pixels is not supported"):
+        parse(mm_processor_kwargs={"min_pixels": 100})
+    assert parse(mm_processor_kwargs={}).ignored_fields == []
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "sampling", "fps", "max_frames"),
+    [
+        (None, "keyframe", 1.0, 10),
+        ({}, "keyframe", 1.0, 10),
+        ({"fps": 4}, "fps", 4.0, 10),
+        ({"num_frames": 40}, "uniform", 1.0, 40),
+        ({"max_frames": 4}, "keyframe", 1.0, 4),
+        ({"fps": 4, "sampling": "uniform", "max_frames": 5}, "uniform", 4.0, 5),
+    ],
+)
+def test_wishes_are_laid_over_the_deployments_defaults(
+    kwargs: dict[str, object] | None, sampling: str, fps: float, max_frames: int
+) -> None:
+    defaults = MediaOptions(sampling="keyframe", fps=1.0, max_frames=10, max_tokens=100, keep_fraction=0.5)
+    options = video_options(defaults, parse(mm_processor_kwargs=kwargs).mm_processor_kwargs)
+    assert options == MediaOptions(sampling, fps, max_frames, max_tokens=100, keep_fraction=0.5)
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"nul", b'{"model": "\\ud800"}', b"\xff", b"[" * 100_000])
@@ -184,6 +222,12 @@ def test_parts_keep_their_order_and_paths() -> None:
     assert parts == [TextPart("a"), MediaPart("image_url", url, "messages.2.content.1")]
 
 
+def test_part_types_that_somebody_registered_are_media() -> None:
+    points = {"type": "point_cloud", "points": []}
+    parts = parts_of(message(content=[points]), 0, lambda kind: kind == "point_cloud")
+    assert parts == [MediaPart("point_cloud", points, "messages.0.content.0")]
+
+
 def test_assistant_may_have_no_content_and_may_have_refused() -> None:
     assert parts_of(message(role="assistant", content=None), 0) == ""
     assert parts_of(message(role="assistant", content=[{"type": "refusal", "refusal": "no"}]), 0) == [TextPart("no")]
@@ -220,6 +264,19 @@ def test_completion_has_openais_shape() -> None:
     assert body["usage"]["total_tokens"] == 25
     details = body["usage"]["prompt_tokens_details"]
     assert details == {"cached_tokens": 16, "text_tokens": 11, "image_tokens": 9, "audio_tokens": 0}
+
+
+def test_what_was_taken_away_is_told_in_weft_and_nothing_else_is() -> None:
+    usage, writer = Usage(1, 2, 0, {}), ChunkWriter(HEAD, has_usage_chunk=True)
+    told = [{"part": "messages.0.content.0", "action": "removed"}]
+    for body in (
+        completion(HEAD, [ChoiceText(0, "hi", "stop")], usage, degraded=told),
+        writer.finish(0, "stop", degraded=told).removeprefix(b"data: "),
+        writer.usage(usage, told).removeprefix(b"data: "),
+    ):
+        assert json.loads(body)["weft"] == {"degraded": told}
+    assert "weft" not in json.loads(completion(HEAD, [ChoiceText(0, "hi", "stop")], usage))
+    assert "weft" not in json.loads(writer.finish(0, "stop").removeprefix(b"data: "))
 
 
 def test_usage_chunk_has_no_choices_and_others_say_null() -> None:
