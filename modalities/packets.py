@@ -19,7 +19,6 @@ from av.video.stream import VideoStream
 
 from modalities.tolerance import AUDIO_S, FRAMES
 
-
 _MOST_DURATION = 2**31
 """Of a packet. FFmpeg's Ogg demuxer gives out differences of unsigned numbers at a stream's end."""
 
@@ -64,7 +63,7 @@ def tally(container: InputContainer, streams: Sequence[Stream]) -> dict[int, Tal
         counted = tallies[packet.stream_index]
         counted.num_packets += 1
         is_hidden = hidden[packet.stream_index]
-        if packet.is_discard or (is_hidden is not None and is_hidden(packet)):
+        if packet.is_discard or (is_hidden is not None and is_hidden(memoryview(packet))):
             continue
         if waits_for_key and not counted.num_shown and counted.stream.type == "video" and not packet.is_keyframe:
             continue
@@ -151,20 +150,19 @@ def lost_packets(name: str, counted: Tally) -> str:
     return ""
 
 
-def _is_hidden_vp8(packet: Packet[Stream]) -> bool:
+def is_hidden_vp8(data: memoryview) -> bool:
     """The frame tag's `show_frame` (RFC 6386, section 9.1)."""
-    return not memoryview(packet)[0] >> 4 & 1
+    return not data[0] >> 4 & 1
 
 
-def _is_hidden_vp9(packet: Packet[Stream]) -> bool:
+def is_hidden_vp9(data: memoryview) -> bool:
     """The header's `show_frame`, of a packet that is one frame (VP9 specification, sections 6.2 and annex B: a
     superframe holds exactly one that is shown)."""
-    view = memoryview(packet)
-    if view[-1] & 0xE0 == 0xC0:
+    if data[-1] & 0xE0 == 0xC0:
         return False
-    bits = f"{view[0]:08b}{view[1] if len(view) > 1 else 0:08b}"
+    bits = f"{data[0]:08b}{data[1] if len(data) > 1 else 0:08b}"
     at = 5 if bits[2:4] == "11" else 4
     return bits[at] == "0" and bits[at + 2] == "0"
 
 
-_HIDDEN = {"vp8": _is_hidden_vp8, "libvpx": _is_hidden_vp8, "vp9": _is_hidden_vp9, "libvpx-vp9": _is_hidden_vp9}
+_HIDDEN = {"vp8": is_hidden_vp8, "libvpx": is_hidden_vp8, "vp9": is_hidden_vp9, "libvpx-vp9": is_hidden_vp9}

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import struct
 
-_SLACK_BYTES = 16
-"""A pad byte or a short trailer that writers forget."""
+_SLACK_BYTES = 1
+"""A pad byte that writers forget."""
+_SLACK_MP3_BYTES = 128
+"""A tag at the end that was counted and taken away later."""
 _NO_SIZE = 0x7FFFFF00
 """From here on a RIFF size is a writer's way to say that it did not know (a pipe)."""
 _MOV_BOXES = (b"ftyp", b"moov", b"mdat", b"moof", b"free", b"skip", b"wide", b"styp", b"sidx", b"uuid")
@@ -32,7 +34,7 @@ def num_lost_bytes(name: str, data: bytes) -> int:
     else:
         end = 0
     lost = end - len(data)
-    return lost if lost > _SLACK_BYTES else 0
+    return lost if lost > (_SLACK_MP3_BYTES if name == "MP3" else _SLACK_BYTES) else 0
 
 
 def _end_of_boxes(data: bytes) -> int:

@@ -135,7 +135,8 @@ def _mux_sound(container: Any, stream: Any, samples: npt.NDArray[np.int16], samp
     size = stream.codec_context.frame_size or 4096
     resampler = av.AudioResampler(stream.format, stream.layout, sample_rate, frame_size=size)
     for piece in [*resampler.resample(chunk), *resampler.resample(None), None]:
-        container.mux([packet for packet in stream.encode(piece) if packet.size])
+        # The FLAC encoder's last packet is empty and brings the final header, which only FLAC's own muxer takes.
+        container.mux([packet for packet in stream.encode(piece) if packet.size or container.format.name == "flac"])
 
 
 class Recording(NamedTuple):
