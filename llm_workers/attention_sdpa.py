@@ -1,8 +1,9 @@
 """Attention over gathered pages by torch's scaled_dot_product_attention: runs on any device.
 
-Rows of one token (decoding) are batched by context length, so that padding at most doubles the work; longer chunks
-are attended one sequence at a time. Padding repeats the sequence's own first slot: what another sequence wrote,
-even NaN, can't reach this one through a mask.
+Rows of one token (decoding) are batched by context length, so that padding at most doubles the work, and on a CPU in
+groups whose gathered pages stay in the cores' caches until they are attended to; longer chunks are attended one
+sequence at a time. Padding repeats the sequence's own first slot: what another sequence wrote, even NaN, can't reach
+this one through a mask.
 """
 
 from __future__ import annotations
@@ -18,16 +19,21 @@ from llm_workers.paged_kv import PagedKV, Rows, write_slots
 
 MIN_BUCKET_TOKENS = 64
 """Contexts up to this length share one batch: below it a call costs more than its padding."""
+GROUP_BYTES = 2**20
+"""Keys and values of one group per thread, on a CPU: half of a small L2 cache. Measured: groups of 0.3 to 1.2 MB are
+equally fast, a whole batch of 32 contexts of 300 tokens takes twice as long."""
 
 
 class DecodeBatch(NamedTuple):
     """One-token rows of similar context: `slots` int64 `(num_rows * width,)`, `mask` bool `(num_rows, 1, 1, width)`
-    or None when all contexts are equally long."""
+    or None when all contexts are equally long. `gathered`: where keys and values go, each
+    `(num_rows * width, num_kv_heads, head_dim)`; shared by the batches of a step."""
 
     rows: torch.Tensor
     slots: torch.Tensor
     width: int
     mask: torch.Tensor | None
+    gathered: torch.Tensor
 
 
 class PrefillChunk(NamedTuple):
@@ -46,7 +52,7 @@ class SdpaStep:
     def __init__(self, kv: PagedKV, rows: Sequence[Rows]) -> None:
         self._kv, self.rows = kv, rows
         self._write = write_slots(kv, rows)
-        self._decodes = [_decode_batch(kv, bucket) for bucket in buckets(row for row in rows if row.num_tokens == 1)]
+        self._decodes = _decode_batches(kv, [row for row in rows if row.num_tokens == 1])
         self._prefills = [_prefill_chunk(kv, row) for row in rows if row.num_tokens > 1]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -72,7 +78,32 @@ def buckets(rows: Iterable[Rows]) -> list[list[Rows]]:
     return [size_to_rows[size] for size in sorted(size_to_rows)]
 
 
-def _decode_batch(kv: PagedKV, rows: Sequence[Rows]) -> DecodeBatch:
+def groups(rows: Sequence[Rows], max_tokens: int) -> list[list[Rows]]:
+    """Rows in order of their context, cut so that a group with its padding has at most `max_tokens`, or one row."""
+    cut: list[list[Rows]] = []
+    for row in sorted(rows, key=lambda row: row.context):
+        if cut and (len(cut[-1]) + 1) * row.context <= max_tokens:
+            cut[-1].append(row)
+        else:
+            cut.append([row])
+    return cut
+
+
+def _decode_batches(kv: PagedKV, rows: Sequence[Rows]) -> list[DecodeBatch]:
+    if not rows:
+        return []
+    keys, _ = kv.layer(0)
+    cut = buckets(rows)
+    if kv.device.type == "cpu":
+        bytes_per_token = 2 * keys[0].numel() * keys.element_size()
+        max_tokens = GROUP_BYTES * torch.get_num_threads() // bytes_per_token
+        cut = [group for bucket in cut for group in groups(bucket, max_tokens)]
+    most = max(len(group) * max(row.context for row in group) for group in cut)
+    gathered = torch.empty((2, most, *keys.shape[1:]), dtype=kv.dtype, device=kv.device)
+    return [_decode_batch(kv, group, gathered) for group in cut]
+
+
+def _decode_batch(kv: PagedKV, rows: Sequence[Rows], gathered: torch.Tensor) -> DecodeBatch:
     contexts = np.array([row.context for row in rows])
     width = int(contexts.max())
     slots = np.empty((len(rows), width), dtype=np.int64)
@@ -83,7 +114,8 @@ def _decode_batch(kv: PagedKV, rows: Sequence[Rows]) -> DecodeBatch:
     if (contexts != width).any():
         mask = torch.from_numpy((np.arange(width) < contexts[:, None])[:, None, None, :]).to(kv.device)
     at = torch.tensor([row.at for row in rows], dtype=torch.int64, device=kv.device)
-    return DecodeBatch(at, torch.from_numpy(slots.reshape(-1)).to(kv.device), width, mask)
+    flat = torch.from_numpy(slots.reshape(-1)).to(kv.device)
+    return DecodeBatch(at, flat, width, mask, gathered[:, : len(flat)])
 
 
 def _prefill_chunk(kv: PagedKV, row: Rows) -> PrefillChunk:
@@ -101,9 +133,9 @@ def _attend_decode(
     """The heads of one KV head's group stand as its queries, so keys and values are never repeated."""
     num_rows, (_, num_kv_heads, head_dim) = len(batch.rows), keys.shape
     grouped = q.index_select(0, batch.rows).reshape(num_rows, num_kv_heads, -1, head_dim)
-    shape = (num_rows, batch.width, num_kv_heads, head_dim)
-    context_keys = keys.index_select(0, batch.slots).view(shape).transpose(1, 2)
-    context_values = values.index_select(0, batch.slots).view(shape).transpose(1, 2)
+    for pages, gathered in zip((keys, values), batch.gathered, strict=True):
+        torch.index_select(pages, 0, batch.slots, out=gathered)
+    context_keys, context_values = batch.gathered.view(2, num_rows, batch.width, num_kv_heads, head_dim).transpose(2, 3)
     attended = scaled_dot_product_attention(grouped, context_keys, context_values, attn_mask=batch.mask, scale=scaling)
     return attended.reshape(num_rows, -1, head_dim)
 

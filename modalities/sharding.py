@@ -43,6 +43,11 @@ def shard_weights(num_ranks: int) -> Iterator[None]:
         _NUM_RANKS.reset(token)
 
 
+def is_sharding() -> bool:
+    """Whether parts that are loaded now become shares."""
+    return _NUM_RANKS.get() > 1
+
+
 def load_pretrained(
     kind: type[PreTrainedModel], model_dir: Path, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fabric.errors import ConfigError
 from modalities.causal_lm.checkpoint import load_text_half
+from modalities.causal_lm.fused_layers import fused
 
 
 class CausalLM:
@@ -58,4 +59,4 @@ def load_causal_lm(model_dir: Path, device: str, dtype: str, attention_name: str
         raise ConfigError(f"attention {attention_name!r} is not registered")
     if attention_name in ALL_MASK_ATTENTION_FUNCTIONS:
         raise ConfigError(f"attention {attention_name!r} has a mask function; Weft's own takes none")
-    return CausalLM(load_text_half(model_dir, device, dtype, attention_name))
+    return CausalLM(fused(load_text_half(model_dir, device, dtype, attention_name)))

@@ -14,6 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fabric.errors import ConfigError
+from modalities.causal_lm.fused_layers import fused
 from modalities.qwen_vl.checkpoint import Checkpoint
 from modalities.qwen_vl.config import QwenVLConfig
 
@@ -75,4 +76,4 @@ def load_text_model(
         raise ConfigError(f"attention {attention_name!r} is not registered")
     if attention_name in ALL_MASK_ATTENTION_FUNCTIONS:
         raise ConfigError(f"attention {attention_name!r} has a mask function; Weft's own takes none")
-    return TextModel(checkpoint.load_text_half(model_dir, config, device, dtype, attention_name))
+    return TextModel(fused(checkpoint.load_text_half(model_dir, config, device, dtype, attention_name)))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fabric.errors import ConfigError
 from llm_workers.attention import select_backend
-from llm_workers.attention_sdpa import MIN_BUCKET_TOKENS, buckets
+from llm_workers.attention_sdpa import MIN_BUCKET_TOKENS, buckets, groups
 from llm_workers.paged_kv import PagedKV, Rows
 
 NUM_BLOCKS, BLOCK_SIZE, HEAD_DIM = 160, 4, 8
@@ -109,3 +109,14 @@ def test_a_backend_that_cannot_run_is_refused():
         select_backend("varlen", kv)
     with pytest.raises(ConfigError, match="triton"):
         select_backend("triton", kv)
+
+
+@given(contexts=st.lists(st.integers(1, 400), max_size=40), max_tokens=st.integers(0, 3000))
+def test_groups_hold_every_row_once_within_their_size(contexts, max_tokens):
+    rows = [Rows(at, context - 1, 1, np.zeros(1, dtype=np.int64)) for at, context in enumerate(contexts)]
+    cut = groups(rows, max_tokens)
+    assert sorted(row.at for group in cut for row in group) == list(range(len(rows)))
+    for group in cut:
+        assert len(group) == 1 or len(group) * max(row.context for row in group) <= max_tokens
+    for group, following in zip(cut, cut[1:], strict=False):
+        assert (len(group) + 1) * following[0].context > max_tokens, "the next row had room"

@@ -1,0 +1,171 @@
+"""Decoder layers of transformers' dense families, rebuilt from their own weights with few large operations.
+
+Query, key and value are one product, rotated together; residuals, activation and gate are done in the products; keys
+and values go straight to Weft's attention. A layer takes and returns what the one that it replaces did, so the models
+around them, rotary tables, DeepStack and hooks included, stay transformers'. Whatever is not known here stays as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from modalities.causal_lm.projection import project
+from modalities.sharding import is_sharding
+
+LAYERS = frozenset(
+    {
+        "LlamaDecoderLayer",
+        "Qwen2DecoderLayer",
+        "Qwen3DecoderLayer",
+        "Qwen2VLDecoderLayer",
+        "Qwen2_5_VLDecoderLayer",
+        "Qwen2_5OmniDecoderLayer",
+        "Qwen3VLTextDecoderLayer",
+        "Qwen3VLMoeTextDecoderLayer",
+        "Qwen3OmniMoeThinkerTextDecoderLayer",
+    }
+)
+"""Classes of transformers 5.23 whose layers are norm, attention, sum, norm, MLP, sum, and whose rotary table comes
+merged over its axes."""
+NORM_BYTES = 2**19
+"""Of float32 copies at once per thread, on a CPU: a norm of 1,024 rows takes a quarter longer in one piece, and four
+times as long where its copies are new memory each time."""
+_WITH_HEAD_NORMS = ("Qwen3",)
+_GATED_MLPS = frozenset(
+    {
+        "LlamaMLP",
+        "Qwen2MLP",
+        "Qwen3MLP",
+        "Qwen2_5_VLMLP",
+        "Qwen3VLTextMLP",
+        "Qwen3VLMoeTextMLP",
+        "Qwen3OmniMoeThinkerTextMLP",
+    }
+)
+
+
+def fused(part: PreTrainedModel) -> PreTrainedModel:
+    """Replaces the decoder layers, the last norm and the head of `part` (which has `model` and `lm_head`) in place;
+    returns it. A share of a model is left as it is: transformers sums the ranks' parts inside its layers."""
+    if is_sharding():
+        return part
+    model = part.model
+    for index, layer in enumerate(model.layers):
+        if type(layer).__name__ in LAYERS:
+            model.layers[index] = FusedLayer(layer, model.config.hidden_act)
+    model.norm = RowNorm(model.norm)
+    part.lm_head = project(part.lm_head)
+    return part
+
+
+class FusedLayer(nn.Module):
+    """One decoder layer. Its input is left unchanged."""
+
+    def __init__(self, layer: Any, activation: str) -> None:
+        super().__init__()
+        self.before_attention = RowNorm(layer.input_layernorm)
+        self.attention = FusedAttention(layer.self_attn, type(layer).__name__.startswith(_WITH_HEAD_NORMS))
+        self.before_mlp = RowNorm(layer.post_attention_layernorm)
+        is_known = type(layer.mlp).__name__ in _GATED_MLPS and activation == "silu"
+        self.mlp = GatedMlp(layer.mlp) if is_known else OtherMlp(layer.mlp)
+
+    def forward(
+        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], weft: Any, **_: Any
+    ) -> torch.Tensor:
+        """`(1, num_tokens, hidden)` and the step's rotary table (cos, sin), each `(1, num_tokens, head_dim)`."""
+        hidden = hidden_states[0]
+        hidden = self.attention(self.before_attention(hidden), hidden, position_embeddings, weft)
+        return self.mlp(self.before_mlp(hidden), hidden)[None]
+
+
+class FusedAttention(nn.Module):
+    """Attention of one layer, its residual included."""
+
+    def __init__(self, attention: Any, has_head_norms: bool) -> None:
+        super().__init__()
+        self.layer_idx, self.scaling, self.head_dim = attention.layer_idx, attention.scaling, attention.head_dim
+        self._num_heads = attention.q_proj.out_features // self.head_dim
+        self._num_kv_heads = attention.k_proj.out_features // self.head_dim
+        self.inputs = project(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.output = project(attention.o_proj)
+        self.head_norm = self._head_norm(attention) if has_head_norms else None
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], weft: Any
+    ) -> torch.Tensor:
+        """`(num_tokens, hidden)`."""
+        heads = self.inputs(x).view(x.shape[0], -1, self.head_dim)
+        rotated, v = heads.split([self._num_heads + self._num_kv_heads, self._num_kv_heads], dim=1)
+        if self.head_norm is not None:
+            rotated = self.head_norm(rotated)
+        q, k = rotate(rotated, *table).split([self._num_heads, self._num_kv_heads], dim=1)
+        attended = weft.attend(self.layer_idx, q, k, v, self.scaling)
+        return self.output.plus(attended.reshape(x.shape[0], -1), residual)
+
+    def _head_norm(self, attention: Any) -> RowNorm:
+        """Of queries and keys at once: a row of weights per head."""
+        norm = RowNorm(attention.q_norm)
+        queries, keys = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+        norm.weight = torch.cat([queries.expand(self._num_heads, -1), keys.expand(self._num_kv_heads, -1)])
+        return norm
+
+
+class GatedMlp(nn.Module):
+    """down(silu(gate(x)) * up(x)), and the residual."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = project(mlp.gate_proj), project(mlp.up_proj), project(mlp.down_proj)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self.down.plus(self.up.times(x, self.gate.silu(x)), residual)
+
+
+class OtherMlp(nn.Module):
+    """A block as transformers has it (experts, other activations), and the residual."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.block = mlp
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return residual + self.block(x[None])[0]
+
+
+class RowNorm(nn.Module):
+    """RMS norm over the last dimension, rounded where transformers rounds."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.epsilon: float = norm.variance_epsilon
+        self.register_buffer("weight", norm.weight.detach(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        for rows, normed in zip(*(each.split(_rows_at_once(x)) for each in (x, out)), strict=True):
+            wide = rows.to(torch.float32, copy=True)
+            squares = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
+            normed.copy_(wide.mul_(squares.div_(x.shape[-1]).add_(self.epsilon).rsqrt_())).mul_(self.weight)
+        return out
+
+
+def _rows_at_once(x: torch.Tensor) -> int:
+    """Rows whose float32 copies stay in the cores' caches; all of them on a device."""
+    if x.device.type != "cpu":
+        return x.shape[0]
+    return max(1, NORM_BYTES * torch.get_num_threads() // (4 * x[0].numel()))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions of all heads: `x` `(num_tokens, num_heads, head_dim)`, the table `(1, num_tokens, head_dim)`
+    with equal halves."""
+    half = x.shape[-1] // 2
+    sin = sin[0, :, None, :half]
+    out = x * cos[0, :, None]
+    out[..., :half].addcmul_(x[..., half:], sin, value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin)
+    return out

@@ -1,0 +1,85 @@
+"""Matrix products with weights that are laid out once, at load, with what follows them done in the same pass.
+
+On a CPU that multiplies bfloat16 or float16 natively, oneDNN's own layout (torch would make it anew at every call);
+everywhere else the weights as they are. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.functional import linear, silu
+
+
+class Projection(nn.Module):
+    """`x W^T + b` for the weights of one or several `nn.Linear` over the same input, outputs side by side. Each call
+    takes `(n, in_features)` and returns a new `(n, out_features)`."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        """The linears' weights are copied if there are several, else shared. All have a bias, or none has."""
+        super().__init__()
+        weight, bias = _joined(linears)
+        self.register_buffer("weight", weight, persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return silu(self(x))
+
+    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """The product, multiplied by `factor` `(n, out_features)`."""
+        return self(x).mul_(factor)
+
+    def plus(self, x: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
+        """The product, and `summand` `(n, out_features)` added."""
+        return self(x).add_(summand)
+
+
+class PackedProjection(nn.Module):
+    """A Projection in oneDNN's layout. What follows a product is done before it is rounded."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        weight, bias = _joined(linears)
+        self.register_buffer("weight", torch.ops.mkldnn._reorder_linear_weight(weight), persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
+
+    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, factor, self.weight, self.bias, "mul")
+
+    def plus(self, x: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
+        return torch.ops.mkldnn._linear_pointwise.binary(x, summand, self.weight, self.bias, "add")
+
+
+def project(*linears: nn.Linear) -> Projection | PackedProjection:
+    """The faster kind for these weights on their device."""
+    return PackedProjection(linears) if is_packable(linears[0].weight) else Projection(linears)
+
+
+def is_packable(weight: torch.Tensor) -> bool:
+    """Whether oneDNN multiplies these natively on this machine. float32 stays with torch's own product."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    if weight.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return weight.dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+@torch.no_grad()
+def _joined(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weights = [each.weight.detach() for each in linears]
+    biases = [each.bias.detach() for each in linears if each.bias is not None]
+    assert len(biases) in (0, len(weights)), "some of the projections have a bias, others have none"
+    if len(weights) == 1:
+        return weights[0], biases[0] if biases else None
+    return torch.cat(weights), torch.cat(biases) if biases else None

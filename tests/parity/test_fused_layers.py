@@ -1,0 +1,123 @@
+"""Decoder layers with few large operations against the ones that they replace: the same hidden states."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from llm_workers.attention import register_attention
+from llm_workers.attention_sdpa import SdpaStep
+from llm_workers.paged_kv import PagedKV, Rows
+from modalities.causal_lm.fused_layers import FusedLayer, GatedMlp, OtherMlp, fused
+from modalities.causal_lm.language_model import CausalLM
+from modalities.causal_lm.projection import PackedProjection, Projection, is_packable, project
+from modalities.sharding import shard_weights
+
+SIZES = {
+    "vocab_size": 61,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES)),
+    "llama with biases": (LlamaForCausalLM, LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
+    "llama with gelu": (LlamaForCausalLM, LlamaConfig(**SIZES, hidden_act="gelu")),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"})),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**SIZES)),
+}
+NUM_TOKENS = 37
+
+
+def part_of(name: str, dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(3)
+    kind, config = MODELS[name]
+    config = copy.deepcopy(config)
+    config._attn_implementation = register_attention()
+    part = kind(config)
+    for parameter in part.parameters():
+        parameter.data = (torch.randn_like(parameter) * 0.25 + (parameter.dim() == 1)).to(dtype)
+    return part.to(dtype).eval()
+
+
+def hidden_of(part: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Last hidden states and logits of a prompt in two chunks and a token, beside another prompt."""
+    model = CausalLM(part)
+    head_dim = part.config.hidden_size // 4 if part.config.model_type == "qwen2" else 16
+    kv = PagedKV(3, 16, 8, (2, head_dim), dtype, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(0, 61, (2, NUM_TOKENS), generator=generator)
+    tables = [np.arange(8, dtype=np.int64)[::-1].copy(), np.arange(8, 16, dtype=np.int64)]
+    hidden, logits = [], []
+    for start, end in ((0, 20), (20, 36), (36, 37)):
+        size = end - start
+        rows = [Rows(place * size, start, size, table) for place, table in enumerate(tables)]
+        positions = torch.arange(start, end).repeat(2)[None]
+        embeddings = model.embed(ids[:, start:end].reshape(-1))
+        before = embeddings.clone()
+        with torch.inference_mode():
+            hidden.append(model.forward(embeddings, positions, SdpaStep(kv, rows), None, None))
+            logits.append(model.logits(hidden[-1]))
+        assert torch.equal(embeddings, before)
+    return torch.cat(hidden), torch.cat(logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_same_numbers_in_single_precision(name: str) -> None:
+    part = part_of(name, torch.float32)
+    expected = hidden_of(copy.deepcopy(part), torch.float32)
+    assert all(isinstance(layer, FusedLayer) for layer in fused(part).model.layers)
+    for ours, theirs in zip(hidden_of(part, torch.float32), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_half_precision_is_no_further_from_the_truth(name: str) -> None:
+    """The truth: the same weights in single precision."""
+    part = part_of(name, torch.bfloat16)
+    truth, _ = hidden_of(copy.deepcopy(part).float(), torch.float32)
+    theirs, _ = hidden_of(copy.deepcopy(part), torch.bfloat16)
+    ours, _ = hidden_of(fused(part), torch.bfloat16)
+    assert ours.dtype == torch.bfloat16
+    error, allowed = ((each.float() - truth).square().mean().sqrt().item() for each in (ours, theirs))
+    assert error <= 1.25 * allowed + 1e-3
+
+
+def test_what_is_not_known_stays_as_it_is() -> None:
+    mlps = [fused(part_of(name, torch.float32)).model.layers[0].mlp for name in ("llama", "llama with gelu")]
+    assert [type(mlp) for mlp in mlps] == [GatedMlp, OtherMlp]
+    part = part_of("llama", torch.float32)
+    before = list(part.model.layers)
+    with shard_weights(2):
+        assert list(fused(part).model.layers) == before
+    part.model.layers[1] = type("SomeDecoderLayer", (nn.Identity,), {})()
+    after = list(fused(part).model.layers)
+    assert [isinstance(layer, FusedLayer) for layer in after] == [True, False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_products_and_what_follows_them(dtype: torch.dtype, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    linears = [nn.Linear(24, size, bias=has_bias, dtype=dtype) for size in (8, 40)]
+    x, other = torch.randn(5, 24, dtype=dtype), torch.randn(5, 48, dtype=dtype)
+    product = torch.cat([linear(x) for linear in linears], dim=1).detach().float()
+    joined = project(*linears)
+    assert isinstance(joined, PackedProjection if is_packable(linears[0].weight) else Projection)
+    tolerance = {"atol": 1e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    for ours, expected in (
+        (joined(x), product),
+        (joined.silu(x), nn.functional.silu(product)),
+        (joined.times(x, other), product * other.float()),
+        (joined.plus(x, other), product + other.float()),
+    ):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.float(), expected, **tolerance)
