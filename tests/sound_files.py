@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import wave
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ FORMATS: dict[str, tuple[str, str, dict[str, str]]] = {
     "mp3": ("mp3", "libmp3lame", {"b": "96k"}),
     "mp3-vbr": ("mp3", "libmp3lame", {"q": "4"}),
     "ogg-opus": ("ogg", "libopus", {"b": "64k"}),
-    "ogg-vorbis": ("ogg", "vorbis", {"strict": "experimental"}),
     "m4a": ("ipod", "aac", {"b": "96k"}),
     "webm": ("webm", "libopus", {"b": "64k"}),
 }
@@ -41,10 +41,10 @@ def noise(num_samples: int, seed: int = 0, level: float = 0.1) -> Samples:
     """`(num_samples,)`: some tones that begin and end, over noise."""
     rng = np.random.default_rng(seed)
     times = np.arange(num_samples) / 16000
-    wave = rng.standard_normal(num_samples)
+    found = rng.standard_normal(num_samples)
     for hz in rng.uniform(100, 4000, 4):
-        wave += 3 * np.sin(2 * np.pi * hz * times) * (np.sin(times * rng.uniform(0.5, 5)) > 0)
-    return (level * wave).astype(np.float32)
+        found += 3 * np.sin(2 * np.pi * hz * times) * (np.sin(times * rng.uniform(0.5, 5)) > 0)
+    return (level * found).astype(np.float32)
 
 
 def encoded(samples: Samples, rate: int, name: str = "wav") -> bytes:
@@ -64,11 +64,22 @@ def encoded(samples: Samples, rate: int, name: str = "wav") -> bytes:
             fifo.write(part)
         size = stream.codec_context.frame_size or 1024
         at = 0
-        while (part := fifo.read(size) or fifo.read(0)) is not None:
+        while (part := fifo.read(size, partial=True)) is not None:
             part.pts, part.time_base, part.sample_rate = at, Fraction(1, rate), rate
             at += part.samples
             container.mux(stream.encode(part))
         container.mux(stream.encode(None))
+    return out.getvalue()
+
+
+def wav(samples: Samples, rate: int) -> bytes:
+    """One channel, 16 bits; nothing at all, too."""
+    out = io.BytesIO()
+    with wave.open(out, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes((samples * 32767).astype("<i2").tobytes())
     return out.getvalue()
 
 

@@ -14,7 +14,11 @@ from modalities.audio_towers.attention import register_attention
 from modalities.causal_lm.checkpoint import load_part
 from modalities.family import EncoderInput
 
-_TOWER_NAMES = {r"^(thinker\.)?(model\.)?audio_tower\.": ""}
+_TOWER_NAMES = {
+    r"^(thinker\.)?(model\.)?audio_tower\.": "",
+    # The text model's layers are called like the tower's, and transformers would take them for missing ones.
+    r"^model\.": "others.",
+}
 
 
 class RowsOf(Protocol):

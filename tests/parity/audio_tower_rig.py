@@ -89,9 +89,10 @@ def _saved(directory: Path, model: Any, **preprocessor: Any) -> Any:
     return model
 
 
-def build_qwen3_omni(directory: Path, num_levels: int = 1) -> Tower:
+def build_qwen3_omni(directory: Path, num_levels: int = 1, width: int = 32) -> Tower:
+    audio = _QWEN3 | {"d_model": width}
     config = Qwen3OmniMoeThinkerConfig(
-        audio_config=dict(_QWEN3),
+        audio_config=dict(audio),
         text_config={**_TEXT, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
         vision_config={
             "depth": 1,
@@ -102,7 +103,7 @@ def build_qwen3_omni(directory: Path, num_levels: int = 1) -> Tower:
         },
     )
     model = _saved(directory, spread(Qwen3OmniMoeThinkerForConditionalGeneration(config)))
-    sound = qwen3_omni_sound(directory, _QWEN3, HIDDEN)
+    sound = qwen3_omni_sound(directory, audio, HIDDEN)
     encoder = qwen3_omni.load_encoder(directory, model.config.audio_config, sound, num_levels, PLACE)
     return Tower(
         model,
