@@ -13,6 +13,7 @@ from typing import NamedTuple
 from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.largest_media import largest_items
+from deploy.memory import arena_bytes, inbox_bytes
 from deploy.stored_weights import StoredWeights, read_stored_weights
 from fabric.errors import ConfigError
 from llm_workers.scheduling.budget import (
@@ -26,7 +27,9 @@ from llm_workers.scheduling.budget import (
     worker_bytes,
 )
 from modalities.family import Family
-from modalities.plugin import MediaLimits
+
+PATCH_BYTES = 6 * 1024
+"""Of a decoded patch, an estimate: float32, 3 colours, 2 frames, 16 x 16 pixels."""
 
 
 class Row(NamedTuple):
@@ -58,15 +61,15 @@ class Budget(NamedTuple):
 def plan_budget(config: ClusterConfig, model: compose.Model, weights: StoredWeights | None) -> Budget:
     """Of a cluster that serves this model."""
     family = model.family
-    modalities = config.encoders.modalities if config.encoders.replicas else ()
-    largest = largest_items(family, modalities, MediaLimits())
+    modalities = compose.loaded_modalities(config, family)
+    largest = largest_items(family, modalities, compose.media_limits(config), compose.video_options(config))
     dtype, shape = config.model.dtype, family.shape
-    problems = shortfalls(shape, compose.worker_config(config), config.workers.inbox_bytes, dtype, largest)
+    problems = shortfalls(shape, compose.worker_config(config), inbox_bytes(config), dtype, largest)
     processes = [_worker(config, family, weights, largest)]
     if modalities:
         processes.insert(0, _encoder(config, family, weights, largest))
         for item in largest:
-            problems += arena_shortfall("encoders: arena_bytes", shape, config.encoders.arena_bytes, dtype, item)
+            problems += arena_shortfall("encoders: arena_bytes", shape, arena_bytes(config), dtype, item)
     return Budget(model.name, dtype, tuple(largest), tuple(processes), tuple(problems))
 
 
@@ -104,7 +107,7 @@ def _worker(
     config: ClusterConfig, family: Family, weights: StoredWeights | None, largest: Sequence[LargestItem]
 ) -> ProcessBudget:
     section, dtype = config.workers, config.model.dtype
-    taken = worker_bytes(family.shape, compose.worker_config(config), section.inbox_bytes, dtype)
+    taken = worker_bytes(family.shape, compose.worker_config(config), inbox_bytes(config), dtype)
     place = _place(section.device)
     return ProcessBudget(
         "worker",
@@ -113,7 +116,7 @@ def _worker(
             _weights_row(weights and weights.num_language, dtype, place, section.tensor_parallel, _whole(family)),
             Row("KV", taken.kv, place, f"{section.num_blocks} blocks of {section.block_size} tokens"),
             Row("workspace", taken.workspace, place, f"estimate, steps of {section.max_step_tokens} tokens"),
-            Row("inbox", taken.inbox, "host", _room(family, section.inbox_bytes, dtype, largest)),
+            Row("inbox", taken.inbox, "host", _room(family, taken.inbox, dtype, largest)),
             Row("kept", _kept_bytes(config), "host", f"at most, keep_features: {section.keep_features}"),
         ),
     )
@@ -125,15 +128,17 @@ def _encoder(
     """The workspace takes the encoder to be as wide as the language model: its own width is not in the shape."""
     section, dtype = config.encoders, config.model.dtype
     place = _place(section.device)
-    num_patches = max([section.max_batch_cost, *(item.cost for item in largest)])
+    num_patches = max([section.max_batch_cost, *(item.max_unit_cost for item in largest)])
     workspace = num_patches * family.shape.hidden_size * NUM_HIDDEN_WIDTHS * DTYPE_BYTES[dtype]
+    decoded = max([compose.DECODED_BATCHES * section.max_batch_cost, *(item.cost for item in largest)]) * PATCH_BYTES
     return ProcessBudget(
         "encoder",
         section.replicas,
         (
             _weights_row(weights and weights.num_encoder, dtype, place),
             Row("workspace", workspace, place, f"estimate, batches of {num_patches} patches"),
-            Row("arena", section.arena_bytes, "host", _room(family, section.arena_bytes, dtype, largest)),
+            Row("arena", arena_bytes(config), "host", _room(family, arena_bytes(config), dtype, largest)),
+            Row("decoded", decoded, "host", f"at most, pixels of {compose.DECODED_BATCHES} batches or one item"),
         ),
     )
 
@@ -163,11 +168,12 @@ def _weights_row(num_parameters: int | None, dtype: str, place: str, num_ranks: 
 
 
 def _room(family: Family, arena_bytes: int, dtype: str, largest: Sequence[LargestItem]) -> str:
-    rooms = [
-        (arena_room(arena_bytes, feature_bytes(family.shape, item.max_unit_tokens, dtype)), item.modality)
-        for item in largest
-    ]
-    return ", ".join(f"room for {count} of the largest {modality}" for count, modality in rooms)
+    rooms = []
+    for item in largest:
+        count = arena_room(arena_bytes, feature_bytes(family.shape, item.max_unit_tokens, dtype))
+        units = "units " if item.num_tokens > item.max_unit_tokens else ""
+        rooms.append(f"room for {count} {units}of the largest {item.modality}")
+    return ", ".join(rooms)
 
 
 # ---------------------------------------------------------------- the table

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from router.service import RouterService
 
 ATTENTION_NAME = "weft_paged"
+DECODED_BATCHES = 4
+"""Batches whose pixels may lie decoded at an encoder: long videos may fill all but one, see `DecodeRoom`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,14 @@ def prepare_process(config: ClusterConfig) -> None:
     warnings.filterwarnings("ignore", module="PIL")
 
 
+def loaded_modalities(config: ClusterConfig, family: Family) -> tuple[str, ...]:
+    """What each encoder loads."""
+    section = config.encoders
+    if section.replicas == 0:
+        return ()
+    return tuple(family.max_items) if section.modalities is None else section.modalities
+
+
 def build_encoder(
     config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, source: FeatureSource
 ) -> EncoderService:
@@ -107,10 +117,13 @@ def build_encoder(
     from encoder_pool.service import EncoderService
 
     section = config.encoders
-    encoder = model.family.load_encoder(model.directory, section.device, config.model.dtype, section.modalities)
+    modalities = loaded_modalities(config, model.family)
+    encoder = model.family.load_encoder(model.directory, section.device, config.model.dtype, modalities)
     encoder_config = EncoderConfig(
-        modalities=section.modalities,
+        modalities=modalities,
         max_batch_cost=section.max_batch_cost,
+        max_items_in_flight=section.max_items_in_flight,
+        max_decoded_cost=DECODED_BATCHES * section.max_batch_cost,
         max_queue_cost=section.max_queue_cost,
         lease_s=section.feature_lease_s,
         num_decode_processes=section.decode_processes,
@@ -197,7 +210,7 @@ def video_options(config: ClusterConfig) -> MediaOptions:
 
 def max_items_per_prompt(config: ClusterConfig, family: Family) -> dict[str, int]:
     """Modality -> most items of a request. What no encoder of the cluster has loaded is not served."""
-    loaded = config.encoders.modalities if config.encoders.replicas else ()
+    loaded = loaded_modalities(config, family)
     limits = config.media.limit_mm_per_prompt
     return {
         modality: min(most, limits.get(modality, most)) if modality in loaded else 0

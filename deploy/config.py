@@ -100,14 +100,20 @@ class MediaSection(_Section):
 
 class EncoderSection(_Section):
     replicas: int = Field(1, ge=0)
-    modalities: tuple[str, ...] = ("image",)
+    modalities: tuple[Modality, ...] | None = Field(None, min_length=1)
+    """What each of them loads; none: all that the model takes."""
     device: Device = "cpu"
     gpus_per_replica: float = Field(0, ge=0)
-    arena_bytes: Bytes = 256 * 2**20
+    arena_bytes: Bytes | None = None
+    """For features, of each encoder; none: 16 GB over the encoders, or an eighth of the machine's memory."""
     max_batch_cost: int = Field(16 * 1024, ge=1)
+    """Patches (or mel frames) of one forward: 16 pictures of 448 x 448. Four times as many may lie decoded."""
+    max_items_in_flight: int = Field(32, ge=1)
+    """Items decoded, or being decoded, that wait for their forward."""
     max_queue_cost: int = Field(512 * 1024, ge=1)
     feature_lease_s: float = Field(60.0, gt=0)
-    decode_processes: int = Field(1, ge=0)
+    decode_processes: int = Field(2, ge=0)
+    """With more than one, a long video never holds up the decoding of a picture."""
     decode_timeout_s: float = Field(30.0, gt=0)
     """An item that takes a decode process longer is refused."""
     decode_memory_bytes: Bytes = 4 * 2**30
@@ -130,7 +136,8 @@ class WorkerSection(_Section):
     max_step_tokens: int = Field(512, ge=1)
     max_sequences: int = Field(64, ge=1)
     prefix_cache: bool = True
-    inbox_bytes: Bytes = 256 * 2**20
+    inbox_bytes: Bytes | None = None
+    """For features, of each worker; none: 4 GB over the workers, or a sixteenth of the machine's memory."""
     keep_features: Literal["auto", "always", "never"] = "auto"
     """Whether features stay in host memory after prefill: `auto` keeps those that were needed before."""
     kept_bytes: Bytes = 64 * 2**20

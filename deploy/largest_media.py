@@ -1,8 +1,8 @@
 """The largest medium of each modality that passes the limits, found by asking the family what headers would become.
 
-Families scale and tile in their own ways, so sizes are tried rather than derived: every aspect ratio of small
-numbers, at several areas up to the limit. What a family makes of a size between them may be a row larger; such a
-request is still refused cleanly when it comes. Decodes nothing.
+Families scale, tile and sample in their own ways, so headers are tried rather than derived: aspect ratios of small
+numbers, at several areas up to the limit; of videos and sounds several lengths. What a family makes of one between
+them may be a row larger; such a request is still refused cleanly when it comes. Decodes nothing.
 """
 
 from __future__ import annotations
@@ -10,47 +10,90 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from encoder_pool.planning.batcher import split_cost
 from fabric.errors import InvalidMedia
 from llm_workers.scheduling.budget import LargestItem
-from modalities.family import Family, ImageHeader, ItemPlan
+from modalities.family import (
+    DEFAULT_OPTIONS,
+    AudioHeader,
+    Family,
+    ImageHeader,
+    ItemPlan,
+    MediaHeader,
+    MediaOptions,
+    VideoHeader,
+)
 from modalities.plugin import MediaLimits
 
 MAX_RATIO = 16
+MAX_VIDEO_RATIO = 4
+"""Longer videos are tried too, so fewer shapes."""
 NUM_AREAS = 8
 """Each a quarter of the one before: some families make most tokens of a picture that needs no scaling."""
+NUM_LENGTHS = 6
+"""Each half of the one before: some families make frames smaller where there are many."""
+VIDEO_FPS = 25
+SAMPLE_RATE = 16_000
 
 
-def largest_item(family: Family, modality: str, limits: MediaLimits) -> LargestItem | None:
-    """None for a modality whose headers can't be enumerated here, or that the family does not take."""
-    if modality != "image" or modality not in family.max_items:
+def largest_item(
+    family: Family, modality: str, limits: MediaLimits, options: MediaOptions = DEFAULT_OPTIONS
+) -> LargestItem | None:
+    """None for a modality whose headers can't be enumerated here, or that the family does not take. `options` are
+    those of videos."""
+    if modality not in family.max_items or modality not in ("image", "video", "audio"):
         return None
-    plans = list(_image_plans(family, limits))
-    most = max(plans, key=lambda plan: sum(plan.unit_tokens))
+    plans = list(_plans(family, _headers(modality, limits, options), options))
+    if not plans:
+        return None
     return LargestItem(
         modality,
-        num_tokens=sum(most.unit_tokens),
+        num_tokens=max(sum(plan.unit_tokens) for plan in plans),
         max_unit_tokens=max(max(plan.unit_tokens) for plan in plans),
         cost=max(plan.cost for plan in plans),
+        max_unit_cost=max(max(split_cost(plan.cost, plan.unit_tokens)) for plan in plans),
     )
 
 
-def largest_items(family: Family, modalities: Sequence[str], limits: MediaLimits) -> list[LargestItem]:
-    found = [largest_item(family, modality, limits) for modality in modalities]
+def largest_items(
+    family: Family, modalities: Sequence[str], limits: MediaLimits, options: MediaOptions = DEFAULT_OPTIONS
+) -> list[LargestItem]:
+    found = [largest_item(family, modality, limits, options) for modality in modalities]
     return [item for item in found if item is not None]
 
 
-def _image_plans(family: Family, limits: MediaLimits) -> Iterator[ItemPlan]:
-    for width, height in _sizes(limits.max_image_pixels):
+def _plans(family: Family, headers: Iterator[MediaHeader], options: MediaOptions) -> Iterator[ItemPlan]:
+    for header in headers:
         try:
-            yield family.plan(ImageHeader("PNG", width, height, "RGB"))
-        except InvalidMedia:  # an aspect ratio that the family refuses
+            yield family.plan(header, options if isinstance(header, VideoHeader) else DEFAULT_OPTIONS)
+        except InvalidMedia:  # an aspect ratio or a length that the family refuses
             continue
 
 
-def _sizes(max_pixels: int) -> Iterator[tuple[int, int]]:
+def _headers(modality: str, limits: MediaLimits, options: MediaOptions) -> Iterator[MediaHeader]:
+    if modality == "image":
+        for width, height in _sizes(limits.max_image_pixels, MAX_RATIO):
+            yield ImageHeader("PNG", width, height, "RGB")
+    elif modality == "video":
+        longest_s = min(limits.max_video_seconds, limits.max_video_frames / VIDEO_FPS, options.max_frames / options.fps)
+        for seconds in _lengths(longest_s):
+            num_frames = max(1, math.ceil(seconds * VIDEO_FPS))
+            for width, height in _sizes(limits.max_video_pixels, MAX_VIDEO_RATIO):
+                yield VideoHeader("mp4", width, height, num_frames, num_frames / VIDEO_FPS)
+    else:
+        for seconds in _lengths(limits.max_audio_seconds):
+            yield AudioHeader("wav", SAMPLE_RATE, 1, max(1, int(seconds * SAMPLE_RATE)))
+
+
+def _lengths(longest_s: float) -> Iterator[float]:
+    for halving in range(NUM_LENGTHS):
+        yield longest_s / 2**halving
+
+
+def _sizes(max_pixels: int, max_ratio: int) -> Iterator[tuple[int, int]]:
     for quartering in range(NUM_AREAS):
-        for across in range(1, MAX_RATIO + 1):
-            for down in range(1, MAX_RATIO + 1):
+        for across in range(1, max_ratio + 1):
+            for down in range(1, max_ratio + 1):
                 if math.gcd(across, down) == 1:
                     side = math.isqrt((max_pixels >> (2 * quartering)) // (across * down))
                     yield max(1, across * side), max(1, down * side)

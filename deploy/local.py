@@ -14,6 +14,7 @@ from deploy import compose
 from deploy.budget import refuse_if_too_small
 from deploy.config import ClusterConfig
 from deploy.http_server import HttpServer
+from deploy.memory import arena_bytes, inbox_bytes
 from deploy.ranks import Endpoint, RankedWorker, open_worker, spawn_follower
 from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
 from fabric.errors import TargetGone
@@ -67,11 +68,11 @@ class LocalCluster:
         self._hub, self._channel = LocalHub(), LocalChannelHub()
         for _ in range(config.encoders.replicas):
             member_id, plane = self._endpoint("encoder")
-            source = LocalFeatureSource(self._channel, str(member_id), config.encoders.arena_bytes)
+            source = LocalFeatureSource(self._channel, str(member_id), arena_bytes(config))
             self.encoders.services[member_id] = compose.build_encoder(config, self.model, member_id, plane, source)
         for _ in range(config.workers.replicas):
             member_id, plane = self._endpoint("worker")
-            sink = LocalFeatureSink(self._channel, str(member_id), config.workers.inbox_bytes)
+            sink = LocalFeatureSink(self._channel, str(member_id), inbox_bytes(config))
             worker = open_worker(config, self.model, Endpoint(member_id, plane, sink), "127.0.0.1", spawn_follower)
             self.ranked_workers.append(worker)
             self.workers.services[member_id] = worker.service
@@ -83,7 +84,7 @@ class LocalCluster:
     def _endpoint(self, kind: str) -> tuple[MemberId, LocalPlane]:
         member_id = mint_member_id(kind)
         plane = LocalPlane(self._hub, f"local://{member_id}")
-        modalities = self.config.encoders.modalities if kind == "encoder" else ()
+        modalities = compose.loaded_modalities(self.config, self.model.family) if kind == "encoder" else ()
         host = f"{compose.host_name()}/in-process"
         self._members.append(compose.member(kind, member_id, plane.address, host, modalities))
         self._planes.append(plane)

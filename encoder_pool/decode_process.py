@@ -135,7 +135,7 @@ def check_inputs(inputs: list[EncoderInput], item: MediaItem) -> None:
             )
         if unit.pixels.dtype != np.float32:
             raise EncodeFailed(f"preprocessing gave {unit.pixels.dtype}, not float32")
-    num_pooled = MediaOptions.decode(item.options).num_pooled_frames
+    num_pooled = MediaOptions.decode(item.options).num_pooled_frames if item.modality == "video" else 1
     if any(unit.grid[0] % num_pooled for unit in inputs[:-1]):
         raise EncodeFailed(f"units cut groups of {num_pooled} frames that are to be averaged")
 

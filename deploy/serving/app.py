@@ -19,6 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.http_server import HttpServer
+from deploy.memory import arena_bytes, inbox_bytes
 from deploy.ranks import Endpoint, open_worker
 from deploy.serving.directory import Heartbeat
 from deploy.serving.followers import launch_actor, rank_bundles
@@ -53,11 +54,10 @@ class EncoderReplica:
         compose.prepare_process(config)
         member_id, model = replica_id(), compose.load_model(config, Path(model_dir))
         self._plane = ZmqPlane(node_address(config))
-        self._source = NixlFeatureSource(str(member_id), config.encoders.arena_bytes)
+        self._source = NixlFeatureSource(str(member_id), arena_bytes(config))
         self._service = compose.build_encoder(config, model, member_id, self._plane, self._source)
-        record = compose.member(
-            "encoder", member_id, self._plane.address, node_address(config), config.encoders.modalities
-        )
+        modalities = compose.loaded_modalities(config, model.family)
+        record = compose.member("encoder", member_id, self._plane.address, node_address(config), modalities)
         await self._service.start()
         self._heartbeat = Heartbeat(record, self._service.update_members)
         await self._heartbeat.start()
@@ -85,7 +85,7 @@ class WorkerReplica:
         compose.prepare_process(config)
         member_id, model = replica_id(), compose.load_model(config, Path(model_dir))
         self._plane = ZmqPlane(node_address(config))
-        self._sink = NixlFeatureSink(str(member_id), config.workers.inbox_bytes)
+        self._sink = NixlFeatureSink(str(member_id), inbox_bytes(config))
         endpoint, address = Endpoint(member_id, self._plane, self._sink), node_address(config)
         self._worker = await asyncio.to_thread(open_worker, config, model, endpoint, address, launch_actor)
         self._service = self._worker.service

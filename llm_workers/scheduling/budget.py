@@ -29,7 +29,9 @@ class LargestItem(NamedTuple):
     max_unit_tokens: int
     """Of its largest unit: units travel alone."""
     cost: int
-    """Patches."""
+    """Patches, or mel frames."""
+    max_unit_cost: int = 0
+    """Of its largest unit: what one forward must hold."""
 
 
 class WorkerBytes(NamedTuple):

@@ -10,13 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from modalities_files import PREPROCESSOR, thinker_config, write_config
 
+from deploy import memory
 from deploy.budget import budget_lines, plan_budget, refuse_if_too_small
-from deploy.compose import Model, load_model
+from deploy.compose import Model, load_model, loaded_modalities
 from deploy.config import ClusterConfig
 from deploy.largest_media import largest_item, largest_items
 from deploy.stored_weights import StoredWeights, read_stored_weights
 from fabric.errors import ConfigError, InvalidMedia
-from modalities.family import Family, ImageHeader
+from llm_workers.scheduling.budget import LargestItem
+from modalities.family import AudioHeader, Family, ImageHeader, VideoHeader
 from modalities.plugin import MediaLimits
 
 
@@ -50,12 +52,18 @@ def odd_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
     return load_model(config(), model_dir).family
 
 
+@pytest.fixture(scope="module")
+def odd_largest(odd_family: Family) -> dict[str, LargestItem]:
+    return {item.modality: item for item in largest_items(odd_family, tuple(odd_family.max_items), MediaLimits())}
+
+
 @settings(deadline=None, max_examples=300)
 @given(area=st.floats(2, 8.2), ratio=st.floats(-1.5, 1.5))
-def test_no_picture_is_larger_than_the_largest(odd_family: Family, area: float, ratio: float) -> None:
+def test_no_picture_is_larger_than_the_largest(
+    odd_family: Family, odd_largest: dict[str, LargestItem], area: float, ratio: float
+) -> None:
     width, height = (max(1, int((10 ** (area + sign * ratio)) ** 0.5)) for sign in (1, -1))
-    largest = largest_item(odd_family, "image", MediaLimits())
-    assert largest is not None
+    largest = odd_largest["image"]
     assert largest.num_tokens == 980
     try:
         plan = odd_family.plan(ImageHeader("PNG", width, height, "RGB"))
@@ -63,6 +71,50 @@ def test_no_picture_is_larger_than_the_largest(odd_family: Family, area: float, 
         return
     assert sum(plan.unit_tokens) <= largest.num_tokens
     assert plan.cost <= largest.cost
+
+
+@settings(deadline=None, max_examples=100)
+@given(area=st.floats(3, 7.5), ratio=st.floats(-1, 1), seconds=st.floats(0.1, 3600), fps=st.integers(1, 60))
+def test_no_video_is_much_larger_than_the_largest(
+    odd_family: Family, odd_largest: dict[str, LargestItem], area: float, ratio: float, seconds: float, fps: int
+) -> None:
+    """Sizes are tried at steps: between them a frame may be a row or two of patches larger."""
+    width, height = (max(1, int((10 ** (area + sign * ratio)) ** 0.5)) for sign in (1, -1))
+    num_frames = max(1, int(seconds * fps))
+    try:
+        plan = odd_family.plan(VideoHeader("mp4", width, height, num_frames, num_frames / fps))
+    except InvalidMedia:
+        return
+    largest = odd_largest["video"]
+    assert sum(plan.unit_tokens) <= 1.1 * largest.num_tokens
+    assert max(plan.unit_tokens) <= 1.1 * largest.max_unit_tokens
+
+
+def test_the_largest_sound_is_the_longest_and_its_units_are_small(
+    odd_family: Family, odd_largest: dict[str, LargestItem]
+) -> None:
+    limits = MediaLimits()
+    plan = odd_family.plan(AudioHeader("wav", 16_000, 1, int(limits.max_audio_seconds * 16_000)))
+    found = odd_largest["audio"]
+    assert (found.num_tokens, found.cost) == (sum(plan.unit_tokens), plan.cost)
+    assert found.max_unit_tokens == max(plan.unit_tokens) < found.num_tokens
+    assert 0 < found.max_unit_cost < found.cost
+
+
+def test_arenas_are_the_seeds_or_a_share_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    two = config(encoders={"replicas": 2}, workers={"replicas": 4})
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 2**40)
+    assert (memory.arena_bytes(two), memory.inbox_bytes(two)) == (8 * 10**9, 10**9)
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 2**34)
+    assert (memory.arena_bytes(two), memory.inbox_bytes(two)) == (2**30, 2**28)
+    stated = config(encoders={"arena_bytes": "1MiB"}, workers={"inbox_bytes": "2MiB"})
+    assert (memory.arena_bytes(stated), memory.inbox_bytes(stated)) == (2**20, 2**21)
+
+
+def test_what_no_encoder_is_told_is_what_the_model_takes(model: Model) -> None:
+    assert loaded_modalities(config(), model.family) == tuple(model.family.max_items)
+    assert loaded_modalities(config(encoders={"modalities": ["image"]}), model.family) == ("image",)
+    assert loaded_modalities(config(encoders={"replicas": 0}), model.family) == ()
 
 
 def test_limits_below_the_familys_own_count(model: Model) -> None:
