@@ -127,6 +127,21 @@ def encode_video(frames: Sequence[Pixels], clip: Clip) -> bytes:
     return buffer.getvalue()
 
 
+def motion_jpeg(pictures: Sequence[bytes]) -> bytes:
+    """An AVI whose header says 64x48, of JPEG files as they are."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="avi") as file:
+        stream = file.add_stream("mjpeg", rate=10)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuvj420p"
+        stream.codec_context.open()
+        for at, data in enumerate(pictures):
+            packet = av.Packet(data)
+            packet.stream, packet.time_base, packet.pts, packet.dts = stream, Fraction(1, 10), at, at
+            packet.is_keyframe = True
+            file.mux(packet)
+    return buffer.getvalue()
+
+
 def _mux_sound(container: Any, stream: Any, samples: npt.NDArray[np.int16], sample_rate: int) -> None:
     """`samples` mono `(num_samples,)`."""
     chunk = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
@@ -181,4 +196,19 @@ def sound_file(name: str) -> bytes:
     with av.open(buffer, "w", format=made.container, options=dict(made.muxer_options)) as container:
         stream = container.add_stream(made.codec, rate=made.sample_rate, options=dict(made.options))
         _mux_sound(container, stream, tone(made.num_samples, made.sample_rate), made.sample_rate)
+    return buffer.getvalue()
+
+
+def silent_opus(num_packets: int) -> bytes:
+    """An Ogg file whose packets of two bytes are 120 ms of silence each (RFC 6716, section 3.2.5: SILK, two frames of
+    60 ms and no bytes)."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="ogg") as container:
+        stream = container.add_stream("libopus", rate=48000)
+        stream.codec_context.open()
+        for at in range(num_packets):
+            packet = av.Packet(b"\x1b\x02")
+            packet.stream, packet.time_base, packet.pts, packet.dts = stream, Fraction(1, 48000), at * 5760, at * 5760
+            packet.duration = 5760
+            container.mux(packet)
     return buffer.getvalue()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections.abc import Sequence
-from fractions import Fraction
 
 import av
 import numpy as np
 import pytest
-from media_corpus import CLIPS, STORED, Clip, encode_video, frame_pixels, sound_file, video_file
+from media_corpus import CLIPS, STORED, Clip, encode_video, frame_pixels, motion_jpeg, sound_file, video_file
 from modalities_files import data_url, encode, picture
 
 from fabric.errors import InvalidMedia, InvalidRequest
@@ -145,21 +144,6 @@ def test_a_video_of_no_frames_is_refused(container: str) -> None:
         file.start_encoding()
     with pytest.raises(InvalidMedia):
         PLUGIN.probe(buffer.getvalue(), PARAM)
-
-
-def motion_jpeg(pictures: Sequence[bytes]) -> bytes:
-    """An AVI whose header says 64x48, of JPEG files as they are."""
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="avi") as file:
-        stream = file.add_stream("mjpeg", rate=10)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuvj420p"
-        stream.codec_context.open()
-        for at, data in enumerate(pictures):
-            packet = av.Packet(data)
-            packet.stream, packet.time_base, packet.pts, packet.dts = stream, Fraction(1, 10), at, at
-            packet.is_keyframe = True
-            file.mux(packet)
-    return buffer.getvalue()
 
 
 def jpeg(width: int, height: int) -> bytes:
