@@ -38,6 +38,8 @@ WORKER_COUNTERS = {
     "prefix_query_tokens": "prefix_query_tokens",
     "num_preemptions": "preemptions",
     "num_kept_hits": "kept_hits",
+    "drafts_proposed": "drafts_proposed",
+    "drafts_accepted": "drafts_accepted",
 }
 ENCODER_GAUGES = {
     "num_queued": "num_queued",
@@ -49,8 +51,35 @@ ENCODER_GAUGES = {
     "num_leases": "num_leases",
     "encode_s_per_cost": "encode_seconds_per_cost",
     "batch_overhead_s": "batch_overhead_seconds",
+    "num_items_queued": "num_items_queued",
+    "queued_s": "queue_seconds",
+    "num_items_pending": "num_items_pending",
+    "num_in_flight": "num_in_flight",
+    "max_in_flight": "max_in_flight",
+    "num_decoding": "num_decoding",
+    "busy_fraction": "busy_fraction",
+    "num_features_encoding": "num_features_encoding",
+    "num_features_cached": "num_features_cached",
+    "num_features_staged": "num_features_staged",
+    "arena_bytes_encoding": "arena_bytes_encoding",
 }
-ENCODER_COUNTERS = {"items_encoded": "items_encoded", "batches": "batches", "cache_hits": "cache_hits"}
+ENCODER_COUNTERS = {
+    "items_encoded": "items_encoded",
+    "batches": "batches",
+    "cache_hits": "cache_hits",
+    "items_received": "items_received",
+    "items_failed": "items_failed",
+    "items_decoded": "items_decoded",
+    "decode_s": "decode_seconds",
+    "forward_s": "forward_seconds",
+    "batch_units": "batch_units",
+    "batch_cost": "batch_cost",
+    "transfers": "transfers",
+    "transfer_s": "transfer_seconds",
+    "cache_hit_bytes": "cache_hit_bytes",
+    "evictions": "evictions",
+    "evicted_bytes": "evicted_bytes",
+}
 """Fields of the reports -> names of the series, without `weft_worker_` or `weft_encoder_`."""
 
 
@@ -74,6 +103,7 @@ class MemberReports(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from _of_members("worker", dict(self.workers), WORKER_GAUGES, WORKER_COUNTERS)
         yield from _of_members("encoder", dict(self.encoders), ENCODER_GAUGES, ENCODER_COUNTERS)
+        yield from _modality_costs(dict(self.encoders))
 
 
 class PlannerSeries(Collector):
@@ -105,6 +135,16 @@ class PlannerSeries(Collector):
             for index, stats in indexes.items():
                 gauge.add_metric([index], getattr(stats, field))
             yield gauge
+
+
+def _modality_costs(reports: Mapping[MemberId, EncoderReport]) -> Iterator[Metric]:
+    for field, name in (("seconds_per_cost", "seconds_per_cost"), ("overhead_s", "overhead_seconds")):
+        text = f"`{field}` of a forward over the modality."
+        metric = GaugeMetricFamily(f"weft_encoder_modality_{name}", text, labels=["encoder", "modality"])
+        for member_id, report in reports.items():
+            for cost in report.costs:
+                metric.add_metric([member_id, cost.modality], getattr(cost, field))
+        yield metric
 
 
 def _of_members(

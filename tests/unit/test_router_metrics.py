@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from router_chats import chat, image, read
 from router_fakes import FakeCluster, fake_cluster, settled
 
 from fabric.errors import Overloaded, RequestRefused
+from fabric.messages import EncodeCost, EncoderReport, WorkerReport
 from router.admission import Admission
+from router.member_metrics import ENCODER_COUNTERS, ENCODER_GAUGES, WORKER_COUNTERS, WORKER_GAUGES
 from router.metrics import RouterMetrics
 
 
@@ -63,6 +66,27 @@ async def test_members_gauges_come_with_reports_and_go_with_members() -> None:
         assert value(cluster, "weft_worker_kv_blocks_used", worker="worker-0") is None
         assert value(cluster, "weft_worker_kv_blocks_used", worker="worker-1") == 7
         assert b'worker="worker-0"' not in cluster.service.metrics.exposition()
+
+
+@pytest.mark.parametrize(
+    ("report", "gauges", "counters"),
+    [(WorkerReport, WORKER_GAUGES, WORKER_COUNTERS), (EncoderReport, ENCODER_GAUGES, ENCODER_COUNTERS)],
+)
+def test_every_number_of_a_report_is_a_series(report: type, gauges: dict[str, str], counters: dict[str, str]) -> None:
+    numbers = {name for name, kind in report.__annotations__.items() if kind in ("int", "float")}
+    assert numbers - {"epoch", "seq"} == set(gauges) | set(counters)
+    assert not set(gauges) & set(counters)
+
+
+async def test_encoders_costs_are_told_by_modality() -> None:
+    async with fake_cluster() as cluster:
+        encoder = cluster.encoders[0]
+        costs = (EncodeCost("video", 2e-5, 0.5), EncodeCost("audio", 3e-6, 0.25))
+        encoder.plane.send(cluster.plane.address, msgspec.structs.replace(encoder.report(1), costs=costs))
+        await settled(lambda: bool(cluster.service.metrics.reports.encoders))
+        labels = {"encoder": "encoder-0", "modality": "audio"}
+        assert value(cluster, "weft_encoder_modality_seconds_per_cost", **labels) == 3e-6
+        assert value(cluster, "weft_encoder_modality_overhead_seconds", **labels) == 0.25
 
 
 def test_two_routers_share_no_registry() -> None:
