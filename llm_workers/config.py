@@ -8,6 +8,24 @@ from fabric.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
+class Speculation:
+    """Prompt lookup: up to `max_tokens` drafted tokens per sequence and step (0: off), taken from behind an earlier
+    occurrence of its last `max_ngram` to `min_ngram` tokens, the longest that there is. Raises ConfigError."""
+
+    max_tokens: int = 0
+    min_ngram: int = 2
+    max_ngram: int = 4
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 0:
+            raise ConfigError(f"worker: speculation.max_tokens must not be negative, not {self.max_tokens}")
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise ConfigError(
+                f"worker: speculation needs 1 <= min_ngram <= max_ngram, not {self.min_ngram} and {self.max_ngram}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """Raises ConfigError for numbers that no step could be made of."""
 
@@ -35,6 +53,7 @@ class WorkerConfig:
     """(name, layer): hidden layers whose rows are stored beside the KV for requests that ask for them."""
     is_chunked_media_enabled: bool = True
     """Whether a step may end inside a run of placeholders. Off for models whose media tokens see each other."""
+    speculation: Speculation = Speculation()
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_step_tokens", "max_sequences", "num_ranks"):

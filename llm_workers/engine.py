@@ -38,8 +38,8 @@ class Executor(Protocol):
     """The runner, as the engine sees it."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """May be called again for a part of the same plan. A negative token marks a sequence that broke. WorkerLost:
-        nothing will ever work again, and it was no request's fault."""
+        """May be called again for a part of the same plan. A negative last token marks a sequence that broke.
+        WorkerLost: nothing will ever work again, and it was no request's fault."""
         ...
 
 
@@ -308,9 +308,9 @@ class Engine:
                 alone = self._execute_alone(plan.step, chunk, failed)
                 result.token_ids.update(alone.token_ids)
                 result.logprobs.update(alone.logprobs)
-        for sequence_id, token in result.token_ids.items():
-            if token < 0:
-                failed[sequence_id.attempt_id] = TOKEN_TO_FAILURE[token]
+        for sequence_id, tokens in result.token_ids.items():
+            if tokens[-1] < 0:
+                failed[sequence_id.attempt_id] = TOKEN_TO_FAILURE[tokens[-1]]
         is_all_failed = {chunk.sequence_id.attempt_id for chunk in plan.chunks} <= failed.keys()
         self._num_failed_steps = self._num_failed_steps + 1 if is_all_failed else 0
         if self._num_failed_steps >= MAX_FAILED_STEPS:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fabric.messages import SamplingParams
-from llm_workers.scheduling.token_counts import TokenCounts
+from llm_workers.scheduling.token_counts import SeenTokens, TokenCounts
 
 
 class Penalised(NamedTuple):
@@ -21,7 +21,7 @@ class Penalised(NamedTuple):
 
     row: int
     params: SamplingParams
-    counts: TokenCounts | None
+    counts: TokenCounts | SeenTokens | None
 
 
 def apply_penalties(logits: torch.Tensor, rows: Sequence[Penalised]) -> None:
@@ -58,8 +58,9 @@ def apply_logit_bias(logits: torch.Tensor, rows: Sequence[Penalised]) -> None:
 
 
 def bar_tokens(logits: torch.Tensor, barred: Sequence[tuple[int, tuple[int, ...]]]) -> None:
-    """The logits of these (row, ids) become -inf, in place."""
-    pairs = [(row, np.array(ids, dtype=np.int64)) for row, ids in barred if ids]
+    """The logits of these (row, ids) become -inf, in place. Ids that the vocabulary has not are never drawn anyway."""
+    vocab = logits.shape[-1]
+    pairs = [(row, np.array([one for one in ids if 0 <= one < vocab], dtype=np.int64)) for row, ids in barred if ids]
     if pairs:
         at = _flat_indexes(logits, [row for row, _ in pairs], [ids for _, ids in pairs])
         logits.view(-1).index_fill_(0, at, float("-inf"))

@@ -14,14 +14,10 @@ import numpy as np
 import torch
 
 from fabric.ids import UnitKey
-from fabric.messages import SamplingParams
 from llm_workers.attention import Backend
-from llm_workers.logprobs import token_logprobs
-from llm_workers.masks import Guided, apply_masks
-from llm_workers.paged_kv import PagedKV, Rows
-from llm_workers.penalties import Penalised, apply_logit_bias, apply_penalties, bar_tokens
-from llm_workers.sampling import sample
-from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, Chunk, Splice, StepPlan, StepResult
+from llm_workers.drawing import draw
+from llm_workers.paged_kv import PagedKV, Rows, copy_blocks
+from llm_workers.scheduling.plan import Chunk, Splice, StepPlan, StepResult
 from llm_workers.side_rows import SideRows
 from modalities.family import LanguageModel
 
@@ -56,18 +52,23 @@ class Runner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Computes the plan's chunks; writes their KV. Draws a token for each chunk that has `sampling`; it is
-        negative where the logits are not finite or the grammar is broken. The plan must have chunks."""
+        """Computes the plan's chunks; copies the blocks that they name and writes their KV. Draws a token for each
+        chunk that has `sampling`, and one more for each of its drafts that is right; it is negative where the logits
+        are not finite or the grammar is broken. The plan must have chunks."""
         device = self._model.device
         starts = np.cumsum([0, *(chunk.num_tokens for chunk in plan.chunks)])
         token_ids = torch.from_numpy(np.concatenate([chunk.token_ids for chunk in plan.chunks])).to(device)
         positions = torch.from_numpy(np.concatenate([chunk.positions for chunk in plan.chunks], axis=1)).to(device)
-        step = self._backend(self._kv, _rows(plan.chunks, starts))
+        rows = _rows(plan.chunks, starts)
+        copy_blocks(self._kv, rows)
+        if self._side:
+            self._side.copy_blocks(rows)
+        step = self._backend(self._kv, rows)
         embeddings = self._model.embed(token_ids)
         feature_rows, feature_levels = self._splice(embeddings, list(_placed(plan.chunks, starts)))
         with self._side.storing(plan.chunks, starts) if self._side else nullcontext():
             hidden = self._model.forward(embeddings, positions, step, feature_rows, feature_levels)
-        return self._draw(hidden, plan.chunks, starts)
+        return draw(self._model, hidden, plan.chunks, starts)
 
     def _splice(
         self, embeddings: torch.Tensor, placed: Sequence[PlacedSplice]
@@ -85,40 +86,11 @@ class Runner:
         embeddings.index_copy_(0, feature_rows, levels[0])
         return feature_rows, levels[1:]
 
-    def _draw(self, hidden: torch.Tensor, chunks: Sequence[Chunk], starts: np.ndarray) -> StepResult:
-        places = [place for place, chunk in enumerate(chunks) if chunk.sampling is not None]
-        if not places:
-            return StepResult({})
-        last_rows = torch.from_numpy(starts[1:][places] - 1).to(hidden.device)
-        logits = self._model.logits(hidden.index_select(0, last_rows)).contiguous()
-        drawn = [(chunk, chunk.sampling) for chunk in chunks if chunk.sampling is not None]
-        scored = [row for row, (_, params) in enumerate(drawn) if params.num_top_logprobs is not None]
-        raw = logits[scored].log_softmax(dim=-1) if scored else None
-        broken = _constrain(logits, drawn)
-        tokens = sample(logits, [(params, chunk.sequence_id.choice, chunk.draw_index) for chunk, params in drawn])
-        for row in broken:
-            tokens[row] = BROKEN_GRAMMAR_TOKEN
-        result = StepResult({chunk.sequence_id: token for (chunk, _), token in zip(drawn, tokens, strict=True)})
-        if raw is not None:
-            num_top = [drawn[row][1].num_top_logprobs or 0 for row in scored]
-            scores = token_logprobs(raw, [tokens[row] for row in scored], num_top)
-            result.logprobs.update({drawn[row][0].sequence_id: each for row, each in zip(scored, scores, strict=True)})
-        return result
-
-
-def _constrain(logits: torch.Tensor, drawn: Sequence[tuple[Chunk, SamplingParams]]) -> list[int]:
-    """Changes the logits of every drawn row as its request asks, in place. Returns rows whose grammar is broken."""
-    changes = [Penalised(row, params, chunk.counts) for row, (chunk, params) in enumerate(drawn)]
-    apply_penalties(logits, changes)
-    apply_logit_bias(logits, changes)
-    bar_tokens(logits, [(row, chunk.barred) for row, (chunk, _) in enumerate(drawn)])
-    guided = [Guided(row, chunk.guide) for row, (chunk, _) in enumerate(drawn) if chunk.guide is not None]
-    return apply_masks(logits, guided)
-
 
 def _rows(chunks: Sequence[Chunk], starts: np.ndarray) -> list[Rows]:
     return [
-        Rows(int(at), chunk.start, chunk.num_tokens, chunk.block_ids) for at, chunk in zip(starts, chunks, strict=False)
+        Rows(int(at), chunk.start, chunk.num_tokens, chunk.block_ids, chunk.copied_from)
+        for at, chunk in zip(starts, chunks, strict=False)
     ]
 
 

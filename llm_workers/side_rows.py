@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fabric.errors import ConfigError
-from llm_workers.paged_kv import PagedKV
+from llm_workers.paged_kv import PagedKV, Rows, copied_blocks, copy_pages
 from llm_workers.scheduling.plan import Chunk
 from modalities.family import LanguageModel
 
@@ -50,6 +50,12 @@ class SideRows:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def copy_blocks(self, rows: Sequence[Rows]) -> None:
+        """As the KV's."""
+        sources, targets = copied_blocks(rows, self._kv.block_size)
+        for pages in self._name_to_pages.values() if sources else ():
+            copy_pages(pages[None], self._kv.block_size, sources, targets)
 
     def rows(self, name: str, block_ids: npt.NDArray[np.int64], start: int, end: int) -> torch.Tensor:
         """Of positions `[start, end)` of a sequence with that block table: `(end - start, hidden)`. Raises KeyError

@@ -9,14 +9,14 @@ A block is in one of three conditions:
 References are sets of sequence ids, so freeing twice is harmless. The free queue is least recently used first, and of
 one sequence the tail first: a findable block's parent is always findable too (see `publish`).
 A findable block may carry named side tensors, under the same number and the same eviction: who needs a name finds
-a chain only up to its first block without it.
+a chain only up to its first block without it. Choices of one request share blocks that can't be found, too.
 Knows no tokens and no tensors: a block is a number, its content a hash.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
 from fabric.ids import BlockHash, SequenceId
@@ -75,7 +75,19 @@ class BlockPool:
         counts = Counter(block for table in tables for block in table)
         return sum(count == len(self._references[block]) for block, count in counts.items())
 
+    def is_others(self, block: int, apart_from: Container[SequenceId]) -> bool:
+        """Whether what is written there is not for these sequences alone: others refer to it, or it can be found."""
+        if self._block_to_hash[block] is not None:
+            return True
+        return any(sequence_id not in apart_from for sequence_id in self._references[block])
+
     # ------------------------------------------------------------ references
+
+    def share(self, sequence_id: SequenceId, blocks: Iterable[int]) -> None:
+        """Adds references to blocks that a sibling refers to, findable or not."""
+        for block in blocks:
+            assert self._references[block], "nobody has it"
+            self._references[block].add(sequence_id)
 
     def acquire(self, sequence_id: SequenceId, blocks: Iterable[int]) -> None:
         """Adds references to findable blocks, which leave the free queue."""
@@ -222,7 +234,8 @@ class BlockPool:
             assert (block in self._queue) == (not references), f"block {block}: queued and referenced, or neither"
             block_hash = self._block_to_hash[block]
             assert block_hash is None or self._hash_to_block[block_hash] == block
-            assert block_hash is not None or len(references) < 2, f"block {block} is shared but can't be found"
+            owners = {one.attempt_id for one in references}
+            assert block_hash is not None or len(owners) < 2, f"block {block} is shared but can't be found"
         assert len(self._hash_to_block) == sum(known is not None for known in self._block_to_hash)
         assert self._hash_to_parent.keys() == self._hash_to_block.keys()
         assert self._block_to_names.keys() <= set(self._hash_to_block.values()), "side tensors of what can't be found"

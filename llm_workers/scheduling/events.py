@@ -110,3 +110,5 @@ class SchedulerStats(NamedTuple):
     prefix_hit_tokens: int
     prefix_query_tokens: int
     num_preemptions: int
+    drafts_proposed: int = 0
+    drafts_accepted: int = 0

@@ -5,6 +5,7 @@ plan_step() -> StepPlan;  runner.execute(plan) -> StepResult;  commit(plan, resu
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +20,7 @@ NOT_FINITE_TOKEN = -1
 """Drawn where the logits are not finite."""
 BROKEN_GRAMMAR_TOKEN = -2
 """Drawn where a grammar can't be followed any further."""
+NO_BLOCK = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +54,34 @@ class Chunk:
     counts: TokenCounts | None = None
     """Of all tokens up to the drawn one, if `sampling` has penalties. The sequence's own: for reading."""
     barred: tuple[int, ...] = ()
-    """Ids that would end the sequence before its `min_tokens`; never drawn."""
+    """Ids that would end the sequence before its `min_tokens`; the first `num_barred` draws never give them."""
+    num_barred: int = 0
     guide: Guide | None = None
     """Stands behind the last token, if `sampling` has a grammar. The sequence's own: for reading."""
     side_names: frozenset[str] = frozenset()
     """Side tensors whose rows of this chunk are to be stored in its blocks."""
+    num_drafts: int = 0
+    """So many of the last tokens were not drawn but guessed. Logits are sampled at the token in front of them and at
+    each of them; what comes behind the first wrong guess means nothing."""
+    copied_from: int = NO_BLOCK
+    """A block whose content is to be copied, before the step, into the block that `start` lies in."""
 
     @property
     def end(self) -> int:
         return self.start + self.num_tokens
+
+    @property
+    def drafts(self) -> npt.NDArray[np.int64]:
+        """`(num_drafts,)`."""
+        return self.token_ids[self.num_tokens - self.num_drafts :]
+
+    def accepted(self, drawn: SequenceOf[int]) -> SequenceOf[int]:
+        """Of the `num_drafts + 1` tokens drawn one after the other, those that would have been drawn without drafts:
+        up to and including the first that is not as it was guessed."""
+        for index, draft in enumerate(self.drafts.tolist()):
+            if drawn[index] != draft:
+                return drawn[: index + 1]
+        return drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +96,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Drawn token per sequence that was sampled, and its log-probabilities where they are wanted."""
+    """Drawn tokens per sequence that was sampled (one, and one more for each draft that was right), and their
+    log-probabilities where they are wanted."""
 
-    token_ids: dict[SequenceId, int]
-    logprobs: dict[SequenceId, TokenLogprobs] = field(default_factory=dict)
+    token_ids: dict[SequenceId, tuple[int, ...]]
+    logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)

@@ -1,9 +1,11 @@
-"""One step's choice: which sequences compute how many tokens. Phases in order: decodes, then prefills.
+"""One step's choice: which sequences compute how many tokens. Phases in order: decodes, then prefills, then drafts.
 
     decodes    one token each, oldest first, so that none waits for a long prompt
     prefills   up to the doorstep, as far as the budget goes; first those that have all their media, then by priority
                (lower first, as in vLLM), then tenants in turn by what they were served (`fairness`), of each the
                oldest first; what does not fit is passed over
+    drafts     with what is left of the budget and of the free blocks, so that guessing costs nobody a place; not for
+               a sequence with a grammar, whose mask at each guess would have to be rolled back
 
 Blocks are taken per chunk. When none is left, the youngest sequences give theirs up to an older one, never the other
 way: so the oldest sequence that can compute always does, and nothing waits in a circle.
@@ -14,8 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
+import numpy as np
+import numpy.typing as npt
+
 from fabric.ids import SequenceId
 from llm_workers.config import WorkerConfig
+from llm_workers.scheduling.drafts import propose
 from llm_workers.scheduling.fairness import Claim, FairShare
 from llm_workers.scheduling.residency import Residency
 from llm_workers.scheduling.sequence import Sequence
@@ -30,6 +36,8 @@ class StepDraft:
         self.chunks: dict[SequenceId, tuple[Sequence, int]] = {}
         """-> the sequence and the end of its chunk."""
         self.preempted: dict[SequenceId, Sequence] = {}
+        self.drafts: dict[SequenceId, npt.NDArray[np.int64]] = {}
+        """Guessed tokens behind the end of a chunk."""
         self.thrown_out: list[SequenceId] = []
         """The preempted that had begun. The others only held blocks that they had hit."""
 
@@ -41,6 +49,11 @@ class StepDraft:
         self.num_tokens_left -= end - sequence.num_computed
         assert self.num_tokens_left >= 0
         self.chunks[sequence.sequence_id] = (sequence, end)
+
+    def guess(self, sequence: Sequence, drafts: npt.NDArray[np.int64]) -> None:
+        self.num_tokens_left -= len(drafts)
+        assert self.num_tokens_left >= 0
+        self.drafts[sequence.sequence_id] = drafts
 
     def drop(self, sequence: Sequence) -> None:
         """It is preempted: its chunk, if it had one, goes and gives its tokens back."""
@@ -67,6 +80,7 @@ class StepPlanner:
         self._plan_prefills(draft, by_age, self._in_turn(prefills))
         for sequence, end in draft.chunks.values():
             self._shares.charge(sequence.tenant, end - sequence.num_computed)
+        self._plan_drafts(draft)
         if not by_age:
             self._shares.clear()
         return draft
@@ -101,13 +115,26 @@ class StepPlanner:
                     continue
             self._place(draft, by_age, sequence)
 
+    def _plan_drafts(self, draft: StepDraft) -> None:
+        wanted, residency = self._config.speculation, self._residency
+        for sequence, end in draft.chunks.values() if wanted.max_tokens else ():
+            if draft.num_tokens_left <= 0:
+                return
+            if not sequence.is_decoding or sequence.guide is not None:
+                continue
+            room = min(wanted.max_tokens, draft.num_tokens_left, sequence.num_open - 1, residency.reach(sequence) - end)
+            drafts = propose(sequence.tokens.view(), room, wanted.min_ngram, wanted.max_ngram)
+            if len(drafts):
+                residency.grow(sequence, end + len(drafts))
+                draft.guess(sequence, drafts)
+
     # ------------------------------------------------------------ one sequence
 
     def _may_start(self, draft: StepDraft, by_age: SequenceOf[Sequence], sequence: Sequence) -> bool:
         """A sequence begins if all its tokens find room and every chunk of this step one block more, so that it is
         not thrown out at once; or by right of age; or if nothing else could be done in this step."""
         pool = self._residency.pool
-        needed = self._residency.blocks_for(sequence.num_tokens) - len(sequence.table)
+        needed = self._residency.num_new_blocks(sequence, sequence.num_tokens)
         if needed + len(draft.chunks) <= pool.num_free:
             return True
         younger = _younger_holders(by_age, sequence)
@@ -133,11 +160,11 @@ class StepPlanner:
         """Preempts younger sequences, the youngest first, until tokens up to `end` have blocks; none if that would
         not be enough."""
         residency = self._residency
-        needed = residency.blocks_for(end) - len(sequence.table)
         younger = _younger_holders(by_age, sequence)
+        needed = residency.num_new_blocks(sequence, end, younger)
         if needed > residency.pool.num_free + residency.num_reclaimable(younger):
             return
-        while residency.pool.num_free < needed:
+        while residency.pool.num_free < residency.num_new_blocks(sequence, end):
             victim = younger.pop()
             draft.drop(victim)
             residency.give_up(victim)

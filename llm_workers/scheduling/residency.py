@@ -3,16 +3,21 @@
     claims(sequence) == units whose last run ends behind num_computed
     table(sequence) covers num_computed; blocks behind it belong to the step that runs
 
+Choices of one request share the blocks of their prompt, the last one too where the prompt ends inside of it: who
+writes behind the prompt there takes a block of its own first, into which the step copies what stands in the shared
+one. The reference on that one stays until the step has ended, so that it can be copied again if the step fails.
+
 Knows no order and no budget: whom to serve is the planner's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from fabric.ids import UnitKey
 from llm_workers.scheduling.blocks import BlockPool
 from llm_workers.scheduling.inbox import Inbox
+from llm_workers.scheduling.plan import NO_BLOCK
 from llm_workers.scheduling.sequence import Sequence
 
 
@@ -30,11 +35,26 @@ class Residency:
 
     def reach(self, sequence: Sequence) -> int:
         """Tokens that its own and all free blocks could hold."""
-        return (len(sequence.table) + self.pool.num_free) * self._block_size
+        num_free = self.pool.num_free
+        if self._has_foreign_tail(sequence):
+            if not num_free:
+                return max(sequence.num_prompt, sequence.num_computed)
+            num_free -= 1
+        return (len(sequence.table) + num_free) * self._block_size
+
+    def num_new_blocks(self, sequence: Sequence, end: int, given_up: Collection[Sequence] = ()) -> int:
+        """Blocks that it must take to compute tokens up to `end`, once these others have given theirs up."""
+        is_copied = end > sequence.num_prompt and self._has_foreign_tail(sequence, given_up)
+        return self.blocks_for(end) - len(sequence.table) + is_copied
+
+    def blocks_of(self, sequence: Sequence) -> list[int]:
+        """All that it refers to."""
+        blocks: list[int] = sequence.table.view().tolist()
+        return blocks if sequence.copied_from == NO_BLOCK else [*blocks, sequence.copied_from]
 
     def num_reclaimable(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that would become free if these sequences gave theirs up."""
-        return self.pool.num_reclaimable(sequence.table.view().tolist() for sequence in sequences)
+        return self.pool.num_reclaimable(self.blocks_of(sequence) for sequence in sequences)
 
     def doorstep(self, sequence: Sequence, end: int) -> int:
         """How far it may compute, at most `end`: up to the first placeholder whose unit is not here."""
@@ -51,8 +71,7 @@ class Residency:
         assert not len(sequence.table), "it holds blocks"
         self._take_hits(sequence)
         self._drop_completed(sequence, 0)
-        units = sequence.layout.units_after(sequence.num_computed)
-        return self.inbox.claim(sequence.sequence_id, {unit: sequence.layout.unit_to_tokens[unit] for unit in units})
+        return self._claim(sequence)
 
     def extend_hits(self, sequence: Sequence) -> None:
         """Before its first chunk: refers to blocks that became findable since it was admitted."""
@@ -62,10 +81,26 @@ class Residency:
 
     def give_up(self, sequence: Sequence) -> None:
         """Frees its blocks; it begins again from its first token. Its claims stay (`admit` comes next)."""
-        self.pool.free(sequence.sequence_id, sequence.table.view().tolist())
+        self.pool.free(sequence.sequence_id, self.blocks_of(sequence))
         sequence.table.truncate(0)
+        sequence.copied_from = NO_BLOCK
         sequence.num_computed = sequence.num_published = 0
         sequence.is_started = sequence.is_private = False
+
+    def fork(self, leader: Sequence, sibling: Sequence) -> list[UnitKey]:
+        """`leader` has computed the prompt: `sibling`, which holds nothing, refers to the same blocks. Without tokens
+        of a former attempt it computes the last one again, for its logits. Returns as `admit`."""
+        assert not len(sibling.table), "it holds blocks"
+        sibling.num_computed = min(sibling.num_prompt, sibling.num_tokens - 1)
+        blocks = leader.table.view(0, self.blocks_for(sibling.num_computed)).tolist()
+        num_full = min(len(blocks), sibling.num_prompt // self._block_size)
+        self.pool.share(sibling.sequence_id, blocks)
+        sibling.table.extend(blocks)
+        sibling.hashes = leader.hashes[:num_full]
+        sibling.num_published = min(leader.num_published, num_full)
+        sibling.is_private = sibling.num_published < num_full
+        sibling.is_started = sibling.is_forked = True
+        return self._claim(sibling)
 
     def leave(self, sequence: Sequence) -> None:
         """Frees its blocks and drops its claims."""
@@ -77,23 +112,50 @@ class Residency:
 
     def grow(self, sequence: Sequence, end: int) -> None:
         """Blocks for tokens up to `end`; the caller has seen that they are there."""
+        if end > sequence.num_prompt and self._has_foreign_tail(sequence):
+            at = sequence.num_computed // self._block_size
+            sequence.copied_from = sequence.table[at]
+            sequence.table.replace(at, self.pool.allocate(sequence.sequence_id, 1))
         count = self.blocks_for(end) - len(sequence.table)
         if count > 0:
             sequence.table.extend(self.pool.allocate(sequence.sequence_id, count))
 
     def trim(self, sequence: Sequence) -> None:
-        """Gives back blocks behind the computed tokens."""
+        """Gives back blocks behind the computed tokens, and one that was not copied into."""
+        if sequence.copied_from != NO_BLOCK:
+            at = sequence.num_computed // self._block_size
+            self.pool.free(sequence.sequence_id, [sequence.table[at]])
+            sequence.table.replace(at, [sequence.copied_from])
+            sequence.copied_from = NO_BLOCK
         keep = self.blocks_for(sequence.num_computed)
+        if keep >= len(sequence.table):
+            return
         self.pool.free(sequence.sequence_id, sequence.table.view(keep).tolist())
         sequence.table.truncate(keep)
 
     def advance(self, sequence: Sequence, end: int) -> None:
-        """Tokens up to `end` are computed: full blocks become findable, units that are behind are dropped."""
+        """Tokens up to `end` are computed: full blocks become findable, units that are behind are dropped, and blocks
+        that only wrong drafts were written to are given back."""
         before = sequence.num_computed
+        if sequence.copied_from != NO_BLOCK:
+            self.pool.free(sequence.sequence_id, [sequence.copied_from])
+            sequence.copied_from = NO_BLOCK
         sequence.num_computed = end
         if self._is_cache_enabled:
             self._publish(sequence)
         self._drop_completed(sequence, before)
+        self.trim(sequence)
+
+    def _has_foreign_tail(self, sequence: Sequence, given_up: Collection[Sequence] = ()) -> bool:
+        """Whether the block that its next token goes to, behind the prompt, is not (or not only) its own."""
+        at = sequence.num_computed // self._block_size
+        if sequence.copied_from != NO_BLOCK or not sequence.num_published <= at < len(sequence.table):
+            return False
+        return self.pool.is_others(sequence.table[at], {sequence.sequence_id, *(one.sequence_id for one in given_up)})
+
+    def _claim(self, sequence: Sequence) -> list[UnitKey]:
+        units = sequence.layout.units_after(sequence.num_computed)
+        return self.inbox.claim(sequence.sequence_id, {unit: sequence.layout.unit_to_tokens[unit] for unit in units})
 
     def _publish(self, sequence: Sequence) -> None:
         first, last = sequence.num_published, sequence.num_computed // self._block_size

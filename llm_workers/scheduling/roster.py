@@ -1,7 +1,7 @@
 """Who is alive: sequences by id, by attempt and by age, and which wait for a sibling.
 
-Choices of one request share their prompt: the others wait until one has computed it, and find its blocks in the
-prefix cache. Knows nothing of blocks or units.
+Choices of one request share their prompt: the others wait until one has computed it, and take over its blocks.
+Knows nothing of blocks or units.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class Roster:
         """Sequences that wait for their leader to compute the prompt."""
         return frozenset(one.sequence_id for siblings in self._led.values() for one in siblings[1:])
 
-    def add(self, attempt_id: AttemptId, sequences: SequenceOf[Sequence], is_led: bool) -> None:
-        """All choices of an attempt. With `is_led` only the first one begins before the prompt is computed."""
+    def add(self, attempt_id: AttemptId, sequences: SequenceOf[Sequence]) -> None:
+        """All choices of an attempt. Only the first one begins before the prompt is computed."""
         if not sequences:
             return
         self._attempts[attempt_id] = list(sequences)
-        if is_led and len(sequences) > 1:
+        if len(sequences) > 1:
             self._led[attempt_id] = list(sequences)
             self._unclaimed.update((one.sequence_id, one) for one in sequences[1:])
         for sequence in sequences:
@@ -61,16 +61,19 @@ class Roster:
         return sequence.sequence_id not in self._unclaimed
 
     def take_released(self) -> list[Sequence]:
-        """Siblings that are held no more, each once: now they are to claim what they need."""
+        """Siblings that lead now because the former leader has left, each once: they are to claim what they need."""
         held = self.held()
         released = [one for one in self._unclaimed.values() if one.sequence_id not in held]
         for sequence in released:
             del self._unclaimed[sequence.sequence_id]
         return released
 
-    def prompt_computed(self, attempt_id: AttemptId) -> None:
-        """The siblings may begin; later calls change nothing."""
-        self._led.pop(attempt_id, None)
+    def prompt_computed(self, attempt_id: AttemptId) -> list[Sequence]:
+        """The siblings that may begin and are to take over their leader's blocks; none at later calls."""
+        siblings = self._led.pop(attempt_id, [])[1:]
+        for sibling in siblings:
+            del self._unclaimed[sibling.sequence_id]
+        return siblings
 
     def remove(self, sequence: Sequence) -> None:
         """If it led its siblings, the next one does."""

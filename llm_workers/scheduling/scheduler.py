@@ -28,7 +28,7 @@ from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.planning import StepPlanner
 from llm_workers.scheduling.residency import Residency
 from llm_workers.scheduling.roster import Roster
-from llm_workers.scheduling.steps import Steps, finished
+from llm_workers.scheduling.steps import Steps, finished_sequence
 from llm_workers.scheduling.tally import Tally
 from modalities.family import Positions
 
@@ -65,7 +65,7 @@ class Scheduler:
         self._inbox.check_counts(layout.unit_to_tokens)
         ended = {one.sequence_id: reason for one in sequences if (reason := one.finish_reason()) is not None}
         running = [one for one in sequences if one.sequence_id not in ended]
-        self._roster.add(attempt_id, running, is_led=self._config.is_prefix_cache_enabled)
+        self._roster.add(attempt_id, running)
         missing: set[UnitKey] = set()
         for sequence in running:
             if self._roster.has_claimed(sequence):
@@ -76,7 +76,7 @@ class Scheduler:
             missing_units=tuple(unit for unit in layout.units_after(0) if unit in missing),
             reason=events.NOT_COVERED,
             finished=tuple(
-                finished(one, ended[one.sequence_id], now_s) for one in sequences if one.sequence_id in ended
+                finished_sequence(one, ended[one.sequence_id], now_s) for one in sequences if one.sequence_id in ended
             ),
         )
 
@@ -182,12 +182,14 @@ class Scheduler:
             prefix_hit_tokens=tally.prefix_hit_tokens,
             prefix_query_tokens=tally.prefix_query_tokens,
             num_preemptions=tally.num_preemptions,
+            drafts_proposed=tally.drafts_proposed,
+            drafts_accepted=tally.drafts_accepted,
         )
 
     def check_invariants(self) -> None:
         """Between calls, a step in flight or not. For tests after every step, in production when idle."""
         live = self._roster.by_age
-        self._pool.check_invariants({one.sequence_id: one.table.view().tolist() for one in live})
+        self._pool.check_invariants({one.sequence_id: self._residency.blocks_of(one) for one in live})
         claiming = [one for one in live if self._roster.has_claimed(one)]
         self._inbox.check_invariants(
             {one.sequence_id: set(one.layout.units_after(one.num_computed)) for one in claiming}

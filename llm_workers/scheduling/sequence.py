@@ -7,6 +7,8 @@ Knows neither the pool nor the inbox: `residency` moves blocks in and out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,6 +18,7 @@ from fabric.messages import GenerateRequest
 from llm_workers.scheduling.growing import GrowingArray
 from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.layout import PromptLayout
+from llm_workers.scheduling.plan import NO_BLOCK
 from llm_workers.scheduling.stopping import ending_ids, finish_reason
 from llm_workers.scheduling.timing import Stopwatch
 from llm_workers.scheduling.token_counts import TokenCounts
@@ -69,7 +72,11 @@ class Sequence:
         """Prompt tokens found in the prefix cache before the first step."""
         self.is_started = False
         """It had a chunk since it was added or preempted."""
+        self.is_forked = False
+        """It took over its prompt from a sibling that had computed it."""
         self.is_at_doorstep = False
+        self.copied_from = NO_BLOCK
+        """Until the step in flight has ended: the shared block that its own copy is made of."""
 
     @property
     def num_tokens(self) -> int:
@@ -86,20 +93,32 @@ class Sequence:
         return self.is_started and self.num_computed == num_tokens - 1 and num_tokens > self.num_prompt
 
     @property
-    def barred(self) -> tuple[int, ...]:
-        """Ids that must not be drawn yet (as in vLLM). With a grammar it decides: at its end nothing else may come."""
-        if self.num_generated >= self.stop.min_tokens or self.guide is not None:
-            return ()
-        return ending_ids(self.stop)
+    def num_barred(self) -> int:
+        """How many of the next draws must not end it (as in vLLM). With a grammar it decides: at its end nothing else
+        may come."""
+        return 0 if self.guide is not None else max(0, self.stop.min_tokens - self.num_generated)
 
-    def append(self, token_id: int) -> str | None:
-        """Adds a drawn token; returns the finish reason, if that was the last one."""
-        self.tokens.append(token_id)
-        if self.counts is not None:
-            self.counts.add(token_id)
-        if self.guide is not None:
-            self.guide.advance((token_id,))
-        return self.finish_reason()
+    @property
+    def barred(self) -> tuple[int, ...]:
+        """Ids that must not be drawn yet."""
+        return ending_ids(self.stop) if self.num_barred else ()
+
+    @property
+    def num_open(self) -> int:
+        """Most tokens that may still be drawn."""
+        return min(self.stop.max_tokens - self.num_generated, self.max_total_tokens - self.num_tokens)
+
+    def take(self, token_ids: SequenceOf[int]) -> tuple[int, str | None]:
+        """Adds drawn tokens up to one that ends it; returns how many, and the finish reason if there is one."""
+        for index, token_id in enumerate(token_ids):
+            self.tokens.append(token_id)
+            if self.counts is not None:
+                self.counts.add(token_id)
+            if self.guide is not None:
+                self.guide.advance((token_id,))
+            if reason := self.finish_reason():
+                return index + 1, reason
+        return len(token_ids), None
 
     def finish_reason(self) -> str | None:
         """Of the sequence as it stands; None while it may go on, or nothing was generated yet."""

@@ -5,9 +5,13 @@ At most one step is in flight. A sequence that is aborted meanwhile has left the
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from fabric.clock import Clock
 from fabric.ids import SequenceId, UnitKey
 from llm_workers.scheduling import events
+from llm_workers.scheduling.drafts import NOTHING
 from llm_workers.scheduling.events import (
     FinishedSequence,
     NeededUnit,
@@ -46,7 +50,10 @@ class Steps:
         draft = self._planner.draft(self._roster.by_age, self._roster.held())
         self._readmit(draft)
         self._step += 1
-        chunks = tuple(self._seal(sequence, end, now_s) for sequence, end in draft.chunks.values())
+        chunks = tuple(
+            self._seal(sequence, end, draft.drafts.get(sequence.sequence_id, NOTHING), now_s)
+            for sequence, end in draft.chunks.values()
+        )
         self._note_doorsteps(now_s)
         return StepPlan(self._step, chunks)
 
@@ -58,34 +65,45 @@ class Steps:
         self._preempted += draft.thrown_out
         self._tally.num_preemptions += len(draft.thrown_out)
 
-    def _seal(self, sequence: Sequence, end: int, now_s: float) -> Chunk:
-        start = sequence.num_computed
-        if not sequence.stopwatch.has_begun:
-            sequence.stopwatch.begin(now_s)
-            sequence.num_cached = min(start, sequence.num_prompt)
-            self._tally.prefix_hit_tokens += sequence.num_cached
-            self._tally.prefix_query_tokens += sequence.num_prompt
-        sequence.is_started = True
+    def _seal(self, sequence: Sequence, end: int, drafts: npt.NDArray[np.int64], now_s: float) -> Chunk:
+        """`drafts` stand behind `end`, where the sequence ends as far as it is known."""
+        start, draft_end = sequence.num_computed, end + len(drafts)
+        self._note_begin(sequence, now_s)
         splices = sequence.layout.splices(start, end) if start < sequence.num_prompt else ()
         for splice in splices:
             self._residency.inbox.merge(splice.unit)
             self._merged.add(splice.unit)
         self._in_flight[sequence.sequence_id] = sequence
+        known = sequence.tokens.view(start, end)
         return Chunk(
             sequence_id=sequence.sequence_id,
             start=start,
-            num_tokens=end - start,
-            token_ids=sequence.tokens.view(start, end),
-            positions=sequence.positions(start, end),
-            block_ids=sequence.table.view(0, self._residency.blocks_for(end)).copy(),
+            num_tokens=draft_end - start,
+            token_ids=np.concatenate([known, drafts]) if len(drafts) else known,
+            positions=sequence.positions(start, draft_end),
+            block_ids=sequence.table.view(0, self._residency.blocks_for(draft_end)).copy(),
             splices=splices,
             sampling=sequence.sampling if end == sequence.num_tokens else None,
             draw_index=sequence.num_generated,
             counts=sequence.counts,
             side_names=sequence.side_names,
             barred=sequence.barred,
+            num_barred=sequence.num_barred,
             guide=sequence.guide,
+            num_drafts=len(drafts),
+            copied_from=sequence.copied_from,
         )
+
+    def _note_begin(self, sequence: Sequence, now_s: float) -> None:
+        """Before its first chunk."""
+        sequence.is_started = True
+        if sequence.stopwatch.has_begun:
+            return
+        sequence.stopwatch.begin(now_s)
+        sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
+        if not sequence.is_forked:
+            self._tally.prefix_hit_tokens += sequence.num_cached
+            self._tally.prefix_query_tokens += sequence.num_prompt
 
     # ------------------------------------------------------------ end
 
@@ -100,14 +118,15 @@ class Steps:
                 prefill.append(PrefillProgress(sequence.sequence_id, chunk.start, end))
                 self._tally.prompt_tokens_computed += end - chunk.start
                 sequence.stopwatch.add_prefill(now_s - self._planned_at_s)
-            self._residency.advance(sequence, chunk.end)
-            if chunk.end >= sequence.num_prompt:
-                self._roster.prompt_computed(sequence.sequence_id.attempt_id)
-            if chunk.sampling is not None:
-                drawn, ended = self._append(sequence, result.token_ids[chunk.sequence_id], now_s)
-                logprobs = result.logprobs.get(chunk.sequence_id)
-                tokens.append(drawn if logprobs is None else drawn._replace(logprobs=(logprobs,)))
-                finished += ended
+            drawn = self._advance(chunk, sequence, result)
+            if drawn is None:
+                continue
+            tokens.append(drawn)
+            sequence.stopwatch.first_token(now_s)
+            if drawn.finish_reason is not None:
+                self._residency.leave(sequence)
+                self._roster.remove(sequence)
+                finished.append(finished_sequence(sequence, drawn.finish_reason, now_s))
         self._tally.steps += bool(plan.chunks)
         self._note_doorsteps(now_s)
         at_doorstep, self._at_doorstep = self._at_doorstep, []
@@ -135,18 +154,28 @@ class Steps:
         pairs = [(chunk, flying[chunk.sequence_id]) for chunk in plan.chunks]
         return [(chunk, sequence) for chunk, sequence in pairs if self._roster.get(chunk.sequence_id) is sequence]
 
-    def _append(self, sequence: Sequence, token_id: int, now_s: float) -> tuple[SequenceTokens, list[FinishedSequence]]:
-        """Adds the drawn token; a sequence that ends by it leaves."""
-        first_index = sequence.num_generated
-        reason = sequence.append(token_id)
-        sequence.stopwatch.first_token(now_s)
-        self._tally.tokens_generated += 1
-        drawn = SequenceTokens(sequence.sequence_id, first_index, (token_id,), reason)
-        if reason is None:
-            return drawn, []
-        self._residency.leave(sequence)
-        self._roster.remove(sequence)
-        return drawn, [finished(sequence, reason, now_s)]
+    def _advance(self, chunk: Chunk, sequence: Sequence, result: StepResult) -> SequenceTokens | None:
+        """The chunk is computed, as far as it was no wrong draft; returns the tokens it gave. Siblings that waited
+        for the prompt take it over."""
+        first_index, end, drawn = sequence.num_generated, chunk.end - chunk.num_drafts, None
+        if chunk.sampling is not None:
+            token_ids = result.token_ids[chunk.sequence_id]
+            assert tuple(token_ids) == tuple(chunk.accepted(token_ids)), "a wrong draft was built upon"
+            num_taken, reason = sequence.take(token_ids)
+            end += num_taken - 1
+            self._tally.tokens_generated += num_taken
+            self._tally.drafts_proposed += chunk.num_drafts
+            self._tally.drafts_accepted += num_taken - 1
+            logprobs = result.logprobs.get(chunk.sequence_id, ())[:num_taken]
+            drawn = SequenceTokens(
+                sequence.sequence_id, first_index, tuple(token_ids[:num_taken]), reason, tuple(logprobs)
+            )
+        self._residency.advance(sequence, end)
+        if end >= sequence.num_prompt:
+            for sibling in self._roster.prompt_computed(sequence.sequence_id.attempt_id):
+                missing = self._residency.fork(sequence, sibling)
+                self._needed += [NeededUnit(sibling.sequence_id, unit, events.PREEMPTED) for unit in missing]
+        return drawn
 
     def _note_doorsteps(self, now_s: float) -> None:
         held = self._roster.held()
@@ -165,7 +194,7 @@ class Steps:
                     self._at_doorstep.append(sequence.sequence_id)
 
 
-def finished(sequence: Sequence, reason: str, now_s: float) -> FinishedSequence:
+def finished_sequence(sequence: Sequence, reason: str, now_s: float) -> FinishedSequence:
     return FinishedSequence(
         sequence.sequence_id,
         reason,

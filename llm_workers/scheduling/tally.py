@@ -16,3 +16,6 @@ class Tally:
     prefix_query_tokens: int = 0
     """Prompt tokens of sequences that have begun, and those of them that were found in the prefix cache."""
     num_preemptions: int = 0
+    drafts_proposed: int = 0
+    drafts_accepted: int = 0
+    """Guessed tokens that were computed, and those of them that were right and went out."""

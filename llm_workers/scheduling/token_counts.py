@@ -6,10 +6,20 @@ from the ids alone, so a migrated sequence counts as the first attempt did. Know
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 from llm_workers.scheduling.growing import GrowingArray
+
+
+class SeenTokens(NamedTuple):
+    """As `TokenCounts`, of one moment."""
+
+    ids: npt.NDArray[np.int64]
+    num_generated: npt.NDArray[np.int64]
 
 
 class TokenCounts:
@@ -42,3 +52,18 @@ class TokenCounts:
             self._counts.append(1)
         else:
             self._counts.replace(place, (self._counts[place] + 1,))
+
+    def after(self, token_ids: Sequence[int]) -> SeenTokens:
+        """As they would be if these few tokens were generated too."""
+        ids, counts = self.ids, self.num_generated.copy()
+        fresh: dict[int, int] = {}
+        for token_id in token_ids:
+            place = self._id_to_place.get(token_id)
+            if place is None:
+                fresh[token_id] = fresh.get(token_id, 0) + 1
+            else:
+                counts[place] += 1
+        if not fresh:
+            return SeenTokens(ids, counts)
+        more = np.array(list(fresh.items()), dtype=np.int64).T
+        return SeenTokens(np.concatenate([ids, more[0]]), np.concatenate([counts, more[1]]))

@@ -15,7 +15,7 @@ import torch
 
 from fabric.errors import ErrorInfo, ProtocolError
 from llm_workers.attention import Backend
-from llm_workers.paged_kv import PagedKV, Rows
+from llm_workers.paged_kv import PagedKV, Rows, copy_blocks
 from llm_workers.tensor_parallel.invitation import Invitation
 from llm_workers.tensor_parallel.link import Link, LinkClosed, knock
 from llm_workers.tensor_parallel.process_group import process_group, receive_step
@@ -65,6 +65,8 @@ def _serve(link: Link, share: Share) -> None:
 def _compute(header: StepHeader, share: Share) -> None:
     """The same forward as rank 0's; of the result only what the sums after each layer took is used."""
     model, kv, backend = share
-    step = backend(kv, [Rows(*row) for row in rows_of(header)])
+    rows = [Rows(*row) for row in rows_of(header)]
+    copy_blocks(kv, rows)
+    step = backend(kv, rows)
     embeddings, positions, feature_rows, feature_levels = receive_step(header, model.dtype, model.device)
     model.forward(embeddings, positions, step, feature_rows, feature_levels)

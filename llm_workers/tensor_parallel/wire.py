@@ -22,6 +22,7 @@ class RowsLike(NamedTuple):
     start: int
     num_tokens: int
     block_ids: npt.NDArray[np.int64]
+    copied_from: int = -1
 
 
 class _Span(msgspec.Struct, frozen=True, array_like=True):
@@ -29,6 +30,7 @@ class _Span(msgspec.Struct, frozen=True, array_like=True):
     start: int
     num_tokens: int
     num_blocks: int
+    copied_from: int
 
 
 class StepHeader(msgspec.Struct, frozen=True, array_like=True, tag="step"):
@@ -83,7 +85,10 @@ def step_header(
 ) -> StepHeader:
     """`embeddings` and `features` are shapes: (num_tokens, hidden_size), (num_levels, num_feature_rows)."""
     tables = [np.ascontiguousarray(row.block_ids, dtype="<i8") for row in rows]
-    spans = [_Span(int(r.at), int(r.start), int(r.num_tokens), len(t)) for r, t in zip(rows, tables, strict=True)]
+    spans = [
+        _Span(int(r.at), int(r.start), int(r.num_tokens), len(t), r.copied_from)
+        for r, t in zip(rows, tables, strict=True)
+    ]
     num_levels, num_feature_rows = features or (0, None)
     block_ids = b"".join(table.tobytes() for table in tables)
     return StepHeader(*embeddings, num_axes, num_feature_rows, num_levels, tuple(spans), block_ids)
@@ -96,4 +101,7 @@ def rows_of(header: StepHeader) -> list[RowsLike]:
         raise ProtocolError("a step's block tables do not fit its rows")
     ends = np.cumsum([span.num_blocks for span in header.spans])
     tables = [block_ids[end - span.num_blocks : end] for end, span in zip(ends, header.spans, strict=True)]
-    return [RowsLike(s.at, s.start, s.num_tokens, table) for s, table in zip(header.spans, tables, strict=True)]
+    return [
+        RowsLike(s.at, s.start, s.num_tokens, table, s.copied_from)
+        for s, table in zip(header.spans, tables, strict=True)
+    ]

@@ -109,7 +109,7 @@ def test_chunks_of_a_mixed_batch_give_the_whole_forward(model, features, chunk_s
         before = len(seen)
         drawn = runner.execute(StepPlan(0, tuple(chunks))).token_ids
         rows = seen[before] if len(seen) > before else []
-        results |= {sequence_id: (token, row) for (sequence_id, token), row in zip(drawn.items(), rows, strict=True)}
+        results |= {each: (token, row) for (each, (token,)), row in zip(drawn.items(), rows, strict=True)}
     monkeypatch.undo()
     assert len(results) == len(scripts)
     for script in scripts:

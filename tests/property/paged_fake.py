@@ -1,8 +1,8 @@
 """A deterministic language model over simulated paged KV, for the scheduler's property tests.
 
 What a slot holds depends on the token, its position, its feature row and on *everything read through the block table
-in front of it*. So a wrong table, a block reused too early, a hit on another prefix, a missing splice or a wrong row
-shows as another token than `reference_tokens` gives, which knows nothing of blocks.
+in front of it*, in order. So a wrong table, a block reused too early, a hit on another prefix, a missing splice or a
+wrong row shows as another token than `reference_tokens` gives, which knows nothing of blocks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from modalities.family import Positions
 
 VOCABULARY = 40
 EOS = 1
-NOTHING = -1
+NOTHING = 12345
+MASK = 2**64 - 1
+FEW = 3
+"""Most draws are one of so few tokens, so that a text often repeats itself and drafts are often right."""
 
 
 def positions_of(request: GenerateRequest) -> Positions:
@@ -42,15 +45,17 @@ def reference_tokens(request: GenerateRequest, choice: int, max_total: int) -> t
     """Tokens and finish reason of one choice, computed with unlimited memory in one piece."""
     rows = _rows_of(request)
     positions = positions_of(request)
-    values: list[int] = []
+    axes = positions.ids.T.tolist()
+    value, digest, num_values = 0, 0, 0
     token_ids = list(request.token_ids)
     drawn: list[int] = []
     while True:
-        for index in range(len(values), len(token_ids)):
-            is_prompt = index < len(request.token_ids)
-            axes = positions.ids[:, index].tolist() if is_prompt else [index + positions.delta] * 3
-            values.append(_value(values, token_ids[index], axes, rows.get(index)))
-        token = _draw(values, request.sampling, choice, len(drawn))
+        for index in range(num_values, len(token_ids)):
+            at = axes[index] if index < len(axes) else [index + positions.delta] * 3
+            value = _value(digest, token_ids[index], at, rows.get(index))
+            digest = _digest_after(digest, index, value)
+        num_values = len(token_ids)
+        token = _draw(value, request.sampling, choice, len(drawn))
         token_ids.append(token)
         drawn.append(token)
         reason = finish_reason(request.stop, token, len(drawn), len(token_ids) >= max_total)
@@ -62,43 +67,59 @@ class PagedFake:
     """Executes plans. `features`: the units that are readable now."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._slots = [[NOTHING] * block_size for _ in range(num_blocks)]
+        self._slots = np.full((num_blocks, block_size), NOTHING, dtype=np.uint64)
         self._block_size = block_size
         self.features: set[UnitKey] = set()
-        self._side: dict[tuple[str, int, int], int] = {}
-        """(name, block, slot) -> what was stored there."""
+        self._name_to_side: dict[str, np.ndarray] = {}
+        """As the slots."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        token_ids: dict[SequenceId, int] = {}
+        """Blocks are copied before anything is written, as on a device."""
+        for pages in (self._slots, *self._name_to_side.values()):
+            copies = [(self._target(chunk), pages[chunk.copied_from].copy()) for chunk in plan.chunks if _copies(chunk)]
+            for target, content in copies:
+                pages[target] = content
+        token_ids: dict[SequenceId, tuple[int, ...]] = {}
         for chunk in plan.chunks:
             values = self._compute(chunk)
             if chunk.sampling is not None:
-                token_ids[chunk.sequence_id] = _draw(values, chunk.sampling, chunk.sequence_id.choice, chunk.draw_index)
+                drawn = [
+                    _draw(value, chunk.sampling, chunk.sequence_id.choice, chunk.draw_index + ahead)
+                    for ahead, value in enumerate(values[len(values) - 1 - chunk.num_drafts :])
+                ]
+                token_ids[chunk.sequence_id] = tuple(chunk.accepted(drawn))
         return StepResult(token_ids)
 
     def _compute(self, chunk: Chunk) -> list[int]:
+        """Values of the chunk's tokens."""
         assert chunk.num_tokens == len(chunk.token_ids) == chunk.positions.shape[1] > 0
         rows: dict[int, tuple[UnitKey, int]] = {}
         for splice in chunk.splices:
             assert splice.unit in self.features, f"{splice.unit} is read and is not here"
             for offset in range(splice.length):
-                rows[chunk.start + splice.at + offset] = (splice.unit, splice.row + offset)
-        values = [self._slots[block][slot] for block, slot in (self._place(chunk, i) for i in range(chunk.start))]
-        for offset in range(chunk.num_tokens):
-            index = chunk.start + offset
-            axes = chunk.positions[:, offset].tolist()
-            values.append(_value(values, int(chunk.token_ids[offset]), axes, rows.get(index)))
-            block, slot = self._place(chunk, index)
-            self._slots[block][slot] = values[-1]
-            for name in chunk.side_names:
-                self._side[name, block, slot] = values[-1]
+                rows[splice.at + offset] = (splice.unit, splice.row + offset)
+        at = np.arange(chunk.end)
+        blocks, slots = chunk.block_ids[at // self._block_size], at % self._block_size
+        digest = _digest(self._slots[blocks[: chunk.start], slots[: chunk.start]])
+        values: list[int] = []
+        axes = chunk.positions.T.tolist()
+        for offset, token_id in enumerate(chunk.token_ids.tolist()):
+            values.append(_value(digest, token_id, axes[offset], rows.get(offset)))
+            digest = _digest_after(digest, chunk.start + offset, values[-1])
+        written = blocks[chunk.start :], slots[chunk.start :]
+        self._slots[written] = values
         for name in chunk.side_names:
-            found = [self._side.get((name, *self._place(chunk, index))) for index in range(chunk.end)]
-            assert found == values, f"side rows {name} are missing or another prefix's"
+            side = self._name_to_side.setdefault(name, np.full_like(self._slots, NOTHING))
+            side[written] = values
+            assert (side[blocks, slots] == self._slots[blocks, slots]).all(), f"side rows {name} are another prefix's"
         return values
 
-    def _place(self, chunk: Chunk, index: int) -> tuple[int, int]:
-        return int(chunk.block_ids[index // self._block_size]), index % self._block_size
+    def _target(self, chunk: Chunk) -> int:
+        return int(chunk.block_ids[chunk.start // self._block_size])
+
+
+def _copies(chunk: Chunk) -> bool:
+    return chunk.copied_from >= 0
 
 
 def _rows_of(request: GenerateRequest) -> dict[int, tuple[UnitKey, int]]:
@@ -109,11 +130,22 @@ def _rows_of(request: GenerateRequest) -> dict[int, tuple[UnitKey, int]]:
     }
 
 
-def _value(before: Sequence[int], token_id: int, axes: Sequence[int], row: tuple[UnitKey, int] | None) -> int:
+def _digest(values: np.ndarray) -> int:
+    """Of everything that a token sees, in its order."""
+    return int((values * (2 * np.arange(len(values), dtype=np.uint64) + 1)).sum(dtype=np.uint64))
+
+
+def _digest_after(digest: int, index: int, value: int) -> int:
+    """As value number `index` is added."""
+    return (digest + value * (2 * index + 1)) & MASK
+
+
+def _value(before: int, token_id: int, axes: Sequence[int], row: tuple[UnitKey, int] | None) -> int:
     """63 bits; hashing integers is the same in every process."""
     feature = (0, 0, 0) if row is None else (int(row[0].mm_hash, 16), row[0].unit + 1, row[1])
-    return hash((tuple(before), token_id, tuple(axes), feature)) & (2**63 - 1)
+    return hash((before, token_id, *axes, *feature)) & (2**63 - 1)
 
 
-def _draw(values: Sequence[int], sampling: SamplingParams, choice: int, draw_index: int) -> int:
-    return hash((values[-1], sampling.seed, choice, draw_index)) % VOCABULARY
+def _draw(value: int, sampling: SamplingParams, choice: int, draw_index: int) -> int:
+    token = hash((value, sampling.seed, choice, draw_index)) % VOCABULARY
+    return token if token < VOCABULARY // 4 else 2 + token % FEW

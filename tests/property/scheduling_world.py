@@ -239,12 +239,11 @@ class World:
 
     def _check_standstill(self) -> None:
         """Nothing was planned: nobody who has the next token's feature has a block for it too."""
-        num_free = self.scheduler.stats().kv_blocks_total - self.scheduler.stats().kv_blocks_used
         held = self.scheduler._roster.held()
         for sequence_id in self.live - held if self.config.is_chunked_media_enabled else ():
             sequence = self.scheduler._roster.get(sequence_id)
             assert sequence is not None
-            room = (len(sequence.table) + num_free) * self.config.block_size
+            room = self.scheduler._residency.reach(sequence)
             assert self._is_waiting_for_media(sequence_id) or room <= sequence.num_computed, (
                 f"{sequence_id} could compute"
             )

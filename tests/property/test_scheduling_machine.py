@@ -15,13 +15,19 @@ from scheduling_world import World
 
 from fabric.ids import MemberId, RequestId
 from fabric.messages import GenerateRequest, SamplingParams, StopConditions
-from llm_workers.config import WorkerConfig
+from llm_workers.config import Speculation, WorkerConfig
 
 LONGEST_RUN = 7
 
 
 def tiny(
-    block_size: int, num_tokens: int, num_tokens_step: int, num_sequences: int, is_cached: bool, is_whole: bool
+    block_size: int,
+    num_tokens: int,
+    num_tokens_step: int,
+    num_sequences: int,
+    is_cached: bool,
+    is_whole: bool,
+    num_drafts: int,
 ) -> WorkerConfig:
     """Budgets so small that little fits side by side, pools so small that sequences throw each other out."""
     return WorkerConfig(
@@ -32,6 +38,7 @@ def tiny(
         is_prefix_cache_enabled=is_cached,
         is_chunked_media_enabled=not is_whole,
         side_layers=(("talker", 0), ("other", 1)),
+        speculation=Speculation(num_drafts, 1, 3),
     )
 
 
@@ -43,6 +50,7 @@ configs = st.builds(
     st.integers(1, 6),
     st.sampled_from((True, True, True, False)),
     st.booleans(),
+    st.sampled_from((0, 0, 1, 4)),
 )
 
 

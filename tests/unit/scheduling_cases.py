@@ -93,7 +93,11 @@ class Bench:
         return plan
 
     def commit(self, plan: StepPlan, token: int = 7) -> StepEvents:
-        drawn = {chunk.sequence_id: token for chunk in plan.chunks if chunk.sampling is not None}
+        drawn = {
+            chunk.sequence_id: chunk.accepted((token,) * (chunk.num_drafts + 1))
+            for chunk in plan.chunks
+            if chunk.sampling is not None
+        }
         events = self.scheduler.commit(plan, StepResult(drawn))
         self.scheduler.check_invariants()
         return events

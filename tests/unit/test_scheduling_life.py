@@ -9,7 +9,7 @@ from scheduling_cases import Bench, attempt_id, positions, request, sequence_id,
 from fabric.errors import FeatureMismatch, ProtocolError
 from fabric.messages import StopConditions
 from kv_index.block_hashing import prompt_block_hashes
-from llm_workers.scheduling.plan import StepResult
+from llm_workers.scheduling.plan import NO_BLOCK, StepResult
 
 
 def finish(bench: Bench, token: int = 7):
@@ -77,8 +77,11 @@ def test_findable_blocks_have_the_hashes_that_routers_compute() -> None:
     assert len(expected) == 3
 
 
-def test_choices_wait_for_the_first_and_then_hit_its_blocks() -> None:
-    bench = Bench()
+@pytest.mark.parametrize("is_prefix_cache_enabled", [True, False])
+def test_choices_wait_for_the_first_and_take_over_its_blocks(is_prefix_cache_enabled) -> None:
+    """The prompt is computed once; of the others only the last token is, for its logits. Its block is shared too,
+    until somebody writes behind the prompt: then it is copied."""
+    bench = Bench(is_prefix_cache_enabled=is_prefix_cache_enabled)
     admission = bench.add(request("a", 40, num_choices=3))
     assert admission.sequence_ids == tuple(sequence_id("a", choice) for choice in range(3))
     plan = bench.plan()
@@ -87,17 +90,52 @@ def test_choices_wait_for_the_first_and_then_hit_its_blocks() -> None:
     following = bench.plan()
     assert [(chunk.sequence_id.choice, chunk.start, chunk.num_tokens) for chunk in following.chunks] == [
         (0, 40, 1),
-        (1, 32, 8),
-        (2, 32, 8),
+        (1, 39, 1),
+        (2, 39, 1),
     ]
-    assert len({tuple(chunk.block_ids[:2].tolist()) for chunk in following.chunks}) == 1
-    assert len({int(chunk.block_ids[2]) for chunk in following.chunks}) == 3
+    first, second, third = (chunk.block_ids.tolist() for chunk in following.chunks)
+    assert second == third
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]
+    assert [chunk.copied_from for chunk in following.chunks] == [second[2], NO_BLOCK, NO_BLOCK]
+    bench.commit(following)
+    own = bench.plan()
+    assert [chunk.copied_from for chunk in own.chunks] == [NO_BLOCK, second[2], second[2]]
+    assert len({int(chunk.block_ids[2]) for chunk in own.chunks} - {second[2]}) == 3
+    bench.commit(own)
+    assert bench.scheduler.stats().kv_blocks_used == 2 + 3
 
 
-def test_without_the_cache_choices_compute_themselves() -> None:
+def test_the_last_choice_that_holds_a_shared_block_writes_into_it() -> None:
     bench = Bench(is_prefix_cache_enabled=False)
     bench.add(request("a", 40, num_choices=2))
-    assert [chunk.num_tokens for chunk in bench.plan().chunks] == [40, 40]
+    bench.step()
+    bench.scheduler.abort(attempt_id("a"), (0,))
+    bench.step()
+    (chunk,) = bench.plan().chunks
+    assert (chunk.start, chunk.copied_from) == (40, NO_BLOCK)
+
+
+def test_a_choice_makes_room_for_the_copy_by_ending_the_sharing() -> None:
+    """Three blocks hold the prompt and no fourth is there: the younger choice gives its part of them up."""
+    bench = Bench(num_blocks=3, is_prefix_cache_enabled=False)
+    bench.add(request("a", 40, num_choices=2))
+    bench.step()
+    assert bench.step() == {"a": 1}
+    stats = bench.scheduler.stats()
+    assert (stats.num_preemptions, stats.kv_blocks_used) == (1, 3)
+
+
+def test_a_copy_that_failed_is_made_again_from_the_shared_block() -> None:
+    bench = Bench()
+    bench.add(request("a", 40, num_choices=2))
+    bench.step()
+    failing = bench.plan()
+    bench.scheduler.rollback(failing)
+    bench.scheduler.check_invariants()
+    again = bench.plan()
+    assert [chunk.copied_from for chunk in again.chunks] == [chunk.copied_from for chunk in failing.chunks]
+    assert again.chunks[0].copied_from != NO_BLOCK
 
 
 def test_if_the_first_choice_leaves_the_next_one_leads() -> None:

@@ -54,7 +54,7 @@ class Executor:
             raise RuntimeError("poisoned")
         return StepResult(
             {
-                chunk.sequence_id: -1 if chunk.sequence_id.request_id in self.infinite else 100 + chunk.draw_index
+                chunk.sequence_id: (-1 if chunk.sequence_id.request_id in self.infinite else 100 + chunk.draw_index,)
                 for chunk in plan.chunks
                 if chunk.sampling is not None
             }

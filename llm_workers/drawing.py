@@ -1,0 +1,104 @@
+"""From hidden states to tokens: logits of the rows that are asked for, constrained, drawn, drafts verified.
+
+A chunk with drafts is drawn at the token in front of them and at each of them, all in one go: as a draw depends on
+(seed, choice, index) alone, a draft is right exactly where it equals the draw in its place, at any temperature.
+Knows neither KV nor features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fabric.messages import SamplingParams, TokenLogprobs
+from llm_workers.logprobs import token_logprobs
+from llm_workers.masks import Guided, apply_masks
+from llm_workers.penalties import Penalised, apply_logit_bias, apply_penalties, bar_tokens
+from llm_workers.sampling import sample
+from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, Chunk, StepResult
+from modalities.family import LanguageModel
+
+
+class Drawn(NamedTuple):
+    """A chunk that is drawn at rows `[first, first + num_drafts + 1)` of the logits."""
+
+    chunk: Chunk
+    params: SamplingParams
+    first: int
+
+    @property
+    def rows(self) -> range:
+        return range(self.first, self.first + self.chunk.num_drafts + 1)
+
+
+def draw(model: LanguageModel, hidden: torch.Tensor, chunks: Sequence[Chunk], starts: np.ndarray) -> StepResult:
+    """Draws for each chunk that has `sampling`; the i-th chunk's rows of `hidden` `(num_tokens, hidden_size)` are
+    `[starts[i], starts[i + 1])`. A token is negative where the logits are not finite or the grammar is broken."""
+    drawn: list[Drawn] = []
+    at: list[int] = []
+    for end, chunk in zip(starts[1:].tolist(), chunks, strict=True):
+        if chunk.sampling is not None:
+            drawn.append(Drawn(chunk, chunk.sampling, len(at)))
+            at += range(end - 1 - chunk.num_drafts, end)
+    if not drawn:
+        return StepResult({})
+    logits = model.logits(hidden.index_select(0, torch.tensor(at, device=hidden.device))).contiguous()
+    scored = [one for one in drawn if one.params.num_top_logprobs is not None]
+    raw = logits[[row for one in scored for row in one.rows]].log_softmax(dim=-1) if scored else None
+    broken = _constrain(logits, drawn)
+    tokens = sample(
+        logits,
+        [
+            (one.params, one.chunk.sequence_id.choice, one.chunk.draw_index + row - one.first)
+            for one in drawn
+            for row in one.rows
+        ],
+    )
+    for row in broken:
+        tokens[row] = BROKEN_GRAMMAR_TOKEN
+    result = StepResult({})
+    for one in drawn:
+        accepted = one.chunk.accepted(tokens[one.rows.start : one.rows.stop])
+        result.token_ids[one.chunk.sequence_id] = tuple(accepted)
+    if raw is not None:
+        _score(raw, scored, result)
+    return result
+
+
+def _constrain(logits: torch.Tensor, drawn: Sequence[Drawn]) -> list[int]:
+    """Changes the logits of every row as its request asks, in place. Returns rows whose grammar is broken."""
+    changes: list[Penalised] = []
+    barred: list[tuple[int, tuple[int, ...]]] = []
+    for chunk, params, first in drawn:
+        for ahead in range(chunk.num_drafts + 1):
+            counts = chunk.counts.after(chunk.drafts[:ahead].tolist()) if ahead and chunk.counts else chunk.counts
+            changes.append(Penalised(first + ahead, params, counts))
+            if ahead < chunk.num_barred:
+                barred.append((first + ahead, chunk.barred))
+    apply_penalties(logits, changes)
+    apply_logit_bias(logits, changes)
+    bar_tokens(logits, barred)
+    return apply_masks(logits, [Guided(first, chunk.guide) for chunk, _, first in drawn if chunk.guide is not None])
+
+
+def _score(raw: torch.Tensor, scored: Sequence[Drawn], result: StepResult) -> None:
+    """Adds the log-probabilities of the accepted tokens. `raw` holds the rows of `scored`, one after the other."""
+    rows: list[int] = []
+    tokens: list[int] = []
+    num_top: list[int] = []
+    first = 0
+    for one in scored:
+        accepted = result.token_ids[one.chunk.sequence_id]
+        rows += range(first, first + len(accepted))
+        tokens += accepted
+        num_top += [one.params.num_top_logprobs or 0] * len(accepted)
+        first += len(one.rows)
+    scores: list[TokenLogprobs] = token_logprobs(raw if len(rows) == len(raw) else raw[rows], tokens, num_top)
+    at = 0
+    for one in scored:
+        count = len(result.token_ids[one.chunk.sequence_id])
+        result.logprobs[one.chunk.sequence_id] = tuple(scores[at : at + count])
+        at += count

@@ -1,0 +1,110 @@
+"""Prompt lookup through the real worker: nothing that comes out differs from a worker that does not guess.
+
+Greedy against transformers; drawn ones, penalties, log-probabilities, `min_tokens` and stops against the same worker
+without drafts. Requests with a grammar are answered as before, and never guessed for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from llguidance import LLMatcher
+from test_worker_parity import assert_parity
+from worker_rig import GREEDY, loaded, prompt, rig
+
+from fabric.messages import SamplingParams, StopConditions, TokenFrames
+from llm_workers.config import Speculation
+from llm_workers.grammar import GrammarCompiler
+
+pytestmark = pytest.mark.torch
+
+NUM_TOKENS = 24
+EAGER = Speculation(5, 1, 3)
+"""One token that agrees is enough to guess: many guesses, many of them wrong."""
+ECHO = ("one two three one two three one two three one two",)
+PROMPTS = [prompt(*ECHO), prompt("Look: ", 1, " and again: ", 1, " What is it?"), prompt("Say a b a b a b.")]
+WARM = SamplingParams(temperature=0.7, top_k=20, seed=11)
+"""Few tokens to choose among: of thousands of equals, one in a thousand draws would lie within rounding of another."""
+THREE = SamplingParams(temperature=2.0, seed=5, logit_bias=((300, 50.0), (301, 50.0), (302, 50.0)))
+"""Only three tokens are ever drawn: guesses are often right."""
+PENALISED = SamplingParams(
+    temperature=0.0, repetition_penalty=1.05, presence_penalty=0.02, frequency_penalty=0.05, num_top_logprobs=3
+)
+LONG = StopConditions(NUM_TOKENS, ignore_eos=True)
+
+
+async def answers(requests_of, **config):
+    """Tokens and log-probabilities of every choice of every request, and the worker's last report."""
+    async with rig(**config) as r:
+        requests = [(r.request(of, **changes), of) for of, changes in requests_of]
+        results = await asyncio.gather(*(r.run(request, of) for request, of in requests))
+        assert [result.error for result in results] == [None] * len(results)
+        await r.assert_idle()
+        frames = [frame for message in r.router.of(TokenFrames) for frame in message.frames]
+        found = []
+        for request, _ in requests:
+            for choice in range(request.num_choices):
+                mine = [frame for frame in frames if (frame.request_id, frame.choice) == (request.request_id, choice)]
+                logprobs = [each for frame in mine for each in frame.logprobs]
+                found.append((r.tokens(request, choice), logprobs, mine[-1].finish_reason))
+        return found, r.service.report()
+
+
+@pytest.mark.parametrize("max_step_tokens", [4, 4096])
+async def test_greedy_tokens_equal_transformers(max_step_tokens):
+    """Also with so small a budget that drafts are cut, in a pool in which sequences throw each other out."""
+    config = {"max_step_tokens": max_step_tokens, "block_size": 4, "num_blocks": 64, "speculation": EAGER}
+    found, report = await answers([(of, {"num_tokens": NUM_TOKENS}) for of in PROMPTS], **config)
+    for of, (tokens, _, _) in zip(PROMPTS, found, strict=True):
+        assert assert_parity(tokens, of, NUM_TOKENS) == 0
+    assert report.drafts_proposed > report.drafts_accepted > 0
+    if max_step_tokens == 4096:
+        assert report.steps < report.tokens_generated
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampling": WARM, "stop": LONG},
+        {"sampling": THREE, "stop": LONG},
+        {"sampling": WARM, "stop": LONG, "num_choices": 3},
+        {"sampling": PENALISED, "stop": LONG},
+        {"sampling": GREEDY, "stop": StopConditions(NUM_TOKENS, (), tuple(range(0, 4000, 3)), min_tokens=15)},
+    ],
+    ids=["drawn", "three", "choices", "penalties", "min_tokens"],
+)
+async def test_nothing_depends_on_drafts(changes):
+    requests = [(of, changes) for of in PROMPTS]
+    plain, _ = await answers(requests)
+    guessed, report = await answers(requests, speculation=EAGER)
+    assert report.drafts_proposed > 0
+    assert [(tokens, reason) for tokens, _, reason in guessed] == [(tokens, reason) for tokens, _, reason in plain]
+    for (_, ours, _), (_, theirs, _) in zip(guessed, plain, strict=True):
+        assert [each.logprob for each in ours] == pytest.approx([each.logprob for each in theirs], abs=1e-4)
+        for one, other in zip(ours, theirs, strict=True):
+            assert [token for token, _ in one.top] == [token for token, _ in other.top]
+
+
+async def test_the_end_may_lie_inside_an_accepted_run():
+    """Every place of the answer is made the last one, by count and by id."""
+    of = PROMPTS[0]
+    ((whole, _, _),), report = await answers([(of, {"stop": LONG, "sampling": THREE})], speculation=EAGER)
+    assert report.drafts_accepted > 3
+    counts = [(of, {"stop": StopConditions(n, ignore_eos=True), "sampling": THREE}) for n in range(1, NUM_TOKENS)]
+    ids = [
+        (of, {"stop": StopConditions(NUM_TOKENS, (), (token,)), "sampling": THREE}) for token in dict.fromkeys(whole)
+    ]
+    found, _ = await answers(counts + ids, speculation=EAGER)
+    cuts = [*range(1, NUM_TOKENS), *(whole.index(token) + 1 for token in dict.fromkeys(whole))]
+    assert [tokens for tokens, _, _ in found] == [whole[:cut] for cut in cuts]
+
+
+async def test_a_grammar_is_followed_without_guessing():
+    async with rig(speculation=EAGER) as r:
+        r.service._grammars = GrammarCompiler(loaded().codec, loaded().family.shape.vocab_size)
+        grammar = LLMatcher.grammar_from_regex("(ab){8}")
+        request = r.request(PROMPTS[2], NUM_TOKENS, sampling=SamplingParams(temperature=0.0, grammar=grammar))
+        assert (await r.run(request, PROMPTS[2])).error is None
+        assert loaded().codec.decode(r.tokens(request)[:-1]) == "ab" * 8
+        assert r.service.report().drafts_proposed == 0
