@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-_FLOOR = 1e-10
-_DYNAMIC_RANGE = 8.0
+FLOOR = 1e-10
+DYNAMIC_RANGE = 8.0
 """In powers of ten, below the loudest value of the whole spectrogram; what is quieter is raised to it."""
 _MAX_HZ = 8000.0
 _BLOCK_FRAMES = 4096
@@ -45,29 +46,50 @@ def num_mel_frames(num_samples: int, options: MelOptions, padded_to: int = 0) ->
     return min(math.ceil(num_samples / options.hop), total // options.hop)
 
 
+class Signal(NamedTuple):
+    """A sound with all that its frames see: frame i is `values[i * hop : i * hop + window]`."""
+
+    values: npt.NDArray[np.float32]
+    """Reflected at both ends, or running out into silence."""
+    num_made: int
+    """Frames among which the loudest value is looked for."""
+    num_kept: int
+
+
+def signal_of(
+    samples: npt.NDArray[np.float32], options: MelOptions, padded_to: int = 0, num_extra_frames: int = 0
+) -> Signal:
+    """Of `(num_samples,)`, as in `log_mel`; without frames if the sound is too short."""
+    num_frames = num_mel_frames(len(samples), options, padded_to)
+    if num_frames == 0:
+        return Signal(np.zeros(options.window, dtype=np.float32), 0, 0)
+    total = max(len(samples), padded_to)
+    # Up to two frames behind the sound still hear its end, and may hold the loudest value.
+    num_made = min(num_frames + max(2, num_extra_frames), total // options.hop)
+    silence = min(total - len(samples), (2 + num_extra_frames) * options.hop + options.window)
+    values = np.pad(samples.astype(np.float32, copy=False), (0, silence))
+    values = np.pad(values, options.window // 2, mode="reflect")
+    return Signal(values, num_made, min(num_frames + num_extra_frames, num_made))
+
+
 def log_mel(
     samples: npt.NDArray[np.float32], options: MelOptions, padded_to: int = 0, num_extra_frames: int = 0
 ) -> npt.NDArray[np.float32]:
     """`(num_samples,)` at the options' rate -> `(num_mel_frames, num_bins)`, as if silence filled it up to `padded_to`
     samples. `num_extra_frames` of that silence are appended, as far as it reaches. Too short a sound gives none."""
-    num_frames = num_mel_frames(len(samples), options, padded_to)
-    if num_frames == 0:
+    signal = signal_of(samples, options, padded_to, num_extra_frames)
+    if signal.num_made == 0:
         return np.empty((0, options.num_bins), dtype=np.float32)
-    total = max(len(samples), padded_to)
-    # Up to two frames behind the sound still hear its end, and may hold the loudest value.
-    num_made = min(num_frames + max(2, num_extra_frames), total // options.hop)
-    silence = min(total - len(samples), (2 + num_extra_frames) * options.hop + options.window)
-    signal = np.pad(samples.astype(np.float32, copy=False), (0, silence))
-    signal = np.pad(signal, options.window // 2, mode="reflect")
-    frames = np.lib.stride_tricks.sliding_window_view(signal, options.window)[:: options.hop][:num_made]
+    frames = np.lib.stride_tricks.sliding_window_view(signal.values, options.window)[:: options.hop]
     filters, window = mel_filters(options), np.hanning(options.window + 1)[:-1].astype(np.float32)
-    energies = np.empty((num_made, options.num_bins))
-    for start in range(0, num_made, _BLOCK_FRAMES):
-        spectrum = np.fft.rfft(frames[start : start + _BLOCK_FRAMES] * window)
-        energies[start : start + _BLOCK_FRAMES] = (spectrum.real**2 + spectrum.imag**2) @ filters
-    values = np.log10(np.maximum(energies, _FLOOR))
-    values = (np.maximum(values, values.max() - _DYNAMIC_RANGE) + 4.0) / 4.0
-    return values[: num_frames + num_extra_frames].astype(np.float32)
+    energies = np.empty((signal.num_made, options.num_bins))
+    for start in range(0, signal.num_made, _BLOCK_FRAMES):
+        block = slice(start, min(start + _BLOCK_FRAMES, signal.num_made))
+        spectrum = np.fft.rfft(frames[block] * window)
+        energies[block] = (spectrum.real**2 + spectrum.imag**2) @ filters
+    values = np.log10(np.maximum(energies, FLOOR))
+    values = (np.maximum(values, values.max() - DYNAMIC_RANGE) + 4.0) / 4.0
+    return values[: signal.num_kept].astype(np.float32)
 
 
 @lru_cache(maxsize=8)
