@@ -1,4 +1,4 @@
-"""Files that decode to exactly the frames and samples that went in: H.264 without loss and linear PCM in a Matroska file."""
+"""Files that decode to exactly what went in: H.264 without loss and linear PCM, in Matroska."""
 
 from __future__ import annotations
 

@@ -21,6 +21,9 @@ PREPROCESSOR = {
     "image_std": [0.5, 0.25, 0.2],
     "feature_size": 16,
 }
+VIDEO_PREPROCESSOR = {
+    key: value for key, value in PREPROCESSOR.items() if key not in ("image_processor_type", "feature_size")
+} | {"min_frames": 4, "max_frames": 768}
 TEXT_CONFIG = {
     "vocab_size": 200,
     "hidden_size": 64,

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from family_row import MODALITY_TO_SAMPLE, NUM_TEXT_TOKENS, FamilyRow, Medium, Processed, load_reference
+from family_row import FILM, MODALITY_TO_SAMPLE, NUM_TEXT_TOKENS, FamilyRow, Medium, Processed, load_reference
 
 from fabric.messages import MediaItem, PlaceholderRange
 from llm_workers.attention import register_attention
-from modalities.family import EncoderInput
+from modalities.family import EncoderInput, MediaHeader, VideoHeader
 from modalities.identify import plan_media
 from modalities.registry import REGISTRY
 
@@ -74,20 +74,28 @@ class LoadedFamily:
                 continue
             markup = self.row.markup[part.modality]
             token_ids += [*markup.before, markup.placeholder, *markup.after]
-            plugin = REGISTRY.modality(part.modality)
             data = MODALITY_TO_SAMPLE[part.modality](part)
-            header = plugin.probe(data, "part")
-            item = plan_media(self.family, data, header, len(media), f"part.{len(media)}").item
             files.append((part.modality, data))
-            plans.append(self.family.plan(header))
-            found = self.family.preprocess(data, item)
-            units += [(item.index, unit) for unit in range(len(found))]
-            inputs += found
-            media.append(item)
-        expanded = self.family.expand(token_ids, plans)
+            for header, anchor in self._headers(part.modality, data, len(media)):
+                plan, item = plan_media(self.family, data, header, len(media), f"part.{len(media)}", anchor=anchor)
+                found = self.family.preprocess(data, item)
+                units += [(item.index, unit) for unit in range(len(found))]
+                inputs += found
+                plans.append(plan)
+                media.append(item)
+        expanded = self.family.expand(token_ids, plans, spelled)
         return FamilyPrompt(
             tuple(files), tuple(expanded.token_ids), expanded.placeholders, tuple(media), tuple(inputs), tuple(units)
         )
+
+    def _headers(self, kind: str, data: bytes, index: int) -> list[tuple[MediaHeader, int]]:
+        """Of the items that a part becomes, with their anchors."""
+        header = REGISTRY.modality("video" if kind == FILM else kind).probe(data, "part")
+        if kind != FILM:
+            return [(header, -1)]
+        assert isinstance(header, VideoHeader)
+        assert header.sound is not None
+        return [(header, -1), (header.sound, index)]
 
     def _feature(self, of: FamilyPrompt, index: int) -> torch.Tensor:
         """Of `of.inputs[index]`, encoded alone."""
@@ -117,3 +125,8 @@ class LoadedFamily:
             )
         best = [step[0].topk(2).values.tolist() for step in out.logits]
         return Expected(out.sequences[0, ids.shape[1] :].tolist(), [first - second for first, second in best])
+
+
+def spelled(text: str) -> list[int]:
+    """A tokenizer: an id for each character."""
+    return [3 + ord(letter) % (NUM_TEXT_TOKENS - 3) for letter in text]

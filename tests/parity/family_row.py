@@ -22,8 +22,13 @@ NUM_TEXT_TOKENS = 90
 """Text of the suite's prompts is made of the ids below; rows keep their control tokens above."""
 
 
+FILM = "film"
+"""A video with its sound track: one part of a prompt, two media items."""
+
+
 class Medium(NamedTuple):
     modality: str
+    """Or FILM."""
     seed: int
     size: tuple[int, int] = (160, 96)
     """Width and height in pixels; what is not a picture may read it otherwise."""
@@ -48,6 +53,8 @@ class Processed(NamedTuple):
     """Values per medium, in the order of the family's units."""
     atol: float = 0.0
     """How far values may be off: not at all, but for spectrograms."""
+    modalities: tuple[str, ...] = ()
+    """Of the media, where a row has several."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class FamilyRow:
     files: Mapping[str, Any] = field(default_factory=dict)
     """JSON files beside the weights, e.g. `preprocessor_config.json`."""
     markup: Mapping[str, Markup] = field(default_factory=dict)
-    """Modalities of the family."""
+    """Modalities of the family, FILM besides."""
     process: Callable[[Path, Sequence[tuple[str, bytes]]], Processed] | None = None
     """Checkpoint and (modality, file) of media -> what the reference's processor makes of them."""
     features: Callable[[Any, Processed], list[torch.Tensor]] | None = None
@@ -67,10 +74,20 @@ class FamilyRow:
     """Keywords of `generate` that follow from the token ids `(1, num_tokens)`."""
     sizes: tuple[tuple[int, int], ...] = ((160, 96), (96, 96), (70, 200))
     """Of the pictures in the suite's prompts: small ones, and one for each way in which the family cuts them."""
+    kind_to_sizes: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """Of other media, as they read them; three at least."""
 
     @property
     def modalities(self) -> tuple[str, ...]:
+        return tuple(kind for kind in self.markup if kind != FILM)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Modalities, and FILM."""
         return tuple(self.markup)
+
+    def sizes_of(self, kind: str) -> tuple[tuple[int, int], ...]:
+        return self.kind_to_sizes.get(kind, self.sizes)
 
     def __str__(self) -> str:
         return self.name

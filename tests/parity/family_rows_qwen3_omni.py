@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-import torch
-from family_row import FamilyRow, Markup, Processed, pictures, spread
-from modalities_files import AUDIO_CONFIG, PREPROCESSOR, TEXT_CONFIG, TOKENS, VISION_CONFIG
+from family_row import FILM, FamilyRow, Markup, spread
+from family_videos import Ears, Eyes, features, process
+from modalities_files import AUDIO_CONFIG, PREPROCESSOR, TEXT_CONFIG, TOKENS, VIDEO_PREPROCESSOR, VISION_CONFIG
 from transformers import Qwen3OmniMoeThinkerConfig, Qwen3OmniMoeThinkerForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
+
+SIGHT = (TOKENS["vision_start_token_id"],), (TOKENS["vision_end_token_id"],)
+HEARING = (TOKENS["audio_start_token_id"],), (TOKENS["audio_end_token_id"],)
+VIDEO = Markup(SIGHT[0], TOKENS["video_token_id"], SIGHT[1])
+MEDIA_SIZES = {
+    "video": ((96, 64), (64, 96), (64, 64)),
+    FILM: ((64, 64), (96, 64), (64, 64)),
+    # Milliseconds. The reference's features of a sound shorter than a second depend on its neighbours.
+    "audio": ((1000, 0), (1700, 0), (2330, 0)),
+}
 
 
 def build() -> Any:
     config = Qwen3OmniMoeThinkerConfig(
-        text_config=dict(TEXT_CONFIG), vision_config=dict(VISION_CONFIG), audio_config=dict(AUDIO_CONFIG), **TOKENS
+        text_config=dict(TEXT_CONFIG),
+        vision_config=dict(VISION_CONFIG),
+        audio_config=dict(AUDIO_CONFIG),
+        position_id_per_seconds=13,
+        **TOKENS,
     )
     return spread(Qwen3OmniMoeThinkerForConditionalGeneration(config))
-
-
-def process(directory: Path, media: Sequence[tuple[str, bytes]]) -> Processed:
-    processor = Qwen2VLImageProcessorPil.from_pretrained(directory)
-    made = processor(pictures(media), return_tensors="pt")
-    num_patches = made["image_grid_thw"].prod(-1)
-    pixels = [part.numpy() for part in made["pixel_values"].split(num_patches.tolist())]
-    return Processed(dict(made), (num_patches // processor.merge_size**2).tolist(), pixels)
-
-
-def features(model: Any, processed: Processed) -> list[torch.Tensor]:
-    inputs = processed.inputs
-    made = model.get_image_features(inputs["pixel_values"], image_grid_thw=inputs["image_grid_thw"], return_dict=True)
-    per_medium = zip(made.pooler_output, *made.deepstack_features, strict=True)
-    return [torch.stack(levels) for levels in per_medium]
 
 
 QWEN3_OMNI = FamilyRow(
     name="qwen3_omni",
     build=build,
-    files={"preprocessor_config.json": PREPROCESSOR},
+    files={"preprocessor_config.json": PREPROCESSOR, "video_preprocessor_config.json": VIDEO_PREPROCESSOR},
     markup={
-        "image": Markup((TOKENS["vision_start_token_id"],), TOKENS["image_token_id"], (TOKENS["vision_end_token_id"],))
+        "image": Markup(SIGHT[0], TOKENS["image_token_id"], SIGHT[1]),
+        "video": VIDEO,
+        "audio": Markup(HEARING[0], TOKENS["audio_token_id"], HEARING[1]),
+        FILM: VIDEO,
     },
-    process=process,
+    process=partial(
+        process,
+        eyes=Eyes(seconds_key="video_second_per_grid", ears=Ears(True, _get_feat_extract_output_lengths)),
+    ),
     features=features,
+    kind_to_sizes=MEDIA_SIZES,
 )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-from family_row import FamilyRow, Markup, Processed, spread
-from family_rows_qwen3_omni import features as features_with_deepstack
-from family_rows_qwen3_omni import process
-from modalities_files import PREPROCESSOR
+from family_row import FILM, FamilyRow, Markup, spread
+from family_rows_qwen3_omni import MEDIA_SIZES
+from family_videos import Ears, Eyes, features, process
+from modalities_files import PREPROCESSOR, VIDEO_PREPROCESSOR
 from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -19,6 +20,7 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
+from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import _get_feat_extract_output_lengths
 
 START, IMAGE, END, VIDEO, AUDIO, AUDIO_START, AUDIO_END = range(101, 108)
 TOKENS = {
@@ -91,7 +93,8 @@ AUDIO25 = {
     "output_dim": 64,
     "num_mel_bins": 16,
 }
-PREPROCESSOR14 = PREPROCESSOR | {"patch_size": 14, "size": {"shortest_edge": 56 * 56, "longest_edge": 252 * 252}}
+SIZE14 = {"patch_size": 14, "size": {"shortest_edge": 56 * 56, "longest_edge": 252 * 252}}
+PREPROCESSOR14 = PREPROCESSOR | SIZE14
 
 
 def build_qwen2_vl() -> Any:
@@ -126,34 +129,67 @@ def build_qwen2_5_omni() -> Any:
     return spread(Qwen2_5OmniThinkerForConditionalGeneration(config))
 
 
-def features(model: Any, processed: Processed) -> list[torch.Tensor]:
-    inputs = processed.inputs
-    made = model.get_image_features(inputs["pixel_values"], image_grid_thw=inputs["image_grid_thw"], return_dict=True)
-    return [feature[None] for feature in made.pooler_output]
-
-
 def token_types(ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Which positions are those of pictures, as the reference's processor says."""
-    return {"mm_token_type_ids": (ids == IMAGE).int()}
+    """Which positions are those of pictures and videos, as the reference's processor says."""
+    return {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
 
 
-MARKUP = {"image": Markup((START,), IMAGE, (END,))}
-FILES14 = {"preprocessor_config.json": PREPROCESSOR14}
+SIGHT = {"image": Markup((START,), IMAGE, (END,)), "video": Markup((START,), VIDEO, (END,))}
+FILES14 = {
+    "preprocessor_config.json": PREPROCESSOR14,
+    "video_preprocessor_config.json": VIDEO_PREPROCESSOR | SIZE14,
+}
 SIZES14 = ((160, 96), (96, 96), (70, 200), (252, 252))
+VIDEOS14 = ((112, 56), (56, 84), (84, 84))
+
+
+def seen(eyes: Eyes) -> Any:
+    return partial(process, eyes=eyes)
+
 
 QWEN2_VL = FamilyRow(
-    "qwen2_vl", build_qwen2_vl, FILES14, MARKUP, process, features, inputs_of_ids=token_types, sizes=SIZES14
+    "qwen2_vl",
+    build_qwen2_vl,
+    FILES14,
+    SIGHT,
+    seen(Eyes()),
+    features,
+    inputs_of_ids=token_types,
+    sizes=SIZES14,
+    kind_to_sizes={"video": VIDEOS14},
 )
 QWEN2_5_VL = FamilyRow(
-    "qwen2_5_vl", build_qwen2_5_vl, FILES14, MARKUP, process, features, inputs_of_ids=token_types, sizes=SIZES14
+    "qwen2_5_vl",
+    build_qwen2_5_vl,
+    FILES14,
+    SIGHT,
+    seen(Eyes(seconds_key="second_per_grid_ts")),
+    features,
+    inputs_of_ids=token_types,
+    sizes=SIZES14,
+    kind_to_sizes={"video": VIDEOS14},
 )
 QWEN3_VL = FamilyRow(
     "qwen3_vl",
     build_qwen3_vl,
-    {"preprocessor_config.json": PREPROCESSOR},
-    MARKUP,
-    process,
-    features_with_deepstack,
+    {
+        "preprocessor_config.json": PREPROCESSOR,
+        "video_preprocessor_config.json": VIDEO_PREPROCESSOR
+        | {"video_processor_type": "Qwen3VLVideoProcessor", "size": {"shortest_edge": 4096, "longest_edge": 2**18}},
+    },
+    SIGHT,
+    seen(Eyes("Qwen3VLVideoProcessor")),
+    features,
     inputs_of_ids=token_types,
+    kind_to_sizes={"video": MEDIA_SIZES["video"]},
 )
-QWEN2_5_OMNI = FamilyRow("qwen2_5_omni", build_qwen2_5_omni, FILES14, MARKUP, process, features, sizes=SIZES14)
+QWEN2_5_OMNI = FamilyRow(
+    "qwen2_5_omni",
+    build_qwen2_5_omni,
+    FILES14 | {"preprocessor_config.json": PREPROCESSOR14 | {"chunk_length": 5}},
+    SIGHT | {"audio": Markup((AUDIO_START,), AUDIO, (AUDIO_END,)), FILM: SIGHT["video"]},
+    seen(Eyes(seconds_key="video_second_per_grid", ears=Ears("max_length", _get_feat_extract_output_lengths))),
+    features,
+    sizes=SIZES14,
+    kind_to_sizes=MEDIA_SIZES | {"video": VIDEOS14, FILM: VIDEOS14},
+)

@@ -1,0 +1,134 @@
+"""Videos of the suite, silent and with sound, and what transformers' processors of the Qwen families make of media of
+all kinds, for rows of the family table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import reference_videos
+import torch
+from chat_media import picture
+from family_row import FILM, MODALITY_TO_SAMPLE, Medium, Processed, pictures
+from family_rows_audio import samples_of
+from lossless_files import RATE, mkv
+from sound_files import noise
+from transformers import WhisperFeatureExtractor
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+FPS = 4
+MEL_ATOL = 2e-4
+
+
+def frames_of(medium: Medium) -> np.ndarray:
+    """`size` is that of a frame; a second or half a second longer with every other seed."""
+    ground = np.asarray(picture(medium.seed, *medium.size))
+    return np.stack([np.roll(ground, 9 * index, axis=1) for index in range(8 + medium.seed % 3 * 2)])
+
+
+def film(medium: Medium) -> bytes:
+    frames = frames_of(medium)
+    return mkv(frames, FPS, noise(len(frames) * RATE // FPS, medium.seed))
+
+
+MODALITY_TO_SAMPLE["video"] = lambda medium: mkv(frames_of(medium), FPS)
+MODALITY_TO_SAMPLE[FILM] = film
+
+
+class Ears(NamedTuple):
+    """How a family's processor listens."""
+
+    padding: str | bool
+    num_tokens: Any
+    """Mel frames -> rows."""
+
+
+class Eyes(NamedTuple):
+    video_processor: str = "Qwen2VLVideoProcessor"
+    seconds_key: str = ""
+    """What `generate` calls the seconds from one row of a video to the next."""
+    ears: Ears | None = None
+
+
+def process(directory: Path, media: Sequence[tuple[str, bytes]], eyes: Eyes) -> Processed:
+    """Pictures, videos and sounds, in the order of the media."""
+    inputs: dict[str, Any] = {}
+    kind_to_made: dict[str, list[tuple[int, np.ndarray]]] = {"image": [], "video": [], "audio": []}
+    if seen := pictures(media):
+        processor = Qwen2VLImageProcessorPil.from_pretrained(directory)
+        made = processor(seen, return_tensors="pt")
+        inputs |= dict(made)
+        counts = made["image_grid_thw"].prod(-1).tolist()
+        parts = made["pixel_values"].split(counts)
+        kind_to_made["image"] = [(count // 4, part.numpy()) for count, part in zip(counts, parts, strict=True)]
+    if videos := [data for kind, data in media if kind in ("video", FILM)]:
+        looks = [_look(directory, data, eyes) for data in videos]
+        inputs |= {
+            "pixel_values_videos": torch.cat([look.patches for look in looks]),
+            "video_grid_thw": torch.tensor([look.grid for look in looks]),
+        }
+        if eyes.seconds_key:
+            inputs[eyes.seconds_key] = torch.tensor([1.0] * len(looks))
+        kind_to_made["video"] = [(len(look.patches) // 4, look.patches.numpy()) for look in looks]
+    if heard := [data for kind, data in media if kind in ("audio", FILM)]:
+        assert eyes.ears is not None
+        more, kind_to_made["audio"] = _listen(directory, heard, eyes.ears)
+        inputs |= more
+    if any(kind == FILM for kind, _ in media):
+        inputs["use_audio_in_video"] = True
+    order = [item for kind, _ in media for item in (("video", "audio") if kind == FILM else (kind,))]
+    kind_to_waiting = {kind: iter(made) for kind, made in kind_to_made.items()}
+    in_order = [next(kind_to_waiting[kind]) for kind in order]
+    atol = MEL_ATOL if heard else 0.0
+    return Processed(inputs, [num for num, _ in in_order], [values for _, values in in_order], atol, tuple(order))
+
+
+def features(model: Any, processed: Processed) -> list[torch.Tensor]:
+    """Levels that a sound does not have are zeros."""
+    inputs, found = processed.inputs, {}
+    for kind, values, grid in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        if values in inputs:
+            made = getattr(model, f"get_{kind}_features")(inputs[values], inputs[grid], return_dict=True)
+            levels = [made.pooler_output, *(getattr(made, "deepstack_features", None) or ())]
+            found[kind] = iter([torch.stack(one) for one in zip(*levels, strict=True)])
+    if "input_features" in inputs:
+        made = model.get_audio_features(
+            inputs["input_features"], feature_attention_mask=inputs["feature_attention_mask"]
+        )
+        counts = [num for num, kind in zip(processed.num_tokens, processed.modalities, strict=True) if kind == "audio"]
+        num_levels = len(getattr(model.config.vision_config, "deepstack_visual_indexes", ())) + 1
+        rows = made.last_hidden_state.split(counts)
+        found["audio"] = iter([torch.stack([one, *[one * 0] * (num_levels - 1)]) for one in rows])
+    return [next(found[kind]) for kind in processed.modalities]
+
+
+def _look(directory: Path, data: bytes, eyes: Eyes) -> reference_videos.Looked:
+    processor = reference_videos.load(directory, eyes.video_processor)
+    return reference_videos.look(processor, *reference_videos.decoded(data))
+
+
+def _listen(
+    directory: Path, files: Sequence[bytes], ears: Ears
+) -> tuple[dict[str, torch.Tensor], list[tuple[int, np.ndarray]]]:
+    """Each file alone: in a batch, silence behind a shorter sound reaches into its end."""
+    extractor = WhisperFeatureExtractor.from_pretrained(directory)
+    found = []
+    for data in files:
+        made = extractor(
+            samples_of(data),
+            sampling_rate=RATE,
+            padding=ears.padding,
+            return_attention_mask=True,
+            return_tensors="pt",
+        )
+        found.append(made["input_features"][0, :, made["attention_mask"][0].bool()].T)
+    padded = torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
+    lengths = torch.tensor([len(mel) for mel in found])
+    mask = (torch.arange(padded.shape[1]) < lengths[:, None]).int()
+    inputs = {"input_features": padded.transpose(1, 2), "feature_attention_mask": mask}
+    return inputs, [(int(ears.num_tokens(len(mel))), mel.numpy()) for mel in found]

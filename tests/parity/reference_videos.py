@@ -1,0 +1,116 @@
+"""transformers' video processors without torchvision, which they are written on: their own code but for two functions,
+whose formulas stand here."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import av
+import numpy as np
+import torch
+from transformers import image_processing_backends
+from transformers.image_utils import SizeDict
+from transformers.video_utils import VideoMetadata
+
+
+class Looked(NamedTuple):
+    """What the reference looks at of a video."""
+
+    patches: torch.Tensor
+    """`(num_patches, patch_dim)`."""
+    grid: list[int]
+    indices: list[int]
+    metadata: VideoMetadata
+
+
+def resize(image: torch.Tensor, size: Any, interpolation: Any = None, antialias: bool = True) -> torch.Tensor:
+    """torchvision's on 8-bit values: its bicubic filter goes to torch's own kernel for them."""
+    if tuple(image.shape[-2:]) == tuple(size):
+        return image
+    flat = image.reshape(-1, *image.shape[-3:])
+    made = torch.nn.functional.interpolate(flat, size=list(size), mode="bicubic", antialias=antialias)
+    return made.reshape(*image.shape[:-2], *size)
+
+
+def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool = False) -> torch.Tensor:
+    mean, std = (torch.as_tensor(values, dtype=image.dtype)[:, None, None] for values in (mean, std))
+    return (image - mean) / std
+
+
+@contextmanager
+def torchvision_stand_in() -> Iterator[ModuleType]:
+    """While the processors' modules are imported."""
+    functional = ModuleType("torchvision.transforms.v2.functional")
+    functional.resize, functional.normalize = resize, normalize  # type: ignore[attr-defined]
+    functional.InterpolationMode = SimpleNamespace(LANCZOS="lanczos")  # type: ignore[attr-defined]
+    names = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
+    modules = {name: ModuleType(name) for name in names} | {functional.__name__: functional}
+    modules["torchvision.transforms.v2"].functional = functional  # type: ignore[attr-defined]
+    added = {name: module for name, module in modules.items() if name not in sys.modules}
+    sys.modules.update(added)
+    try:
+        yield functional
+    finally:
+        for name in added:
+            del sys.modules[name]
+
+
+def processor_class(name: str) -> Any:
+    """`Qwen2VLVideoProcessor` and the like."""
+    module = {"Qwen2VLVideoProcessor": "qwen2_vl", "Qwen3VLVideoProcessor": "qwen3_vl"}[name]
+    with torchvision_stand_in() as functional:
+        image_processing_backends.tvF = functional
+        image_processing_backends.pil_torch_interpolation_mapping = {3: "bicubic"}
+        found = importlib.import_module(f"transformers.models.{module}.video_processing_{module}")
+    return getattr(found, name)
+
+
+def load(directory: Path, name: str) -> Any:
+    """With the checkpoint's settings for videos."""
+    processor = object.__new__(processor_class(name))
+    for key, value in json.loads((directory / "video_preprocessor_config.json").read_text()).items():
+        setattr(processor, key, value)
+    processor.num_frames = processor.fps = None
+    return processor
+
+
+def look(processor: Any, frames: np.ndarray, fps: float, wanted_fps: float = 2.0) -> Looked:
+    """`frames` `(num_frames, height, width, 3)`."""
+    metadata = VideoMetadata(total_num_frames=len(frames), fps=fps, duration=len(frames) / fps)
+    indices = [int(index) for index in processor.sample_frames(metadata, fps=wanted_fps)]
+    metadata.frames_indices = list(indices)
+    video = torch.from_numpy(frames[indices]).permute(0, 3, 1, 2)
+    made = processor._preprocess(
+        [video],
+        do_resize=True,
+        size=SizeDict(**processor.size),
+        resample=3,
+        do_rescale=True,
+        rescale_factor=1 / 255,
+        do_normalize=True,
+        image_mean=tuple(processor.image_mean),
+        image_std=tuple(processor.image_std),
+        patch_size=processor.patch_size,
+        temporal_patch_size=processor.temporal_patch_size,
+        merge_size=processor.merge_size,
+        cap_pixels_per_frame=getattr(processor, "cap_pixels_per_frame", None) or False,
+    )
+    (grid,) = made["video_grid_thw"].tolist()
+    return Looked(
+        made["pixel_values_videos"].reshape(-1, made["pixel_values_videos"].shape[-1]), grid, indices, metadata
+    )
+
+
+def decoded(data: bytes) -> tuple[np.ndarray, float]:
+    """All frames, and their rate."""
+    with av.open(io.BytesIO(data)) as container:
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        return np.stack(frames), float(container.streams.video[0].average_rate)
