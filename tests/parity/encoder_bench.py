@@ -21,7 +21,7 @@ from fabric.clock import ManualClock
 from fabric.ids import MemberId, RequestId
 from fabric.messages import Destination, EncodeRequest, MediaItem, Member, PlaneMessage, UnitReady, UnitRelease
 from fabric.plane_local import LocalHub, LocalPlane
-from modalities.family import EncoderInput, EncoderModel, Family
+from modalities.family import DEFAULT_OPTIONS, EncoderInput, EncoderModel, Family, MediaOptions
 from modalities.identify import plan_media
 from modalities.registry import REGISTRY
 
@@ -39,13 +39,20 @@ class GatedModel:
         self.gate = threading.Event()
         self.gate.set()
         self.batch_sizes: list[int] = []
+        self.batches: list[tuple[str, list[int]]] = []
+        """Modality, and patches of each unit."""
+        self.is_stepped = False
+        """The gate closes behind each forward."""
         self.poison_patches: set[int] = set()
         self.max_units: int | None = None
         """More units than that run out of memory."""
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
         assert self.gate.wait(30)
+        if self.is_stepped:
+            self.gate.clear()
         self.batch_sizes.append(len(inputs))
+        self.batches.append((inputs[0].modality, [unit.num_patches for unit in inputs]))
         if self.max_units is not None and len(inputs) > self.max_units:
             raise torch.OutOfMemoryError("too many units")
         if any(unit.pixels.shape[0] in self.poison_patches for unit in inputs):
@@ -81,12 +88,19 @@ class Bench:
     """What the router was sent."""
     num_requests: int = 0
 
-    def item(self, data: bytes, index: int = 0, declared: bytes | None = None) -> MediaItem:
+    def item(
+        self,
+        data: bytes,
+        index: int = 0,
+        declared: bytes | None = None,
+        modality: str = "image",
+        options: MediaOptions = DEFAULT_OPTIONS,
+    ) -> MediaItem:
         """Planned from the header, as a router does; `declared` is the file whose header is believed."""
-        plugin = REGISTRY.modality("image")
+        plugin = REGISTRY.modality(modality)
         part = f"messages.0.content.{index + 1}"
         header = plugin.probe(declared or data, part)
-        return plan_media(self.family, data, header, index, part).item
+        return plan_media(self.family, data, header, index, part, options=options).item
 
     def request(self, files: Sequence[bytes], items: Sequence[MediaItem] = ()) -> EncodeRequest:
         self.num_requests += 1
@@ -96,10 +110,23 @@ class Bench:
         age = (float(self.num_requests), str(request_id))
         return EncodeRequest(request_id, 0, ROUTER.member_id, planned, destination, age)
 
-    def expected(self, files: Sequence[bytes]) -> list[bytes]:
-        """What the family's encoder computes for each file alone, as bytes."""
-        inputs = [unit for data in files for unit in self.family.preprocess(data, self.item(data))]
+    def expected(self, files: Sequence[bytes], items: Sequence[MediaItem] = ()) -> list[bytes]:
+        """What the family's encoder computes for each unit alone, as bytes."""
+        planned = items or [self.item(data) for data in files]
+        pairs = zip(files, planned, strict=True)
+        inputs = [unit for data, item in pairs for unit in self.family.preprocess(data, item)]
         return [self.model._model.encode([unit])[0].contiguous().view(torch.uint8).numpy().tobytes() for unit in inputs]
+
+    async def step(self) -> None:
+        """Lets one forward pass the gate, and waits until its end was heard of."""
+        num_batches = self.service.report().batches
+        self.model.gate.set()
+        await self.until(lambda: self.service.report().batches > num_batches)
+
+    async def queued(self, num_units: int) -> None:
+        """Waits until so many units lie decoded."""
+        pipeline = self.service._pipeline
+        await self.until(lambda: len(pipeline.flights.queued_units(pipeline.costs.work_s)) == num_units)
 
     async def pull(self, message: UnitReady) -> bytes:
         landed = await asyncio.wrap_future(self.sink.pull(message.ticket, 10.0))
@@ -162,6 +189,7 @@ async def running_bench(
     service._pipeline.costs = costs
     service.update_members([WORKER, ROUTER])
     model.batch_sizes.clear()
+    model.batches.clear()
     try:
         yield bench
     finally:
