@@ -23,7 +23,7 @@ from fabric.errors import ConfigError
 from fabric.ids import MemberId
 from fabric.messages import Member
 from fabric.plane import Plane
-from llm_workers.config import WorkerConfig
+from llm_workers.config import Speculation, WorkerConfig
 from llm_workers.tensor_parallel.shares import check_shares
 from modalities.family import Family, LanguageModel, MediaOptions
 from modalities.plugin import MediaLimits
@@ -149,6 +149,7 @@ def worker_config(config: ClusterConfig) -> WorkerConfig:
         keep_features=section.keep_features,
         kept_bytes=section.kept_bytes,
         num_ranks=section.tensor_parallel,
+        speculation=Speculation(**section.speculation.model_dump()),
     )
 
 

@@ -122,6 +122,22 @@ class EncoderSection(_Section):
     """Fault injection for tests: every forward is preceded by this pause."""
 
 
+class SpeculationSection(_Section):
+    """Prompt lookup: guesses from a request's own text, checked in the same step. It changes no answer."""
+
+    max_tokens: int = Field(0, ge=0, le=64)
+    """Guesses per sequence and step, at most; 0 is off."""
+    min_ngram: int = Field(2, ge=1)
+    max_ngram: int = Field(4, ge=1)
+    """How many of the last tokens must be found again: at least and at most."""
+
+    @model_validator(mode="after")
+    def _check_order(self) -> SpeculationSection:
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(f"min_ngram is {self.min_ngram}, max_ngram {self.max_ngram}")
+        return self
+
+
 class WorkerSection(_Section):
     replicas: int = Field(1, ge=1)
     device: Device = "cpu"
@@ -144,6 +160,7 @@ class WorkerSection(_Section):
     pull_timeout_s: float = Field(30.0, gt=0)
     unit_wait_s: float = Field(10.0, gt=0)
     """How long a worker awaits a feature before it asks the router again."""
+    speculation: SpeculationSection = SpeculationSection()
 
 
 class RaySection(_Section):

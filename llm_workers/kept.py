@@ -21,12 +21,13 @@ NO_SLOT = -1
 class KeptFeatures:
     """Not thread-safe: lives in the event loop. Lent buffers are read by the engine's thread."""
 
-    def __init__(self, mode: str, budget_bytes: int, is_prefix_cached: bool) -> None:
+    def __init__(self, mode: str, budget_bytes: int, is_prefix_cached: bool, has_drafts: bool = False) -> None:
+        """`has_drafts`: sequences speculate (`scheduling.keeping` says what that means)."""
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self.num_hits = 0
         """Features that did not have to be fetched again."""
-        self._mode, self._is_prefix_cached = mode, is_prefix_cached
+        self._mode, self._is_prefix_cached, self._has_drafts = mode, is_prefix_cached, has_drafts
         self._features: OrderedDict[UnitKey, LandedFeature] = OrderedDict()
         """Not lent, the least recently used first."""
         self._lent: dict[UnitKey, LandedFeature] = {}
@@ -43,7 +44,7 @@ class KeptFeatures:
     def offer(self, unit: UnitKey, feature: LandedFeature) -> bool:
         """A feature is about to leave the inbox: it is copied if the policy keeps it and the budget allows. True if
         it was."""
-        use = FeatureUse(is_seen_before=unit in self._seen, is_prefix_cached=self._is_prefix_cached)
+        use = FeatureUse(unit in self._seen, self._is_prefix_cached, has_drafts=self._has_drafts)
         self._remember(unit)
         if not is_kept(self._mode, use) or unit in self._lent:
             return False

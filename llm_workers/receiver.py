@@ -75,7 +75,9 @@ class Receiver:
         self._pulls: set[Future[LandedFeature]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.landed = landed
-        self.kept = KeptFeatures(config.keep_features, config.kept_bytes, config.is_prefix_cache_enabled)
+        self.kept = KeptFeatures(
+            config.keep_features, config.kept_bytes, config.is_prefix_cache_enabled, config.speculation.max_tokens > 0
+        )
 
     def start(self) -> None:
         """Must be called in the event loop."""

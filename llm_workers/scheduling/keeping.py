@@ -11,6 +11,8 @@ The first row that applies decides. Rows 1 and 2 protect generations that run, s
 the future. Row 3 comes before row 4 because it rests on what was seen: with the prefix cache on, a unit is fetched a
 second time only when the cache did not cover it (another prompt around it, or evicted), so the cache will not cover
 the third time either. Row 4 before row 5 changes no action; it names the reason.
+The engine's own drafts (prompt lookup) roll back generated positions alone, which read no feature: for them row 1 is
+the seed's word, not a need, and costs host memory within its budget.
 What is kept is demoted to host memory, never left where features land. Knows no bytes.
 """
 

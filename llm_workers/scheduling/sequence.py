@@ -136,7 +136,8 @@ class Sequence:
         if end <= self.num_prompt:
             return ids[:, start:end]
         behind = np.arange(max(start, self.num_prompt), end, dtype=np.int64) + self._positions.delta
-        generated = np.tile(behind, (ids.shape[0], 1))
+        generated = np.empty((ids.shape[0], len(behind)), dtype=np.int64)
+        generated[:] = behind
         return generated if start >= self.num_prompt else np.concatenate([ids[:, start:], generated], axis=1)
 
     def extend_hashes(self, num_blocks: int, block_size: int) -> None:
