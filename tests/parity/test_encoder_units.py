@@ -21,7 +21,7 @@ pytestmark = pytest.mark.torch
 MODALITIES = ("image", "video", "audio")
 CONFIG = EncoderConfig(modalities=MODALITIES, num_decode_processes=0, report_interval_s=0.02)
 OPTIONS = MediaOptions(fps=8, max_frames=120)
-"""All frames of a film are looked at."""
+"""As many frames of a film as the family takes."""
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +34,10 @@ def encoder(family: Family) -> EncoderModel:
     return family.load_encoder(demo_checkpoint(), "cpu", "float32", MODALITIES)
 
 
-def film(num_frames: int = 120, seed: int = 0) -> bytes:
+def film(num_frames: int = 120, seed: int = 0, side: int = 160) -> bytes:
+    """At a side of 160 of two units, at 256 of four."""
     rng = np.random.default_rng(seed)
-    frames = [rng.integers(0, 256, (160, 160, 3), dtype=np.uint8) for _ in range(4)]
+    frames = [rng.integers(0, 256, (side, side, 3), dtype=np.uint8) for _ in range(4)]
     clip = Clip(codec="mpeg4", num_frames=num_frames, fps=8)
     return encode_video([frames[at % 4] for at in range(num_frames)], clip)
 
@@ -100,7 +101,7 @@ async def test_a_film_delays_a_picture_by_the_unit_in_the_forward(
     async with running_bench(family, encoder, CONFIG, costs=NEVER_FUSED) as bench:
         bench.model.is_stepped = True
         bench.model.gate.clear()
-        data, still = film(), picture(1)
+        data, still = film(side=256), picture(1)
         item = film_item(bench, data)
         num_units = len(item.unit_tokens)
         calls = [encode(bench, [data], [item])]
