@@ -112,7 +112,7 @@ async def serving() -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
     config = ClusterConfig.model_validate(
         {
             "encoders": {"modalities": ["image", "video", "audio"], "decode_processes": 1},
-            "workers": {"replicas": 1, "num_blocks": 256},
+            "workers": {"replicas": 1, "num_blocks": 512},
             "media": {"probe_processes": 1},
         }
     )
