@@ -42,8 +42,8 @@ MAX_PIXELS = 2**28
 _BRANDS_OF_IMAGES = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
 _MOV_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp")
 _TS_PACKET_BYTES = 188
-# What PyAV raises for broken files beside FFmpeg's errors: numbers out of range, times that are missing.
-_ERRORS = (FFmpegError, OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError, MemoryError)
+# What PyAV raises for broken files beside FFmpeg's errors: numbers out of range, pixels of no known format.
+_ERRORS = (FFmpegError, OSError, ValueError, ArithmeticError, MemoryError)
 
 
 class Format(NamedTuple):

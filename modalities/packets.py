@@ -10,6 +10,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
 
 from av.audio.stream import AudioStream
 from av.container import InputContainer
@@ -55,20 +56,24 @@ class Tally:
 def tally(container: InputContainer, streams: Sequence[Stream]) -> dict[int, Tally]:
     """Stream index -> what was counted, in one pass over the rest of the file. Raises as PyAV does."""
     tallies = {stream.index: Tally(stream, stream.frames, stream.duration or 0) for stream in streams}
-    hidden = {stream.index: _HIDDEN.get(stream.codec_context.name) for stream in streams}
     waits_for_key = _waits_for_key(container)
     for packet in container.demux(*streams):
         if packet.size == 0:  # the end of a stream, or a frame that AVI left out
             continue
         counted = tallies[packet.stream_index]
         counted.num_packets += 1
-        is_hidden = hidden[packet.stream_index]
-        if packet.is_discard or (is_hidden is not None and is_hidden(memoryview(packet))):
+        if not is_shown(packet):
             continue
         if waits_for_key and not counted.num_shown and counted.stream.type == "video" and not packet.is_keyframe:
             continue
         _count(counted, packet)
     return tallies
+
+
+def is_shown(packet: Packet[Any]) -> bool:
+    """Whether a decoder makes a frame of it; of a packet that is not empty."""
+    is_hidden = _HIDDEN.get(packet.stream.codec_context.name)
+    return not (packet.is_discard or (is_hidden is not None and is_hidden(memoryview(packet))))
 
 
 def frame_packets(container: InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:

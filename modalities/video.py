@@ -18,11 +18,14 @@ from fabric.errors import InvalidMedia
 from modalities.container import MAX_PIXELS, format_name, open_container, picture_stream, sound_stream
 from modalities.family import AudioHeader, MediaHeader, VideoHeader
 from modalities.packets import frame_packets, lost_packets, num_samples, seconds_shown, tally
+from modalities.picture_groups import GroupPlan, plan_groups
 from modalities.plugin import MediaLimits, decode_data_url, part_url
 from modalities.tolerance import FRAMES
 
 Pixels = npt.NDArray[np.uint8]
 
+_LONG = 100
+"""Frames from which on it may pay to look at the packets once more, for groups that nobody wants."""
 _DEFAULT_FPS = 25
 """Where a file knows no time at all; FFmpeg's own default."""
 
@@ -81,36 +84,60 @@ def decode_frames(data: bytes, indices: Sequence[int], header: VideoHeader, para
     assert rest == sorted(rest)
     assert not rest or 0 <= rest[0] <= rest[-1] < header.num_frames
     rest.reverse()
+    plan = _plan_groups(data, indices, header, param)
+    if plan is not None:
+        yield from _picked(data, rest, header, plan, param)
+    if rest:
+        yield from _picked(data, rest, header, None, param)
+
+
+def _plan_groups(data: bytes, indices: Sequence[int], header: VideoHeader, param: str) -> GroupPlan | None:
+    """For long videos in containers that know when each frame is shown."""
+    if header.num_frames < _LONG or header.format not in ("MP4", "MATROSKA"):
+        return None
+    with open_container(data, param) as container:
+        stream = _picture_stream(container, param)
+        return plan_groups(frame_packets(container, stream), indices, header.num_frames)
+
+
+def _picked(data: bytes, rest: list[int], header: VideoHeader, plan: GroupPlan | None, param: str) -> Iterator[Pixels]:
+    """Takes indices from the end of `rest` as it yields their frames. By a plan it ends where the decoder's frames are
+    not those that the packets promised; without one, it yields them all or raises."""
     last: VideoFrame | None = None
     num_decoded = 0
     with open_container(data, param) as container:
         stream = _picture_stream(container, param)
         # FFmpeg measures the frame with its padding; this alone stops a frame of 65535x65535 in a file of 16x16.
         most_pixels = 4 * (header.width + 128) * (header.height + 128)
-        for frame in _frames(container, stream, most_pixels) if rest else ():
-            if _upright_size(frame) != (header.width, header.height):
-                raise InvalidMedia(
-                    f"{param}: frame {num_decoded} is {frame.width}x{frame.height}, its header says otherwise",
-                    param=param,
-                )
-            if rest[-1] == num_decoded:
-                if frame.is_corrupt:
-                    raise InvalidMedia(f"{param}: frame {num_decoded} is damaged", param=param)
-                pixels = _upright(frame)
-                while rest and rest[-1] == num_decoded:
-                    rest.pop()
-                    yield pixels
+        for frame in _frames(container, stream, most_pixels, plan):
+            number = num_decoded if plan is None else plan.number_of(frame.pts)
+            if number is None or number > rest[-1]:
+                return
+            _check(frame, number, header, param)
+            pixels = _upright(frame) if number == rest[-1] else None
+            while pixels is not None and rest and rest[-1] == number:
+                rest.pop()
+                yield pixels
             if not rest:
                 return
             last = frame
             num_decoded += 1
-        if rest and (last is None or num_decoded < header.num_frames - FRAMES):
-            raise InvalidMedia(
-                f"{param}: the video ends after {num_decoded} of {header.num_frames} frames", param=param
-            )
-        for _ in rest:
-            assert last is not None
+        if plan is not None:
+            return
+        if last is None or num_decoded < header.num_frames - FRAMES:
+            message = f"{param}: the video ends after {num_decoded} of {header.num_frames} frames"
+            raise InvalidMedia(message, param=param)
+        while rest:
+            rest.pop()
             yield _upright(last)
+
+
+def _check(frame: VideoFrame, number: int, header: VideoHeader, param: str) -> None:
+    if _upright_size(frame) != (header.width, header.height):
+        size = f"{frame.width}x{frame.height}"
+        raise InvalidMedia(f"{param}: frame {number} is {size}, its header says otherwise", param=param)
+    if frame.is_corrupt:
+        raise InvalidMedia(f"{param}: frame {number} is damaged", param=param)
 
 
 def _count(container: InputContainer, width: int, height: int, param: str) -> VideoHeader:
@@ -139,14 +166,27 @@ def _picture_stream(container: InputContainer, param: str) -> VideoStream:
     return stream
 
 
-def _frames(container: InputContainer, stream: VideoStream, max_pixels: int) -> Iterator[VideoFrame]:
-    """In the order in which they are seen. One thread: the processes of a pool share the cores already."""
+def _frames(
+    container: InputContainer, stream: VideoStream, max_pixels: int, plan: GroupPlan | None = None
+) -> Iterator[VideoFrame]:
+    """In the order in which they are seen; by a plan, those of the groups that are needed. One thread: the processes
+    of a pool share the cores already."""
     context = stream.codec_context
     context.thread_count = 1
     context.options = {"max_pixels": str(max_pixels)}
+    group = -1
+    is_skipping = False
     for packet in frame_packets(container, stream):
-        yield from packet.decode()
-    yield from context.decode(None)
+        if packet.is_keyframe or group < 0:
+            group += 1
+            if plan is not None and not plan.is_needed[group] and not is_skipping:
+                yield from context.decode(None)
+                context.flush_buffers()
+            is_skipping = plan is not None and not plan.is_needed[group]
+        if not is_skipping:
+            yield from packet.decode()
+    if not is_skipping:
+        yield from context.decode(None)
 
 
 def _quarter_turns(frame: VideoFrame) -> int:
