@@ -6,33 +6,34 @@ Knows nothing of requests, queues or where features come from.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from fabric.ids import UnitKey
 from llm_workers.attention import Backend
 from llm_workers.drawing import draw
 from llm_workers.paged_kv import PagedKV, Rows, copy_blocks
-from llm_workers.scheduling.plan import Chunk, Splice, StepPlan, StepResult
+from llm_workers.scheduling.plan import Chunk, StepPlan, StepResult
 from llm_workers.side_rows import SideRows
+from llm_workers.splice import FeatureReader, PlacedSplice, splice_features
 from modalities.family import LanguageModel
 
 
-class FeatureReader(Protocol):
-    def feature(self, unit: UnitKey) -> torch.Tensor:
-        """Of a landed unit: `(num_levels, num_tokens, hidden)`, valid during the step."""
-        ...
+@dataclass(slots=True)
+class RunTimes:
+    """Running sums since start, for benches. On a device that computes on its own, the time until its work is asked
+    for, but for `sample_s`, which waits for it."""
 
-
-class PlacedSplice(NamedTuple):
-    """A splice at its row of the packed input."""
-
-    at: int
-    splice: Splice
+    inputs_s: float = 0.0
+    splice_s: float = 0.0
+    forward_s: float = 0.0
+    """Embedding of the tokens included."""
+    sample_s: float = 0.0
+    """Logits included."""
 
 
 class Runner:
@@ -49,13 +50,15 @@ class Runner:
         """`side` stores rows of hidden layers for chunks that ask for them."""
         self._model, self._kv, self._features, self._backend = model, kv, features, backend
         self._side = side
+        self.times = RunTimes()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes the plan's chunks; copies the blocks that they name and writes their KV. Draws a token for each
         chunk that has `sampling`, and one more for each of its drafts that is right; it is negative where the logits
         are not finite or the grammar is broken. The plan must have chunks."""
-        device = self._model.device
+        device, times = self._model.device, self.times
+        begun_s = time.perf_counter()
         starts = np.cumsum([0, *(chunk.num_tokens for chunk in plan.chunks)])
         token_ids = torch.from_numpy(np.concatenate([chunk.token_ids for chunk in plan.chunks])).to(device)
         positions = torch.from_numpy(np.concatenate([chunk.positions for chunk in plan.chunks], axis=1)).to(device)
@@ -64,27 +67,20 @@ class Runner:
         if self._side:
             self._side.copy_blocks(rows)
         step = self._backend(self._kv, rows)
+        inputs_s = time.perf_counter()
         embeddings = self._model.embed(token_ids)
-        feature_rows, feature_levels = self._splice(embeddings, list(_placed(plan.chunks, starts)))
+        embedded_s = time.perf_counter()
+        feature_rows, feature_levels = splice_features(embeddings, list(_placed(plan.chunks, starts)), self._features)
+        spliced_s = time.perf_counter()
         with self._side.storing(plan.chunks, starts) if self._side else nullcontext():
             hidden = self._model.forward(embeddings, positions, step, feature_rows, feature_levels)
-        return draw(self._model, hidden, plan.chunks, starts)
-
-    def _splice(
-        self, embeddings: torch.Tensor, placed: Sequence[PlacedSplice]
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Copies level 0 of the features into `embeddings`; returns the rows and the DeepStack levels there."""
-        if not placed:
-            return None, None
-        taken = []
-        for _, splice in placed:
-            feature = self._features.feature(splice.unit)[:, splice.row : splice.row + splice.length]
-            taken.append(feature.to(device=embeddings.device, dtype=embeddings.dtype))
-        levels = torch.cat(taken, dim=1)
-        rows = np.concatenate([np.arange(at, at + splice.length) for at, splice in placed])
-        feature_rows = torch.from_numpy(rows).to(embeddings.device)
-        embeddings.index_copy_(0, feature_rows, levels[0])
-        return feature_rows, levels[1:]
+        forward_s = time.perf_counter()
+        result = draw(self._model, hidden, plan.chunks, starts)
+        times.inputs_s += inputs_s - begun_s
+        times.splice_s += spliced_s - embedded_s
+        times.forward_s += embedded_s - inputs_s + forward_s - spliced_s
+        times.sample_s += time.perf_counter() - forward_s
+        return result
 
 
 def _rows(chunks: Sequence[Chunk], starts: np.ndarray) -> list[Rows]:

@@ -41,7 +41,7 @@ from llm_workers.paged_kv import PagedKV
 from llm_workers.receiver import Endpoint, Listener, Receiver
 from llm_workers.reporting import Reporter
 from llm_workers.routers import RouterLinks
-from llm_workers.runner import Runner
+from llm_workers.runner import Runner, RunTimes
 from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.scheduler import Scheduler
 from llm_workers.side_rows import make_side_rows
@@ -136,6 +136,11 @@ class WorkerService:
     def step_times(self) -> StepTimes:
         """Where the engine's time went since start."""
         return self._engine.times
+
+    @property
+    def run_times(self) -> RunTimes:
+        """Of the engine's executing, its parts."""
+        return self._runner.times
 
     # ------------------------------------------------------------ calls
 
