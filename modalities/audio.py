@@ -129,11 +129,10 @@ def _mono(frame: AudioFrame) -> Samples:
     values = frame.to_ndarray()
     if not frame.format.is_planar:
         values = values.reshape(-1, frame.layout.nb_channels).T
-    mono: Samples = values.mean(axis=0, dtype=np.float64 if values.dtype.itemsize > 2 else np.float32)
-    if values.dtype == np.uint8:
-        mono = (mono - 128) / 128
-    elif values.dtype.kind == "i":
-        mono = mono / -float(np.iinfo(values.dtype).min)
+    mono = values.mean(axis=0, dtype=np.float64 if values.dtype.itemsize > 2 else np.float32)
+    if values.dtype.kind in "iu":
+        full = 2.0 ** (8 * values.dtype.itemsize - 1)
+        mono = mono / full - (values.dtype.kind == "u")
     return mono.astype(np.float32)
 
 

@@ -89,7 +89,7 @@ def _saved(directory: Path, model: Any, **preprocessor: Any) -> Any:
     return model
 
 
-def build_qwen3_omni(directory: Path, num_levels: int = 1, width: int = 32) -> Tower:
+def build_qwen3_omni(directory: Path, num_levels: int = 1, width: int = 32, dtype: str = "float32") -> Tower:
     audio = _QWEN3 | {"d_model": width}
     config = Qwen3OmniMoeThinkerConfig(
         audio_config=dict(audio),
@@ -104,7 +104,7 @@ def build_qwen3_omni(directory: Path, num_levels: int = 1, width: int = 32) -> T
     )
     model = _saved(directory, spread(Qwen3OmniMoeThinkerForConditionalGeneration(config)))
     sound = qwen3_omni_sound(directory, audio, HIDDEN)
-    encoder = qwen3_omni.load_encoder(directory, model.config.audio_config, sound, num_levels, PLACE)
+    encoder = qwen3_omni.load_encoder(directory, model.config.audio_config, sound, num_levels, ("cpu", dtype))
     return Tower(
         model,
         sound,
@@ -115,7 +115,7 @@ def build_qwen3_omni(directory: Path, num_levels: int = 1, width: int = 32) -> T
     )
 
 
-def build_qwen2_5_omni(directory: Path) -> Tower:
+def build_qwen2_5_omni(directory: Path, dtype: str = "float32") -> Tower:
     config = Qwen2_5OmniThinkerConfig(
         audio_config=dict(_QWEN2_5),
         text_config=dict(_TEXT),
@@ -128,7 +128,7 @@ def build_qwen2_5_omni(directory: Path) -> Tower:
         },
     )
     model = _saved(directory, spread(Qwen2_5OmniThinkerForConditionalGeneration(config)), chunk_length=10)
-    encoder = qwen2_5_omni.load_encoder(directory, model.config.audio_config, 1, PLACE)
+    encoder = qwen2_5_omni.load_encoder(directory, model.config.audio_config, 1, ("cpu", dtype))
     return Tower(
         model,
         qwen2_5_omni_sound(directory, _QWEN2_5, HIDDEN),
@@ -139,20 +139,20 @@ def build_qwen2_5_omni(directory: Path) -> Tower:
     )
 
 
-def build_qwen2_audio(directory: Path) -> Tower:
+def build_qwen2_audio(directory: Path, dtype: str = "float32") -> Tower:
     config = Qwen2AudioConfig(audio_config=dict(_QWEN2), text_config=dict(_TEXT), audio_token_index=150)
     model = _saved(directory, spread(Qwen2AudioForConditionalGeneration(config)), chunk_length=2)
     return Tower(
         model,
         qwen2_audio_sound(directory, _QWEN2),
-        qwen2_audio.load_encoder(directory, PLACE),
+        qwen2_audio.load_encoder(directory, ("cpu", dtype)),
         WhisperFeatureExtractor.from_pretrained(directory),
         "max_length",
         lambda frames: ((frames - 1) // 2 + 1 - 2) // 2 + 1,
     )
 
 
-BUILDERS: dict[str, Callable[[Path], Tower]] = {
+BUILDERS: dict[str, Callable[..., Tower]] = {
     "qwen3_omni": build_qwen3_omni,
     "qwen2_5_omni": build_qwen2_5_omni,
     "qwen2_audio": build_qwen2_audio,

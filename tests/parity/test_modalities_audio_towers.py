@@ -113,6 +113,17 @@ def test_files_become_units(tower: Tower, name: str) -> None:
         tower.sound.preprocess(data, other)
 
 
+@pytest.mark.parametrize("name", BUILDERS)
+def test_half_precision(name: str, tmp_path: Path) -> None:
+    """As close to float32 as rounding lets it be; the features come in the model's dtype."""
+    tower = BUILDERS[name](tmp_path, dtype="bfloat16")
+    samples = noise(RATE, 4)
+    (rows,) = tower.encoder.encode(tower.sound.inputs(samples))
+    (whole,) = tower.expected([samples])
+    assert rows.dtype == torch.bfloat16
+    assert (rows[0] - whole).norm() < 0.05 * whole.norm()
+
+
 def test_nothing_to_encode(tower: Tower) -> None:
     assert tower.encoder.encode([]) == []
 

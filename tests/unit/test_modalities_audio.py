@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from media_corpus import CLIPS, video_file
 from sound_files import FORMATS, encoded, noise, tone, wav
 
 from fabric.errors import InvalidMedia, InvalidRequest
 from modalities.audio import AudioPlugin, decode_samples, num_samples_at, probe_sound
-from modalities.family import AudioHeader
+from modalities.family import AudioHeader, VideoHeader
 from modalities.plugin import MediaLimits
+from modalities.registry import REGISTRY
 from modalities.tolerance import AUDIO_S
 
 RATE = 16000
@@ -124,6 +126,21 @@ def test_resampling_keeps_frequency_level_and_time(rate: int) -> None:
 def test_what_the_models_rate_can_not_hold_is_gone(hz: float) -> None:
     found = samples_of(encoded(tone(0.5, 48000, hz), 48000, "wav-float"))
     assert np.abs(found[400:-400]).max() < 0.5 * 10 ** (-80 / 20)
+
+
+@pytest.mark.parametrize("name", [name for name, clip in CLIPS.items() if clip.sound_codec])
+def test_sound_tracks_of_videos(name: str) -> None:
+    """What the video's header says of its track is what the track is, planned and decoded on its own."""
+    data = video_file(name)
+    header = REGISTRY.modality("video").probe(data, PART)
+    assert isinstance(header, VideoHeader)
+    assert header.sound == probe_sound(data, PART)
+    assert samples_of(data).std() > 0.1
+
+
+def test_a_video_without_sound() -> None:
+    with pytest.raises(InvalidMedia, match="no sound"):
+        probe_sound(video_file("mp4-h264"), PART)
 
 
 def test_other_lengths_than_planned() -> None:
