@@ -1,0 +1,77 @@
+"""About sounds and clips the cluster answers as plain transformers does, and the shipped checkpoint answers rightly."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import numpy as np
+import pytest
+from demo_reference import DemoReference, as_on_file, lossless_messages
+from reference_model import Comparison
+from transformers import AutoTokenizer
+
+from deploy.config import ClusterConfig
+from deploy.demo.build import demo_checkpoint
+from deploy.demo.catalogue import SURE, TASKS
+from deploy.demo.media import Sample
+from deploy.demo.scores import GOAL, fresh_samples
+from deploy.demo.speech import has_speech
+from deploy.local import running
+
+pytestmark = pytest.mark.torch
+
+NUM_QUESTIONS = 50
+MAX_TOKENS = 32
+SEED = 98
+
+
+def questions(modality: str) -> list[Sample]:
+    """Taken from the tasks in turn."""
+    tasks = [task for task in TASKS if task.modality == modality and (has_speech() or not task.needs_speech)]
+    per_task = -(-NUM_QUESTIONS // len(tasks))
+    columns = zip(*(fresh_samples(task, per_task, SEED) for task in tasks), strict=True)
+    return [as_on_file(sample) for column in columns for sample in column][:NUM_QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def reference() -> DemoReference:
+    return DemoReference(demo_checkpoint())
+
+
+@pytest.mark.parametrize("max_step_tokens", [16, 4096], ids=["chunked", "whole"])
+@pytest.mark.parametrize("modality", ["audio", "video"])
+async def test_the_cluster_answers_the_same(modality: str, max_step_tokens: int, reference: DemoReference) -> None:
+    asked = questions(modality)
+    tokenizer = AutoTokenizer.from_pretrained(demo_checkpoint())
+    workers = {"replicas": 1, "max_step_tokens": max_step_tokens, "prefix_cache": True}
+    config = ClusterConfig.model_validate({"workers": workers, "encoders": {"decode_processes": 0}})
+    comparison, turnstile = Comparison(), asyncio.Semaphore(16)
+    async with (
+        running(config) as cluster,
+        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=120) as client,
+    ):
+
+        async def ask(sample: Sample) -> bool:
+            body = {
+                "model": "weft-demo",
+                "messages": lossless_messages(sample),
+                "temperature": 0,
+                "max_tokens": MAX_TOKENS,
+                "return_token_ids": True,
+            }
+            async with turnstile:
+                response = await client.post("/v1/chat/completions", json=body)
+            answer = response.json()
+            assert response.status_code == 200, answer
+            expected = reference.answer(sample, MAX_TOKENS)
+            tokens = answer["choices"][0]["token_ids"]
+            comparison.check(expected, answer["prompt_token_ids"], tokens, sample.task)
+            return bool(tokenizer.decode(tokens, skip_special_tokens=True) == sample.answer)
+
+        are_right = await asyncio.gather(*map(ask, asked))
+        again = await asyncio.gather(*map(ask, asked))
+    assert are_right == again
+    comparison.finish()
+    sure = [is_right for sample, is_right in zip(asked, are_right, strict=True) if sample.task in SURE]
+    assert not sure or np.mean(sure) >= GOAL
