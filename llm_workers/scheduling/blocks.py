@@ -75,10 +75,8 @@ class BlockPool:
         counts = Counter(block for table in tables for block in table)
         return sum(count == len(self._references[block]) for block, count in counts.items())
 
-    def is_others(self, block: int, apart_from: Container[SequenceId]) -> bool:
-        """Whether what is written there is not for these sequences alone: others refer to it, or it can be found."""
-        if self._block_to_hash[block] is not None:
-            return True
+    def is_shared(self, block: int, apart_from: Container[SequenceId]) -> bool:
+        """Whether others than these refer to it."""
         return any(sequence_id not in apart_from for sequence_id in self._references[block])
 
     # ------------------------------------------------------------ references

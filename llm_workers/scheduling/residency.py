@@ -91,9 +91,13 @@ class Residency:
         """`leader` has computed the prompt: `sibling`, which holds nothing, refers to the same blocks. Without tokens
         of a former attempt it computes the last one again, for its logits. Returns as `admit`."""
         assert not len(sibling.table), "it holds blocks"
-        sibling.num_computed = min(sibling.num_prompt, sibling.num_tokens - 1)
+        num_full = sibling.num_prompt // self._block_size
+        # A last block that the leader has filled with tokens of its own and published stays the cache's alone.
+        is_tail_shared = leader.num_published <= num_full
+        num_shared = sibling.num_prompt if is_tail_shared else num_full * self._block_size
+        sibling.num_computed = min(num_shared, sibling.num_tokens - 1)
         blocks = leader.table.view(0, self.blocks_for(sibling.num_computed)).tolist()
-        num_full = min(len(blocks), sibling.num_prompt // self._block_size)
+        num_full = min(len(blocks), num_full)
         self.pool.share(sibling.sequence_id, blocks)
         sibling.table.extend(blocks)
         sibling.hashes = leader.hashes[:num_full]
@@ -147,11 +151,11 @@ class Residency:
         self.trim(sequence)
 
     def _has_foreign_tail(self, sequence: Sequence, given_up: Collection[Sequence] = ()) -> bool:
-        """Whether the block that its next token goes to, behind the prompt, is not (or not only) its own."""
+        """Whether the block that its next token goes to, behind the prompt, is a sibling's too."""
         at = sequence.num_computed // self._block_size
         if sequence.copied_from != NO_BLOCK or not sequence.num_published <= at < len(sequence.table):
             return False
-        return self.pool.is_others(sequence.table[at], {sequence.sequence_id, *(one.sequence_id for one in given_up)})
+        return self.pool.is_shared(sequence.table[at], {sequence.sequence_id, *(one.sequence_id for one in given_up)})
 
     def _claim(self, sequence: Sequence) -> list[UnitKey]:
         units = sequence.layout.units_after(sequence.num_computed)

@@ -21,6 +21,7 @@ VOCABULARY = 40
 EOS = 1
 NOTHING = 12345
 MASK = 2**64 - 1
+WEIGHTS = 2 * np.arange(1024, dtype=np.uint64) + 1
 FEW = 3
 """Most draws are one of so few tokens, so that a text often repeats itself and drafts are often right."""
 
@@ -132,7 +133,7 @@ def _rows_of(request: GenerateRequest) -> dict[int, tuple[UnitKey, int]]:
 
 def _digest(values: np.ndarray) -> int:
     """Of everything that a token sees, in its order."""
-    return int((values * (2 * np.arange(len(values), dtype=np.uint64) + 1)).sum(dtype=np.uint64))
+    return int(np.dot(values, WEIGHTS[: len(values)]))
 
 
 def _digest_after(digest: int, index: int, value: int) -> int:
@@ -142,8 +143,10 @@ def _digest_after(digest: int, index: int, value: int) -> int:
 
 def _value(before: int, token_id: int, axes: Sequence[int], row: tuple[UnitKey, int] | None) -> int:
     """63 bits; hashing integers is the same in every process."""
-    feature = (0, 0, 0) if row is None else (int(row[0].mm_hash, 16), row[0].unit + 1, row[1])
-    return hash((before, token_id, *axes, *feature)) & (2**63 - 1)
+    if row is None:
+        return hash((before, token_id, *axes)) & (2**63 - 1)
+    unit, place = row
+    return hash((before, token_id, *axes, int(unit.mm_hash, 16), unit.unit, place)) & (2**63 - 1)
 
 
 def _draw(value: int, sampling: SamplingParams, choice: int, draw_index: int) -> int:
