@@ -56,17 +56,11 @@ class Tally:
 def tally(container: InputContainer, streams: Sequence[Stream]) -> dict[int, Tally]:
     """Stream index -> what was counted, in one pass over the rest of the file. Raises as PyAV does."""
     tallies = {stream.index: Tally(stream, stream.frames, stream.duration or 0) for stream in streams}
-    waits_for_key = _waits_for_key(container)
-    for packet in container.demux(*streams):
-        if packet.size == 0:  # the end of a stream, or a frame that AVI left out
-            continue
+    for packet in stream_packets(container, *streams):
         counted = tallies[packet.stream_index]
         counted.num_packets += 1
-        if not is_shown(packet):
-            continue
-        if waits_for_key and not counted.num_shown and counted.stream.type == "video" and not packet.is_keyframe:
-            continue
-        _count(counted, packet)
+        if is_shown(packet):
+            _count(counted, packet)
     return tallies
 
 
@@ -76,20 +70,23 @@ def is_shown(packet: Packet[Any]) -> bool:
     return not (packet.is_discard or (is_hidden is not None and is_hidden(memoryview(packet))))
 
 
-def frame_packets(container: InputContainer, stream: VideoStream) -> Iterator[Packet[VideoStream]]:
-    """What is to be decoded of the rest of the file: the packets that `tally` counts and those that are not shown.
-    Raises as PyAV does."""
-    waits = _waits_for_key(container)
-    for packet in container.demux(stream):
-        waits = waits and not packet.is_keyframe
-        if packet.size and not waits:
-            yield packet
+def stream_packets(container: InputContainer, *streams: Stream) -> Iterator[Packet[Any]]:
+    """What is to be decoded of the rest of the file. Raises as PyAV does.
 
-
-def _waits_for_key(container: InputContainer) -> bool:
-    """Whether the file may begin amid pictures that hang on earlier ones: cut out of a broadcast."""
-    name: str = container.format.name
-    return name == "mpegts"
+    An MPEG transport stream may be cut out of a longer one: pictures that lean on what was cut away, before the first
+    key frame or shown before it, are left out, as decoders do."""
+    is_cut = container.format.name == "mpegts"
+    entries: dict[int, int] = {}
+    for packet in container.demux(*streams):
+        if packet.size == 0:  # the end of a stream, or a frame that AVI left out
+            continue
+        if is_cut and packet.stream.type == "video":
+            time = packet.pts if packet.pts is not None else packet.dts or 0
+            if packet.is_keyframe:
+                entries.setdefault(packet.stream_index, time)
+            if time < entries.get(packet.stream_index, time + 1):
+                continue
+        yield packet
 
 
 def _count(counted: Tally, packet: Packet[Stream]) -> None:

@@ -17,7 +17,7 @@ from av.video.stream import VideoStream
 from fabric.errors import InvalidMedia
 from modalities.container import MAX_PIXELS, format_name, open_container, picture_stream, sound_stream
 from modalities.family import AudioHeader, MediaHeader, VideoHeader
-from modalities.packets import frame_packets, lost_packets, num_samples, seconds_shown, tally
+from modalities.packets import lost_packets, num_samples, seconds_shown, stream_packets, tally
 from modalities.picture_groups import GroupPlan, plan_groups
 from modalities.plugin import MediaLimits, decode_data_url, part_url
 from modalities.tolerance import FRAMES
@@ -97,7 +97,7 @@ def _plan_groups(data: bytes, indices: Sequence[int], header: VideoHeader, param
         return None
     with open_container(data, param) as container:
         stream = _picture_stream(container, param)
-        return plan_groups(frame_packets(container, stream), indices, header.num_frames)
+        return plan_groups(stream_packets(container, stream), indices, header.num_frames)
 
 
 def _picked(data: bytes, rest: list[int], header: VideoHeader, plan: GroupPlan | None, param: str) -> Iterator[Pixels]:
@@ -176,7 +176,7 @@ def _frames(
     context.options = {"max_pixels": str(max_pixels)}
     group = -1
     is_skipping = False
-    for packet in frame_packets(container, stream):
+    for packet in stream_packets(container, stream):
         if packet.is_keyframe or group < 0:
             group += 1
             if plan is not None and not plan.is_needed[group] and not is_skipping:

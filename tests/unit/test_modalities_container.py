@@ -7,6 +7,8 @@ import struct
 
 import av
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from media_corpus import CLIPS, RECORDINGS, STORED, sound_file, video_file
 from modalities_files import encode, picture
 
@@ -64,6 +66,22 @@ def test_whole_files_have_lost_nothing(name: str) -> None:
     assert num_lost_bytes(found.name, data + b"a trailer of another program") == 0 or found.name == "OGG"
     with open_container(data, PARAM) as container:
         assert format_name(container) == found.name
+
+
+@given(
+    name=st.sampled_from(["WAV", "AVI", "MP4", "MATROSKA", "MP3", "OGG", "FLAC"]),
+    start=st.binary(max_size=64),
+    rest=st.binary(max_size=64),
+)
+@settings(deadline=None, max_examples=300)
+def test_any_bytes_can_be_held_against_their_length(name: str, start: bytes, rest: bytes) -> None:
+    signatures = [b"", b"RIFF", b"\x1a\x45\xdf\xa3", b"OggS", b"Xing", b"\0\0\0\1mdat", b"\0\0\0\x08moov", b"ID3"]
+    for signature in signatures:
+        data = start[:8] + signature + start + signature + rest
+        sniff(data)
+        sniff(signature + rest)
+        assert num_lost_bytes(name, data) >= 0
+        assert num_lost_bytes(name, signature + rest) >= 0
 
 
 def test_what_is_sniffed() -> None:

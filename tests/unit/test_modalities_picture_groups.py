@@ -14,7 +14,7 @@ from media_corpus import Clip, encode_video, frame_pixels
 
 from modalities.container import open_container
 from modalities.family import VideoHeader
-from modalities.packets import frame_packets
+from modalities.packets import stream_packets
 from modalities.picture_groups import GroupPlan, plan_groups
 from modalities.video import VideoPlugin, decode_frames
 
@@ -41,7 +41,7 @@ def long_video(name: str) -> tuple[bytes, VideoHeader, list[np.ndarray]]:
 
 def planned(data: bytes, indices: list[int], num_frames: int = NUM_FRAMES) -> GroupPlan | None:
     with open_container(data, PARAM) as container:
-        return plan_groups(frame_packets(container, container.streams.video[0]), indices, num_frames)
+        return plan_groups(stream_packets(container, container.streams.video[0]), indices, num_frames)
 
 
 @pytest.mark.parametrize("name", CLIPS)

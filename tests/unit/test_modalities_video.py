@@ -115,6 +115,17 @@ def test_streams_without_a_length_may_be_shorter(name: str) -> None:
         assert len(frames) == header.num_frames
 
 
+@pytest.mark.parametrize(("codec", "options"), [("libx264", ()), ("mpeg2video", (("bf", "2"),)), ("mpeg2video", ())])
+def test_a_broadcast_may_begin_in_the_middle(codec: str, options: tuple[tuple[str, str], ...]) -> None:
+    clip = Clip("mpegts", codec, fps=25, options=(("g", "10"), *options))
+    data = encode_video([frame_pixels(at, 48, 32) for at in range(40)], clip)
+    for num_cut in (20, 30, 40):
+        cut = data[: 3 * 188] + data[num_cut * 188 :]  # the tables, and then from somewhere on
+        header = PLUGIN.probe(cut, PARAM)
+        assert 10 < header.num_frames < 40
+        assert len(decoded(cut, range(header.num_frames), header)) == header.num_frames
+
+
 NOT_VIDEOS = {
     "nothing": b"",
     "text": b"hello, I am a video" * 100,
@@ -176,6 +187,9 @@ def test_parts_and_limits() -> None:
     data = video_file("mp4-h264")
     url = data_url(data, "video/jpeg")  # what it is declared as is not looked at
     assert PLUGIN.parse({"type": "video_url", "video_url": {"url": url}}, PARAM, MediaLimits()) == data
+    frames = data_url(jpeg(64, 48), "video/jpeg") + ",AAAA" * 1000  # a list of pictures, as some servers take it
+    with pytest.raises(InvalidMedia, match="base64"):
+        PLUGIN.parse({"video_url": frames}, PARAM, MediaLimits())
     with pytest.raises(InvalidRequest, match="only data: URLs"):
         PLUGIN.parse({"video_url": "https://example.org/a.mp4"}, PARAM, MediaLimits())
     with pytest.raises(InvalidMedia, match="limit of 100"):
