@@ -81,8 +81,9 @@ def prompt_positions(
             ids[:, at] = following
             at += 1
     ids[:, at:] = np.arange(following, following + num_tokens - at)
-    # Generation goes on behind the largest position anywhere, which may be within a medium.
-    return Positions(ids, int(ids.max()) + 1 - num_tokens if num_tokens else 0)
+    # As `generate` goes on, one behind the last position of the prompt. `get_rope_index` itself returns a delta that
+    # counts from the largest, which may be within a video.
+    return Positions(ids, following - at)
 
 
 def _root(item: MediaItem) -> int:

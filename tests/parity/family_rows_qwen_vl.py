@@ -163,7 +163,7 @@ QWEN2_5_VL = FamilyRow(
     build_qwen2_5_vl,
     FILES14,
     SIGHT,
-    seen(Eyes(seconds_key="second_per_grid_ts")),
+    seen(Eyes(seconds_key="second_per_grid_ts", is_measured=True)),
     features,
     inputs_of_ids=token_types,
     sizes=SIZES14,

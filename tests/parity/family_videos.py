@@ -49,6 +49,8 @@ class Eyes(NamedTuple):
     video_processor: str = "Qwen2VLVideoProcessor"
     seconds_key: str = ""
     """What `generate` calls the seconds from one row of a video to the next."""
+    is_measured: bool = False
+    """By the frames that were looked at, not by the rate that was asked for."""
     ears: Ears | None = None
 
 
@@ -70,7 +72,7 @@ def process(directory: Path, media: Sequence[tuple[str, bytes]], eyes: Eyes) -> 
             "video_grid_thw": torch.tensor([look.grid for look in looks]),
         }
         if eyes.seconds_key:
-            inputs[eyes.seconds_key] = torch.tensor([1.0] * len(looks))
+            inputs[eyes.seconds_key] = torch.tensor([_row_seconds(look, eyes) for look in looks])
         kind_to_made["video"] = [(len(look.patches) // 4, look.patches.numpy()) for look in looks]
     if heard := [data for kind, data in media if kind in ("audio", FILM)]:
         assert eyes.ears is not None
@@ -110,6 +112,11 @@ def features(model: Any, processed: Processed) -> list[torch.Tensor]:
 def _look(directory: Path, data: bytes, eyes: Eyes) -> reference_videos.Looked:
     processor = reference_videos.load(directory, eyes.video_processor)
     return reference_videos.look(processor, *reference_videos.decoded(data))
+
+
+def _row_seconds(look: reference_videos.Looked, eyes: Eyes) -> float:
+    """Qwen2_5_VLProcessor; the omni processors."""
+    return 2 / (look.metadata.sampled_fps if eyes.is_measured else 2.0)
 
 
 def _listen(
