@@ -1,4 +1,4 @@
-"""Features into input embeddings: the rows of a step's pictures, sounds and frames, in one copy.
+"""Features into input embeddings: the rows of a step's pictures, sounds and frames, one copy per span.
 
 Knows nothing of requests, units' owners or where features come from.
 """
@@ -35,12 +35,10 @@ def splice_features(
     rows, int64, and the DeepStack levels there, `(num_levels - 1, num_rows, hidden)`; None if nothing is placed."""
     if not placed:
         return None, None
-    taken = []
-    for _, splice in placed:
+    deeper = []
+    for at, splice in placed:
         feature = features.feature(splice.unit)[:, splice.row : splice.row + splice.length]
-        taken.append(feature.to(device=embeddings.device, dtype=embeddings.dtype))
-    levels = torch.cat(taken, dim=1)
+        embeddings[at : at + splice.length].copy_(feature[0])
+        deeper.append(feature[1:].to(device=embeddings.device, dtype=embeddings.dtype))
     rows = np.concatenate([np.arange(at, at + splice.length) for at, splice in placed])
-    feature_rows = torch.from_numpy(rows).to(embeddings.device)
-    embeddings.index_copy_(0, feature_rows, levels[0])
-    return feature_rows, levels[1:]
+    return torch.from_numpy(rows).to(embeddings.device), torch.cat(deeper, dim=1)

@@ -54,7 +54,7 @@ async def _engine() -> dict[int, Measured]:
     """Concurrency -> medians over the rounds, of one worker service without router, Ray or HTTP."""
     loads = [Load(concurrency, PROMPT_TOKENS, OUTPUT_TOKENS) for concurrency in CONCURRENCIES]
     taken: dict[int, list[Measured]] = {load.concurrency: [] for load in loads}
-    async with worker_of(load_config(None)) as (worker, _):
+    async with worker_of(load_config(None)) as worker:
         await run_load(worker, Load(1, PROMPT_TOKENS, OUTPUT_TOKENS), VOCAB, seed=0)
         for round_number in range(1, ROUNDS + 1):
             for load in loads:

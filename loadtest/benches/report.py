@@ -45,6 +45,8 @@ class BenchResult:
     rows: list[list[str]]
     bars: list[Bar]
     notes: list[str] = field(default_factory=list)
+    variant: str = ""
+    """Of a bench that can do several things: each has a file of its own."""
 
 
 def render_table(rows: list[list[str]]) -> str:
@@ -87,6 +89,7 @@ def commit() -> str:
 
 def publish(name: str, result: BenchResult, *, as_json: bool) -> None:
     """Prints, and writes `loadtest/results/NAME.json` (the newest run replaces the last; git keeps the history)."""
+    name = f"{name}-{result.variant}" if result.variant else name
     print(f"bench {name}\n\n{render_table(result.rows)}\n")
     bars = [bar.to_json() for bar in result.bars]
     rows = [["bar", "value", "target", "unit", "ok"]]

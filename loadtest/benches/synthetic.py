@@ -5,38 +5,116 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 VOCAB = 32_000
+IMAGE_SIDE = 448
+IMAGE_TOKENS = 256
+_PATCH = 28
+_IMAGE_ID = 2_048
+"""Of `<image>`: the first behind the demo tokenizer's own tokens."""
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 13,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "eos_token_id": 0,
+}
+_TEMPLATE = """{%- for message in messages -%}
+{{- message.role ~ ': ' -}}
+{%- if message.content is string -%}{{- message.content -}}{%- else -%}{%- for part in message.content -%}
+{{- part.text if part.type == 'text' else '<image>' -}}
+{%- endfor -%}{%- endif -%}
+{{- '\\n' -}}
+{%- endfor -%}
+{{- 'assistant: ' -}}
+"""
 
 
 def qwen2_180m() -> Path:
     """A Qwen2 of about 180M random parameters in bfloat16, with the demo model's tokenizer. Cached; seeded."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "bench-qwen2-180m-1"
+    return _cached("bench-qwen2-180m-2", _write_qwen2)
+
+
+def llava_180m() -> Path:
+    """The same language model behind a small CLIP tower (12M parameters): a picture of 448 pixels is one tile of 256
+    tokens. LLaVA, as its processor runs without torchvision in transformers too. Cached; seeded."""
+    return _cached("bench-llava-180m-1", _write_llava)
+
+
+def _cached(name: str, write: Callable[[Path], None]) -> Path:
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / name
     if (home / "config.json").is_file():
         return home
+    draft = home.with_name(f"{name}.{os.getpid()}")
+    write(draft)
+    draft.replace(home)
+    return home
+
+
+def _write_qwen2(directory: Path) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from deploy.demo.build import demo_checkpoint
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**_TEXT)).to(torch.bfloat16).save_pretrained(directory)
+    _write_tokenizer(directory)
+
+
+def _write_llava(directory: Path) -> None:
+    import torch
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, Qwen2Config
 
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=13,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        use_sliding_window=False,
-        eos_token_id=0,
+    vision = CLIPVisionConfig(
+        hidden_size=384,
+        intermediate_size=1536,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        image_size=IMAGE_SIDE,
+        patch_size=_PATCH,
+        projection_dim=384,
     )
-    draft = home.with_suffix(f".{os.getpid()}")
-    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(draft)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copyfile(demo_checkpoint() / name, draft / name)
-    (draft / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 0}))
-    draft.replace(home)
-    return home
+    config = LlavaConfig(
+        vision_config=vision, text_config=Qwen2Config(**_TEXT), image_token_index=_IMAGE_ID, tie_word_embeddings=True
+    )
+    LlavaForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(directory)
+    _write_tokenizer(directory)
+    processor = {
+        "processor_class": "LlavaProcessor",
+        "patch_size": _PATCH,
+        "num_additional_image_tokens": 1,
+        "vision_feature_select_strategy": "default",
+        "image_token": "<image>",
+    }
+    pixels = {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": IMAGE_SIDE},
+        "crop_size": {"height": IMAGE_SIDE, "width": IMAGE_SIDE},
+    }
+    (directory / "processor_config.json").write_text(json.dumps(processor))
+    (directory / "preprocessor_config.json").write_text(json.dumps(pixels))
+
+
+def _write_tokenizer(directory: Path) -> None:
+    """The demo's, with `<image>` and a template that any server can render, and no word of the demo's processor."""
+    from deploy.demo.build import demo_checkpoint
+
+    shutil.copyfile(demo_checkpoint() / "tokenizer.json", directory / "tokenizer.json")
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    image = {"id": _IMAGE_ID, "content": "<image>", "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer["added_tokens"].append({**image, **flags})
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((demo_checkpoint() / "tokenizer_config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in ("processor_class", "extra_special_tokens")}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "chat_template.jinja").write_text(_TEMPLATE)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 0}))

@@ -7,7 +7,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from fabric.channel_local import LocalChannelHub, LocalFeatureSink
 from fabric.ids import MemberId, RequestId
 from fabric.messages import GenerateRequest, GenerateResult, SamplingParams, StopConditions
 from fabric.plane_local import LocalHub, LocalPlane
-from modalities.family import LanguageModel
 
 if TYPE_CHECKING:
     from llm_workers.service import WorkerService
@@ -40,52 +39,17 @@ class Measured(NamedTuple):
     tpot_s: float
 
 
-class TimedModel:
-    """A language model that counts the seconds of its calls."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        self._model = model
-        self.dtype, self.device = model.dtype, model.device
-        self.embed_s = self.forward_s = self.logits_s = 0.0
-
-    def embed(self, token_ids: Any) -> Any:
-        begun = time.perf_counter()
-        result = self._model.embed(token_ids)
-        self.embed_s += time.perf_counter() - begun
-        return result
-
-    def forward(self, *arguments: Any) -> Any:
-        begun = time.perf_counter()
-        result = self._model.forward(*arguments)
-        self.forward_s += time.perf_counter() - begun
-        return result
-
-    def logits(self, hidden: Any) -> Any:
-        begun = time.perf_counter()
-        result = self._model.logits(hidden)
-        self.logits_s += time.perf_counter() - begun
-        return result
-
-
 @contextlib.asynccontextmanager
-async def worker_of(
-    config: ClusterConfig, is_timed: bool = False
-) -> AsyncIterator[tuple[WorkerService, TimedModel | None]]:
-    """A started worker of the configured model, alone; with its timed model if asked for."""
+async def worker_of(config: ClusterConfig) -> AsyncIterator[WorkerService]:
+    """A started worker of the configured model, alone."""
     compose.prepare_process(config)
     model = compose.load_model(config, compose.resolve_model_dir(config))
     plane = LocalPlane(LocalHub(), "local://bench")
     sink = LocalFeatureSink(LocalChannelHub(), "bench", 2**20)
-    timed: list[TimedModel] = []
-
-    def wrap(language_model: LanguageModel) -> LanguageModel:
-        timed.append(TimedModel(language_model))
-        return timed[0]
-
-    worker = compose.build_worker(config, model, MemberId("bench"), plane, sink, wrap if is_timed else None)
+    worker = compose.build_worker(config, model, MemberId("bench"), plane, sink)
     await worker.start()
     try:
-        yield worker, timed[0] if timed else None
+        yield worker
     finally:
         await worker.stop()
         plane.close()

@@ -143,5 +143,5 @@ def test_a_broken_feature_marks_its_sequence_alone(model, features):
     runner, scripts = runner_of(model, features), scripts_of(features)
     plan = StepPlan(0, tuple(script.chunk(0, len(script.ids)) for script in scripts))
     drawn = runner.execute(plan).token_ids
-    assert [drawn[script.sequence_id] == NOT_FINITE_TOKEN for script in scripts] == [False, True, True, False]
-    assert drawn[scripts[0].sequence_id] == int(last_logits(model, scripts[0], features).argmax())
+    assert [drawn[script.sequence_id] == (NOT_FINITE_TOKEN,) for script in scripts] == [False, True, True, False]
+    assert drawn[scripts[0].sequence_id] == (int(last_logits(model, scripts[0], features).argmax()),)

@@ -1,0 +1,129 @@
+"""Parts of the engine alone: the splice of a long prompt, and where a forward's time goes by kind of operation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from deploy import compose
+from deploy.config import ClusterConfig
+from fabric.ids import UnitKey
+
+if TYPE_CHECKING:
+    import torch
+
+PROMPT_TOKENS = 5_000
+NUM_PICTURES = 4
+PICTURE_TOKENS = 1_000
+_KIND_TO_OPERATIONS: Mapping[str, tuple[str, ...]] = {
+    "products": ("mkldnn::_linear_pointwise", "aten::mm", "aten::addmm", "aten::bmm"),
+    "attention": (
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_softmax",
+    ),
+    "pages": ("aten::index_select", "aten::index_copy_"),
+    "casts and copies": ("aten::copy_", "aten::cat", "aten::_to_copy"),
+}
+
+
+class SpliceTimes(NamedTuple):
+    ours_s: float
+    loop_s: float
+
+
+def splice_times(hidden: int = 1024) -> SpliceTimes:
+    """Medians for a prompt of 5,000 tokens with four pictures of 1,000 in bfloat16: the runner's splice, and the loop
+    over tokens that one would write first."""
+    import torch
+
+    from llm_workers.scheduling.plan import Splice
+    from llm_workers.splice import PlacedSplice, splice_features
+
+    features = {
+        UnitKey(f"picture {number}", 0): torch.randn(1, PICTURE_TOKENS, hidden).bfloat16()
+        for number in range(NUM_PICTURES)
+    }
+
+    class Landed:
+        def feature(self, unit: UnitKey) -> torch.Tensor:
+            return features[unit]
+
+    embeddings = torch.randn(PROMPT_TOKENS, hidden).bfloat16()
+    gap = PROMPT_TOKENS // NUM_PICTURES
+    placed = [
+        PlacedSplice(number * gap, Splice(unit=unit, at=number * gap, row=0, length=PICTURE_TOKENS))
+        for number, unit in enumerate(features)
+    ]
+
+    def loop() -> None:
+        for at, splice in placed:
+            rows = features[splice.unit][0]
+            for row in range(splice.length):
+                embeddings[at + row] = rows[row]
+
+    with torch.inference_mode():
+        return SpliceTimes(_median_s(lambda: splice_features(embeddings, placed, Landed()), 30), _median_s(loop, 5))
+
+
+def forward_shares(
+    config: ClusterConfig, num_sequences: int, prompt_tokens: int, context: int
+) -> dict[str, dict[str, float]]:
+    """Step (`decode`, `prefill`) -> kind of operation -> share of the forward's time, as torch's profiler sees it.
+    Loads the model anew; side effects of `compose.prepare_process`."""
+    import torch
+
+    from llm_workers.attention import select_backend
+    from llm_workers.paged_kv import PagedKV, Rows
+
+    compose.prepare_process(config)
+    model = compose.load_model(config, compose.resolve_model_dir(config))
+    language_model = compose.load_language_model(config, model)
+    shape, block_size = model.family.shape, config.workers.block_size
+    per_sequence = -(-max(context, prompt_tokens) // block_size)
+    heads, place = (shape.num_kv_heads, shape.head_dim), (language_model.dtype, language_model.device)
+    kv = PagedKV(shape.num_layers, num_sequences * per_sequence, block_size, heads, *place)
+    tables = np.random.default_rng(0).permutation(kv.num_blocks).reshape(num_sequences, per_sequence)
+    at_once = max(1, config.workers.max_step_tokens // prompt_tokens)
+    steps = {
+        "decode": [Rows(at, context - 1, 1, table) for at, table in enumerate(tables)],
+        "prefill": [Rows(at * prompt_tokens, 0, prompt_tokens, table) for at, table in enumerate(tables[:at_once])],
+    }
+    backend = select_backend("auto", kv)
+
+    @torch.inference_mode()
+    def forward(rows: list[Rows]) -> None:
+        positions = np.concatenate([np.arange(row.start, row.context) for row in rows])[None]
+        embeddings = language_model.embed(torch.zeros(positions.shape[1], dtype=torch.int64))
+        language_model.forward(embeddings, torch.from_numpy(positions), backend(kv, rows), None, None)
+
+    return {name: _shares(lambda rows=rows: forward(rows)) for name, rows in steps.items()}
+
+
+def _shares(forward: Callable[[], Any]) -> dict[str, float]:
+    from torch.profiler import ProfilerActivity, profile
+
+    forward()
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        forward()
+    operation_to_kind = {name: kind for kind, names in _KIND_TO_OPERATIONS.items() for name in names}
+    kind_to_us: dict[str, float] = {}
+    for event in seen.key_averages():
+        kind = operation_to_kind.get(event.key, "norms, rotary and the rest")
+        kind_to_us[kind] = kind_to_us.get(kind, 0.0) + event.self_cpu_time_total
+    total = sum(kind_to_us.values())
+    return {kind: us / total for kind, us in sorted(kind_to_us.items(), key=lambda item: -item[1])}
+
+
+def _median_s(work: Callable[[], Any], times: int) -> float:
+    work()
+    taken = []
+    for _ in range(times):
+        begun = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - begun)
+    return median(taken)

@@ -1,0 +1,73 @@
+"""`weft bench engine --images N`: requests with a picture each, through router, encoder and worker in one process, over
+HTTP; and the same on `transformers serve`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from deploy.config import ClusterConfig
+from deploy.local import serving
+from loadtest.benches.chat_load import picture_messages, run_chats, weft_body
+from loadtest.benches.peer_process import Peer
+from loadtest.benches.report import Bar, BenchResult
+from loadtest.benches.synthetic import IMAGE_SIDE, IMAGE_TOKENS
+from loadtest.benches.worker_load import Load
+
+SERVE_BAR = 5.0
+"""Times `transformers serve`, which takes one request with a picture after the other."""
+
+
+async def run_pictures(chosen: argparse.Namespace, model_dir: Path, peers: Sequence[Peer]) -> BenchResult:
+    """Closes the peers."""
+    load = Load(chosen.images, IMAGE_TOKENS, chosen.output_tokens)
+    config = ClusterConfig.model_validate(
+        {
+            "model": {"path": model_dir, "dtype": chosen.dtype, "name": "bench"},
+            "server": {"host": "127.0.0.1", "port": 0},
+            "workers": {"replicas": 1, "num_blocks": 64 * load.concurrency, "max_step_tokens": 1024},
+            "encoders": {"replicas": 1, "decode_processes": 0, "modalities": ["image"]},
+            "threads_per_replica": chosen.threads,
+        }
+    )
+    ours: list[float] = []
+    rates: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    try:
+        async with serving(config) as (_, port):
+            url = f"http://127.0.0.1:{port}"
+            await _round(url, load._replace(output_tokens=4), 0)
+            for peer in peers:
+                await asyncio.to_thread(peer.run, load._replace(concurrency=1, output_tokens=4), 0)
+            for number in range(1, chosen.rounds + 1):
+                ours.append(await _round(url, load, number))
+                for peer in peers:
+                    rates[peer.name].append(await asyncio.to_thread(peer.run, load, number))
+    finally:
+        for peer in peers:
+            peer.close()
+    rate = statistics.median(ours)
+    rows = [["server", "output tokens/s", "requests/s"], _row("weft", rate, load)]
+    bars = []
+    for name, taken in rates.items():
+        median = statistics.median(taken)
+        rows.append(_row(name, median, load))
+        bars.append(Bar(f"weft over {name}", rate / median, SERVE_BAR, "x"))
+    notes = [
+        f"{load.concurrency} requests at once, each with a {IMAGE_SIDE}-pixel picture ({IMAGE_TOKENS} tokens) that "
+        f"nobody has seen before and {load.output_tokens} output tokens, over HTTP; medians."
+    ]
+    return BenchResult(rows, bars, notes, variant="images")
+
+
+async def _round(url: str, load: Load, seed: int) -> float:
+    """Output tokens per second."""
+    bodies = [weft_body("bench", messages, load.output_tokens) for messages in picture_messages(load, seed)]
+    done = await run_chats(url, bodies)
+    return done.tokens / done.seconds
+
+
+def _row(name: str, tokens_per_s: float, load: Load) -> list[str]:
+    return [name, f"{tokens_per_s:.1f}", f"{tokens_per_s / load.output_tokens:.2f}"]

@@ -1,0 +1,127 @@
+"""What a user would pick instead, each in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import httpx
+
+from fabric.errors import ConfigError
+from loadtest.benches.chat_load import picture_messages, run_chats, transformers_body, word_messages
+from loadtest.benches.synthetic import VOCAB
+from loadtest.benches.worker_load import Load, prompts_of
+
+START_TIMEOUT_S = 300.0
+
+
+class Peer(Protocol):
+    name: str
+
+    def run(self, load: Load, seed: int) -> float:
+        """Output tokens per second of one round; fresh prompts of that seed. Raises ConfigError if it did less."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RoundsPeer:
+    """A script that follows `peers/protocol.py`: token ids in, seconds out."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        """Raises ConfigError if it ends before it is ready."""
+        self.name = name
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.strip() == "ready":
+                return
+        raise ConfigError(f"the peer {name} did not start (exit status {self._process.wait()})")
+
+    def run(self, load: Load, seed: int) -> float:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        prompts = prompts_of(load, VOCAB, seed).tolist()
+        self._process.stdin.write(json.dumps({"prompts": prompts, "output_tokens": load.output_tokens}) + "\n")
+        self._process.stdin.flush()
+        answer = json.loads(self._process.stdout.readline())
+        if answer["tokens"] != load.concurrency * load.output_tokens:
+            raise ConfigError(f"{self.name} made {answer['tokens']} tokens, not the same work")
+        return float(answer["tokens"] / answer["seconds"])
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        _end(self._process)
+
+
+class TransformersServe:
+    """`transformers serve` over HTTP. It needs `fastapi`, `uvicorn`, `openai` and `accelerate` beside transformers, in
+    the environment of the given Python."""
+
+    name = "transformers-serve"
+
+    def __init__(self, python: str, model_dir: Path, dtype: str, num_threads: int, *, has_pictures: bool) -> None:
+        """Raises ConfigError if it does not answer in time, with what it said last."""
+        self._model_dir, self._has_pictures = model_dir, has_pictures
+        port = _free_port()
+        self._url = f"http://127.0.0.1:{port}"
+        command = [str(Path(python).with_name("transformers")), "serve", str(model_dir)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", dtype]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads), "HF_HUB_OFFLINE": "1"}
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=environment)
+        try:
+            self._wait()
+        except ConfigError:
+            self.close()
+            raise
+
+    def run(self, load: Load, seed: int) -> float:
+        if self._has_pictures:
+            conversations = picture_messages(load, seed)
+        else:
+            conversations = word_messages(load, seed, self._model_dir)
+        model = str(self._model_dir)
+        bodies = [transformers_body(model, messages, load.output_tokens) for messages in conversations]
+        done = asyncio.run(run_chats(self._url, bodies))
+        return done.tokens / done.seconds
+
+    def close(self) -> None:
+        self._process.terminate()
+        _end(self._process)
+        self._log.close()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                if httpx.get(f"{self._url}/health", timeout=5).status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.2)
+        self._log.seek(0)
+        said = self._log.read().decode(errors="replace").strip().splitlines()
+        raise ConfigError(f"transformers serve did not start: {said[-1] if said else 'it said nothing'}")
+
+
+def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(timeout=20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
