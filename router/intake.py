@@ -34,9 +34,11 @@ MAX_FITTINGS = 3
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A request that was read: everything from which its prompt is made, once or again."""
+    """A request that was read: everything from which its prompt is made, once or again. Lives as long as the request, so
+    it holds each medium once, as bytes, and not as the client's text."""
 
     chat: ChatRequest
+    """Without contents."""
     contents: tuple[str | list[Part], ...]
     """Per message."""
     media: tuple[ProbedMedium, ...]
@@ -87,8 +89,8 @@ class Intake:
         probed = await self._reader.read(media, None if kwargs is None else kwargs.use_audio_in_video)
         grammar = await asyncio.to_thread(grammar_of, chat) if chat.is_structured else ""
         return Draft(
-            chat=chat,
-            contents=contents,
+            chat=without_contents(chat),
+            contents=tuple(content if isinstance(content, str) else without_fields(content) for content in contents),
             media=tuple(probed),
             video_options=video_options(self._config.video_options, kwargs),
             sampling=sampling_of(chat, vocab_size, grammar),
@@ -190,6 +192,16 @@ def served_items(family: Family, lowered: Mapping[str, int]) -> dict[str, int]:
     """Modality -> most items per prompt: the family's, lowered by the deployment; those with none are left out."""
     most = {modality: min(count, lowered.get(modality, count)) for modality, count in family.max_items.items()}
     return {modality: count for modality, count in most.items() if count > 0}
+
+
+def without_contents(chat: ChatRequest) -> ChatRequest:
+    bare = [message.model_copy(update={"content": None}) for message in chat.messages]
+    return chat.model_copy(update={"messages": bare})
+
+
+def without_fields(content: Sequence[Part]) -> list[Part]:
+    """Media parts by their type and place alone."""
+    return [part if isinstance(part, TextPart) else part._replace(fields={}) for part in content]
 
 
 def _num_placeholders(draft: Draft, losses: Losses) -> int:

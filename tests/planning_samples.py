@@ -81,5 +81,5 @@ def worker_report(name: str, seq: int, **changes: object) -> WorkerReport:
 
 def encoder_report(name: str, seq: int, **changes: object) -> EncoderReport:
     fields: dict[str, object] = dict.fromkeys(EncoderReport.__struct_fields__, 0)
-    fields |= {"encoder_id": name, "epoch": 1, "seq": seq, "acknowledged": ()}
+    fields |= {"encoder_id": name, "epoch": 1, "seq": seq, "acknowledged": (), "costs": ()}
     return EncoderReport(**(fields | changes))

@@ -5,6 +5,7 @@
                     + alpha(e,w) + beta(e,w) * bytes
 
 Items go, in order, to the encoder where they land earliest. A feature cached at an encoder costs its transfer alone.
+Costs are those of the item's modality; units of different modalities never share a forward.
 Media are fetched by the router before it plans, so no fetch appears. Knows nothing of workers but the links to one.
 """
 
@@ -36,7 +37,7 @@ class _Offer(NamedTuple):
     is_cached: bool
     ready_s: float
     """When its forward can begin."""
-    cost_before: int
+    modality_to_cost_before: Mapping[str, int]
     """Patches of this request that it encodes before this item."""
 
     def landing_s(self, item: MediaItem, num_rows: int, last_rows: int, row_bytes: int) -> float:
@@ -44,8 +45,18 @@ class _Offer(NamedTuple):
         another, each when its share of the patches is done; from a cache all leave at once and share the link."""
         if self.is_cached:
             return self.link.at(num_rows * row_bytes)
-        cost = self.cost_before + item.cost * (num_rows / max(item.num_tokens, 1))
-        return self.ready_s + self.encoder.costs.encode.at(cost) + self.link.at(last_rows * row_bytes)
+        encode_s = self.encode_s(item, item.cost * (num_rows / max(item.num_tokens, 1)))
+        return self.ready_s + encode_s + self.link.at(last_rows * row_bytes)
+
+    def encode_s(self, item: MediaItem, cost: float) -> float:
+        """Until `cost` patches of the item are encoded, from this request's first forward on."""
+        before = self.modality_to_cost_before
+        others_s = sum(
+            self.encoder.costs_of(name).encode.at(cost_before)
+            for name, cost_before in before.items()
+            if name != item.modality
+        )
+        return others_s + self.encoder.costs_of(item.modality).encode.at(before.get(item.modality, 0) + cost)
 
 
 def land_items(
@@ -56,7 +67,7 @@ def land_items(
 ) -> Landings:
     """Assigns each item to one of `options[item.index]` (not empty); of equals, the first. `encoder_to_link` are
     the links to the one worker in question. Greedy in order of index: each item knows of those before it."""
-    encoder_to_cost: dict[MemberId, int] = {}
+    encoder_to_costs: dict[MemberId, dict[str, int]] = {}
     hash_to_terms: dict[MmHash, ItemTerms] = {}
     chosen: list[ItemTerms] = []
     landings: dict[tuple[int, int], float] = {}
@@ -71,7 +82,7 @@ def land_items(
         best, best_s = None, float("inf")
         for encoder in options[item.index]:
             encoder_id = encoder.encoder_id
-            offer = _offer(item, encoder, encoder_to_link[encoder_id], encoder_to_cost.get(encoder_id, 0))
+            offer = _offer(item, encoder, encoder_to_link[encoder_id], encoder_to_costs.get(encoder_id, {}))
             landing_s = offer.landing_s(item, item.num_tokens, last_rows, row_bytes)
             if landing_s < best_s:
                 best, best_s = offer, landing_s
@@ -81,7 +92,9 @@ def land_items(
             num_rows += item.unit_tokens[unit]
             landings[item.index, unit] = best.landing_s(item, num_rows, item.unit_tokens[unit], row_bytes)
         terms = _item_terms(item, best, best_s, row_bytes)
-        encoder_to_cost[terms.encoder_id] = best.cost_before + terms.load
+        if terms.load:
+            costs = encoder_to_costs.setdefault(terms.encoder_id, {})
+            costs[item.modality] = costs.get(item.modality, 0) + terms.load
         hash_to_terms[item.mm_hash] = terms
         chosen.append(terms)
     return Landings(tuple(chosen), landings)
@@ -92,16 +105,16 @@ def wait_s(encoder: EncoderView) -> float:
     return encoder.costs.encode.at(encoder.queued_cost) if encoder.queued_cost else 0.0
 
 
-def prepare_s(encoder: EncoderView, cost: int) -> float:
-    """Decode queue, decoding and preprocessing of an item of `cost` patches."""
-    prepare = encoder.costs.prepare
-    return prepare.per_unit_s * encoder.queued_cost + prepare.at(cost)
+def prepare_s(encoder: EncoderView, item: MediaItem) -> float:
+    """Decode queue, decoding and preprocessing of an item."""
+    queue_s = encoder.costs.prepare.per_unit_s * encoder.queued_cost
+    return queue_s + encoder.costs_of(item.modality).prepare.at(item.cost)
 
 
-def _offer(item: MediaItem, encoder: EncoderView, link: Line, cost_before: int) -> _Offer:
+def _offer(item: MediaItem, encoder: EncoderView, link: Line, before: Mapping[str, int]) -> _Offer:
     if item.mm_hash in encoder.cached:
-        return _Offer(encoder, link, True, 0.0, cost_before)
-    return _Offer(encoder, link, False, max(wait_s(encoder), prepare_s(encoder, item.cost)), cost_before)
+        return _Offer(encoder, link, True, 0.0, before)
+    return _Offer(encoder, link, False, max(wait_s(encoder), prepare_s(encoder, item)), before)
 
 
 def _item_terms(item: MediaItem, offer: _Offer, landing_s: float, row_bytes: int) -> ItemTerms:
@@ -120,23 +133,27 @@ def _item_terms(item: MediaItem, offer: _Offer, landing_s: float, row_bytes: int
             landing_s,
             item.cost,
             num_bytes,
+            item.modality,
         )
-    encode_s = encoder.costs.encode.at(offer.cost_before + item.cost)
+    encode_s = offer.encode_s(item, item.cost)
     return ItemTerms(
         item_index=item.index,
         mm_hash=item.mm_hash,
         encoder_id=encoder.encoder_id,
         is_cached=False,
         wait_s=wait_s(encoder),
-        prepare_s=prepare_s(encoder, item.cost),
+        prepare_s=prepare_s(encoder, item),
         encode_s=encode_s,
         transfer_s=landing_s - offer.ready_s - encode_s,
         landing_s=landing_s,
         cost=item.cost,
         num_bytes=num_bytes,
+        modality=item.modality,
     )
 
 
 def _twin_terms(item: MediaItem, twin: ItemTerms) -> ItemTerms:
     """The same medium a second time: it is encoded once, and its features land once."""
-    return ItemTerms(item.index, item.mm_hash, twin.encoder_id, True, 0.0, 0.0, 0.0, 0.0, twin.landing_s, item.cost, 0)
+    return ItemTerms(
+        item.index, item.mm_hash, twin.encoder_id, True, 0.0, 0.0, 0.0, 0.0, twin.landing_s, item.cost, 0, item.modality
+    )

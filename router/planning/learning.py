@@ -14,9 +14,10 @@ from fabric.ids import MemberId, MmHash
 from fabric.messages import EncodeResult, GenerateResult, ItemResult, Member, TraceEvent
 from router.planning.accuracy import Accuracy
 from router.planning.cost import CostDefaults, LinearCost
+from router.planning.encoder_cost import EncoderCost
 from router.planning.links import LinkClass, link_class
 from router.planning.member_state import EncoderState, WorkerState
-from router.planning.views import ItemTerms, Line, RoutePlan, flat_tokens
+from router.planning.views import EncoderCosts, ItemTerms, Line, RoutePlan, flat_tokens
 
 
 @dataclass(slots=True)
@@ -24,8 +25,7 @@ class _Pool:
     """What members of a kind cost in general."""
 
     prefill: LinearCost
-    prepare: LinearCost
-    encode: LinearCost
+    encoder: EncoderCost
 
 
 class Learning:
@@ -34,14 +34,14 @@ class Learning:
     def __init__(self, defaults: CostDefaults, context_scale_tokens: float) -> None:
         self.accuracy = Accuracy()
         self.context_scale_tokens = context_scale_tokens
-        self._pool = _Pool(LinearCost(defaults.prefill), LinearCost(defaults.prepare), LinearCost(defaults.encode))
+        self._pool = _Pool(LinearCost(defaults.prefill), EncoderCost(EncoderCosts(defaults.prepare, defaults.encode)))
         self._links = {link: LinearCost(defaults.link(link)) for link in LinkClass}
 
     def new_worker(self, member: Member) -> WorkerState:
         return WorkerState(member, self._pool.prefill.line)
 
     def new_encoder(self, member: Member) -> EncoderState:
-        return EncoderState(member, self._pool.prepare.line, self._pool.encode.line)
+        return EncoderState(member, EncoderCost(self._pool.encoder.general, self._pool.encoder.by_modality()))
 
     def links(self) -> dict[LinkClass, Line]:
         return {link: cost.line for link, cost in self._links.items()}
@@ -88,17 +88,14 @@ class Learning:
             return
         prepared_s = times.decode_s + times.preprocess_s
         encoded_cost = max(times.batch_cost, terms.cost)
+        costs = encoder.cost.of(terms.modality)
         if is_as_planned and not terms.is_cached:
             self.accuracy.note("encoder_wait", terms.wait_s, times.queue_s)
-            self.accuracy.note("prepare", encoder.prepare.line.at(terms.cost), prepared_s)
-            self.accuracy.note("encode", encoder.encode.line.at(encoded_cost), times.encode_s)
-        for cost, x, actual_s in (
-            (encoder.prepare, terms.cost, prepared_s),
-            (encoder.encode, encoded_cost, times.encode_s),
-            (self._pool.prepare, terms.cost, prepared_s),
-            (self._pool.encode, encoded_cost, times.encode_s),
-        ):
-            cost.observe(x, actual_s)
+            self.accuracy.note("prepare", costs.prepare.at(terms.cost), prepared_s)
+            self.accuracy.note("encode", costs.encode.at(encoded_cost), times.encode_s)
+        for cost in (encoder.cost, self._pool.encoder):
+            cost.observe_prepare(terms.modality, terms.cost, prepared_s)
+            cost.observe_encode(terms.modality, encoded_cost, times.encode_s)
 
     def _observe_transfers(
         self, plan: RoutePlan, result: GenerateResult, worker: WorkerState, encoders: Mapping[MemberId, EncoderState]

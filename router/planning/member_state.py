@@ -9,8 +9,9 @@ from __future__ import annotations
 from fabric.ids import MmHash
 from fabric.messages import EncoderReport, Member, WorkerReport
 from router.planning.cost import LinearCost
+from router.planning.encoder_cost import EncoderCost
 from router.planning.in_flight import Load
-from router.planning.views import EncoderCosts, EncoderView, Line, WorkerView
+from router.planning.views import EncoderView, Line, WorkerView
 
 
 class Freshness:
@@ -74,17 +75,16 @@ class WorkerState:
 
 
 class EncoderState:
-    def __init__(self, member: Member, prepare: Line, encode: Line) -> None:
+    def __init__(self, member: Member, cost: EncoderCost) -> None:
         self.member = member
         self.freshness = Freshness()
         self.report: EncoderReport | None = None
-        self.prepare = LinearCost(prepare)
-        self.encode = LinearCost(encode)
+        self.cost = cost
         self.modalities = frozenset(member.modalities)
 
     def take(self, report: EncoderReport) -> None:
         self.report = report
-        self.encode.anchor(Line(report.batch_overhead_s, report.encode_s_per_cost))
+        self.cost.anchor(report)
 
     def view(self, cached: frozenset[MmHash], load: Load, is_stale: bool) -> EncoderView:
         if self.report is None or is_stale:
@@ -97,5 +97,6 @@ class EncoderState:
             self.modalities,
             queued_cost,
             frozenset() if is_stale else cached,
-            EncoderCosts(self.prepare.line, self.encode.line),
+            self.cost.general,
+            self.cost.by_modality(),
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from fabric.ids import AttemptId, BlockHash, MemberId, MmHash
@@ -50,7 +51,8 @@ def flat_tokens(num_tokens: int, context: int, context_scale_tokens: float) -> f
 
 
 class EncoderCosts(NamedTuple):
-    """Of one encoder, in patches: decoding and preprocessing of an item (on the CPU), and its forward."""
+    """Of one encoder, in patches, or mel frames of sounds: decoding and preprocessing of an item (on the CPU), and its
+    forward."""
 
     prepare: Line
     encode: Line
@@ -82,6 +84,12 @@ class EncoderView(NamedTuple):
     cached: frozenset[MmHash]
     """Which of this query's items it holds."""
     costs: EncoderCosts
+    """Over all modalities."""
+    modality_to_costs: Mapping[str, EncoderCosts] = MappingProxyType({})
+    """Of those that something is known of."""
+
+    def costs_of(self, modality: str) -> EncoderCosts:
+        return self.modality_to_costs.get(modality, self.costs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,7 @@ class ItemTerms:
     cost: int
     """Patches of the item."""
     num_bytes: int
+    modality: str = ""
 
     @property
     def load(self) -> int:

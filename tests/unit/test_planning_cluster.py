@@ -21,6 +21,7 @@ from fabric.errors import EncodeFailed, EngineFailed, ErrorInfo, NoCapacity
 from fabric.messages import (
     BlocksStored,
     ChoiceResult,
+    EncodeCost,
     EncodeResult,
     FeatureEvents,
     GenerateResult,
@@ -33,6 +34,7 @@ from fabric.messages import (
 from router.planning.cluster import ClusterState
 from router.planning.links import LinkClass
 from router.planning.plan import plan_encoding, plan_route
+from router.planning.views import Line
 
 
 def cluster_of(num_workers: int = 1, num_encoders: int = 0) -> ClusterState:
@@ -242,6 +244,27 @@ def test_newcomers_start_from_what_the_others_taught():
     assert new.prefill == pytest.approx(old.prefill)
     assert view.encoders[1].costs.encode.at(256) == pytest.approx(3.0, rel=0.1)
     assert view.encoders[1].costs.prepare.at(256) == pytest.approx(0.5, rel=0.1)
+
+
+def test_costs_are_learned_by_modality_and_reported_ones_are_taken():
+    state = cluster_of(num_workers=1)
+    both = encoder_member("e", modalities=("image", "audio"))
+    state.update_members([worker_member("w0"), both])
+    state.apply(encoder_report("e", 1, costs=(EncodeCost("audio", 1e-3, 0.25),)), 0.0)
+    request = query(image(0), image(1, modality="audio"))
+    view = state.snapshot(request, 0.0).encoders[0]
+    assert view.costs_of("audio").encode == Line(0.25, 1e-3)
+    assert view.costs_of("image") == view.costs
+    plan = route(state, request)
+    for _ in range(40):
+        seen = ItemResult(0, StageTimes(decode_s=0.5, encode_s=3.0, batch_cost=256))
+        heard = ItemResult(1, StageTimes(decode_s=0.01, encode_s=0.05, batch_cost=256))
+        state.observe_encode(plan, EncodeResult("e", (seen, heard)))
+    state.update_members([worker_member("w0"), both, encoder_member("new", modalities=("image", "audio"))])
+    for view in state.snapshot(request, 0.0).encoders:
+        assert view.costs_of("image").encode.at(256) == pytest.approx(3.0, rel=0.1)
+        assert view.costs_of("audio").encode.at(256) == pytest.approx(0.05, rel=0.1)
+        assert view.costs_of("audio").prepare.at(256) == pytest.approx(0.01, rel=0.1)
 
 
 def test_failures_teach_nothing():

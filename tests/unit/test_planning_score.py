@@ -76,6 +76,27 @@ def test_waiting_for_the_encoder_overlaps_its_decoding():
     assert item.landing_s == pytest.approx(1.0 + ENCODE.at(256) + TRANSFER_S)
 
 
+def test_each_modality_costs_its_own_and_forwards_add_up() -> None:
+    sounds = EncoderCosts(Line(0.5, 0.0), Line(0.03, 0.001))
+    both = encoder("e", modalities=frozenset({"image", "audio"}), modality_to_costs={"audio": sounds})
+    media = [image(0), image(1, modality="audio"), image(2), image(3, modality="audio")]
+    items = plan(query(*media, 10), encoders=[both]).explanation.winner.items
+    heard_s = [sounds.encode.at(256), sounds.encode.at(512)]
+    assert [item.modality for item in items] == ["image", "audio", "image", "audio"]
+    assert [item.encode_s for item in items] == pytest.approx(
+        [ENCODE.at(256), ENCODE.at(256) + heard_s[0], ENCODE.at(512) + heard_s[0], ENCODE.at(512) + heard_s[1]]
+    )
+    assert [item.prepare_s for item in items] == pytest.approx([PREPARE.base_s, 0.5, PREPARE.base_s, 0.5])
+
+
+def test_pictures_and_sound_of_one_video_may_go_to_two_encoders() -> None:
+    eyes, ears = encoder("eyes", modalities=frozenset({"video"})), encoder("ears", modalities=frozenset({"audio"}))
+    made = plan(query(image(0, modality="video"), image(1, modality="audio")), encoders=[ears, eyes])
+    assert [each.encoder_id for each in made.assignments] == ["eyes", "ears"]
+    with pytest.raises(NoCapacity, match="audio"):
+        plan(query(image(0, modality="video"), image(1, modality="audio")), encoders=[eyes])
+
+
 def test_units_of_a_video_land_one_by_one_and_overlap_inside_it():
     frames = MediaItem(0, "image", "f" * 32, (4, 8, 8), (100, 100, 100, 100), 4000, "p")
     made = plan(query(frames, 10))

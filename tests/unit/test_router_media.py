@@ -11,6 +11,7 @@ from fabric.errors import ContextLengthExceeded, InvalidMedia, InvalidRequest, U
 from fabric.messages import GenerateRequest
 from modalities.family import MediaOptions
 from modalities.plugin import MediaLimits
+from router.api.content import MediaPart, TextPart
 
 
 async def asked(content: object, family: MediaFamily | None = None, **fields: object) -> GenerateRequest:
@@ -118,6 +119,17 @@ async def test_a_broken_video_is_named_beside_good_ones(broken: dict[str, object
     with pytest.raises(InvalidMedia) as caught:
         await asked([video(), image(), broken])
     assert caught.value.param == "messages.0.content.2"
+
+
+async def test_what_is_kept_for_planning_again_holds_no_text_of_media() -> None:
+    asked_for = chat([text("see"), video(sound=SOUND)])
+    async with media_cluster() as cluster:
+        draft = await cluster.service._intake.read(asked_for)
+        (medium,) = draft.media
+        assert medium.data.startswith(b"video 64x32")
+        assert draft.contents == ([TextPart("see"), MediaPart("video_url", {}, "messages.0.content.1")],)
+        assert [message.content for message in draft.chat.messages] == [None]
+        assert asked_for.messages[0].content is not None
 
 
 # ---------------------------------------------------------------- budgets and wishes
