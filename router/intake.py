@@ -34,8 +34,8 @@ MAX_FITTINGS = 3
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A request that was read: everything from which its prompt is made, once or again. Lives as long as the request, so
-    it holds each medium once, as bytes, and not as the client's text."""
+    """A request that was read: everything from which its prompt is made, once or again. Lives as long as the request,
+    so it holds each medium once, as bytes, and not as the client's text."""
 
     chat: ChatRequest
     """Without contents."""
