@@ -24,6 +24,8 @@ from modalities.audio_towers.sound import SoundHalf
 from modalities.family import EncoderInput
 
 _NUM_CONVOLUTIONS = 3
+_CHUNKS_IN_CACHE = 8
+"""Convolved at once on a CPU. 64 at once take 1.6 times as long: what lies between the convolutions leaves the cache."""
 
 
 def load_encoder(
@@ -70,7 +72,8 @@ def _convolved(tower: Any, chunks: Sequence[np.ndarray], widths: Sequence[int]) 
         at = [index for index, one in enumerate(widths) if one == width]
         values = batched([chunks[index] for index in at], width, tower.conv2d1.weight)[:, None]
         parts = []
-        for part in values.split(tower.conv_chunksize):  # bounds the memory, as in the reference
+        # On a device the reference's own number, which bounds the memory.
+        for part in values.split(tower.conv_chunksize if values.is_cuda else _CHUNKS_IN_CACHE):
             for convolution in (tower.conv2d1, tower.conv2d2, tower.conv2d3):
                 part = functional.gelu(convolution(part))
             parts.append(part)
