@@ -25,7 +25,7 @@ from modalities.family import EncoderInput
 
 _NUM_CONVOLUTIONS = 3
 _CHUNKS_IN_CACHE = 8
-"""Convolved at once on a CPU. 64 at once take 1.6 times as long: what lies between the convolutions leaves the cache."""
+"""Convolved at once on a CPU; 64 take 1.6 times as long each: what lies between convolutions leaves the cache."""
 
 
 def load_encoder(
