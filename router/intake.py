@@ -72,10 +72,6 @@ class Intake:
     async def close(self) -> None:
         await self._prober.close()
 
-    async def prepare(self, chat: ChatRequest) -> Prompt:
-        """`read` and `plan` in one."""
-        return await self.plan(await self.read(chat))
-
     async def read(self, chat: ChatRequest) -> Draft:
         """Raises a RequestRefused, `param` naming the offending part of the request."""
         vocab_size = self.family.shape.vocab_size

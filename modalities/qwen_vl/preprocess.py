@@ -39,10 +39,12 @@ def smart_resize(height: int, width: int, options: ImageOptions, most_pixels: in
 
 
 def image_grid(header: ImageHeader, options: ImageOptions, reduction: int = 0) -> tuple[int, int, int]:
-    """Patches (t, h, w) of a picture, from its header; as if its sides were halved `reduction` times. Raises
-    InvalidMedia."""
-    height, width = (max(side >> reduction, 1) for side in (header.height, header.width))
-    height, width = smart_resize(height, width, options)
+    """Patches (t, h, w) of a picture, from its header; the sides that it would be scaled to are halved `reduction`
+    times, down to the smallest size that the model takes. Raises InvalidMedia."""
+    height, width = smart_resize(header.height, header.width, options)
+    if reduction:
+        most_pixels = max(options.min_pixels, (height * width) >> (2 * reduction))
+        height, width = smart_resize(header.height, header.width, options, most_pixels)
     if height == 0 or width == 0:
         raise InvalidMedia(f"{header.width}x{header.height} pixels: too small")
     return 1, height // options.patch_size, width // options.patch_size
