@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+import deploy.config
 from deploy.compose import max_items_per_prompt, media_limits, video_options
 from deploy.config import ClusterConfig, check_config, load_config, parse_bytes
 from fabric.errors import ConfigError
@@ -30,6 +32,14 @@ def test_laptop_default_has_one_router_one_encoder_two_workers_and_no_gpu() -> N
     assert (config.router.replicas, config.encoders.replicas, config.workers.replicas) == (1, 1, 2)
     assert config.encoders.device == config.workers.device == "cpu"
     assert config.server.host == "127.0.0.1"
+
+
+def test_shipped_configs_are_sound() -> None:
+    shipped = sorted(Path(deploy.config.__file__).with_name("configs").glob("*.yaml"))
+    assert len(shipped) >= 2
+    configs = {path.name: load_config(path) for path in shipped}
+    assert configs["gpu-node.yaml"].media.limit_mm_per_prompt == {"image": 16, "video": 4, "audio": 4}
+    assert configs["laptop.yaml"].media.on_encode_failure == "error"
 
 
 @pytest.mark.parametrize(
