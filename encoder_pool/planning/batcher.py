@@ -1,9 +1,10 @@
 """Which units go into the next forward: the first in line, and what is worth taking along.
 
 An idle encoder starts at once, and what queues meanwhile shares the next forward (notes: 3.8 times the images per
-second at 8 per forward come from that alone). Units of different requests are always fused: each would wait for the
-other anyway. Units of one request are fused only if that saves more than it delays: a feature that is there earlier
-is one that the language model computes while the next is made. Knows nothing of clocks, memory or models.
+second at 8 per forward come from that alone). Units of different requests are fused wherever a forward has a price of
+its own: where it was measured to have none (a CPU is full with one picture), the first in line does not wait for the
+others. Units of one request are fused only if that saves more than it delays: a feature that is there earlier is one
+that the language model computes while the next is made. Knows nothing of clocks, memory or models.
 """
 
 from __future__ import annotations
@@ -29,12 +30,18 @@ class QueuedUnit(NamedTuple):
     take turns."""
 
 
-def is_fusing_worthwhile(estimate: CostEstimate, cost: int) -> bool:
-    """Whether a unit of `cost` should ride in the forward of an earlier unit of its request.
+MIN_GAIN = 0.02
+"""Of a unit's own work that a forward of its own must cost besides; less is noise of the measurement."""
+
+
+def is_fusing_worthwhile(estimate: CostEstimate, cost: int, *, is_same_request: bool) -> bool:
+    """Whether a unit of `cost` should ride in a forward with one that goes before it.
 
     Alone it would start another forward: `overhead_s` for it and for all that come after. Along, it keeps the earlier
-    unit from its worker for as long as its own patches take. Nothing measured yet: yes."""
-    return estimate.overhead_s >= estimate.seconds_per_cost * cost
+    unit from its worker for as long as its own patches take; that is weighed if both are of one request, which gains
+    from one feature before the other. Nothing measured yet: yes."""
+    share = 1.0 if is_same_request else MIN_GAIN
+    return estimate.overhead_s >= share * estimate.seconds_per_cost * cost
 
 
 def choose_batch(
@@ -52,7 +59,8 @@ def choose_batch(
     for unit in ordered[1:]:
         if unit.modality != batch[0].modality or cost + unit.cost > max_cost:
             continue
-        if unit.rank.age in requests and not is_fusing_worthwhile(estimate(unit.modality), unit.cost):
+        is_same_request = unit.rank.age in requests
+        if not is_fusing_worthwhile(estimate(unit.modality), unit.cost, is_same_request=is_same_request):
             continue
         batch.append(unit)
         requests.add(unit.rank.age)

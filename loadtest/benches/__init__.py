@@ -22,13 +22,24 @@ def _engine(options: Sequence[str]) -> BenchResult:
     return run(options)
 
 
+def _encoder(options: Sequence[str]) -> BenchResult:
+    from loadtest.benches.encoder import run
+
+    return run(options)
+
+
 def _memory(options: Sequence[str]) -> BenchResult:
     from loadtest.benches.memory import run
 
     return run(options)
 
 
-BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {"path": _path, "engine": _engine, "memory": _memory}
+BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {
+    "path": _path,
+    "engine": _engine,
+    "encoder": _encoder,
+    "memory": _memory,
+}
 
 
 def run_benches(name: str, *, as_json: bool, options: Sequence[str] = ()) -> int:

@@ -18,6 +18,7 @@ from encoder_bench import picture, running_bench
 from PIL import Image
 
 from deploy.demo.build import demo_checkpoint
+from encoder_pool import decode
 from encoder_pool.config import EncoderConfig
 from fabric.errors import ErrorInfo
 from fabric.messages import EncodeResult
@@ -84,6 +85,27 @@ async def test_an_item_that_takes_too_long_is_refused_alone(family: Family, enco
         assert error is not None
         assert (error.code, error.param) == ("invalid_media", "messages.0.content.1")
         assert "within 1e-05 s" in error.message
+        await bench.is_idle()
+
+
+async def test_what_nobody_waits_for_is_not_decoded_to_its_end(
+    family: Family, encoder: EncoderModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "GRACE_S", 0.0)
+    config = EncoderConfig(num_decode_processes=1, model_dir=str(demo_checkpoint()))
+    async with running_bench(family, encoder, config) as bench:
+        (pid,) = bench.service._decoder.pids()
+        large, small = [flat_picture(9_400)], [picture(1)]
+        call = asyncio.create_task(bench.service.encode(bench.request(large), large))
+        await bench.until(lambda: bench.service.report().num_decoding == 1)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        report = bench.service.report()
+        assert (report.num_queued, report.num_in_flight, report.num_items_pending) == (0, 0, 0)
+        assert errors(await bench.service.encode(bench.request(small), small)) == [None]
+        assert bench.service._decoder.pids() != [pid], "another process has taken its place"
+        assert not is_running(pid)
+        assert bench.service.report().items_decoded == 1
         await bench.is_idle()
 
 

@@ -49,16 +49,31 @@ def test_a_batch_is_led_by_the_first_and_filled_within_its_cost(
     cost = sum(unit.cost for unit in batch)
     assert cost <= max_cost or len(batch) == 1 or cost == batch[0].cost
     assert len({unit.key for unit in batch}) == len(batch)
-    seen: set[tuple[float, str]] = set()
-    for unit in batch:
-        assert unit.rank.age not in seen or is_fusing_worthwhile(estimate, unit.cost)
+    seen = {batch[0].rank.age}
+    for unit in batch[1:]:
+        assert is_fusing_worthwhile(estimate, unit.cost, is_same_request=unit.rank.age in seen)
         seen.add(unit.rank.age)
     for left in set(queued) - set(batch):
         assert (
             left.modality != batch[0].modality
             or cost + left.cost > max_cost
-            or (left.rank.age in seen and not is_fusing_worthwhile(estimate, left.cost))
+            or not is_fusing_worthwhile(estimate, left.cost, is_same_request=left.rank.age in seen)
         )
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(2, 20), st.integers(1, 500))
+def test_where_a_forward_costs_nothing_besides_the_first_in_line_waits_for_nobody(num: int, cost: int) -> None:
+    queued = [
+        QueuedUnit(
+            Turn(n, (0.0, f"req-{n:02}"), 0.0).rank(1.0, PATIENCE, 0), UnitKey(MmHash(f"{n}"), 0), "image", cost, 4
+        )
+        for n in range(num)
+    ]
+    free = CostEstimate(SECONDS_PER_COST, 0.0)
+    dear = CostEstimate(SECONDS_PER_COST, 0.05 * SECONDS_PER_COST * cost)
+    assert len(choose_batch(queued, num * cost, lambda _: free)) == 1
+    assert len(choose_batch(queued, num * cost, lambda _: dear)) == num
 
 
 @settings(deadline=None, max_examples=200)

@@ -1,0 +1,160 @@
+"""`weft bench encoder`: the seeds' tables on the device at hand. Latency and output size per modality, latency per
+batch size (real architectures' sizes, random weights); and through a real encoder service with the demo model, how
+long one picture waits behind a video of 120 frames."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from loadtest.benches.encoder_batching import BatchingGain, batching_gain
+from loadtest.benches.encoder_towers import Place, Run, clip_l, internvit, qwen2_5_vl, siglip_l, whisper
+from loadtest.benches.encoder_wait import Waits, measure_waits
+from loadtest.benches.report import Bar, BenchResult
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+GPU_GAIN, CPU_GAIN = 3.0, 0.95
+"""Pictures per second at 8 a forward over one by one. Seed 000: 3.8 on an A100; a CPU is full with one."""
+
+
+class Case(NamedTuple):
+    modality: str
+    input: str
+    encoder: str
+    build: Callable[[Place], Run]
+    num_items: int
+    seed_ms: float
+    """On the seed's A100 in half precision."""
+
+
+CASES = (
+    Case("image", "448x448", "SigLIP-L/14", siglip_l(448), 1, 4.8),
+    Case("image", "HD, 6 tiles of 448x448", "SigLIP-L/14", siglip_l(448), 6, 12.3),
+    Case("image", "448x448", "Qwen2.5-VL vision", qwen2_5_vl(448), 1, 0.0),
+    Case("image", "336x336", "ViT-L/14", clip_l(336), 1, 5.0),
+    Case("image", "4 of 336x336", "ViT-L/14", clip_l(336), 4, 12.0),
+    Case("video", "30 of 256x256", "InternViT, 2 frames pooled", internvit(30, 2), 1, 48.7),
+    Case("video", "120 of 256x256", "InternViT, 2 frames pooled", internvit(120, 2), 1, 187.0),
+    Case("video", "30 of 336x336", "ViT-L/14", clip_l(336), 30, 48.0),
+    Case("audio", "30 s", "Whisper-large, 2 rows pooled", whisper("large", 1, 2), 1, 2.9),
+    Case("audio", "120 s", "Whisper-large, 2 rows pooled", whisper("large", 4, 2), 1, 11.2),
+    Case("audio", "30 s", "Whisper-small", whisper("small", 1, 1), 1, 85.0),
+)
+
+
+def options(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="weft bench encoder")
+    has_gpu = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda" if has_gpu else "cpu")
+    parser.add_argument("--dtype", default="float16" if has_gpu else "float32")
+    parser.add_argument(
+        "--scale", type=float, default=1.0 if has_gpu else 0.125, help="of depth and width; 1 is the real size"
+    )
+    parser.add_argument("--seconds", type=float, default=2.0 if has_gpu else 1.0, help="of measuring, per cell")
+    return parser.parse_args(arguments)
+
+
+def run(arguments: Sequence[str] = ()) -> BenchResult:
+    chosen = options(arguments)
+    place = Place(chosen.device, getattr(torch, chosen.dtype), chosen.scale)
+    with torch.inference_mode():
+        rows = [_modality_row(case, place, chosen.seconds) for case in CASES]
+        tower = siglip_l(448)(place)
+        batches = _batch_latencies(tower, place, chosen.seconds)
+        gain = batching_gain(lambda num_items: _timed(tower, num_items, place))
+    waits = asyncio.run(measure_waits(place.device))
+    table = [["modality", "input", "encoder", "output", "MiB", "ms", "seed (A100) ms", "per second"], *rows]
+    table += _batch_rows(batches)
+    return BenchResult(table, _bars(batches, gain, waits, place), _notes(place, gain, waits))
+
+
+def _modality_row(case: Case, place: Place, seconds: float) -> list[str]:
+    tower = case.build(place)
+    shape = tower(case.num_items).shape
+    latency_s = _latency_s(tower, case.num_items, place, seconds)
+    del tower
+    gc.collect()
+    num_tokens, width = case.num_items * shape[1], shape[2]
+    nbytes = num_tokens * width * place.dtype.itemsize
+    return [
+        case.modality,
+        case.input,
+        case.encoder,
+        f"[{num_tokens}, {width}]",
+        f"{nbytes / 2**20:.1f}",
+        f"{1000 * latency_s:.1f}",
+        f"{case.seed_ms:g}" if case.seed_ms else "",
+        f"{1 / latency_s:.1f}",
+    ]
+
+
+def _batch_latencies(tower: Run, place: Place, seconds: float) -> dict[int, float]:
+    """Batch size -> seconds. One by one is measured around each, in turn, so that a machine whose speed changes does
+    not decide."""
+    found = {size: _latency_s(tower, size, place, seconds) for size in BATCH_SIZES}
+    again = {size: _latency_s(tower, size, place, seconds) for size in BATCH_SIZES}
+    return {size: min(found[size], again[size]) for size in BATCH_SIZES}
+
+
+def _batch_rows(size_to_s: dict[int, float]) -> list[list[str]]:
+    seed_ms = {1: 4.8, 4: 7.2, 8: 10.1, 16: 16.3, 32: 29.7}
+    return [
+        [
+            "image",
+            f"batch of {size}, 448x448",
+            "SigLIP-L/14",
+            f"{1000 * seconds / size:.2f} ms each",
+            "",
+            f"{1000 * seconds:.1f}",
+            f"{seed_ms.get(size, '')}",
+            f"{size / seconds:.1f}",
+        ]
+        for size, seconds in size_to_s.items()
+    ]
+
+
+def _bars(size_to_s: dict[int, float], gain: BatchingGain, waits: Waits, place: Place) -> list[Bar]:
+    is_gpu = place.device == "cuda"
+    eight = Bar("pictures per second, 8 in a forward over one by one", 8 * size_to_s[1] / size_to_s[8], GPU_GAIN, "x")
+    target = GPU_GAIN if is_gpu else CPU_GAIN
+    return [
+        *([eight] if is_gpu else []),
+        Bar("pictures per second, 32 waiting and batched as measured, over one by one", gain.gain, target, "x"),
+        Bar("wait of one picture behind a video of 120 frames", waits.in_units, 1.0, "units of it", is_max=True),
+    ]
+
+
+def _notes(place: Place, gain: BatchingGain, waits: Waits) -> list[str]:
+    return [
+        f"{place.device}, {str(place.dtype).removeprefix('torch.')}, depth and width x {place.scale:g}, random "
+        f"weights; {torch.get_num_threads()} threads.",
+        "Latencies are medians of one forward, the wait for the device included; the seed's are an A100's, in half "
+        "precision, at full size.",
+        f"32 waiting pictures went in batches of {gain.batch_sizes} in the last round.",
+        f"Behind the video (demo model, {waits.num_units} units of {1000 * waits.unit_s:.1f} ms, medians of "
+        f"{waits.num_rounds} rounds): the picture waited {1000 * waits.wait_s:.1f} ms for the forward.",
+    ]
+
+
+def _latency_s(tower: Run, num_items: int, place: Place, seconds: float) -> float:
+    """Median of one forward; at least three, else for as long as `seconds`."""
+    _timed(tower, num_items, place)
+    found: list[float] = []
+    while len(found) < 3 or sum(found) < seconds:
+        found.append(_timed(tower, num_items, place))
+    return statistics.median(found)
+
+
+def _timed(tower: Run, num_items: int, place: Place) -> float:
+    started_s = time.perf_counter()
+    tower(num_items)
+    if place.device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started_s
