@@ -1,5 +1,5 @@
 """Sounds through the whole cluster in one process: chats over HTTP, from files to tokens, equal to what transformers'
-own Qwen2-Audio generates. Tokeniser and chat template are the demo checkpoint's."""
+own Qwen2-Audio generates. The tokeniser is the demo checkpoint's, the chat template transformers' own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from family_row import load_reference, spread
 from family_rows_audio import QWEN2_AUDIO, RATE
 from reference_model import Answer, Comparison
 from sound_files import encoded, noise
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen2AudioProcessor
 
 from deploy.config import ClusterConfig
 from deploy.demo.build import demo_checkpoint
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.torch
 
 MAX_TOKENS = 8
 PLACEHOLDER = "<|AUDIO|>"
-TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+NAME_TO_OURS = {"<|audio_pad|>": PLACEHOLDER, "<|audio_start|>": "<|audio_bos|>", "<|audio_end|>": "<|audio_eos|>"}
 
 
 def file(milliseconds: int, seed: int, name: str = "wav") -> bytes:
@@ -53,10 +53,15 @@ CHATS: list[tuple[list[dict[str, Any]], list[bytes]]] = [
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The row's tiny model with the demo's vocabulary; the placeholder is spelled as the family spells it."""
+    """The row's tiny model with the demo's vocabulary; control tokens are spelled as the family spells them."""
     found, demo = tmp_path_factory.mktemp("qwen2_audio"), demo_checkpoint()
-    for name in TEXT_FILES:
-        (found / name).write_text((demo / name).read_text().replace("<|audio_pad|>", PLACEHOLDER))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (demo / name).read_text()
+        for theirs, ours in NAME_TO_OURS.items():
+            text = text.replace(theirs, ours)
+        (found / name).write_text(text)
+    template = Qwen2AudioProcessor.default_chat_template.fget(None)  # "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>"
+    (found / "chat_template.jinja").write_text(template)
     tokens = json.loads((demo / "config.json").read_text())
     built = QWEN2_AUDIO.build()
     built.config.text_config.vocab_size = tokens["text_config"]["vocab_size"]
