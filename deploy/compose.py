@@ -150,6 +150,7 @@ def worker_config(config: ClusterConfig) -> WorkerConfig:
         kept_bytes=section.kept_bytes,
         num_ranks=section.tensor_parallel,
         speculation=Speculation(**section.speculation.model_dump()),
+        is_workspace_measured=True,
     )
 
 

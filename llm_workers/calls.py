@@ -16,9 +16,9 @@ from fabric.ids import AttemptId, MemberId, UnitKey
 from fabric.messages import FeatureNeeded, GenerateRequest, GenerateResult, TokenFrame, TokenFrames
 from fabric.plane import Plane
 from llm_workers.attempts import OpenAttempt
-from llm_workers.engine import Update
-from llm_workers.intake import Need
+from llm_workers.intake_entries import Need
 from llm_workers.scheduling.events import StepEvents
+from llm_workers.updates import Update
 
 MEMORY = 4096
 """Aborted attempts that are remembered."""

@@ -54,6 +54,8 @@ class WorkerConfig:
     is_chunked_media_enabled: bool = True
     """Whether a step may end inside a run of placeholders. Off for models whose media tokens see each other."""
     speculation: Speculation = Speculation()
+    is_workspace_measured: bool = False
+    """Whether the largest step is run once at boot, which refuses the start if the device has no room for it."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_step_tokens", "max_sequences", "num_ranks"):

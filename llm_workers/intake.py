@@ -12,63 +12,13 @@ and the engine says where each unit is read next: a picture that comes again mak
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from fabric.clock import Clock
 from fabric.ids import AttemptId, UnitKey
 from fabric.messages import UnitReady
+from llm_workers.intake_entries import LOST, UNREAD_CHOICE, Age, Announced, Need, Turn, WantingAttempt, remember
 from llm_workers.scheduling.events import NextRead
-
-Age = tuple[float, str]
-Turn = tuple[Age, NextRead]
-"""Whose read comes first, over all attempts."""
-UNREAD_CHOICE = 1 << 31
-"""Behind every choice: stands for an admitted attempt that the engine does not name as a reader."""
-LOST = "lost"
-MEMORY = 4096
-"""Ended attempts and spent announcements that are remembered."""
-
-Key = TypeVar("Key", bound=Hashable)
-
-
-class Need(NamedTuple):
-    """A unit to ask the router for."""
-
-    attempt: AttemptId
-    unit: UnitKey
-    reason: str
-
-
-@dataclass(slots=True)
-class _Attempt:
-    age: Age
-    order: Mapping[UnitKey, int]
-    """All units of the request -> place in the prompt."""
-    dispatched: frozenset[UnitKey]
-    awaited: dict[UnitKey, float]
-    """Units whose announcement for this attempt is still to come -> since when."""
-    failures: dict[UnitKey, str] = field(default_factory=dict)
-    """Why a unit did not land, when that was learned before the attempt was admitted."""
-    missing: dict[UnitKey, str] = field(default_factory=dict)
-    """Units that it needs and that have not landed -> why; meaningful once admitted."""
-    is_admitted: bool = False
-
-    def reason(self, unit: UnitKey) -> str:
-        """Why it is missing at admission. What was dispatched may have been here and gone: the router must not take
-        it for something that is still to come."""
-        return self.failures.get(unit, "preempted" if unit in self.dispatched else "not_covered")
-
-    def wants(self, unit: UnitKey) -> bool:
-        return unit in self.missing if self.is_admitted else unit in self.order
-
-
-@dataclass(slots=True)
-class _Announced:
-    attempt: AttemptId
-    ready: UnitReady
-    at_s: float
 
 
 class Intake:
@@ -76,8 +26,8 @@ class Intake:
 
     def __init__(self, clock: Clock, unclaimed_ttl_s: float, unit_wait_s: float) -> None:
         self._clock, self._ttl_s, self._wait_s = clock, unclaimed_ttl_s, unit_wait_s
-        self._attempts: dict[AttemptId, _Attempt] = {}
-        self._tickets: dict[UnitKey, list[_Announced]] = {}
+        self._attempts: dict[AttemptId, WantingAttempt] = {}
+        self._tickets: dict[UnitKey, list[Announced]] = {}
         """Oldest first."""
         self._pulling: set[UnitKey] = set()
         self._landed: dict[UnitKey, int] = {}
@@ -100,7 +50,7 @@ class Intake:
             unit for unit, tickets in self._tickets.items() if any(ticket.attempt == attempt for ticket in tickets)
         }
         order = {unit: place for place, unit in enumerate(units)}
-        self._attempts[attempt] = _Attempt(age, order, sent, dict.fromkeys(awaited, self._clock.now()))
+        self._attempts[attempt] = WantingAttempt(age, order, sent, dict.fromkeys(awaited, self._clock.now()))
 
     def admit(self, attempt: AttemptId, missing: Iterable[UnitKey]) -> list[UnitKey]:
         """The engine's word on what the attempt lacks. Returns those of them that lie here landed already: the
@@ -119,9 +69,9 @@ class Intake:
     def end(self, attempt: AttemptId) -> None:
         """The attempt has ended; what was announced for it becomes releasable."""
         if self._attempts.pop(attempt, None) is not None:
-            _remember(self._ended, attempt)
+            remember(self._ended, attempt)
 
-    def _want(self, known: _Attempt, unit: UnitKey, reason: str) -> bool:
+    def _want(self, known: WantingAttempt, unit: UnitKey, reason: str) -> bool:
         if unit in self._landed and unit not in self._evicting:
             # Also if it was told before: it may have let go, and its word be on the way.
             self._landed[unit] += 1
@@ -137,7 +87,7 @@ class Intake:
         known = self._attempts.get(attempt)
         if known is not None:
             known.awaited.pop(ready.unit, None)
-        self._tickets.setdefault(ready.unit, []).append(_Announced(attempt, ready, self._clock.now()))
+        self._tickets.setdefault(ready.unit, []).append(Announced(attempt, ready, self._clock.now()))
 
     def forget_source(self, source: str) -> None:
         """A transfer agent has left: what it announced can't be pulled any more."""
@@ -281,7 +231,7 @@ class Intake:
         ]
         return min(turns, default=None)
 
-    def _turn(self, attempt: AttemptId, known: _Attempt, unit: UnitKey) -> Turn:
+    def _turn(self, attempt: AttemptId, known: WantingAttempt, unit: UnitKey) -> Turn:
         if not known.is_admitted:
             return known.age, NextRead(0, known.order[unit])
         named = self._readers.get(unit, {}).get(attempt)
@@ -297,17 +247,11 @@ class Intake:
             elif not known.is_admitted and unit in known.order:
                 known.failures[unit] = reason
 
-    def _take_ticket(self, unit: UnitKey, ticket: _Announced) -> UnitReady:
+    def _take_ticket(self, unit: UnitKey, ticket: Announced) -> UnitReady:
         """An attempt that is not here yet must not wait for this announcement when it comes: it is spent."""
         if ticket.attempt not in self._attempts:
-            _remember(self._spent, (ticket.attempt, unit))
+            remember(self._spent, (ticket.attempt, unit))
         self._tickets[unit].remove(ticket)
         if not self._tickets[unit]:
             del self._tickets[unit]
         return ticket.ready
-
-
-def _remember(memory: OrderedDict[Key, None], key: Key) -> None:
-    memory[key] = None
-    if len(memory) > MEMORY:
-        memory.popitem(last=False)

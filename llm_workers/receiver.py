@@ -21,7 +21,8 @@ from fabric.ids import AttemptId, MemberId, UnitKey
 from fabric.messages import FeatureTicket, GenerateRequest, MediaItem, UnitReady, UnitRelease
 from fabric.plane import Plane
 from llm_workers.config import WorkerConfig
-from llm_workers.intake import Intake, Need
+from llm_workers.intake import Intake
+from llm_workers.intake_entries import Need
 from llm_workers.kept import KeptFeatures
 from llm_workers.scheduling.events import NextRead
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from fabric.channel import FeatureSink
 from fabric.ids import AttemptId, MemberId
 from fabric.messages import WorkerReport
-from llm_workers.engine import Update
 from llm_workers.kept import KeptFeatures
 from llm_workers.scheduling.events import SchedulerStats
 from llm_workers.step_costs import StepCosts
+from llm_workers.updates import Update
 
 
 class Reporter:

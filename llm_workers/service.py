@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from fabric.channel import FeatureSink, LandedFeature
 from fabric.clock import Clock
@@ -34,10 +35,11 @@ from llm_workers.attention import select_backend
 from llm_workers.calibrate import calibrate
 from llm_workers.calls import OpenCalls
 from llm_workers.config import WorkerConfig
-from llm_workers.engine import Engine, StepTimes, Update
+from llm_workers.engine import Engine, StepTimes
 from llm_workers.grammar import GrammarCompiler
 from llm_workers.landed import LandedFeatures
 from llm_workers.paged_kv import PagedKV
+from llm_workers.peers import Peers
 from llm_workers.receiver import Endpoint, Listener, Receiver
 from llm_workers.reporting import Reporter
 from llm_workers.routers import RouterLinks
@@ -46,6 +48,8 @@ from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.scheduler import Scheduler
 from llm_workers.side_rows import make_side_rows
 from llm_workers.tensor_parallel.shares import kv_heads
+from llm_workers.updates import Update
+from llm_workers.workspace import measure_workspace
 from modalities.family import Family, LanguageModel
 
 _LOG = logging.getLogger(__name__)
@@ -74,9 +78,9 @@ class WorkerService:
         kv = PagedKV(shape.num_layers, config.num_blocks, config.block_size, heads, model.dtype, model.device)
         scheduler = Scheduler(config, shape.max_model_len, clock)
         landed: dict[UnitKey, LandedFeature] = {}
-        self._runner = Runner(
-            model, kv, LandedFeatures(landed), select_backend("auto", kv), make_side_rows(model, kv, config.side_layers)
-        )
+        backend = select_backend("auto", kv)
+        self._runner = Runner(model, kv, LandedFeatures(landed), backend, make_side_rows(model, kv, config.side_layers))
+        self._measure = partial(measure_workspace, model, kv, backend, family, config)
         self._engine = Engine(scheduler, self._runner, clock, self._post)
         self._calls = OpenCalls(member_id, plane, clock)
         endpoint = Endpoint(member_id, plane, sink, clock)
@@ -86,7 +90,7 @@ class WorkerService:
         )
         self._routers = RouterLinks(plane, clock)
         self._reporter = Reporter(member_id, scheduler.stats(), sink, self._receiver.kept)
-        self._members: dict[MemberId, Member] = {}
+        self._peers = Peers(plane, sink, self._receiver)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._is_report_due = False
@@ -97,10 +101,11 @@ class WorkerService:
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Calibrates (a few forwards, in a thread), then takes requests and messages."""
+        """Calibrates (a few forwards, in a thread), then takes requests. ConfigError: no room for the largest step."""
         self._loop = asyncio.get_running_loop()
-        costs = self._reporter.costs
-        await asyncio.to_thread(calibrate, self._runner, self._family, self._config, costs, self._clock)
+        await asyncio.to_thread(calibrate, self._runner, self._family, self._config, self._reporter.costs, self._clock)
+        if self._config.is_workspace_measured:
+            await asyncio.to_thread(self._measure)
         self._receiver.start()
         self._engine.start()
         self._plane.start(self._on_message)
@@ -202,18 +207,10 @@ class WorkerService:
 
     def update_members(self, members: Sequence[Member]) -> None:
         """Peers that are not there any more are confirmed dead: what waits for them is given up."""
-        now = {member.member_id: member for member in members}
-        for member_id in self._members.keys() - now.keys():
-            gone = self._members[member_id]
-            if gone.transfer_agent:
-                self._sink.peer_dead(gone.transfer_agent)
-                self._receiver.source_gone(gone.transfer_agent)
-            self._plane.forget(gone.address)
-            if gone.kind == "router":
-                self._router_gone(member_id)
-        self._members = now
-        if self._member_id in now:
-            self._reporter.epoch = now[self._member_id].epoch
+        for router_id in self._peers.update(members):
+            self._router_gone(router_id)
+        if (own := self._peers.get(self._member_id)) is not None:
+            self._reporter.epoch = own.epoch
 
     # ------------------------------------------------------------ messages
 

@@ -62,10 +62,12 @@ def worker_bytes(shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtyp
     num_kv_heads, head_dim = kv_heads(shape, config.num_ranks)
     per_layer = 2 * config.num_blocks * config.block_size * num_kv_heads * head_dim * DTYPE_BYTES[dtype]
     step_rows = config.max_step_tokens * shape.hidden_size * DTYPE_BYTES[dtype]
-    logits = config.max_sequences * shape.vocab_size * 4
-    # Activations, a step that is all features (copied and joined), logits with their sorted probabilities, and the
-    # pages of one layer gathered for attention.
-    workspace = step_rows * (NUM_HIDDEN_WIDTHS + 2 * shape.num_levels) + 3 * logits + per_layer
+    rows = min(config.max_step_tokens, config.max_sequences * (1 + config.speculation.max_tokens))
+    logits = rows * shape.vocab_size * 4
+    # Activations, a step that is all features (copied and joined), logits with their sorted probabilities, the pages
+    # of one layer gathered for attention, and the mask of a chunk at the end of the longest context.
+    mask = config.max_step_tokens * min(shape.max_model_len, config.num_blocks * config.block_size) * 4
+    workspace = step_rows * (NUM_HIDDEN_WIDTHS + 2 * shape.num_levels) + 3 * logits + per_layer + mask
     return WorkerBytes(shape.num_layers * per_layer, inbox_bytes, workspace)
 
 

@@ -40,10 +40,11 @@ from fabric.messages import (
 from fabric.plane_local import LocalHub, LocalPlane
 from llm_workers.calls import OpenCalls
 from llm_workers.config import WorkerConfig
-from llm_workers.engine import Engine, Update
+from llm_workers.engine import Engine
 from llm_workers.receiver import Endpoint, Listener, Receiver
 from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
+from llm_workers.updates import Update
 from modalities.family import EncoderInput
 
 HIDDEN = 16

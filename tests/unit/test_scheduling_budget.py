@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fabric.slots import SlotMemory
-from llm_workers.config import WorkerConfig
+from llm_workers.config import Speculation, WorkerConfig
 from llm_workers.scheduling.budget import (
     MIN_TEXT_TOKENS,
     LargestItem,
@@ -35,7 +35,12 @@ def test_kv_is_keys_and_values_of_every_layer(dtype: str, itemsize: int) -> None
 def test_the_workspace_grows_with_what_a_step_holds() -> None:
     small = worker_bytes(SHAPE, WorkerConfig(max_step_tokens=100), ENOUGH, "float32").workspace
     longer = worker_bytes(SHAPE, WorkerConfig(max_step_tokens=200), ENOUGH, "float32").workspace
-    assert longer - small == 100 * 64 * 4 * (16 + 2 * 4)
+    context = min(SHAPE.max_model_len, 1024 * 16)
+    assert longer - small == 100 * 64 * 4 * (16 + 2 * 4) + 100 * context * 4
+    guessing = WorkerConfig(max_step_tokens=100, max_sequences=10, speculation=Speculation(4))
+    plain = WorkerConfig(max_step_tokens=100, max_sequences=10)
+    taken = [worker_bytes(SHAPE, config, ENOUGH, "float32").workspace for config in (plain, guessing)]
+    assert taken[1] - taken[0] == 3 * 4 * 10 * SHAPE.vocab_size * 4, "every guess has a row of logits"
 
 
 @pytest.mark.parametrize("payload", [1, 63, 64, 65, 1000])

@@ -1,0 +1,69 @@
+"""What one turn of the engine tells the owner of its updates. Values only; not touched once handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from fabric.errors import WeftError
+from fabric.ids import AttemptId, SequenceId, UnitKey
+from fabric.messages import BlocksStored, KvEvent
+from llm_workers.scheduling.events import Admission, NeededUnit, NextRead, SchedulerStats, SequenceTimes, StepEvents
+
+
+class Admitted(NamedTuple):
+    attempt: AttemptId
+    admission: Admission
+
+
+class Failed(NamedTuple):
+    attempt: AttemptId
+    error: WeftError
+
+
+class AbortedSequence(NamedTuple):
+    sequence_id: SequenceId
+    times: SequenceTimes
+
+
+class LetGo(NamedTuple):
+    """The engine does not read this unit any more; it answers `num_told` calls of `unit_landed`. `missed_by`:
+    attempts that need it again (it was evicted)."""
+
+    unit: UnitKey
+    num_told: int
+    missed_by: tuple[AttemptId, ...] = ()
+
+
+class Snapshot(NamedTuple):
+    address: str
+    last_seq: int
+    chains: Sequence[BlocksStored]
+
+
+@dataclass(slots=True)
+class Update:
+    """What one turn of the engine did, in the order in which it is to be read. Not touched once handed over."""
+
+    let_go: list[LetGo] = field(default_factory=list)
+    readers: dict[UnitKey, dict[AttemptId, NextRead]] | None = None
+    """Units that are still to be read -> who has to, and where next; None if nothing changed."""
+    admitted: list[Admitted] = field(default_factory=list)
+    needed: list[NeededUnit] = field(default_factory=list)
+    num_step_tokens: int = 0
+    step_s: float = 0.0
+    events: StepEvents | None = None
+    aborted: list[AbortedSequence] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+    kv_first_seq: int = 0
+    kv_events: list[KvEvent] = field(default_factory=list)
+    snapshots: list[Snapshot] = field(default_factory=list)
+    stats: SchedulerStats | None = None
+    at_s: float = 0.0
+    death: WeftError | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        parts = (self.let_go, self.admitted, self.needed, self.aborted, self.failed, self.kv_events, self.snapshots)
+        return self.events is None and self.readers is None and not any(parts)

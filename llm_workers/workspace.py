@@ -1,0 +1,163 @@
+"""What a step takes of a device beside weights, KV pages and inbox: measured at boot, by a step as large as allowed.
+
+The step fills its budget: one sequence at the end of the longest context computes nothing but placeholders, all
+others decode (and guess), their contexts fill the pool, and every one of them asks for the dearest draw. It runs
+before the scheduler owns any block, so it may write anywhere in the pages. On CUDA the allocator is asked for its
+peak; on a CPU every allocation of torch is counted (what a library takes aside is not).
+Knows no requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fabric.errors import ConfigError
+from fabric.ids import MmHash, RequestId, SequenceId, UnitKey
+from fabric.messages import SamplingParams
+from llm_workers.attention import Backend
+from llm_workers.config import WorkerConfig
+from llm_workers.paged_kv import PagedKV
+from llm_workers.runner import Runner
+from llm_workers.scheduling.budget import worker_bytes
+from llm_workers.scheduling.plan import Chunk, Splice, StepPlan
+from llm_workers.scheduling.token_counts import TokenCounts
+from modalities.family import Family, LanguageModel, ModelShape
+
+DEAREST = SamplingParams(
+    temperature=1.0, top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1, num_top_logprobs=20, seed=1
+)
+UNIT = UnitKey(MmHash("workspace"), 0)
+_LOG = logging.getLogger(__name__)
+_PROFILING = threading.Lock()
+"""torch has one profiler per process; it counts for the thread that began it."""
+
+
+class Workspace(NamedTuple):
+    """Bytes of one step's peak, and those that the device had left when it was taken."""
+
+    num_bytes: int
+    num_bytes_left: int
+
+
+class _MadeUpFeatures:
+    """One unit of as many rows as a step may splice; lies where the inbox does, outside of the count."""
+
+    def __init__(self, shape: ModelShape, num_tokens: int, dtype: torch.dtype) -> None:
+        self._rows = torch.zeros(shape.num_levels, num_tokens, shape.hidden_size, dtype=dtype)
+
+    def feature(self, unit: UnitKey) -> torch.Tensor:
+        return self._rows
+
+
+def measure_workspace(
+    model: LanguageModel, kv: PagedKV, backend: Backend, family: Family, config: WorkerConfig
+) -> Workspace:
+    """Runs the largest step once. Raises ConfigError if the device has no room for it."""
+    plan = largest_step(family, config)
+    features = _MadeUpFeatures(family.shape, plan.chunks[0].num_tokens, model.dtype)
+    runner = Runner(model, kv, features, backend)
+    try:
+        num_bytes = peak_bytes(lambda: runner.execute(plan), model.device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"workers: a step of {config.max_step_tokens} tokens and {config.max_sequences} sequences does not fit "
+            f"beside weights and KV on {model.device}: lower max_step_tokens, max_sequences or num_blocks"
+        ) from error
+    workspace = Workspace(num_bytes, bytes_left(model.device))
+    estimated = worker_bytes(family.shape, config, 0, str(model.dtype).removeprefix("torch.")).workspace
+    _LOG.info(
+        "workspace: %.1f MiB measured, %.1f MiB estimated, %.0f MiB left on %s",
+        *(number / 2**20 for number in (num_bytes, estimated, workspace.num_bytes_left)),
+        model.device,
+    )
+    if workspace.num_bytes > workspace.num_bytes_left:
+        raise ConfigError(
+            f"workers: a step takes {workspace.num_bytes} bytes (measured), {model.device} has "
+            f"{workspace.num_bytes_left} left: lower max_step_tokens, max_sequences or num_blocks"
+        )
+    return workspace
+
+
+def largest_step(family: Family, config: WorkerConfig) -> StepPlan:
+    """The first chunk is the one of placeholders, if the model takes media at all; the others' contexts together fill
+    the pool. A pool too small for so many sequences is filled by fewer."""
+    pool_tokens = config.num_blocks * config.block_size
+    longest = min(family.shape.max_model_len, pool_tokens)
+    num_others = min(config.max_sequences, config.max_step_tokens, pool_tokens) - 1
+    num_drafts = min(config.speculation.max_tokens, max(0, config.max_step_tokens - 1) // max(1, num_others) - 1)
+    num_drafts = max(0, min(num_drafts, pool_tokens // (num_others + 1) - 1))
+    context = min(longest, pool_tokens // (num_others + 1))
+    num_tokens = min(longest, config.max_step_tokens - num_others * (1 + num_drafts))
+    chunks = [_chunk(family, config, 0, longest, num_tokens)]
+    if family.max_items:
+        chunks[0] = replace(chunks[0], splices=(Splice(0, num_tokens, UNIT, 0),))
+    for number in range(1, num_others + 1):
+        chunk = _chunk(family, config, number, context, 1 + num_drafts)
+        chunks.append(replace(chunk, num_drafts=num_drafts))
+    return StepPlan(0, tuple(chunks))
+
+
+def _chunk(family: Family, config: WorkerConfig, number: int, end: int, num_tokens: int) -> Chunk:
+    """The last `num_tokens` of a sequence of `end` tokens, all different as far as the vocabulary goes."""
+    token_ids = np.arange(end, dtype=np.int64) % family.shape.vocab_size
+    num_axes = family.positions([0], (), ()).ids.shape[0]
+    num_blocks = -(-end // config.block_size)
+    return Chunk(
+        sequence_id=SequenceId(RequestId("workspace"), 0, number),
+        start=end - num_tokens,
+        num_tokens=num_tokens,
+        token_ids=token_ids[end - num_tokens :],
+        positions=np.broadcast_to(np.arange(end - num_tokens, end, dtype=np.int64), (num_axes, num_tokens)).copy(),
+        block_ids=(np.arange(num_blocks, dtype=np.int64) + number * num_blocks) % config.num_blocks,
+        splices=(),
+        sampling=DEAREST,
+        counts=TokenCounts(token_ids, token_ids[:1]),
+    )
+
+
+# ---------------------------------------------------------------- a device's memory
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """What `run` takes on the device at its highest, of what was free before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with _PROFILING, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = profiled.profiler.kineto_results.events() if profiled.profiler else []
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return int(max(np.cumsum([0, *(nbytes for _, nbytes in changes)])))
+
+
+def bytes_left(device: torch.device) -> int:
+    """Of the device, or of the machine (or control group) that this process runs in."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    left = _read_number(Path("/proc/meminfo"), "MemAvailable:") * 1024
+    group = Path("/sys/fs/cgroup")
+    limit, used = _read_number(group / "memory.max"), _read_number(group / "memory.current")
+    return min(left, limit - used + _read_number(group / "memory.stat", "inactive_file")) if limit else left
+
+
+def _read_number(path: Path, name: str = "") -> int:
+    """The number behind a name, or the only one; 0 if there is none."""
+    try:
+        words = path.read_text().split()
+        return int(words[words.index(name) + 1 if name else 0])
+    except (OSError, ValueError):  # no such file, no such line, or "max"
+        return 0

@@ -1,0 +1,91 @@
+"""The largest step, measured: it fills its budget, its peak is counted, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from worker_rig import loaded, rig
+
+from fabric.errors import ConfigError
+from llm_workers import workspace
+from llm_workers.attention import select_backend
+from llm_workers.config import Speculation, WorkerConfig
+from llm_workers.paged_kv import PagedKV
+from llm_workers.scheduling.budget import worker_bytes
+
+pytestmark = pytest.mark.torch
+MIB = 2**20
+
+
+def measured(config: WorkerConfig) -> workspace.Workspace:
+    parts, shape = loaded(), loaded().family.shape
+    heads = (shape.num_kv_heads, shape.head_dim)
+    kv = PagedKV(shape.num_layers, config.num_blocks, config.block_size, heads, torch.float32, torch.device("cpu"))
+    return workspace.measure_workspace(parts.model, kv, select_backend("auto", kv), parts.family, config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        WorkerConfig(),
+        WorkerConfig(speculation=Speculation(4)),
+        WorkerConfig(max_step_tokens=8, max_sequences=64),
+        WorkerConfig(num_blocks=2, block_size=4),
+        WorkerConfig(num_blocks=1, block_size=1),
+        WorkerConfig(max_sequences=1, max_step_tokens=100, speculation=Speculation(9)),
+    ],
+)
+def test_the_largest_step_is_one_that_the_scheduler_could_plan(config) -> None:
+    family = loaded().family
+    plan = workspace.largest_step(family, config)
+    capacity = config.num_blocks * config.block_size
+    assert len(plan.chunks) == min(config.max_sequences, config.max_step_tokens, capacity)
+    assert plan.num_tokens <= config.max_step_tokens
+    assert plan.num_tokens == config.max_step_tokens or plan.chunks[0].start == 0, "tokens are left, and room for them"
+    for chunk in plan.chunks:
+        assert 0 <= chunk.start < chunk.end <= min(capacity, family.shape.max_model_len)
+        assert chunk.num_drafts <= config.speculation.max_tokens
+        assert chunk.num_tokens == chunk.positions.shape[1] == len(chunk.token_ids)
+        assert len(np.unique(chunk.block_ids)) == len(chunk.block_ids) == -(-chunk.end // config.block_size)
+        assert chunk.block_ids.max() < config.num_blocks
+    assert sum(splice.length for splice in plan.chunks[0].splices) == plan.chunks[0].num_tokens
+
+
+def test_the_peak_is_that_of_what_lives_at_once() -> None:
+    def run() -> None:
+        first = torch.ones(MIB, dtype=torch.uint8)
+        second = first + 1
+        del first
+        third = second + 1
+        del second, third
+        torch.ones(MIB, dtype=torch.uint8)
+
+    assert 0 <= workspace.peak_bytes(run, torch.device("cpu")) - 2 * MIB < 1024
+
+
+def test_larger_steps_take_more_and_the_estimate_is_not_far_below() -> None:
+    small, large = WorkerConfig(max_step_tokens=32, max_sequences=4), WorkerConfig(max_step_tokens=256, max_sequences=4)
+    first, second = measured(small), measured(large)
+    assert 0 < first.num_bytes < second.num_bytes < second.num_bytes_left
+    for config, found in ((small, first), (large, second)):
+        estimate = worker_bytes(loaded().family.shape, config, 0, "float32").workspace
+        assert estimate >= found.num_bytes // 2
+
+
+async def test_a_worker_without_room_for_its_largest_step_does_not_start(monkeypatch) -> None:
+    monkeypatch.setattr(workspace, "bytes_left", lambda device: MIB)
+    with pytest.raises(ConfigError, match=r"a step takes \d+ bytes \(measured\), cpu has 1048576 left"):
+        async with rig(is_workspace_measured=True, max_step_tokens=128):
+            pass
+
+
+async def test_measuring_leaves_the_pages_fit_for_use() -> None:
+    from test_worker_parity import ONE, assert_parity
+    from worker_rig import prompt
+
+    of = prompt(*ONE)
+    async with rig(is_workspace_measured=True, max_step_tokens=64) as r:
+        request = r.request(of, 12)
+        assert (await r.run(request, of)).error is None
+        assert assert_parity(r.tokens(request), of) == 0
