@@ -19,7 +19,10 @@ WORDS = "Write a long story about a fox."
 async def serving(**workers: Any) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
     """`workers`: fields of that section of the config."""
     config = ClusterConfig.model_validate(
-        {"workers": {"replicas": 1, "num_blocks": 256} | workers, "encoders": {"decode_processes": 0}}
+        {
+            "workers": {"replicas": 1, "num_blocks": 256} | workers,
+            "encoders": {"decode_processes": 0, "modalities": ["image"]},
+        }
     )
     async with (
         running(config) as cluster,

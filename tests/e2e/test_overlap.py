@@ -18,7 +18,7 @@ pytestmark = pytest.mark.torch
 async def test_slow_encoder_delays_only_what_needs_it() -> None:
     config = ClusterConfig.model_validate(
         {
-            "encoders": {"decode_processes": 0, "encode_delay_s": 1.5},
+            "encoders": {"decode_processes": 0, "encode_delay_s": 1.5, "modalities": ["image"]},
             "workers": {"replicas": 1, "num_blocks": 256, "max_step_tokens": 64},
         }
     )
