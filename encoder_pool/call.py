@@ -41,10 +41,11 @@ class Call:
 
     def succeed(self, follower: Follower, now_s: float, *, is_cache_hit: bool) -> None:
         """Every unit of the follower's item was announced."""
-        worked_s = follower.decode_s + follower.encode_s
+        worked_s = follower.decode_s + follower.preprocess_s + follower.encode_s
         times = StageTimes(
             queue_s=max(0.0, now_s - follower.received_s - worked_s),
             decode_s=follower.decode_s,
+            preprocess_s=follower.preprocess_s,
             encode_s=follower.encode_s,
             batch_items=follower.batch_items,
             batch_cost=follower.batch_cost,

@@ -23,6 +23,7 @@ import numpy as np
 from fabric.errors import EncodeFailed, InvalidMedia, WeftError
 from fabric.messages import MediaItem
 from modalities.family import EncoderInput, Family, MediaOptions
+from modalities.stopwatch import take_decode_s
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +33,10 @@ PR_SET_PDEATHSIG = 1
 
 class Decoded(NamedTuple):
     inputs: list[EncoderInput]
-    seconds: float
-    """Spent decoding and preprocessing, without waiting."""
+    decode_s: float
+    """Without waiting."""
+    preprocess_s: float = 0.0
+    """From pixels or samples to what the encoder takes."""
 
 
 class DecodeLimits(NamedTuple):
@@ -107,6 +110,7 @@ def decode_item(family: Family, data: bytes, item: MediaItem) -> Decoded:
     """Decodes and preprocesses one item. Raises InvalidMedia (broken, or not what was planned), or EncodeFailed (our
     own failure on it)."""
     started_s = time.perf_counter()
+    take_decode_s()  # of an item that failed before
     try:
         inputs = family.preprocess(data, item)
     except WeftError:
@@ -117,7 +121,8 @@ def decode_item(family: Family, data: bytes, item: MediaItem) -> Decoded:
         logger.exception("preprocessing of %s failed", item.mm_hash)
         raise EncodeFailed(f"preprocessing failed ({type(error).__name__})") from error
     check_inputs(inputs, item)
-    return Decoded(inputs, time.perf_counter() - started_s)
+    decode_s = take_decode_s()
+    return Decoded(inputs, decode_s, time.perf_counter() - started_s - decode_s)
 
 
 def check_inputs(inputs: list[EncoderInput], item: MediaItem) -> None:

@@ -227,9 +227,10 @@ class Pipeline:
                 self._fail(follower, error)
         else:
             self.tally.num_decoded += 1
-            self.tally.decode_s += decoded.seconds
+            self.tally.decode_s += decoded.decode_s
+            self.tally.preprocess_s += decoded.preprocess_s
             for follower in flight.followers:
-                follower.decode_s = decoded.seconds
+                follower.decode_s, follower.preprocess_s = decoded.decode_s, decoded.preprocess_s
             self.flights.decoded(flight, decoded.inputs)
         finally:
             del self._flight_to_task[flight]
@@ -298,7 +299,8 @@ class Pipeline:
                 self._table.fail(unit.key)
             for follower in self.flights.followers_missing(unit.key):
                 follower.encode_s += result.seconds
-                follower.batch_items, follower.batch_cost = len(batch), batch_cost
+                follower.batch_items = max(follower.batch_items, len(batch))
+                follower.batch_cost += batch_cost
             self._unit_ended(unit.key, error)
         self.pump()
 

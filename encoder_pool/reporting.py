@@ -61,4 +61,5 @@ def encoder_report(
         cache_hit_bytes=tally.cache_hit_bytes,
         evictions=table.sums.num_evictions,
         evicted_bytes=table.sums.evicted_bytes,
+        preprocess_s=tally.preprocess_s,
     )

@@ -301,7 +301,6 @@ class EncoderReport(PlaneWire, frozen=True):
     items_failed: int = 0
     items_decoded: int = 0
     decode_s: float = 0.0
-    """Decoding and preprocessing."""
     forward_s: float = 0.0
     batch_units: int = 0
     """Units in `batches`."""
@@ -314,6 +313,8 @@ class EncoderReport(PlaneWire, frozen=True):
     cache_hit_bytes: int = 0
     evictions: int = 0
     evicted_bytes: int = 0
+    preprocess_s: float = 0.0
+    """From pixels or samples to what the encoder takes."""
 
 
 PlaneMessage = (

@@ -22,6 +22,7 @@ from fabric.errors import InvalidMedia, InvalidRequest
 from modalities.container import open_container, sound_header, sound_stream
 from modalities.family import AudioHeader, MediaHeader
 from modalities.plugin import MediaLimits, decode_base64, decode_data_url, part_url
+from modalities.stopwatch import decoding
 from modalities.tolerance import AUDIO_S
 
 Samples = npt.NDArray[np.float32]
@@ -80,6 +81,7 @@ def num_samples_at(header: AudioHeader, rate: int) -> int:
     return -(-header.num_samples * rate // header.sample_rate)
 
 
+@decoding
 def decode_samples(data: bytes, rate: int, num_samples: int, param: str) -> Samples:
     """The first stream of sound of a file, also of a video: float32 `(num_samples,)`, the mean of its channels, at
     `rate` samples per second, padded or trimmed within `AUDIO_S`.

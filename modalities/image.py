@@ -16,6 +16,7 @@ from PIL import Image
 from fabric.errors import InvalidMedia
 from modalities.family import ImageHeader, MediaHeader
 from modalities.plugin import MediaLimits, decode_data_url, part_url
+from modalities.stopwatch import decoding
 
 # The limit is MediaLimits', checked on the header; Pillow's own would warn at half of it, and per process.
 Image.MAX_IMAGE_PIXELS = None
@@ -106,6 +107,7 @@ def open_image(data: bytes, param: str) -> OpenedImage:
     return OpenedImage(image, ImageHeader(_FORMAT_TO_NAME.get(name, name), width, height, image.mode), orientation)
 
 
+@decoding
 def decode_image(data: bytes, param: str) -> tuple[Image.Image, ImageHeader]:
     """The first frame, upright, in the file's own mode, and its header. Raises InvalidMedia for a broken or
     truncated file and for one whose pixels are not of the header's size."""

@@ -20,6 +20,7 @@ from modalities.family import AudioHeader, MediaHeader, VideoHeader
 from modalities.packets import lost_packets, num_samples, seconds_shown, stream_packets, tally
 from modalities.picture_groups import GroupPlan, plan_groups
 from modalities.plugin import MediaLimits, decode_data_url, part_url
+from modalities.stopwatch import decoding_piecewise
 from modalities.tolerance import FRAMES
 
 Pixels = npt.NDArray[np.uint8]
@@ -74,6 +75,7 @@ class VideoPlugin:
             )
 
 
+@decoding_piecewise
 def decode_frames(data: bytes, indices: Sequence[int], header: VideoHeader, param: str) -> Iterator[Pixels]:
     """The frames at `indices` (ascending, repeats allowed), upright: RGB uint8 `(height, width, 3)` of the header's
     size, one at a time; the file is decoded forward and no further than needed, and nothing is kept.

@@ -79,6 +79,7 @@ ENCODER_COUNTERS = {
     "cache_hit_bytes": "cache_hit_bytes",
     "evictions": "evictions",
     "evicted_bytes": "evicted_bytes",
+    "preprocess_s": "preprocess_seconds",
 }
 """Fields of the reports -> names of the series, without `weft_worker_` or `weft_encoder_`."""
 

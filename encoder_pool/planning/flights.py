@@ -46,9 +46,13 @@ class Follower:
     """Units not announced yet."""
     num_retries_left: int = 1
     decode_s: float = 0.0
+    preprocess_s: float = 0.0
     encode_s: float = 0.0
+    """Of all forwards that made units of it."""
     batch_items: int = 0
+    """Units in the largest of them."""
     batch_cost: int = 0
+    """Of all of them."""
 
     @property
     def call(self) -> int:

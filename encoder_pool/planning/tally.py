@@ -18,7 +18,8 @@ class Tally:
     cache_hit_bytes: int = 0
     num_decoded: int = 0
     decode_s: float = 0.0
-    """Decoding and preprocessing, in whatever process."""
+    preprocess_s: float = 0.0
+    """In whatever process."""
     num_batches: int = 0
     num_units: int = 0
     """That went through a forward."""

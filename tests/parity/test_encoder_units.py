@@ -72,7 +72,8 @@ async def test_every_modality_arrives_as_its_encoder_made_it(family: Family, enc
             np.testing.assert_allclose(found, wanted, atol=1e-5)
         report = bench.service.report()
         assert {cost.modality for cost in report.costs} == set(MODALITIES)
-        assert report.items_received == report.items_encoded == 3
+        assert report.items_received == report.items_encoded == report.items_decoded == 3
+        assert min(report.decode_s, report.preprocess_s, report.forward_s) > 0
         await bench.is_idle()
 
 
