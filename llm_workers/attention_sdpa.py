@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -25,11 +26,13 @@ equally fast, a whole batch of 32 contexts of 300 tokens takes twice as long."""
 
 
 class DecodeBatch(NamedTuple):
-    """One-token rows of similar context: `slots` int64 `(num_rows * width,)`, `mask` bool `(num_rows, 1, 1, width)`
-    or None when all contexts are equally long. `gathered`: where keys and values go, each
-    `(num_rows * width, num_kv_heads, head_dim)`; shared by the batches of a step."""
+    """One-token rows of similar context, `[first, last)` of the step's in order of context: `slots` int64
+    `((last - first) * width,)`, `mask` `(last - first, 1, 1, width)` in the KV's dtype, -inf where nothing is, or None
+    when all contexts are equally long. `gathered`: where keys and values go, each
+    `((last - first) * width, num_kv_heads, head_dim)`; shared by the batches of a step."""
 
-    rows: torch.Tensor
+    first: int
+    last: int
     slots: torch.Tensor
     width: int
     mask: torch.Tensor | None
@@ -37,8 +40,8 @@ class DecodeBatch(NamedTuple):
 
 
 class PrefillChunk(NamedTuple):
-    """A chunk of one sequence: `slots` int64 `(context,)`, `mask` bool `(num_tokens, context)`, or None for a chunk
-    that starts at 0 (plainly causal)."""
+    """A chunk of one sequence: `slots` int64 `(context,)`, `mask` `(num_tokens, context)` in the KV's dtype, -inf for
+    what a token does not see, or None for a chunk that starts at 0 (plainly causal)."""
 
     at: int
     num_tokens: int
@@ -52,7 +55,10 @@ class SdpaStep:
     def __init__(self, kv: PagedKV, rows: Sequence[Rows]) -> None:
         self._kv, self.rows = kv, rows
         self._write = write_slots(kv, rows)
-        self._decodes = _decode_batches(kv, [row for row in rows if row.num_tokens == 1])
+        groups = _groups(kv, [row for row in rows if row.num_tokens == 1])
+        decoded = [row.at for group in groups for row in group]
+        self._decoded = torch.tensor(decoded, dtype=torch.int64, device=kv.device)
+        self._decodes = _decode_batches(kv, groups)
         self._prefills = [_prefill_chunk(kv, row) for row in rows if row.num_tokens > 1]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -60,8 +66,10 @@ class SdpaStep:
         keys.index_copy_(0, self._write, k)
         values.index_copy_(0, self._write, v)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        for batch in self._decodes:
-            out.index_copy_(0, batch.rows, _attend_decode(batch, q, keys, values, scaling))
+        if self._decodes:
+            queries = q.index_select(0, self._decoded)
+            attended = [_attend_decode(batch, queries, (keys, values), scaling) for batch in self._decodes]
+            out.index_copy_(0, self._decoded, torch.cat(attended))
         for chunk in self._prefills:
             end = chunk.at + chunk.num_tokens
             out[chunk.at : end] = _attend_prefill(
@@ -89,21 +97,26 @@ def groups(rows: Sequence[Rows], max_tokens: int) -> list[list[Rows]]:
     return cut
 
 
-def _decode_batches(kv: PagedKV, rows: Sequence[Rows]) -> list[DecodeBatch]:
-    if not rows:
-        return []
-    keys, _ = kv.layer(0)
+def _groups(kv: PagedKV, rows: Sequence[Rows]) -> list[list[Rows]]:
     cut = buckets(rows)
-    if kv.device.type == "cpu":
-        bytes_per_token = 2 * keys[0].numel() * keys.element_size()
-        max_tokens = GROUP_BYTES * torch.get_num_threads() // bytes_per_token
-        cut = [group for bucket in cut for group in groups(bucket, max_tokens)]
-    most = max(len(group) * max(row.context for row in group) for group in cut)
+    if kv.device.type != "cpu":
+        return cut
+    keys, _ = kv.layer(0)
+    max_tokens = GROUP_BYTES * torch.get_num_threads() // (2 * keys[0].numel() * keys.element_size())
+    return [group for bucket in cut for group in groups(bucket, max_tokens)]
+
+
+def _decode_batches(kv: PagedKV, cut: Sequence[Sequence[Rows]]) -> list[DecodeBatch]:
+    most = max((len(group) * max(row.context for row in group) for group in cut), default=0)
+    keys, _ = kv.layer(0)
     gathered = torch.empty((2, most, *keys.shape[1:]), dtype=kv.dtype, device=kv.device)
-    return [_decode_batch(kv, group, gathered) for group in cut]
+    batches: list[DecodeBatch] = []
+    for group in cut:
+        batches.append(_decode_batch(kv, group, batches[-1].last if batches else 0, gathered))
+    return batches
 
 
-def _decode_batch(kv: PagedKV, rows: Sequence[Rows], gathered: torch.Tensor) -> DecodeBatch:
+def _decode_batch(kv: PagedKV, rows: Sequence[Rows], first: int, gathered: torch.Tensor) -> DecodeBatch:
     contexts = np.array([row.context for row in rows])
     width = int(contexts.max())
     slots = np.empty((len(rows), width), dtype=np.int64)
@@ -112,10 +125,9 @@ def _decode_batch(kv: PagedKV, rows: Sequence[Rows], gathered: torch.Tensor) -> 
         slots[index, row.context :] = slots[index, 0]
     mask = None
     if (contexts != width).any():
-        mask = torch.from_numpy((np.arange(width) < contexts[:, None])[:, None, None, :]).to(kv.device)
-    at = torch.tensor([row.at for row in rows], dtype=torch.int64, device=kv.device)
+        mask = _mask(kv, (np.arange(width) < contexts[:, None])[:, None, None, :])
     flat = torch.from_numpy(slots.reshape(-1)).to(kv.device)
-    return DecodeBatch(at, flat, width, mask, gathered[:, : len(flat)])
+    return DecodeBatch(first, first + len(rows), flat, width, mask, gathered[:, : len(flat)])
 
 
 def _prefill_chunk(kv: PagedKV, row: Rows) -> PrefillChunk:
@@ -123,20 +135,27 @@ def _prefill_chunk(kv: PagedKV, row: Rows) -> PrefillChunk:
     mask = None
     if row.start > 0:
         seen_until = np.arange(row.start, row.context)[:, None]
-        mask = torch.from_numpy(np.arange(row.context) <= seen_until).to(kv.device)
+        mask = _mask(kv, np.arange(row.context) <= seen_until)
     return PrefillChunk(row.at, row.num_tokens, slots, mask)
 
 
+def _mask(kv: PagedKV, is_seen: npt.NDArray[np.bool_]) -> torch.Tensor:
+    """What is added to the scores. A bool mask would be made into this anew in every layer."""
+    seen = torch.from_numpy(is_seen).to(kv.device)
+    return torch.zeros(seen.shape, dtype=kv.dtype, device=kv.device).masked_fill_(~seen, float("-inf"))
+
+
 def _attend_decode(
-    batch: DecodeBatch, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float
+    batch: DecodeBatch, queries: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], scaling: float
 ) -> torch.Tensor:
-    """The heads of one KV head's group stand as its queries, so keys and values are never repeated."""
-    num_rows, (_, num_kv_heads, head_dim) = len(batch.rows), keys.shape
-    grouped = q.index_select(0, batch.rows).reshape(num_rows, num_kv_heads, -1, head_dim)
-    for pages, gathered in zip((keys, values), batch.gathered, strict=True):
-        torch.index_select(pages, 0, batch.slots, out=gathered)
-    context_keys, context_values = batch.gathered.view(2, num_rows, batch.width, num_kv_heads, head_dim).transpose(2, 3)
-    attended = scaled_dot_product_attention(grouped, context_keys, context_values, attn_mask=batch.mask, scale=scaling)
+    """`queries` `(num_decoded, num_heads, head_dim)` -> `(last - first, num_heads, head_dim)`. The heads of one KV
+    head's group stand as its queries, so keys and values are never repeated."""
+    num_rows, (_, num_kv_heads, head_dim) = batch.last - batch.first, pages[0].shape
+    grouped = queries[batch.first : batch.last].view(num_rows, num_kv_heads, -1, head_dim)
+    for page, gathered in zip(pages, batch.gathered, strict=True):
+        torch.index_select(page, 0, batch.slots, out=gathered)
+    keys, values = batch.gathered.view(2, num_rows, batch.width, num_kv_heads, head_dim).transpose(2, 3)
+    attended = scaled_dot_product_attention(grouped, keys, values, attn_mask=batch.mask, scale=scaling)
     return attended.reshape(num_rows, -1, head_dim)
 
 
