@@ -62,10 +62,13 @@ class SdpaStep:
         self._prefills = [_prefill_chunk(kv, row) for row in rows if row.num_tokens > 1]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Rows behind the step's own give zeros."""
         keys, values = self._kv.layer(layer)
-        keys.index_copy_(0, self._write, k)
-        values.index_copy_(0, self._write, v)
+        num_tokens = len(self._write)
+        keys.index_copy_(0, self._write, k[:num_tokens])
+        values.index_copy_(0, self._write, v[:num_tokens])
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out[num_tokens:].zero_()
         if self._decodes:
             queries = q.index_select(0, self._decoded)
             attended = [_attend_decode(batch, queries, (keys, values), scaling) for batch in self._decodes]

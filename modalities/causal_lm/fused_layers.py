@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from modalities.causal_lm.projection import project
+from modalities.causal_lm.projection import PackedProjection, project
 from modalities.sharding import is_sharding
 
 LAYERS = frozenset(
@@ -62,6 +62,11 @@ def fused(part: PreTrainedModel) -> PreTrainedModel:
     return part
 
 
+def is_packed(part: PreTrainedModel) -> bool:
+    """Whether its products are oneDNN's: then steps should come in few sizes."""
+    return isinstance(part.lm_head, PackedProjection)
+
+
 class FusedLayer(nn.Module):
     """One decoder layer. Its input is left unchanged."""
 
@@ -97,7 +102,7 @@ class FusedAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], weft: Any
     ) -> torch.Tensor:
-        """`(num_tokens, hidden)`."""
+        """`(num_tokens, hidden)`; rows behind those of the step's attention are of no meaning."""
         heads = self.inputs(x).view(x.shape[0], -1, self.head_dim)
         rotated, v = heads.split([self._num_heads + self._num_kv_heads, self._num_kv_heads], dim=1)
         if self.head_norm is not None:

@@ -14,7 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fabric.errors import ConfigError
 from modalities.causal_lm.checkpoint import load_text_half
-from modalities.causal_lm.fused_layers import fused
+from modalities.causal_lm.fused_layers import fused, is_packed
+from modalities.causal_lm.step_sizes import pad_step
 
 
 class CausalLM:
@@ -24,6 +25,7 @@ class CausalLM:
         self._part = part
         self.dtype: torch.dtype = part.dtype
         self.device: torch.device = part.device
+        self._is_padded = is_packed(part)
 
     @torch.no_grad()
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -41,10 +43,13 @@ class CausalLM:
     ) -> torch.Tensor:
         """`(num_tokens, hidden)`, positions `(1, num_tokens)` -> last hidden states `(num_tokens, hidden)`, normed.
         Features have one level, which is spliced in already."""
+        num_tokens = len(embeddings)
+        if self._is_padded:
+            embeddings, positions = pad_step(embeddings, positions)
         output = self._part.model(
             inputs_embeds=embeddings[None], position_ids=positions, use_cache=False, weft=attention
         )
-        return output.last_hidden_state[0]
+        return output.last_hidden_state[0, :num_tokens]
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

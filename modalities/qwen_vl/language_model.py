@@ -14,7 +14,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fabric.errors import ConfigError
-from modalities.causal_lm.fused_layers import fused
+from modalities.causal_lm.fused_layers import fused, is_packed
+from modalities.causal_lm.step_sizes import pad_step
 from modalities.qwen_vl.checkpoint import Checkpoint
 from modalities.qwen_vl.config import QwenVLConfig
 
@@ -26,6 +27,7 @@ class TextModel:
         self._part = part
         self.dtype: torch.dtype = part.dtype
         self.device: torch.device = part.device
+        self._is_padded = is_packed(part)
 
     def layer(self, index: int) -> torch.nn.Module:
         """A decoder layer, whose output is the residual stream `(1, num_tokens, hidden)`."""
@@ -47,6 +49,9 @@ class TextModel:
     ) -> torch.Tensor:
         """`(num_tokens, hidden)`, positions `(3, num_tokens)` -> last hidden states `(num_tokens, hidden)`, normed.
         `feature_levels[i]` is added behind layer i at `feature_rows` (DeepStack)."""
+        num_tokens = len(embeddings)
+        if self._is_padded:
+            embeddings, positions = pad_step(embeddings, positions)
         deepstack: dict[str, Any] = {}  # not every family's model takes it
         if feature_rows is not None and feature_levels is not None and len(feature_rows) and len(feature_levels):
             mask = torch.zeros((1, embeddings.shape[0]), dtype=torch.bool, device=embeddings.device)
@@ -59,7 +64,7 @@ class TextModel:
             weft=attention,
             **deepstack,
         )
-        return output.last_hidden_state[0]
+        return output.last_hidden_state[0, :num_tokens]
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,15 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from deploy.demo.build import demo_checkpoint
 from llm_workers.attention import register_attention
 from llm_workers.attention_sdpa import SdpaStep
 from llm_workers.paged_kv import PagedKV, Rows
 from modalities.causal_lm.fused_layers import FusedLayer, GatedMlp, OtherMlp, fused
 from modalities.causal_lm.language_model import CausalLM
 from modalities.causal_lm.projection import PackedProjection, Projection, is_packable, project
+from modalities.causal_lm.step_sizes import rounded_size
+from modalities.registry import REGISTRY
 from modalities.sharding import shard_weights
 
 SIZES = {
@@ -103,6 +106,32 @@ def test_what_is_not_known_stays_as_it_is() -> None:
     assert [isinstance(layer, FusedLayer) for layer in after] == [True, False, True]
 
 
+def test_rounded_steps_are_few_and_little_larger() -> None:
+    sizes = [rounded_size(num_tokens) for num_tokens in range(1, 4097)]
+    assert all(num_tokens <= size < num_tokens * 1.125 for num_tokens, size in enumerate(sizes, start=1))
+    assert sizes == sorted(sizes)
+    assert len(set(sizes[:1024])) < 104
+
+
+@pytest.mark.skipif(not is_packable(torch.zeros(1, dtype=torch.bfloat16)), reason="no bfloat16 in oneDNN here")
+def test_a_step_of_any_size_is_as_its_tokens_alone() -> None:
+    """67 tokens are computed as 72: nothing of the rest shows, in hidden states or in pages."""
+    model = CausalLM(fused(part_of("qwen3", torch.bfloat16)))
+    kv = PagedKV(3, 20, 8, (2, 16), torch.bfloat16, torch.device("cpu"))
+    ids = torch.arange(67) % 61
+    seen: list[torch.Tensor] = []
+    with torch.inference_mode():
+        for start, end in ((0, 67), (0, 40), (40, 67)):
+            rows = [Rows(0, start, end - start, np.arange(1, 10, dtype=np.int64))]
+            embeddings, positions = model.embed(ids[start:end]), torch.arange(start, end)[None]
+            seen.append(model.forward(embeddings, positions, SdpaStep(kv, rows), None, None))
+    assert [len(hidden) for hidden in seen] == [67, 40, 27]
+    torch.testing.assert_close(torch.cat(seen[1:]), seen[0], atol=0.1, rtol=0.1)
+    keys, _ = kv.layer(2)
+    assert not keys[:8].any()
+    assert not keys[8 + 67 :].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_products_and_what_follows_them(dtype: torch.dtype, has_bias: bool) -> None:
@@ -121,3 +150,24 @@ def test_products_and_what_follows_them(dtype: torch.dtype, has_bias: bool) -> N
     ):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.float(), expected, **tolerance)
+
+
+@pytest.mark.skipif(not is_packable(torch.zeros(1, dtype=torch.bfloat16)), reason="no bfloat16 in oneDNN here")
+def test_deepstack_levels_meet_their_rows_in_a_rounded_step() -> None:
+    """The demo model, in half precision and in single, where steps are not rounded."""
+    family, hidden = REGISTRY.load_family(demo_checkpoint()), []
+    shape = family.shape
+    torch.manual_seed(1)
+    ids, rows = torch.randint(300, 900, (70,)), torch.arange(5, 30)
+    levels = torch.randn(shape.num_levels - 1, len(rows), shape.hidden_size)
+    assert len(levels)
+    for dtype in ("float32", "bfloat16"):
+        model = family.load_language_model(demo_checkpoint(), "cpu", dtype, register_attention())
+        kv = PagedKV(shape.num_layers, 9, 8, (shape.num_kv_heads, shape.head_dim), model.dtype, model.device)
+        step = SdpaStep(kv, [Rows(0, 0, 70, np.arange(9, dtype=np.int64))])
+        with torch.inference_mode():
+            positions = torch.arange(70).expand(3, -1)
+            hidden.append(model.forward(model.embed(ids), positions, step, rows, levels.to(model.dtype)).float())
+    single, half = hidden
+    assert half.shape == single.shape == (70, shape.hidden_size)
+    assert torch.nn.functional.cosine_similarity(single, half).min() > 0.99
