@@ -230,7 +230,7 @@ class Flight:
             self._parts.metrics.degraded.labels(step.key.modality, step.action, step.reason.code).inc()
             self._trace.add("degraded", attempt=attempt.attempt_id.attempt, **step.to_json())
         degraded = [step.to_json() for step in self._ladder.degraded]
-        self._trace.note(num_prompt_tokens=len(self._prompt.token_ids), degraded=degraded)
+        self._trace.note(**self._prompt.facts, degraded=degraded)
         return True
 
     async def _settle(self, result: GenerateResult) -> None:

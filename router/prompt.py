@@ -33,6 +33,21 @@ class Prompt:
         return frozenset((*eos, *self.stop.stop_token_ids))
 
     @property
+    def facts(self) -> dict[str, object]:
+        """For the trace: its length, and what each medium became."""
+        media = [
+            {
+                "part": item.part,
+                "modality": item.modality,
+                "num_tokens": item.num_tokens,
+                "cost": item.cost,
+                "options": item.options,
+            }
+            for item in self.media
+        ]
+        return {"num_prompt_tokens": len(self.token_ids), "num_media": len(media), "media": media}
+
+    @property
     def modality_to_tokens(self) -> dict[str, int]:
         """Prompt tokens per modality."""
         counts: Counter[str] = Counter()

@@ -176,7 +176,7 @@ class RouterService:
             if own is not None:
                 own.release()
             raise
-        trace.note(num_prompt_tokens=len(prompt.token_ids), num_media=len(prompt.media), ignored=prompt.ignored_fields)
+        trace.note(**prompt.facts, ignored=prompt.ignored_fields)
         self._observe_media(draft, prompt)
         return self._launch(draft, prompt, trace, admitted_at_s, own)
 

@@ -72,6 +72,15 @@ async def test_a_picture_is_shown_at_half_its_sides() -> None:
         assert trace is not None
         record = trace.to_json()
         assert record["degraded"][0]["action"] == "reduced"  # type: ignore[index]
+        assert record["media"] == [
+            {
+                "part": "messages.0.content.0",
+                "modality": "image",
+                "num_tokens": 16,
+                "cost": 64,
+                "options": '{"reduction":1}',
+            }
+        ]
         names = [event["name"] for event in record["events"]]  # type: ignore[attr-defined]
         assert names.index("degraded") < names.index("first_token")
 
