@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from encoder_pool.planning.features import FeatureSpec, FeatureTable, LeaseKey
-from encoder_pool.planning.flights import Follower
+from encoder_pool.planning.flight import Follower
 from fabric.channel import FeatureSource
 from fabric.ids import MemberId, UnitKey
 from fabric.messages import UnitReady

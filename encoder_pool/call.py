@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from encoder_pool.planning.flights import Follower
+from encoder_pool.planning.flight import Follower
 from encoder_pool.planning.turns import Turn
 from fabric.errors import ErrorInfo, WeftError
 from fabric.ids import AttemptId, MemberId

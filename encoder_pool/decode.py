@@ -18,13 +18,14 @@ from encoder_pool.decode_process import (
     Decoded,
     DecodeLimits,
     DecodeProcess,
+    OnUnits,
     ProcessDied,
     check_inputs,
     decode_item,
 )
 from fabric.errors import EncodeFailed, InvalidMedia
 from fabric.messages import MediaItem
-from modalities.family import Family
+from modalities.family import EncoderInput, Family
 
 __all__ = ["DecodeBroke", "DecodeLimits", "DecodePool", "Decoded", "Decoder", "check_inputs"]
 
@@ -47,8 +48,9 @@ class Decoder(Protocol):
         """Items worth giving it at once."""
         ...
 
-    async def decode(self, data: bytes, item: MediaItem) -> Decoded:
-        """Decodes and preprocesses one item into the units that were planned. Cancelling it frees what it takes.
+    async def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
+        """Decodes and preprocesses one item into the units that were planned; `on_units` is called in the event loop
+        with those that are ready before the last. Cancelling it frees what it takes.
 
         Raises InvalidMedia (broken, or not what was planned), EncodeFailed (our own failure on it), or DecodeBroke:
         the item may be tried once more.
@@ -92,11 +94,16 @@ class DecodePool:
         except ProcessDied as error:
             raise EncodeFailed("a decode process died at its start") from error
 
-    async def decode(self, data: bytes, item: MediaItem) -> Decoded:
+    async def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
+        loop = asyncio.get_running_loop()
+
+        def hand_over(units: list[EncoderInput]) -> None:
+            loop.call_soon_threadsafe(on_units, units)
+
         if self._num_processes == 0:
-            return await self._run(decode_item, self._family, data, item)
+            return await self._run(decode_item, self._family, data, item, hand_over)
         process = await self._idle.get()
-        work = self._run(process.decode, data, item)
+        work = self._run(process.decode, data, item, hand_over)
         try:
             return await asyncio.shield(work)
         except ProcessDied as error:

@@ -14,6 +14,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from fabric.errors import EncodeFailed, InvalidMedia, WeftError
 from fabric.messages import MediaItem
 from modalities.family import EncoderInput, Family, MediaOptions
 from modalities.stopwatch import take_decode_s
+from modalities.unit_stream import stream_units
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +33,15 @@ PR_SET_PDEATHSIG = 1
 """prctl(2)."""
 
 
+OnUnits = Callable[[list[EncoderInput]], None]
+"""Takes the next units of an item while the rest is being decoded."""
+PART_S = 0.02
+"""How long units are collected before they are handed over: a message has its price."""
+
+
 class Decoded(NamedTuple):
     inputs: list[EncoderInput]
+    """The units that were not handed over before."""
     decode_s: float
     """Without waiting."""
     preprocess_s: float = 0.0
@@ -80,9 +89,12 @@ class DecodeProcess:
         """Blocks until it has loaded the family. Raises ProcessDied."""
         self._exchange(None)
 
-    def decode(self, data: bytes, item: MediaItem) -> Decoded:
-        """Blocks. Raises what `decode_item` does, or ProcessDied."""
+    def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
+        """Blocks; `on_units` is called in this thread. Raises what `decode_item` does, or ProcessDied."""
         outcome = self._exchange((data, item))
+        while isinstance(outcome, list):
+            on_units(outcome)
+            outcome = self._receive()
         if isinstance(outcome, WeftError):
             raise outcome
         assert isinstance(outcome, Decoded)
@@ -100,19 +112,34 @@ class DecodeProcess:
     def _exchange(self, message: tuple[bytes, MediaItem] | None) -> object:
         try:
             self._pipe.send(message)
+        except OSError:
+            raise self._death() from None
+        return self._receive()
+
+    def _receive(self) -> object:
+        try:
             return self._pipe.recv()
         except (EOFError, OSError):
-            self._process.join()
-            raise ProcessDied(self._process.exitcode == -signal.SIGALRM) from None
+            raise self._death() from None
+
+    def _death(self) -> ProcessDied:
+        self._process.join()
+        return ProcessDied(self._process.exitcode == -signal.SIGALRM)
 
 
-def decode_item(family: Family, data: bytes, item: MediaItem) -> Decoded:
-    """Decodes and preprocesses one item. Raises InvalidMedia (broken, or not what was planned), or EncodeFailed (our
-    own failure on it)."""
-    started_s = time.perf_counter()
+def decode_item(family: Family, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
+    """Decodes and preprocesses one item; `on_units` is given what is ready before the end. Raises InvalidMedia (broken,
+    or not what was planned), or EncodeFailed (our own failure on it)."""
+    started_s = part_s = time.perf_counter()
     take_decode_s()  # of an item that failed before
+    check, inputs = PlanCheck(item), list[EncoderInput]()
     try:
-        inputs = family.preprocess(data, item)
+        for unit in stream_units(family, data, item):
+            check.add(unit)
+            inputs.append(unit)
+            if time.perf_counter() - part_s >= PART_S and check.num_units < len(item.unit_tokens):
+                on_units(inputs)
+                inputs, part_s = [], time.perf_counter()
     except WeftError:
         raise
     except MemoryError as error:
@@ -120,29 +147,50 @@ def decode_item(family: Family, data: bytes, item: MediaItem) -> Decoded:
     except Exception as error:  # the loop of a decode process: a bug on one file must not end the others
         logger.exception("preprocessing of %s failed", item.mm_hash)
         raise EncodeFailed(f"preprocessing failed ({type(error).__name__})") from error
-    check_inputs(inputs, item)
+    check.end()
     decode_s = take_decode_s()
     return Decoded(inputs, decode_s, time.perf_counter() - started_s - decode_s)
 
 
-def check_inputs(inputs: list[EncoderInput], item: MediaItem) -> None:
-    """Holds what was decoded against the plan, which is a contract. Raises InvalidMedia, or EncodeFailed for units
-    that cut a group of temporal patches whose rows are to be averaged."""
-    if len(inputs) != len(item.unit_tokens):
-        raise InvalidMedia(f"decoded into {len(inputs)} units where {len(item.unit_tokens)} were planned")
-    num_patches = sum(unit.num_patches for unit in inputs)
-    if num_patches != item.cost:
-        raise InvalidMedia(f"decoded into {num_patches} patches where {item.cost} were planned")
-    for unit in inputs:
+class PlanCheck:
+    """Holds what was decoded against the plan, which is a contract, unit by unit."""
+
+    def __init__(self, item: MediaItem) -> None:
+        self._item = item
+        self._num_patches = 0
+        self._num_pooled = MediaOptions.decode(item.options).num_pooled_frames if item.modality == "video" else 1
+        self.num_units = 0
+
+    def add(self, unit: EncoderInput) -> None:
+        """Raises InvalidMedia, or EncodeFailed for a unit that cuts a group of temporal patches whose rows are to be
+        averaged."""
+        item = self._item
+        self.num_units += 1
+        self._num_patches += unit.num_patches
         if unit.modality != item.modality or unit.grid[1:] != item.grid[1:]:
             raise InvalidMedia(
                 f"decoded into {unit.modality} {unit.grid} where {item.modality} {item.grid} was planned"
             )
         if unit.pixels.dtype != np.float32:
             raise EncodeFailed(f"preprocessing gave {unit.pixels.dtype}, not float32")
-    num_pooled = MediaOptions.decode(item.options).num_pooled_frames if item.modality == "video" else 1
-    if any(unit.grid[0] % num_pooled for unit in inputs[:-1]):
-        raise EncodeFailed(f"units cut groups of {num_pooled} frames that are to be averaged")
+        if self.num_units < len(item.unit_tokens) and unit.grid[0] % self._num_pooled:
+            raise EncodeFailed(f"units cut groups of {self._num_pooled} frames that are to be averaged")
+
+    def end(self) -> None:
+        """Raises InvalidMedia."""
+        item = self._item
+        if self.num_units != len(item.unit_tokens):
+            raise InvalidMedia(f"decoded into {self.num_units} units where {len(item.unit_tokens)} were planned")
+        if self._num_patches != item.cost:
+            raise InvalidMedia(f"decoded into {self._num_patches} patches where {item.cost} were planned")
+
+
+def check_inputs(inputs: list[EncoderInput], item: MediaItem) -> None:
+    """All units of an item at once. Raises as `PlanCheck` does."""
+    check = PlanCheck(item)
+    for unit in inputs:
+        check.add(unit)
+    check.end()
 
 
 def _serve(pipe: Connection, model_dir: str, parent_pid: int, limits: DecodeLimits) -> None:
@@ -157,14 +205,16 @@ def _serve(pipe: Connection, model_dir: str, parent_pid: int, limits: DecodeLimi
             pipe.send(None)
         else:
             data, item = message
-            pipe.send(_decode_in_time(family, data, item, limits.timeout_s))
+            pipe.send(_decode_in_time(family, data, item, limits.timeout_s, pipe.send))
 
 
-def _decode_in_time(family: Family, data: bytes, item: MediaItem, timeout_s: float) -> Decoded | WeftError:
+def _decode_in_time(
+    family: Family, data: bytes, item: MediaItem, timeout_s: float, on_units: OnUnits
+) -> Decoded | WeftError:
     """The alarm ends the process when the time is up: a codec that hangs listens to nobody else."""
     signal.setitimer(signal.ITIMER_REAL, timeout_s)
     try:
-        return decode_item(family, data, item)
+        return decode_item(family, data, item, on_units)
     except WeftError as error:
         return error
     finally:

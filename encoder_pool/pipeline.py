@@ -21,7 +21,8 @@ from encoder_pool.planning.admission import check_budget, refusal
 from encoder_pool.planning.batcher import QueuedUnit, choose_batch
 from encoder_pool.planning.cost import ForwardCosts
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
-from encoder_pool.planning.flights import DecodeRoom, Flight, Flights, Follower, follower_of
+from encoder_pool.planning.flight import DecodeRoom, Flight, Follower, follower_of
+from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.forward_job import Forward, ForwardResult, ForwardUnit
 from encoder_pool.planning.tally import BusyTime, Tally
 from encoder_pool.planning.turns import Turn
@@ -30,6 +31,7 @@ from fabric.clock import Clock
 from fabric.errors import EncodeFailed, ProtocolError, TransferFailed, UnitTooLarge, WeftError
 from fabric.ids import AttemptId, MemberId, MmHash, UnitKey
 from fabric.messages import EncodeRequest, EncodeResult, MediaItem, TraceEvent
+from modalities.family import EncoderInput
 
 logger = logging.getLogger(__name__)
 
@@ -201,24 +203,29 @@ class Pipeline:
         self._leave(follower)
 
     def _leave(self, follower: Follower) -> None:
-        flight = self.flights.leave(follower)
-        if flight is not None:
-            self._flight_ended(flight)
+        ended = self.flights.leave(follower)
+        if ended is not None:
+            self._flight_ended(ended)
+        elif (left := self.flights.find(follower.item.mm_hash)) and not left.followers:
+            self._stop_decoding(left)
 
     def _flight_ended(self, flight: Flight) -> None:
         """Nothing of the flight is left to make. Followers that miss what it was past making start another."""
-        if task := self._flight_to_task.get(flight):
-            task.cancel()
+        self._stop_decoding(flight)
         followers, flight.followers = flight.followers, []
         for follower in followers:
             if self._enter(follower):
                 self._number_to_call[follower.call].succeed(follower, self._clock.now(), is_cache_hit=False)
 
+    def _stop_decoding(self, flight: Flight) -> None:
+        if task := self._flight_to_task.get(flight):
+            task.cancel()
+
     # ------------------------------------------------------------ decoding
 
     async def _decode(self, flight: Flight) -> None:
         try:
-            decoded = await self._decoder.decode(flight.data, flight.item)
+            decoded = await self._decoder.decode(flight.data, flight.item, lambda units: self._decoded(flight, units))
         except DecodeBroke as error:
             logger.warning("%s", error)
             self._retry(flight)
@@ -234,6 +241,11 @@ class Pipeline:
             self.flights.decoded(flight, decoded.inputs)
         finally:
             del self._flight_to_task[flight]
+            self.pump()
+
+    def _decoded(self, flight: Flight, inputs: list[EncoderInput]) -> None:
+        """The next units of a flight are ready, others are still to come."""
+        if self.flights.decoded_part(flight, inputs):
             self.pump()
 
     def _retry(self, flight: Flight) -> None:
@@ -310,7 +322,7 @@ class Pipeline:
             self._deliver(follower, key, error)
         flight = self.flights.forward_ended(key)
         if flight is not None:
-            self.tally.num_items_encoded += error is None
+            self.tally.num_items_encoded += error is None and not flight.is_broken
             self._flight_ended(flight)
 
     def _deliver(self, follower: Follower, key: UnitKey, error: WeftError | None) -> None:

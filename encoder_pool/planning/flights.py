@@ -8,104 +8,16 @@ the last follower. Knows nothing of memory, processes or messages; it counts, ra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from enum import Enum
-from typing import NamedTuple
+from itertools import accumulate
 
 from encoder_pool.planning.batcher import QueuedUnit, split_cost
+from encoder_pool.planning.flight import DecodeRoom, Flight, Follower, Phase
 from encoder_pool.planning.turns import Rank, Turn
-from fabric.ids import AttemptId, MemberId, MmHash, UnitKey
-from fabric.messages import Destination, EncodeRequest, MediaItem
+from fabric.ids import MmHash, UnitKey
 from modalities.family import EncoderInput
 
 ToSeconds = Callable[[str, int], float]
 """(modality, cost) -> what that adds to a forward."""
-
-
-class Phase(Enum):
-    """WAITING -> DECODING -> ENCODING; a flight never goes back (what it missed is a new flight's)."""
-
-    WAITING = "waiting"
-    DECODING = "decoding"
-    ENCODING = "encoding"
-
-
-@dataclass(slots=True, eq=False)
-class Follower:
-    """One item of one encode call. Mutable: `missing` shrinks as units are announced."""
-
-    turn: Turn
-    """Of the call; its items share it."""
-    attempt_id: AttemptId
-    router_id: MemberId
-    destination: Destination
-    item: MediaItem
-    data: bytes
-    received_s: float
-    missing: set[int]
-    """Units not announced yet."""
-    num_retries_left: int = 1
-    decode_s: float = 0.0
-    preprocess_s: float = 0.0
-    encode_s: float = 0.0
-    """Of all forwards that made units of it."""
-    batch_items: int = 0
-    """Units in the largest of them."""
-    batch_cost: int = 0
-    """Of all of them."""
-
-    @property
-    def call(self) -> int:
-        return self.turn.call
-
-
-def follower_of(request: EncodeRequest, turn: Turn, item: MediaItem, data: bytes, now_s: float) -> Follower:
-    """The wish of one item of a call that was received now."""
-    return Follower(
-        turn=turn,
-        attempt_id=AttemptId(request.request_id, request.attempt),
-        router_id=request.router_id,
-        destination=request.destination,
-        item=item,
-        data=data,
-        received_s=now_s,
-        missing=set(range(len(item.unit_tokens))),
-    )
-
-
-@dataclass(slots=True, eq=False)
-class Flight:
-    item: MediaItem
-    data: bytes
-    phase: Phase = Phase.WAITING
-    followers: list[Follower] = field(default_factory=list)
-    unit_to_cost: dict[int, int] = field(default_factory=dict)
-    """Units still to be made, those in the forward included."""
-    unit_to_input: dict[int, EncoderInput] = field(default_factory=dict)
-    """Decoded units that wait for their forward."""
-    forwarding: set[int] = field(default_factory=set)
-
-    @property
-    def remaining_cost(self) -> int:
-        return sum(self.unit_to_cost.values())
-
-    @property
-    def is_long(self) -> bool:
-        """Of several units: what gives way to others while it is encoded must not hold up their decoding either."""
-        return len(self.item.unit_tokens) > 1
-
-
-class DecodeRoom(NamedTuple):
-    """What may be decoded, or lie decoded, before the forward has room for it."""
-
-    max_cost: int
-    """Patches, all together; an item alone may have more."""
-    max_items: int
-    """Items; one whose last unit is in the forward counts no more."""
-    max_long_cost: int
-    """Patches of which the last to be added is a long item: the rest is kept for short ones."""
-    max_long_items: int
-    """Long items being decoded at once; at least one."""
 
 
 class Flights:
@@ -151,11 +63,13 @@ class Flights:
         item = follower.item
         flight = self._hash_to_flight.get(item.mm_hash)
         if flight is None:
-            flight = self._hash_to_flight[item.mm_hash] = Flight(item, follower.data)
+            places = tuple(rows / item.num_tokens for rows in accumulate(item.unit_tokens, initial=0))
+            flight = self._hash_to_flight[item.mm_hash] = Flight(item, follower.data, places=places)
         flight.followers.append(follower)
         if flight.phase is not Phase.ENCODING:
             costs = split_cost(item.cost, item.unit_tokens)
-            flight.unit_to_cost.update({unit: costs[unit] for unit in follower.missing})
+            to_come = (unit for unit in follower.missing if unit >= flight.num_decoded)
+            flight.unit_to_cost.update({unit: costs[unit] for unit in to_come})
         return flight
 
     def leave(self, follower: Follower) -> Flight | None:
@@ -166,6 +80,8 @@ class Flights:
         if flight is None or follower not in flight.followers:
             return None
         flight.followers.remove(follower)
+        if not flight.followers:
+            flight.phase = Phase.ENCODING  # whoever comes now starts another
         wanted = flight.forwarding.union(*(one.missing for one in flight.followers))
         for unit in flight.unit_to_cost.keys() - wanted:
             del flight.unit_to_cost[unit]
@@ -192,13 +108,23 @@ class Flights:
         assert flight.phase is Phase.WAITING
         flight.phase = Phase.DECODING
 
+    def decoded_part(self, flight: Flight, inputs: list[EncoderInput]) -> bool:
+        """Its next units; only those still wanted are kept. False if nobody waits for them: the flight is past that."""
+        if flight.phase is not Phase.DECODING or not self.is_live(flight):
+            return False
+        for unit, one in enumerate(inputs, flight.num_decoded):
+            if unit in flight.unit_to_cost:
+                flight.unit_to_input[unit] = one
+        flight.num_decoded += len(inputs)
+        return True
+
     def decoded(self, flight: Flight, inputs: list[EncoderInput]) -> None:
-        """The item's units, all of them; only those still wanted are kept. The file's bytes are dropped."""
+        """The item's last units. The file's bytes are dropped."""
         assert flight.phase is Phase.DECODING
         assert self.is_live(flight)
+        self.decoded_part(flight, inputs)
         flight.phase = Phase.ENCODING
         flight.data = b""
-        flight.unit_to_input = {unit: inputs[unit] for unit in flight.unit_to_cost}
 
     def queued_units(self, to_seconds: ToSeconds) -> list[QueuedUnit]:
         """Decoded units that wait for their forward, with their ranks."""
@@ -210,7 +136,7 @@ class Flights:
                 flight.item.modality,
                 flight.unit_to_cost[unit],
                 flight.item.unit_tokens[unit],
-                (sum(flight.item.unit_tokens[:unit]) / flight.item.num_tokens, flight.item.index),
+                (flight.places[unit], flight.item.index),
             )
             for key, flight in self._hash_to_flight.items()
             for unit in flight.unit_to_input
@@ -245,10 +171,13 @@ class Flights:
         return flight if self._end_if_done(flight) else None
 
     def end(self, flight: Flight) -> list[Follower]:
-        """Ends a flight that failed before its forward; returns the followers it had."""
-        assert not flight.forwarding
-        del self._hash_to_flight[flight.item.mm_hash]
+        """Ends a flight that could not be decoded, but for its units in the forward; returns the followers it had."""
         followers, flight.followers = flight.followers, []
+        flight.phase, flight.is_broken = Phase.ENCODING, True
+        flight.unit_to_input.clear()
+        for unit in flight.unit_to_cost.keys() - flight.forwarding:
+            del flight.unit_to_cost[unit]
+        self._end_if_done(flight)
         return followers
 
     def is_live(self, flight: Flight) -> bool:
@@ -260,6 +189,7 @@ class Flights:
             assert flight.followers or flight.forwarding, "a flight lives by its followers"
             assert flight.forwarding <= flight.unit_to_cost.keys()
             assert not flight.forwarding & flight.unit_to_input.keys()
+            assert flight.unit_to_input.keys() <= flight.unit_to_cost.keys()
             if flight.phase is Phase.ENCODING:
                 assert flight.forwarding | flight.unit_to_input.keys() == flight.unit_to_cost.keys()
 

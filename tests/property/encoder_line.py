@@ -10,7 +10,8 @@ import numpy as np
 
 from encoder_pool.planning.batcher import choose_batch
 from encoder_pool.planning.cost import CostEstimate
-from encoder_pool.planning.flights import Flights, Follower, follower_of
+from encoder_pool.planning.flight import Follower, follower_of
+from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.turns import Turn
 from fabric.ids import MemberId, MmHash, RequestId, UnitKey
 from fabric.messages import Destination, EncodeRequest, MediaItem

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from encoder_pool.announcer import Announcer
 from encoder_pool.config import EncoderConfig
 from encoder_pool.decode import DecodeBroke, Decoded
+from encoder_pool.decode_process import OnUnits
 from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.features import FeatureSpec, FeatureTable, LeaseKey
@@ -47,22 +49,40 @@ KINDS: dict[str, tuple[int, tuple[int, ...]]] = {
 """Cost in patches and rows per unit."""
 
 
+@dataclass(eq=False)
+class OpenDecode:
+    """An item that is being decoded; `num_given` of its units were handed over."""
+
+    item: MediaItem
+    on_units: OnUnits
+    future: asyncio.Future[Decoded]
+    num_given: int = 0
+
+    def inputs(self, number: int) -> list[EncoderInput]:
+        self.num_given += number
+        return [EncoderInput("image", np.zeros((1, 1), np.float32), self.item.grid) for _ in range(number)]
+
+    @property
+    def num_left(self) -> int:
+        return len(self.item.unit_tokens) - self.num_given
+
+
 class HandDecoder:
-    """Keeps `Decoder`; what is being decoded ends when the test says so."""
+    """Keeps `Decoder`; units are handed over, and what is being decoded ends, when the test says so."""
 
     def __init__(self) -> None:
-        self.open: list[tuple[MediaItem, asyncio.Future[Decoded]]] = []
+        self.open: list[OpenDecode] = []
 
     @property
     def num_parallel(self) -> int:
         return 2
 
-    async def decode(self, data: bytes, item: MediaItem) -> Decoded:
+    async def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
         assert data, "the file must be there for as long as somebody wants it"
-        entry = (item, asyncio.get_running_loop().create_future())
+        entry = OpenDecode(item, on_units, asyncio.get_running_loop().create_future())
         self.open.append(entry)
         try:
-            return await entry[1]
+            return await entry.future
         finally:
             self.open.remove(entry)
 
@@ -168,28 +188,33 @@ class PipelineMachine(RuleBasedStateMachine):
             return
         self.calls.append(OpenCall(request, task))
 
+    @precondition(lambda self: any(one.num_left > 1 for one in self.decoder.open))
+    @rule(data=st.data(), number=st.integers(1, 3))
+    def hand_over_units(self, data: st.DataObject, number: int) -> None:
+        """Some, never the last: those come with the end."""
+        one = data.draw(st.sampled_from([one for one in self.decoder.open if one.num_left > 1]))
+        self.in_loop(lambda: one.on_units(one.inputs(min(number, one.num_left - 1))))
+
     @precondition(lambda self: self.decoder.open)
     @rule(data=st.data(), outcome=st.sampled_from(["ok", "ok", "ok", "invalid", "broke"]))
     def end_decode(self, data: st.DataObject, outcome: str) -> None:
-        item, future = data.draw(st.sampled_from(self.decoder.open))
-        self._end_decode(item, future, outcome)
+        self._end_decode(data.draw(st.sampled_from(self.decoder.open)), outcome)
 
     @rule(num_rounds=st.integers(1, 4))
     def work_well(self, num_rounds: int) -> None:
         """Decoders and the forward get on, so that runs reach cached features, full arenas and evictions."""
         for _ in range(num_rounds):
-            for item, future in list(self.decoder.open):
-                self._end_decode(item, future, "ok")
+            for one in list(self.decoder.open):
+                self._end_decode(one, "ok")
             if self.forward.job is not None:
                 self._end_forward(set())
 
-    def _end_decode(self, item: MediaItem, future: asyncio.Future[Decoded], outcome: str) -> None:
+    def _end_decode(self, one: OpenDecode, outcome: str) -> None:
         if outcome == "ok":
-            pixels = np.zeros((1, 1), np.float32)
-            future.set_result(Decoded([EncoderInput("image", pixels, item.grid) for _ in item.unit_tokens], 0.1))
+            one.future.set_result(Decoded(one.inputs(one.num_left), 0.1))
         else:
-            broken = InvalidMedia(f"{item.part}: broken", param=item.part)
-            future.set_exception(broken if outcome == "invalid" else DecodeBroke("a process died"))
+            broken = InvalidMedia(f"{one.item.part}: broken", param=one.item.part)
+            one.future.set_exception(broken if outcome == "invalid" else DecodeBroke("a process died"))
         self.settle()
 
     @precondition(lambda self: self.forward.job)

@@ -15,7 +15,8 @@ from encoder_pool.planning.batcher import choose_batch, split_cost
 from encoder_pool.planning.cost import CostEstimate, ForwardCost, ForwardCosts
 from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.features import FeatureSpec
-from encoder_pool.planning.flights import DecodeRoom, Flights, Phase, follower_of
+from encoder_pool.planning.flight import DecodeRoom, Phase, follower_of
+from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.lifecycle import FeatureState, advance
 from encoder_pool.planning.tally import BusyTime
 from encoder_pool.planning.turns import Turn
