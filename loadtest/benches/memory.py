@@ -1,16 +1,24 @@
-"""`weft bench memory`: does a replica's memory stay flat while every request brings a picture never seen before?
+"""`weft bench memory`: does memory stay flat while every request brings a picture never seen before?
 
-Through a real cluster: resident memory of router, encoder and worker after a warm-up and at the end.
+Through a whole cluster in this process (2,000 requests take a few minutes on two cores); with `--replicas` through
+Ray, a process per member. Resident memory is read again and again: what counts is the median after the warm-up
+against the median at the end, and the highest in between.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import base64
 import io
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
+import httpx
 import numpy as np
 from PIL import Image
 
@@ -20,48 +28,119 @@ from loadtest.benches.report import Bar, BenchResult
 NUM_REQUESTS = 2000
 NUM_WARM_UP = 400
 CONCURRENCY = 8
+SAMPLE_EVERY = 50
+NUM_SAMPLES = 5
+"""At the beginning and at the end."""
+MOST_GROWTH_MIB = 50.0
 MIB = 2**20
 
 
-def run(_: Sequence[str] = ()) -> BenchResult:
-    import httpx
+@dataclass
+class Samples:
+    """Resident bytes of each process, every so many requests."""
 
-    from deploy.serving.runtime import run_cluster
+    name_to_pid: dict[str, int]
+    name_to_bytes: dict[str, list[int]] = field(default_factory=dict)
 
+    def take(self) -> None:
+        for name, pid in self.name_to_pid.items():
+            self.name_to_bytes.setdefault(name, []).append(_resident_bytes(pid))
+
+
+def run(options: Sequence[str] = ()) -> BenchResult:
+    parser = argparse.ArgumentParser(prog="weft bench memory", allow_abbrev=False)
+    parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="counted ones, behind the warm-up")
+    parser.add_argument("--warm-up", type=int, default=NUM_WARM_UP)
+    parser.add_argument("--replicas", action="store_true", help="a process per member, by Ray")
+    asked = parser.parse_args(options)
+    samples = (_by_ray if asked.replicas else _in_process)(_config(), asked.warm_up, asked.requests)
+    rows = [["process", "after warm-up (MiB)", "at the end (MiB)", "highest (MiB)", "growth (MiB)"]]
+    bars = []
+    for name, taken in samples.name_to_bytes.items():
+        first, last = median(taken[:NUM_SAMPLES]) / MIB, median(taken[-NUM_SAMPLES:]) / MIB
+        rows.append([name, f"{first:.1f}", f"{last:.1f}", f"{max(taken) / MIB:.1f}", f"{last - first:+.1f}"])
+        bars.append(Bar(f"{name.split()[0]} {len(bars)}: growth", last - first, MOST_GROWTH_MIB, "MiB", is_max=True))
+    note = f"{asked.requests} requests with as many different pictures, {CONCURRENCY} at once, after {asked.warm_up}."
+    return BenchResult(rows, bars, [note], "replicas" if asked.replicas else "")
+
+
+def _config() -> ClusterConfig:
+    """Small caches, so that they are full when the warm-up ends: what grows afterwards is a leak. Pictures alone: the
+    largest video would not fit them."""
     data = load_config(None).model_dump()
     data["server"]["port"] = 0
-    # Small caches, so that they are full when the warm-up ends: what grows afterwards is a leak.
-    data["encoders"]["arena_bytes"] = data["workers"]["inbox_bytes"] = 4 * MIB
+    data["encoders"]["arena_bytes"] = data["workers"]["inbox_bytes"] = data["workers"]["kept_bytes"] = 4 * MIB
+    data["encoders"]["decode_processes"] = 1
     data["workers"]["num_blocks"] = 256
+    data["workers"]["replicas"] = 1
+    data["encoders"]["modalities"] = ["image"]
+    return ClusterConfig.model_validate(data)
+
+
+# ---------------------------------------------------------------- the two clusters
+
+
+def _in_process(config: ClusterConfig, num_warm_up: int, num_requests: int) -> Samples:
+    """Router, encoder, worker and client are this process: what any of them keeps is seen."""
+    return asyncio.run(_serve_here(config, num_warm_up, num_requests))
+
+
+async def _serve_here(config: ClusterConfig, num_warm_up: int, num_requests: int) -> Samples:
+    from deploy.local import running
+
+    samples = Samples({"whole cluster": os.getpid()})
+    async with (
+        running(config) as cluster,
+        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=120) as client,
+    ):
+        numbers = iter(range(num_warm_up + num_requests))
+
+        async def ask_on() -> None:
+            for number in numbers:
+                answer = await client.post("/v1/chat/completions", json=_body(cluster.model.name, number))
+                answer.raise_for_status()
+                if number >= num_warm_up and number % SAMPLE_EVERY == 0:
+                    samples.take()
+
+        await asyncio.gather(*(ask_on() for _ in range(CONCURRENCY)))
+    return samples
+
+
+def _by_ray(config: ClusterConfig, num_warm_up: int, num_requests: int) -> Samples:
+    from deploy.serving.runtime import run_cluster
+
     with (
-        run_cluster(ClusterConfig.model_validate(data)) as cluster,
+        run_cluster(config) as cluster,
         httpx.Client(base_url=cluster.url, timeout=120) as client,
         ThreadPoolExecutor(CONCURRENCY) as pool,
     ):
 
         def ask(number: int) -> None:
-            answer = client.post("/v1/chat/completions", json=_body(cluster.model_name, number))
-            answer.raise_for_status()
+            client.post("/v1/chat/completions", json=_body(cluster.model_name, number)).raise_for_status()
 
         members = client.get("/weft/members").json()["members"]
-        list(pool.map(ask, range(NUM_WARM_UP)))
-        before = {member["member_id"]: _resident_bytes(member["pid"]) for member in members}
-        list(pool.map(ask, range(NUM_WARM_UP, NUM_WARM_UP + NUM_REQUESTS)))
-        after = {member["member_id"]: _resident_bytes(member["pid"]) for member in members}
-    rows = [["member", "after warm-up (MiB)", "at the end (MiB)", "growth (MiB)"]]
-    bars = []
-    for member in members:
-        first, last = before[member["member_id"]] / MIB, after[member["member_id"]] / MIB
-        rows.append([f"{member['kind']} {member['member_id']}", f"{first:.1f}", f"{last:.1f}", f"{last - first:+.1f}"])
-        bars.append(Bar(f"{member['kind']} {len(bars)}: growth", last - first, 50.0, "MiB", is_max=True))
-    notes = [f"{NUM_REQUESTS} requests with as many different pictures, {CONCURRENCY} at once, after {NUM_WARM_UP}."]
-    return BenchResult(rows, bars, notes)
+        samples = Samples({f"{each['kind']} {each['member_id']}": each["pid"] for each in members})
+        _in_parts(lambda numbers: list(pool.map(ask, numbers)), samples, num_warm_up, num_requests)
+    return samples
+
+
+def _in_parts(ask_all: Callable[[range], object], samples: Samples, num_warm_up: int, num_requests: int) -> None:
+    ask_all(range(num_warm_up))
+    samples.take()
+    for first in range(num_warm_up, num_warm_up + num_requests, SAMPLE_EVERY):
+        ask_all(range(first, min(first + SAMPLE_EVERY, num_warm_up + num_requests)))
+        samples.take()
+
+
+# ---------------------------------------------------------------- requests and processes
 
 
 def _body(model: str, number: int) -> dict[str, object]:
-    pixels = np.random.default_rng(number).integers(0, 256, (96, 96, 3), dtype=np.uint8)
+    """A picture of noise; few sizes, so that each comes often."""
+    rng = np.random.default_rng(number)
+    width, height = (int(side) for side in rng.choice((64, 96, 128), 2))
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG", compress_level=1)
+    Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(buffer, "PNG", compress_level=1)
     url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
     content = [{"type": "text", "text": f"Picture {number}:"}, {"type": "image_url", "image_url": {"url": url}}]
     return {"model": model, "max_tokens": 4, "ignore_eos": True, "messages": [{"role": "user", "content": content}]}

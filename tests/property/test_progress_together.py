@@ -62,7 +62,7 @@ async def serve(plan, arenas, inboxes, config) -> World:
     return world
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     plan=plans(),
     arenas=st.tuples(st.integers(LARGEST, 2 * LARGEST), st.integers(LARGEST, 2 * LARGEST)),
