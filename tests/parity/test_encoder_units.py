@@ -4,7 +4,9 @@ them when something goes wrong. Orders of events, no times: the forwards are let
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +14,11 @@ from encoder_bench import ALWAYS_FUSED, NEVER_FUSED, Bench, KnownCosts, picture,
 from media_corpus import Clip, encode_video, sound_file
 
 from deploy.demo.build import demo_checkpoint
+from encoder_pool import decode_process
 from encoder_pool.config import EncoderConfig
+from fabric.errors import InvalidMedia
 from fabric.messages import EncodeResult, MediaItem, UnitReady
-from modalities.family import EncoderModel, Family, MediaOptions
+from modalities.family import EncoderInput, EncoderModel, Family, MediaOptions
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch
@@ -91,6 +95,49 @@ async def test_a_unit_of_a_film_is_announced_before_the_next_is_encoded(family: 
         result = await call
         names = [event.name for event in result.trace if event.name.startswith("unit_")]
         assert names == ["unit_encoded", "unit_announced"] * len(item.unit_tokens)
+        await bench.is_idle()
+
+
+class Streaming:
+    """A family that gives a video's units one by one; the second is not ready before `go_on` is set. `fails` then."""
+
+    def __init__(self, family: Family, *, fails: bool) -> None:
+        self._family = family
+        self._fails = fails
+        self.go_on = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._family, name)
+
+    def preprocess_units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
+        for number, unit in enumerate(self._family.preprocess(data, item)):
+            if number == 1 and item.modality == "video" and item.part != "calibration":
+                assert self.go_on.wait(30)
+                if self._fails:
+                    raise InvalidMedia("broken further on", param=item.part)
+            yield unit
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_films_first_unit_is_encoded_while_the_rest_is_decoded(
+    family: Family, encoder: EncoderModel, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    monkeypatch.setattr(decode_process, "PART_S", 0.0)
+    streaming = Streaming(family, fails=fails)
+    async with running_bench(streaming, encoder, CONFIG, costs=NEVER_FUSED) as bench:
+        data, still = film(side=256), picture(1)
+        item = film_item(bench, data)
+        assert len(item.unit_tokens) == 4
+        call = encode(bench, [data], [item])
+        await bench.until(lambda: len(bench.ready) == 1)
+        assert (bench.service.report().num_decoding, bench.service.report().items_decoded) == (1, 0)
+        assert codes(await encode(bench, [still], [])) == [None], "nor does a picture wait for the film's decoding"
+        streaming.go_on.set()
+        assert codes(await call) == ["invalid_media" if fails else None]
+        await bench.until(lambda: len(bench.ready) == (2 if fails else 5))
+        pulled = [await bench.pull(one) for one in bench.ready if one.unit.mm_hash == item.mm_hash]
+        for found, wanted in zip(pulled, bench.expected([data], [item]), strict=not fails):
+            np.testing.assert_allclose(np.frombuffer(found, np.float32), np.frombuffer(wanted, np.float32), atol=1e-5)
         await bench.is_idle()
 
 
