@@ -42,6 +42,20 @@ def read_feature_extractor(model_dir: Path) -> Mapping[str, Any]:
     return _read_processor(model_dir, "feature_extractor")
 
 
+def read_video_processor(model_dir: Path) -> tuple[Mapping[str, Any], bool]:
+    """In transformers' order: nested in processor_config.json, the file for videos, the file for pictures. Whether it
+    is one for videos. Raises ConfigError."""
+    path = model_dir / "processor_config.json"
+    if path.exists():
+        nested = read_json(path)[1].get("video_processor")
+        if isinstance(nested, Mapping):
+            return nested, True
+    path = model_dir / "video_preprocessor_config.json"
+    if path.exists():
+        return read_json(path)[1], True
+    return read_json(model_dir / "preprocessor_config.json")[1], False
+
+
 def model_id(model_dir: Path, config: bytes) -> str:
     """Name of the directory and digest of its config.json."""
     return f"{model_dir.resolve().name}@{blake3.blake3(config).hexdigest(length=8)}"

@@ -44,6 +44,17 @@ def channel_values(options: Normalisation) -> npt.NDArray[np.float32]:
     return np.ascontiguousarray(table, dtype=np.float32)
 
 
+def fused_channel_values(options: Normalisation) -> npt.NDArray[np.float32]:
+    """As above, in the order of operations of transformers' video processors: scaling and normalising are one step."""
+    values: npt.NDArray[np.float32] = np.broadcast_to(np.arange(256, dtype=np.float32), (3, 256))
+    factor = options.rescale_factor
+    if options.mean is None or options.std is None:
+        return np.ascontiguousarray(values if factor is None else values * np.float32(factor), dtype=np.float32)
+    scale = np.float32(1.0 if factor is None else 1.0 / factor)
+    mean, std = (np.array(found, dtype=np.float32) * scale for found in (options.mean, options.std))
+    return np.ascontiguousarray((values - mean[:, None]) / std[:, None], dtype=np.float32)
+
+
 def normalise(pixels: npt.NDArray[np.uint8], options: Normalisation) -> npt.NDArray[np.float32]:
     """`(n, height, width, 3)` -> `(n, 3, height, width)`."""
     return channel_values(options)[np.arange(3)[None, :, None, None], pixels.transpose(0, 3, 1, 2)]

@@ -1,5 +1,5 @@
-"""InternVL (transformers' own form of the checkpoints): text and images in, text out; a picture becomes a grid of tiles
-of nearly its aspect ratio, and the whole of it small. Video is not declared.
+"""InternVL (transformers' own form of the checkpoints): text, images and videos in, text out; a picture becomes a grid
+of tiles of nearly its aspect ratio, and the whole of it small. Of a video each frame is a tile, its number in front.
 
 Pure: `family`; numpy and Pillow: `tiling`; torch: `encoder`.
 """

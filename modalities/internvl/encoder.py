@@ -16,7 +16,7 @@ from transformers.models.internvl.modeling_internvl import (
 
 from modalities.causal_lm.checkpoint import load_part, read_pretrained_config
 from modalities.family import EncoderInput
-from modalities.tiled.encoder import TileEncoder
+from modalities.tiled.encoder import TileEncoder, frame_rows
 
 NAMES = {r"^model\.(vision_tower|multi_modal_projector)\.": r"\1."}
 
@@ -36,7 +36,11 @@ class VisionHalf(InternVLPreTrainedModel):
 
 def rows_of(part: Any, tiles: torch.Tensor, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
     rows = part.get_image_features(tiles, return_dict=True).pooler_output
-    return [unit.flatten(0, 1) for unit in rows.split([len(unit.pixels) for unit in inputs])]
+    units = rows.split([len(unit.pixels) for unit in inputs])
+    return [
+        frame_rows(tiles_rows, unit) if unit.modality == "video" else tiles_rows.flatten(0, 1)
+        for tiles_rows, unit in zip(units, inputs, strict=True)
+    ]
 
 
 def load_encoder(model_dir: Path, device: str, dtype: str) -> TileEncoder:

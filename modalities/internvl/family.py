@@ -11,11 +11,12 @@ from modalities.family import EncoderModel, Family
 from modalities.internvl.tiling import GridOfTiles
 from modalities.json_files import read_json
 from modalities.tiled.config import ConfigFiles, TiledConfig, read_pixel_options, read_tiled_config, square
-from modalities.tiled.family import TiledFamily, Wrapping
+from modalities.tiled.family import TiledFamily, Videos, Wrapping
+from modalities.tiled.video import FramePrompt, FrameTiling, read_frame_pixels
 
 _VISION_DEFAULTS = {"model_type": "internvl_vision", "image_size": 448, "patch_size": 14}
 _PROCESSORS = ("GotOcr2ImageProcessor",)
-_START, _END, _CONTEXT = "<img>", "</img>", "<IMG_CONTEXT>"
+_START, _END, _CONTEXT, _VIDEO = "<img>", "</img>", "<IMG_CONTEXT>", "<video>"
 
 
 def load_family(model_dir: Path) -> Family:
@@ -37,7 +38,24 @@ def load_family(model_dir: Path) -> Family:
     if missing := [name for name in (_START, _END) if name not in ids]:
         raise ConfigError(f"the tokenizer of {model_dir} lacks {', '.join(missing)}")
     wrapping = Wrapping((ids[_START],), (ids[_END],))
-    return TiledFamily("internvl", config, tiling, _CONTEXT, _load_encoder, wrapping)
+    videos = _videos(model_dir, config, tiling.tokens_per_tile, ids)
+    return TiledFamily("internvl", config, tiling, _CONTEXT, _load_encoder, wrapping, videos)
+
+
+def _videos(model_dir: Path, config: TiledConfig, tokens_per_tile: int, ids: Mapping[str, int]) -> Videos | None:
+    """None for a checkpoint whose tokenizer has no token for them."""
+    if _VIDEO not in ids:
+        return None
+    frames = FrameTiling(
+        pixels=read_frame_pixels(model_dir, config, "InternVLVideoProcessor"),
+        tile_size=config.tile_size,
+        patches_per_side=config.patches_per_side,
+        rows_per_frame=tokens_per_tile,
+        is_centred=True,
+        has_newline=False,
+        prompt=FramePrompt(ids[_START], ids[_END]),
+    )
+    return Videos(frames, _VIDEO, ids[_VIDEO], config.image_token_id)
 
 
 def _tokens_per_tile(config: TiledConfig, files: ConfigFiles) -> int:
@@ -64,7 +82,7 @@ def _added_tokens(model_dir: Path) -> dict[str, int]:
             found.setdefault(str(token["content"]), int(token_id))
         for token in content.get("added_tokens", ()):
             found.setdefault(str(token["content"]), int(token["id"]))
-        if _START in found and _END in found:
+        if all(name in found for name in (_START, _END, _VIDEO)):
             break
     return found
 

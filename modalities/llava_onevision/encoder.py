@@ -17,7 +17,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
 
 from modalities.causal_lm.checkpoint import load_part, read_pretrained_config
 from modalities.family import EncoderInput
-from modalities.tiled.encoder import TileEncoder
+from modalities.tiled.encoder import TileEncoder, frame_rows, is_closed
 
 NAMES = {
     r"^model\.(vision_tower|multi_modal_projector)\.": r"\1.",
@@ -37,11 +37,27 @@ class VisionHalf(LlavaOnevisionPreTrainedModel):
 
     get_image_features = LlavaOnevisionModel.get_image_features
     pack_image_features = LlavaOnevisionModel.pack_image_features
+    get_video_features = LlavaOnevisionModel.get_video_features
+    apply_pooling = LlavaOnevisionModel.apply_pooling
 
 
 def rows_of(part: Any, tiles: torch.Tensor, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+    if inputs[0].modality == "video":
+        return _rows_of_videos(part, tiles, inputs)
     heights_and_widths = [[height, width] for width, height in (unit.geometry for unit in inputs)]
     return list(part.get_image_features(tiles, image_sizes=heights_and_widths, return_dict=True).pooler_output)
+
+
+def _rows_of_videos(part: Any, frames: torch.Tensor, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+    # As videos of one frame each; the newline behind a video stands behind its last unit alone.
+    made = part.get_video_features(frames[:, None], return_dict=True).pooler_output[:, :-1]
+    units = made.split([len(unit.pixels) for unit in inputs])
+    rows = [frame_rows(steps, unit) for steps, unit in zip(units, inputs, strict=True)]
+    newline = part.image_newline[None]
+    return [
+        torch.cat([of_unit, newline]) if is_closed(unit) else of_unit
+        for of_unit, unit in zip(rows, inputs, strict=True)
+    ]
 
 
 def load_encoder(model_dir: Path, device: str, dtype: str) -> TileEncoder:

@@ -10,7 +10,8 @@ from fabric.errors import ConfigError
 from modalities.family import EncoderModel, Family
 from modalities.llava_onevision.tiling import AnyResolution
 from modalities.tiled.config import ConfigFiles, read_pixel_options, read_tiled_config, square
-from modalities.tiled.family import TiledFamily
+from modalities.tiled.family import TiledFamily, Videos
+from modalities.tiled.video import FrameTiling, read_frame_pixels
 
 _VISION_DEFAULTS = {"model_type": "siglip_vision_model", "image_size": 224, "patch_size": 16}
 _PROCESSORS = ("LlavaOnevisionImageProcessor",)
@@ -32,7 +33,17 @@ def load_family(model_dir: Path) -> Family:
         resolutions=_resolutions(files, config.tile_size),
         max_tiles_of_rows=int(aspect_ratio[1]),
     )
-    return TiledFamily("llava_onevision", config, tiling, "<image>", _load_encoder)
+    frames = FrameTiling(
+        pixels=read_frame_pixels(model_dir, config, "LlavaOnevisionVideoProcessor"),
+        tile_size=config.tile_size,
+        patches_per_side=config.patches_per_side,
+        rows_per_frame=((config.patches_per_side + 1) // 2) ** 2,
+        is_centred=False,
+        has_newline=True,
+    )
+    token = int(files.model.get("video_token_index", files.model.get("video_token_id", 151647)))
+    videos = Videos(frames, "<video>", token, token)
+    return TiledFamily("llava_onevision", config, tiling, "<image>", _load_encoder, videos=videos)
 
 
 def _refuse_unsupported(files: ConfigFiles, tile_size: int) -> None:

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from modalities.family import EncoderInput, EncoderModel
 from modalities.qwen_vl.checkpoint import Checkpoint
 from modalities.qwen_vl.config import AUDIO, IMAGE, VIDEO, QwenVLConfig
-from modalities.qwen_vl.video_plan import rows_of_unit
+from modalities.video_features import thinned
+from modalities.video_rows import StepRows
 
 
 class VisionEncoder:
@@ -71,14 +72,8 @@ def load_encoder(
 
 
 def _thinned(unit: EncoderInput, feature: torch.Tensor) -> torch.Tensor:
-    """The rows that stay of a video's unit `(num_levels, num_tokens, hidden)`: of each temporal patch some, then means
-    over several of them, the last over those that are left."""
+    """The rows that stay of a video's unit `(num_levels, num_tokens, hidden)`."""
     if unit.modality != VIDEO:
         return feature
-    rows = rows_of_unit(unit.geometry)
-    num_levels, num_tokens, hidden = feature.shape
-    steps = feature.reshape(num_levels, unit.grid[0], num_tokens // unit.grid[0], hidden)
-    steps = steps[:, :, list(rows.kept)]
-    if rows.num_pooled > 1:
-        steps = torch.stack([group.mean(dim=1) for group in steps.split(rows.num_pooled, dim=1)], dim=1)
-    return steps.reshape(num_levels, -1, hidden)
+    steps = feature.unflatten(1, (unit.grid[0], -1))
+    return thinned(steps, StepRows.of_geometry(unit.geometry))

@@ -29,8 +29,8 @@ from modalities.family import (
     Positions,
     VideoHeader,
 )
+from modalities.placeholders import expand_pieces
 from modalities.qwen_vl.config import AUDIO, IMAGE, VIDEO, Layout, read_config
-from modalities.qwen_vl.expansion import expand
 from modalities.qwen_vl.positions import prompt_positions
 from modalities.qwen_vl.preprocess import image_grid, image_patches
 from modalities.qwen_vl.prompt import audio_block, image_block, pieces, video_block
@@ -79,7 +79,7 @@ class QwenVLFamily:
         """Raises InvalidRequest if placeholders and plans do not match, ConfigError for a family that writes the time
         between frames if there is no `tokenize`."""
         pieces_of = partial(pieces, self.config, plans, tokenize=tokenize)
-        return expand(token_ids, self.config.modality_to_token, plans, pieces_of)
+        return expand_pieces(token_ids, self.config.modality_to_token, plans, pieces_of)
 
     def positions(
         self, token_ids: Sequence[int], placeholders: Sequence[PlaceholderRange], media: Sequence[MediaItem]

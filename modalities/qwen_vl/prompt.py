@@ -11,10 +11,10 @@ import numpy.typing as npt
 from fabric.errors import ConfigError
 from fabric.messages import MediaItem
 from modalities.family import ItemPlan, MediaOptions
+from modalities.placeholders import Piece, Rows
 from modalities.qwen_vl.config import QwenVLConfig
-from modalities.qwen_vl.expansion import Piece, Rows
 from modalities.qwen_vl.positions import Block, grid_positions
-from modalities.qwen_vl.video_plan import Grid, step_rows
+from modalities.qwen_vl.video_plan import Grid, grid_rows
 from modalities.qwen_vl.video_time import SharedTime
 
 Tokenize = Callable[[str], Sequence[int]]
@@ -31,7 +31,7 @@ def audio_block(config: QwenVLConfig, item: MediaItem) -> Block:
 
 def video_block(config: QwenVLConfig, item: MediaItem) -> Block:
     """Rows that stand for several steps have the time of the first."""
-    rows = step_rows(item.grid, config.video.frame.merge_size, MediaOptions.decode(item.options))
+    rows = grid_rows(item.grid, config.video.frame.merge_size, MediaOptions.decode(item.options))
     time, merge = config.video_time, config.video.frame.merge_size
     moments = time.positions(item.grid[0], item.row_seconds)[:: rows.num_pooled]
     height, width = item.grid[1] // merge, item.grid[2] // merge

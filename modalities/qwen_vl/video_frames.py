@@ -1,5 +1,5 @@
 """Videos -> patches, in numpy and Pillow: transformers' Qwen2VLVideoProcessor, but for the filter of the resize, which
-is Pillow's bicubic there too (torchvision's differs by one grey level at most).
+is Pillow's (of pictures of things, torchvision's differs by a grey level or two of 256).
 
 Knows nothing of requests, models or torch.
 """
@@ -7,7 +7,6 @@ Knows nothing of requests, models or torch.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +16,10 @@ from fabric.errors import InvalidMedia
 from fabric.messages import MediaItem
 from modalities.family import EncoderInput, MediaOptions
 from modalities.keyframes import settled_frames
+from modalities.pixels import Normalisation, fused_channel_values
 from modalities.qwen_vl.image_options import ImageOptions
 from modalities.qwen_vl.video_options import VideoOptions
-from modalities.qwen_vl.video_plan import cut_video, unit_geometry
+from modalities.qwen_vl.video_plan import cut_video
 from modalities.video import VideoPlugin, decode_frames
 
 _VIDEO = "video"
@@ -42,7 +42,7 @@ def video_inputs(data: bytes, item: MediaItem, rules: VideoOptions) -> list[Enco
     for num_steps in cut.unit_steps:
         pixels = np.concatenate([next(steps) for _ in range(num_steps)])
         grid = (num_steps, cut.grid[1], cut.grid[2])
-        inputs.append(EncoderInput(_VIDEO, pixels, grid, geometry=unit_geometry(cut.rows)))
+        inputs.append(EncoderInput(_VIDEO, pixels, grid, geometry=cut.rows.geometry()))
     return inputs
 
 
@@ -71,16 +71,5 @@ def _patchify(frames: Pixels, options: ImageOptions) -> npt.NDArray[np.float32]:
     blocks = frames.reshape(step, rows // merge, merge, patch, columns // merge, merge, patch, 3)
     blocks = blocks.transpose(1, 4, 2, 5, 7, 0, 3, 6)  # (rows/m, columns/m, m, m, channel, step, patch, patch)
     blocks = blocks.reshape(rows * columns, 3, step * patch * patch)
-    return _values(options)[np.arange(3)[None, :, None], blocks].reshape(rows * columns, -1)
-
-
-def _values(options: ImageOptions) -> npt.NDArray[np.float32]:
-    """`(3, 256)`: what each 8-bit value of each channel becomes, in the video processor's order of operations: scaling
-    and normalising are one step there, unlike with pictures."""
-    values: npt.NDArray[np.float32] = np.broadcast_to(np.arange(256, dtype=np.float32), (3, 256))
-    factor = options.rescale_factor
-    if options.mean is None or options.std is None:
-        return values if factor is None else values * np.float32(factor)
-    scale = np.float32(1.0 if factor is None else 1.0 / factor)
-    mean, std = (np.array(found, dtype=np.float32) * scale for found in (options.mean, options.std))
-    return cast(npt.NDArray[np.float32], (values - mean[:, None]) / std[:, None])
+    values = fused_channel_values(Normalisation(options.rescale_factor, options.mean, options.std))
+    return values[np.arange(3)[None, :, None], blocks].reshape(rows * columns, -1)

@@ -4,13 +4,12 @@ JSON. Missing keys take the values that transformers 5.23 gives them. Knows no m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fabric.errors import ConfigError
-from modalities.json_files import read_json
+from modalities.json_files import read_video_processor
 from modalities.qwen_vl.image_options import ImageOptions, pixel_options
 
 
@@ -60,7 +59,7 @@ _KINDS = {
 
 def read_video_options(model_dir: Path, defaults: VideoDefaults) -> VideoOptions:
     """Raises ConfigError for missing or broken files and for another kind of video processor."""
-    found, is_own = _read(model_dir)
+    found, is_own = read_video_processor(model_dir)
     name = str(found.get("video_processor_type", defaults.processor))
     kind = _KINDS.get(name.removesuffix("Fast"))
     if kind is None:
@@ -83,17 +82,3 @@ def read_video_options(model_dir: Path, defaults: VideoDefaults) -> VideoOptions
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the video processor's config of {model_dir} is broken: {error}") from error
-
-
-def _read(model_dir: Path) -> tuple[Mapping[str, Any], bool]:
-    """In transformers' order: nested in processor_config.json, the file for videos, the file for pictures. Whether it
-    is one for videos."""
-    path = model_dir / "processor_config.json"
-    if path.exists():
-        nested = read_json(path)[1].get("video_processor")
-        if isinstance(nested, Mapping):
-            return nested, True
-    path = model_dir / "video_preprocessor_config.json"
-    if path.exists():
-        return read_json(path)[1], True
-    return read_json(model_dir / "preprocessor_config.json")[1], False

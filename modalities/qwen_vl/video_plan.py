@@ -1,7 +1,6 @@
 """What of a video is looked at, and how much that is: frames, their size, temporal patches, rows, units. Pure.
 
-A *step* is a temporal patch: the frames that become one plane of patches. Towers attend within a step, so a video may
-be cut into units between any two.
+A *step* is a temporal patch: the frames that become one plane of patches. Towers attend within a step.
 """
 
 from __future__ import annotations
@@ -15,23 +14,9 @@ from modalities.family import MediaOptions, VideoHeader
 from modalities.qwen_vl.preprocess import smart_resize
 from modalities.qwen_vl.video_options import VideoOptions
 from modalities.sampling import sample_frames
+from modalities.video_rows import StepRows, step_rows, unit_steps
 
-_UNIT_PATCHES = 1024
-"""About a picture of 512 x 512: a unit is encoded while the next is still being decoded, and none is much larger."""
 Grid = tuple[int, int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """What becomes of the rows of a video's steps."""
-
-    num_pooled: int
-    """Steps in a row whose rows are averaged."""
-    kept: tuple[int, ...]
-    """Rows of a step that stay, of those after merging, ascending."""
-
-    def num_rows(self, num_steps: int) -> int:
-        return -(-num_steps // self.num_pooled) * len(self.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +47,7 @@ def cut_video(header: VideoHeader, options: MediaOptions, rules: VideoOptions) -
     grid_h, grid_w = height // rules.frame.patch_size, width // rules.frame.patch_size
     if not grid_h or not grid_w:
         raise InvalidMedia(f"{header.width}x{header.height} pixels: too small")
-    rows = step_rows((1, grid_h, grid_w), rules.frame.merge_size, options)
+    rows = grid_rows((1, grid_h, grid_w), rules.frame.merge_size, options)
     most_steps = options.max_tokens // len(rows.kept) * rows.num_pooled
     if not most_steps:
         raise InvalidMedia(f"{len(rows.kept)} rows for a frame are more than the limit of {options.max_tokens} tokens")
@@ -73,34 +58,14 @@ def cut_video(header: VideoHeader, options: MediaOptions, rules: VideoOptions) -
         frames=frames,
         grid=grid,
         rows=rows,
-        unit_steps=unit_steps(grid, rows.num_pooled),
+        unit_steps=unit_steps(len(frames) // step, grid_h * grid_w, rows.num_pooled),
         is_as_asked=options.sampling == "fps" and len(frames) == num_wanted,
     )
 
 
-def step_rows(grid: Grid, merge_size: int, options: MediaOptions) -> StepRows:
-    """Of the patches `grid`. At least one row of a step stays."""
-    num_rows = grid[1] * grid[2] // merge_size**2
-    num_kept = min(max(round(num_rows * options.keep_fraction), 1), num_rows)
-    kept = tuple((2 * index + 1) * num_rows // (2 * num_kept) for index in range(num_kept))
-    return StepRows(max(options.num_pooled_frames, 1), kept)
-
-
-def unit_geometry(rows: StepRows) -> tuple[int, ...]:
-    """As an encoder's input carries it."""
-    return (rows.num_pooled, *rows.kept)
-
-
-def rows_of_unit(geometry: tuple[int, ...]) -> StepRows:
-    """Inverse of `unit_geometry`."""
-    return StepRows(geometry[0], geometry[1:])
-
-
-def unit_steps(grid: Grid, num_pooled: int) -> tuple[int, ...]:
-    """Steps in each unit; those that are averaged stay together."""
-    size = max(_UNIT_PATCHES // (grid[1] * grid[2]) // num_pooled, 1) * num_pooled
-    whole, rest = divmod(grid[0], size)
-    return (size,) * whole + ((rest,) if rest else ())
+def grid_rows(grid: Grid, merge_size: int, options: MediaOptions) -> StepRows:
+    """Of the patches `grid`."""
+    return step_rows(grid[1] * grid[2] // merge_size**2, options)
 
 
 def frame_size(header: VideoHeader, num_frames: int, options: MediaOptions, rules: VideoOptions) -> tuple[int, int]:

@@ -27,13 +27,15 @@ from modalities.family import (
     MediaHeader,
     MediaOptions,
     Positions,
+    VideoHeader,
 )
 from modalities.image import decode_image
 from modalities.pixels import to_rgb
-from modalities.placeholders import expand_placeholders
+from modalities.placeholders import Piece, Rows, expand_pieces
 from modalities.tiled.config import TiledConfig
+from modalities.tiled.video import FrameTiling
 
-_IMAGE = "image"
+_IMAGE, _VIDEO = "image", "video"
 
 LoadEncoder = Callable[[Path, str, str], EncoderModel]
 """(model_dir, device, dtype) -> encoder."""
@@ -62,6 +64,16 @@ class Tiling(Protocol):
         ...
 
 
+class Videos(NamedTuple):
+    """Of a family that takes them."""
+
+    tiling: FrameTiling
+    placeholder: str
+    token_id: int
+    row_token_id: int
+    """At each row of a video's features."""
+
+
 class Wrapping(NamedTuple):
     """Token ids that the reference's processor puts around a picture's rows."""
 
@@ -80,16 +92,19 @@ class TiledFamily:
         placeholder: str,
         load_encoder: LoadEncoder,
         wrapping: Wrapping = Wrapping(),  # noqa: B008 (immutable)
+        videos: Videos | None = None,
     ) -> None:
         self.name, self.model_id, self.shape = name, config.model_id, config.shape
-        self.max_items: Mapping[str, int] = {_IMAGE: 64}
-        self.config, self.tiling = config, tiling
+        self.max_items: Mapping[str, int] = {_IMAGE: 64, **({_VIDEO: 16} if videos else {})}
+        self.config, self.tiling, self.videos = config, tiling, videos
         self._placeholder, self._load_encoder, self._wrapping = placeholder, load_encoder, wrapping
 
     def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
         """Raises InvalidMedia for a size that the model can't take."""
+        if isinstance(header, VideoHeader) and self.videos is not None:
+            return self.videos.tiling.plan(header, options)
         if not isinstance(header, ImageHeader):
-            raise UnsupportedModality(f"{self.name} takes images alone")
+            raise UnsupportedModality(f"{self.name} takes {' and '.join(self.max_items)} alone")
         cut = self.tiling.cut(header.width, header.height)
         side = self.config.patches_per_side
         cost = cut.num_tiles * side * side
@@ -98,7 +113,7 @@ class TiledFamily:
     def placeholder_text(self, modality: str) -> str:
         """Raises UnsupportedModality."""
         self._check(modality)
-        return self._placeholder
+        return self.videos.placeholder if self.videos and modality == _VIDEO else self._placeholder
 
     def expand(
         self,
@@ -106,12 +121,20 @@ class TiledFamily:
         plans: Sequence[ItemPlan],
         tokenize: Callable[[str], Sequence[int]] | None = None,
     ) -> ExpandedPrompt:
-        """Raises InvalidRequest if placeholders and plans do not match."""
-        image = self.config.image_token_id
-        wrapped = (*self._wrapping.before, image, *self._wrapping.after)
-        if len(wrapped) > 1:
-            token_ids = [id_ for token in token_ids for id_ in (wrapped if token == image else (token,))]
-        return expand_placeholders(token_ids, {_IMAGE: image}, plans)
+        """Raises InvalidRequest if placeholders and plans do not match, ConfigError for a family that numbers frames
+        if there is no `tokenize`."""
+        placeholders = row_tokens = {_IMAGE: self.config.image_token_id}
+        if self.videos:
+            placeholders = {**placeholders, _VIDEO: self.videos.token_id}
+            row_tokens = {**row_tokens, _VIDEO: self.videos.row_token_id}
+
+        def pieces_of(index: int) -> Sequence[Piece]:
+            plan = plans[index]
+            if self.videos and plan.modality == _VIDEO:
+                return list(self.videos.tiling.pieces(plan, index, tokenize))
+            return [self._wrapping.before, Rows(index, 0, sum(plan.unit_tokens)), self._wrapping.after]
+
+        return expand_pieces(token_ids, placeholders, plans, pieces_of, row_tokens)
 
     def positions(
         self, token_ids: Sequence[int], placeholders: Sequence[PlaceholderRange], media: Sequence[MediaItem]
@@ -122,11 +145,14 @@ class TiledFamily:
     def options(self, modality: str) -> str:
         """Raises UnsupportedModality."""
         self._check(modality)
-        return self.tiling.options()
+        return self.videos.tiling.options() if self.videos and modality == _VIDEO else self.tiling.options()
 
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
-        """One unit. Raises InvalidMedia for a broken file or one that is not what was planned."""
+        """A picture is one unit, a video several. Raises InvalidMedia for a broken file or one that is not what was
+        planned."""
         self._check(item.modality)
+        if self.videos and item.modality == _VIDEO:
+            return self.videos.tiling.preprocess(data, item)
         image, header = decode_image(data, item.part)
         found = self.plan(header)
         if (found.grid, found.unit_tokens) != (item.grid, item.unit_tokens):

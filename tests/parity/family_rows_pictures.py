@@ -8,9 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from family_row import FamilyRow, Markup, Processed, pictures, spread
 from family_rows_text import TINY
+from reference_videos import decoded, normalised, processor_class
 from transformers import (
     CLIPVisionConfig,
     InternVLConfig,
@@ -28,11 +30,14 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
-IMAGE, START, END = 100, 103, 104
+IMAGE, VIDEO, START, END = 100, 101, 103, 104
 PATCH, TILE = 7, 28
 CANVASES = [[height * TILE, width * TILE] for height in (1, 2, 3) for width in (1, 2, 3)]
 MAX_TILES = 4
+FRAMES = {"video": ((TILE, TILE),) * 3}
+"""That need no scaling, and as many in each, which the reference wants."""
 VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -90,12 +95,21 @@ def build_internvl() -> Any:
 
 
 def process_internvl(directory: Path, media: Sequence[tuple[str, bytes]]) -> Processed:
+    """InternVLProcessor: tiles of pictures and frames of videos in one tensor, as they stand in the prompt."""
     processor = GotOcr2ImageProcessorPil.from_pretrained(directory)
-    made = processor(pictures(media), crop_to_patches=True, return_tensors="pt")
-    num_tiles = made["num_patches"].tolist()
-    num_tokens = [tiles * (TILE // PATCH // 2) ** 2 for tiles in num_tiles]
-    tiles = [part.numpy() for part in made["pixel_values"].split(num_tiles)]
-    return Processed({"pixel_values": made["pixel_values"]}, num_tokens, tiles)
+    tiles = []
+    for kind, data in media:
+        if kind == "video":
+            frames, fps = decoded(data)
+            metadata = VideoMetadata(total_num_frames=len(frames), fps=fps)
+            shift = SimpleNamespace(num_frames=None, initial_shift=True)
+            indices = processor_class("InternVLVideoProcessor").sample_frames(shift, metadata, fps=2.0).tolist()
+            tiles.append(normalised(frames[indices], processor.image_mean, processor.image_std))
+        else:
+            made = processor(pictures([(kind, data)]), crop_to_patches=True, return_tensors="pt")
+            tiles.append(made["pixel_values"])
+    num_tokens = [len(part) * (TILE // PATCH // 2) ** 2 for part in tiles]
+    return Processed({"pixel_values": torch.cat(tiles)}, num_tokens, [part.numpy() for part in tiles])
 
 
 def features_internvl(model: Any, processed: Processed) -> list[torch.Tensor]:
@@ -117,12 +131,17 @@ INTERNVL = FamilyRow(
             "image_std": [0.25, 0.2, 0.3],
         },
         "tokenizer_config.json": {
-            "added_tokens_decoder": {str(START): {"content": "<img>"}, str(END): {"content": "</img>"}}
+            "added_tokens_decoder": {
+                str(START): {"content": "<img>"},
+                str(END): {"content": "</img>"},
+                str(VIDEO): {"content": "<video>"},
+            }
         },
     },
-    markup={"image": Markup((), IMAGE, (5,))},
+    markup={"image": Markup((), IMAGE, (5,)), "video": Markup((), VIDEO, (5,))},
     process=process_internvl,
     features=features_internvl,
+    kind_to_sizes=FRAMES,
 )
 
 
@@ -131,7 +150,7 @@ def build_onevision() -> Any:
         vision_config=SiglipVisionConfig(**VISION, vision_use_head=False),
         text_config=Qwen2Config(**TINY),
         image_token_index=IMAGE,
-        video_token_index=IMAGE + 1,
+        video_token_index=VIDEO,
         image_grid_pinpoints=CANVASES,
         vision_aspect_ratio=f"anyres_max_{MAX_TILES}",
     )
@@ -139,23 +158,53 @@ def build_onevision() -> Any:
 
 
 def process_onevision(directory: Path, media: Sequence[tuple[str, bytes]]) -> Processed:
+    """LlavaOnevisionProcessor."""
     processor = LlavaOnevisionImageProcessorPil.from_pretrained(directory)
-    made = processor(pictures(media), return_tensors="pt")
-    whole = SimpleNamespace(
-        image_processor=processor, num_image_tokens=(TILE // PATCH) ** 2, vision_aspect_ratio=f"anyres_max_{MAX_TILES}"
-    )
-    whole._get_unpadded_features = partial(LlavaOnevisionProcessor._get_unpadded_features, whole)
-    sizes = made["image_sizes"].tolist()
-    num_tokens = [LlavaOnevisionProcessor._get_number_of_features(whole, *size, TILE, TILE) for size in sizes]
-    # Padded to the picture with most tiles; what a picture alone has is what counts.
-    alone = [processor([picture], return_tensors="np")["pixel_values"][0] for picture in pictures(media)]
-    return Processed(dict(made), num_tokens, alone)
+    inputs: dict[str, torch.Tensor] = {}
+    kind_to_made: dict[str, list[tuple[int, np.ndarray]]] = {}
+    if seen := pictures(media):
+        made = processor(seen, return_tensors="pt")
+        inputs |= dict(made)
+        whole = SimpleNamespace(
+            image_processor=processor,
+            num_image_tokens=(TILE // PATCH) ** 2,
+            vision_aspect_ratio=f"anyres_max_{MAX_TILES}",
+        )
+        whole._get_unpadded_features = partial(LlavaOnevisionProcessor._get_unpadded_features, whole)
+        sizes = made["image_sizes"].tolist()
+        counts = [LlavaOnevisionProcessor._get_number_of_features(whole, *size, TILE, TILE) for size in sizes]
+        # Padded to the picture with most tiles; what a picture alone has is what counts.
+        alone = [processor([picture], return_tensors="np")["pixel_values"][0] for picture in seen]
+        kind_to_made["image"] = list(zip(counts, alone, strict=True))
+    if files := [data for kind, data in media if kind == "video"]:
+        videos = torch.stack([frames_onevision(data) for data in files])
+        inputs["pixel_values_videos"] = videos
+        whole = SimpleNamespace(num_image_tokens=(TILE // PATCH) ** 2, video_token="v")
+        texts = [
+            LlavaOnevisionProcessor.replace_video_token(whole, {"pixel_values_videos": videos}, index)
+            for index in range(len(videos))
+        ]
+        kind_to_made["video"] = [(len(text), video.numpy()) for text, video in zip(texts, videos, strict=True)]
+    waiting = {kind: iter(made) for kind, made in kind_to_made.items()}
+    in_order = [next(waiting[kind]) for kind, _ in media]
+    order = tuple(kind for kind, _ in media)
+    return Processed(inputs, [num for num, _ in in_order], [values for _, values in in_order], modalities=order)
+
+
+def frames_onevision(data: bytes) -> torch.Tensor:
+    frames, fps = decoded(data)
+    metadata = VideoMetadata(total_num_frames=len(frames), fps=fps)
+    return normalised(frames[default_sample_indices_fn(metadata, fps=2.0)])
 
 
 def features_onevision(model: Any, processed: Processed) -> list[torch.Tensor]:
-    inputs = processed.inputs
-    made = model.get_image_features(inputs["pixel_values"], image_sizes=inputs["image_sizes"], return_dict=True)
-    return [rows[None] for rows in made.pooler_output]
+    inputs, found = processed.inputs, {}
+    if "pixel_values" in inputs:
+        made = model.get_image_features(inputs["pixel_values"], image_sizes=inputs["image_sizes"], return_dict=True)
+        found["image"] = iter(made.pooler_output)
+    if "pixel_values_videos" in inputs:
+        found["video"] = iter(model.get_video_features(inputs["pixel_values_videos"], return_dict=True).pooler_output)
+    return [next(found[kind])[None] for kind in processed.modalities]
 
 
 LLAVA_ONEVISION = FamilyRow(
@@ -168,9 +217,10 @@ LLAVA_ONEVISION = FamilyRow(
             "image_grid_pinpoints": CANVASES,
         }
     },
-    markup={"image": Markup((), IMAGE, (5,))},
+    markup={"image": Markup((), IMAGE, (5,)), "video": Markup((), VIDEO, (5,))},
     process=process_onevision,
     features=features_onevision,
+    kind_to_sizes=FRAMES,
     # Wide, square and scaled down, narrow: newlines in each, padding above and below, or on the sides.
     sizes=((200, 80), (150, 140), (70, 190)),
 )

@@ -23,9 +23,9 @@ MEL_ATOL = 2e-4
 
 
 def frames_of(medium: Medium) -> np.ndarray:
-    """`size` is that of a frame; a second or half a second longer with every other seed."""
-    ground = np.asarray(picture(medium.seed, *medium.size))
-    return np.stack([np.roll(ground, 9 * index, axis=1) for index in range(8 + medium.seed % 3 * 2)])
+    """`size` is that of a frame; its width says how many there are."""
+    ground = np.asarray(picture(medium.seed).resize(medium.size))
+    return np.stack([np.roll(ground, 9 * index, axis=1) for index in range(8 + medium.size[0] % 3 * 2)])
 
 
 def film(medium: Medium) -> bytes:

@@ -17,8 +17,14 @@ import av
 import numpy as np
 import torch
 from transformers import image_processing_backends
-from transformers.image_utils import SizeDict
+from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD, SizeDict
 from transformers.video_utils import VideoMetadata
+
+_NAME_TO_MODULE = {
+    "Qwen2VLVideoProcessor": "qwen2_vl",
+    "Qwen3VLVideoProcessor": "qwen3_vl",
+    "InternVLVideoProcessor": "internvl",
+}
 
 
 class Looked(NamedTuple):
@@ -53,7 +59,10 @@ def torchvision_stand_in() -> Iterator[ModuleType]:
     functional.InterpolationMode = SimpleNamespace(LANCZOS="lanczos")  # type: ignore[attr-defined]
     names = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
     modules = {name: ModuleType(name) for name in names} | {functional.__name__: functional}
-    modules["torchvision.transforms.v2"].functional = functional  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], child, module)
     added = {name: module for name, module in modules.items() if name not in sys.modules}
     sys.modules.update(added)
     try:
@@ -65,7 +74,7 @@ def torchvision_stand_in() -> Iterator[ModuleType]:
 
 def processor_class(name: str) -> Any:
     """`Qwen2VLVideoProcessor` and the like."""
-    module = {"Qwen2VLVideoProcessor": "qwen2_vl", "Qwen3VLVideoProcessor": "qwen3_vl"}[name]
+    module = _NAME_TO_MODULE[name]
     with torchvision_stand_in() as functional:
         image_processing_backends.tvF = functional
         image_processing_backends.pil_torch_interpolation_mapping = {3: "bicubic"}
@@ -107,6 +116,15 @@ def look(processor: Any, frames: np.ndarray, fps: float, wanted_fps: float = 2.0
     return Looked(
         made["pixel_values_videos"].reshape(-1, made["pixel_values_videos"].shape[-1]), grid, indices, metadata
     )
+
+
+def normalised(frames: np.ndarray, mean: Any = OPENAI_CLIP_MEAN, std: Any = OPENAI_CLIP_STD) -> torch.Tensor:
+    """`(num_frames, height, width, 3)` of the model's own size -> `(num_frames, 3, height, width)`, as every video
+    processor does it."""
+    processor = object.__new__(processor_class("Qwen2VLVideoProcessor"))
+    values = torch.from_numpy(frames).permute(0, 3, 1, 2)
+    found: torch.Tensor = processor.rescale_and_normalize(values, True, 1 / 255, True, tuple(mean), tuple(std))
+    return found
 
 
 def decoded(data: bytes) -> tuple[np.ndarray, float]:

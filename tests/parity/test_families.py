@@ -24,7 +24,7 @@ from reference_model import Answer, Comparison
 from worker_rig import Rig, rig
 
 from fabric.messages import FeatureNeeded, GenerateRequest, GenerateResult
-from modalities.qwen_vl import video_plan
+from modalities import video_rows
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch
@@ -39,7 +39,7 @@ Parts = tuple[Text | Medium, ...]
 def small_units() -> Iterator[None]:
     """Videos of several units, and not for their size."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(video_plan, "_UNIT_PATCHES", 48)
+        patch.setattr(video_rows, "UNIT_PATCHES", 48)
         yield
 
 

@@ -27,6 +27,7 @@ from transformers.video_utils import VideoMetadata
 
 from fabric.errors import ConfigError, InvalidMedia
 from fabric.messages import MediaItem
+from modalities import video_rows
 from modalities.family import (
     DEFAULT_OPTIONS,
     AudioHeader,
@@ -38,7 +39,6 @@ from modalities.family import (
     VideoHeader,
 )
 from modalities.identify import plan_media
-from modalities.qwen_vl import video_plan
 from modalities.qwen_vl.video_frames import step_patches
 from modalities.qwen_vl.video_options import VideoDefaults, read_video_options
 from modalities.qwen_vl.video_plan import cut_video
@@ -287,7 +287,7 @@ def test_plans_keep_what_was_wished(saved: Saved, header: VideoHeader, data: st.
 
 def test_rows_are_averaged_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In units of several steps, an odd tail among them."""
-    monkeypatch.setattr(video_plan, "_UNIT_PATCHES", 4 * 24)
+    monkeypatch.setattr(video_rows, "UNIT_PATCHES", 4 * 24)
     QWEN3_OMNI.build().save_pretrained(tmp_path)
     for name, content in QWEN3_OMNI.files.items():
         (tmp_path / name).write_text(json.dumps(content))
