@@ -152,6 +152,7 @@ def worker_config(config: ClusterConfig) -> WorkerConfig:
         kept_bytes=section.kept_bytes,
         num_ranks=section.tensor_parallel,
         speculation=Speculation(**section.speculation.model_dump()),
+        cuda_graphs=section.cuda_graphs,
         is_workspace_measured=True,
     )
 

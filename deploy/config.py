@@ -161,6 +161,8 @@ class WorkerSection(_Section):
     unit_wait_s: float = Field(10.0, gt=0)
     """How long a worker awaits a feature before it asks the router again."""
     speculation: SpeculationSection = SpeculationSection()
+    cuda_graphs: Literal["off", "auto"] = "off"
+    """Whether decode steps are recorded as CUDA graphs; needs blocks of a multiple of 256 tokens."""
 
 
 class RaySection(_Section):

@@ -32,6 +32,11 @@ def is_varlen_available(kv: PagedKV) -> bool:
     return kv.device.type == "cuda" and kv.dtype in (torch.float16, torch.bfloat16) and bool(_varlen_parameters())
 
 
+def has_block_tables() -> bool:
+    """Whether the kernel reads pages in place (torch 2.13)."""
+    return "block_table" in _varlen_parameters()
+
+
 class VarlenStep:
     """An AttentionStep for CUDA in float16 or bfloat16."""
 

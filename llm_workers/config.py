@@ -54,6 +54,8 @@ class WorkerConfig:
     is_chunked_media_enabled: bool = True
     """Whether a step may end inside a run of placeholders. Off for models whose media tokens see each other."""
     speculation: Speculation = Speculation()
+    cuda_graphs: str = "off"
+    """`auto`: decode steps are recorded where device, torch and block size allow it (`cuda_graphs`)."""
     is_workspace_measured: bool = False
     """Whether the largest step is run once at boot, which refuses the start if the device has no room for it."""
 
@@ -61,6 +63,8 @@ class WorkerConfig:
         for name in ("block_size", "num_blocks", "max_step_tokens", "max_sequences", "num_ranks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"worker: {name} must be at least 1, not {getattr(self, name)}")
+        if self.cuda_graphs not in ("off", "auto"):
+            raise ConfigError(f"worker: cuda_graphs must be `off` or `auto`, not {self.cuda_graphs!r}")
         if self.side_layers and self.num_ranks > 1:
             raise ConfigError("worker: side tensors are not kept by several ranks")
         if not self.is_chunked_media_enabled and self.max_step_tokens <= self.max_sequences:

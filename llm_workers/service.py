@@ -35,6 +35,7 @@ from llm_workers.attention import select_backend
 from llm_workers.calibrate import calibrate
 from llm_workers.calls import OpenCalls
 from llm_workers.config import WorkerConfig
+from llm_workers.cuda_graphs import with_graphs
 from llm_workers.engine import Engine, StepTimes
 from llm_workers.grammar import GrammarCompiler
 from llm_workers.landed import LandedFeatures
@@ -79,8 +80,10 @@ class WorkerService:
         scheduler = Scheduler(config, shape.max_model_len, clock)
         landed: dict[UnitKey, LandedFeature] = {}
         backend = select_backend("auto", kv)
-        self._runner = Runner(model, kv, LandedFeatures(landed), backend, make_side_rows(model, kv, config.side_layers))
         self._measure = partial(measure_workspace, model, kv, backend, family, config)
+        if config.cuda_graphs == "auto" and config.num_ranks == 1 and not config.side_layers:
+            model = with_graphs(model, kv, shape.max_model_len)
+        self._runner = Runner(model, kv, LandedFeatures(landed), backend, make_side_rows(model, kv, config.side_layers))
         self._engine = Engine(scheduler, self._runner, clock, self._post)
         self._calls = OpenCalls(member_id, plane, clock)
         endpoint = Endpoint(member_id, plane, sink, clock)

@@ -1,0 +1,182 @@
+"""Decode steps as CUDA graphs: a step of so many rows is recorded once and then replayed, so that the device never
+waits for Python between its kernels.
+
+A graph reads its inputs where they lay when it was recorded: embeddings, positions, slots, block tables and lengths
+live in buffers that every step fills anew. Steps come in few sizes; what is missing is filled with copies of the first
+row, which write what that row writes. Only whole pages read in place can be recorded (`attention_varlen` with a block
+table): everything else, and every step that is not of single tokens, runs as before. Off unless the config says so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from llm_workers.attention_varlen import PAGE_TOKENS_MULTIPLE, has_block_tables, is_varlen_available
+from llm_workers.paged_kv import PagedKV, Rows
+from modalities.family import LanguageModel
+
+_LOG = logging.getLogger(__name__)
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Rows of the graphs; a larger step is not recorded."""
+NUM_WARM_UPS = 2
+"""Runs before the recording: libraries choose their kernels and workspaces in the first."""
+
+
+class DecodeInputs:
+    """The static buffers of one size; an AttentionStep of `size` rows that decode."""
+
+    def __init__(self, kv: PagedKV, size: int, max_blocks: int) -> None:
+        """`max_blocks`: of one sequence."""
+        self._kv, self.size = kv, size
+        self.rows: Sequence[Rows] = ()
+        at = {"device": kv.device}
+        self.write = torch.zeros(size, dtype=torch.int64, **at)
+        self.tails = torch.zeros(size * kv.block_size, dtype=torch.int64, **at)
+        self.table = torch.zeros((size, max_blocks), dtype=torch.int32, **at)
+        self.contexts = torch.ones(size, dtype=torch.int32, **at)
+        self._cu_q = torch.arange(size + 1, dtype=torch.int32, **at)
+
+    def load(self, rows: Sequence[Rows]) -> None:
+        """Fills the buffers for at most `size` rows of one token each; their block tables must fit."""
+        self.rows = rows
+        block_size, padded = self._kv.block_size, [*rows, *[rows[0]] * (self.size - len(rows))]
+        contexts = np.array([row.context for row in padded])
+        table = np.empty((self.size, self.table.shape[1]), dtype=np.int32)
+        for index, row in enumerate(padded):
+            table[index] = row.block_ids[0]
+            table[index, : len(row.block_ids)] = row.block_ids
+        at = contexts - 1
+        write = table[np.arange(self.size), at // block_size].astype(np.int64) * block_size + at % block_size
+        # Up to the end of the last page; what is beyond it stands for the slot itself, which is written afterwards.
+        steps = np.arange(block_size)
+        tails = write[:, None] + np.where(steps < block_size - at[:, None] % block_size, steps, 0)
+        for buffer, values in (
+            (self.write, write),
+            (self.tails, tails.reshape(-1)),
+            (self.table, table),
+            (self.contexts, contexts.astype(np.int32)),
+        ):
+            buffer.copy_(torch.from_numpy(values))
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Unwritten slots of the last pages are zeroed first: a NaN left there would pass through the mask."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        pages = self._kv.layer(layer)
+        for each, new in zip(pages, (k, v), strict=True):
+            each.index_fill_(0, self.tails, 0)
+            each.index_copy_(0, self.write, new)
+        keys, values = (each.view(-1, self._kv.block_size, *each.shape[1:]) for each in pages)
+        lengths = (self._cu_q, None, 1, self.table.shape[1] * self._kv.block_size)
+        return varlen_attn(
+            q.contiguous(),
+            keys,
+            values,
+            *lengths,
+            scale=scaling,
+            window_size=(-1, 0),
+            enable_gqa=q.shape[1] != k.shape[1],
+            seqused_k=self.contexts,
+            block_table=self.table,
+            num_splits=1,
+        )
+
+
+class GraphedModel:
+    """A LanguageModel whose decode steps are replayed. What it returns from one is valid until the next."""
+
+    def __init__(self, model: LanguageModel, kv: PagedKV, max_blocks: int) -> None:
+        self._model, self._kv, self._max_blocks = model, kv, max_blocks
+        self.dtype, self.device = model.dtype, model.device
+        self._graphs: dict[int, _Recorded] = {}
+        self._is_refused = False
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._model.embed(token_ids)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden)
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Any,
+        feature_rows: torch.Tensor | None,
+        feature_levels: torch.Tensor | None,
+    ) -> torch.Tensor:
+        size = graph_size(attention.rows)
+        if size is None or feature_rows is not None or self._is_refused:
+            return self._model.forward(embeddings, positions, attention, feature_rows, feature_levels)
+        if size not in self._graphs:
+            try:
+                self._graphs[size] = self._record(size, embeddings, positions, attention.rows)
+            except RuntimeError:  # a model that waits for the device inside its forward can't be recorded
+                _LOG.exception("decode steps can't be recorded; they run without graphs")
+                self._is_refused = True
+                return self._model.forward(embeddings, positions, attention, None, None)
+        return self._graphs[size].replay(embeddings, positions, attention.rows)
+
+    def _record(self, size: int, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[Rows]) -> _Recorded:
+        recorded = _Recorded(
+            DecodeInputs(self._kv, size, self._max_blocks),
+            embeddings.new_zeros((size, embeddings.shape[1])),
+            positions.new_zeros((positions.shape[0], size)),
+        )
+        recorded.record(self._model, embeddings, positions, rows)
+        return recorded
+
+
+class _Recorded:
+    """One graph and its buffers."""
+
+    def __init__(self, inputs: DecodeInputs, embeddings: torch.Tensor, positions: torch.Tensor) -> None:
+        self._inputs, self._embeddings, self._positions = inputs, embeddings, positions
+        self._graph = torch.cuda.CUDAGraph()
+        self._hidden = embeddings
+
+    def record(
+        self, model: LanguageModel, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[Rows]
+    ) -> None:
+        """Warms up on a stream of its own, then records. The step's keys and values are written again by a replay."""
+        self._load(embeddings, positions, rows)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(NUM_WARM_UPS):
+                model.forward(self._embeddings, self._positions, self._inputs, None, None)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(self._graph):
+            self._hidden = model.forward(self._embeddings, self._positions, self._inputs, None, None)
+
+    def replay(self, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[Rows]) -> torch.Tensor:
+        self._load(embeddings, positions, rows)
+        self._graph.replay()
+        return self._hidden[: len(rows)]
+
+    def _load(self, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[Rows]) -> None:
+        num_rows = len(rows)
+        self._inputs.load(rows)
+        self._embeddings[:num_rows] = embeddings
+        self._embeddings[num_rows:] = embeddings[0]
+        self._positions[:, :num_rows] = positions
+        self._positions[:, num_rows:] = positions[:, :1]
+
+
+def graph_size(rows: Sequence[Rows]) -> int | None:
+    """Rows of the graph for this step; None for one that is not of single tokens, or too large."""
+    if any(row.num_tokens != 1 for row in rows):
+        return None
+    return next((size for size in SIZES if size >= len(rows)), None)
+
+
+def with_graphs(model: LanguageModel, kv: PagedKV, max_model_len: int) -> LanguageModel:
+    """`model`, its decode steps recorded where this device, this torch and these pages allow it."""
+    if not is_varlen_available(kv) or not has_block_tables() or kv.block_size % PAGE_TOKENS_MULTIPLE:
+        return model
+    return GraphedModel(model, kv, -(-max_model_len // kv.block_size))
