@@ -209,8 +209,9 @@ class LanguageModel(Protocol):
 
         `embeddings` `(num_tokens, hidden)`, level 0 of the features already spliced in. `positions`
         `(num_axes, num_tokens)`. `attention` is handed through to the registered attention function as the keyword
-        `weft`. `feature_rows`: int64 indexes of visual positions among the tokens, ascending;
-        `feature_levels` `(num_levels - 1, len(feature_rows), hidden)`: the DeepStack levels at these rows."""
+        `weft`, or asked by the layers themselves: `attend(layer, q, k, v, scaling)`, all `(num_tokens, heads, dim)`.
+        `feature_rows`: int64 indexes of visual positions among the tokens, ascending; `feature_levels`
+        `(num_levels - 1, len(feature_rows), hidden)`: the DeepStack levels at these rows."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
