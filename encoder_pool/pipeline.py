@@ -17,18 +17,17 @@ from encoder_pool.announcer import Announcer
 from encoder_pool.call import Call
 from encoder_pool.config import EncoderConfig
 from encoder_pool.decode import DecodeBroke, Decoder
+from encoder_pool.lane import Lane
 from encoder_pool.planning.admission import check_budget, refusal
-from encoder_pool.planning.batcher import QueuedUnit, choose_batch
 from encoder_pool.planning.cost import ForwardCosts
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
 from encoder_pool.planning.flight import DecodeRoom, Flight, Follower, follower_of
 from encoder_pool.planning.flights import Flights
-from encoder_pool.planning.forward_job import Forward, ForwardResult, ForwardUnit
-from encoder_pool.planning.tally import BusyTime, Tally
+from encoder_pool.planning.forward_job import Forward
+from encoder_pool.planning.tally import Tally
 from encoder_pool.planning.turns import Turn
-from fabric.channel import SourceSlot
 from fabric.clock import Clock
-from fabric.errors import EncodeFailed, ProtocolError, TransferFailed, UnitTooLarge, WeftError
+from fabric.errors import EncodeFailed, ProtocolError, TransferFailed, WeftError
 from fabric.ids import AttemptId, MemberId, MmHash, UnitKey
 from fabric.messages import EncodeRequest, EncodeResult, MediaItem, TraceEvent
 from modalities.family import EncoderInput
@@ -55,15 +54,11 @@ class Pipeline:
         self._table = table
         self._announcer = announcer
         self._decoder = decoder
-        self._forward = forward
         self._clock = clock
         self._on_change = on_change
-        self._spec: FeatureSpec | None = None
         self._numbers = count()
         self._number_to_call: dict[int, Call] = {}
         self._flight_to_task: dict[Flight, asyncio.Task[None]] = {}
-        self._batch: list[QueuedUnit] = []
-        """What is in the forward now; empty when the forward is idle."""
         self.flights = Flights(config.patience)
         self._room = DecodeRoom(
             max_cost=config.max_decoded_cost,
@@ -71,17 +66,21 @@ class Pipeline:
             max_long_cost=config.max_decoded_cost - config.max_batch_cost,
             max_long_items=decoder.num_parallel - 1,
         )
-        self.costs = ForwardCosts()
         self.tally = Tally()
-        self.busy = BusyTime()
+        self.lane = Lane(config.max_batch_cost, self.flights, table, forward, clock, self.tally, self._unit_ended)
 
     def open(self, spec: FeatureSpec) -> None:
         """From now on calls are accepted; `spec` is what features of this model look like."""
-        self._spec = spec
+        self.lane.spec = spec
+
+    @property
+    def costs(self) -> ForwardCosts:
+        """What forwards take here."""
+        return self.lane.costs
 
     @property
     def num_encoding(self) -> int:
-        return len(self._batch)
+        return len(self.lane.batch)
 
     @property
     def num_decoding(self) -> int:
@@ -141,21 +140,20 @@ class Pipeline:
                 break
             self.flights.decode_started(flight)
             self._flight_to_task[flight] = asyncio.create_task(self._decode(flight))
-        if not self._batch:
-            units = self.flights.queued_units(self.costs.work_s)
-            self._start_forward(choose_batch(units, self._config.max_batch_cost, self.costs.estimate))
-        self.busy.roll(self._clock.now())
+        self.lane.start(self.pump)
+        self.lane.busy.roll(self._clock.now())
         self._on_change()
 
     # ------------------------------------------------------------ followers
 
     def _admit(self, call: Call, media: Sequence[bytes]) -> list[tuple[MediaItem, bytes]]:
         """The items to encode, each content once. Those that can't be get their result here. Raises Overloaded."""
-        assert self._spec is not None, "the service opens the pipeline before it takes calls"
+        spec = self.lane.spec
+        assert spec is not None, "the service opens the pipeline before it takes calls"
         arena_bytes = self._table.usage().total_bytes
         wanted: dict[MmHash, tuple[MediaItem, bytes]] = {}
         for item, data in zip(call.request.items, media, strict=True):
-            if error := refusal(item, self._config.modalities, self._spec, arena_bytes):
+            if error := refusal(item, self._config.modalities, spec, arena_bytes):
                 call.fail(item, error)
                 self.tally.num_items += 1
                 self.tally.num_items_failed += 1
@@ -171,9 +169,9 @@ class Pipeline:
         follower = follower_of(call.request, call.turn, item, data, self._clock.now())
         call.followers.append(follower)
         if self._enter(follower):
-            assert self._spec is not None
+            assert self.lane.spec is not None
             self.tally.num_cache_hits += 1
-            self.tally.cache_hit_bytes += self._spec.nbytes(item.num_tokens)
+            self.tally.cache_hit_bytes += self.lane.spec.nbytes(item.num_tokens)
             call.succeed(follower, self._clock.now(), is_cache_hit=True)
 
     def _enter(self, follower: Follower) -> bool:
@@ -189,8 +187,8 @@ class Pipeline:
     def _announce(self, follower: Follower, key: UnitKey) -> bool:
         """False if the worker can't be told: then the follower has failed."""
         call = self._number_to_call[follower.call]
-        assert self._spec is not None
-        if not self._announcer.announce(follower, key, self._spec):
+        assert self.lane.spec is not None
+        if not self._announcer.announce(follower, key, self.lane.spec):
             self._fail(follower, TransferFailed(f"worker {follower.destination.worker_id} takes no announcements"))
             return False
         follower.missing.remove(key.unit)
@@ -257,64 +255,7 @@ class Pipeline:
             follower.num_retries_left -= 1
             self.flights.join(follower)
 
-    # ------------------------------------------------------------ the forward
-
-    def _start_forward(self, batch: list[QueuedUnit]) -> None:
-        """Reserves arena room in order of rank and submits what has it. Who has none waits for leases to end, and
-        nobody passes it, for else a large feature might wait for ever."""
-        units: list[ForwardUnit] = []
-        taken: list[QueuedUnit] = []
-        for unit in batch:
-            try:
-                slot = self._reserve(unit)
-            except UnitTooLarge as error:
-                self.flights.forward_started(unit.key)
-                self._unit_ended(unit.key, error)
-                continue
-            if slot is None:
-                break
-            units.append(ForwardUnit(self.flights.forward_started(unit.key), unit.num_tokens, slot.buffer))
-            taken.append(unit)
-        if not taken:
-            return
-        self._batch = taken
-        self.busy.started(self._clock.now())
-        loop = asyncio.get_running_loop()
-
-        def hand_over(result: ForwardResult) -> None:
-            loop.call_soon_threadsafe(self._forward_done, taken, result)
-
-        self._forward.submit(units, hand_over)
-
-    def _reserve(self, unit: QueuedUnit) -> SourceSlot | None:
-        spec, flight = self._spec, self.flights.find(unit.key.mm_hash)
-        assert spec is not None
-        assert flight is not None
-        return self._table.reserve(unit.key, spec.nbytes(unit.num_tokens), len(flight.item.unit_tokens))
-
-    def _forward_done(self, batch: list[QueuedUnit], result: ForwardResult) -> None:
-        self._batch = []
-        self.busy.ended(self._clock.now())
-        batch_cost = sum(unit.cost for unit in batch)
-        self.tally.num_batches += 1
-        self.tally.num_units += len(batch)
-        self.tally.encoded_cost += batch_cost
-        self.tally.forward_s += result.seconds
-        if not any(result.errors):
-            self.costs.observe(batch[0].modality, batch_cost, result.seconds)
-        keys = [unit.key for unit in batch]
-        self.flights.served(keys, result.seconds, self._clock.now(), self.costs.work_s)
-        for unit, error in zip(batch, result.errors, strict=True):
-            if error is None:
-                self._table.complete(unit.key)
-            else:
-                self._table.fail(unit.key)
-            for follower in self.flights.followers_missing(unit.key):
-                follower.encode_s += result.seconds
-                follower.batch_items = max(follower.batch_items, len(batch))
-                follower.batch_cost += batch_cost
-            self._unit_ended(unit.key, error)
-        self.pump()
+    # ------------------------------------------------------------ units that were made
 
     def _unit_ended(self, key: UnitKey, error: WeftError | None) -> None:
         """A unit was made, or failed: everybody who misses it is told, and its flight ends with its last unit."""

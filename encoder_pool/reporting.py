@@ -44,7 +44,7 @@ def encoder_report(
         num_in_flight=flights.num_in_flight,
         max_in_flight=max_in_flight,
         num_decoding=pipeline.num_decoding,
-        busy_fraction=pipeline.busy.fraction,
+        busy_fraction=pipeline.lane.busy.fraction,
         num_features_encoding=usage.num_encoding,
         num_features_cached=usage.num_cached,
         num_features_staged=usage.num_staged,

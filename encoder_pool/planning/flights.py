@@ -153,6 +153,11 @@ class Flights:
         for turn, worth_s in turn_to_worth_s.items():
             turn.served(seconds, worth_s, now_s, self._patience)
 
+    def is_queued(self, unit: UnitKey) -> bool:
+        """Whether the unit is decoded and waits for its forward."""
+        flight = self._hash_to_flight.get(unit.mm_hash)
+        return flight is not None and unit.unit in flight.unit_to_input
+
     def forward_started(self, unit: UnitKey) -> EncoderInput:
         """Takes a unit's pixels out of the queue for its forward."""
         flight = self._hash_to_flight[unit.mm_hash]

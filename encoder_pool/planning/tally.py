@@ -27,6 +27,12 @@ class Tally:
     """Of these units."""
     forward_s: float = 0.0
 
+    def batch_ended(self, num_units: int, cost: int, seconds: float) -> None:
+        self.num_batches += 1
+        self.num_units += num_units
+        self.encoded_cost += cost
+        self.forward_s += seconds
+
 
 class BusyTime:
     """How much of the time the forward was busy. Times are handed in."""

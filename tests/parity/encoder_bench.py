@@ -186,7 +186,7 @@ async def running_bench(
     worker.start(lambda message: bench.ready.append(message) if isinstance(message, UnitReady) else None)
     router.start(bench.told.append)
     await service.start()
-    service._pipeline.costs = costs
+    service._pipeline.lane.costs = costs
     service.update_members([WORKER, ROUTER])
     model.batch_sizes.clear()
     model.batches.clear()

@@ -44,6 +44,7 @@ KINDS: dict[str, tuple[int, tuple[int, ...]]] = {
     "film": (24, (4, 4, 4, 4, 4, 4)),  # more than the arena holds at once
     "clip": (9, (3, 2, 4)),
     "brim": (7, (18,)),  # fits the arena but for its generation word: known when memory is asked for
+    "overflow": (12, (2, 18, 2)),  # the same of its middle unit: others of it may be in the same batch
     "huge": (8, (100,)),  # never fits the arena
 }
 """Cost in patches and rows per unit."""
