@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,20 +102,28 @@ class QwenVLFamily:
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
         """A picture is one unit, a video or sound several. Raises InvalidMedia for a broken file or one that is not
         what was planned."""
-        self._check(item.modality)
-        if item.modality == AUDIO:
-            assert self.config.sound is not None
-            return self.config.sound.preprocess(data, item)
-        if item.modality == VIDEO:
-            from modalities.qwen_vl.video_frames import video_inputs
+        return list(self.preprocess_units(data, item))
 
-            return video_inputs(data, item, self.config.video)
+    def preprocess_units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
+        """As `modalities.unit_stream` says."""
+        self._check(item.modality)
+        if item.modality == VIDEO:
+            from modalities.qwen_vl.video_frames import video_units
+
+            yield from video_units(data, item, self.config.video)
+        elif item.modality == AUDIO:
+            assert self.config.sound is not None
+            yield from self.config.sound.preprocess(data, item)
+        else:
+            yield self._image_input(data, item)
+
+    def _image_input(self, data: bytes, item: MediaItem) -> EncoderInput:
         num_patches = item.grid[0] * item.grid[1] * item.grid[2]
         if item.unit_tokens != (num_patches // self.config.image.merge_size**2,):
             raise InvalidMedia(f"{item.part}: grid {item.grid} does not give {item.unit_tokens} rows", param=item.part)
         reduction = MediaOptions.decode(item.options).reduction
         pixels = image_patches(data, item.grid, self.config.image, item.part, reduction)
-        return [EncoderInput(IMAGE, pixels, item.grid)]
+        return EncoderInput(IMAGE, pixels, item.grid)
 
     def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
         """The towers of `modalities`. Raises ConfigError if a weight is missing, UnsupportedModality."""

@@ -26,8 +26,9 @@ _VIDEO = "video"
 Pixels = npt.NDArray[np.uint8]
 
 
-def video_inputs(data: bytes, item: MediaItem, rules: VideoOptions) -> list[EncoderInput]:
-    """The units of a video. Raises InvalidMedia for a broken file or one that is not what was planned."""
+def video_units(data: bytes, item: MediaItem, rules: VideoOptions) -> Iterator[EncoderInput]:
+    """The units of a video, each as soon as its frames are decoded. Raises InvalidMedia for a broken file or one that
+    is not what was planned."""
     options = MediaOptions.decode(item.options)
     header = VideoPlugin().probe(data, item.part)
     cut = cut_video(header, options, rules)
@@ -38,12 +39,10 @@ def video_inputs(data: bytes, item: MediaItem, rules: VideoOptions) -> list[Enco
     indices = settled_frames(data, header, cut.frames, options, item.part)
     frames = decode_frames(data, indices, header, item.part)
     steps = step_patches(frames, cut.grid, rules.frame)
-    inputs = []
     for num_steps in cut.unit_steps:
         pixels = np.concatenate([next(steps) for _ in range(num_steps)])
         grid = (num_steps, cut.grid[1], cut.grid[2])
-        inputs.append(EncoderInput(_VIDEO, pixels, grid, geometry=cut.rows.geometry()))
-    return inputs
+        yield EncoderInput(_VIDEO, pixels, grid, geometry=cut.rows.geometry())
 
 
 def step_patches(

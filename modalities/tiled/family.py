@@ -5,7 +5,7 @@ Pure but for the two loaders, which import torch when they are called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -150,9 +150,17 @@ class TiledFamily:
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
         """A picture is one unit, a video several. Raises InvalidMedia for a broken file or one that is not what was
         planned."""
+        return list(self.preprocess_units(data, item))
+
+    def preprocess_units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
+        """As `modalities.unit_stream` says."""
         self._check(item.modality)
         if self.videos and item.modality == _VIDEO:
-            return self.videos.tiling.preprocess(data, item)
+            yield from self.videos.tiling.units(data, item)
+        else:
+            yield self._image_input(data, item)
+
+    def _image_input(self, data: bytes, item: MediaItem) -> EncoderInput:
         image, header = decode_image(data, item.part)
         found = self.plan(header)
         if (found.grid, found.unit_tokens) != (item.grid, item.unit_tokens):
@@ -160,7 +168,7 @@ class TiledFamily:
                 f"{item.part}: the image gives patches {found.grid}, planned were {item.grid}", param=item.part
             )
         tiles = self.tiling.tiles(to_rgb(image))
-        return [EncoderInput(_IMAGE, tiles, found.grid, found.grid[1] * found.grid[2], found.geometry)]
+        return EncoderInput(_IMAGE, tiles, found.grid, found.grid[1] * found.grid[2], found.geometry)
 
     def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
         """Vision tower and projector. Raises ConfigError if a weight is missing, UnsupportedModality."""

@@ -68,8 +68,9 @@ class FrameTiling:
         """Canonical JSON."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
 
-    def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
-        """Units of tiles. Raises InvalidMedia for a broken file or one that is not what was planned."""
+    def units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
+        """Units of tiles, each as soon as its frames are decoded. Raises InvalidMedia for a broken file or one that is
+        not what was planned."""
         from modalities.keyframes import settled_frames
         from modalities.video import VideoPlugin, decode_frames
 
@@ -82,14 +83,13 @@ class FrameTiling:
             )
         decoded = decode_frames(data, settled_frames(data, header, frames, options, item.part), header, item.part)
         values = fused_channel_values(self.pixels.normalisation)
-        side, found = self.patches_per_side, []
+        side = self.patches_per_side
         for index, num_frames in enumerate(units):
             tiles = np.stack([self._tile(next(decoded)) for _ in range(num_frames)])
             pixels = values[np.arange(3)[None, :, None, None], tiles.transpose(0, 3, 1, 2)]
             is_closed = self.has_newline and index == len(units) - 1
             geometry = (int(is_closed), *rows.geometry())
-            found.append(EncoderInput(_VIDEO, pixels, (num_frames, side, side), side * side, geometry))
-        return found
+            yield EncoderInput(_VIDEO, pixels, (num_frames, side, side), side * side, geometry)
 
     def pieces(self, plan: ItemPlan, index: int, tokenize: Tokenize | None) -> Iterator[Piece]:
         """What the placeholder of plan `index` becomes. Raises ConfigError for text without a tokenizer."""
