@@ -15,11 +15,16 @@ from deploy import compose
 from deploy.config import ClusterConfig
 from fabric.channel_local import LocalChannelHub, LocalFeatureSink
 from fabric.ids import MemberId, RequestId
-from fabric.messages import GenerateRequest, GenerateResult, SamplingParams, StopConditions
+from fabric.messages import GenerateRequest, GenerateResult, RouterHeartbeat, SamplingParams, StopConditions
 from fabric.plane_local import LocalHub, LocalPlane
 
 if TYPE_CHECKING:
     from llm_workers.service import WorkerService
+
+
+ROUTER, ROUTER_ADDRESS = MemberId("bench-router"), "local://bench-router"
+LEASE_S = 24 * 3600.0
+"""Of the router that is not there: a worker ends the requests of one that it has not heard of for long."""
 
 
 class Load(NamedTuple):
@@ -44,15 +49,19 @@ async def worker_of(config: ClusterConfig) -> AsyncIterator[WorkerService]:
     """A started worker of the configured model, alone."""
     compose.prepare_process(config)
     model = compose.load_model(config, compose.resolve_model_dir(config))
-    plane = LocalPlane(LocalHub(), "local://bench")
+    hub = LocalHub()
+    plane, router = LocalPlane(hub, "local://bench"), LocalPlane(hub, ROUTER_ADDRESS)
     sink = LocalFeatureSink(LocalChannelHub(), "bench", 2**20)
     worker = compose.build_worker(config, model, MemberId("bench"), plane, sink)
     await worker.start()
+    router.start(lambda _: None)
+    router.send("local://bench", RouterHeartbeat(ROUTER, ROUTER_ADDRESS, LEASE_S))
     try:
         yield worker
     finally:
         await worker.stop()
         plane.close()
+        router.close()
         sink.close()
 
 
@@ -83,8 +92,8 @@ async def _generate(worker: WorkerService, name: str, prompt: np.ndarray, load: 
     request = GenerateRequest(
         request_id=RequestId(name),
         attempt=0,
-        router_id=MemberId("bench-router"),
-        router_address="local://nobody",
+        router_id=ROUTER,
+        router_address=ROUTER_ADDRESS,
         token_ids=tuple(int(token) for token in prompt),
         placeholders=(),
         media=(),
