@@ -35,7 +35,14 @@ from modalities.family import EncoderInput
 
 SPEC = FeatureSpec(1, 16, "float32", 4)
 CONFIG = EncoderConfig(
-    num_decode_processes=0, max_batch_cost=20, max_queue_cost=60, max_decoded_cost=30, lease_s=10.0, patience=2.0
+    modalities=("image", "video"),
+    num_decode_processes=0,
+    max_batch_cost=20,
+    max_items_in_flight=3,
+    max_queue_cost=60,
+    max_decoded_cost=30,
+    lease_s=10.0,
+    patience=2.0,
 )
 ARENA_BYTES = 1200
 KINDS: dict[str, tuple[int, tuple[int, ...]]] = {
@@ -61,7 +68,7 @@ class OpenDecode:
 
     def inputs(self, number: int) -> list[EncoderInput]:
         self.num_given += number
-        return [EncoderInput("image", np.zeros((1, 1), np.float32), self.item.grid) for _ in range(number)]
+        return [EncoderInput(self.item.modality, np.zeros((1, 1), np.float32), self.item.grid) for _ in range(number)]
 
     @property
     def num_left(self) -> int:
@@ -96,6 +103,7 @@ class HandForward:
 
     def submit(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
         assert self.job is None, "one forward at a time"
+        assert len({unit.input.modality for unit in units}) == 1
         self.job = (units, done)
 
 
@@ -145,6 +153,7 @@ class PipelineMachine(RuleBasedStateMachine):
         )
         for cost in (4, 40):
             self.pipeline.costs.observe("image", cost, overhead_s + 1e-5 * cost)
+            self.pipeline.costs.observe("video", cost, overhead_s + 3e-5 * cost)
         self.pipeline.open(SPEC)
         self.calls: list[OpenCall] = []
         self.num_calls = 0
@@ -172,7 +181,8 @@ class PipelineMachine(RuleBasedStateMachine):
         for index, (kind, number) in enumerate(media):
             cost, units = KINDS[kind]
             part = f"part.{self.num_calls}.{index}"
-            items.append(MediaItem(index, "image", MmHash(f"{kind}-{number}"), (1, 1, cost), units, cost, part))
+            modality = "video" if len(units) > 1 else "image"
+            items.append(MediaItem(index, modality, MmHash(f"{kind}-{number}"), (1, 1, cost), units, cost, part))
         request = EncodeRequest(
             request_id=RequestId(f"req-{self.num_calls}"),
             attempt=0,
