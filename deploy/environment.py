@@ -16,6 +16,8 @@ SWITCHES = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
+    # torch's profiler counts a worker's workspace at boot and would tell of it.
+    "KINETO_LOG_LEVEL": "99",
 }
 
 

@@ -108,7 +108,7 @@ class WorkerService:
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(calibrate, self._runner, self._family, self._config, self._reporter.costs, self._clock)
         if self._config.is_workspace_measured:
-            await asyncio.to_thread(self._measure)
+            self._measure()  # in the thread that imported torch: elsewhere its profiler complains
         self._receiver.start()
         self._engine.start()
         self._plane.start(self._on_message)

@@ -39,7 +39,8 @@ def rows(draw: st.DrawFn) -> list[RowsLike]:
     for _ in range(draw(st.integers(1, 6))):
         start, num_tokens = draw(st.integers(0, 500)), draw(st.integers(1, 70))
         blocks = draw(st.lists(st.integers(0, 2**40), min_size=1, max_size=9))
-        made.append(RowsLike(at, start, num_tokens, np.array(blocks, dtype=np.int64)))
+        copied_from = draw(st.integers(-1, 2**40))
+        made.append(RowsLike(at, start, num_tokens, np.array(blocks, dtype=np.int64), copied_from))
         at += num_tokens
     return made
 
@@ -55,6 +56,7 @@ def test_a_step_arrives_as_it_was_told(told: list[RowsLike], num_axes: int, feat
     assert [row[:3] for row in found] == [row[:3] for row in told]
     for row, original in zip(found, told, strict=True):
         assert row.block_ids.dtype == np.int64
+        assert row.copied_from == original.copied_from
         np.testing.assert_array_equal(row.block_ids, original.block_ids)
 
 
