@@ -142,7 +142,7 @@ def read_config(model_dir: Path, layout: Layout) -> QwenVLConfig:
         image=image,
         video=video,
         video_time=layout.video_time(model),
-        sound=sound.read(model_dir, section(model, "audio_config"), shape.hidden_size) if sound else None,
+        sound=sound.read(model_dir, model.get("audio_config") or {}, shape.hidden_size) if sound else None,
     )
 
 

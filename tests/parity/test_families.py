@@ -61,7 +61,8 @@ def prompts_of(row: FamilyRow) -> list[Parts]:
     found: list[Parts] = [(SYSTEM, QUESTION), (Text(4, 1),), (Text(5, 41),)]
     for kind in row.kinds:
         media = [Medium(kind, seed, size) for seed, size in enumerate(row.sizes_of(kind), start=1)]
-        found += [(SYSTEM, medium, QUESTION) for medium in media]
+        alone = media if kind == row.kinds[0] else media[:1]
+        found += [(SYSTEM, medium, QUESTION) for medium in alone]
         found.append((SYSTEM, media[0], BETWEEN, media[1], BETWEEN, media[0], QUESTION))
         found.append((media[2], media[1]))
     if len(row.modalities) > 1:

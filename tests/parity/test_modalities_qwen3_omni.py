@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from fabric.messages import MediaItem
 from modalities.family import EncoderInput, ExpandedPrompt
 from modalities.identify import plan_media
 from modalities.qwen3_omni.family import Qwen3OmniFamily
+from modalities.qwen_vl import language_model
 from modalities.qwen_vl.encoder import VisionEncoder
 from modalities.qwen_vl.language_model import TextModel
 from modalities.registry import REGISTRY
@@ -43,6 +45,14 @@ def causal(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: fl
 
 
 AttentionInterface.register(CAUSAL, causal)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_layers() -> Iterator[None]:
+    """Decoder layers as transformers has them; `test_fused_layers` holds the others to these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(language_model, "fused", lambda part: part)
+        yield
 
 
 @pytest.fixture(scope="module")

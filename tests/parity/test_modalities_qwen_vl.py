@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fabric.messages import MediaItem
 from llm_workers.attention import register_attention
 from modalities.family import EncoderInput, ExpandedPrompt, Family, ImageHeader, ModelShape
 from modalities.identify import plan_media
+from modalities.qwen_vl import language_model
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch
@@ -37,6 +38,14 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen3_vl": Qwen3VLConfig,
     "qwen2_5_omni": Qwen2_5OmniThinkerConfig,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_layers() -> Iterator[None]:
+    """Decoder layers as transformers has them; `test_fused_layers` holds the others to these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(language_model, "fused", lambda part: part)
+        yield
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,7 @@ def test_what_the_config_leaves_out_is_transformers_default(saved: Saved, tmp_pa
     }
     (tmp_path / "config.json").write_text(json.dumps(raw))
     options = PREPROCESSOR | {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
+    options["feature_size"] = 128
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(options))
     family = REGISTRY.load_family(tmp_path)
     head_dim = text.head_dim if saved.row is QWEN3_VL else width // text.num_attention_heads

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from transformers.models.llava_onevision.processing_llava_onevision import Llava
 
 from fabric.errors import ConfigError, InvalidMedia, InvalidRequest
 from llm_workers.attention import register_attention
+from modalities.causal_lm import language_model
 from modalities.causal_lm.config import text_shape
 from modalities.family import EncoderInput, Family, ImageHeader, ModelShape
 from modalities.identify import plan_media
@@ -44,6 +46,14 @@ NAME_TO_PROCESSOR: dict[str, Any] = {
     "llava_onevision": LlavaOnevisionImageProcessorPil,
     "internvl": GotOcr2ImageProcessorPil,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plain_layers() -> Iterator[None]:
+    """Decoder layers as transformers has them; `test_fused_layers` holds the others to these."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(language_model, "fused", lambda part: part)
+        yield
 
 
 @dataclass(frozen=True)
