@@ -147,7 +147,9 @@ def _check(arguments: argparse.Namespace) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     from loadtest.benches import run_benches
 
-    return run_benches(arguments.name, as_json=arguments.json, options=arguments.options)
+    options = [option for option in arguments.options if option != "--json"]
+    as_json = arguments.json or len(options) < len(arguments.options)  # behind the name it is the remainder's
+    return run_benches(arguments.name, as_json=as_json, options=options)
 
 
 def _demo(arguments: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from encoder_pool.planning.turns import Turn
 from fabric.ids import MmHash, UnitKey
 
 NUM_PICTURES = 32
-NUM_ROUNDS = 7
+NUM_ROUNDS = 5
 COST = 1024
 """Patches of a picture of 448 x 448."""
 
