@@ -288,6 +288,7 @@ class EncoderReport(PlaneWire, frozen=True):
     num_in_flight: int = 0
     """Items being decoded, decoded or in the forward."""
     max_in_flight: int = 0
+    """How many may be decoded or wait so; those in the forward come on top."""
     num_decoding: int = 0
     busy_fraction: float = 0.0
     """Of the last second or so, by the forward."""

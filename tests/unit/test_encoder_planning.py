@@ -20,10 +20,10 @@ from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.lifecycle import FeatureState, advance
 from encoder_pool.planning.tally import BusyTime
 from encoder_pool.planning.turns import Turn
-from fabric.errors import ConfigError, InvalidMedia, Overloaded
+from fabric.errors import ConfigError, EncodeFailed, InvalidMedia, Overloaded
 from fabric.ids import MemberId, MmHash, RequestId, UnitKey
 from fabric.messages import Destination, EncodeRequest, FeatureEvents, MediaItem
-from modalities.family import EncoderInput
+from modalities.family import EncoderInput, MediaOptions
 
 SPEC = FeatureSpec(2, 8, "float32", 4)
 ENCODER = MemberId("encoder-1")
@@ -207,6 +207,19 @@ class TestDecodedInputs:
     def test_anything_else_is_invalid_media(self, found: tuple[tuple[int, tuple[int, int, int]], ...]) -> None:
         with pytest.raises(InvalidMedia):
             check_inputs(self.inputs(*found), item("a"))
+
+    def test_units_never_cut_a_group_of_frames_that_is_averaged(self) -> None:
+        options = MediaOptions(num_pooled_frames=2).encode()
+        planned = msgspec.structs.replace(item("film", 28, (4, 4), "video"), grid=(7, 2, 2), options=options)
+        patches = np.zeros((4, 3), np.float32)
+
+        def units(*steps: int) -> list[EncoderInput]:
+            return [EncoderInput("video", np.tile(patches, (count, 1)), (count, 2, 2)) for count in steps]
+
+        check_inputs(units(4, 3), planned)  # the last group is a shorter one
+        with pytest.raises(EncodeFailed):
+            check_inputs(units(3, 4), planned)
+        check_inputs(units(3, 4), msgspec.structs.replace(planned, options=""))
 
 
 class TestFlights:
