@@ -31,6 +31,7 @@ from deploy.demo.build import demo_checkpoint
 from deploy.local import LocalCluster, running
 from deploy.ranks import load_share, spawn_follower
 from fabric.errors import ConfigError, WeftError, WorkerLost
+from fabric.messages import SamplingParams
 from llm_workers.service import WorkerService
 from llm_workers.tensor_parallel.group import Follower, RankGroup
 from llm_workers.tensor_parallel.invitation import Invitation
@@ -144,6 +145,26 @@ def test_tokens_equal_transformers_and_one_rank(row: FamilyRow, tmp_path: Path) 
 @pytest.fixture(scope="module")
 def qwen2(tmp_path_factory: pytest.TempPathFactory) -> LoadedFamily:
     return LoadedFamily(QWEN2, tmp_path_factory.mktemp("qwen2"))
+
+
+def test_a_block_that_choices_share_is_copied_on_every_rank(qwen2: LoadedFamily) -> None:
+    """The prompt ends inside a block. The choices go apart at once: without the copy on a rank one would see what
+    another has written. One process with blocks of one token copies nothing."""
+    of = qwen2.prompt(Text(6, 43))
+    drawn = {"sampling": SamplingParams(temperature=1.5, top_k=10, seed=4), "num_choices": 3}
+
+    async def choices(around: Any) -> list[list[int]]:
+        async with around as r:
+            request = r.request(of, NUM_TOKENS, **drawn)
+            result = await asyncio.wait_for(r.service.generate(request), 60)
+            assert result.error is None
+            assert r.service.report().prompt_tokens_computed == len(of.token_ids) + 2
+            return [r.tokens(request, choice) for choice in range(3)]
+
+    with two_ranks(qwen2) as parallel:
+        found = asyncio.run(choices(worker(parallel, is_prefix_cache_enabled=False)))
+    assert found == asyncio.run(choices(rig(parts=qwen2, block_size=1, num_blocks=512)))
+    assert len({tuple(tokens[:2]) for tokens in found}) == 3
 
 
 def test_each_rank_holds_half_of_the_layers(qwen2: LoadedFamily) -> None:
