@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fabric.errors import ConfigError
 from modalities.causal_lm.checkpoint import load_text_half
-from modalities.causal_lm.fused_layers import fused, is_packed
+from modalities.causal_lm.fused_layers import FusedLayer, fused, is_packed, run_layers
 from modalities.causal_lm.step_sizes import pad_step
 
 
@@ -26,6 +26,7 @@ class CausalLM:
         self.dtype: torch.dtype = part.dtype
         self.device: torch.device = part.device
         self._is_padded = is_packed(part)
+        self._is_fused = all(isinstance(layer, FusedLayer) for layer in part.model.layers)
 
     @torch.no_grad()
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -46,6 +47,8 @@ class CausalLM:
         num_tokens = len(embeddings)
         if self._is_padded:
             embeddings, positions = pad_step(embeddings, positions)
+        if self._is_fused:
+            return run_layers(self._part.model, embeddings, positions, attention)[:num_tokens]
         output = self._part.model(
             inputs_embeds=embeddings[None], position_ids=positions, use_cache=False, weft=attention
         )
