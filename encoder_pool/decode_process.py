@@ -143,13 +143,17 @@ def decode_item(family: Family, data: bytes, item: MediaItem, on_units: OnUnits)
     except WeftError:
         raise
     except MemoryError as error:
-        raise InvalidMedia("decoding it takes more memory than it may", param=item.part) from error
+        raise _too_large(item) from error
     except Exception as error:  # the loop of a decode process: a bug on one file must not end the others
         logger.exception("preprocessing of %s failed", item.mm_hash)
         raise EncodeFailed(f"preprocessing failed ({type(error).__name__})") from error
     check.end()
     decode_s = take_decode_s()
     return Decoded(inputs, decode_s, time.perf_counter() - started_s - decode_s)
+
+
+def _too_large(item: MediaItem) -> InvalidMedia:
+    return InvalidMedia("decoding it takes more memory than it may", param=item.part)
 
 
 class PlanCheck:
@@ -205,7 +209,11 @@ def _serve(pipe: Connection, model_dir: str, parent_pid: int, limits: DecodeLimi
             pipe.send(None)
         else:
             data, item = message
-            pipe.send(_decode_in_time(family, data, item, limits.timeout_s, pipe.send))
+            outcome = _decode_in_time(family, data, item, limits.timeout_s, pipe.send)
+            try:
+                pipe.send(outcome)
+            except MemoryError:  # of its copy on the way
+                pipe.send(_too_large(item))
 
 
 def _decode_in_time(
