@@ -85,7 +85,7 @@ class Residency:
         sequence.table.truncate(0)
         sequence.copied_from = NO_BLOCK
         sequence.num_computed = sequence.num_published = 0
-        sequence.is_started = sequence.is_private = False
+        sequence.is_started = sequence.is_private = sequence.may_share_tail = False
 
     def fork(self, leader: Sequence, sibling: Sequence) -> list[UnitKey]:
         """`leader` has computed the prompt: `sibling`, which holds nothing, refers to the same blocks. Without tokens
@@ -104,6 +104,7 @@ class Residency:
         sibling.num_published = min(leader.num_published, num_full)
         sibling.is_private = sibling.num_published < num_full
         sibling.is_started = sibling.is_forked = True
+        leader.may_share_tail = sibling.may_share_tail = is_tail_shared
         return self._claim(sibling)
 
     def leave(self, sequence: Sequence) -> None:
@@ -145,6 +146,7 @@ class Residency:
             self.pool.free(sequence.sequence_id, [sequence.copied_from])
             sequence.copied_from = NO_BLOCK
         sequence.num_computed = end
+        sequence.may_share_tail = sequence.may_share_tail and end <= sequence.num_prompt
         if self._is_cache_enabled:
             self._publish(sequence)
         self._drop_completed(sequence, before)
@@ -152,8 +154,10 @@ class Residency:
 
     def _has_foreign_tail(self, sequence: Sequence, given_up: Collection[Sequence] = ()) -> bool:
         """Whether the block that its next token goes to, behind the prompt, is a sibling's too."""
+        if not sequence.may_share_tail or sequence.copied_from != NO_BLOCK:
+            return False
         at = sequence.num_computed // self._block_size
-        if sequence.copied_from != NO_BLOCK or not sequence.num_published <= at < len(sequence.table):
+        if not sequence.num_published <= at < len(sequence.table):
             return False
         return self.pool.is_shared(sequence.table[at], {sequence.sequence_id, *(one.sequence_id for one in given_up)})
 

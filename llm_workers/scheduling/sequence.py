@@ -74,6 +74,8 @@ class Sequence:
         """It had a chunk since it was added or preempted."""
         self.is_forked = False
         """It took over its prompt from a sibling that had computed it."""
+        self.may_share_tail = False
+        """It gave or took over the block that its prompt ends in, and has not written behind the prompt since."""
         self.is_at_doorstep = False
         self.copied_from = NO_BLOCK
         """Until the step in flight has ended: the shared block that its own copy is made of."""
