@@ -24,7 +24,7 @@ ARCHITECTURES = ("Qwen2_5OmniThinkerForConditionalGeneration", *_WHOLE)
 
 def _video_time(model: Mapping[str, Any]) -> SharedTime:
     per_second = int(model.get("position_id_per_seconds", 25))
-    return SharedTime(per_second, is_whole=False, chunk=int(per_second * model.get("seconds_per_chunk", 2)))
+    return SharedTime(per_second, is_rounded_up=False, chunk=int(per_second * model.get("seconds_per_chunk", 2)))
 
 
 LAYOUT = Layout(

@@ -17,7 +17,7 @@ __all__ = ["LAYOUT", "ImageOptions", "read_config"]
 
 
 def _video_time(model: Mapping[str, Any]) -> SharedTime:
-    return SharedTime(int(model.get("position_id_per_seconds", 25)), is_whole=True, chunk=0)
+    return SharedTime(int(model.get("position_id_per_seconds", 25)), is_rounded_up=True, chunk=0)
 
 
 LAYOUT = Layout(

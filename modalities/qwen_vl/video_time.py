@@ -91,22 +91,20 @@ class SharedTime:
 
     per_second: int
     """Positions; of sound, also rows."""
-    is_whole: bool
-    """The time between steps is rounded to whole positions. The reference (Qwen3-Omni) has fractions of them there."""
+    is_rounded_up: bool
+    """The reference (Qwen3-Omni) has fractions of positions; here they are rounded up, which keeps its order of what
+    is seen and what is heard. Otherwise they are cut off, as the reference does (Qwen2.5-Omni)."""
     chunk: int
     """Positions that are seen, then those that are heard, in turn (Qwen2.5-Omni); 0: merged by position."""
     is_written = False
     ends_with_sides = False
 
     def row_seconds(self, cut: VideoCut, header: VideoHeader, options: MediaOptions, step: int) -> float:
-        seconds = step / options.fps if cut.is_as_asked else step * header.seconds / len(set(cut.frames))
-        if not self.is_whole:
-            return seconds
-        return max(round(seconds * self.per_second), 1) / self.per_second
+        return step / options.fps if cut.is_as_asked else step * header.seconds / len(set(cut.frames))
 
     def positions(self, num_steps: int, row_seconds: float) -> Ints:
-        if self.is_whole:
-            return np.arange(num_steps, dtype=np.int64) * round(row_seconds * self.per_second)
+        if self.is_rounded_up:
+            return np.ceil(np.arange(num_steps) * row_seconds * self.per_second).astype(np.int64)
         found = np.arange(num_steps, dtype=np.float32) * np.float32(row_seconds) * np.float32(self.per_second)
         return found.astype(np.int64)
 

@@ -201,8 +201,7 @@ def test_prompts_and_positions_equal_the_references(saved: Saved, data: st.DataO
     assert expanded.token_ids == expected
     found = saved.family.positions(expanded.token_ids, expanded.placeholders, media)
     want = rope_index(saved, torch.tensor([expected]), parts, media)[:, 0].numpy()
-    # Qwen3-Omni's are floating-point numbers, which are whole where we round the time between two rows.
-    np.testing.assert_allclose(found.ids, want, atol=1e-2 if saved.row is QWEN3_OMNI else 0)
+    np.testing.assert_allclose(found.ids, want, atol=num_rounded(saved, media) * 1.01)
     assert found.delta == found.ids[0, -1] + 1 - len(expected)
     rows = sorted((run.item, run.unit, run.row + at) for run in expanded.placeholders for at in range(run.length))
     assert rows == [
@@ -211,6 +210,14 @@ def test_prompts_and_positions_equal_the_references(saved: Saved, data: st.DataO
         for unit, num_rows in enumerate(item.unit_tokens)
         for row in range(num_rows)
     ]
+
+
+def num_rounded(saved: Saved, media: Sequence[MediaItem]) -> int:
+    """Videos at which Qwen3-Omni's reference has fractions of positions; each of ours may be one further."""
+    if saved.row is not QWEN3_OMNI:
+        return 0
+    steps = [item.row_seconds * 13 for item in media if item.modality == "video" and item.grid[0] > 1]
+    return sum(step != int(step) for step in steps)
 
 
 SIZED = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
