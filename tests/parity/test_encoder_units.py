@@ -18,6 +18,7 @@ from encoder_pool import decode_process
 from encoder_pool.config import EncoderConfig
 from fabric.errors import InvalidMedia
 from fabric.messages import EncodeResult, MediaItem, UnitReady
+from modalities import video_rows
 from modalities.family import EncoderInput, EncoderModel, Family, MediaOptions
 from modalities.registry import REGISTRY
 
@@ -38,10 +39,16 @@ def encoder(family: Family) -> EncoderModel:
     return family.load_encoder(demo_checkpoint(), "cpu", "float32", MODALITIES)
 
 
-def film(num_frames: int = 120, seed: int = 0, side: int = 160) -> bytes:
-    """At a side of 160 of two units, at 256 of four."""
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A film is of four units, not of two. (Planned and decoded in this process.)"""
+    monkeypatch.setattr(video_rows, "UNIT_PATCHES", 400)
+
+
+def film(num_frames: int = 120, seed: int = 0) -> bytes:
+    """Frames of 10 x 10 patches, 32 of which are looked at."""
     rng = np.random.default_rng(seed)
-    frames = [rng.integers(0, 256, (side, side, 3), dtype=np.uint8) for _ in range(4)]
+    frames = [rng.integers(0, 256, (160, 160, 3), dtype=np.uint8) for _ in range(4)]
     clip = Clip(codec="mpeg4", num_frames=num_frames, fps=8)
     return encode_video([frames[at % 4] for at in range(num_frames)], clip)
 
@@ -120,12 +127,12 @@ class Streaming:
 
 @pytest.mark.parametrize("fails", [False, True])
 async def test_a_films_first_unit_is_encoded_while_the_rest_is_decoded(
-    family: Family, encoder: EncoderModel, monkeypatch: pytest.MonkeyPatch, fails: bool
+    family: Family, encoder: EncoderModel, small_units: None, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
     monkeypatch.setattr(decode_process, "PART_S", 0.0)
     streaming = Streaming(family, fails=fails)
     async with running_bench(streaming, encoder, CONFIG, costs=NEVER_FUSED) as bench:
-        data, still = film(side=256), picture(1)
+        data, still = film(), picture(1)
         item = film_item(bench, data)
         assert len(item.unit_tokens) == 4
         call = encode(bench, [data], [item])
@@ -143,13 +150,13 @@ async def test_a_films_first_unit_is_encoded_while_the_rest_is_decoded(
 
 @pytest.mark.parametrize("num_done", [0, 1, 2])
 async def test_a_film_delays_a_picture_by_the_unit_in_the_forward(
-    family: Family, encoder: EncoderModel, num_done: int
+    family: Family, encoder: EncoderModel, small_units: None, num_done: int
 ) -> None:
     """However far the film of 120 frames is, all of it decoded and waiting."""
     async with running_bench(family, encoder, CONFIG, costs=NEVER_FUSED) as bench:
         bench.model.is_stepped = True
         bench.model.gate.clear()
-        data, still = film(side=256), picture(1)
+        data, still = film(), picture(1)
         item = film_item(bench, data)
         num_units = len(item.unit_tokens)
         calls = [encode(bench, [data], [item])]
