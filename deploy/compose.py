@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.allocator import keep_freed_memory
+from deploy.allocator import ask_for_large_pages, keep_freed_memory
 from deploy.config import ClusterConfig
 from encoder_pool.config import EncoderConfig
 from fabric.channel import FeatureSink, FeatureSource
@@ -93,13 +93,14 @@ def host_name() -> str:
 
 def prepare_process(config: ClusterConfig) -> None:
     """Side effects on this process: compute threads limited (replicas on one machine would fight), no gradients,
-    freed memory kept, and no lines that a client's file could make a library print."""
+    freed memory kept, large pages, and no lines that a client's file could make a library print."""
     import torch
     from transformers.utils import logging as transformers_logging
 
     torch.set_num_threads(config.threads_per_replica)
     torch.set_grad_enabled(False)
     keep_freed_memory()
+    ask_for_large_pages()
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore", module="PIL")
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from llm_workers.native_attention import NativeDecode, is_native
 from llm_workers.paged_kv import PagedKV, Rows, write_slots
 
 MIN_BUCKET_TOKENS = 64
@@ -55,9 +56,11 @@ class SdpaStep:
     def __init__(self, kv: PagedKV, rows: Sequence[Rows]) -> None:
         self._kv, self.rows = kv, rows
         self._write = write_slots(kv, rows)
-        groups = _groups(kv, [row for row in rows if row.num_tokens == 1])
-        decoded = [row.at for group in groups for row in group]
-        self._decoded = torch.tensor(decoded, dtype=torch.int64, device=kv.device)
+        decoding = [row for row in rows if row.num_tokens == 1]
+        self._native = NativeDecode(kv, decoding) if decoding and is_native(kv) else None
+        groups = [] if self._native else _groups(kv, decoding)
+        decoded = decoding if self._native else [row for group in groups for row in group]
+        self._decoded = torch.tensor([row.at for row in decoded], dtype=torch.int64, device=kv.device)
         self._decodes = _decode_batches(kv, groups)
         self._prefills = [_prefill_chunk(kv, row) for row in rows if row.num_tokens > 1]
 
@@ -69,6 +72,9 @@ class SdpaStep:
         values.index_copy_(0, self._write, v[:num_tokens])
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         out[num_tokens:].zero_()
+        if self._native:
+            attended = self._native.attend(layer, q.index_select(0, self._decoded), scaling)
+            out.index_copy_(0, self._decoded, attended)
         if self._decodes:
             queries = q.index_select(0, self._decoded)
             attended = [_attend_decode(batch, queries, (keys, values), scaling) for batch in self._decodes]
