@@ -75,6 +75,21 @@ def test_rows_are_those_of_the_whole_forward(model: LayeredTiny, chunk_size: int
     assert not side.rows("high", other.block_ids, 0, 9).any()
 
 
+def test_rows_go_along_when_their_block_is_copied(model: LayeredTiny) -> None:
+    runner, side = runner_of(model)
+    num_shared = 2 * BLOCK_SIZE + 2
+    script, other = scripts(num_shared + 1, BLOCK_SIZE)
+    names = frozenset({"low"})
+    runner.execute(StepPlan(0, (replace(script.chunk(0, num_shared), side_names=names),)))
+    own = script.block_ids.copy()
+    own[2] = other.block_ids[0]
+    one = replace(script.chunk(num_shared, num_shared + 1), side_names=names)
+    runner.execute(StepPlan(1, (replace(one, block_ids=own, copied_from=int(script.block_ids[2])),)))
+    found = side.rows("low", own, 0, num_shared + 1)
+    torch.testing.assert_close(found, whole_layer(model, script, 0), atol=2e-4, rtol=1e-4)
+    assert not side.rows("low", script.block_ids, num_shared, num_shared + 1).any(), "the shared block was written to"
+
+
 def test_who_does_not_ask_pays_nothing(model: LayeredTiny) -> None:
     runner, side = runner_of(model)
     (plain,) = scripts(12)
