@@ -143,9 +143,11 @@ def num_samples(counted: Tally, stream: AudioStream) -> int:
 def lost_packets(name: str, counted: Tally) -> str:
     """How much less there is than the container `name` declares, in words; empty if nothing is missing beyond the
     tolerance, or if the container does not say."""
-    if name in ("MP4", "AVI") and counted.num_packets < counted.declared_packets - FRAMES:
+    # Containers count each sample of PCM, and hand them out by the hundred.
+    is_pcm = counted.stream.codec_context.name.startswith("pcm_")
+    if name in ("MP4", "AVI") and not is_pcm and counted.num_packets < counted.declared_packets - FRAMES:
         return f"{counted.num_packets} of {counted.declared_packets} packets are there"
-    if name == "FLAC" and counted.stream.time_base:
+    if (name == "FLAC" or (name == "MP4" and is_pcm)) and counted.stream.time_base:
         lost_s = float((counted.declared_duration - counted.duration) * counted.stream.time_base)
         if lost_s > AUDIO_S:
             return f"{lost_s:.3f} s are missing"

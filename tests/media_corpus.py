@@ -52,6 +52,7 @@ CLIPS: Mapping[str, Clip] = {
     "mp4-variable-rate": Clip(times=(0, 40, 80, 500, 540, 1100, 1140, 1180, 2000, 2040)),
     "mov-h264-mp3": Clip("mov", sound_codec="libmp3lame"),
     "mov-mjpeg": Clip("mov", "mjpeg", pixel_format="yuvj420p"),
+    "mov-pcm": Clip("mov", sound_codec="pcm_s16le"),
     "webm-vp8-opus": Clip("webm", "libvpx", sound_codec="libopus"),
     "webm-vp8-hidden-frames": Clip(
         "webm", "libvpx", num_frames=40, options=(("auto-alt-ref", "1"), ("lag-in-frames", "16"))
