@@ -14,7 +14,7 @@ from PIL import Image
 
 from modalities.pixels import normalise
 from modalities.tiled.config import PixelOptions
-from modalities.tiled.family import Cut
+from modalities.tiled.family import Cut, Halved
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,12 @@ class GridOfTiles:
         num_tiles = num_columns * num_rows
         num_tiles += num_tiles > 1  # the whole picture, small
         return Cut(num_tiles, num_tiles * self.tokens_per_tile)
+
+    def halved(self, width: int, height: int, times: int) -> Halved:
+        """A quarter of the tiles; the size itself plays no part in their number."""
+        columns, rows = self.grid(width, height)
+        fewer = max(1, self.min_tiles, columns * rows >> (2 * times))
+        return Halved(dataclasses.replace(self, max_tiles=fewer), (width, height))
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """(columns, rows). Of grids that are equally near the larger is taken, unless the picture would have to grow

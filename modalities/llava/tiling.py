@@ -14,7 +14,7 @@ from PIL import Image
 from fabric.errors import InvalidMedia
 from modalities.pixels import normalise
 from modalities.tiled.config import PixelOptions
-from modalities.tiled.family import Cut
+from modalities.tiled.family import Cut, Halved
 
 _MAX_ASPECT_RATIO = 200
 """The reference scales before it crops: without a bound, a line of 100,000 pixels would become gigabytes."""
@@ -34,6 +34,10 @@ class CentreCrop:
         if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
             raise InvalidMedia(f"{width}x{height} pixels: the aspect ratio is above {_MAX_ASPECT_RATIO}")
         return Cut(1, self.num_tokens)
+
+    def halved(self, width: int, height: int, times: int) -> Halved:
+        """The same: one tile is the least."""
+        return Halved(self, (width, height))
 
     def tiles(self, image: Image.Image) -> npt.NDArray[np.float32]:
         """`(1, 3, tile_size, tile_size)`."""

@@ -15,7 +15,7 @@ from PIL import Image
 
 from modalities.pixels import normalise
 from modalities.tiled.config import PixelOptions
-from modalities.tiled.family import Cut
+from modalities.tiled.family import Cut, Halved
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,12 @@ class AnyResolution:
         num_rows, num_columns = self._shape_of_features(width, height, canvas_height, canvas_width)
         # Behind each row of features stands a newline.
         return Cut(1 + num_tiles, self.patches_per_side**2 + num_rows * (num_columns + 1))
+
+    def halved(self, width: int, height: int, times: int) -> Halved:
+        """Half of the picture as it would lie on its canvas, which then finds a smaller one."""
+        shown = self._scaled_size(width, height, *self.canvas(width, height))
+        size = (max(1, min(width, shown[0]) >> times), max(1, min(height, shown[1]) >> times))
+        return Halved(self, size)
 
     def canvas(self, width: int, height: int) -> tuple[int, int]:
         """(height, width) of the canvas on which the picture keeps most of its pixels, and of these the one that

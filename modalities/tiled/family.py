@@ -48,8 +48,20 @@ class Cut(NamedTuple):
     num_tokens: int
 
 
+class Halved(NamedTuple):
+    """How a picture is cut that is to be shown smaller."""
+
+    tiling: Tiling
+    size: tuple[int, int]
+    """(width, height) that it is scaled to beforehand."""
+
+
 class Tiling(Protocol):
     """How a family cuts pictures."""
+
+    def halved(self, width: int, height: int, times: int) -> Halved:
+        """Half the sides, so many times, of what the model would have seen; the same where it has nothing smaller."""
+        ...
 
     def cut(self, width: int, height: int) -> Cut:
         """From the size alone. Raises InvalidMedia for a size that the model can't take."""
@@ -105,10 +117,11 @@ class TiledFamily:
             return self.videos.tiling.plan(header, options)
         if not isinstance(header, ImageHeader):
             raise UnsupportedModality(f"{self.name} takes {' and '.join(self.max_items)} alone")
-        cut = self.tiling.cut(header.width, header.height)
+        tiling, size = self._tiling(header, options)
+        cut = tiling.cut(*size)
         side = self.config.patches_per_side
         cost = cut.num_tiles * side * side
-        return ItemPlan(_IMAGE, (cut.num_tiles, side, side), (cut.num_tokens,), cost, (header.width, header.height))
+        return ItemPlan(_IMAGE, (cut.num_tiles, side, side), (cut.num_tokens,), cost, size)
 
     def placeholder_text(self, modality: str) -> str:
         """Raises UnsupportedModality."""
@@ -162,12 +175,15 @@ class TiledFamily:
 
     def _image_input(self, data: bytes, item: MediaItem) -> EncoderInput:
         image, header = decode_image(data, item.part)
-        found = self.plan(header)
+        options = MediaOptions.decode(item.options)
+        found = self.plan(header, options)
         if (found.grid, found.unit_tokens) != (item.grid, item.unit_tokens):
             raise InvalidMedia(
                 f"{item.part}: the image gives patches {found.grid}, planned were {item.grid}", param=item.part
             )
-        tiles = self.tiling.tiles(to_rgb(image))
+        tiling, size = self._tiling(header, options)
+        rgb = to_rgb(image)
+        tiles = tiling.tiles(rgb if rgb.size == size else rgb.resize(size, resample=Image.Resampling.BICUBIC))
         return EncoderInput(_IMAGE, tiles, found.grid, found.grid[1] * found.grid[2], found.geometry)
 
     def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
@@ -181,6 +197,11 @@ class TiledFamily:
         from modalities.causal_lm.language_model import load_causal_lm
 
         return load_causal_lm(model_dir, device, dtype, attention_name)
+
+    def _tiling(self, header: ImageHeader, options: MediaOptions) -> Halved:
+        if options.reduction:
+            return self.tiling.halved(header.width, header.height, options.reduction)
+        return Halved(self.tiling, (header.width, header.height))
 
     def _check(self, modality: str) -> None:
         if modality not in self.max_items:

@@ -34,7 +34,7 @@ from fabric.errors import ConfigError, InvalidMedia, InvalidRequest
 from llm_workers.attention import register_attention
 from modalities.causal_lm import language_model
 from modalities.causal_lm.config import text_shape
-from modalities.family import EncoderInput, Family, ImageHeader, ModelShape
+from modalities.family import EncoderInput, Family, ImageHeader, MediaOptions, ModelShape
 from modalities.identify import plan_media
 from modalities.registry import REGISTRY
 
@@ -202,6 +202,21 @@ def test_a_picture_that_is_not_what_was_planned_is_refused(saved: Saved) -> None
     if saved.row is not LLAVA:  # whose pictures all take as many rows
         with pytest.raises(InvalidMedia, match="planned were"):
             saved.family.preprocess(other, item)
+
+
+@pytest.mark.parametrize("size", [(150, 90), (90, 151), (28, 28)])
+def test_a_picture_shown_smaller(saved: Saved, size: tuple[int, int]) -> None:
+    """What it gives is what was planned, never more than the whole gives, and less where there is less."""
+    data, header = encode(picture(*size)), ImageHeader("PNG", *size, "RGB")
+    half = plan_media(saved.family, data, header, 0, "p", options=MediaOptions(reduction=1)).item
+    whole = saved.family.plan(header)
+    assert half.cost <= whole.cost
+    assert sum(half.unit_tokens) <= sum(whole.unit_tokens)
+    if size[0] > 28 and saved.row is not LLAVA:
+        assert half.cost < whole.cost
+    (unit,) = saved.family.preprocess(data, half)
+    (found,) = saved.family.load_encoder(saved.directory, "cpu", "float32", ["image"]).encode([unit])
+    assert (found.shape[1],) == half.unit_tokens
 
 
 @pytest.mark.parametrize("change", [{"vision_feature_select_strategy": "full"}, {"vision_feature_layer": [0, -2]}])
