@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -118,5 +120,5 @@ def test_groups_hold_every_row_once_within_their_size(contexts, max_tokens):
     assert sorted(row.at for group in cut for row in group) == list(range(len(rows)))
     for group in cut:
         assert len(group) == 1 or len(group) * max(row.context for row in group) <= max_tokens
-    for group, following in zip(cut, cut[1:], strict=False):
+    for group, following in itertools.pairwise(cut):
         assert (len(group) + 1) * following[0].context > max_tokens, "the next row had room"
