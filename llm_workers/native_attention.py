@@ -1,31 +1,23 @@
 """Attention of decoding rows in C, on processors with AVX512-BF16: pages are read where they lie, once.
 
-`decode_attention.c` is compiled by the machine's C compiler at first use (about a second) into the user's cache, under
-a name that changes with source and processor. Without compiler, processor or cache directory there is none, and
-attention goes by torch: results differ by rounding alone. Knows nothing of steps and models.
+`decode_attention.c` is compiled at first use (about a second). Where that can't be done, attention goes by torch:
+results differ by rounding alone. Knows nothing of requests and models.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import logging
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from fabric.c_library import load_c_library
 from llm_workers.paged_kv import PagedKV, Rows
 
-_LOG = logging.getLogger(__name__)
 SOURCE = Path(__file__).with_name("decode_attention.c")
-COMPILE_TIMEOUT_S = 60.0
 _LANES, _DIM_MULTIPLE = 16, 32
 """Of the C source: tokens at a time, values at a time."""
 
@@ -90,37 +82,9 @@ def is_native(kv: PagedKV) -> bool:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """Compiled and loaded; None where that can't be done."""
-    if not torch.cpu._is_avx512_bf16_supported():
-        return None
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        _LOG.info("no C compiler: attention goes by torch")
-        return None
-    try:
-        path = _compiled(compiler)
-        library = ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
-        _LOG.warning("the C attention can't be used, attention goes by torch: %s", error)
-        return None
-    library.weft_decode_attention.argtypes = [ctypes.POINTER(_Step), ctypes.c_int]
-    library.weft_decode_attention.restype = ctypes.c_int
+    """None where it can't be had."""
+    library = load_c_library(SOURCE) if torch.cpu._is_avx512_bf16_supported() else None
+    if library is not None:
+        library.weft_decode_attention.argtypes = [ctypes.POINTER(_Step), ctypes.c_int]
+        library.weft_decode_attention.restype = ctypes.c_int
     return library
-
-
-def _compiled(compiler: str) -> Path:
-    """Compiles unless it is there. Raises OSError and SubprocessError."""
-    source = SOURCE.read_bytes()
-    processor = Path("/proc/cpuinfo").read_bytes().partition(b"flags")[2].partition(b"\n")[0]
-    name = f"decode_attention-{hashlib.blake2b(source + processor, digest_size=8).hexdigest()}.so"
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
-    home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if not (home / name).is_file():
-        with tempfile.TemporaryDirectory(dir=home) as draft:
-            unit, library = Path(draft) / "unit.o", Path(draft) / name
-            compile_ = [compiler, "-O3", "-march=native", "-fopenmp", "-fPIC", "-c", str(SOURCE), "-o", str(unit)]
-            # Not linked with OpenMP: it finds torch's own, as two pools of threads would wait for each other.
-            for command in (compile_, [compiler, "-shared", str(unit), "-o", str(library)]):
-                subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
-            library.replace(home / name)
-    return home / name

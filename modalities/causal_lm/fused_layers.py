@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from modalities.causal_lm.projection import PackedProjection, project
+from modalities.causal_lm.row_operations import native_norm, native_rotation
 from modalities.sharding import is_sharding
 
 LAYERS = frozenset(
@@ -156,11 +157,15 @@ class RowNorm(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
+        self.epsilon: float = norm.variance_epsilon
         weight = norm.weight.detach()
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("_root", torch.tensor(norm.variance_epsilon**0.5, device=weight.device), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        done = native_norm(x, self.weight, self.epsilon)
+        if done is not None:
+            return done
         at_once = _rows_at_once(x)
         if len(x) <= at_once:
             return self._normed(x).to(x.dtype).mul_(self.weight)
@@ -186,6 +191,9 @@ def _rows_at_once(x: torch.Tensor) -> int:
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary positions of all heads: `x` `(num_tokens, num_heads, head_dim)`, the table `(1, num_tokens, head_dim)`
     with equal halves."""
+    done = native_rotation(x, cos[0], sin[0])
+    if done is not None:
+        return done
     half = x.shape[-1] // 2
     sin = sin[0, :, None, :half]
     out = x * cos[0, :, None]

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fabric import c_library
 from llm_workers import native_attention
 from llm_workers.attention_sdpa import SdpaStep
 from llm_workers.native_attention import NativeDecode, is_native
@@ -92,7 +93,7 @@ def test_other_pages_go_by_torch() -> None:
 
 
 def test_without_a_compiler_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_attention.shutil, "which", lambda _: None)
+    monkeypatch.setattr(c_library.shutil, "which", lambda _: None)
     native_attention._library.cache_clear()
     try:
         assert not is_native(pages_of((1, 32)))
