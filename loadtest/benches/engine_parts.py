@@ -109,12 +109,15 @@ def _shares(forward: Callable[[], Any]) -> dict[str, float]:
 
     forward()
     with profile(activities=[ProfilerActivity.CPU]) as seen:
+        begun = time.perf_counter()
         forward()
+        whole_us = (time.perf_counter() - begun) * 1e6
     operation_to_kind = {name: kind for kind, names in _KIND_TO_OPERATIONS.items() for name in names}
     kind_to_us: dict[str, float] = {}
     for event in seen.key_averages():
         kind = operation_to_kind.get(event.key, "norms, rotary and the rest")
         kind_to_us[kind] = kind_to_us.get(kind, 0.0) + event.self_cpu_time_total
+    kind_to_us["outside torch (loops in C, Python)"] = max(0.0, whole_us - sum(kind_to_us.values()))
     total = sum(kind_to_us.values())
     return {kind: us / total for kind, us in sorted(kind_to_us.items(), key=lambda item: -item[1])}
 
