@@ -32,11 +32,13 @@ from deploy.local import LocalCluster, running
 from deploy.ranks import load_share, spawn_follower
 from fabric.errors import ConfigError, WeftError, WorkerLost
 from fabric.messages import SamplingParams
+from llm_workers.attention import register_attention
 from llm_workers.service import WorkerService
 from llm_workers.tensor_parallel.group import Follower, RankGroup
 from llm_workers.tensor_parallel.invitation import Invitation
 from llm_workers.tensor_parallel.model import ParallelLanguageModel
 from llm_workers.tensor_parallel.shares import check_shares
+from modalities.causal_lm.checkpoint import load_text_half
 from modalities.family import LanguageModel
 from modalities.sharding import check_plan
 
@@ -168,7 +170,8 @@ def test_a_block_that_choices_share_is_copied_on_every_rank(qwen2: LoadedFamily)
 
 
 def test_each_rank_holds_half_of_the_layers(qwen2: LoadedFamily) -> None:
-    whole = {name: p.shape for name, p in qwen2.model._part.named_parameters()}
+    part = load_text_half(qwen2.directory, "cpu", "float32", register_attention())
+    whole = {name: p.shape for name, p in part.named_parameters()}
     with two_ranks(qwen2) as parallel:
         share = {name: p.shape for name, p in parallel.model._share._part.named_parameters()}
     assert share.keys() == whole.keys()
