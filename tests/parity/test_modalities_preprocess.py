@@ -89,5 +89,5 @@ def test_options_of_the_checkpoint(tmp_path: Path, change: dict[str, Any]) -> No
 
 
 def test_defaults_are_the_references(tmp_path: Path) -> None:
-    options = {"patch_size": 16, "size": {"shortest_edge": 4096, "longest_edge": 65536}, "feature_size": 128}
+    options = {"patch_size": 16, "size": {"shortest_edge": 4096, "longest_edge": 65536}, "feature_size": 16}
     check(write_config(tmp_path, thinker_config(), options), encode(picture(99, 150)))
