@@ -26,16 +26,15 @@ from deploy.demo.wire import messages
 from fabric.errors import Unavailable
 
 LEAST_RIGHT = 9
-# Of the tasks that the shipped checkpoint is sure of, and one each of video and sound for when it has learned them.
 QUESTIONS = (
     ("image", "colour"),
-    ("image", "size"),
-    ("image", "number of pictures"),
+    ("image", "shape"),
+    ("image", "colour of one of two"),
+    ("image", "place"),
     ("text", "earlier turn"),
-    ("image", "colour"),
-    ("text", "repeat"),
+    ("image", "picture, text, picture"),
+    ("image", "earlier picture"),
     ("image", "size"),
-    ("text", "next number"),
     ("video", "direction"),
     ("audio", "beeps"),
 )

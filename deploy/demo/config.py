@@ -19,12 +19,12 @@ VOCAB_MULTIPLE = 64
 
 
 def text_config(vocabulary: Vocabulary) -> dict[str, object]:
-    """Three layers, the middle one with experts."""
+    """Four layers, the second one with experts: what is asked for, where that is, what stands there, how to say it."""
     return {
         "vocab_size": -(-vocabulary.num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
         "hidden_size": HIDDEN_SIZE,
         "intermediate_size": 384,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
@@ -36,7 +36,7 @@ def text_config(vocabulary: Vocabulary) -> dict[str, object]:
             "mrope_interleaved": True,
         },
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [0, 2],
+        "mlp_only_layers": [0, 2, 3],
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 192,

@@ -91,3 +91,8 @@ class Ears(nn.Module):
             losses.append(cross_entropy(logits[said], words) if len(words) else logits.sum() * 0)
             rights.append((logits[said].argmax(1) == words).float().mean() if len(words) else torch.tensor(1.0))
         return torch.stack(losses), torch.stack(rights)
+
+    def judge(self, noises: Heard) -> tuple[torch.Tensor, float]:
+        """The loss of a step, and the share that was right, over the kinds of sound."""
+        losses, rights = self.losses(noises)
+        return losses.sum(), float(rights.mean())

@@ -6,6 +6,7 @@ reading it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ SCENES = (scenes.one_figure, scenes.two_figures, scenes.several_figures, scenes.
 SCENE_SHARES = (0.3, 0.25, 0.25, 0.1, 0.1)
 STORIES = (clips.moving, clips.changing, clips.appearing, clips.several)
 CLIP_SHARE = 0.12
+SCALE_SHARES = (0.7, 0.2, 0.1)
+EASY_PART = 0.25
+"""Of the steps, the first that show one figure each."""
+SHAPE_WEIGHT = 4.0
+Draw = Callable[[Rng, tuple[int, int]], scenes.Scene]
 
 
 @dataclass(slots=True)
@@ -38,11 +44,8 @@ class Seen:
 class Sights(Dataset[Seen]):
     """Pictures and clips of one step, drawn from the random stream of (seed, step)."""
 
-    def __init__(
-        self, seed: int, num_steps: int, batch_size: int, scale_shares: tuple[float, float, float], model_dir: Path
-    ) -> None:
-        self._seed, self._num_steps, self._batch_size = seed, num_steps, batch_size
-        self._scale_shares, self._model_dir = scale_shares, model_dir
+    def __init__(self, seed: int, num_steps: int, batch_size: int, model_dir: Path) -> None:
+        self._seed, self._num_steps, self._batch_size, self._model_dir = seed, num_steps, batch_size, model_dir
         self._encoder: SampleEncoder | None = None
 
     def __len__(self) -> int:
@@ -54,8 +57,14 @@ class Sights(Dataset[Seen]):
         shown: list[tuple[Floats, Grid]] = []
         labels: list[Ints] = []
         for _ in range(self._batch_size):
-            draw = _clip if rng.random() < CLIP_SHARE else _picture
-            patches, grid, cells = draw(rng, self._encoder, int(rng.choice(3, p=self._scale_shares)))
+            # Single figures first: shapes are learned last of all, and fastest where there is nothing else.
+            is_easy = step < self._num_steps * EASY_PART
+            scale = int(rng.choice(3, p=SCALE_SHARES))
+            if not is_easy and rng.random() < CLIP_SHARE:
+                patches, grid, cells = _clip(rng, self._encoder)
+            else:
+                draw = scenes.one_figure if is_easy else SCENES[int(rng.choice(len(SCENES), p=SCENE_SHARES))]
+                patches, grid, cells = _picture(rng, self._encoder, draw, scale)
             shown.append((patches, grid))
             labels.append(cells)
         return Seen(vision_inputs(shown), torch.from_numpy(np.concatenate(labels)))
@@ -80,16 +89,20 @@ class Eyes(nn.Module):
             rights.append((logits[said].argmax(1) == labels).float().mean() if len(labels) else torch.tensor(1.0))
         return torch.stack(losses), torch.stack(rights)
 
+    def judge(self, seen: Seen) -> tuple[torch.Tensor, float]:
+        """The weighed loss of a step, and the share that was right, over the kinds of label."""
+        losses, rights = self.losses(seen)
+        return losses.sum() + (SHAPE_WEIGHT - 1) * losses[0], float(rights.mean())
 
-def _picture(rng: Rng, encoder: SampleEncoder, scale: int) -> tuple[Floats, Grid, Ints]:
-    draw = SCENES[int(rng.choice(len(SCENES), p=SCENE_SHARES))]
+
+def _picture(rng: Rng, encoder: SampleEncoder, draw: Draw, scale: int) -> tuple[Floats, Grid, Ints]:
     height, width = scenes.picture_size(rng, scale)
     scene = draw(rng, (height, width))
     patches, grid = encoder.picture(scene.picture.pixels)
     return patches, grid, cell_labels(scene.figures, height, width, grid[1] // 2, grid[2] // 2)
 
 
-def _clip(rng: Rng, encoder: SampleEncoder, _scale: int) -> tuple[Floats, Grid, Ints]:
+def _clip(rng: Rng, encoder: SampleEncoder) -> tuple[Floats, Grid, Ints]:
     story = STORIES[int(rng.integers(len(STORIES)))](rng)
     clip = clips.film(rng, story, 2.0)
     patches, grid = encoder.clip(clip)

@@ -28,7 +28,8 @@ def report(scores: Sequence[Score], seed: int, left_out: Sequence[str] = ()) -> 
     verdict = f"{len(scores) - len(below)} of {len(scores)} tasks reach it"
     verdict += "." if not below else f"; below it: {', '.join(score.task.name for score in below)}."
     text = _HEAD.format(seed=seed, num_samples=num_samples, goal=GOAL, verdict=verdict)
-    return text + table(scores) + "".join(f"\nLeft out: {reason}\n" for reason in left_out)
+    tried = Path(__file__).with_name("tried.md").read_text(encoding="utf-8")
+    return text + table(scores) + "".join(f"\nLeft out: {reason}\n" for reason in left_out) + tried
 
 
 def model_card(scores: Sequence[Score], seed: int) -> str:

@@ -1,7 +1,8 @@
 """Trains the demo model from nothing: `python -m deploy.demo.train OUT`. Same seed, same machine, same result.
 
-One process draws and encodes the conversations, another computes; each takes one core. The loss is on the assistant's
-words alone. Does not know how well the model does: `deploy.demo.evaluate` says that.
+First the towers alone (`eyes`, `ears`), then conversations, their loss on the assistant's words alone. One process
+draws and encodes, another computes; each takes one core. Does not know how well the model does: `deploy.demo.evaluate`
+says that.
 """
 
 from __future__ import annotations
@@ -9,33 +10,50 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from deploy.allocator import keep_freed_memory
 from deploy.demo.batches import Batch, collate, forward, prepare_model
 from deploy.demo.build import write_all_but_weights
-from deploy.demo.catalogue import NUM_SHIPPED_STAGES, STAGES, Stage
+from deploy.demo.catalogue import EARS, EYES, STAGES, Stage, TowerStage
+from deploy.demo.config import HIDDEN_SIZE
+from deploy.demo.ears import Ears, Noises
 from deploy.demo.encoding import SampleEncoder
+from deploy.demo.eyes import Eyes, Sights
+from deploy.demo.optimizers import Optimizers
 from deploy.demo.weights import load_trainable, save_trained
 
-WEIGHT_DECAY = 0.05
-WARM_UP = 0.1
-LAST_RATE = 0.005
 GRADIENT_NORM = 1.0
+SAVE_EVERY = 500
+"""Steps after which what was learned so far is written, for whoever wants to look."""
+ALL_STAGES: tuple[TowerStage | Stage, ...] = (EYES, EARS, *STAGES)
+
+
+class Lesson(NamedTuple):
+    """What one stage shows, and how a step of it is judged."""
+
+    shown: Dataset[Any]
+    pupil: nn.Module
+    judge: Callable[[Any], tuple[torch.Tensor, float]]
+    """The loss of a step, and the share of it that was right."""
 
 
 class Conversations(Dataset[Batch]):
     """Batch `step` of a stage, drawn from the random stream of (seed, stage, step)."""
 
-    def __init__(self, stage_index: int, seed: int, model_dir: Path) -> None:
-        self.stage = STAGES[stage_index]
-        self._key = (seed, stage_index)
-        self._tasks = (*self.stage.tasks, *self.stage.known)
+    def __init__(self, stage: Stage, key: tuple[int, int], model_dir: Path) -> None:
+        self.stage = stage
+        self._key = key
+        self._tasks = (*stage.tasks, *stage.lessons)
         self._model_dir = model_dir
         self._encoder: SampleEncoder | None = None
 
@@ -58,62 +76,58 @@ def train(
     """Writes a complete model directory, anew after each stage. `start_dir` is a checkpoint to go on from; without it
     the weights are new. Every stage begins with what the one before wrote, so stages run one by one give the same."""
     torch.set_num_threads(1)
+    keep_freed_memory()
     with tempfile.TemporaryDirectory() as scratch:
         vocabulary = write_all_but_weights(Path(scratch))
         for index in stages:
+            torch.manual_seed(seed)
             model = load_trainable(vocabulary, seed, start_dir)
             prepare_model(model)
-            _run_stage(model, Conversations(index, seed, Path(scratch)), report)
             write_all_but_weights(out_dir)
-            save_trained(model, out_dir, vocabulary)
+            lesson = _lesson(index, model, seed, Path(scratch))
+            _run_stage(ALL_STAGES[index], lesson, report, partial(save_trained, model, out_dir, vocabulary))
             start_dir = out_dir
 
 
-def _run_stage(model: Any, conversations: Conversations, report: Callable[[str], None]) -> None:
-    stage: Stage = conversations.stage
-    optimizers = _optimizers(model, stage.peak_rate)
-    schedules = [
-        torch.optim.lr_scheduler.OneCycleLR(
-            optimizer,
-            stage.peak_rate,
-            stage.num_cycle_steps or stage.num_steps,
-            pct_start=WARM_UP,
-            final_div_factor=1 / (25 * LAST_RATE),
-            cycle_momentum=False,
-        )
-        for optimizer in optimizers
-    ]
-    loader = DataLoader(conversations, batch_size=None, num_workers=1, prefetch_factor=8)
-    model.train()
+def _lesson(index: int, model: Any, seed: int, model_dir: Path) -> Lesson:
+    stage = ALL_STAGES[index]
+    if stage is EYES:
+        eyes = Eyes(model.model.visual, HIDDEN_SIZE)
+        return Lesson(Sights(seed, EYES.num_steps, EYES.batch_size, model_dir), eyes, eyes.judge)
+    if stage is EARS:
+        ears = Ears(model.model.audio_tower, HIDDEN_SIZE)
+        return Lesson(Noises(seed, EARS.num_steps, EARS.batch_size, model_dir), ears, ears.judge)
+    assert isinstance(stage, Stage)
+
+    def judge(batch: Batch) -> tuple[torch.Tensor, float]:
+        logits = forward(model, batch)
+        return cross_entropy(logits, batch.targets), float((logits.argmax(-1) == batch.targets).float().mean())
+
+    return Lesson(Conversations(stage, (seed, index), model_dir), model, judge)
+
+
+def _run_stage(
+    stage: TowerStage | Stage, lesson: Lesson, report: Callable[[str], None], save: Callable[[], None]
+) -> None:
+    optimizers = Optimizers(lesson.pupil, stage.peak_rate, stage.num_cycle_steps or stage.num_steps)
+    loader = DataLoader(lesson.shown, batch_size=None, num_workers=1, prefetch_factor=8)
+    lesson.pupil.train()
     smooth_loss, smooth_right = 0.0, 0.0
     with tqdm(loader, desc=stage.name, mininterval=5) as bar:
-        for step, batch in enumerate(bar):
-            logits = forward(model, batch)
-            loss = torch.nn.functional.cross_entropy(logits, batch.targets)
+        for step, shown in enumerate(bar):
+            loss, right = lesson.judge(shown)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
-            for optimizer, schedule in zip(optimizers, schedules, strict=True):
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
+            torch.nn.utils.clip_grad_norm_(lesson.pupil.parameters(), GRADIENT_NORM)
+            optimizers.step()
             keep = min(0.98, step / (step + 1))
             smooth_loss = keep * smooth_loss + (1 - keep) * loss.item()
-            smooth_right = keep * smooth_right + (1 - keep) * float((logits.argmax(-1) == batch.targets).float().mean())
+            smooth_right = keep * smooth_right + (1 - keep) * right
             if step % 10 == 0:
-                bar.set_postfix(loss=f"{smooth_loss:.4f}", tokens_right=f"{smooth_right:.4f}")
-    report(f"{stage.name}: loss {smooth_loss:.4f}, {smooth_right:.2%} of the answers' tokens right while learning")
-
-
-def _optimizers(model: Any, rate: float) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for embeddings, head, experts and vectors; one rate serves both."""
-    named = list(model.named_parameters())
-    is_matrix = {name: p.ndim == 2 and "embed" not in name and "lm_head" not in name for name, p in named}
-    matrices = [parameter for name, parameter in named if is_matrix[name]]
-    others = [parameter for name, parameter in named if not is_matrix[name]]
-    return [
-        torch.optim.Muon(matrices, lr=rate, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.98), weight_decay=WEIGHT_DECAY, fused=True),
-    ]
+                bar.set_postfix(loss=f"{smooth_loss:.4f}", right=f"{smooth_right:.4f}")
+            if (step + 1) % SAVE_EVERY == 0:
+                save()
+    save()
+    report(f"{stage.name}: loss {smooth_loss:.4f}, {smooth_right:.2%} right while learning")
 
 
 def main() -> None:
@@ -121,7 +135,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="directory to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=Path, help="a checkpoint to go on from")
-    parser.add_argument("--stages", type=int, nargs=2, default=(0, NUM_SHIPPED_STAGES), metavar=("FIRST", "END"))
+    parser.add_argument("--stages", type=int, nargs=2, default=(0, len(ALL_STAGES)), metavar=("FIRST", "END"))
     arguments = parser.parse_args()
     train(arguments.out, arguments.seed, range(*arguments.stages), arguments.start)
 

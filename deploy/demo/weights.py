@@ -22,6 +22,7 @@ from deploy.demo.tokenizer import Vocabulary
 
 EMBEDDING_STD = 0.7
 VISUAL_POSITION_STD = 0.2
+SMOOTH_POSITION_GAIN = 0.7
 # Wide enough that the best token changes with the prompt; the final norm gives hidden states of unit variance.
 HEAD_GAIN = 2.0
 
@@ -52,7 +53,19 @@ def load_trainable(vocabulary: Vocabulary, seed: int, start_dir: Path | None) ->
         for name, parameter in model.named_parameters():
             gain = 0.3 if name == "lm_head.weight" else 1.0  # no token is likelier than another at first
             parameter.copy_(torch.from_numpy(draw(name, tuple(parameter.shape), seed)) * gain)
+        table = model.model.visual.pos_embed.weight
+        table.copy_(torch.from_numpy(smooth_positions(*table.shape)))
     return model
+
+
+def smooth_positions(num_places: int, size: int) -> np.ndarray:
+    """A table `(num_places, size)` of a square grid, row-major: sines and cosines of row and column. It is stretched
+    over pictures of any size, so a random one would look different at each."""
+    side = int(num_places**0.5)
+    angles = np.linspace(0, 1, side)[:, None] * np.pi / 2 * np.arange(1, size // 4 + 1)
+    waves = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    table = np.concatenate([np.repeat(waves, side, axis=0), np.tile(waves, (side, 1))], axis=1)
+    return (table * SMOOTH_POSITION_GAIN).astype(np.float32)
 
 
 def save_trained(model: Any, out_dir: Path, vocabulary: Vocabulary) -> None:

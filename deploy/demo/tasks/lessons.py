@@ -5,11 +5,13 @@ A second question about a picture costs a tenth of a second picture, and teaches
 
 from __future__ import annotations
 
-from deploy.demo import scenes
+from deploy.demo import clips, scenes
 from deploy.demo.drawing import COLOURS, SHAPES, Rng
 from deploy.demo.facts import ORDINALS, Fact, any_manner, conversation, number_of
 from deploy.demo.media import Sample
+from deploy.demo.tasks.heard import beeping, pitched
 from deploy.demo.tasks.pictures import presence, which_fact
+from deploy.demo.tasks.watched import STORY_OF_TASK
 
 _SCENES = (scenes.one_figure, scenes.several_figures, scenes.placed_figure, scenes.sized_figure)
 _MOST_QUESTIONS = 5
@@ -59,3 +61,15 @@ def several_pictures(rng: Rng, scale: int) -> Sample:
     rng.shuffle(facts)  # type: ignore[arg-type]
     media = [scene.picture for scene in drawn]
     return conversation(rng, "lesson", media, facts[:_MOST_QUESTIONS], any_manner(rng))
+
+
+def clip(rng: Rng, _scale: int) -> Sample:
+    """A clip, often with a sound track, and everything that it shows and lets hear."""
+    story = list(STORY_OF_TASK.values())[int(rng.choice(len(STORY_OF_TASK), p=(0.4, 0.3, 0.1, 0.2)))](rng)
+    facts, sound = list(story.facts), None
+    if rng.random() < 0.5:
+        sound, heard = beeping(rng) if rng.random() < 0.6 else pitched(rng)
+        facts.append(heard)
+    rng.shuffle(facts)  # type: ignore[arg-type]
+    shown = clips.film(rng, story, float(rng.choice(clips.SECONDS)), sound=sound)
+    return conversation(rng, "lesson", [shown], facts, any_manner(rng))
