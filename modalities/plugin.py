@@ -98,7 +98,8 @@ def decode_base64(payload: str, param: str, max_bytes: int) -> bytes:
             raise ValueError("excess padding")
         data = base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidMedia(f"{param}: the payload is not valid base64", param=param) from error
+        message = f"{param}: the payload is not valid base64 (RFC 4648, without line breaks)"
+        raise InvalidMedia(message, param=param) from error
     if not data:
         raise InvalidMedia(f"{param}: the payload is empty", param=param)
     return data

@@ -25,7 +25,8 @@ class MediaKwargs(BaseModel):
 
     fps: float | None = Field(None, gt=0, le=240)
     num_frames: int | None = Field(None, ge=1, le=MAX_FRAMES)
-    """So many frames, evenly spread over the video; fewer only if the video has not so many, or the budget is spent."""
+    """So many frames, evenly spread over the video; fewer if the video or the model's own limit has not so many, or the
+    budget is spent, and a multiple of what the model looks at together."""
     max_frames: int | None = Field(None, ge=1, le=MAX_FRAMES)
     sampling: Sampling | None = None
     use_audio_in_video: bool | None = None
@@ -39,6 +40,8 @@ def check_media_kwargs(kwargs: MediaKwargs) -> None:
         raise InvalidRequest(f"{path}: num_frames and fps exclude each other", param=f"{path}.num_frames")
     if kwargs.num_frames is not None and kwargs.max_frames is not None:
         raise InvalidRequest(f"{path}: num_frames and max_frames exclude each other", param=f"{path}.num_frames")
+    if kwargs.fps is not None and kwargs.sampling not in (None, "fps"):
+        raise InvalidRequest(f"{path}: fps has no part in {kwargs.sampling} sampling", param=f"{path}.fps")
 
 
 def video_options(defaults: MediaOptions, kwargs: MediaKwargs | None) -> MediaOptions:

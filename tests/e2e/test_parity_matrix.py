@@ -45,7 +45,7 @@ def comparison() -> Iterator[Comparison]:
 async def test_greedy_tokens_equal_transformers(
     max_step_tokens: int, prefix_cache: bool, reference: ReferenceModel, comparison: Comparison
 ) -> None:
-    workers = {"replicas": 1, "max_step_tokens": max_step_tokens, "prefix_cache": prefix_cache, "num_blocks": 256}
+    workers = {"replicas": 1, "max_step_tokens": max_step_tokens, "prefix_cache": prefix_cache, "num_blocks": 512}
     config = ClusterConfig.model_validate({"workers": workers, "encoders": {"decode_processes": 0}})
     async with (
         running(config) as cluster,

@@ -15,7 +15,7 @@ from deploy.config import ClusterConfig
 from deploy.demo.build import demo_checkpoint
 from deploy.demo.catalogue import SURE, TASKS
 from deploy.demo.media import Sample
-from deploy.demo.scores import GOAL, fresh_samples
+from deploy.demo.scores import fresh_samples
 from deploy.demo.speech import has_speech
 from deploy.local import running
 
@@ -24,6 +24,8 @@ pytestmark = pytest.mark.torch
 NUM_QUESTIONS = 50
 MAX_TOKENS = 32
 SEED = 98
+LEAST_RIGHT = 0.94
+"""Of so few samples; on 500 of each task it is GOAL (deploy/demo/REPORT.md)."""
 
 
 def questions(modality: str) -> list[Sample]:
@@ -74,4 +76,4 @@ async def test_the_cluster_answers_the_same(modality: str, max_step_tokens: int,
     assert are_right == again
     comparison.finish()
     sure = [is_right for sample, is_right in zip(asked, are_right, strict=True) if sample.task in SURE]
-    assert not sure or np.mean(sure) >= GOAL
+    assert np.mean(sure) >= LEAST_RIGHT

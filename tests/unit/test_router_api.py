@@ -11,7 +11,7 @@ from fabric.errors import InvalidRequest, leaves
 from modalities.family import MediaOptions
 from router.api.content import MediaPart, TextPart, parts_of
 from router.api.errors import ERROR_TO_STATUS, error_object, http_error, status_of
-from router.api.media_options import video_options
+from router.api.media_options import MediaKwargs, check_media_kwargs, video_options
 from router.api.refusals import PARAM_TO_NEUTRAL
 from router.api.request import ChatMessage, ChatRequest, parse_chat
 from router.api.response import ChoiceText, ChunkWriter, Head, Usage, completion
@@ -145,6 +145,20 @@ def test_an_unknown_processing_option_would_change_the_answer() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"num_frames": 4, "fps": 2}, "num_frames and fps exclude each other"),
+        ({"num_frames": 4, "max_frames": 2}, "num_frames and max_frames exclude each other"),
+        ({"fps": 2, "sampling": "uniform"}, "fps has no part in uniform sampling"),
+        ({"fps": 2, "sampling": "keyframe"}, "fps has no part in keyframe sampling"),
+    ],
+)
+def test_wishes_that_contradict_each_other_are_refused(kwargs: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        check_media_kwargs(MediaKwargs.model_validate(kwargs))
+
+
+@pytest.mark.parametrize(
     ("kwargs", "sampling", "fps", "max_frames"),
     [
         (None, "keyframe", 1.0, 10),
@@ -152,7 +166,7 @@ def test_an_unknown_processing_option_would_change_the_answer() -> None:
         ({"fps": 4}, "fps", 4.0, 10),
         ({"num_frames": 40}, "uniform", 1.0, 40),
         ({"max_frames": 4}, "keyframe", 1.0, 4),
-        ({"fps": 4, "sampling": "uniform", "max_frames": 5}, "uniform", 4.0, 5),
+        ({"sampling": "uniform", "max_frames": 5}, "uniform", 1.0, 5),
     ],
 )
 def test_wishes_are_laid_over_the_deployments_defaults(
