@@ -89,7 +89,7 @@ class MediaSection(_Section):
     max_video_frames: int = Field(500_000, ge=1)
     max_audio_seconds: float = Field(600.0, gt=0)
     """Of a sound, and of a video's sound track that the model hears."""
-    probe_processes: int = Field(1, ge=0)
+    probe_processes: int = Field(2, ge=0)
     """Helpers of each router that read the headers of videos and sounds; 0: a thread of the router itself."""
     on_encode_failure: Literal["error", "reduce", "text_only"] = "error"
     """`reduce`: once more with every other frame, or half the sides; `text_only`: and then without the medium."""

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
-from fabric.errors import InvalidMedia, NoCapacity, WeftError
+from fabric.errors import InvalidMedia, NoCapacity, Overloaded, WeftError
 from fabric.helper_process import bind_to_parent, limit_memory
 from modalities.family import MediaHeader
 from modalities.plugin import ModalityPlugin
@@ -33,9 +33,11 @@ START_TIMEOUT_S = 60.0
 class ProbeLimits(NamedTuple):
     """Of one item, in a helper process. A thread of this process has none: it can't be ended."""
 
-    timeout_s: float = 20.0
+    timeout_s: float = 5.0
     memory_bytes: int = 2 * 2**30
     """Of the process, as Linux counts its data; the interpreter's own is a part of it."""
+    wait_s: float = 10.0
+    """For a helper that is idle: those who wait hold their place among the requests that are admitted."""
 
 
 DEFAULT_LIMITS = ProbeLimits()
@@ -59,6 +61,7 @@ class ProbePool:
         registry: Callable[[], Registry] = shipped_registry,
     ) -> None:
         self._registry = registry()
+        self._limits = limits
         # A helper belongs to the thread that spawned it, and dies with that: threads are never given up before close.
         self._threads = ThreadPoolExecutor(max(1, num_processes), thread_name_prefix="probe")
         self._helpers = [_Helper(limits, registry) for _ in range(num_processes)]
@@ -76,14 +79,15 @@ class ProbePool:
         """What the plugin of `modality` finds; in a helper if the plugin needs one, else at once.
 
         Waits for a helper that is idle. Raises UnsupportedModality, InvalidMedia (naming `param`) for a file that is
-        broken, kills its helper, or takes it too long or too much memory; NoCapacity if no helper can be started."""
+        broken, kills its helper, or takes it too long or too much memory; Overloaded if no helper becomes idle within
+        the limit; NoCapacity if none can be started."""
         plugin = self._registry.modality(modality)
         if not plugin.needs_process:
             return plugin.probe(data, param)
         loop = asyncio.get_running_loop()
         if not self._helpers:
             return await loop.run_in_executor(self._threads, _probe, plugin, data, param)
-        helper = await self._idle.get()
+        helper = await self._idle_helper()
         gone = threading.Event()
         work = loop.run_in_executor(self._threads, helper.probe, modality, data, param, gone)
         work.add_done_callback(lambda _: self._idle.put_nowait(helper))
@@ -91,15 +95,26 @@ class ProbePool:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
             gone.set()
-            helper.end()
+            helper.end(gone)
             work.add_done_callback(lambda done: done.cancelled() or done.exception())
             raise
 
     async def close(self) -> None:
-        """Ends helpers and threads at once; what is being probed fails."""
+        """Ends helpers and threads at once, and returns when they are gone; what is being probed fails."""
         for helper in self._helpers:
             helper.close()
         await asyncio.to_thread(self._threads.shutdown, True, cancel_futures=True)
+        for helper in self._helpers:
+            await asyncio.to_thread(helper.release)
+
+    async def _idle_helper(self) -> _Helper:
+        """Raises Overloaded."""
+        try:
+            async with asyncio.timeout(self._limits.wait_s):
+                return await self._idle.get()
+        except TimeoutError as error:
+            message = f"no helper was free to read a file within {self._limits.wait_s:g} s"
+            raise Overloaded(message, retry_after_s=self._limits.timeout_s) from error
 
     @property
     def num_busy(self) -> int:
@@ -122,7 +137,8 @@ class _Helper:
         self._pipe: Connection | None = None
         self._lock = threading.Lock()
         """Holds `_item` while somebody ends the process over it, so that the next item is never hit."""
-        self._item: object | None = None
+        self._item: threading.Event | None = None
+        """The `gone` of the call that is served."""
         self._is_closed = False
         self.num_ended = 0
 
@@ -160,8 +176,8 @@ class _Helper:
         NoCapacity."""
         pipe = self._announce(modality, param)
         overdue = threading.Event()
-        item = self._item = object()
-        watch = threading.Timer(self._limits.timeout_s, self._end_overdue, (item, overdue))
+        self._item = gone
+        watch = threading.Timer(self._limits.timeout_s, self._end_overdue, (gone, overdue))
         watch.daemon = True
         watch.start()
         try:
@@ -199,10 +215,11 @@ class _Helper:
             self._clear()
         raise NoCapacity("helper processes for probing do not live")
 
-    def end(self) -> None:
-        """Ends the process if it is at work; from any thread. The next probe starts another."""
+    def end(self, gone: threading.Event) -> None:
+        """Ends the process if it is at work for the call with this event, and for no other by now; from any thread.
+        The next probe starts another."""
         with self._lock:
-            if self._item is not None and self._process is not None:
+            if self._item is gone and self._process is not None:
                 self._process.kill()
 
     def close(self) -> None:
@@ -211,9 +228,14 @@ class _Helper:
         if self._process is not None:
             self._process.kill()
 
-    def _end_overdue(self, item: object, overdue: threading.Event) -> None:
+    def release(self) -> None:
+        """Blocks until the process of a closed helper is gone. Only when no thread uses it any more."""
+        if self._process is not None:
+            self._clear()
+
+    def _end_overdue(self, gone: threading.Event, overdue: threading.Event) -> None:
         with self._lock:
-            if self._item is item and self._process is not None:
+            if self._item is gone and self._process is not None:
                 overdue.set()
                 self._process.kill()
 

@@ -31,6 +31,11 @@ class HostilePlugin:
             if data != b"hang":  # a pipe whose reader wants to know that it has begun
                 Path(os.fsdecode(data[4:])).write_bytes(b"")
             threading.Event().wait()
+        if data.startswith(b"wait"):  # two pipes: whose reader wants to know that it has begun, whose writer ends it
+            begun, ended = (Path(os.fsdecode(name)) for name in data[4:].split(b"\0"))
+            begun.write_bytes(b"")
+            with ended.open("rb") as pipe:
+                pipe.read(1)
         if data == b"grow":
             return ImageHeader("HOSTILE", len(bytearray(2**34)), 1, "")
         if data == b"bug":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,12 +14,12 @@ from hostile_modality import hostile_registry
 from media_corpus import video_file
 from modalities_files import encode, picture
 
-from fabric.errors import InvalidMedia, NoCapacity, UnsupportedModality
+from fabric.errors import InvalidMedia, NoCapacity, Overloaded, UnsupportedModality
 from modalities.family import ImageHeader, MediaHeader, VideoHeader
 from modalities.probing import ProbeLimits, ProbePool
 
 PARAM = "messages.0.content.1"
-NO_HURRY = ProbeLimits(timeout_s=60.0, memory_bytes=2**31)
+NO_HURRY = ProbeLimits(timeout_s=60.0, memory_bytes=2**31, wait_s=60.0)
 
 
 @pytest.fixture
@@ -123,6 +124,48 @@ async def test_who_leaves_at_once_does_too(pool: ProbePool) -> None:
     with pytest.raises(asyncio.CancelledError):
         await hanging
     assert await reader_pid(pool) > 0
+
+
+async def test_who_leaves_late_ends_nobody_elses(pool: ProbePool, tmp_path: Path) -> None:
+    """Its own file was read already, and the helper is at another's."""
+    begun, ended = tmp_path / "begun", tmp_path / "ended"
+    for pipe in (begun, ended):
+        os.mkfifo(pipe)
+    pid = await reader_pid(pool)
+    data = b"wait" + b"\0".join(os.fsencode(pipe) for pipe in (begun, ended))
+    others = asyncio.create_task(pool.probe("hostile", data, PARAM))
+    await asyncio.to_thread(begun.read_bytes)
+    (helper,) = pool._helpers
+    helper.end(threading.Event())
+    writer = os.open(ended, os.O_RDWR)  # waits for no reader
+    os.write(writer, b".")
+    header = await others
+    os.close(writer)
+    assert isinstance(header, ImageHeader)
+    assert header.width == pid
+    assert pool.num_replaced == 0
+
+
+async def test_nobody_waits_for_a_helper_without_end(tmp_path: Path) -> None:
+    pool = ProbePool(1, NO_HURRY._replace(wait_s=0.05), hostile_registry)
+    await pool.start()
+    hanging = await hanging_probe(pool, tmp_path)
+    with pytest.raises(Overloaded) as caught:
+        await pool.probe("hostile", b"hello", PARAM)
+    assert caught.value.retry_after_s == NO_HURRY.timeout_s
+    hanging.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await hanging
+    await pool.close()
+
+
+async def test_closing_leaves_no_process_behind() -> None:
+    pool = ProbePool(2, NO_HURRY, hostile_registry)
+    await pool.start()
+    pid = await reader_pid(pool)
+    await pool.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 async def test_closing_ends_what_is_under_way(tmp_path: Path) -> None:

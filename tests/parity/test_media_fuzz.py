@@ -24,7 +24,7 @@ from modalities.probing import ProbeLimits, ProbePool
 
 NUM_FILES = int(os.environ.get("WEFT_FUZZ_FILES", "400"))
 NUM_AT_ONCE = 50
-LIMITS = ProbeLimits(timeout_s=60.0, memory_bytes=2**31)
+LIMITS = ProbeLimits(timeout_s=60.0, memory_bytes=2**31, wait_s=60.0)
 
 
 @pytest.fixture
