@@ -228,8 +228,10 @@ class Pipeline:
             logger.warning("%s", error)
             self._retry(flight)
         except WeftError as error:
-            for follower in self.flights.end(flight):
-                self._fail(follower, error)
+            self._fail_flight(flight, error)
+        except Exception as error:  # the loop of this item: otherwise whoever wants its content would wait for ever
+            logger.exception("decoding of %s failed", flight.item.mm_hash)
+            self._fail_flight(flight, EncodeFailed(f"decoding failed ({type(error).__name__})"))
         else:
             self.tally.num_decoded += 1
             self.tally.decode_s += decoded.decode_s
@@ -245,6 +247,12 @@ class Pipeline:
         """The next units of a flight are ready, others are still to come."""
         if self.flights.decoded_part(flight, inputs):
             self.pump()
+
+    def _fail_flight(self, flight: Flight, error: WeftError) -> None:
+        if not self.flights.is_live(flight):
+            return
+        for follower in self.flights.end(flight):
+            self._fail(follower, error)
 
     def _retry(self, flight: Flight) -> None:
         """Ends a flight that failed for no fault that is known to be the item's: each follower has one more try."""

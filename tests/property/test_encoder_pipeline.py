@@ -207,7 +207,7 @@ class PipelineMachine(RuleBasedStateMachine):
         self.in_loop(lambda: one.on_units(one.inputs(min(number, one.num_left - 1))))
 
     @precondition(lambda self: self.decoder.open)
-    @rule(data=st.data(), outcome=st.sampled_from(["ok", "ok", "ok", "invalid", "broke"]))
+    @rule(data=st.data(), outcome=st.sampled_from(["ok", "ok", "ok", "ok", "invalid", "broke", "bug"]))
     def end_decode(self, data: st.DataObject, outcome: str) -> None:
         self._end_decode(data.draw(st.sampled_from(self.decoder.open)), outcome)
 
@@ -223,9 +223,10 @@ class PipelineMachine(RuleBasedStateMachine):
     def _end_decode(self, one: OpenDecode, outcome: str) -> None:
         if outcome == "ok":
             one.future.set_result(Decoded(one.inputs(one.num_left), 0.1))
+        elif outcome == "invalid":
+            one.future.set_exception(InvalidMedia(f"{one.item.part}: broken", param=one.item.part))
         else:
-            broken = InvalidMedia(f"{one.item.part}: broken", param=one.item.part)
-            one.future.set_exception(broken if outcome == "invalid" else DecodeBroke("a process died"))
+            one.future.set_exception(DecodeBroke("a process died") if outcome == "broke" else ValueError("a bug"))
         self.settle()
 
     @precondition(lambda self: self.forward.job)
@@ -364,4 +365,20 @@ def test_units_evicted_before_a_follower_came_are_made_again() -> None:
     units = [message.unit.unit for message in machine.plane.sent if message.request_id == "req-2"]
     assert sorted(units) == [0, 1, 2, 3, 4, 5]
     machine.everything_is_accounted_for()
+    machine.teardown()
+
+
+def test_a_bug_in_decoding_fails_whoever_wants_the_content_and_no_later_call() -> None:
+    machine = PipelineMachine()
+    machine.build(0.01)
+    machine.call([("clip", 0)], "worker-1")
+    machine.call([("clip", 0)], "worker-2")
+    machine._end_decode(machine.decoder.open[0], "bug")
+    for call in machine.calls:
+        error = call.task.result().items[0].error
+        assert error is not None
+        assert (error.code, "ValueError" in error.message) == ("encode_failed", True)
+    machine.call([("clip", 0)], "worker-1")
+    machine.work_well(4)
+    assert machine.calls[-1].task.result().items[0].error is None
     machine.teardown()
