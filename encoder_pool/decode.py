@@ -8,6 +8,7 @@ Knows nothing of batching, features or requests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,7 @@ from encoder_pool.decode_process import (
     Decoded,
     DecodeLimits,
     DecodeProcess,
+    DiedIdle,
     OnUnits,
     ProcessDied,
     check_inputs,
@@ -36,6 +38,10 @@ NUM_THREADS = 2
 """That decode where there are no processes: a long item must not hold up a short one."""
 GRACE_S = 0.25
 """For an item that nobody waits for any more: a new process costs more than most pictures."""
+RETRY_PAUSE_S = 1.0
+"""Between attempts to start a process: what the machine lacks may come back."""
+MAX_FAILED_STARTS = 10
+"""In a row; then the pool counts as dead, though it goes on trying."""
 
 
 class DecodeBroke(Exception):
@@ -75,11 +81,18 @@ class DecodePool:
         self._idle: asyncio.Queue[DecodeProcess] = asyncio.Queue()
         self._left: set[asyncio.Task[None]] = set()
         """Items that nobody waits for any more, on their way out."""
-        self._is_closed = False
+        self._closed = asyncio.Event()
+        self._num_failed_starts = 0
+        """In a row."""
 
     @property
     def num_parallel(self) -> int:
         return self._num_processes or NUM_THREADS
+
+    @property
+    def is_alive(self) -> bool:
+        """False while processes can't be started."""
+        return self._num_failed_starts < MAX_FAILED_STARTS
 
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
@@ -87,12 +100,10 @@ class DecodePool:
     async def start(self) -> None:
         """Starts every process and loads the family there, so that the first request doesn't wait for it. Raises
         EncodeFailed."""
-        for _ in range(self._num_processes):
-            self._add()
-        try:
-            await asyncio.gather(*(self._run(process.wait_until_ready) for process in self._processes))
-        except ProcessDied as error:
-            raise EncodeFailed("a decode process died at its start") from error
+        starts = (self._add() for _ in range(self._num_processes))
+        for error in await asyncio.gather(*starts, return_exceptions=True):
+            if error is not None:
+                raise error
 
     async def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
         loop = asyncio.get_running_loop()
@@ -102,33 +113,36 @@ class DecodePool:
 
         if self._num_processes == 0:
             return await self._run(decode_item, self._family, data, item, hand_over)
-        process = await self._idle.get()
-        work = self._run(process.decode, data, item, hand_over)
-        try:
-            return await asyncio.shield(work)
-        except ProcessDied as error:
-            if error.is_late:
-                message = f"it could not be decoded within {self._limits.timeout_s:g} s"
-                raise InvalidMedia(message, param=item.part) from None
-            logger.warning("a decode process died over %s", item.mm_hash)
-            raise DecodeBroke(f"decoding of {item.mm_hash} broke") from error
-        finally:
-            self._take_back(process, work)
+        while True:
+            process = await self._idle.get()
+            work = self._run(process.decode, data, item, hand_over)
+            try:
+                return await asyncio.shield(work)
+            except DiedIdle:
+                logger.warning("a decode process died idle")
+            except ProcessDied as error:
+                if error.is_late:
+                    message = f"it could not be decoded within {self._limits.timeout_s:g} s"
+                    raise InvalidMedia(message, param=item.part) from None
+                logger.warning("a decode process died over %s", item.mm_hash)
+                raise DecodeBroke(f"decoding of {item.mm_hash} broke") from error
+            finally:
+                self._take_back(process, work)
 
     async def close(self) -> None:
         """Ends processes, whatever they work on, and threads, after the item each works on."""
-        self._is_closed = True
+        self._closed.set()
         for process in self._processes:
             process.kill()
         await asyncio.gather(*self._left, return_exceptions=True)
         await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
-        for process in self._processes:
+        for process in list(self._processes):
             await asyncio.to_thread(process.join)
         self._processes.clear()
 
     def _take_back(self, process: DecodeProcess, work: asyncio.Future[Decoded]) -> None:
-        """Makes a process idle again, at once or soon, or puts another in its place."""
-        if work.done() and not isinstance(work.exception(), ProcessDied):
+        """Makes a process idle again, at once or soon, if it has answered in full; or puts another in its place."""
+        if work.done() and process.is_clean:
             self._idle.put_nowait(process)
             return
         task = asyncio.create_task(self._end(process, work))
@@ -137,20 +151,42 @@ class DecodePool:
 
     async def _end(self, process: DecodeProcess, work: asyncio.Future[Decoded]) -> None:
         await asyncio.wait([work], timeout=GRACE_S)
-        if not work.done():
-            process.kill()
-            await asyncio.wait([work])
-        if not isinstance(work.exception(), ProcessDied):
+        if work.done() and process.is_clean:
             self._idle.put_nowait(process)
             return
+        process.kill()
+        await asyncio.wait([work])
         self._processes.discard(process)
         await asyncio.to_thread(process.join)
-        if not self._is_closed:
-            self._add()
+        await self._refill()
 
-    def _add(self) -> None:
-        process = DecodeProcess(self._model_dir, self._limits)
+    async def _refill(self) -> None:
+        """Starts a process in the place of one that has ended, however often that fails."""
+        while not self._closed.is_set():
+            try:
+                await self._add()
+                return
+            except EncodeFailed as error:
+                logger.warning("%s (%d times in a row)", error, self._num_failed_starts)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), RETRY_PAUSE_S)
+
+    async def _add(self) -> None:
+        """Starts a process, which is idle once it has loaded the family. Raises EncodeFailed."""
+        try:
+            process = DecodeProcess(self._model_dir, self._limits)
+        except OSError as error:
+            self._num_failed_starts += 1
+            raise EncodeFailed("a decode process could not be started") from error
         self._processes.add(process)
+        try:
+            await self._run(process.wait_until_ready)
+        except DiedIdle as error:
+            self._num_failed_starts += 1
+            self._processes.discard(process)
+            await asyncio.to_thread(process.join)
+            raise EncodeFailed("a decode process died at its start") from error
+        self._num_failed_starts = 0
         self._idle.put_nowait(process)
 
     def _run(self, work: Callable[..., T], *arguments: object) -> asyncio.Future[T]:

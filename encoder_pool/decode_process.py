@@ -6,15 +6,13 @@ when it dies, it is known over which. Knows nothing of batching, features or req
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
 import os
-import resource
 import signal
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fabric.errors import EncodeFailed, InvalidMedia, WeftError
+from fabric.helper_process import bind_to_parent, limit_memory
 from fabric.messages import MediaItem
 from modalities.family import EncoderInput, Family, MediaOptions
 from modalities.stopwatch import take_decode_s
@@ -29,14 +28,12 @@ from modalities.unit_stream import stream_units
 
 logger = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1
-"""prctl(2)."""
-
-
 OnUnits = Callable[[list[EncoderInput]], None]
 """Takes the next units of an item while the rest is being decoded."""
 PART_S = 0.02
 """How long units are collected before they are handed over: a message has its price."""
+START_TIMEOUT_S = 60.0
+"""For a process's interpreter and imports, on a machine under load."""
 
 
 class Decoded(NamedTuple):
@@ -67,6 +64,10 @@ class ProcessDied(Exception):
         self.is_late = is_late
 
 
+class DiedIdle(Exception):
+    """The process was gone, or out of step, before it was given anything: nothing is to blame."""
+
+
 class DecodeProcess:
     """To be made in a thread that lives as long as the service (an event loop's): the parent-death signal of prctl(2)
     follows the thread that spawned the process."""
@@ -79,6 +80,12 @@ class DecodeProcess:
         )
         self._process.start()
         theirs.close()
+        self._number = 0
+        """Of the newest message that was sent; its answers carry it."""
+        self.is_clean = True
+        """No answer is still to come. Otherwise the next item must not meet this process."""
+        self.is_at_work = False
+        """It was given an item and has not answered in full."""
 
     @property
     def pid(self) -> int:
@@ -86,15 +93,30 @@ class DecodeProcess:
         return self._process.pid
 
     def wait_until_ready(self) -> None:
-        """Blocks until it has loaded the family. Raises ProcessDied."""
-        self._exchange(None)
+        """Blocks until it has loaded the family, and listens. Raises DiedIdle; then it has ended."""
+        try:
+            self._send(None)
+            if self._pipe.poll(START_TIMEOUT_S) and self._receive() is None:
+                self.is_clean = True
+                return
+        except (OSError, ProcessDied):
+            pass
+        self.kill()
+        raise DiedIdle("a decode process does not answer")
 
     def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
-        """Blocks; `on_units` is called in this thread. Raises what `decode_item` does, or ProcessDied."""
-        outcome = self._exchange((data, item))
+        """Blocks; `on_units` is called in this thread. Raises what `decode_item` does, DiedIdle, or ProcessDied."""
+        self.wait_until_ready()
+        self.is_at_work = True
+        try:
+            self._send((data, item))
+        except OSError:
+            raise self._death() from None
+        outcome = self._receive()
         while isinstance(outcome, list):
             on_units(outcome)
             outcome = self._receive()
+        self.is_clean, self.is_at_work = True, False
         if isinstance(outcome, WeftError):
             raise outcome
         assert isinstance(outcome, Decoded)
@@ -109,20 +131,24 @@ class DecodeProcess:
         self._process.join()
         self._pipe.close()
 
-    def _exchange(self, message: tuple[bytes, MediaItem] | None) -> object:
-        try:
-            self._pipe.send(message)
-        except OSError:
-            raise self._death() from None
-        return self._receive()
+    def _send(self, message: tuple[bytes, MediaItem] | None) -> None:
+        self.is_clean = False
+        self._number += 1
+        self._pipe.send((self._number, message))
 
     def _receive(self) -> object:
+        """The next answer to the newest message. Raises ProcessDied, also for an answer to another."""
         try:
-            return self._pipe.recv()
+            number, outcome = self._pipe.recv()
         except (EOFError, OSError):
             raise self._death() from None
+        if number != self._number:
+            logger.error("a decode process answers message %s, not %d", number, self._number)
+            raise self._death()
+        return outcome
 
     def _death(self) -> ProcessDied:
+        self._process.kill()  # no matter to one that has ended
         self._process.join()
         return ProcessDied(self._process.exitcode == -signal.SIGALRM)
 
@@ -202,18 +228,23 @@ def _serve(pipe: Connection, model_dir: str, parent_pid: int, limits: DecodeLimi
     family = _enter(model_dir, parent_pid, limits.memory_bytes)
     while True:
         try:
-            message = pipe.recv()
+            number, message = pipe.recv()
         except (EOFError, OSError):
             return
+        answer = partial(_answer, pipe, number)
         if message is None:
-            pipe.send(None)
+            answer(None)
         else:
             data, item = message
-            outcome = _decode_in_time(family, data, item, limits.timeout_s, pipe.send)
+            outcome = _decode_in_time(family, data, item, limits.timeout_s, answer)
             try:
-                pipe.send(outcome)
+                answer(outcome)
             except MemoryError:  # of its copy on the way
-                pipe.send(_too_large(item))
+                answer(_too_large(item))
+
+
+def _answer(pipe: Connection, number: int, outcome: object) -> None:
+    pipe.send((number, outcome))
 
 
 def _decode_in_time(
@@ -232,13 +263,9 @@ def _decode_in_time(
 def _enter(model_dir: str, parent_pid: int, memory_bytes: int) -> Family:
     """Binds a fresh process to its parent's life, loads the family (config files only, no torch) and limits its
     memory."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # the parent died before the signal was set
-        os._exit(1)
+    bind_to_parent(parent_pid)
     from modalities.registry import REGISTRY
 
     family = REGISTRY.load_family(Path(model_dir))
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    limit_memory(memory_bytes)
     return family

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import io
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,14 @@ from encoder_bench import picture, running_bench
 from PIL import Image
 
 from deploy.demo.build import demo_checkpoint
-from encoder_pool import decode
+from encoder_pool import decode, decode_process
 from encoder_pool.config import EncoderConfig
-from fabric.errors import ErrorInfo
-from fabric.messages import EncodeResult
-from modalities.family import EncoderModel, Family
+from encoder_pool.decode import DecodePool
+from encoder_pool.decode_process import Decoded, DecodeProcess, decode_item
+from fabric.errors import EncodeFailed, ErrorInfo
+from fabric.messages import EncodeResult, MediaItem
+from modalities.family import EncoderInput, EncoderModel, Family
+from modalities.identify import plan_media
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch
@@ -63,11 +67,12 @@ async def test_decode_processes_give_the_same_and_survive_one_that_dies(family: 
 async def test_a_file_that_kills_its_process_is_tried_twice_and_fails(family: Family, encoder: EncoderModel) -> None:
     config = EncoderConfig(num_decode_processes=1, model_dir=str(demo_checkpoint()))
     async with running_bench(family, encoder, config) as bench:
-        files = [picture(1)]
+        files = [flat_picture(4_700)]
         call = asyncio.create_task(bench.service.encode(bench.request(files), files))
         while not call.done():  # each process that works on it dies, as if the file were to blame
-            for process in multiprocessing.active_children():
-                process.kill()
+            for process in bench.service._decoder._processes:
+                if process.is_at_work:
+                    process.kill()
             await asyncio.sleep(0.001)
         error = call.result().items[0].error
         assert error is not None
@@ -124,6 +129,106 @@ def flat_picture(side: int) -> bytes:
     buffer = io.BytesIO()
     Image.new("1", (side, side)).save(buffer, "PNG")
     return buffer.getvalue()
+
+
+@asynccontextmanager
+async def running_pool(family: Family) -> AsyncIterator[DecodePool]:
+    """With one process."""
+    pool = DecodePool(family, str(demo_checkpoint()), 1)
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def planned(family: Family, data: bytes) -> MediaItem:
+    header = REGISTRY.modality("image").probe(data, "part")
+    return plan_media(family, data, header, 0, "part").item
+
+
+async def decoded(pool: DecodePool, data: bytes) -> Decoded:
+    return await pool.decode(data, planned(pool._family, data), lambda units: None)
+
+
+def expected(family: Family, data: bytes) -> EncoderInput:
+    (unit,) = decode_item(family, data, planned(family, data), lambda units: None).inputs
+    return unit
+
+
+def kill(pool: DecodePool) -> int:
+    (process,) = pool._processes
+    process.kill()
+    process._process.join()
+    return process.pid
+
+
+async def test_an_answer_that_could_not_be_read_is_not_taken_for_that_of_the_next_item(
+    family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_pool(family) as pool:
+        (pid,) = pool.pids()
+        receive = DecodeProcess._receive
+
+        def fail(process: DecodeProcess) -> object:
+            if process.is_at_work:
+                raise MemoryError
+            return receive(process)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DecodeProcess, "_receive", fail)
+            with pytest.raises(MemoryError):
+                await decoded(pool, picture(1))
+        (unit,) = (await decoded(pool, picture(2))).inputs
+        np.testing.assert_array_equal(unit.pixels, expected(family, picture(2)).pixels)
+        assert pool.pids() != [pid], "another process has taken its place"
+
+
+async def test_answers_to_another_message_are_refused(family: Family) -> None:
+    async with running_pool(family) as pool:
+        (process,) = pool._processes
+        data = picture(1)
+        process._pipe.send((7, (data, planned(family, data))))  # whose answer nobody takes
+        (unit,) = (await decoded(pool, picture(2))).inputs
+        np.testing.assert_array_equal(unit.pixels, expected(family, picture(2)).pixels)
+        assert process not in pool._processes
+
+
+async def test_a_process_that_died_idle_is_replaced_and_no_item_is_blamed(family: Family) -> None:
+    async with running_pool(family) as pool:
+        for number in range(2):
+            pid = kill(pool)
+            (unit,) = (await decoded(pool, picture(number))).inputs
+            np.testing.assert_array_equal(unit.pixels, expected(family, picture(number)).pixels)
+            assert pool.pids() != [pid]
+
+
+async def test_a_process_that_never_answers_is_given_up(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_process, "START_TIMEOUT_S", 0.0)
+    pool = DecodePool(family, str(demo_checkpoint()), 1)
+    with pytest.raises(EncodeFailed):
+        await pool.start()
+    assert pool.pids() == []
+    await pool.close()
+
+
+async def test_starts_that_fail_are_tried_again_and_seen_in_health(
+    family: Family, encoder: EncoderModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(decode, "RETRY_PAUSE_S", 0.0)
+    monkeypatch.setattr(decode, "MAX_FAILED_STARTS", 2)
+    config = EncoderConfig(num_decode_processes=1, model_dir=str(demo_checkpoint()))
+    async with running_bench(family, encoder, config) as bench:
+        pool, files = bench.service._decoder, [picture(1)]
+        kill(pool)
+        pool._model_dir = str(tmp_path)  # holds no model: a process that is started there ends
+        call = asyncio.create_task(bench.service.encode(bench.request(files), files))
+        await bench.until(lambda: not pool.is_alive)
+        with pytest.raises(EncodeFailed, match="decode processes"):
+            bench.service.check_health()
+        pool._model_dir = str(demo_checkpoint())
+        assert errors(await call) == [None]
+        bench.service.check_health()
 
 
 ORPHAN_MAKER = """
