@@ -5,6 +5,7 @@ A graph reads its inputs where they lay when it was recorded: embeddings, positi
 live in buffers that every step fills anew. Steps come in few sizes; what is missing is filled with copies of the first
 row, which write what that row writes. Only whole pages read in place can be recorded (`attention_varlen` with a block
 table): everything else, and every step that is not of single tokens, runs as before. Off unless the config says so.
+The memory of the graphs is taken as they are recorded and is not a part of the workspace that was measured: leave room.
 """
 
 from __future__ import annotations
@@ -151,7 +152,8 @@ class _Recorded:
             for _ in range(NUM_WARM_UPS):
                 model.forward(self._embeddings, self._positions, self._inputs, None, None)
         torch.cuda.current_stream().wait_stream(stream)
-        with torch.cuda.graph(self._graph):
+        # Other threads of this process may allocate meanwhile: only this one's calls are held against the recording.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._hidden = model.forward(self._embeddings, self._positions, self._inputs, None, None)
 
     def replay(self, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[Rows]) -> torch.Tensor:
