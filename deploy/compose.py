@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import random
 import time
 import warnings
 from collections.abc import Callable
@@ -250,7 +249,3 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         router_config, model.family, TextCodec.load(model.directory), REGISTRY, ProbePool(media.probe_processes)
     )
     return RouterService(member_id, router_config, intake, plane, pools, SystemClock())
-
-
-def fresh_seed() -> int:
-    return random.SystemRandom().getrandbits(62)

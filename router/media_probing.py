@@ -29,7 +29,8 @@ class Prober(Protocol):
     async def close(self) -> None: ...
 
     async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
-        """`ModalityPlugin.probe`, in a process of its own. Raises InvalidMedia, NoCapacity if there is none."""
+        """`ModalityPlugin.probe`, in a process of its own. Raises InvalidMedia, NoCapacity if there is none,
+        Overloaded if none is free in time."""
         ...
 
 
@@ -135,16 +136,3 @@ class MediaReader:
         if sound is not None and self._registry.has_modality(SOUND):
             self._registry.modality(SOUND).validate(sound, self._limits, medium.part)
         return sound
-
-
-class NoProber:
-    """For registries whose plugins all probe in this process."""
-
-    async def start(self) -> None:
-        return
-
-    async def close(self) -> None:
-        return
-
-    async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
-        raise UnsupportedModality(f"no process is there to probe {modality}", param=param)

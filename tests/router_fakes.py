@@ -12,7 +12,7 @@ from router_fake_members import BLOCK_SIZE, FakeEncoder, FakeWorker, Script, rep
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from fabric.clock import SystemClock
-from fabric.errors import TargetGone
+from fabric.errors import TargetGone, UnsupportedModality
 from fabric.ids import MemberId, MmHash
 from fabric.messages import (
     EncodeRequest,
@@ -39,7 +39,6 @@ from modalities.text.detokenizer import LETTER_TO_BYTE
 from modalities.text.template import ChatTemplate
 from router.config import RouterConfig
 from router.intake import Intake
-from router.media_probing import NoProber
 from router.pools import Pools
 from router.service import RouterService
 
@@ -62,6 +61,19 @@ def tiny_codec() -> TextCodec:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
     return TextCodec(tokenizer, ChatTemplate(TEMPLATE, {}, datetime.now), (EOS,))
+
+
+class NoProber:
+    """For registries whose plugins all probe in this process."""
+
+    async def start(self) -> None:
+        return
+
+    async def close(self) -> None:
+        return
+
+    async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
+        raise UnsupportedModality(f"no process is there to probe {modality}", param=param)
 
 
 class TinyFamily:
