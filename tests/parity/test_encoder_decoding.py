@@ -179,6 +179,7 @@ async def test_an_answer_that_could_not_be_read_is_not_taken_for_that_of_the_nex
             patch.setattr(DecodeProcess, "_receive", fail)
             with pytest.raises(MemoryError):
                 await decoded(pool, picture(1))
+        assert pool._idle.empty(), "it is ended, not used again"
         (unit,) = (await decoded(pool, picture(2))).inputs
         np.testing.assert_array_equal(unit.pixels, expected(family, picture(2)).pixels)
         assert pool.pids() != [pid], "another process has taken its place"
@@ -187,8 +188,7 @@ async def test_an_answer_that_could_not_be_read_is_not_taken_for_that_of_the_nex
 async def test_answers_to_another_message_are_refused(family: Family) -> None:
     async with running_pool(family) as pool:
         (process,) = pool._processes
-        data = picture(1)
-        process._pipe.send((7, (data, planned(family, data))))  # whose answer nobody takes
+        process._pipe.send((7, None))  # whose answer nobody takes
         (unit,) = (await decoded(pool, picture(2))).inputs
         np.testing.assert_array_equal(unit.pixels, expected(family, picture(2)).pixels)
         assert process not in pool._processes
