@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -146,6 +146,15 @@ LAST = {"count": 60.0, "sentence": 18.0, "number of objects": 10.0, "beeps": 8.0
 COUNTS = {"count": 60.0, "beeps": 45.0, "sentence": 35.0, "order of colours": 6.0}
 """The same behind that stage."""
 
+
+def _practice(
+    name: str, weights: Mapping[str, float], num_steps: int, peak_rate: float, lesson_share: tuple[float, float]
+) -> Stage:
+    """All tasks, those in `weights` more often than the others."""
+    tasks = tuple(replace(task, weight=weights.get(task.name, EASY_WEIGHT)) for task in TASKS)
+    return Stage(name, tasks, num_steps, peak_rate, SCALE_SHARES, lessons=LESSONS, lesson_share=lesson_share)
+
+
 STAGES: tuple[Stage, ...] = (
     Stage(
         "conversations",
@@ -157,31 +166,7 @@ STAGES: tuple[Stage, ...] = (
         lesson_share=(0.75, 0.75 - 0.45 * 3500 / 5200),
         num_cycle_steps=5200,
     ),
-    Stage(
-        "practice",
-        tuple(replace(task, weight=HARD.get(task.name, EASY_WEIGHT)) for task in TASKS),
-        1500,
-        8e-4,
-        SCALE_SHARES,
-        lessons=LESSONS,
-        lesson_share=(0.25, 0.1),
-    ),
-    Stage(
-        "counting",
-        tuple(replace(task, weight=LAST.get(task.name, EASY_WEIGHT)) for task in TASKS),
-        800,
-        1e-3,
-        SCALE_SHARES,
-        lessons=LESSONS,
-        lesson_share=(0.1, 0.0),
-    ),
-    Stage(
-        "counting again",
-        tuple(replace(task, weight=COUNTS.get(task.name, EASY_WEIGHT)) for task in TASKS),
-        600,
-        7e-4,
-        SCALE_SHARES,
-        lessons=LESSONS,
-        lesson_share=(0.05, 0.0),
-    ),
+    _practice("practice", HARD, 1500, 8e-4, (0.25, 0.1)),
+    _practice("counting", LAST, 800, 1e-3, (0.1, 0.0)),
+    _practice("counting again", COUNTS, 600, 7e-4, (0.05, 0.0)),
 )

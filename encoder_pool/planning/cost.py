@@ -49,10 +49,6 @@ class ForwardCost:
             return CostEstimate(through_origin, 0.0)
         return CostEstimate(slope, overhead_s)
 
-    def predict_s(self, cost: int) -> float:
-        seconds_per_cost, overhead_s = self.estimate()
-        return overhead_s + seconds_per_cost * cost
-
 
 class ForwardCosts:
     """A line for each modality, and one through all of them for who asks without naming one."""

@@ -372,3 +372,4 @@ async def test_a_reader_that_takes_nothing_has_left() -> None:
         cluster.workers[0].script.resume.set()
         await one.ended()
         await settled(lambda: cluster.service.admission.num_in_flight == 0)
+        assert not one.body.endswith(b"data: [DONE]\n\n")

@@ -261,6 +261,8 @@ async def test_who_joins_is_subscribed_and_asked_for_what_it_holds() -> None:
 async def test_heartbeats_go_to_every_member_again_and_again() -> None:
     async with fake_cluster(num_workers=2, heartbeat_s=0.001) as cluster:
         await settled(lambda: all(len(worker.heartbeats) >= 3 for worker in cluster.workers))
+        addresses = {heartbeat.address for worker in cluster.workers for heartbeat in worker.heartbeats}
+        assert addresses == {cluster.plane.address}
 
 
 async def test_a_gap_in_events_asks_for_a_snapshot() -> None:
@@ -269,6 +271,7 @@ async def test_a_gap_in_events_asks_for_a_snapshot() -> None:
         await settled(lambda: worker.snapshot_requests == 1)
         worker.plane.send(cluster.plane.address, KvEvents(worker.member_id, 1, 40, ()))
         await settled(lambda: worker.snapshot_requests == 2)
+        assert worker.snapshot_requests == 2
 
 
 async def test_trace_tells_the_plan_and_every_part() -> None:
