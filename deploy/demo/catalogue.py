@@ -84,13 +84,22 @@ class TowerStage:
     num_cycle_steps: int = 0
     """As in `Stage`."""
 
+    @property
+    def part_to_rate(self) -> Mapping[str, float]:
+        """As in `Stage`; there is one part."""
+        return {}
 
-EYES = TowerStage("eyes", 2200, 3e-3, 48)
+
+EYES = TowerStage("eyes", 2800, 3e-3, 48)
 EARS = TowerStage("ears", 500, 3e-3, 48)
 
 
 SCALE_SHARES = (0.7, 0.2, 0.1)
 """How often each scale of picture sizes is drawn while learning: large ones cost most and look like small ones."""
+
+
+TAUGHT_TOWER_RATE = 0.3
+"""Of a stage's, for towers that were taught before the language model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +119,13 @@ class Stage:
     num_cycle_steps: int = 0
     """Length of the cycle of the learning rate, if it is cut off at `num_steps`."""
     batch_size: int = 32
+    vision_rate: float = TAUGHT_TOWER_RATE
+    """Of the vision tower, as a share of the rate of the rest."""
+
+    @property
+    def part_to_rate(self) -> Mapping[str, float]:
+        """Rates of parameters with the part in their name, as a share of the rate of the rest."""
+        return {".visual.": self.vision_rate, ".audio_tower.": TAUGHT_TOWER_RATE}
 
     def shares(self, step: int) -> npt.NDArray[np.float64]:
         """Of each of `tasks` and `lessons` in the batch of a step; they add up to one."""
@@ -148,11 +164,18 @@ COUNTS = {"count": 60.0, "beeps": 45.0, "sentence": 35.0, "order of colours": 6.
 
 
 def _practice(
-    name: str, weights: Mapping[str, float], num_steps: int, peak_rate: float, lesson_share: tuple[float, float]
+    name: str,
+    weights: Mapping[str, float],
+    num_steps: int,
+    peak_rate: float,
+    lesson_share: tuple[float, float],
+    vision_rate: float = TAUGHT_TOWER_RATE,
 ) -> Stage:
     """All tasks, those in `weights` more often than the others."""
     tasks = tuple(replace(task, weight=weights.get(task.name, EASY_WEIGHT)) for task in TASKS)
-    return Stage(name, tasks, num_steps, peak_rate, SCALE_SHARES, lessons=LESSONS, lesson_share=lesson_share)
+    return Stage(
+        name, tasks, num_steps, peak_rate, SCALE_SHARES, LESSONS, lesson_share=lesson_share, vision_rate=vision_rate
+    )
 
 
 STAGES: tuple[Stage, ...] = (
@@ -167,6 +190,6 @@ STAGES: tuple[Stage, ...] = (
         num_cycle_steps=5200,
     ),
     _practice("practice", HARD, 1500, 8e-4, (0.25, 0.1)),
-    _practice("counting", LAST, 800, 1e-3, (0.1, 0.0)),
+    _practice("counting", LAST, 800, 1e-3, (0.1, 0.0), vision_rate=1.0),
     _practice("counting again", COUNTS, 600, 7e-4, (0.05, 0.0)),
 )

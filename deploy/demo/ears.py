@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset
 
 from deploy.demo.batches import audio_inputs
+from deploy.demo.catalogue import TowerStage
 from deploy.demo.drawing import COLOURS
 from deploy.demo.encoding import SampleEncoder, num_audio_tokens
 from deploy.demo.facts import NUMBERS
@@ -47,20 +48,22 @@ class Heard:
 
 
 class Noises(Dataset[Heard]):
-    """Sounds of one step, drawn from the random stream of (seed, step)."""
+    """Sounds of one step, drawn from the random stream of (seed, learner, step)."""
 
-    def __init__(self, seed: int, num_steps: int, batch_size: int, model_dir: Path) -> None:
-        self._seed, self._num_steps, self._batch_size, self._model_dir = seed, num_steps, batch_size, model_dir
+    def __init__(self, stage: TowerStage, key: tuple[int, int], model_dir: Path) -> None:
+        self.stage = stage
+        self._key = key
+        self._model_dir = model_dir
         self._encoder: SampleEncoder | None = None
 
     def __len__(self) -> int:
-        return self._num_steps
+        return self.stage.num_steps
 
     def __getitem__(self, step: int) -> Heard:
         self._encoder = self._encoder or SampleEncoder(self._model_dir)
-        rng = np.random.default_rng((self._seed, 102, step))
+        rng = np.random.default_rng((*self._key, 102, step))
         names = list(NAME_TO_WORDS)
-        kinds = rng.choice(len(names), self._batch_size, p=SHARES if has_speech() else SILENT_SHARES)
+        kinds = rng.choice(len(names), self.stage.batch_size, p=SHARES if has_speech() else SILENT_SHARES)
         spectrograms, words = [], []
         for kind in kinds.tolist():
             sound, fact = _DRAW[kind](rng)

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 
 from deploy.demo import clips, scenes
 from deploy.demo.batches import vision_inputs
+from deploy.demo.catalogue import TowerStage
 from deploy.demo.drawing import Figure, Rng
 from deploy.demo.encoding import Floats, Grid, SampleEncoder, sampled_frames
 from deploy.demo.labels import NAME_TO_NUM_CLASSES, UNSAID, Ints, cell_labels
@@ -42,23 +43,25 @@ class Seen:
 
 
 class Sights(Dataset[Seen]):
-    """Pictures and clips of one step, drawn from the random stream of (seed, step)."""
+    """Pictures and clips of one step, drawn from the random stream of (seed, learner, step)."""
 
-    def __init__(self, seed: int, num_steps: int, batch_size: int, model_dir: Path) -> None:
-        self._seed, self._num_steps, self._batch_size, self._model_dir = seed, num_steps, batch_size, model_dir
+    def __init__(self, stage: TowerStage, key: tuple[int, int], model_dir: Path) -> None:
+        self.stage = stage
+        self._key = key
+        self._model_dir = model_dir
         self._encoder: SampleEncoder | None = None
 
     def __len__(self) -> int:
-        return self._num_steps
+        return self.stage.num_steps
 
     def __getitem__(self, step: int) -> Seen:
         self._encoder = self._encoder or SampleEncoder(self._model_dir)
-        rng = np.random.default_rng((self._seed, 101, step))
+        rng = np.random.default_rng((*self._key, 101, step))
         shown: list[tuple[Floats, Grid]] = []
         labels: list[Ints] = []
-        for _ in range(self._batch_size):
+        for _ in range(self.stage.batch_size):
             # Single figures first: shapes are learned last of all, and fastest where there is nothing else.
-            is_easy = step < self._num_steps * EASY_PART
+            is_easy = step < self.stage.num_steps * EASY_PART
             scale = int(rng.choice(3, p=SCALE_SHARES))
             if not is_easy and rng.random() < CLIP_SHARE:
                 patches, grid, cells = _clip(rng, self._encoder)

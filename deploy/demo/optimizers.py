@@ -6,7 +6,7 @@ at a tenth of the rate: at the full one a picture's first layer knew nothing but
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,16 +22,14 @@ CONVOLUTION_RATE = 0.1
 """Of the stage's."""
 
 
-TAUGHT_TOWER_RATE = 0.3
-"""Of the stage's, for towers that were taught before the language model."""
-
-
 class Optimizers:
-    def __init__(self, module: nn.Module, peak_rate: float, num_steps: int) -> None:
+    """`part_to_rate`: of parameters with the part in their name, as a share of the others' rate."""
+
+    def __init__(self, module: nn.Module, peak_rate: float, num_steps: int, part_to_rate: Mapping[str, float]) -> None:
         matrices: list[dict[str, Any]] = []
         others: list[dict[str, Any]] = []
         for name, parameter in module.named_parameters():
-            rate = peak_rate * (TAUGHT_TOWER_RATE if ".visual." in name or ".audio_tower." in name else 1.0)
+            rate = peak_rate * next((rate for part, rate in part_to_rate.items() if part in name), 1.0)
             rate *= CONVOLUTION_RATE if parameter.ndim > 3 else 1.0
             is_matrix = parameter.ndim == 2 and "embed" not in name and "head" not in name
             (matrices if is_matrix else others).append({"params": [parameter], "lr": rate})

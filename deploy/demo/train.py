@@ -1,8 +1,8 @@
 """Trains the demo model from nothing: `python -m deploy.demo.train OUT`. Same seed, same machine, same result.
 
-First the towers alone (`eyes`, `ears`), then conversations, their loss on the assistant's words alone. One process
-draws and encodes, another computes; each takes one core. Does not know how well the model does: `deploy.demo.evaluate`
-says that.
+First the towers alone (`eyes`, `ears`), then conversations, their loss on the assistant's words alone. Two processes
+learn, each from its half of every batch (see `deploy.demo.pair`), and take one core each. Does not know how well the
+model does: `deploy.demo.evaluate` says that.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from deploy.demo.ears import Ears, Noises
 from deploy.demo.encoding import SampleEncoder
 from deploy.demo.eyes import Eyes, Sights
 from deploy.demo.optimizers import Optimizers
+from deploy.demo.pair import NUM_LEARNERS, average_gradients, run_together
 from deploy.demo.weights import load_trainable, save_trained
 
 GRADIENT_NORM = 1.0
@@ -48,9 +50,9 @@ class Lesson(NamedTuple):
 
 
 class Conversations(Dataset[Batch]):
-    """Batch `step` of a stage, drawn from the random stream of (seed, stage, step)."""
+    """A learner's share of batch `step` of a stage, drawn from the random stream of (seed, stage, learner, step)."""
 
-    def __init__(self, stage: Stage, key: tuple[int, int], model_dir: Path) -> None:
+    def __init__(self, stage: Stage, key: tuple[int, int, int], model_dir: Path) -> None:
         self.stage = stage
         self._key = key
         self._tasks = (*stage.tasks, *stage.lessons)
@@ -63,61 +65,72 @@ class Conversations(Dataset[Batch]):
     def __getitem__(self, step: int) -> Batch:
         self._encoder = self._encoder or SampleEncoder(self._model_dir)
         rng = np.random.default_rng((*self._key, step))
-        size = self.stage.batch_size
+        size = self.stage.batch_size // NUM_LEARNERS
         chosen = rng.choice(len(self._tasks), size, p=self.stage.shares(step))
         scales = rng.choice(3, size, p=self.stage.scale_shares)
         samples = [self._tasks[task].draw(rng, int(scale)) for task, scale in zip(chosen, scales, strict=True)]
         return collate([self._encoder.encode(sample) for sample in samples])
 
 
-def train(
-    out_dir: Path, seed: int, stages: range, start_dir: Path | None = None, report: Callable[[str], None] = print
-) -> None:
+def train(out_dir: Path, seed: int, stages: range, start_dir: Path | None = None) -> None:
     """Writes a complete model directory, anew after each stage. `start_dir` is a checkpoint to go on from; without it
     the weights are new. Every stage begins with what the one before wrote, so stages run one by one give the same."""
-    torch.set_num_threads(1)
-    keep_freed_memory()
     with tempfile.TemporaryDirectory() as scratch:
-        vocabulary = write_all_but_weights(Path(scratch))
         for index in stages:
-            torch.manual_seed(seed)
-            model = load_trainable(vocabulary, seed, start_dir)
-            prepare_model(model)
-            write_all_but_weights(out_dir)
-            lesson = _lesson(index, model, seed, Path(scratch))
-            _run_stage(ALL_STAGES[index], lesson, report, partial(save_trained, model, out_dir, vocabulary))
+            meeting = Path(scratch) / str(index)
+            meeting.mkdir()
+            run_together(_learn, (index, seed, out_dir, start_dir, meeting), meeting)
             start_dir = out_dir
 
 
-def _lesson(index: int, model: Any, seed: int, model_dir: Path) -> Lesson:
+def _learn(learner: int, index: int, seed: int, out_dir: Path, start_dir: Path | None, scratch: Path) -> None:
+    """One stage, as one of the learners. The first of them writes."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    torch.manual_seed(seed)
+    model_dir = scratch / f"learner-{learner}"
+    vocabulary = write_all_but_weights(model_dir)
+    model = load_trainable(vocabulary, seed, start_dir)
+    prepare_model(model)
+    lesson = _lesson(index, model, (seed, learner), model_dir)
+    if learner > 0:
+        return _run_stage(ALL_STAGES[index], lesson, lambda: None, is_shown=False)
+    write_all_but_weights(out_dir)
+    return _run_stage(ALL_STAGES[index], lesson, partial(save_trained, model, out_dir, vocabulary), is_shown=True)
+
+
+def _lesson(index: int, model: Any, key: tuple[int, int], model_dir: Path) -> Lesson:
+    """`key`: the seed and the learner."""
     stage = ALL_STAGES[index]
-    if stage is EYES:
+    if isinstance(stage, TowerStage):
+        share = replace(stage, batch_size=stage.batch_size // NUM_LEARNERS)
+        if stage is EARS:
+            ears = Ears(model.model.audio_tower, HIDDEN_SIZE)
+            return Lesson(Noises(share, key, model_dir), ears, ears.judge)
         eyes = Eyes(model.model.visual, HIDDEN_SIZE)
-        return Lesson(Sights(seed, EYES.num_steps, EYES.batch_size, model_dir), eyes, eyes.judge)
-    if stage is EARS:
-        ears = Ears(model.model.audio_tower, HIDDEN_SIZE)
-        return Lesson(Noises(seed, EARS.num_steps, EARS.batch_size, model_dir), ears, ears.judge)
-    assert isinstance(stage, Stage)
+        return Lesson(Sights(share, key, model_dir), eyes, eyes.judge)
 
     def judge(batch: Batch) -> tuple[torch.Tensor, float]:
         logits = forward(model, batch)
         return cross_entropy(logits, batch.targets), float((logits.argmax(-1) == batch.targets).float().mean())
 
-    return Lesson(Conversations(stage, (seed, index), model_dir), model, judge)
+    return Lesson(Conversations(stage, (key[0], index, key[1]), model_dir), model, judge)
 
 
-def _run_stage(
-    stage: TowerStage | Stage, lesson: Lesson, report: Callable[[str], None], save: Callable[[], None]
-) -> None:
-    optimizers = Optimizers(lesson.pupil, stage.peak_rate, stage.num_cycle_steps or stage.num_steps)
-    loader = DataLoader(lesson.shown, batch_size=None, num_workers=1, prefetch_factor=8)
+def _run_stage(stage: TowerStage | Stage, lesson: Lesson, save: Callable[[], None], is_shown: bool) -> None:
+    num_steps = stage.num_cycle_steps or stage.num_steps
+    optimizers = Optimizers(lesson.pupil, stage.peak_rate, num_steps, stage.part_to_rate)
+    # Forked: tasks are closures, which no pickle takes.
+    loader = DataLoader(lesson.shown, batch_size=None, num_workers=1, prefetch_factor=8, multiprocessing_context="fork")
+    parameters = list(lesson.pupil.parameters())
     lesson.pupil.train()
     smooth_loss, smooth_right = 0.0, 0.0
-    with tqdm(loader, desc=stage.name, mininterval=5) as bar:
+    with tqdm(loader, desc=stage.name, mininterval=5, disable=not is_shown) as bar:
         for step, shown in enumerate(bar):
             loss, right = lesson.judge(shown)
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(lesson.pupil.parameters(), GRADIENT_NORM)
+            average_gradients(parameters)
+            torch.nn.utils.clip_grad_norm_(parameters, GRADIENT_NORM)
             optimizers.step()
             keep = min(0.98, step / (step + 1))
             smooth_loss = keep * smooth_loss + (1 - keep) * loss.item()
@@ -127,7 +140,6 @@ def _run_stage(
             if (step + 1) % SAVE_EVERY == 0:
                 save()
     save()
-    report(f"{stage.name}: loss {smooth_loss:.4f}, {smooth_right:.2%} right while learning")
 
 
 def main() -> None:
