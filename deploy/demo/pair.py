@@ -7,6 +7,7 @@ number of processes but not on the number of cores. Does not know what is learne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ def run_together(learn: Callable[..., None], arguments: Sequence[Any], scratch: 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
     """Each gradient becomes the mean over the learners; one that a learner lacks counts as zero, one that all lack
     stays away, so that its parameter is left alone."""
-    has_gradient = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
+    device = parameters[0].device
+    has_gradient = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=device)
     gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
     flat = torch.cat([has_gradient, *(gradient.flatten() for gradient in gradients)])
     dist.all_reduce(flat)
@@ -40,6 +42,26 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
         mean = flat[at : at + parameter.numel()].view_as(parameter)
         parameter.grad = mean if share > 0 else None
         at += parameter.numel()
+
+
+def learners_device(learner: int) -> torch.device:
+    """A GPU if there is one; learners share those there are."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", learner % torch.cuda.device_count())
+
+
+def to_device(shown: Any, device: torch.device) -> Any:
+    """The same with every tensor in it moved: through dataclasses, dictionaries, lists and tuples."""
+    if isinstance(shown, torch.Tensor):
+        return shown.to(device)
+    if is_dataclass(shown) and not isinstance(shown, type):
+        return replace(shown, **{f.name: to_device(getattr(shown, f.name), device) for f in fields(shown)})
+    if isinstance(shown, dict):
+        return {key: to_device(value, device) for key, value in shown.items()}
+    if isinstance(shown, (list, tuple)):
+        return type(shown)(to_device(value, device) for value in shown)
+    return shown
 
 
 def _join(learner: int, learn: Callable[..., None], meeting: Path, *arguments: Any) -> None:

@@ -1,8 +1,8 @@
 """Trains the demo model from nothing: `python -m deploy.demo.train OUT`. Same seed, same machine, same result.
 
 First the towers alone (`eyes`, `ears`), then conversations, their loss on the assistant's words alone. Two processes
-learn, each from its half of every batch (see `deploy.demo.pair`), and take one core each. Does not know how well the
-model does: `deploy.demo.evaluate` says that.
+learn, each from its half of every batch (see `deploy.demo.pair`), and take one core each, or a GPU where there is one.
+Does not know how well the model does: `deploy.demo.evaluate` says that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from deploy.demo.ears import Ears, Noises
 from deploy.demo.encoding import SampleEncoder
 from deploy.demo.eyes import Eyes, Sights
 from deploy.demo.optimizers import Optimizers
-from deploy.demo.pair import NUM_LEARNERS, average_gradients, run_together
+from deploy.demo.pair import NUM_LEARNERS, average_gradients, learners_device, run_together, to_device
 from deploy.demo.weights import load_trainable, save_trained
 
 GRADIENT_NORM = 1.0
@@ -94,9 +94,9 @@ def _learn(learner: int, index: int, seed: int, out_dir: Path, start_dir: Path |
     prepare_model(model)
     lesson = _lesson(index, model, (seed, learner), model_dir)
     if learner > 0:
-        return _run_stage(ALL_STAGES[index], lesson, lambda: None, is_shown=False)
+        return _run_stage(ALL_STAGES[index], lesson, lambda: None, learner)
     write_all_but_weights(out_dir)
-    return _run_stage(ALL_STAGES[index], lesson, partial(save_trained, model, out_dir, vocabulary), is_shown=True)
+    return _run_stage(ALL_STAGES[index], lesson, partial(save_trained, model, out_dir, vocabulary), learner)
 
 
 def _lesson(index: int, model: Any, key: tuple[int, int], model_dir: Path) -> Lesson:
@@ -117,17 +117,19 @@ def _lesson(index: int, model: Any, key: tuple[int, int], model_dir: Path) -> Le
     return Lesson(Conversations(stage, (key[0], index, key[1]), model_dir), model, judge)
 
 
-def _run_stage(stage: TowerStage | Stage, lesson: Lesson, save: Callable[[], None], is_shown: bool) -> None:
+def _run_stage(stage: TowerStage | Stage, lesson: Lesson, save: Callable[[], None], learner: int) -> None:
     num_steps = stage.num_cycle_steps or stage.num_steps
+    device = learners_device(learner)
+    lesson.pupil.to(device)
     optimizers = Optimizers(lesson.pupil, stage.peak_rate, num_steps, stage.part_to_rate)
     # Forked: tasks are closures, which no pickle takes.
     loader = DataLoader(lesson.shown, batch_size=None, num_workers=1, prefetch_factor=8, multiprocessing_context="fork")
     parameters = list(lesson.pupil.parameters())
     lesson.pupil.train()
     smooth_loss, smooth_right = 0.0, 0.0
-    with tqdm(loader, desc=stage.name, mininterval=5, disable=not is_shown) as bar:
+    with tqdm(loader, desc=stage.name, mininterval=5, disable=learner > 0) as bar:
         for step, shown in enumerate(bar):
-            loss, right = lesson.judge(shown)
+            loss, right = lesson.judge(to_device(shown, device))
             loss.backward()
             average_gradients(parameters)
             torch.nn.utils.clip_grad_norm_(parameters, GRADIENT_NORM)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import demo_learning
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from deploy.demo.pair import run_together
+from deploy.demo.batches import Batch, make_groups
+from deploy.demo.pair import run_together, to_device
 
 pytestmark = pytest.mark.torch
 
@@ -36,5 +38,16 @@ def test_learners_move_alike_and_as_one_would_from_the_whole_batch(tmp_path: Pat
 
 def test_error_of_one_learner_ends_both(tmp_path: Path) -> None:
     (tmp_path / "meeting").mkdir()
-    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match=r"the second learner|Connection closed"):
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match=r"the second learner|Connection"):
         run_together(demo_learning.fail, (), tmp_path / "meeting")
+
+
+def test_everything_of_a_batch_moves() -> None:
+    groups = make_groups([np.arange(6).reshape(2, 3)], 6)
+    batch = Batch({"input_ids": torch.arange(6)[None], "text_groups": groups}, *torch.arange(6).view(3, 2), 2)
+    moved = to_device(batch, torch.device("meta"))
+    tensors = (moved.inputs["input_ids"], moved.inputs["text_groups"].order, moved.rows, moved.targets, moved.samples)
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert moved.inputs["text_groups"].shapes == [(2, 3)]
+    assert moved.num_samples == 2
+    assert batch.rows.device.type == "cpu"
