@@ -5,27 +5,18 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from router_chats import chat, expected, image, read, text
+from router_chats import chat, expected, image, read
 from router_fakes import FakeCluster, FakeWorker, fake_cluster, settled
 
 from fabric.errors import (
-    Aborted,
-    ArenaFull,
     DeadlineExceeded,
-    EncodeFailed,
-    EncoderLost,
     EngineFailed,
-    ErrorInfo,
-    InvalidMedia,
-    NoCapacity,
     Overloaded,
     TransferFailed,
     WorkerLost,
 )
-from fabric.ids import MemberId, UnitKey
-from fabric.messages import AbortAttempt, FeatureNeeded, GenerateRequest, GenerateResult, TokenFrame
+from fabric.messages import AbortAttempt, TokenFrame
 from router.streams import RequestStream
-from router.supply import FeatureSupply
 
 
 def first_worker(cluster: FakeCluster) -> FakeWorker:
@@ -203,159 +194,6 @@ async def test_frames_of_another_attempt_or_worker_are_dropped() -> None:
         other._send_frames(request, [TokenFrame(request.request_id, 0, 0, 3, (1, 2, 3))])
         mine.script.resume.set()
         assert (await read(stream))[0] == [expected(cluster)]
-
-
-async def test_encoder_that_is_lost_hands_its_items_to_another() -> None:
-    async with fake_cluster(num_encoders=2) as cluster:
-        for encoder in cluster.encoders:
-            encoder.failures = []
-        cluster.encoders[0].failures = [EncoderLost("died")]
-        cluster.encoders[1].failures = [EncoderLost("died")]
-        used = cluster.encoders
-        stream = await cluster.service.open(chat([image(1), text("?")]))
-        await settled(lambda: any(encoder.requests for encoder in used))
-        first = next(encoder for encoder in used if encoder.requests)
-        second = next(encoder for encoder in used if encoder is not first)
-        second.failures = []
-        assert (await read(stream))[0] == [expected(cluster)]
-        assert second.requests[0].items == first.requests[0].items
-        assert second.requests[0].attempt == 0
-        assert len(cluster.workers[0].requests) == 1
-
-
-async def test_last_encoder_lost_ends_the_request() -> None:
-    async with fake_cluster() as cluster:
-        cluster.encoders[0].failures = [EncoderLost("died")]
-        with pytest.raises(EncoderLost):
-            await read(await cluster.service.open(chat([image()])))
-        await settled(lambda: cluster.workers[0].num_cancelled == 1)
-        assert (await read(await cluster.service.open(chat("text goes on"))))[1] == ["stop"]
-
-
-async def test_transient_item_error_goes_elsewhere() -> None:
-    async with fake_cluster(num_encoders=2) as cluster:
-        full = ErrorInfo.of(ArenaFull("no room"))
-        for encoder in cluster.encoders:
-            encoder.failures = [full]
-        stream = await cluster.service.open(chat([image()]))
-        await settled(lambda: any(encoder.requests for encoder in cluster.encoders))
-        next(encoder for encoder in cluster.encoders if not encoder.requests).failures = []
-        assert (await read(stream))[0] == [expected(cluster)]
-
-
-async def test_encoder_that_let_our_lease_lapse_is_asked_again() -> None:
-    """It aborts what we asked for; it is well all the same, and the only one there is."""
-    async with fake_cluster() as cluster:
-        encoder = cluster.encoders[0]
-        encoder.failures = [ErrorInfo.of(Aborted("router-0 has left"))]
-        assert (await read(await cluster.service.open(chat([image()]))))[0] == [expected(cluster)]
-        assert len(encoder.requests) == 2
-        assert len(cluster.workers[0].requests) == 1
-
-
-async def test_an_attempt_that_was_dispatched_never_lends_its_number_to_another() -> None:
-    """Also when a member answers that there is no capacity: what is on its way for that attempt is not the next's."""
-    async with fake_cluster(num_workers=3, capacity_wait_s=30.0) as cluster:
-        errors = iter([WorkerLost("died"), NoCapacity("none here")])
-        serve, attempts = cluster.pools.generate, []
-
-        async def generate(worker_id: MemberId, request: GenerateRequest) -> GenerateResult:
-            attempts.append(request.attempt)
-            if (error := next(errors, None)) is not None:
-                raise error
-            return await serve(worker_id, request)
-
-        cluster.pools.generate = generate  # type: ignore[method-assign]
-        texts, reasons, _ = await read(await cluster.service.open(chat()))
-        assert (texts, reasons) == ([expected(cluster)], ["stop"])
-        assert attempts == [0, 1, 2]
-
-
-async def test_encoder_that_saw_our_worker_leave_is_not_blamed() -> None:
-    async with fake_cluster(num_workers=2, capacity_wait_s=0.0) as cluster:
-        encoder = cluster.encoders[0]
-        encoder.failures = [ErrorInfo.of(WorkerLost("worker has left"))]
-        assert (await read(await cluster.service.open(chat([image()]))))[0] == [expected(cluster)]
-        first, second = encoder.requests
-        assert second.attempt == 1
-        assert second.destination.worker_id != first.destination.worker_id
-
-
-async def test_the_only_encoder_being_busy_is_told_at_once() -> None:
-    async with fake_cluster(capacity_wait_s=3600.0) as cluster:
-        cluster.encoders[0].failures = [Overloaded("full", retry_after_s=2.0)]
-        stream = await cluster.service.open(chat([image()]))
-        async with asyncio.timeout(10.0):
-            with pytest.raises(Overloaded):
-                await read(stream)
-
-
-async def test_broken_picture_is_the_clients_fault_and_named() -> None:
-    async with fake_cluster() as cluster:
-        cluster.encoders[0].failures = [ErrorInfo.of(InvalidMedia("truncated"))]
-        stream = await cluster.service.open(chat([text("see"), image()]))
-        with pytest.raises(InvalidMedia) as caught:
-            await stream.started()
-        assert caught.value.param == "messages.0.content.1"
-        await settled(lambda: cluster.workers[0].num_cancelled == 1)
-        assert len(cluster.workers[0].aborted) == 1
-
-
-async def test_feature_that_never_stays_is_given_up() -> None:
-    async with fake_cluster(max_encodes_per_item=3) as cluster:
-        cluster.workers[0].script.pause_at = 0
-        stream = await cluster.service.open(chat([image()]))
-        await settled(lambda: len(cluster.encoders[0].requests) == 1)
-        request = cluster.workers[0].requests[0]
-        units = tuple(request.media[0].unit_keys())
-        lost = FeatureNeeded(cluster.workers[0].member_id, request.request_id, 0, units, "lease_lost")
-        for num_sent in (2, 3):
-            cluster.workers[0].plane.send(cluster.plane.address, lost)
-            await settled(lambda num_sent=num_sent: len(cluster.encoders[0].requests) == num_sent)
-        cluster.workers[0].plane.send(cluster.plane.address, lost)
-        with pytest.raises(EncodeFailed) as caught:
-            await read(stream)
-        assert caught.value.param == "messages.0.content.0"
-
-
-def supply_of(cluster: FakeCluster) -> FeatureSupply:
-    (flight,) = cluster.service._flights.values()
-    assert flight._attempt is not None
-    assert flight._attempt._supply is not None
-    return flight._attempt._supply
-
-
-async def test_a_slow_encoder_is_not_asked_twice_and_one_whose_word_was_lost_is() -> None:
-    async with fake_cluster() as cluster:
-        encoder, worker = cluster.encoders[0], cluster.workers[0]
-        encoder.gate, worker.script.pause_at = asyncio.Event(), 0
-        stream = await cluster.service.open(chat([image()]))
-        await settled(lambda: len(worker.requests) == len(encoder.requests) == 1)
-        request = worker.requests[0]
-        lost = FeatureNeeded(worker.member_id, request.request_id, 0, tuple(request.media[0].unit_keys()), "lost")
-        trace, supply = cluster.service.traces.get(request.request_id), supply_of(cluster)
-        assert trace is not None
-        worker.plane.send(cluster.plane.address, lost)
-        await settled(lambda: any(event.name == "feature_needed" for event in trace._events))
-        assert len(supply._calls) == 1
-        encoder.gate.set()
-        await settled(lambda: not supply._calls)
-        worker.plane.send(cluster.plane.address, lost)
-        await settled(lambda: len(encoder.requests) == 2)
-        worker.script.resume.set()
-        assert (await read(stream))[1] == ["stop"]
-
-
-async def test_unit_of_nobody_is_ignored() -> None:
-    async with fake_cluster() as cluster:
-        cluster.workers[0].script.pause_at = 0
-        stream = await cluster.service.open(chat())
-        await settled(lambda: len(cluster.workers[0].requests) == 1)
-        request = cluster.workers[0].requests[0]
-        strange = FeatureNeeded(cluster.workers[0].member_id, request.request_id, 0, (UnitKey("ff", 0),), "preempted")  # type: ignore[arg-type]
-        cluster.workers[0].plane.send(cluster.plane.address, strange)
-        cluster.workers[0].script.resume.set()
-        assert (await read(stream))[1] == ["stop"]
 
 
 async def test_worker_that_never_answers_meets_the_deadline() -> None:
