@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from encoder_pool.array_pipe import receive, send
 from fabric.errors import EncodeFailed, InvalidMedia, WeftError
 from fabric.helper_process import bind_to_parent, limit_memory
 from fabric.messages import MediaItem
@@ -134,12 +135,12 @@ class DecodeProcess:
     def _send(self, message: tuple[bytes, MediaItem] | None) -> None:
         self.is_clean = False
         self._number += 1
-        self._pipe.send((self._number, message))
+        send(self._pipe, (self._number, message))
 
     def _receive(self) -> object:
         """The next answer to the newest message. Raises ProcessDied, also for an answer to another."""
         try:
-            number, outcome = self._pipe.recv()
+            number, outcome = receive(self._pipe)
         except (EOFError, OSError):
             raise self._death() from None
         if number != self._number:
@@ -228,7 +229,7 @@ def _serve(pipe: Connection, model_dir: str, parent_pid: int, limits: DecodeLimi
     family = _enter(model_dir, parent_pid, limits.memory_bytes)
     while True:
         try:
-            number, message = pipe.recv()
+            number, message = receive(pipe)
         except (EOFError, OSError):
             return
         answer = partial(_answer, pipe, number)
@@ -239,12 +240,12 @@ def _serve(pipe: Connection, model_dir: str, parent_pid: int, limits: DecodeLimi
             outcome = _decode_in_time(family, data, item, limits.timeout_s, answer)
             try:
                 answer(outcome)
-            except MemoryError:  # of its copy on the way
+            except MemoryError:  # of what it is sent as
                 answer(_too_large(item))
 
 
 def _answer(pipe: Connection, number: int, outcome: object) -> None:
-    pipe.send((number, outcome))
+    send(pipe, (number, outcome))
 
 
 def _decode_in_time(

@@ -19,7 +19,7 @@ from encoder_bench import picture, running_bench
 from PIL import Image
 
 from deploy.demo.build import demo_checkpoint
-from encoder_pool import decode, decode_process
+from encoder_pool import array_pipe, decode, decode_process
 from encoder_pool.config import EncoderConfig
 from encoder_pool.decode import DecodePool
 from encoder_pool.decode_process import Decoded, DecodeProcess, decode_item
@@ -188,7 +188,7 @@ async def test_an_answer_that_could_not_be_read_is_not_taken_for_that_of_the_nex
 async def test_answers_to_another_message_are_refused(family: Family) -> None:
     async with running_pool(family) as pool:
         (process,) = pool._processes
-        process._pipe.send((7, None))  # whose answer nobody takes
+        array_pipe.send(process._pipe, (7, None))  # whose answer nobody takes
         (unit,) = (await decoded(pool, picture(2))).inputs
         np.testing.assert_array_equal(unit.pixels, expected(family, picture(2)).pixels)
         assert process not in pool._processes

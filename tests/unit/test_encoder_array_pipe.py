@@ -1,0 +1,84 @@
+"""Messages with arrays between two ends of a pipe."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from encoder_pool.array_pipe import receive, send
+from fabric.errors import InvalidMedia
+from modalities.family import EncoderInput
+
+Ends = tuple[Connection, Connection]
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    with (pipe := Pipe())[0], pipe[1]:
+        yield pipe
+
+
+def sent(ends: Ends, message: object) -> object:
+    """What arrives; the sender blocks until it is read."""
+    sender = threading.Thread(target=send, args=(ends[0], message))
+    sender.start()
+    try:
+        return receive(ends[1])
+    finally:
+        sender.join()
+
+
+def test_a_unit_larger_than_the_pipe_arrives_whole_and_may_be_written(ends: Ends) -> None:
+    pixels = np.random.default_rng(0).random((1000, 1536), np.float32)
+    number, units = sent(ends, (3, [EncoderInput("video", pixels, (10, 10, 10))]))  # type: ignore[misc]
+    assert (number, len(units), units[0].grid) == (3, 1, (10, 10, 10))
+    np.testing.assert_array_equal(units[0].pixels, pixels)
+    units[0].pixels[0, 0] = 7.0
+    assert pixels[0, 0] != 7.0
+
+
+def test_what_carries_no_array_arrives_between_messages_that_do(ends: Ends) -> None:
+    assert sent(ends, (1, None)) == (1, None)
+    np.testing.assert_array_equal(sent(ends, np.arange(5)), np.arange(5))  # type: ignore[arg-type]
+    error = sent(ends, InvalidMedia("it is broken", param="part"))
+    assert isinstance(error, InvalidMedia)
+    assert (error.message, error.param) == ("it is broken", "part")
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(
+        arrays.arrays(
+            st.sampled_from([np.uint8, np.float32, np.int64]), arrays.array_shapes(min_dims=0, min_side=0, max_side=4)
+        ),
+        max_size=4,
+    ),
+    st.booleans(),
+)
+def test_arrays_arrive_as_they_were(items: list[np.ndarray], is_transposed: bool) -> None:
+    """Empty ones and ones without dimensions, in any order in memory."""
+    items = [item.T if is_transposed else item for item in items]
+    with (pipe := Pipe())[0], pipe[1]:
+        found = sent(pipe, items)
+    assert isinstance(found, list)
+    for item, one in zip(items, found, strict=True):
+        assert (one.dtype, one.shape) == (item.dtype, item.shape)
+        np.testing.assert_array_equal(one, item)
+
+
+def test_a_sender_that_dies_in_the_middle_is_noticed(ends: Ends) -> None:
+    ours, theirs = ends
+    ours.send([10])
+    ours.send_bytes(b"body")
+    ours.send_bytes(b"12")  # four bytes of length and two more
+    ours.close()
+    with pytest.raises(EOFError):
+        receive(theirs)
