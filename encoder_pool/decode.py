@@ -40,8 +40,8 @@ GRACE_S = 0.25
 """For an item that nobody waits for any more: a new process costs more than most pictures."""
 RETRY_PAUSE_S = 1.0
 """Between attempts to start a process: what the machine lacks may come back."""
-MAX_FAILED_STARTS = 10
-"""In a row; then the pool counts as dead, though it goes on trying."""
+MAX_FAILURES = 10
+"""In a row, of starts, or of processes that died idle; then the pool counts as dead, though it goes on trying."""
 
 
 class DecodeBroke(Exception):
@@ -83,7 +83,9 @@ class DecodePool:
         """Items that nobody waits for any more, on their way out."""
         self._closed = asyncio.Event()
         self._num_failed_starts = 0
-        """In a row."""
+        """Since one went well."""
+        self._num_idle_deaths = 0
+        """Processes that started well and were gone when they were needed, since one answered."""
 
     @property
     def num_parallel(self) -> int:
@@ -91,8 +93,8 @@ class DecodePool:
 
     @property
     def is_alive(self) -> bool:
-        """False while processes can't be started."""
-        return self._num_failed_starts < MAX_FAILED_STARTS
+        """False while processes can't be started, or none lives long enough to be given anything."""
+        return max(self._num_failed_starts, self._num_idle_deaths) < MAX_FAILURES
 
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
@@ -119,7 +121,8 @@ class DecodePool:
             try:
                 return await asyncio.shield(work)
             except DiedIdle:
-                logger.warning("a decode process died idle")
+                self._num_idle_deaths += 1
+                logger.warning("a decode process died idle (%d in a row)", self._num_idle_deaths)
             except ProcessDied as error:
                 if error.is_late:
                     message = f"it could not be decoded within {self._limits.timeout_s:g} s"
@@ -143,16 +146,20 @@ class DecodePool:
     def _take_back(self, process: DecodeProcess, work: asyncio.Future[Decoded]) -> None:
         """Makes a process idle again, at once or soon, if it has answered in full; or puts another in its place."""
         if work.done() and process.is_clean:
-            self._idle.put_nowait(process)
+            self._answered(process)
             return
         task = asyncio.create_task(self._end(process, work))
         self._left.add(task)
         task.add_done_callback(self._left.discard)
 
+    def _answered(self, process: DecodeProcess) -> None:
+        self._num_idle_deaths = 0
+        self._idle.put_nowait(process)
+
     async def _end(self, process: DecodeProcess, work: asyncio.Future[Decoded]) -> None:
         await asyncio.wait([work], timeout=GRACE_S)
         if work.done() and process.is_clean:
-            self._idle.put_nowait(process)
+            self._answered(process)
             return
         process.kill()
         await asyncio.wait([work])

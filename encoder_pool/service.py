@@ -156,13 +156,13 @@ class EncoderService:
 
     def check_health(self) -> None:
         """Raises EncodeFailed if the forward thread died, or the loop that ends leases, or decode processes can't be
-        started; EncoderLost if no worker can be told of features, or read them."""
+        started or die before they are needed; EncoderLost if no worker can be told of features, or read them."""
         if not self._is_open:
             return
         if not self._forward.is_alive:
             raise EncodeFailed("the forward thread has died")
         if not self._decoder.is_alive:
-            raise EncodeFailed("decode processes can't be started")
+            raise EncodeFailed("decode processes can't be started, or die idle")
         if self._housekeeping is not None and self._housekeeping.done():
             raise EncodeFailed("housekeeping has ended")
         if not self._plane.is_alive:

@@ -216,7 +216,7 @@ async def test_starts_that_fail_are_tried_again_and_seen_in_health(
     family: Family, encoder: EncoderModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(decode, "RETRY_PAUSE_S", 0.0)
-    monkeypatch.setattr(decode, "MAX_FAILED_STARTS", 2)
+    monkeypatch.setattr(decode, "MAX_FAILURES", 2)
     config = EncoderConfig(num_decode_processes=1, model_dir=str(demo_checkpoint()))
     async with running_bench(family, encoder, config) as bench:
         pool, files = bench.service._decoder, [picture(1)]
@@ -228,6 +228,30 @@ async def test_starts_that_fail_are_tried_again_and_seen_in_health(
             bench.service.check_health()
         pool._model_dir = str(demo_checkpoint())
         assert errors(await call) == [None]
+        bench.service.check_health()
+
+
+async def test_processes_that_start_well_and_always_die_idle_are_seen_in_health(
+    family: Family, encoder: EncoderModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "MAX_FAILURES", 2)
+    config = EncoderConfig(num_decode_processes=1, model_dir=str(demo_checkpoint()))
+    async with running_bench(family, encoder, config) as bench:
+        pool, files = bench.service._decoder, [picture(1)]
+        ask = DecodeProcess.decode
+
+        def die_and_ask(process: DecodeProcess, *given: object) -> Decoded:
+            process.kill()
+            process._process.join()
+            return ask(process, *given)  # type: ignore[arg-type]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(DecodeProcess, "decode", die_and_ask)
+            call = asyncio.create_task(bench.service.encode(bench.request(files), files))
+            await bench.until(lambda: not pool.is_alive)
+            with pytest.raises(EncodeFailed, match="decode processes"):
+                bench.service.check_health()
+        assert errors(await call) == [None], "no item is blamed"
         bench.service.check_health()
 
 
