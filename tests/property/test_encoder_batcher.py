@@ -49,15 +49,18 @@ def test_a_batch_is_led_by_the_first_and_filled_within_its_cost(
     cost = sum(unit.cost for unit in batch)
     assert cost <= max_cost or len(batch) == 1 or cost == batch[0].cost
     assert len({unit.key for unit in batch}) == len(batch)
-    seen = {batch[0].rank.age}
+    seen, along = {batch[0].rank.age}, 0
     for unit in batch[1:]:
-        assert is_fusing_worthwhile(estimate, unit.cost, is_same_request=unit.rank.age in seen)
+        is_same = unit.rank.age in seen
+        along += is_same * unit.cost
+        assert is_fusing_worthwhile(estimate, along if is_same else unit.cost, is_same_request=is_same)
         seen.add(unit.rank.age)
     for left in set(queued) - set(batch):
+        is_same = left.rank.age in seen
         assert (
             left.modality != batch[0].modality
             or cost + left.cost > max_cost
-            or not is_fusing_worthwhile(estimate, left.cost, is_same_request=left.rank.age in seen)
+            or not is_fusing_worthwhile(estimate, is_same * along + left.cost, is_same_request=is_same)
         )
 
 

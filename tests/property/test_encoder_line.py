@@ -35,6 +35,26 @@ def test_a_long_video_delays_a_picture_by_one_unit_at_most(
     )
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    unit_cost=st.integers(16, 1024),
+    share=st.floats(0.01, 0.49),
+    moment=st.floats(0, 1.2),
+    overhead_s=st.floats(0, 10),
+)
+def test_units_that_share_a_forward_delay_a_picture_by_less_than_two_of_them(
+    unit_cost: int, share: float, moment: float, overhead_s: float
+) -> None:
+    """Where a forward has a price of its own, as on a GPU, and whatever fits into one."""
+    film = Arrival("film", 0.0, "video", [unit_cost] * FILM_UNITS)
+    picture = Arrival("picture", moment * film.own_s, "image", [max(1, int(share * sum(film.unit_costs)))])
+    line = Line([film, picture], max_batch_cost=FILM_UNITS * unit_cost, overhead_s=overhead_s).run()
+    start_s = next(start for start, _, keys in line.forwards if keys[0].mm_hash == "picture")
+    assert start_s - picture.at_s <= 2 * (unit_cost * 0.001 + overhead_s)
+    shared = max(len(keys) for _, _, keys in line.forwards)
+    assert (shared > 1) == (overhead_s >= unit_cost * 0.001), "one more costs no more than the forward it saves"
+
+
 @settings(deadline=None, max_examples=25)
 @given(
     unit_cost=st.integers(16, 256),
