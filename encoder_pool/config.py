@@ -21,7 +21,8 @@ class EncoderConfig:
     max_queue_cost: int = 512 * 1024
     """Most patches accepted and not yet encoded; a call that would pass it is refused."""
     max_decoded_cost: int = 64 * 1024
-    """Most patches lying decoded before the forward: bounds host memory (a patch is a few KiB of float32)."""
+    """Most patches lying decoded before the forward: bounds host memory (a patch is a few KiB of float32). Others
+    count by their bytes."""
     lease_s: float = 60.0
     """How long a feature that was announced is held for its worker."""
     report_interval_s: float = 0.2

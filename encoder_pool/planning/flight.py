@@ -96,7 +96,7 @@ class DecodeRoom(NamedTuple):
     """What may be decoded, or lie decoded, before the forward has room for it."""
 
     max_cost: int
-    """Patches, all together; an item alone may have more."""
+    """Patches, or what takes their memory, all together; an item alone may have more."""
     max_items: int
     """Items; one whose last unit is in the forward counts no more."""
     max_long_cost: int

@@ -12,6 +12,7 @@ from itertools import accumulate
 
 from encoder_pool.planning.batcher import QueuedUnit, split_cost
 from encoder_pool.planning.flight import DecodeRoom, Flight, Follower, Phase
+from encoder_pool.planning.sizes import InputSizes
 from encoder_pool.planning.turns import Rank, Turn
 from fabric.ids import MmHash, UnitKey
 from modalities.family import EncoderInput
@@ -26,6 +27,7 @@ class Flights:
     def __init__(self, patience: float) -> None:
         self._patience = patience
         self._hash_to_flight: dict[MmHash, Flight] = {}
+        self._sizes = InputSizes()
 
     def __iter__(self) -> Iterator[Flight]:
         return iter(self._hash_to_flight.values())
@@ -39,9 +41,9 @@ class Flights:
         return sum(flight.remaining_cost for flight in self)
 
     @property
-    def decoded_cost(self) -> int:
-        """Patches that lie decoded, or are being decoded."""
-        return sum(flight.remaining_cost for flight in self if flight.phase is not Phase.WAITING)
+    def decoded_cost(self) -> float:
+        """Of what lies decoded, or is being decoded: as many patches as take that memory."""
+        return sum(self._decoded_cost(flight) for flight in self if flight.phase is not Phase.WAITING)
 
     @property
     def num_in_flight(self) -> int:
@@ -100,7 +102,7 @@ class Flights:
         flight = min(waiting, key=lambda flight: flight_to_rank[flight.item.mm_hash])
         decoded_cost = self.decoded_cost
         max_cost = room.max_long_cost if flight.is_long else room.max_cost
-        if decoded_cost and decoded_cost + flight.remaining_cost > max_cost:
+        if decoded_cost and decoded_cost + self._decoded_cost(flight) > max_cost:
             return None
         return flight
 
@@ -113,6 +115,7 @@ class Flights:
         if flight.phase is not Phase.DECODING or not self.is_live(flight):
             return False
         for unit, one in enumerate(inputs, flight.num_decoded):
+            self._sizes.observe(one.modality, one.num_patches, one.pixels.nbytes)
             if unit in flight.unit_to_cost:
                 flight.unit_to_input[unit] = one
         flight.num_decoded += len(inputs)
@@ -197,6 +200,9 @@ class Flights:
             assert flight.unit_to_input.keys() <= flight.unit_to_cost.keys()
             if flight.phase is Phase.ENCODING:
                 assert flight.forwarding | flight.unit_to_input.keys() == flight.unit_to_cost.keys()
+
+    def _decoded_cost(self, flight: Flight) -> float:
+        return self._sizes.in_patches(flight.item.modality, flight.remaining_cost)
 
     def _end_if_done(self, flight: Flight) -> bool:
         if flight.unit_to_cost:

@@ -15,7 +15,7 @@ from encoder_pool.planning.batcher import choose_batch, split_cost
 from encoder_pool.planning.cost import CostEstimate, ForwardCost, ForwardCosts
 from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.features import FeatureSpec
-from encoder_pool.planning.flight import DecodeRoom, Phase, follower_of
+from encoder_pool.planning.flight import DecodeRoom, Flight, Phase, follower_of
 from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.lifecycle import FeatureState, advance
 from encoder_pool.planning.tally import BusyTime
@@ -269,6 +269,32 @@ class TestFlights:
             shortest_first.decode_started(flight)
             order.append(flight.item.mm_hash)
         assert order == ["item-1", "item-2"]
+
+    def test_sounds_count_by_the_memory_they_take(self) -> None:
+        """A mel frame takes an eighth of a patch here, which is known once each was seen."""
+        flights = Flights(patience=4.0)
+
+        def join(name: str, modality: str, cost: int) -> Flight:
+            one = item(name, cost, (2,), modality)
+            return flights.join(follower_of(request(one), turn(1), one, b"file", 0.0))
+
+        for modality, width in (("image", 16), ("audio", 2)):
+            flight = join(modality, modality, 10)
+            flights.decode_started(flight)
+            assert flights.decoded_cost == 10, "nothing smaller was seen before"
+            flights.decoded(flight, [EncoderInput(modality, np.zeros((10, width), np.float32), (1, 1, 10))])
+            assert flights.decoded_cost == (10 if modality == "image" else 1.25)
+            flights.leave(flight.followers[0])
+        for number in range(4):  # 160 frames, 20 patches: as many as there is room for
+            join(f"sound-{number}", "audio", 40)
+        flight = join("picture", "image", 1)
+        order = []
+        while found := flights.next_to_decode(ROOM, lambda modality, cost: cost if modality == "audio" else 1000):
+            flights.decode_started(found)
+            order.append(found.item.modality)
+        assert order == ["audio"] * 4
+        flights.leave(flight.followers[0])
+        assert flights.decoded_cost == 20
 
     def test_long_items_never_take_the_last_decoder_nor_the_last_room(self) -> None:
         flights = Flights(patience=4.0)
