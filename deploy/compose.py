@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.allocator import ask_for_large_pages, keep_freed_memory
-from deploy.config import ClusterConfig
+from deploy.config import ClusterConfig, EncoderSection
 from encoder_pool.config import EncoderConfig
 from fabric.channel import FeatureSink, FeatureSource
 from fabric.clock import SystemClock
@@ -112,6 +112,12 @@ def loaded_modalities(config: ClusterConfig, family: Family) -> tuple[str, ...]:
     return tuple(family.max_items) if section.modalities is None else section.modalities
 
 
+def mel_device(section: EncoderSection) -> str:
+    """Where spectrograms are made; empty for the decode processes."""
+    is_on_device = section.mel_on_device == "on" or (section.mel_on_device == "auto" and section.device == "cuda")
+    return section.device if is_on_device else ""
+
+
 def build_encoder(
     config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, source: FeatureSource
 ) -> EncoderService:
@@ -131,6 +137,7 @@ def build_encoder(
         num_decode_processes=section.decode_processes,
         decode_timeout_s=section.decode_timeout_s,
         decode_memory_bytes=section.decode_memory_bytes,
+        mel_device=mel_device(section),
         encode_delay_s=section.encode_delay_s,
         model_dir=str(model.directory),
     )

@@ -118,6 +118,9 @@ class EncoderSection(_Section):
     """An item that takes a decode process longer is refused."""
     decode_memory_bytes: Bytes = 4 * 2**30
     """Most memory of each decode process."""
+    mel_on_device: Literal["auto", "on", "off"] = "auto"
+    """Whether sounds are resampled and transformed on the encoder's device, not in decode processes; `auto`: on CUDA.
+    Sounds of more than max_batch_cost mel frames never are."""
     encode_delay_s: float = Field(0.0, ge=0)
     """Fault injection for tests: every forward is preceded by this pause."""
 

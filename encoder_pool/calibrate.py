@@ -13,10 +13,8 @@ import torch
 from encoder_pool.forward import dtype_name
 from encoder_pool.planning.cost import ForwardCosts
 from encoder_pool.planning.features import FeatureSpec
-from encoder_pool.samples import MODALITY_TO_SAMPLES
+from encoder_pool.samples import MODALITY_TO_SAMPLES, sample_item
 from fabric.errors import ConfigError
-from fabric.ids import MmHash
-from fabric.messages import MediaItem
 from modalities.family import EncoderInput, EncoderModel, Family
 
 NUM_RUNS = 2
@@ -34,28 +32,18 @@ def calibrate(family: Family, model: EncoderModel, modality: str, costs: Forward
     spec: FeatureSpec | None = None
     for size in sizes:
         sample = make(size)
-        plan = family.plan(sample.header)
-        item = MediaItem(
-            index=0,
-            modality=modality,
-            mm_hash=MmHash("calibration"),
-            grid=plan.grid,
-            unit_tokens=plan.unit_tokens,
-            cost=plan.cost,
-            part="calibration",
-            row_seconds=plan.row_seconds,
-        )
+        item = sample_item(family, sample, modality)
         inputs = family.preprocess(sample.data, item)
         feature = _forward(model, inputs)[0][0]  # the first run of a size pays for compiling and allocating
         spec = FeatureSpec(
             family.shape.num_levels, family.shape.hidden_size, dtype_name(feature), feature.element_size()
         )
-        if tuple(feature.shape) != spec.shape(plan.unit_tokens[0]):
+        if tuple(feature.shape) != spec.shape(item.unit_tokens[0]):
             raise ConfigError(
-                f"{modality} features are {tuple(feature.shape)}, the family says {spec.shape(plan.unit_tokens[0])}"
+                f"{modality} features are {tuple(feature.shape)}, the family says {spec.shape(item.unit_tokens[0])}"
             )
         for _ in range(NUM_RUNS):
-            costs.observe(modality, plan.cost, _forward(model, inputs)[1] + delay_s)
+            costs.observe(modality, item.cost, _forward(model, inputs)[1] + delay_s)
     assert spec is not None
     return spec
 

@@ -26,6 +26,9 @@ class EncoderConfig:
     lease_s: float = 60.0
     """How long a feature that was announced is held for its worker."""
     report_interval_s: float = 0.2
+    mel_device: str = ""
+    """Where sounds are resampled and transformed, as torch names it: the encoder's device, or empty for the decode
+    processes."""
     encode_delay_s: float = 0.0
     """Fault injection for tests: the forward thread sleeps this long before each forward."""
     num_decode_processes: int = 1

@@ -56,7 +56,8 @@ class Decoder(Protocol):
 
     async def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
         """Decodes and preprocesses one item into the units that were planned; `on_units` is called in the event loop
-        with those that are ready before the last. Cancelling it frees what it takes.
+        with those that are ready before the last. A sound may come as a waveform, to be made into units on the
+        encoder's device. Cancelling it frees what it takes.
 
         Raises InvalidMedia (broken, or not what was planned), EncodeFailed (our own failure on it), or DecodeBroke:
         the item may be tried once more.
@@ -69,12 +70,19 @@ class DecodePool:
     loop."""
 
     def __init__(
-        self, family: Family, model_dir: str, num_processes: int, limits: DecodeLimits = DEFAULT_LIMITS
+        self,
+        family: Family,
+        model_dir: str,
+        num_processes: int,
+        limits: DecodeLimits = DEFAULT_LIMITS,
+        max_raw_cost: int = 0,
     ) -> None:
+        """Sounds up to `max_raw_cost` mel frames are not made into units, but given as waveforms."""
         self._family = family
         self._model_dir = model_dir
         self._num_processes = num_processes
         self._limits = limits
+        self._max_raw_cost = max_raw_cost
         self._threads = ThreadPoolExecutor(self.num_parallel, thread_name_prefix="decode")
         """One waits for each process."""
         self._processes: set[DecodeProcess] = set()
@@ -113,11 +121,12 @@ class DecodePool:
         def hand_over(units: list[EncoderInput]) -> None:
             loop.call_soon_threadsafe(on_units, units)
 
+        is_raw = item.modality == "audio" and item.cost <= self._max_raw_cost
         if self._num_processes == 0:
-            return await self._run(decode_item, self._family, data, item, hand_over)
+            return await self._run(decode_item, self._family, data, item, hand_over, is_raw)
         while True:
             process = await self._idle.get()
-            work = self._run(process.decode, data, item, hand_over)
+            work = self._run(process.decode, data, item, hand_over, is_raw)
             try:
                 return await asyncio.shield(work)
             except DiedIdle:

@@ -26,6 +26,7 @@ from fabric.messages import MediaItem
 from modalities.family import EncoderInput, Family, MediaOptions
 from modalities.stopwatch import take_decode_s
 from modalities.unit_stream import stream_units
+from modalities.waveform import HearsOnDevice, Waveform
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +40,13 @@ START_TIMEOUT_S = 60.0
 
 class Decoded(NamedTuple):
     inputs: list[EncoderInput]
-    """The units that were not handed over before."""
+    """The units that were not handed over before; none of what is left to the encoder's device."""
     decode_s: float
     """Without waiting."""
     preprocess_s: float = 0.0
     """From pixels or samples to what the encoder takes."""
+    waveform: Waveform | None = None
+    """A sound whose units the encoder's device makes."""
 
 
 class DecodeLimits(NamedTuple):
@@ -105,12 +108,12 @@ class DecodeProcess:
         self.kill()
         raise DiedIdle("a decode process does not answer")
 
-    def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
+    def decode(self, data: bytes, item: MediaItem, on_units: OnUnits, is_raw: bool = False) -> Decoded:
         """Blocks; `on_units` is called in this thread. Raises what `decode_item` does, DiedIdle, or ProcessDied."""
         self.wait_until_ready()
         self.is_at_work = True
         try:
-            self._send((data, item))
+            self._send((data, item, is_raw))
         except OSError:
             raise self._death() from None
         outcome = self._receive()
@@ -132,7 +135,7 @@ class DecodeProcess:
         self._process.join()
         self._pipe.close()
 
-    def _send(self, message: tuple[bytes, MediaItem] | None) -> None:
+    def _send(self, message: tuple[bytes, MediaItem, bool] | None) -> None:
         self.is_clean = False
         self._number += 1
         send(self._pipe, (self._number, message))
@@ -154,19 +157,19 @@ class DecodeProcess:
         return ProcessDied(self._process.exitcode == -signal.SIGALRM)
 
 
-def decode_item(family: Family, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
-    """Decodes and preprocesses one item; `on_units` is given what is ready before the end. Raises InvalidMedia (broken,
-    or not what was planned), or EncodeFailed (our own failure on it)."""
-    started_s = part_s = time.perf_counter()
+def decode_item(family: Family, data: bytes, item: MediaItem, on_units: OnUnits, is_raw: bool = False) -> Decoded:
+    """Decodes and preprocesses one item; `on_units` is given what is ready before the end. `is_raw`: a sound, of a
+    family that keeps `HearsOnDevice`, is decoded alone. Raises InvalidMedia (broken, or not what was planned), or
+    EncodeFailed (our own failure on it)."""
+    started_s = time.perf_counter()
     take_decode_s()  # of an item that failed before
-    check, inputs = PlanCheck(item), list[EncoderInput]()
+    inputs, waveform = list[EncoderInput](), None
     try:
-        for unit in stream_units(family, data, item):
-            check.add(unit)
-            inputs.append(unit)
-            if time.perf_counter() - part_s >= PART_S and check.num_units < len(item.unit_tokens):
-                on_units(inputs)
-                inputs, part_s = [], time.perf_counter()
+        if is_raw:
+            assert isinstance(family, HearsOnDevice)
+            waveform = family.decode_waveform(data, item)
+        else:
+            inputs = _last_units(family, data, item, on_units)
     except WeftError:
         raise
     except MemoryError as error:
@@ -174,9 +177,22 @@ def decode_item(family: Family, data: bytes, item: MediaItem, on_units: OnUnits)
     except Exception as error:  # the loop of a decode process: a bug on one file must not end the others
         logger.exception("preprocessing of %s failed", item.mm_hash)
         raise EncodeFailed(f"preprocessing failed ({type(error).__name__})") from error
-    check.end()
     decode_s = take_decode_s()
-    return Decoded(inputs, decode_s, time.perf_counter() - started_s - decode_s)
+    return Decoded(inputs, decode_s, time.perf_counter() - started_s - decode_s, waveform)
+
+
+def _last_units(family: Family, data: bytes, item: MediaItem, on_units: OnUnits) -> list[EncoderInput]:
+    """Those that `on_units` was not given."""
+    part_s = time.perf_counter()
+    check, inputs = PlanCheck(item), list[EncoderInput]()
+    for unit in stream_units(family, data, item):
+        check.add(unit)
+        inputs.append(unit)
+        if time.perf_counter() - part_s >= PART_S and check.num_units < len(item.unit_tokens):
+            on_units(inputs)
+            inputs, part_s = [], time.perf_counter()
+    check.end()
+    return inputs
 
 
 def _too_large(item: MediaItem) -> InvalidMedia:
@@ -236,12 +252,11 @@ def _serve(pipe: Connection, model_dir: str, parent_pid: int, limits: DecodeLimi
         if message is None:
             answer(None)
         else:
-            data, item = message
-            outcome = _decode_in_time(family, data, item, limits.timeout_s, answer)
+            outcome = _decode_in_time(family, message, limits.timeout_s, answer)
             try:
                 answer(outcome)
             except MemoryError:  # of what it is sent as
-                answer(_too_large(item))
+                answer(_too_large(message[1]))
 
 
 def _answer(pipe: Connection, number: int, outcome: object) -> None:
@@ -249,12 +264,13 @@ def _answer(pipe: Connection, number: int, outcome: object) -> None:
 
 
 def _decode_in_time(
-    family: Family, data: bytes, item: MediaItem, timeout_s: float, on_units: OnUnits
+    family: Family, message: tuple[bytes, MediaItem, bool], timeout_s: float, on_units: OnUnits
 ) -> Decoded | WeftError:
     """The alarm ends the process when the time is up: a codec that hangs listens to nobody else."""
     signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    data, item, is_raw = message
     try:
-        return decode_item(family, data, item, on_units)
+        return decode_item(family, data, item, on_units, is_raw)
     except WeftError as error:
         return error
     finally:

@@ -1,8 +1,9 @@
-"""The forward thread: encoder inputs to feature bytes, in the arena. The only thread that touches the model.
+"""The forward thread: encoder inputs to feature bytes, in the arena, and sounds to encoder inputs. The only thread that
+touches the device.
 
-A fused batch that fails is tried again unit by unit, so that a poisoned unit fails alone; one that runs out of device
+A batch that fails is tried again one by one, so that a poisoned unit or sound fails alone; one that runs out of device
 memory is split in halves. What comes out is held against the plan before it may be announced. Knows nothing of
-queues, leases or requests: it is given a batch, and says what became of each unit.
+queues, leases or requests: it is given a batch, and says what became of each.
 """
 
 from __future__ import annotations
@@ -12,26 +13,31 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
+from encoder_pool.decode_process import check_inputs
 from encoder_pool.planning.features import FeatureSpec
-from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit
+from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit, SoundJob, SoundResult
 from fabric.errors import EncodeFailed, FeatureMismatch, WeftError
-from modalities.family import EncoderModel
+from modalities.family import EncoderInput, EncoderModel
+from modalities.waveform import Spectrograms
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R")
 
-
-Job = tuple[Sequence[ForwardUnit], Callable[[ForwardResult], None]]
+Job = Callable[[], None]
 
 
 class ForwardThread:
     """Keeps `planning.forward_job.Forward`, one batch at a time. `done` is called in the thread itself; it must hand
-    over, not work."""
+    over, not work. Without `spectrograms` it takes no sounds."""
 
-    def __init__(self, model: EncoderModel, delay_s: float) -> None:
+    def __init__(self, model: EncoderModel, delay_s: float, spectrograms: Spectrograms | None = None) -> None:
         self._model = model
+        self._spectrograms = spectrograms
         self._delay_s = delay_s
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="encoder-forward", daemon=True)
@@ -46,7 +52,10 @@ class ForwardThread:
         self._thread.start()
 
     def submit(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
-        self._jobs.put((units, done))
+        self._jobs.put(lambda: done(self._forward(units)))
+
+    def submit_sounds(self, sounds: Sequence[SoundJob], done: Callable[[SoundResult], None]) -> None:
+        self._jobs.put(lambda: done(self._hear(sounds)))
 
     def close(self) -> None:
         """Ends the thread after its current batch."""
@@ -56,33 +65,33 @@ class ForwardThread:
 
     def _loop(self) -> None:
         while (job := self._jobs.get()) is not None:
-            units, done = job
-            started_s = time.perf_counter()
-            if self._delay_s:
-                time.sleep(self._delay_s)
             with torch.inference_mode():
-                errors = self._encode(units)
-            done(ForwardResult(errors, time.perf_counter() - started_s))
+                job()
+
+    def _forward(self, units: Sequence[ForwardUnit]) -> ForwardResult:
+        started_s = time.perf_counter()
+        if self._delay_s:
+            time.sleep(self._delay_s)
+        outcomes = fail_alone(self._encode, units, lambda unit: f"a unit of {unit.input.num_patches} patches")
+        return ForwardResult(outcomes, time.perf_counter() - started_s)
+
+    def _hear(self, sounds: Sequence[SoundJob]) -> SoundResult:
+        started_s = time.perf_counter()
+        outcomes = fail_alone(self._units, sounds, lambda sound: f"a sound of {sound.waveform.num_samples} samples")
+        return SoundResult(outcomes, time.perf_counter() - started_s)
 
     def _encode(self, units: Sequence[ForwardUnit]) -> list[WeftError | None]:
-        try:
-            features = self._model.encode([unit.input for unit in units])
-            if len(features) != len(units):
-                raise FeatureMismatch(f"the encoder gave {len(features)} features for {len(units)} units")
-            return [self._store(unit, feature) for unit, feature in zip(units, features, strict=True)]
-        except torch.OutOfMemoryError as error:
-            torch.cuda.empty_cache()
-            if len(units) == 1:
-                return [EncodeFailed(f"out of device memory on a unit of {units[0].input.num_patches} patches")]
-            logger.warning("a batch of %d units ran out of memory, split: %s", len(units), error)
-            half = len(units) // 2
-            return self._encode(units[:half]) + self._encode(units[half:])
-        except Exception as error:  # the loop of a process: what one unit breaks, the others must not pay for
-            if len(units) == 1:
-                logger.exception("a unit failed in the encoder")
-                return [error if isinstance(error, WeftError) else EncodeFailed(f"encoder: {type(error).__name__}")]
-            logger.warning("a batch of %d units failed, each is tried alone: %r", len(units), error)
-            return [self._encode([unit])[0] for unit in units]
+        features = self._model.encode([unit.input for unit in units])
+        if len(features) != len(units):
+            raise FeatureMismatch(f"the encoder gave {len(features)} features for {len(units)} units")
+        return [self._store(unit, feature) for unit, feature in zip(units, features, strict=True)]
+
+    def _units(self, sounds: Sequence[SoundJob]) -> list[list[EncoderInput]]:
+        assert self._spectrograms is not None
+        found = self._spectrograms.units([sound.waveform for sound in sounds])
+        for inputs, sound in zip(found, sounds, strict=True):
+            check_inputs(inputs, sound.item)
+        return found
 
     def _store(self, unit: ForwardUnit, feature: torch.Tensor) -> WeftError | None:
         """Copies a feature's bytes into its slot, if it is what was planned."""
@@ -95,6 +104,29 @@ class ForwardThread:
         payload = feature.contiguous().view(torch.uint8).reshape(-1)
         torch.from_numpy(unit.buffer).copy_(payload)
         return None
+
+
+def fail_alone(
+    work: Callable[[Sequence[T]], list[R]], batch: Sequence[T], name: Callable[[T], str]
+) -> list[R | WeftError]:
+    """What `work` makes of each of a batch, in order. If all together fail, each is tried alone; if they run out of
+    device memory, they are split in halves. What fails alone stands as an error in its place; `name` says what it
+    is."""
+    try:
+        return list(work(batch))
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        if len(batch) == 1:
+            return [EncodeFailed(f"out of device memory on {name(batch[0])}")]
+        logger.warning("a batch of %d ran out of memory, split: %s", len(batch), error)
+        half = len(batch) // 2
+        return fail_alone(work, batch[:half], name) + fail_alone(work, batch[half:], name)
+    except Exception as error:  # the loop of a process: what one breaks, the others must not pay for
+        if len(batch) == 1:
+            logger.exception("%s failed in the encoder", name(batch[0]))
+            return [error if isinstance(error, WeftError) else EncodeFailed(f"encoder: {type(error).__name__}")]
+        logger.warning("a batch of %d failed, each is tried alone: %r", len(batch), error)
+        return [fail_alone(work, [one], name)[0] for one in batch]
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

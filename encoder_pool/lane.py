@@ -1,7 +1,8 @@
-"""The forward's lane: what goes into the next forward, with room in the arena reserved for it, and what came of it.
+"""The device's lane: what goes into the next forward, with room in the arena reserved for it, and what came of it.
+Sounds of which the device makes the units stand in the same line.
 
-One forward at a time; nothing of it can be stopped. Lives in the pipeline's event loop. Knows nothing of calls: who
-waited for a unit is told by the pipeline.
+One batch at a time; nothing of it can be stopped. Lives in the pipeline's event loop. Knows nothing of calls: who
+waited for a unit, or a sound, is told by the pipeline.
 """
 
 from __future__ import annotations
@@ -9,20 +10,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from encoder_pool.planning.batcher import QueuedUnit, choose_batch
+from encoder_pool.planning.batcher import QueuedSound, QueuedUnit, choose_batch, choose_sounds
 from encoder_pool.planning.cost import ForwardCosts
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
+from encoder_pool.planning.flight import Flight
 from encoder_pool.planning.flights import Flights
-from encoder_pool.planning.forward_job import Forward, ForwardResult, ForwardUnit
+from encoder_pool.planning.forward_job import Forward, ForwardResult, ForwardUnit, SoundJob, SoundResult
 from encoder_pool.planning.tally import BusyTime, Tally
 from fabric.channel import SourceSlot
 from fabric.clock import Clock
 from fabric.errors import UnitTooLarge, WeftError
 from fabric.ids import UnitKey
+from modalities.family import EncoderInput
+
+UnitEnded = Callable[[UnitKey, WeftError | None], None]
+SoundEnded = Callable[[Flight, list[EncoderInput] | WeftError, float], None]
+"""The flight, its units or why there are none, and how long the batch took that it was in."""
 
 
 class Lane:
-    """`spec` must be set before the first `start`. `unit_ended` is called with each unit that was made, or failed."""
+    """`spec` must be set before the first `start`. `ended` is called with each unit that was made, or failed, and with
+    each sound whose units were, or were not."""
 
     def __init__(
         self,
@@ -32,7 +40,7 @@ class Lane:
         forward: Forward,
         clock: Clock,
         tally: Tally,
-        unit_ended: Callable[[UnitKey, WeftError | None], None],
+        ended: tuple[UnitEnded, SoundEnded],
     ) -> None:
         self._max_batch_cost = max_batch_cost
         self._flights = flights
@@ -40,22 +48,55 @@ class Lane:
         self._forward = forward
         self._clock = clock
         self._tally = tally
-        self._unit_ended = unit_ended
+        self._unit_ended, self._sound_ended = ended
+        self._is_busy = False
         self.spec: FeatureSpec | None = None
         self.batch: list[QueuedUnit] = []
-        """What is in the forward now; empty when it is idle."""
+        """What is in the forward now; empty when there is none."""
         self.costs = ForwardCosts()
         self.busy = BusyTime()
 
     def start(self, done: Callable[[], None]) -> None:
-        """Starts a forward if it is idle and something waits that has room; `done` is called after it ended and
-        everybody was told.
+        """Starts a forward if the device is idle and something waits that has room, or the batch of sounds that is
+        next in line; `done` is called after it ended and everybody was told.
 
-        Room is reserved in order of rank. Who has none waits for leases to end, and nobody passes it, for else a large
-        feature might wait for ever."""
-        while not self.batch and (batch := self._choose()):
-            if not self._take(batch, done):
+        Room is reserved in order of rank. Who has none waits for leases to end, and no unit passes it, for else a
+        large feature might wait for ever."""
+        while not self._is_busy:
+            sounds = choose_sounds(self._flights.queued_sounds(self.costs.work_s), self._max_batch_cost)
+            batch = self._choose()
+            is_sound_first = bool(sounds) and (not batch or sounds[0].rank < batch[0].rank)
+            if not is_sound_first and batch and self._take(batch, done):
+                continue
+            if not sounds:
                 return
+            self._hear(sounds, done)
+
+    def _hear(self, sounds: list[QueuedSound], done: Callable[[], None]) -> None:
+        started = [self._flights.sound_started(sound.mm_hash) for sound in sounds]
+        flights = [flight for flight, _ in started]
+        self._begin()
+        loop = asyncio.get_running_loop()
+
+        def hand_over(result: SoundResult) -> None:
+            loop.call_soon_threadsafe(self._heard, flights, result, done)
+
+        self._forward.submit_sounds([SoundJob(waveform, flight.item) for flight, waveform in started], hand_over)
+
+    def _heard(self, flights: list[Flight], result: SoundResult, done: Callable[[], None]) -> None:
+        self._end()
+        self._tally.preprocess_s += result.seconds
+        for flight, outcome in zip(flights, result.outcomes, strict=True):
+            self._sound_ended(flight, outcome, result.seconds)
+        done()
+
+    def _begin(self) -> None:
+        self._is_busy = True
+        self.busy.started(self._clock.now())
+
+    def _end(self) -> None:
+        self._is_busy = False
+        self.busy.ended(self._clock.now())
 
     def _choose(self) -> list[QueuedUnit]:
         queued = self._flights.queued_units(self.costs.work_s)
@@ -86,7 +127,7 @@ class Lane:
 
     def _submit(self, batch: list[QueuedUnit], units: list[ForwardUnit], done: Callable[[], None]) -> None:
         self.batch = batch
-        self.busy.started(self._clock.now())
+        self._begin()
         loop = asyncio.get_running_loop()
 
         def hand_over(result: ForwardResult) -> None:
@@ -102,7 +143,7 @@ class Lane:
 
     def _ended(self, batch: list[QueuedUnit], result: ForwardResult, done: Callable[[], None]) -> None:
         self.batch = []
-        self.busy.ended(self._clock.now())
+        self._end()
         cost = sum(unit.cost for unit in batch)
         self._tally.batch_ended(len(batch), cost, result.seconds)
         if not any(result.errors):

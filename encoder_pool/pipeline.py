@@ -67,7 +67,8 @@ class Pipeline:
             max_long_items=decoder.num_parallel - 1,
         )
         self.tally = Tally()
-        self.lane = Lane(config.max_batch_cost, self.flights, table, forward, clock, self.tally, self._unit_ended)
+        ended = (self._unit_ended, self._sound_ended)
+        self.lane = Lane(config.max_batch_cost, self.flights, table, forward, clock, self.tally, ended)
 
     def open(self, spec: FeatureSpec) -> None:
         """From now on calls are accepted; `spec` is what features of this model look like."""
@@ -238,7 +239,10 @@ class Pipeline:
             self.tally.preprocess_s += decoded.preprocess_s
             for follower in flight.followers:
                 follower.decode_s, follower.preprocess_s = decoded.decode_s, decoded.preprocess_s
-            self.flights.decoded(flight, decoded.inputs)
+            if decoded.waveform is None:
+                self.flights.decoded(flight, decoded.inputs)
+            else:
+                self.flights.decoded_sound(flight, decoded.waveform)
         finally:
             del self._flight_to_task[flight]
             self.pump()
@@ -247,6 +251,15 @@ class Pipeline:
         """The next units of a flight are ready, others are still to come."""
         if self.flights.decoded_part(flight, inputs):
             self.pump()
+
+    def _sound_ended(self, flight: Flight, outcome: list[EncoderInput] | WeftError, seconds: float) -> None:
+        """The device has made a sound's units, in a batch that took so long, or has failed; perhaps for nobody."""
+        if isinstance(outcome, WeftError):
+            self._fail_flight(flight, outcome)
+        elif self.flights.is_live(flight):
+            for follower in flight.followers:
+                follower.preprocess_s += seconds
+            self.flights.decoded(flight, outcome)
 
     def _fail_flight(self, flight: Flight, error: WeftError) -> None:
         if not self.flights.is_live(flight):

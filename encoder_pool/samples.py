@@ -13,7 +13,9 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-from modalities.family import AudioHeader, ImageHeader, MediaHeader, VideoHeader
+from fabric.ids import MmHash
+from fabric.messages import MediaItem
+from modalities.family import AudioHeader, Family, ImageHeader, MediaHeader, VideoHeader
 
 FPS = 4
 NUM_FRAMES = 8
@@ -48,17 +50,32 @@ def video_sample(edge: int) -> Sample:
     return Sample(VideoHeader("mp4", edge, edge, NUM_FRAMES, NUM_FRAMES / FPS), buffer.getvalue())
 
 
-def audio_sample(seconds: int) -> Sample:
+def audio_sample(seconds: int, rate: int = SAMPLE_RATE) -> Sample:
     """A WAV of one channel: a tone of 440 Hz."""
-    num_samples = seconds * SAMPLE_RATE
-    tone = 8000 * np.sin(2 * np.pi * 440 / SAMPLE_RATE * np.arange(num_samples))
+    num_samples = seconds * rate
+    tone = 8000 * np.sin(2 * np.pi * 440 / rate * np.arange(num_samples))
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
-        file.setframerate(SAMPLE_RATE)
+        file.setframerate(rate)
         file.writeframes(tone.astype("<i2").tobytes())
-    return Sample(AudioHeader("wav", SAMPLE_RATE, 1, num_samples), buffer.getvalue())
+    return Sample(AudioHeader("wav", rate, 1, num_samples), buffer.getvalue())
+
+
+def sample_item(family: Family, sample: Sample, modality: str) -> MediaItem:
+    """As a router plans it."""
+    plan = family.plan(sample.header)
+    return MediaItem(
+        index=0,
+        modality=modality,
+        mm_hash=MmHash("calibration"),
+        grid=plan.grid,
+        unit_tokens=plan.unit_tokens,
+        cost=plan.cost,
+        part="calibration",
+        row_seconds=plan.row_seconds,
+    )
 
 
 MODALITY_TO_SAMPLES: dict[str, tuple[Callable[[int], Sample], tuple[int, ...]]] = {

@@ -15,6 +15,7 @@ from encoder_pool.calibrate import calibrate
 from encoder_pool.config import EncoderConfig
 from encoder_pool.decode import DecodeLimits, DecodePool
 from encoder_pool.forward import ForwardThread
+from encoder_pool.hearing import load_spectrograms, try_spectrograms
 from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.features import FeatureSpec, FeatureTable, LeaseKey
@@ -72,8 +73,10 @@ class EncoderService:
         self._table = FeatureTable(source, clock, config.lease_s, self._log)
         self._reporter = Reporter(plane, self._log, clock)
         limits = DecodeLimits(config.decode_timeout_s, config.decode_memory_bytes)
-        self._decoder = DecodePool(family, config.model_dir, config.num_decode_processes, limits)
-        self._forward = ForwardThread(model, config.encode_delay_s)
+        self._spectrograms = load_spectrograms(config, family)
+        max_raw_cost = config.max_batch_cost if self._spectrograms else 0
+        self._decoder = DecodePool(family, config.model_dir, config.num_decode_processes, limits, max_raw_cost)
+        self._forward = ForwardThread(model, config.encode_delay_s, self._spectrograms)
         announcer = Announcer(member_id, plane, source, self._table, config.lease_s)
         self._pipeline = Pipeline(
             member_id, config, self._table, announcer, self._decoder, self._forward, clock, self._changed
@@ -184,6 +187,8 @@ class EncoderService:
         self._pipeline.flights.check_invariants()
 
     def _calibrate(self) -> FeatureSpec:
+        if self._spectrograms is not None:
+            try_spectrograms(self._family, self._spectrograms)
         costs, delay_s = self._pipeline.costs, self._config.encode_delay_s
         modalities = self._config.modalities
         specs = {calibrate(self._family, self._model, modality, costs, delay_s) for modality in modalities}

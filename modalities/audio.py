@@ -5,7 +5,7 @@ Knows no model: the rate that a family hears at is an argument, spectrograms are
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 
 import av
@@ -22,13 +22,13 @@ from fabric.errors import InvalidMedia, InvalidRequest
 from modalities.container import open_container, sound_header, sound_stream
 from modalities.family import AudioHeader, MediaHeader
 from modalities.plugin import MediaLimits, decode_base64, decode_data_url, part_url
+from modalities.resampling import Resampling
 from modalities.stopwatch import decoding
 from modalities.tolerance import AUDIO_S
+from modalities.waveform import Waveform
 
 Samples = npt.NDArray[np.float32]
 
-# Flat to 7.4 kHz and 100 dB down from 8.5 kHz on at 16 kHz; the default loses 3 dB at 7.5 kHz and folds back at -26.
-_RESAMPLER = "{rate}:filter_size=128:cutoff=0.97"
 _BLOCK_SAMPLES = 1 << 16
 _LOUDEST = 1e6
 """Of full scale: a file of floating-point samples that are louder is broken."""
@@ -88,21 +88,45 @@ def decode_samples(data: bytes, rate: int, num_samples: int, param: str) -> Samp
 
     Stops decoding where the file turns out longer. Raises InvalidMedia for a broken file and for one that is not of
     the planned length."""
+    _, samples = _found_samples(data, rate, num_samples, param, lambda _: False)
+    samples = np.concatenate([samples[:num_samples], np.zeros(max(0, num_samples - len(samples)), dtype=np.float32)])
+    return _checked(samples, param)
+
+
+@decoding
+def decode_waveform(data: bytes, rate: int, num_samples: int, param: str) -> Waveform:
+    """As `decode_samples`, but at the file's own rate if a device may resample it; neither padded nor trimmed."""
+    found, samples = _found_samples(
+        data, rate, num_samples, param, lambda found: Resampling.between(found, rate).is_for_devices
+    )
+    if found != rate and len(samples) < Resampling.between(found, rate).least_samples:
+        blocks = [block for _, block in _resampled([(found, samples)], rate, lambda _: False)]
+        found, samples = rate, np.concatenate([*blocks, np.zeros(0, dtype=np.float32)])
+    return Waveform(_checked(samples, param), found, num_samples)
+
+
+def _found_samples(
+    data: bytes, rate: int, num_samples: int, param: str, is_kept: Callable[[int], bool]
+) -> tuple[int, Samples]:
+    """Rate and samples of a file; `num_samples` at `rate` were planned. `is_kept`: as in `_resampled`."""
     slack = round(AUDIO_S * rate)
     blocks: list[Samples] = []
-    num_found = 0
+    found, num_found = rate, 0
     with open_container(data, param) as container:
         stream = sound_stream(container)
         if stream is None:
             raise InvalidMedia(f"{param}: no sound that can be decoded", param=param)
-        for block in _resampled(_mono_blocks(container, stream, param), rate):
+        for found, block in _resampled(_mono_blocks(container, stream, param), rate, is_kept):
             blocks.append(block)
             num_found += len(block)
-            if num_found > num_samples + slack:
+            if -(-num_found * rate // found) > num_samples + slack:
                 raise InvalidMedia(f"{param}: the sound is longer than its header promised", param=param)
-    if num_found < num_samples - slack:
+    if -(-num_found * rate // found) < num_samples - slack:
         raise InvalidMedia(f"{param}: the sound is shorter than its header promised", param=param)
-    samples = np.concatenate([*blocks, np.zeros(max(0, num_samples - num_found), dtype=np.float32)])[:num_samples]
+    return found, np.concatenate([*blocks, np.zeros(0, dtype=np.float32)])
+
+
+def _checked(samples: Samples, param: str) -> Samples:
     if not np.all(np.abs(samples) < _LOUDEST):  # false for what is no number, too
         raise InvalidMedia(f"{param}: the sound has samples that are no numbers", param=param)
     return samples
@@ -138,29 +162,32 @@ def _mono(frame: AudioFrame) -> Samples:
     return mono.astype(np.float32)
 
 
-def _resampled(blocks: Iterable[tuple[int, Samples]], rate: int) -> Iterator[Samples]:
-    """Through libswresample, flushed at the end; samples that have the rate already stay as they are."""
+def _resampled(
+    blocks: Iterable[tuple[int, Samples]], rate: int, is_kept: Callable[[int], bool]
+) -> Iterator[tuple[int, Samples]]:
+    """(rate, samples), through libswresample, flushed at the end; samples that have the rate already, or one that is
+    kept, stay as they are."""
     graph: Graph | None = None
     at = 0
     for found, block in blocks:
-        if found == rate:
-            yield block
+        if found == rate or is_kept(found):
+            yield found, block
             continue
         graph = graph or _resampling_graph(found, rate)
         frame = AudioFrame.from_ndarray(block[None], format="flt", layout="mono")
         frame.sample_rate, frame.pts, frame.time_base = found, at, Fraction(1, found)
         at += len(block)
         graph.push(frame)
-        yield from _pulled(graph)
+        yield from ((rate, made) for made in _pulled(graph))
     if graph is not None:
         graph.push(None)
-        yield from _pulled(graph)
+        yield from ((rate, made) for made in _pulled(graph))
 
 
 def _resampling_graph(found: int, rate: int) -> Graph:
     graph = Graph()
     source = graph.add_abuffer(sample_rate=found, format="flt", layout="mono", time_base=Fraction(1, found))
-    resampler, sink = graph.add("aresample", _RESAMPLER.format(rate=rate)), graph.add("abuffersink")
+    resampler, sink = graph.add("aresample", Resampling.between(found, rate).options), graph.add("abuffersink")
     source.link_to(resampler)
     resampler.link_to(sink)
     graph.configure()

@@ -46,30 +46,27 @@ def num_mel_frames(num_samples: int, options: MelOptions, padded_to: int = 0) ->
     return min(math.ceil(num_samples / options.hop), total // options.hop)
 
 
-class Signal(NamedTuple):
-    """A sound with all that its frames see: frame i is `values[i * hop : i * hop + window]`."""
+class Extent(NamedTuple):
+    """What the frames of a sound see, and how many there are. Half a window is reflected at both ends; frame i sees
+    `[i * hop : i * hop + window]` of that."""
 
-    values: npt.NDArray[np.float32]
-    """Reflected at both ends, or running out into silence."""
     num_made: int
     """Frames among which the loudest value is looked for."""
     num_kept: int
+    silence: int
+    """Samples of it behind the sound."""
 
 
-def signal_of(
-    samples: npt.NDArray[np.float32], options: MelOptions, padded_to: int = 0, num_extra_frames: int = 0
-) -> Signal:
-    """Of `(num_samples,)`, as in `log_mel`; without frames if the sound is too short."""
-    num_frames = num_mel_frames(len(samples), options, padded_to)
+def extent_of(num_samples: int, options: MelOptions, padded_to: int = 0, num_extra_frames: int = 0) -> Extent:
+    """As in `log_mel`; no frames if the sound is too short."""
+    num_frames = num_mel_frames(num_samples, options, padded_to)
     if num_frames == 0:
-        return Signal(np.zeros(options.window, dtype=np.float32), 0, 0)
-    total = max(len(samples), padded_to)
+        return Extent(0, 0, 0)
+    total = max(num_samples, padded_to)
     # Up to two frames behind the sound still hear its end, and may hold the loudest value.
     num_made = min(num_frames + max(2, num_extra_frames), total // options.hop)
-    silence = min(total - len(samples), (2 + num_extra_frames) * options.hop + options.window)
-    values = np.pad(samples.astype(np.float32, copy=False), (0, silence))
-    values = np.pad(values, options.window // 2, mode="reflect")
-    return Signal(values, num_made, min(num_frames + num_extra_frames, num_made))
+    silence = min(total - num_samples, (2 + num_extra_frames) * options.hop + options.window)
+    return Extent(num_made, min(num_frames + num_extra_frames, num_made), silence)
 
 
 def log_mel(
@@ -77,19 +74,21 @@ def log_mel(
 ) -> npt.NDArray[np.float32]:
     """`(num_samples,)` at the options' rate -> `(num_mel_frames, num_bins)`, as if silence filled it up to `padded_to`
     samples. `num_extra_frames` of that silence are appended, as far as it reaches. Too short a sound gives none."""
-    signal = signal_of(samples, options, padded_to, num_extra_frames)
-    if signal.num_made == 0:
+    extent = extent_of(len(samples), options, padded_to, num_extra_frames)
+    if extent.num_made == 0:
         return np.empty((0, options.num_bins), dtype=np.float32)
-    frames = np.lib.stride_tricks.sliding_window_view(signal.values, options.window)[:: options.hop]
+    signal = np.pad(samples.astype(np.float32, copy=False), (0, extent.silence))
+    signal = np.pad(signal, options.window // 2, mode="reflect")
+    frames = np.lib.stride_tricks.sliding_window_view(signal, options.window)[:: options.hop]
     filters, window = mel_filters(options), np.hanning(options.window + 1)[:-1].astype(np.float32)
-    energies = np.empty((signal.num_made, options.num_bins))
-    for start in range(0, signal.num_made, _BLOCK_FRAMES):
-        block = slice(start, min(start + _BLOCK_FRAMES, signal.num_made))
+    energies = np.empty((extent.num_made, options.num_bins))
+    for start in range(0, extent.num_made, _BLOCK_FRAMES):
+        block = slice(start, min(start + _BLOCK_FRAMES, extent.num_made))
         spectrum = np.fft.rfft(frames[block] * window)
         energies[block] = (spectrum.real**2 + spectrum.imag**2) @ filters
     values = np.log10(np.maximum(energies, FLOOR))
     values = (np.maximum(values, values.max() - DYNAMIC_RANGE) + 4.0) / 4.0
-    return values[: signal.num_kept].astype(np.float32)
+    return values[: extent.num_kept].astype(np.float32)
 
 
 @lru_cache(maxsize=8)

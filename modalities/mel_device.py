@@ -1,23 +1,20 @@
 """Samples -> log-mel spectrograms on a device, many sounds at once: what `modalities.mel` makes of each, to 1e-4.
 
-For encoders on CUDA. Knows no files and no models.
+Sounds of all lengths lie one behind the other, so none is padded to another's. Knows no files and no models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch.nn import functional
 
-from fabric.errors import ConfigError
-from modalities.mel import DYNAMIC_RANGE, FLOOR, MelOptions, mel_filters, signal_of
+from modalities.mel import DYNAMIC_RANGE, FLOOR, Extent, MelOptions, extent_of, mel_filters
 
-_FILTER_WIDTH = 64
-_ROLLOFF = 0.97
-"""As wide and as steep as `modalities.audio` resamples."""
+_BLOCK_FRAMES = 16384
+"""Transformed at once: with 400 samples each, about 100 MB of spectra. Bounds the memory, whatever the sounds are."""
 
 
 class DeviceMel:
@@ -30,49 +27,59 @@ class DeviceMel:
 
     @torch.no_grad()
     def log_mels(
-        self, sounds: Sequence[npt.NDArray[np.float32]], padded_to: int = 0, num_extra_frames: int = 0
+        self, sounds: Sequence[torch.Tensor], padded_to: int = 0, num_extra_frames: int = 0
     ) -> list[torch.Tensor]:
-        """Samples `(num_samples,)` each, at the options' rate -> float32 `(num_mel_frames, num_bins)` each, on the
-        device; arguments and lengths as in `modalities.mel.log_mel`. Memory grows with the longest sound times their
-        number."""
-        if not sounds:
-            return []
+        """Samples float32 `(num_samples,)` each, on the device and at the options' rate -> float32
+        `(num_mel_frames, num_bins)` each; arguments and lengths as in `modalities.mel.log_mel`."""
         options = self._options
-        signals = [signal_of(samples, options, padded_to, num_extra_frames) for samples in sounds]
-        batch = np.zeros((len(signals), max(len(signal.values) for signal in signals)), dtype=np.float32)
-        for row, signal in zip(batch, signals, strict=True):
-            row[: len(signal.values)] = signal.values
-        spectra = torch.stft(
-            torch.from_numpy(batch).to(self._window.device),
-            options.window,
-            options.hop,
-            window=self._window,
-            center=False,
-            return_complex=True,
-        )
-        energies = torch.view_as_real(spectra).square().sum(-1).transpose(1, 2) @ self._filters
-        values = energies.clamp(min=FLOOR).log10()  # (sounds, frames, bins)
-        made = torch.tensor([signal.num_made for signal in signals], device=values.device)
-        is_made = torch.arange(values.shape[1], device=values.device) < made[:, None]
-        loudest = values.amax(-1).masked_fill(~is_made, -torch.inf).amax(-1)
-        values = (torch.maximum(values, (loudest - DYNAMIC_RANGE)[:, None, None]) + 4.0) / 4.0
-        return [rows[: signal.num_kept] for rows, signal in zip(values, signals, strict=True)]
+        extents = [extent_of(len(samples), options, padded_to, num_extra_frames) for samples in sounds]
+        signals = [
+            self._signal(samples, extent) for samples, extent in zip(sounds, extents, strict=True) if extent.num_made
+        ]
+        if not signals:
+            return [self._filters.new_empty((0, options.num_bins)) for _ in sounds]
+        values = self._log_energies(torch.cat([*signals, self._window.new_zeros(options.window)]))
+        found, at = [], 0
+        for extent in extents:
+            found.append(_normalised(values[at : at + extent.num_made])[: extent.num_kept])
+            at += self._num_hops(extent)
+        return found
+
+    def _num_hops(self, extent: Extent) -> int:
+        """That a sound's signal takes: some frames behind those that are made would see the next sound, too."""
+        hop, window = self._options.hop, self._options.window
+        return -(-((extent.num_made - 1) * hop + window) // hop) if extent.num_made else 0
+
+    def _signal(self, samples: torch.Tensor, extent: Extent) -> torch.Tensor:
+        """All that the frames see, filled up to whole hops."""
+        num_seen = self._num_hops(extent) * self._options.hop
+        signal = functional.pad(samples, (0, extent.silence))
+        reflected = (self._options.window // 2,) * 2
+        signal = functional.pad(signal[None], reflected, mode="reflect")[0, :num_seen]
+        return functional.pad(signal, (0, num_seen - len(signal)))
+
+    def _log_energies(self, signal: torch.Tensor) -> torch.Tensor:
+        """Of a frame at each hop: `(num_frames, num_bins)`."""
+        hop, window = self._options.hop, self._options.window
+        num_frames = (len(signal) - window) // hop + 1
+        values = signal.new_empty((num_frames, self._options.num_bins))
+        for start in range(0, num_frames, _BLOCK_FRAMES):
+            stop = min(start + _BLOCK_FRAMES, num_frames)
+            spectra = torch.stft(
+                signal[start * hop : (stop - 1) * hop + window],
+                window,
+                hop,
+                window=self._window,
+                center=False,
+                return_complex=True,
+            )
+            energies = torch.view_as_real(spectra).square().sum(-1).T @ self._filters
+            values[start:stop] = energies.clamp(min=FLOOR).log10()
+        return values
 
 
-def resampled(samples: torch.Tensor, found: int, rate: int) -> torch.Tensor:
-    """`(num_sounds, num_samples)` from one rate to another, on its device: `ceil(num_samples * rate / found)` samples
-    (torchaudio's sinc filters). Raises ConfigError where torchaudio, of the `gpu` extra, can't be imported."""
-    if found == rate:
-        return samples
-    made: torch.Tensor = _torchaudio_functional().resample(
-        samples, found, rate, _FILTER_WIDTH, _ROLLOFF, "sinc_interp_kaiser"
-    )
-    return made
-
-
-def _torchaudio_functional() -> Any:
-    try:
-        from torchaudio import functional
-    except (ImportError, OSError) as error:
-        raise ConfigError(f"resampling on a device needs torchaudio (`pip install weft[gpu]`): {error}") from error
-    return functional
+def _normalised(values: torch.Tensor) -> torch.Tensor:
+    """What is quiet beside the loudest of the sound is raised to one level."""
+    if len(values) == 0:
+        return values
+    return (torch.maximum(values, values.amax() - DYNAMIC_RANGE) + 4.0) / 4.0

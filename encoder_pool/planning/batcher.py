@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from encoder_pool.planning.cost import CostEstimate
 from encoder_pool.planning.turns import Rank
-from fabric.ids import UnitKey
+from fabric.ids import MmHash, UnitKey
 
 
 class QueuedUnit(NamedTuple):
@@ -28,6 +28,14 @@ class QueuedUnit(NamedTuple):
     place: tuple[float, int] = (0.0, 0)
     """Share of its item's rows that come before it, and the item's index: the units of a video and of its sound track
     take turns."""
+
+
+class QueuedSound(NamedTuple):
+    """A sound that is decoded and of which the device is to make units. `cost` in mel frames."""
+
+    rank: Rank
+    mm_hash: MmHash
+    cost: int
 
 
 MIN_GAIN = 0.02
@@ -70,6 +78,18 @@ def choose_batch(
         batch.append(unit)
         requests.add(unit.rank.age)
         cost += unit.cost
+    return batch
+
+
+def choose_sounds(sounds: Iterable[QueuedSound], max_cost: int) -> list[QueuedSound]:
+    """Of which sounds units are made together: the first in line, then what fits beside it within `max_cost`. Always
+    worthwhile: none of their units can be encoded before, and together they take hardly longer than one."""
+    batch: list[QueuedSound] = []
+    cost = 0
+    for sound in sorted(sounds):
+        if not batch or cost + sound.cost <= max_cost:
+            batch.append(sound)
+            cost += sound.cost
     return batch
 
 

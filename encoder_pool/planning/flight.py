@@ -10,14 +10,17 @@ from encoder_pool.planning.turns import Turn
 from fabric.ids import AttemptId, MemberId
 from fabric.messages import Destination, EncodeRequest, MediaItem
 from modalities.family import EncoderInput
+from modalities.waveform import Waveform
 
 
 class Phase(Enum):
-    """WAITING -> DECODING -> ENCODING; a flight never goes back (what it missed is a new flight's). While it is being
-    decoded, its first units may be encoded already."""
+    """WAITING -> DECODING (-> DECODED) -> ENCODING; a flight never goes back (what it missed is a new flight's). While
+    it is being decoded, its first units may be encoded already. DECODED: a sound of which the device is to make
+    units."""
 
     WAITING = "waiting"
     DECODING = "decoding"
+    DECODED = "decoded"
     ENCODING = "encoding"
 
 
@@ -74,6 +77,8 @@ class Flight:
     """Units still to be made, those in the forward included."""
     unit_to_input: dict[int, EncoderInput] = field(default_factory=dict)
     """Decoded units that wait for their forward."""
+    waveform: Waveform | None = None
+    """Of a decoded sound, until the device takes it."""
     forwarding: set[int] = field(default_factory=set)
     is_broken: bool = False
     """It could not be decoded to its end."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 
-from encoder_pool.planning.batcher import QueuedUnit, split_cost
+from encoder_pool.planning.batcher import QueuedSound, QueuedUnit, split_cost
 from encoder_pool.planning.flight import DecodeRoom, Flight, Follower, Phase
 from encoder_pool.planning.sizes import InputSizes
 from encoder_pool.planning.turns import Rank, Turn
 from fabric.ids import MmHash, UnitKey
 from modalities.family import EncoderInput
+from modalities.waveform import Waveform
 
 ToSeconds = Callable[[str, int], float]
 """(modality, cost) -> what that adds to a forward."""
@@ -52,8 +53,8 @@ class Flights:
 
     @property
     def num_prepared(self) -> int:
-        """Items that are being decoded, or have a unit that lies decoded."""
-        return sum(flight.phase is Phase.DECODING or bool(flight.unit_to_input) for flight in self)
+        """Items that are being decoded, or lie decoded, or have a unit that does."""
+        return sum(flight.phase in (Phase.DECODING, Phase.DECODED) or bool(flight.unit_to_input) for flight in self)
 
     def queued_s(self, to_seconds: ToSeconds) -> float:
         """What is accepted and not yet encoded adds to forwards."""
@@ -112,7 +113,7 @@ class Flights:
 
     def decoded_part(self, flight: Flight, inputs: list[EncoderInput]) -> bool:
         """Its next units; only those still wanted are kept. False if nobody waits for them: the flight is past that."""
-        if flight.phase is not Phase.DECODING or not self.is_live(flight):
+        if flight.phase not in (Phase.DECODING, Phase.DECODED) or not self.is_live(flight):
             return False
         for unit, one in enumerate(inputs, flight.num_decoded):
             self._sizes.observe(one.modality, one.num_patches, one.pixels.nbytes)
@@ -123,11 +124,32 @@ class Flights:
 
     def decoded(self, flight: Flight, inputs: list[EncoderInput]) -> None:
         """The item's last units. The file's bytes are dropped."""
-        assert flight.phase is Phase.DECODING
+        assert flight.phase in (Phase.DECODING, Phase.DECODED)
         assert self.is_live(flight)
         self.decoded_part(flight, inputs)
         flight.phase = Phase.ENCODING
         flight.data = b""
+
+    def decoded_sound(self, flight: Flight, waveform: Waveform) -> None:
+        """A sound of which the device is to make units. The file's bytes are dropped."""
+        assert flight.phase is Phase.DECODING
+        assert self.is_live(flight)
+        flight.phase, flight.waveform, flight.data = Phase.DECODED, waveform, b""
+
+    def queued_sounds(self, to_seconds: ToSeconds) -> list[QueuedSound]:
+        """Decoded sounds that wait for the device to make units of them, with their ranks."""
+        waiting = [flight.item for flight in self if flight.waveform is not None]
+        if not waiting:
+            return []
+        flight_to_rank = self._ranks(to_seconds)
+        return [QueuedSound(flight_to_rank[item.mm_hash], item.mm_hash, item.cost) for item in waiting]
+
+    def sound_started(self, mm_hash: MmHash) -> tuple[Flight, Waveform]:
+        """Takes a sound out of the queue. Its flight is told of the units by `decoded`, if it lives until then."""
+        flight = self._hash_to_flight[mm_hash]
+        waveform, flight.waveform = flight.waveform, None
+        assert waveform is not None
+        return flight, waveform
 
     def queued_units(self, to_seconds: ToSeconds) -> list[QueuedUnit]:
         """Decoded units that wait for their forward, with their ranks."""
@@ -182,6 +204,7 @@ class Flights:
         """Ends a flight that could not be decoded, but for its units in the forward; returns the followers it had."""
         followers, flight.followers = flight.followers, []
         flight.phase, flight.is_broken = Phase.ENCODING, True
+        flight.waveform = None
         flight.unit_to_input.clear()
         for unit in flight.unit_to_cost.keys() - flight.forwarding:
             del flight.unit_to_cost[unit]
@@ -198,6 +221,7 @@ class Flights:
             assert flight.forwarding <= flight.unit_to_cost.keys()
             assert not flight.forwarding & flight.unit_to_input.keys()
             assert flight.unit_to_input.keys() <= flight.unit_to_cost.keys()
+            assert flight.waveform is None or flight.phase is Phase.DECODED
             if flight.phase is Phase.ENCODING:
                 assert flight.forwarding | flight.unit_to_input.keys() == flight.unit_to_cost.keys()
 

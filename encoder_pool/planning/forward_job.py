@@ -1,4 +1,4 @@
-"""What goes into one forward and what comes back: the seam between the planning and the thread that owns the model.
+"""What goes to the device and what comes back: the seam between the planning and the thread that owns the model.
 
 Knows nothing of torch; tests drive the pipeline through this seam, one forward at a time.
 """
@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fabric.errors import WeftError
+from fabric.messages import MediaItem
 from modalities.family import EncoderInput
+from modalities.waveform import Waveform
 
 
 class ForwardUnit(NamedTuple):
@@ -29,7 +31,23 @@ class ForwardResult(NamedTuple):
     seconds: float
 
 
+class SoundJob(NamedTuple):
+    waveform: Waveform
+    item: MediaItem
+
+
+class SoundResult(NamedTuple):
+    outcomes: list[list[EncoderInput] | WeftError]
+    """The planned units of each sound, in order, or why there are none."""
+    seconds: float
+
+
 class Forward(Protocol):
     def submit(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
         """Encodes a batch of one modality into the units' buffers. `done` is called once, in whatever thread."""
+        ...
+
+    def submit_sounds(self, sounds: Sequence[SoundJob], done: Callable[[SoundResult], None]) -> None:
+        """Resamples sounds and makes units of their spectrograms, all in one batch; `done` as above. Only where
+        sounds come as waveforms."""
         ...

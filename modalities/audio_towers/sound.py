@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,10 +16,11 @@ import numpy.typing as npt
 
 from fabric.errors import InvalidMedia
 from fabric.messages import MediaItem
-from modalities.audio import decode_samples, num_samples_at, probe_sound
+from modalities.audio import decode_samples, decode_waveform, num_samples_at, probe_sound
 from modalities.audio_towers.cutting import Cutting, cut
 from modalities.family import AudioHeader, EncoderInput, ItemPlan
 from modalities.mel import MelOptions, log_mel, num_mel_frames
+from modalities.waveform import Waveform
 
 _AUDIO = "audio"
 
@@ -69,25 +71,37 @@ class SoundHalf:
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
         """A file of sound, or a video's track, -> its units. Raises InvalidMedia for a broken file or one that is not
         what was planned."""
-        found = self.plan(probe_sound(data, item.part))
-        if (found.grid, found.unit_tokens) != (item.grid, item.unit_tokens):
-            raise InvalidMedia(
-                f"{item.part}: the sound gives mel frames {found.grid}, planned were {item.grid}", param=item.part
-            )
-        rate, num_samples = found.geometry
+        rate, num_samples = self._planned(data, item)
         return self.inputs(decode_samples(data, rate, num_samples, item.part))
+
+    def decode_waveform(self, data: bytes, item: MediaItem) -> Waveform:
+        """As far as `preprocess` comes without a spectrogram; perhaps at the file's own rate. Raises as that does."""
+        rate, num_samples = self._planned(data, item)
+        return decode_waveform(data, rate, num_samples, item.part)
 
     def inputs(self, samples: npt.NDArray[np.float32]) -> list[EncoderInput]:
         """`(num_samples,)` at the family's rate -> units, pixels `(num_read, num_bins)`, grid `(num_frames, 1, 1)`."""
+        spectrograms = [
+            log_mel(samples[segment], self.mel, self.padded_to, self.num_extra_frames)
+            for segment in self.segments(len(samples))
+        ]
+        return self.units(len(samples), spectrograms)
+
+    def segments(self, num_samples: int) -> list[slice]:
+        """The samples of each spectrogram of a sound, in order."""
+        found = dict.fromkeys((unit.segment.start, unit.segment.stop) for unit in self.cut(num_samples))
+        return [slice(*bounds) for bounds in found]
+
+    def units(self, num_samples: int, spectrograms: Sequence[npt.NDArray[np.float32]]) -> list[EncoderInput]:
+        """Cuts the spectrograms of the sound's segments, in their order, into units as `inputs` does."""
+        starts = [segment.start for segment in self.segments(num_samples)]
+        start_to_values = dict(zip(starts, spectrograms, strict=True))
         found: list[EncoderInput] = []
-        segment, values = slice(0, 0), np.empty((0, 0), dtype=np.float32)
-        for unit in self.cut(len(samples)):
-            if unit.segment != segment:
-                segment = unit.segment
-                values = log_mel(samples[segment], self.mel, self.padded_to, self.num_extra_frames)
+        for unit in self.cut(num_samples):
+            values = start_to_values[unit.segment.start]
             pixels = np.ascontiguousarray(values[unit.start : unit.start + unit.num_read])
             grid = (unit.num_frames, 1, 1)
-            found.append(EncoderInput(_AUDIO, pixels, grid, geometry=(self.mel.rate, len(samples))))
+            found.append(EncoderInput(_AUDIO, pixels, grid, geometry=(self.mel.rate, num_samples)))
         return found
 
     def cut(self, num_samples: int) -> list[Unit]:
@@ -105,3 +119,13 @@ class SoundHalf:
                 found.append(Unit(segment, at, window.num_frames, num_read, window.num_tokens))
                 at += window.num_frames
         return found
+
+    def _planned(self, data: bytes, item: MediaItem) -> tuple[int, int]:
+        """The family's rate, and samples at it. Raises InvalidMedia if the file is not what was planned."""
+        found = self.plan(probe_sound(data, item.part))
+        if (found.grid, found.unit_tokens) != (item.grid, item.unit_tokens):
+            raise InvalidMedia(
+                f"{item.part}: the sound gives mel frames {found.grid}, planned were {item.grid}", param=item.part
+            )
+        rate, num_samples = found.geometry
+        return rate, num_samples

@@ -27,6 +27,7 @@ from modalities.family import (
 )
 from modalities.json_files import model_id, read_json, section
 from modalities.placeholders import expand_placeholders
+from modalities.waveform import Spectrograms, Waveform
 
 _AUDIO = "audio"
 _AUDIO_TOKEN_ID = 151646
@@ -82,6 +83,17 @@ class Qwen2AudioFamily:
         """A unit for each window. Raises InvalidMedia for a broken file or one that is not what was planned."""
         self._check(item.modality)
         return self.sound.preprocess(data, item)
+
+    def decode_waveform(self, data: bytes, item: MediaItem) -> Waveform:
+        """As `modalities.waveform` says."""
+        self._check(item.modality)
+        return self.sound.decode_waveform(data, item)
+
+    def load_spectrograms(self, device: str) -> Spectrograms:
+        """As `modalities.waveform` says."""
+        from modalities.audio_towers.device_sounds import DeviceSounds
+
+        return DeviceSounds(self.sound, device)
 
     def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
         """Audio tower and projector. Raises ConfigError if a weight is missing, UnsupportedModality."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from fabric.errors import InvalidMedia, UnsupportedModality
 from fabric.messages import MediaItem, PlaceholderRange
+from modalities.audio_towers.sound import SoundHalf
 from modalities.family import (
     DEFAULT_OPTIONS,
     AudioHeader,
@@ -35,6 +36,7 @@ from modalities.qwen_vl.positions import prompt_positions
 from modalities.qwen_vl.preprocess import image_grid, image_patches
 from modalities.qwen_vl.prompt import audio_block, image_block, pieces, video_block
 from modalities.qwen_vl.video_plan import cut_video, step_times_s
+from modalities.waveform import Spectrograms, Waveform
 
 if TYPE_CHECKING:
     from modalities.qwen_vl.checkpoint import Checkpoint
@@ -94,8 +96,7 @@ class QwenVLFamily:
         """Raises UnsupportedModality."""
         self._check(modality)
         if modality == AUDIO:
-            assert self.config.sound is not None
-            return self.config.sound.options()
+            return self._sound_half().options()
         options = self.config.video if modality == VIDEO else self.config.image
         return json.dumps(dataclasses.asdict(options), sort_keys=True, separators=(",", ":"))
 
@@ -112,10 +113,19 @@ class QwenVLFamily:
 
             yield from video_units(data, item, self.config.video)
         elif item.modality == AUDIO:
-            assert self.config.sound is not None
-            yield from self.config.sound.preprocess(data, item)
+            yield from self._sound_half().preprocess(data, item)
         else:
             yield self._image_input(data, item)
+
+    def decode_waveform(self, data: bytes, item: MediaItem) -> Waveform:
+        """As `modalities.waveform` says. Raises UnsupportedModality for a model without ears."""
+        return self._sound_half().decode_waveform(data, item)
+
+    def load_spectrograms(self, device: str) -> Spectrograms:
+        """As `modalities.waveform` says. Raises UnsupportedModality for a model without ears."""
+        from modalities.audio_towers.device_sounds import DeviceSounds
+
+        return DeviceSounds(self._sound_half(), device)
 
     def _image_input(self, data: bytes, item: MediaItem) -> EncoderInput:
         num_patches = item.grid[0] * item.grid[1] * item.grid[2]
@@ -161,9 +171,12 @@ class QwenVLFamily:
         )
 
     def _plan_sound(self, header: AudioHeader) -> ItemPlan:
+        return self._sound_half().plan(header)
+
+    def _sound_half(self) -> SoundHalf:
         self._check(AUDIO)
         assert self.config.sound is not None
-        return self.config.sound.plan(header)
+        return self.config.sound
 
     def _check(self, modality: str) -> None:
         if modality not in self.max_items:

@@ -1,21 +1,34 @@
-"""Spectrograms made in batches by torch are those that numpy makes of each sound."""
+"""What torch makes of sounds in batches is what numpy and libswresample make of each."""
 
 from __future__ import annotations
+
+import sys
 
 import numpy as np
 import pytest
 import torch
+from audio_tower_rig import BUILDERS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sound_files import noise
+from sound_files import Samples, encoded, noise, tone
 
+from fabric.ids import MmHash
+from fabric.messages import MediaItem
+from modalities import mel_device, resample_device
+from modalities.audio import decode_samples, decode_waveform, num_samples_at, probe_sound
+from modalities.audio_towers.device_sounds import DeviceSounds
 from modalities.mel import MelOptions, log_mel
-from modalities.mel_device import DeviceMel, resampled
+from modalities.mel_device import DeviceMel
+from modalities.resample_device import DeviceResampler, load_resample
+from modalities.resampling import Resampling
+from modalities.waveform import Waveform
 
 pytestmark = pytest.mark.torch
 
-OPTIONS = MelOptions(num_bins=80, rate=16000, hop=160, window=400, chunk_samples=32000)
+RATE = 16000
+OPTIONS = MelOptions(num_bins=80, rate=RATE, hop=160, window=400, chunk_samples=32000)
 MEL = DeviceMel(OPTIONS, "cpu")
+RATES = [8000, 11025, 12000, 15900, 16000, 16100, 22050, 24000, 32000, 44100, 48000]
 
 
 @settings(deadline=None, max_examples=30)
@@ -28,7 +41,7 @@ MEL = DeviceMel(OPTIONS, "cpu")
 def test_batches_of_any_lengths(sizes: list[int], seed: int, padded_to: int, num_extra: int) -> None:
     """Quiet sounds beside loud ones, too short ones beside long ones."""
     sounds = [noise(size, seed + index, level=10.0 ** -(index % 4)) for index, size in enumerate(sizes)]
-    made = MEL.log_mels(sounds, padded_to, num_extra)
+    made = MEL.log_mels([torch.from_numpy(samples) for samples in sounds], padded_to, num_extra)
     assert len(made) == len(sounds)
     for rows, samples in zip(made, sounds, strict=True):
         expected = log_mel(samples, OPTIONS, padded_to, num_extra)
@@ -37,6 +50,82 @@ def test_batches_of_any_lengths(sizes: list[int], seed: int, padded_to: int, num
         np.testing.assert_allclose(rows.numpy(), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_a_rate_that_fits_needs_no_resampling() -> None:
-    samples = torch.from_numpy(noise(100))[None]
-    assert resampled(samples, 16000, 16000) is samples
+def test_blocks_of_frames_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    sounds = [torch.from_numpy(noise(size, size)) for size in (5000, 333, 12345)]
+    whole = MEL.log_mels(sounds)
+    monkeypatch.setattr(mel_device, "_BLOCK_FRAMES", 7)
+    for rows, expected in zip(MEL.log_mels(sounds), whole, strict=True):
+        torch.testing.assert_close(rows, expected, atol=1e-6, rtol=0)
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    sounds=st.lists(st.tuples(st.sampled_from(RATES), st.integers(1200, 50000)), min_size=1, max_size=4),
+    seed=st.integers(0, 99),
+)
+def test_resampling_is_the_hosts(sounds: list[tuple[int, int]], seed: int) -> None:
+    """Several rates in one batch, some of them twice; at each end and at the seams of the pieces, too."""
+    files = [wav_float(noise(size, seed + index), rate) for index, (rate, size) in enumerate(sounds)]
+    planned = [num_samples_at(probe_sound(data, "part"), RATE) for data in files]
+    waveforms = [decode_waveform(data, RATE, size, "part") for data, size in zip(files, planned, strict=True)]
+    assert [waveform.rate for waveform in waveforms] == [rate for rate, _ in sounds]
+    for made, data, size in zip(DeviceResampler(RATE, "cpu").resampled(waveforms), files, planned, strict=True):
+        assert made.dtype == torch.float32
+        np.testing.assert_allclose(made.numpy(), decode_samples(data, RATE, size, "part"), atol=5e-6)
+
+
+def wav_float(samples: Samples, rate: int) -> bytes:
+    return encoded(samples[None], rate, "wav-float")
+
+
+def test_pieces_are_resampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    waveform = Waveform(tone(3.5, 44100)[0], 44100, 56000)
+    (whole,) = DeviceResampler(RATE, "cpu").resampled([waveform])
+    monkeypatch.setattr(resample_device, "_BLOCK_S", 1)
+    torch.testing.assert_close(DeviceResampler(RATE, "cpu").resampled([waveform])[0], whole)
+
+
+@pytest.mark.parametrize("found", [8000, 44100])
+def test_it_is_torchaudios_filter(found: int) -> None:
+    """Where torchaudio can be imported."""
+    pytest.importorskip("torchaudio", exc_type=(ImportError, OSError))
+    filters, device = Resampling.between(found, RATE), torch.device("cpu")
+    batch = torch.from_numpy(noise(2 * found)).double()[None]
+    made = [load_resample(filters, device, with_torchaudio)(batch) for with_torchaudio in (True, False)]
+    torch.testing.assert_close(*made, atol=1e-6, rtol=0)
+
+
+def test_without_torchaudio(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import fails, where it is linked against libraries that are not there."""
+    monkeypatch.setitem(sys.modules, "torchaudio", None)
+    monkeypatch.setitem(sys.modules, "torchaudio.transforms", None)
+    resample = load_resample(Resampling.between(8000, RATE), torch.device("cpu"))
+    assert resample(torch.ones(1, 8000, dtype=torch.float64)).shape == (1, RATE)
+
+
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_units_are_those_of_the_host(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Of each family, sounds of different rates, lengths and formats in one batch, and one that is decoded at the
+    family's rate because a device has no filter for its own."""
+    half = BUILDERS[name](tmp_path_factory.mktemp(name)).sound
+    sounds = [(44100, 3.3, "flac"), (8000, 0.4, "wav"), (16000, 5.0, "wav"), (44101, 1.0, "wav"), (48000, 2.0, "mp3")]
+    files = [
+        encoded(noise(round(seconds * rate), index, 0.05)[None], rate, muxer)
+        for index, (rate, seconds, muxer) in enumerate(sounds)
+    ]
+    items = [item_of(half, data) for data in files]
+    waveforms = [half.decode_waveform(data, item) for data, item in zip(files, items, strict=True)]
+    assert [waveform.rate for waveform in waveforms] == [44100, 8000, 16000, RATE, 48000]
+    made = DeviceSounds(half, "cpu").units(waveforms)
+    for found, data, item in zip(made, files, items, strict=True):
+        expected = half.preprocess(data, item)
+        assert [unit.grid for unit in found] == [unit.grid for unit in expected]
+        assert [unit.geometry for unit in found] == [unit.geometry for unit in expected]
+        for unit, reference in zip(found, expected, strict=True):
+            assert (unit.pixels.dtype, unit.pixels.flags.c_contiguous) == (np.float32, True)
+            np.testing.assert_allclose(unit.pixels, reference.pixels, atol=1e-4)
+
+
+def item_of(half: object, data: bytes) -> MediaItem:
+    plan = half.plan(probe_sound(data, "part"))
+    return MediaItem(0, "audio", MmHash("a"), plan.grid, plan.unit_tokens, plan.cost, "part")

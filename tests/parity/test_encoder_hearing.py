@@ -1,0 +1,275 @@
+"""Sounds of which the encoder's device makes the units, through the encoder service on the demo checkpoint: the same
+features as with spectrograms made where sounds are decoded, and the same care when something goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from encoder_bench import NEVER_FUSED, Bench, picture, running_bench
+from sound_files import encoded, noise
+
+from deploy.demo.build import demo_checkpoint
+from encoder_pool.config import EncoderConfig
+from fabric.messages import EncodeResult, MediaItem
+from modalities.family import EncoderInput, EncoderModel, Family
+from modalities.registry import REGISTRY
+from modalities.waveform import HearsOnDevice, Spectrograms, Waveform
+
+pytestmark = pytest.mark.torch
+CONFIG = EncoderConfig(modalities=("image", "audio"), num_decode_processes=0, report_interval_s=0.02, mel_device="cpu")
+SOUNDS = [(16000, 1.0, "wav"), (44100, 11.3, "flac"), (8000, 0.7, "wav"), (48000, 9.0, "ogg-opus"), (44101, 2.0, "wav")]
+"""Rate, seconds, format: some are of several units, and the last has a rate that no device resamples."""
+
+
+class Ears:
+    """A family whose device can be held up, and told to break; it keeps the size of each batch."""
+
+    def __init__(self, family: Family) -> None:
+        assert isinstance(family, HearsOnDevice)
+        self._family: Any = family
+        self.is_held = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.poisoned_samples: set[int] = set()
+        self.batches: list[list[int]] = []
+        """Samples of each sound, as planned."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._family, name)
+
+    def decode_waveform(self, data: bytes, item: MediaItem) -> Waveform:
+        return self._family.decode_waveform(data, item)
+
+    def load_spectrograms(self, device: str) -> Spectrograms:
+        real = self._family.load_spectrograms(device)
+        ears = self
+
+        class Held:
+            def units(self, waveforms: Sequence[Waveform]) -> list[list[EncoderInput]]:
+                ears.batches.append([waveform.num_samples for waveform in waveforms])
+                ears.is_held.set()
+                assert ears.go_on.wait(30)
+                if ears.poisoned_samples & set(ears.batches[-1]):
+                    raise RuntimeError("poisoned")
+                return real.units(waveforms)
+
+        return Held()
+
+
+@pytest.fixture(scope="module")
+def family() -> Family:
+    return REGISTRY.load_family(demo_checkpoint())
+
+
+@pytest.fixture(scope="module")
+def encoder(family: Family) -> EncoderModel:
+    return family.load_encoder(demo_checkpoint(), "cpu", "float32", CONFIG.modalities)
+
+
+@pytest.fixture
+def ears(family: Family) -> Ears:
+    return Ears(family)
+
+
+def sound(rate: int, seconds: float, name: str = "wav", seed: int = 0) -> bytes:
+    return encoded(noise(round(seconds * rate), seed, 0.05)[None], rate, name)
+
+
+def heard(bench: Bench, files: Sequence[bytes]) -> list[MediaItem]:
+    return [bench.item(data, index, modality="audio") for index, data in enumerate(files)]
+
+
+def encode(bench: Bench, files: Sequence[bytes], items: Sequence[MediaItem] = ()) -> asyncio.Task[EncodeResult]:
+    return asyncio.create_task(bench.service.encode(bench.request(files, items), files))
+
+
+def codes(result: EncodeResult) -> list[str | None]:
+    return [item.error.code if item.error else None for item in result.items]
+
+
+async def waiting(bench: Bench, num_sounds: int) -> None:
+    """Until so many sounds lie decoded."""
+    pipeline = bench.service._pipeline
+    await bench.until(lambda: len(pipeline.flights.queued_sounds(pipeline.costs.work_s)) == num_sounds)
+
+
+async def check_features(bench: Bench, files: Sequence[bytes], items: Sequence[MediaItem]) -> None:
+    """Each unit is what the family's encoder makes of the spectrogram that the host makes."""
+    keys = [key for item in items for key in item.unit_keys()]
+    unit_to_message = {message.unit: message for message in bench.ready}
+    for key, reference in zip(keys, bench.expected(files, items), strict=True):
+        found = np.frombuffer(await bench.pull(unit_to_message[key]), np.float32)
+        np.testing.assert_allclose(found, np.frombuffer(reference, np.float32), atol=1e-4)
+
+
+async def test_features_of_one_batch_are_the_hosts(ears: Ears, encoder: EncoderModel) -> None:
+    """Several rates, lengths and formats; those that wait together are made together."""
+    async with running_bench(ears, encoder, CONFIG) as bench:
+        ears.batches.clear()
+        files = [sound(*kind, seed=index) for index, kind in enumerate(SOUNDS)]
+        items = heard(bench, files)
+        assert sum(len(item.unit_tokens) > 1 for item in items) == 2
+        bench.model.gate.clear()
+        first = encode(bench, [picture(1)])
+        await bench.until(lambda: bench.service.report().num_encoding == 1)
+        call = encode(bench, files, items)
+        await waiting(bench, len(files))
+        report = bench.service.report()
+        assert (report.num_items_queued, report.num_decoding) == (len(files), 0)
+        assert report.queued_cost == sum(item.cost for item in items) + bench.item(picture(1)).cost
+        decoded_s = report.preprocess_s
+        bench.model.gate.set()
+        result = await call
+        assert codes(await first) == [None]
+        assert codes(result) == [None] * len(files)
+        assert [sorted(batch) for batch in ears.batches] == [sorted(num_samples(items))]
+        assert bench.service.report().preprocess_s > decoded_s
+        assert all(min(one.times.decode_s, one.times.preprocess_s, one.times.encode_s) > 0 for one in result.items)
+        await check_features(bench, files, items)
+        await bench.is_idle()
+
+
+def num_samples(items: Sequence[MediaItem]) -> list[int]:
+    """At the family's rate: those of these tests are whole mel frames of 10 ms."""
+    return [160 * item.grid[0] for item in items]
+
+
+async def test_a_poisoned_sound_fails_alone(ears: Ears, encoder: EncoderModel) -> None:
+    async with running_bench(ears, encoder, CONFIG) as bench:
+        ears.batches.clear()
+        files = [sound(rate, seconds, seed=3) for rate, seconds in ((44100, 1.0), (16000, 2.0), (8000, 3.0))]
+        items = heard(bench, files)
+        ears.poisoned_samples = {num_samples(items)[1]}
+        bench.model.gate.clear()
+        first = encode(bench, [picture(1)])
+        await bench.until(lambda: bench.service.report().num_encoding == 1)
+        calls = [encode(bench, files, items), encode(bench, files[1:2], items[1:2])]
+        await waiting(bench, 3)
+        bench.model.gate.set()
+        assert [codes(await one) for one in (first, *calls)] == [
+            [None],
+            [None, "encode_failed", None],
+            ["encode_failed"],
+        ]
+        assert [len(batch) for batch in ears.batches] == [3, 1, 1, 1]
+        await check_features(bench, files[::2], items[::2])
+        ears.poisoned_samples.clear()
+        assert codes(await encode(bench, files[1:2], items[1:2])) == [None], "a failure is not kept"
+        await bench.is_idle()
+
+
+async def test_a_cancelled_sound_leaves_before_the_device_and_on_it(ears: Ears, encoder: EncoderModel) -> None:
+    async with running_bench(ears, encoder, CONFIG) as bench:
+        ears.batches.clear()
+        ears.is_held.clear()
+        ears.go_on.clear()
+        files = [sound(16000, seconds, seed=4) for seconds in (1.0, 2.0, 3.0)]
+        items = heard(bench, files)
+        calls = [encode(bench, files[:1], items[:1])]
+        await bench.until(ears.is_held.is_set)
+        calls += [encode(bench, [data], [item]) for data, item in zip(files[1:], items[1:], strict=True)]
+        await waiting(bench, 2)
+        for call in calls[:2]:  # one on the device, one in front of it
+            call.cancel()
+        await asyncio.gather(*calls[:2], return_exceptions=True)
+        await waiting(bench, 1)
+        assert bench.service.report().queued_cost == items[2].cost
+        ears.go_on.set()
+        assert codes(await calls[2]) == [None]
+        assert ears.batches == [num_samples(items)[:1], num_samples(items)[2:]]
+        assert {message.unit.mm_hash for message in bench.ready} == {items[2].mm_hash}
+        await check_features(bench, files[2:], items[2:])
+        await bench.is_idle()
+
+
+async def test_who_asks_again_while_it_is_on_the_device_gets_it(ears: Ears, encoder: EncoderModel) -> None:
+    """A follower that joins there is served by the same flight; one that comes after all have left starts another."""
+    async with running_bench(ears, encoder, CONFIG) as bench:
+        ears.batches.clear()
+        ears.is_held.clear()
+        ears.go_on.clear()
+        files = [sound(16000, 1.0, seed=5)]
+        items = heard(bench, files)
+        left = encode(bench, files, items)
+        await bench.until(ears.is_held.is_set)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        calls = [encode(bench, files, items), encode(bench, files, items)]
+        await waiting(bench, 1)
+        ears.go_on.set()
+        assert [codes(await one) for one in calls] == [[None], [None]]
+        assert ears.batches == [num_samples(items)] * 2
+        assert bench.service.report().items_encoded == 1
+        await bench.is_idle()
+
+
+async def test_sounds_stand_in_line_with_the_rest(ears: Ears, encoder: EncoderModel) -> None:
+    """A picture that needs less goes before a sound that waits for the device, and no picture waits for long ones."""
+    async with running_bench(ears, encoder, CONFIG, costs=NEVER_FUSED) as bench:
+        ears.batches.clear()
+        bench.model.is_stepped = True
+        bench.model.gate.clear()
+        data = sound(16000, 5.0)
+        calls = [encode(bench, [picture(1)])]
+        await bench.until(lambda: bench.service.report().num_encoding == 1)
+        calls += [encode(bench, [data], heard(bench, [data])), encode(bench, [picture(2)])]
+        await waiting(bench, 1)
+        await bench.queued(1)
+        await bench.step()
+        await bench.until(lambda: bench.service.report().num_encoding == 1)
+        assert (calls[0].done(), ears.batches) == (True, [])
+        await bench.step()
+        await bench.until(lambda: len(ears.batches) == 1)
+        bench.model.is_stepped = False
+        bench.model.gate.set()
+        assert [codes(await call) for call in calls] == [[None]] * 3
+        await bench.is_idle()
+
+
+async def test_a_sound_longer_than_a_batch_stays_with_the_decoder(ears: Ears, encoder: EncoderModel) -> None:
+    config = EncoderConfig(modalities=CONFIG.modalities, num_decode_processes=0, mel_device="cpu", max_batch_cost=300)
+    async with running_bench(ears, encoder, config) as bench:
+        ears.batches.clear()
+        files = [sound(16000, 2.0), sound(16000, 4.0)]
+        items = heard(bench, files)
+        assert codes(await encode(bench, files, items)) == [None, None]
+        assert ears.batches == [num_samples(items)[:1]]
+        await check_features(bench, files, items)
+        await bench.is_idle()
+
+
+async def test_broken_sounds_are_refused_as_before(ears: Ears, encoder: EncoderModel) -> None:
+    async with running_bench(ears, encoder, CONFIG) as bench:
+        ears.batches.clear()
+        data, longer = sound(44100, 1.0), sound(44100, 3.0)
+        loud = encoded(np.full((1, 44100), np.inf, dtype=np.float32), 44100, "wav-float")
+        items = [bench.item(data, 0, longer, "audio"), bench.item(loud, 1, modality="audio")]
+        assert codes(await encode(bench, [data, loud], items)) == ["invalid_media"] * 2
+        assert ears.batches == []
+        await bench.is_idle()
+
+
+async def test_waveforms_come_from_decode_processes(family: Family, encoder: EncoderModel) -> None:
+    config = EncoderConfig(
+        modalities=CONFIG.modalities, num_decode_processes=1, model_dir=str(demo_checkpoint()), mel_device="cpu"
+    )
+    async with running_bench(family, encoder, config) as bench:
+        files = [sound(44100, 9.0, "flac"), sound(16000, 1.0)]
+        items = heard(bench, files)
+        assert codes(await encode(bench, files, items)) == [None, None]
+        await check_features(bench, files, items)
+        await bench.is_idle()
+
+
+async def test_it_is_a_choice(ears: Ears, encoder: EncoderModel) -> None:
+    config = EncoderConfig(modalities=CONFIG.modalities, num_decode_processes=0)
+    async with running_bench(ears, encoder, config) as bench:
+        data = sound(16000, 1.0)
+        assert codes(await encode(bench, [data], heard(bench, [data]))) == [None]
+        assert ears.batches == []
+        await bench.is_idle()
