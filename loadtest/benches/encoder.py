@@ -1,6 +1,6 @@
 """`weft bench encoder`: the seeds' tables on the device at hand. Latency and output size per modality, latency per
 batch size (real architectures' sizes, random weights); and through a real encoder service with the demo model, how
-long one picture waits behind a video of 120 frames."""
+much one picture is delayed by a video of 120 frames."""
 
 from __future__ import annotations
 
@@ -120,27 +120,37 @@ def _batch_rows(size_to_s: dict[int, float]) -> list[list[str]]:
     ]
 
 
-def _bars(size_to_s: dict[int, float], gain: BatchingGain, waits: Waits, place: Place) -> list[Bar]:
+def _bars(size_to_s: dict[int, float], gain: BatchingGain, waits: list[Waits], place: Place) -> list[Bar]:
     is_gpu = place.device == "cuda"
     eight = Bar("pictures per second, 8 in a forward over one by one", 8 * size_to_s[1] / size_to_s[8], GPU_GAIN, "x")
     target = GPU_GAIN if is_gpu else CPU_GAIN
+    worst = max(median for one in waits for median in one.medians)
     return [
         *([eight] if is_gpu else []),
         Bar("pictures per second, 32 waiting and batched as measured, over one by one", gain.gain, target, "x"),
-        Bar("wait of one picture behind a video of 120 frames", waits.in_units, 1.0, "units of it", is_max=True),
+        Bar("delay of one picture by a video of 120 frames, at the worst moment", worst, 1.0, "units", is_max=True),
     ]
 
 
-def _notes(place: Place, gain: BatchingGain, waits: Waits) -> list[str]:
+def _notes(place: Place, gain: BatchingGain, waits: list[Waits]) -> list[str]:
     return [
         f"{place.device}, {str(place.dtype).removeprefix('torch.')}, depth and width x {place.scale:g}, random "
         f"weights; {torch.get_num_threads()} threads.",
         "Latencies are medians of one forward, the wait for the device included; the seed's are an A100's, in half "
         "precision, at full size.",
         f"32 waiting pictures went in batches of {gain.batch_sizes} in the last round.",
-        f"Behind the video (demo model, {waits.num_units} units of {1000 * waits.unit_s:.1f} ms, medians of "
-        f"{waits.num_rounds} rounds): the picture waited {1000 * waits.wait_s:.1f} ms for the forward.",
+        *(_delays_note(one) for one in waits),
     ]
+
+
+def _delays_note(waits: Waits) -> str:
+    medians = ", ".join(f"{median:.2f}" for median in waits.medians)
+    when = "once it lies decoded" if waits.is_decoded else "while it is being decoded"
+    return (
+        f"Delay of a picture ({1000 * waits.alone_s:.1f} ms alone) by the video {when} (demo model, units of "
+        f"{1000 * waits.unit_s:.1f} ms), at each moment of a unit and at the worst: {medians} units (medians of "
+        f"{len(waits.moments[0])}); of a single picture {max(map(max, waits.moments)):.2f} at most."
+    )
 
 
 def _latency_s(tower: Run, num_items: int, place: Place, seconds: float) -> float:

@@ -1,139 +1,250 @@
-"""How long one picture waits behind a video of 120 frames, in a real encoder service with decode processes and the demo
-model: from the moment that the picture is decoded until its forward begins."""
+"""How much later one picture is encoded because of a video of 120 frames, in a real encoder service with decode
+processes and the demo model: from its call to its answer, less what the same takes in an idle service.
+
+Pictures come at several moments of a unit in the video's midst, and once such that they are decoded when the next has
+just begun, which is the worst that can happen: nearly the whole of it is still to come. While the video is being
+decoded, a unit starts when it is ready, and decoders compete with the forward; once it lies decoded, unit follows unit.
+A moment counts by the median of several arrivals, and the bar by the worst moment of both: not the luckless single
+arrival, but what one that comes at the worst time has to expect. Seconds are divided by those of the video's units in
+the same rounds.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import io
+import itertools
 import statistics
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from PIL import Image
 
-from deploy.demo.build import demo_checkpoint
 from encoder_pool.config import EncoderConfig
 from encoder_pool.service import EncoderService
 from fabric.channel_local import LocalChannelHub, LocalFeatureSource
 from fabric.clock import SystemClock
 from fabric.ids import MemberId, RequestId
-from fabric.messages import Destination, EncodeRequest, MediaItem, Member
+from fabric.messages import Destination, EncodeRequest, Member, PlaneMessage, UnitReady, UnitRelease
 from fabric.plane_local import LocalHub, LocalPlane
+from loadtest.benches.encoder_files import NUM_FRAMES, another, film, model_of_long_films, picture
 from modalities.family import EncoderInput, EncoderModel, Family, MediaOptions
 from modalities.identify import plan_media
 from modalities.registry import REGISTRY
 
-NUM_ROUNDS = 7
-OPTIONS = MediaOptions(fps=30.0, max_frames=120)
+NUM_ARRIVALS = 5
+"""At each moment."""
+PARTS = (0.0, 0.25, 0.5, 0.75)
+"""Of the time from a unit's start to the next one's: when pictures come."""
+JUST_AFTER = 1 / 16
+"""Of a unit: how long it has been running when a picture that comes at the worst moment is decoded."""
+MOST_BEFORE = 2
+"""Of the video's forwards come before the one in which pictures come, if it has that many."""
+OPTIONS = MediaOptions(fps=30.0, max_frames=NUM_FRAMES)
 WORKER = Member(MemberId("worker-1"), "worker", "local://worker-1", "here", 1, (), "worker-1")
 
 
 class Waits(NamedTuple):
-    """Medians over the rounds."""
+    """Behind videos that were still being decoded when pictures came, or were not any more."""
 
-    wait_s: float
+    is_decoded: bool
+    alone_s: float
+    """Of a picture in an idle service, median."""
     unit_s: float
-    """Of the video's longest unit in each round."""
-    num_units: int
-    num_rounds: int
+    """Of the video's whole units, median."""
+    moments: tuple[tuple[float, ...], ...]
+    """For each moment of a unit, the worst one last: how much later each picture was that came then, in units."""
 
     @property
-    def in_units(self) -> float:
-        return self.wait_s / self.unit_s
+    def medians(self) -> list[float]:
+        """Of each moment."""
+        return [statistics.median(delays) for delays in self.moments]
+
+
+class Forward(NamedTuple):
+    modality: str
+    num_patches: int
+    started_s: float
+    ended_s: float
 
 
 class Watched:
-    """The model, with when each forward began and ended."""
+    """The model, with when each forward began and ended. While the gate is closed, none begins."""
 
-    def __init__(self, model: EncoderModel) -> None:
+    def __init__(self, model: EncoderModel, loop: asyncio.AbstractEventLoop) -> None:
         self._model = model
-        self.forwards: list[tuple[str, float, float]] = []
-        """(modality, start, end)."""
+        self._loop = loop
+        self.gate = threading.Event()
+        self.gate.set()
+        self.forwards: list[Forward] = []
+        self.starts: asyncio.Queue[float] = asyncio.Queue()
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        self.gate.wait()
         started_s = time.monotonic()
+        self._loop.call_soon_threadsafe(self.starts.put_nowait, started_s)
         features = self._model.encode(inputs)
-        self.forwards.append((inputs[0].modality, started_s, time.monotonic()))
+        num_patches = sum(unit.num_patches for unit in inputs)
+        self.forwards.append(Forward(inputs[0].modality, num_patches, started_s, time.monotonic()))
         return features
 
+    def forget(self) -> None:
+        """What was before."""
+        self.forwards.clear()
+        self.starts = asyncio.Queue()
 
-async def measure_waits(device: str) -> Waits:
+    def of_film(self) -> list[Forward]:
+        return [one for one in self.forwards if one.modality == "video"]
+
+
+class Shown(NamedTuple):
+    request: EncodeRequest
+    data: bytes
+
+
+class Stage:
+    """A running service, and what it is shown."""
+
+    def __init__(self, service: EncoderService, family: Family, model: Watched) -> None:
+        self.model = model
+        self._service = service
+        self._family = family
+        self._film = film()
+        self._numbers = itertools.count()
+
+    def picture(self) -> Shown:
+        """A new one."""
+        number = next(self._numbers)
+        return self._shown(number, picture(number), "image")
+
+    async def encode_s(self, shown: Shown) -> float:
+        """From the call to the answer."""
+        called_s = time.monotonic()
+        await self._service.encode(shown.request, [shown.data])
+        return time.monotonic() - called_s
+
+    async def start_film(self, num_before: int, *, is_decoded: bool) -> tuple[asyncio.Task[float], float]:
+        """The call of a new film, and when its next forward after `num_before` ones began: now. With `is_decoded`
+        nothing is encoded before the whole film lies decoded."""
+        number = next(self._numbers)
+        shown = self._shown(number, another(self._film, number), "video")
+        self.model.forget()
+        if is_decoded:
+            self.model.gate.clear()
+        call = asyncio.create_task(self.encode_s(shown))
+        while not self.model.gate.is_set():
+            await asyncio.sleep(0.002)
+            if self._service.report().num_encoding and not self._service.report().num_decoding:
+                self.model.gate.set()
+        for _ in range(num_before):
+            await self.model.starts.get()
+        return call, await self.model.starts.get()
+
+    def _shown(self, number: int, data: bytes, modality: str) -> Shown:
+        header = REGISTRY.modality(modality).probe(data, "bench")
+        item = plan_media(self._family, data, header, 0, "bench", options=OPTIONS).item
+        destination, name = Destination(WORKER.member_id, WORKER.address), f"bench-{number}"
+        age = (time.time(), name)
+        return Shown(EncodeRequest(RequestId(name), 0, MemberId("router-1"), (item,), destination, age), data)
+
+
+class Pace(NamedTuple):
+    """How the service was seen to work just before; medians."""
+
+    decoded_s: float
+    """From a picture's call to its forward, with nothing else to do."""
+    unit_s: float
+    period_s: float
+    """From the start of a film's forward to that of the next."""
+    num_before: int
+    """Forwards of a film before the one that pictures come in."""
+
+    def moments_s(self) -> list[float]:
+        """When pictures are to come after that forward has begun; the worst moment last."""
+        worst_s = self.period_s + JUST_AFTER * self.unit_s - self.decoded_s
+        return [*(part * self.period_s for part in PARTS), worst_s]
+
+
+async def measure_waits(device: str) -> list[Waits]:
     """Starts and stops a service of its own."""
-    directory = demo_checkpoint()
-    family = REGISTRY.load_family(directory)
+    with tempfile.TemporaryDirectory() as directory:
+        async with _running(model_of_long_films(Path(directory)), device) as stage:
+            return [await _behind_films(stage, is_decoded=is_decoded) for is_decoded in (False, True)]
+
+
+async def _behind_films(stage: Stage, *, is_decoded: bool) -> Waits:
+    pace = await _pace(stage, is_decoded=is_decoded)
+    alone_s, films, moments = list[float](), list[Forward](), list[list[float]]()
+    for moment_s in pace.moments_s():
+        moments.append([])
+        for _ in range(NUM_ARRIVALS):
+            alone_s.append(await stage.encode_s(stage.picture()))
+            coming = stage.picture()
+            call, began_s = await stage.start_film(pace.num_before, is_decoded=is_decoded)
+            await asyncio.sleep(began_s + moment_s - time.monotonic())
+            moments[-1].append(await stage.encode_s(coming))
+            await call
+            films += stage.model.of_film()
+    alone, unit = statistics.median(alone_s), _unit_s(films)
+    delays = (tuple((found_s - alone) / unit for found_s in some_s) for some_s in moments)
+    return Waits(is_decoded, alone, unit, tuple(delays))
+
+
+async def _pace(stage: Stage, *, is_decoded: bool) -> Pace:
+    decoded_s, periods_s, films = list[float](), list[float](), list[Forward]()
+    num_forwards = 0
+    for _ in range(3):
+        stage.model.forget()
+        shown = stage.picture()
+        called_s = time.monotonic()
+        await stage.encode_s(shown)
+        decoded_s.append(await stage.model.starts.get() - called_s)
+        call, _ = await stage.start_film(0, is_decoded=is_decoded)
+        await call
+        forwards = stage.model.of_film()
+        films += forwards
+        periods_s += [after.started_s - before.started_s for before, after in itertools.pairwise(forwards)]
+        num_forwards = len(forwards)
+    unit_s = _unit_s(films)
+    period_s = statistics.median(periods_s or [unit_s])
+    return Pace(statistics.median(decoded_s), unit_s, period_s, min(num_forwards // 2, MOST_BEFORE))
+
+
+def _unit_s(films: Sequence[Forward]) -> float:
+    """What a forward over one of a film's units takes, median; units are fused where that is worth it."""
+    least = min(forward.num_patches for forward in films)
+    return statistics.median(one.ended_s - one.started_s for one in films if one.num_patches == least)
+
+
+@asynccontextmanager
+async def _running(model_dir: Path, device: str) -> AsyncIterator[Stage]:
+    family = REGISTRY.load_family(model_dir)
     modalities = ("image", "video")
-    model = Watched(family.load_encoder(directory, device, "float32", modalities))
-    config = EncoderConfig(modalities=modalities, num_decode_processes=2, model_dir=str(directory))
+    model = Watched(family.load_encoder(model_dir, device, "float32", modalities), asyncio.get_running_loop())
+    config = EncoderConfig(modalities=modalities, num_decode_processes=2, model_dir=str(model_dir))
     hub = LocalHub()
     plane, ears = LocalPlane(hub, "local://encoder-1"), LocalPlane(hub, WORKER.address)
     source = LocalFeatureSource(LocalChannelHub(), "encoder-1", 256 * 2**20)
     service = EncoderService(MemberId("encoder-1"), config, family, model, plane, source, SystemClock())
-    ears.start(lambda _: None)
+
+    def release(message: PlaneMessage) -> None:
+        assert isinstance(message, UnitReady)
+        generation = message.ticket.generation
+        done = UnitRelease(WORKER.member_id, message.request_id, message.attempt, message.unit, generation)
+        ears.send(message.encoder_address, done)
+
+    ears.start(release)
     await service.start()
     service.update_members([WORKER])
     try:
-        rounds = [await _round(service, family, model, number) for number in range(NUM_ROUNDS)]
+        yield Stage(service, family, model)
     finally:
+        model.gate.set()
         await service.stop()
         for endpoint in (ears, plane):
             endpoint.close()
         source.close()
-    return Waits(
-        statistics.median(wait_s for wait_s, _, _ in rounds),
-        statistics.median(unit_s for _, unit_s, _ in rounds),
-        rounds[0][2],
-        NUM_ROUNDS,
-    )
-
-
-async def _round(service: EncoderService, family: Family, model: Watched, number: int) -> tuple[float, float, int]:
-    """(wait, the video's longest unit, its number of units). The picture comes with the video's first unit."""
-    model.forwards.clear()
-    film, still = _film(number), _picture(number)
-    film_item, picture_item = _item(family, film, "video"), _item(family, still, "image")
-    first = asyncio.create_task(service.encode(_request(f"film-{number}", film_item), [film]))
-    while not service.report().num_encoding:  # noqa: ASYNC110 - what it waits for is in another part
-        await asyncio.sleep(0.0005)
-    received_s = time.monotonic()
-    result = await service.encode(_request(f"picture-{number}", picture_item), [still])
-    await first
-    decoded_s = received_s + result.items[0].times.decode_s
-    (began_s,) = (start for modality, start, _ in model.forwards if modality == "image")
-    units = [end - start for modality, start, end in model.forwards if modality == "video"]
-    return max(0.0, began_s - decoded_s), max(units), len(film_item.unit_tokens)
-
-
-def _request(name: str, item: MediaItem) -> EncodeRequest:
-    destination = Destination(WORKER.member_id, WORKER.address)
-    return EncodeRequest(RequestId(name), 0, MemberId("router-1"), (item,), destination, (time.time(), name))
-
-
-def _item(family: Family, data: bytes, modality: str) -> MediaItem:
-    header = REGISTRY.modality(modality).probe(data, "bench")
-    return plan_media(family, data, header, 0, "bench", options=OPTIONS).item
-
-
-def _picture(seed: int) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 256, (96, 96, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def _film(seed: int) -> bytes:
-    """120 frames of 256 x 256, 30 a second."""
-    import av
-
-    frames = np.random.default_rng(seed).integers(0, 256, (4, 256, 256, 3), dtype=np.uint8)
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=30)
-        stream.width = stream.height = 256
-        stream.pix_fmt = "yuv420p"
-        for number in range(120):
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(frames[number % 4], format="rgb24")))
-        container.mux(stream.encode())
-    return buffer.getvalue()
