@@ -31,6 +31,14 @@ Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Device = Literal["cpu", "cuda"]
 
 
+def _parse_switch(value: object) -> object:
+    """YAML 1.1 reads a bare `on` or `off` as a boolean."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Switch = BeforeValidator(_parse_switch)
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -118,7 +126,7 @@ class EncoderSection(_Section):
     """An item that takes a decode process longer is refused."""
     decode_memory_bytes: Bytes = 4 * 2**30
     """Most memory of each decode process."""
-    mel_on_device: Literal["auto", "on", "off"] = "auto"
+    mel_on_device: Annotated[Literal["auto", "on", "off"], Switch] = "auto"
     """Whether sounds are resampled and transformed on the encoder's device, not in decode processes; `auto`: on CUDA.
     Sounds of more than max_batch_cost mel frames never are."""
     encode_delay_s: float = Field(0.0, ge=0)
@@ -164,7 +172,7 @@ class WorkerSection(_Section):
     unit_wait_s: float = Field(10.0, gt=0)
     """How long a worker awaits a feature before it asks the router again."""
     speculation: SpeculationSection = SpeculationSection()
-    cuda_graphs: Literal["off", "auto"] = "off"
+    cuda_graphs: Annotated[Literal["off", "auto"], Switch] = "off"
     """Whether decode steps are recorded as CUDA graphs; needs blocks of a multiple of 256 tokens."""
 
 

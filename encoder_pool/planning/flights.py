@@ -116,7 +116,8 @@ class Flights:
         if flight.phase not in (Phase.DECODING, Phase.DECODED) or not self.is_live(flight):
             return False
         for unit, one in enumerate(inputs, flight.num_decoded):
-            self._sizes.observe(one.modality, one.num_patches, one.pixels.nbytes)
+            if flight.phase is Phase.DECODING:  # a waveform is larger than the units that are made of it
+                self._sizes.observe(one.modality, one.num_patches, one.pixels.nbytes)
             if unit in flight.unit_to_cost:
                 flight.unit_to_input[unit] = one
         flight.num_decoded += len(inputs)
@@ -134,6 +135,7 @@ class Flights:
         """A sound of which the device is to make units. The file's bytes are dropped."""
         assert flight.phase is Phase.DECODING
         assert self.is_live(flight)
+        self._sizes.observe(flight.item.modality, flight.item.cost, waveform.samples.nbytes)
         flight.phase, flight.waveform, flight.data = Phase.DECODED, waveform, b""
 
     def queued_sounds(self, to_seconds: ToSeconds) -> list[QueuedSound]:

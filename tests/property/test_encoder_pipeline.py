@@ -24,7 +24,7 @@ from encoder_pool.decode_process import OnUnits
 from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.features import FeatureSpec, FeatureTable, LeaseKey
-from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit
+from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit, SoundJob, SoundResult
 from fabric.channel_local import LocalChannelHub, LocalFeatureSource
 from fabric.clock import ManualClock
 from fabric.errors import Aborted, EncodeFailed, InvalidMedia, Overloaded, WeftError, WorkerLost
@@ -32,10 +32,11 @@ from fabric.ids import AttemptId, MemberId, MmHash, RequestId, UnitKey
 from fabric.messages import Destination, EncodeRequest, EncodeResult, MediaItem, PlaneMessage, UnitReady
 from fabric.plane import Handler
 from modalities.family import EncoderInput
+from modalities.waveform import Waveform
 
 SPEC = FeatureSpec(1, 16, "float32", 4)
 CONFIG = EncoderConfig(
-    modalities=("image", "video"),
+    modalities=("image", "video", "audio"),
     num_decode_processes=0,
     max_batch_cost=20,
     max_items_in_flight=3,
@@ -50,11 +51,14 @@ KINDS: dict[str, tuple[int, tuple[int, ...]]] = {
     "wide": (16, (12,)),
     "film": (24, (4, 4, 4, 4, 4, 4)),  # more than the arena holds at once
     "clip": (9, (3, 2, 4)),
+    "song": (10, (3, 3)),  # its units are made on the device
+    "word": (5, (2,)),
     "brim": (7, (18,)),  # fits the arena but for its generation word: known when memory is asked for
     "overflow": (12, (2, 18, 2)),  # the same of its middle unit: others of it may be in the same batch
     "huge": (8, (100,)),  # never fits the arena
 }
 """Cost in patches and rows per unit."""
+SOUNDS = ("song", "word")
 
 
 @dataclass(eq=False)
@@ -100,11 +104,21 @@ class HandForward:
 
     def __init__(self) -> None:
         self.job: tuple[Sequence[ForwardUnit], Callable[[ForwardResult], None]] | None = None
+        self.sounds: tuple[Sequence[SoundJob], Callable[[SoundResult], None]] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self.job is not None or self.sounds is not None
 
     def submit(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
-        assert self.job is None, "one forward at a time"
+        assert not self.is_busy, "one batch at a time"
         assert len({unit.input.modality for unit in units}) == 1
         self.job = (units, done)
+
+    def submit_sounds(self, sounds: Sequence[SoundJob], done: Callable[[SoundResult], None]) -> None:
+        assert not self.is_busy, "one batch at a time"
+        assert len(sounds) == 1 or sum(sound.item.cost for sound in sounds) <= CONFIG.max_batch_cost
+        self.sounds = (sounds, done)
 
 
 class EarPlane:
@@ -154,6 +168,7 @@ class PipelineMachine(RuleBasedStateMachine):
         for cost in (4, 40):
             self.pipeline.costs.observe("image", cost, overhead_s + 1e-5 * cost)
             self.pipeline.costs.observe("video", cost, overhead_s + 3e-5 * cost)
+            self.pipeline.costs.observe("audio", cost, overhead_s + 2e-5 * cost)
         self.pipeline.open(SPEC)
         self.calls: list[OpenCall] = []
         self.num_calls = 0
@@ -181,7 +196,7 @@ class PipelineMachine(RuleBasedStateMachine):
         for index, (kind, number) in enumerate(media):
             cost, units = KINDS[kind]
             part = f"part.{self.num_calls}.{index}"
-            modality = "video" if len(units) > 1 else "image"
+            modality = "audio" if kind in SOUNDS else "video" if len(units) > 1 else "image"
             items.append(MediaItem(index, modality, MmHash(f"{kind}-{number}"), (1, 1, cost), units, cost, part))
         request = EncodeRequest(
             request_id=RequestId(f"req-{self.num_calls}"),
@@ -199,11 +214,14 @@ class PipelineMachine(RuleBasedStateMachine):
             return
         self.calls.append(OpenCall(request, task))
 
-    @precondition(lambda self: any(one.num_left > 1 for one in self.decoder.open))
+    def streaming(self) -> list[OpenDecode]:
+        return [one for one in self.decoder.open if one.num_left > 1 and one.item.modality == "video"]
+
+    @precondition(lambda self: self.streaming())
     @rule(data=st.data(), number=st.integers(1, 3))
     def hand_over_units(self, data: st.DataObject, number: int) -> None:
         """Some, never the last: those come with the end."""
-        one = data.draw(st.sampled_from([one for one in self.decoder.open if one.num_left > 1]))
+        one = data.draw(st.sampled_from(self.streaming()))
         self.in_loop(lambda: one.on_units(one.inputs(min(number, one.num_left - 1))))
 
     @precondition(lambda self: self.decoder.open)
@@ -217,11 +235,15 @@ class PipelineMachine(RuleBasedStateMachine):
         for _ in range(num_rounds):
             for one in list(self.decoder.open):
                 self._end_decode(one, "ok")
+            if self.forward.sounds is not None:
+                self._end_sounds(set())
             if self.forward.job is not None:
                 self._end_forward(set())
 
     def _end_decode(self, one: OpenDecode, outcome: str) -> None:
-        if outcome == "ok":
+        if outcome == "ok" and one.item.modality == "audio":
+            one.future.set_result(Decoded([], 0.1, waveform=Waveform(np.zeros(1, np.float32), 1, 1)))
+        elif outcome == "ok":
             one.future.set_result(Decoded(one.inputs(one.num_left), 0.1))
         elif outcome == "invalid":
             one.future.set_exception(InvalidMedia(f"{one.item.part}: broken", param=one.item.part))
@@ -242,6 +264,21 @@ class PipelineMachine(RuleBasedStateMachine):
             unit.buffer[:] = unit.num_tokens
             errors.append(EncodeFailed("poisoned") if index in failing else None)
         done(ForwardResult(errors, self.overhead_s + 1e-5 * sum(unit.num_tokens for unit in units)))
+        self.settle()
+
+    @precondition(lambda self: self.forward.sounds)
+    @rule(failing=st.sets(st.integers(0, 3), max_size=2))
+    def end_sounds(self, failing: set[int]) -> None:
+        self._end_sounds(failing)
+
+    def _end_sounds(self, failing: set[int]) -> None:
+        assert self.forward.sounds is not None
+        (sounds, done), self.forward.sounds = self.forward.sounds, None
+        outcomes: list[list[EncoderInput] | WeftError] = []
+        for index, (_, item) in enumerate(sounds):
+            inputs = [EncoderInput(item.modality, np.zeros((1, 1), np.float32), item.grid) for _ in item.unit_tokens]
+            outcomes.append(EncodeFailed("poisoned") if index in failing else inputs)
+        done(SoundResult(outcomes, 0.001))
         self.settle()
 
     @precondition(lambda self: self.plane.sent)
@@ -304,7 +341,10 @@ class PipelineMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_forward_is_never_idle_for_nothing(self) -> None:
-        if self.forward.job is None and self.pipeline.flights.queued_units(self.pipeline.costs.work_s):
+        if self.forward.is_busy:
+            return
+        assert not self.pipeline.flights.queued_sounds(self.pipeline.costs.work_s)
+        if self.pipeline.flights.queued_units(self.pipeline.costs.work_s):
             usage = self.table.usage()
             assert usage.num_leases > 0, "units wait, the forward is idle, and nobody holds the arena"
 
@@ -381,4 +421,27 @@ def test_a_bug_in_decoding_fails_whoever_wants_the_content_and_no_later_call() -
     machine.call([("clip", 0)], "worker-1")
     machine.work_well(4)
     assert machine.calls[-1].task.result().items[0].error is None
+    machine.teardown()
+
+
+def test_sounds_are_heard_together_and_one_that_fails_alone() -> None:
+    machine = PipelineMachine()
+    machine.build(0.01)
+    machine.call([("small", 0)], "worker-1")
+    machine._end_decode(machine.decoder.open[0], "ok")
+    machine.call([("word", 0), ("word", 1)], "worker-1")
+    for one in list(machine.decoder.open):
+        machine._end_decode(one, "ok")
+    assert machine.forward.sounds is None, "a picture is in the forward"
+    machine._end_forward(set())
+    assert machine.forward.sounds is not None
+    heard = [sound.item.mm_hash for sound in machine.forward.sounds[0]]
+    assert sorted(heard) == ["word-0", "word-1"]
+    machine._end_sounds({heard.index("word-1")})
+    machine.work_well(3)
+    good, bad = machine.calls[-1].task.result().items
+    assert good.error is None
+    assert good.times.preprocess_s > 0
+    assert bad.error is not None
+    assert bad.error.code == "encode_failed"
     machine.teardown()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 
 import deploy.config
-from deploy.compose import max_items_per_prompt, media_limits, video_options
+from deploy.compose import max_items_per_prompt, media_limits, mel_device, video_options
 from deploy.config import ClusterConfig, check_config, load_config, parse_bytes
 from fabric.errors import ConfigError
 from modalities.family import MediaOptions
@@ -112,6 +112,29 @@ class _Family(NamedTuple):
 def test_what_is_served_is_what_encoders_have_loaded_lowered_by_the_limits(text: str, served: dict[str, int]) -> None:
     family = _Family({"image": 8, "video": 4, "audio": 2})
     assert max_items_per_prompt(media_config(text), family) == served  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "device"),
+    [
+        ("encoders: {device: cuda, gpus_per_replica: 1}", "cuda"),
+        ("encoders: {device: cpu}", ""),
+        ("encoders: {device: cpu, mel_on_device: on}", "cpu"),
+        ("encoders: {device: cuda, gpus_per_replica: 1, mel_on_device: off}", ""),
+    ],
+)
+def test_spectrograms_are_made_on_a_gpu_unless_told_otherwise(text: str, device: str) -> None:
+    """`on` and `off` are no booleans here, though YAML says so."""
+    config, _ = check_config(text)
+    assert config is not None
+    assert mel_device(config.encoders) == device
+
+
+def test_switches_are_words_or_what_yaml_makes_of_them() -> None:
+    for text in ("workers: {cuda_graphs: off}", 'workers: {cuda_graphs: "off"}'):
+        assert problems(text) == []
+    assert len(problems("encoders: {mel_on_device: 1}")) == 1
+    assert len(problems("workers: {cuda_graphs: on}")) == 1
 
 
 def test_all_problems_are_reported_at_once() -> None:
