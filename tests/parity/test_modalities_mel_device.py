@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from fabric.messages import MediaItem
 from modalities import mel_device, resample_device
 from modalities.audio import decode_samples, decode_waveform, num_samples_at, probe_sound
 from modalities.audio_towers.device_sounds import DeviceSounds
+from modalities.audio_towers.sound import SoundHalf
 from modalities.mel import MelOptions, log_mel
 from modalities.mel_device import DeviceMel
 from modalities.resample_device import DeviceResampler, load_resample
@@ -126,6 +128,18 @@ def test_units_are_those_of_the_host(name: str, tmp_path_factory: pytest.TempPat
             np.testing.assert_allclose(unit.pixels, reference.pixels, atol=1e-4)
 
 
-def item_of(half: object, data: bytes) -> MediaItem:
+@pytest.mark.parametrize("name", sorted(BUILDERS))
+def test_features_of_the_units_are_transformers_of_the_whole(name: str, tmp_path: Path) -> None:
+    tower = BUILDERS[name](tmp_path)
+    sounds = [noise(size, size) for size in (5 * RATE, RATE // 2, 3 * RATE + 77)]
+    waveforms = [Waveform(samples, RATE, len(samples)) for samples in sounds]
+    for units, samples in zip(DeviceSounds(tower.sound, "cpu").units(waveforms), sounds, strict=True):
+        rows = torch.cat([tower.encoder.encode([unit])[0] for unit in units], dim=1)[0]
+        size = tower.sound.segment_samples or len(samples)  # the reference cuts off what is longer
+        whole = torch.cat(tower.expected([samples[at : at + size] for at in range(0, len(samples), size)]))
+        torch.testing.assert_close(rows, whole, atol=1e-4, rtol=1e-4)
+
+
+def item_of(half: SoundHalf, data: bytes) -> MediaItem:
     plan = half.plan(probe_sound(data, "part"))
     return MediaItem(0, "audio", MmHash("a"), plan.grid, plan.unit_tokens, plan.cost, "part")
