@@ -147,7 +147,7 @@ class Lane:
         cost = sum(unit.cost for unit in batch)
         self._tally.batch_ended(len(batch), cost, result.seconds)
         if not any(result.errors):
-            self.costs.observe(batch[0].modality, cost, result.seconds)
+            self.costs.observe(batch[0].modality, cost, result.seconds, self._clock.now())
         keys = [unit.key for unit in batch]
         self._flights.served(keys, result.seconds, self._clock.now(), self.costs.work_s)
         for unit, error in zip(batch, result.errors, strict=True):

@@ -221,7 +221,8 @@ class WorkerReport(PlaneWire, frozen=True):
     num_waiting: int
     num_at_doorstep: int
     queued_tokens: int
-    """Prompt tokens admitted and not yet computed."""
+    """Tokens admitted, that could be computed now and are not yet: neither those behind a missing feature, nor those
+    of choices that take over a sibling's, nor the next token of a sequence that decodes."""
     num_decoding: int
     kv_blocks_used: int
     """Blocks referenced by a sequence; cached free blocks do not count."""
@@ -246,6 +247,16 @@ class WorkerReport(PlaneWire, frozen=True):
     drafts_proposed: int = 0
     """Tokens that were guessed and computed, and those of them that were right."""
     drafts_accepted: int = 0
+    queued_flat_tokens: float = 0.0
+    """`queued_tokens`, weighed by their contexts (`fabric.flat_tokens`)."""
+    decode_s_per_sequence: float = 0.0
+    """What a sequence that decodes adds to a step. A step takes `step_overhead_s`, this for each of those, and
+    `prefill_s_per_token` for each flat token of the others."""
+    residence_s: float = 0.0
+    """From a sequence's first step to its end, of late; 0 until one ended."""
+    max_step_tokens: int = 0
+    """Limits of one step; 0 if unknown."""
+    max_sequences: int = 0
 
 
 class EncodeCost(Wire, frozen=True):

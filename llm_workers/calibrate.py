@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from fabric.clock import Clock
+from fabric.flat_tokens import context_scale_tokens
 from fabric.ids import RequestId, SequenceId
 from fabric.messages import SamplingParams
 from llm_workers.config import WorkerConfig
@@ -16,31 +17,48 @@ from llm_workers.scheduling.plan import Chunk, StepPlan
 from llm_workers.step_costs import StepCosts
 from modalities.family import Family
 
-SIZES = (1, 16, 128)
-NUM_RUNS = 2
+SIZES = (16, 128)
+"""Tokens of one prompt."""
+DECODES = (1, 8)
+"""Sequences with one token each."""
+NUM_RUNS = 3
 
 
 def calibrate(runner: Runner, family: Family, config: WorkerConfig, costs: StepCosts, clock: Clock) -> None:
-    """Observes a few steps of each size that fits; the first of a size warms up and is not counted."""
+    """Fits `costs` to a few steps of each kind that fits. Of a kind the first run warms up and the fastest counts: a
+    pause is no property of the step."""
     most = min(config.max_step_tokens, config.num_blocks * config.block_size, family.shape.max_model_len)
-    for size in sorted({min(size, most) for size in SIZES}):
-        plan = StepPlan(0, (_chunk(family, config.block_size, size),))
+    sizes = sorted({min(size, most) for size in SIZES})
+    at = min(config.block_size, most - 1)  # behind tokens of a prompt that was computed just before
+    numbers = sorted({min(number, most, config.max_sequences) for number in DECODES}) if at else []
+    plans = [StepPlan(0, (_chunk(family, config.block_size, 0, 0, size),)) for size in sizes]
+    plans += [
+        StepPlan(0, tuple(_chunk(family, config.block_size, row, at, 1) for row in range(number))) for number in numbers
+    ]
+    scale = context_scale_tokens(family.shape.hidden_size)
+    costs.fit([(plan.work(scale), _seconds(runner, plan, clock)) for plan in plans])
+
+
+def _seconds(runner: Runner, plan: StepPlan, clock: Clock) -> float:
+    runner.execute(plan)
+    seconds = []
+    for _ in range(NUM_RUNS):
+        started_s = clock.now()
         runner.execute(plan)
-        for _ in range(NUM_RUNS):
-            started_s = clock.now()
-            runner.execute(plan)
-            costs.observe(size, clock.now() - started_s)
+        seconds.append(clock.now() - started_s)
+    return min(seconds)
 
 
-def _chunk(family: Family, block_size: int, num_tokens: int) -> Chunk:
-    token_ids = np.zeros(num_tokens, dtype=np.int64)
+def _chunk(family: Family, block_size: int, row: int, start: int, num_tokens: int) -> Chunk:
+    """All rows lie in the same blocks."""
+    token_ids = np.zeros(start + num_tokens, dtype=np.int64)
     return Chunk(
-        sequence_id=SequenceId(RequestId("calibration"), 0, 0),
-        start=0,
+        sequence_id=SequenceId(RequestId("calibration"), 0, row),
+        start=start,
         num_tokens=num_tokens,
-        token_ids=token_ids,
-        positions=family.positions(token_ids.tolist(), (), ()).ids,
-        block_ids=np.arange(-(-num_tokens // block_size), dtype=np.int64),
+        token_ids=token_ids[start:],
+        positions=family.positions(token_ids.tolist(), (), ()).ids[:, start:],
+        block_ids=np.arange(-(-(start + num_tokens) // block_size), dtype=np.int64),
         splices=(),
         sampling=SamplingParams(temperature=0.0),
     )

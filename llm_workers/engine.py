@@ -95,8 +95,10 @@ class Engine:
             raise EngineFailed("the engine has stopped")
 
     def add(self, request: GenerateRequest, positions: Positions, guide: Guide | None = None) -> None:
-        """`guide`: at the beginning of the request's grammar, if it has one; the engine's from here on."""
-        self._commands.put(lambda update: self._add(request, positions, guide, update))
+        """`guide`: at the beginning of the request's grammar, if it has one; the engine's from here on. The request
+        waits from now on, also for the step that is under way."""
+        arrived_at_s = self._clock.now()
+        self._commands.put(lambda update: self._add(request, positions, guide, arrived_at_s, update))
 
     def abort(self, attempt: AttemptId, choices: Sequence[int] = ()) -> None:
         self._commands.put(lambda update: self._abort(attempt, choices, update))
@@ -136,7 +138,7 @@ class Engine:
         plan = self._scheduler.plan_step()
         self.times.schedule_s += self._clock.now() - started_s
         if plan.chunks:
-            self._step(plan, update)
+            self._step(plan, started_s, update)
             self._let_go_unneeded(update)
         update.needed.extend(self._scheduler.drain_needed())
         self._rest(not plan.chunks and not update.needed)
@@ -178,10 +180,17 @@ class Engine:
 
     # ------------------------------------------------------------ commands
 
-    def _add(self, request: GenerateRequest, positions: Positions, guide: Guide | None, update: Update) -> None:
+    def _add(
+        self,
+        request: GenerateRequest,
+        positions: Positions,
+        guide: Guide | None,
+        arrived_at_s: float,
+        update: Update,
+    ) -> None:
         attempt = AttemptId(request.request_id, request.attempt)
         try:
-            update.admitted.append(Admitted(attempt, self._scheduler.add(request, positions, guide)))
+            update.admitted.append(Admitted(attempt, self._scheduler.add(request, positions, guide, arrived_at_s)))
         except WeftError as error:
             update.failed.append(Failed(attempt, error))
         except Exception as error:  # one request's bad numbers must not end the others
@@ -220,7 +229,7 @@ class Engine:
 
     # ------------------------------------------------------------ a step
 
-    def _step(self, plan: StepPlan, update: Update) -> None:
+    def _step(self, plan: StepPlan, planned_at_s: float, update: Update) -> None:
         """Executes and commits; or, if sequences break, ends those and leaves the others as they were."""
         started_s = self._clock.now()
         result, failed = self._execute(plan)
@@ -232,7 +241,7 @@ class Engine:
                 update.failed.append(Failed(attempt, error))
         else:
             update.events = self._scheduler.commit(plan, result)
-            update.num_step_tokens, update.step_s = plan.num_tokens, executed_s - started_s
+            update.step_work, update.step_s = self._scheduler.work(plan), self._clock.now() - planned_at_s
             self.times.num_steps += 1
             self.times.num_tokens += plan.num_tokens
         self.times.execute_s += executed_s - started_s

@@ -7,22 +7,34 @@ from collections.abc import Iterable
 from fabric.channel import FeatureSink
 from fabric.ids import AttemptId, MemberId
 from fabric.messages import WorkerReport
+from llm_workers.config import WorkerConfig
 from llm_workers.kept import KeptFeatures
 from llm_workers.scheduling.events import SchedulerStats
 from llm_workers.step_costs import StepCosts
 from llm_workers.updates import Update
 
+_NEW_SHARE = 0.1
+"""Of a sequence that has ended, in the time that sequences take of late."""
+
 
 class Reporter:
     """Keeps the engine's last numbers."""
 
-    def __init__(self, member_id: MemberId, stats: SchedulerStats, sink: FeatureSink, kept: KeptFeatures) -> None:
-        self._member_id, self._stats, self._sink, self._kept = member_id, stats, sink, kept
+    def __init__(
+        self,
+        member_id: MemberId,
+        config: WorkerConfig,
+        stats: SchedulerStats,
+        sink: FeatureSink,
+        kept: KeptFeatures,
+    ) -> None:
+        self._member_id, self._config, self._stats, self._sink, self._kept = member_id, config, stats, sink, kept
         self._admitted: dict[AttemptId, None] = {}
         self._seq = 0
         self.epoch = 0
         """From this worker's member record, once it is known."""
         self.costs = StepCosts()
+        self._residence_s = 0.0
 
     def take(self, update: Update) -> None:
         """A turn of the engine."""
@@ -30,8 +42,11 @@ class Reporter:
             self._stats = update.stats
         for admitted in update.admitted:
             self._admitted[admitted.attempt] = None
-        if update.num_step_tokens:
-            self.costs.observe(update.num_step_tokens, update.step_s)
+        if update.step_work is not None:
+            self.costs.observe(update.step_work, update.step_s, update.at_s)
+        for finished in update.events.finished if update.events is not None else ():
+            in_steps_s = finished.times.total_s - finished.times.queue_s
+            self._residence_s += (in_steps_s - self._residence_s) * (_NEW_SHARE if self._residence_s else 1.0)
 
     def forget_ended(self, open_attempts: Iterable[AttemptId]) -> None:
         """Everybody has had a report since: attempts that came and went need no acknowledgement any more."""
@@ -54,5 +69,9 @@ class Reporter:
             step_overhead_s=self.costs.overhead_s,
             kept_bytes_used=self._kept.used_bytes,
             num_kept_hits=self._kept.num_hits,
+            decode_s_per_sequence=self.costs.s_per_decode,
+            residence_s=self._residence_s,
+            max_step_tokens=self._config.max_step_tokens,
+            max_sequences=self._config.max_sequences,
             **self._stats._asdict(),
         )

@@ -15,6 +15,7 @@ from functools import partial
 from fabric.channel import FeatureSink, LandedFeature
 from fabric.clock import Clock
 from fabric.errors import Aborted, InvalidRequest, ProtocolError, WeftError, WorkerLost
+from fabric.flat_tokens import context_scale_tokens
 from fabric.ids import AttemptId, MemberId, UnitKey
 from fabric.messages import (
     AbortAttempt,
@@ -77,7 +78,7 @@ class WorkerService:
         shape = family.shape
         heads = kv_heads(shape, config.num_ranks)
         kv = PagedKV(shape.num_layers, config.num_blocks, config.block_size, heads, model.dtype, model.device)
-        scheduler = Scheduler(config, shape.max_model_len, clock)
+        scheduler = Scheduler(config, shape.max_model_len, clock, context_scale_tokens(shape.hidden_size))
         landed: dict[UnitKey, LandedFeature] = {}
         backend = select_backend("auto", kv)
         self._measure = partial(measure_workspace, model, kv, backend, family, config)
@@ -92,7 +93,7 @@ class WorkerService:
             endpoint, config, (shape.num_levels, shape.hidden_size), self._engine, listener, landed
         )
         self._routers = RouterLinks(plane, clock)
-        self._reporter = Reporter(member_id, scheduler.stats(), sink, self._receiver.kept)
+        self._reporter = Reporter(member_id, config, scheduler.stats(), sink, self._receiver.kept)
         self._peers = Peers(plane, sink, self._receiver)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -269,7 +270,8 @@ class WorkerService:
         self._receiver.settle()
         self._reporter.take(update)
         self._send_kv(update)
-        if update.admitted or update.let_go or update.failed or update.aborted:
+        has_ended = update.failed or update.aborted or (update.events is not None and update.events.finished)
+        if update.admitted or update.let_go or has_ended:
             self._report_soon()
 
     def _send_kv(self, update: Update) -> None:

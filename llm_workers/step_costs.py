@@ -1,41 +1,81 @@
-"""What a step costs, learned from the steps: seconds = overhead + per_token * tokens, recent steps counting more.
+"""What a step costs: seconds = overhead + so much for each sequence that decodes + so much for each flat token of the
+rest. Fitted to a few steps at boot, then corrected by every step, in time: what was learned while the machine was busy
+with other things is soon outweighed by what comes after.
 
-Knows nothing of what the tokens are.
+Knows nothing of what the tokens are. The time is passed in.
 """
 
 from __future__ import annotations
 
-DECAY = 0.98
-"""Weight that a step keeps when the next one is seen: about the last 50 steps count."""
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from fabric.learned_cost import Memory, corrected
+
+HALF_LIFE_S = 5.0
+"""Of what a step has taught."""
+MAX_WEIGHT = 40.0
+"""At most so many steps are remembered: one step moves an estimate by a fortieth of its error."""
+_LEAST_SHARE = 1e-3
+"""Of the time of the smallest step, for what nothing was measured of: it can grow from there."""
+
+
+class StepWork(NamedTuple):
+    """What a step has to do."""
+
+    num_decodes: int
+    """Sequences whose one known token is computed."""
+    flat_tokens: float
+    """All other tokens, weighed by their contexts (`fabric.flat_tokens`)."""
+
+    @property
+    def amounts(self) -> tuple[float, float, float]:
+        return (1.0, float(self.num_decodes), self.flat_tokens)
 
 
 class StepCosts:
-    """A weighted least-squares line through (tokens, seconds). Both numbers are 0 until something was seen."""
+    """All numbers are 0 until something was seen."""
 
     def __init__(self) -> None:
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._memory = Memory(HALF_LIFE_S, MAX_WEIGHT)
+        self._costs: tuple[float, ...] = (0.0, 0.0, 0.0)
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step of `num_tokens` took `seconds`."""
-        self._weight = self._weight * DECAY + 1.0
-        self._x = self._x * DECAY + num_tokens
-        self._y = self._y * DECAY + seconds
-        self._xx = self._xx * DECAY + num_tokens * num_tokens
-        self._xy = self._xy * DECAY + num_tokens * seconds
+    def fit(self, steps: Sequence[tuple[StepWork, float]]) -> None:
+        """Starts from steps of different kinds and the seconds each took. What comes out negative is left out."""
+        amounts = np.array([work.amounts for work, _ in steps])
+        seconds = np.array([taken_s for _, taken_s in steps])
+        costs = np.zeros(3)
+        kinds = list(range(3))
+        while kinds:
+            # Relative errors count: a small step is as good a witness as a large one.
+            found = np.linalg.lstsq(amounts[:, kinds] / seconds[:, None], np.ones(len(seconds)), rcond=None)[0]
+            if found.min() >= 0.0:
+                costs[kinds] = found
+                break
+            kinds.pop(int(found.argmin()))
+        least = _LEAST_SHARE * seconds.min() / np.maximum(amounts.max(axis=0), 1.0)
+        self._costs = tuple(np.maximum(costs, least).tolist())
 
-    @property
-    def s_per_token(self) -> float:
-        """Never below 0. Steps of one size alone say nothing of the slope: then it is the whole cost per token."""
-        if self._weight == 0.0:
-            return 0.0
-        spread = self._xx - self._x * self._x / self._weight
-        if spread <= 1e-9 * self._xx:
-            return self._y / self._x
-        return max(0.0, (self._xy - self._x * self._y / self._weight) / spread)
+    def observe(self, work: StepWork, seconds: float, now_s: float) -> None:
+        """A step took `seconds` and ended at `now_s`."""
+        if not any(self._costs):
+            self.fit([(work, seconds)])
+        self._costs = corrected(self._costs, work.amounts, seconds, self._memory.gain(now_s))
+
+    def predict_s(self, work: StepWork) -> float:
+        return sum(cost * amount for cost, amount in zip(self._costs, work.amounts, strict=True))
 
     @property
     def overhead_s(self) -> float:
-        """Never below 0."""
-        if self._weight == 0.0:
-            return 0.0
-        return max(0.0, (self._y - self.s_per_token * self._x) / self._weight)
+        return self._costs[0]
+
+    @property
+    def s_per_decode(self) -> float:
+        return self._costs[1]
+
+    @property
+    def s_per_token(self) -> float:
+        """Of flat tokens."""
+        return self._costs[2]

@@ -10,6 +10,7 @@ from fabric.errors import WeftError
 from fabric.ids import AttemptId, SequenceId, UnitKey
 from fabric.messages import BlocksStored, KvEvent
 from llm_workers.scheduling.events import Admission, NeededUnit, NextRead, SchedulerStats, SequenceTimes, StepEvents
+from llm_workers.step_costs import StepWork
 
 
 class Admitted(NamedTuple):
@@ -51,8 +52,10 @@ class Update:
     """Units that are still to be read -> who has to, and where next; None if nothing changed."""
     admitted: list[Admitted] = field(default_factory=list)
     needed: list[NeededUnit] = field(default_factory=list)
-    num_step_tokens: int = 0
+    step_work: StepWork | None = None
+    """Of the step that was committed."""
     step_s: float = 0.0
+    """From its planning to its commit."""
     events: StepEvents | None = None
     aborted: list[AbortedSequence] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)

@@ -145,7 +145,7 @@ class Attempt:
             raise
         self._trace.extend(result.trace)
         if result.error is None:
-            self._parts.cluster.observe_generate(self.plan, result)
+            self._parts.cluster.observe_generate(self.plan, result, self._parts.clock.now())
         return result
 
     def _worker_failed(self, worker_id: MemberId, error: WeftError) -> None:

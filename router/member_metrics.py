@@ -29,6 +29,11 @@ WORKER_GAUGES = {
     "kept_bytes_used": "kept_bytes_used",
     "prefill_s_per_token": "prefill_seconds_per_token",
     "step_overhead_s": "step_overhead_seconds",
+    "decode_s_per_sequence": "decode_seconds_per_sequence",
+    "queued_flat_tokens": "queued_flat_tokens",
+    "residence_s": "residence_seconds",
+    "max_step_tokens": "max_step_tokens",
+    "max_sequences": "max_sequences",
 }
 WORKER_COUNTERS = {
     "steps": "steps",

@@ -89,7 +89,7 @@ class FeatureSupply:
         except WeftError as error:
             self._give_up(items, error)
         self._trace.extend(result.trace)
-        self._parts.cluster.observe_encode(self._dispatch.plan, result)
+        self._parts.cluster.observe_encode(self._dispatch.plan, result, self._parts.clock.now())
         failed: dict[int, WeftError] = {}
         for each in result.items:
             if each.error is not None and (error := self._item_failed(encoder_id, each, each.error.to_error())):

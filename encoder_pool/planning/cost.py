@@ -1,16 +1,21 @@
 """What a forward takes: seconds = overhead + slope * patches, fitted to what was measured, newest first.
 
-Least squares with exponential forgetting, two numbers per modality: a patch and a mel frame do not cost the same.
-Knows nothing of models or clocks.
+Least squares with exponential forgetting, by batches and by time, two numbers per modality: a patch and a mel frame do
+not cost the same. Knows nothing of models; the time is passed in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import exp2
 from typing import NamedTuple
 
 FORGETTING = 0.97
 """Weight of an observation after one more: about the last 30 batches count."""
+HALF_LIFE_S = 10.0
+"""In which an observation loses half of its weight by age: thirty batches of a busy moment are no law."""
+LEAST_KEPT = 0.05
+"""Of the weight, after any silence: so the first batches after it find a line to correct, not only their own size."""
 
 
 class CostEstimate(NamedTuple):
@@ -23,14 +28,23 @@ class ForwardCost:
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._at_s: float | None = None
 
-    def observe(self, cost: int, seconds: float) -> None:
-        """One forward of `cost` patches took `seconds`."""
-        self._weight = self._weight * FORGETTING + 1.0
-        self._x = self._x * FORGETTING + cost
-        self._y = self._y * FORGETTING + seconds
-        self._xx = self._xx * FORGETTING + cost * cost
-        self._xy = self._xy * FORGETTING + cost * seconds
+    def observe(self, cost: int, seconds: float, now_s: float | None = None) -> None:
+        """One forward of `cost` patches took `seconds` and ended at `now_s` (None: no time has passed)."""
+        kept = FORGETTING * self._share_kept(now_s)
+        self._weight = self._weight * kept + 1.0
+        self._x = self._x * kept + cost
+        self._y = self._y * kept + seconds
+        self._xx = self._xx * kept + cost * cost
+        self._xy = self._xy * kept + cost * seconds
+
+    def _share_kept(self, now_s: float | None) -> float:
+        if now_s is None:
+            return 1.0
+        age_s = 0.0 if self._at_s is None else max(0.0, now_s - self._at_s)
+        self._at_s = now_s
+        return max(LEAST_KEPT, exp2(-age_s / HALF_LIFE_S))
 
     def estimate(self) -> CostEstimate:
         """Zeros until something was observed."""
@@ -62,10 +76,10 @@ class ForwardCosts:
         """Those that were observed."""
         return self._modality_to_cost.keys()
 
-    def observe(self, modality: str, cost: int, seconds: float) -> None:
-        """One forward over units of `modality`."""
-        self._modality_to_cost.setdefault(modality, ForwardCost()).observe(cost, seconds)
-        self._mixed.observe(cost, seconds)
+    def observe(self, modality: str, cost: int, seconds: float, now_s: float | None = None) -> None:
+        """One forward over units of `modality`, which ended at `now_s`."""
+        self._modality_to_cost.setdefault(modality, ForwardCost()).observe(cost, seconds, now_s)
+        self._mixed.observe(cost, seconds, now_s)
 
     def estimate(self, modality: str) -> CostEstimate:
         """Zeros until a forward of that modality was observed."""

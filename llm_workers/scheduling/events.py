@@ -12,13 +12,15 @@ PREEMPTED = "preempted"
 
 
 class SequenceTimes(NamedTuple):
-    """Seconds. `queue_s`: from `add` to the first step with a chunk of it; `prefill_s`: steps that computed prompt
-    tokens of it; `held_s`: at its doorstep; `first_token_s`: from `add` to its first new token (0 if none came)."""
+    """Seconds. `queue_s`: from its arrival to the first step with a chunk of it; `prefill_s`: steps that computed
+    prompt tokens of it; `held_s`: at its doorstep; `first_token_s`: from its arrival to its first new token (0 if none
+    came); `total_s`: from its arrival until now, or its end."""
 
     queue_s: float
     prefill_s: float
     held_s: float
     first_token_s: float
+    total_s: float = 0.0
 
 
 class SequenceTokens(NamedTuple):
@@ -112,3 +114,4 @@ class SchedulerStats(NamedTuple):
     num_preemptions: int
     drafts_proposed: int = 0
     drafts_accepted: int = 0
+    queued_flat_tokens: float = 0.0

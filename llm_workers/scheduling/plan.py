@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from fabric.flat_tokens import flat_tokens
 from fabric.ids import SequenceId, UnitKey
 from fabric.messages import SamplingParams, TokenLogprobs
 from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.token_counts import TokenCounts
+from llm_workers.step_costs import StepWork
 
 NOT_FINITE_TOKEN = -1
 """Drawn where the logits are not finite."""
@@ -92,6 +94,15 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(chunk.num_tokens for chunk in self.chunks)
+
+    def work(self, context_scale_tokens: float) -> StepWork:
+        """What the step has to do; a chunk of one known token counts as a decode, its drafts as other tokens."""
+        num_decodes, num_flat = 0, 0.0
+        for chunk in self.chunks:
+            is_decode = chunk.num_tokens - chunk.num_drafts == 1 and chunk.start > 0
+            num_decodes += is_decode
+            num_flat += flat_tokens(chunk.num_tokens - is_decode, chunk.start + is_decode, context_scale_tokens)
+        return StepWork(num_decodes, num_flat)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ clock it is given.
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from math import inf
 
 from fabric.clock import Clock
 from fabric.errors import ProtocolError
@@ -20,6 +21,7 @@ from fabric.messages import BlocksStored, GenerateRequest, KvEvent
 from llm_workers.config import WorkerConfig
 from llm_workers.scheduling import events
 from llm_workers.scheduling.arrival import make_sequences
+from llm_workers.scheduling.backlog import backlog_of
 from llm_workers.scheduling.blocks import BlockPool
 from llm_workers.scheduling.events import Admission, NeededUnit, NextRead, SchedulerStats, SequenceTimes, StepEvents
 from llm_workers.scheduling.guidance import Guide
@@ -30,14 +32,19 @@ from llm_workers.scheduling.residency import Residency
 from llm_workers.scheduling.roster import Roster
 from llm_workers.scheduling.steps import Steps, finished_sequence
 from llm_workers.scheduling.tally import Tally
+from llm_workers.step_costs import StepWork
 from modalities.family import Positions
 
 __all__ = ["Admission", "NeededUnit", "Scheduler", "SchedulerStats", "StepEvents"]
 
 
 class Scheduler:
-    def __init__(self, config: WorkerConfig, shape_max_model_len: int, clock: Clock) -> None:
+    def __init__(
+        self, config: WorkerConfig, shape_max_model_len: int, clock: Clock, context_scale_tokens: float = inf
+    ) -> None:
+        """`context_scale_tokens`: of the model, for the weight of tokens (`fabric.flat_tokens`)."""
         self._config = config
+        self._context_scale_tokens = context_scale_tokens
         self._max_model_len = shape_max_model_len
         self._clock = clock
         self._pool = BlockPool(config.num_blocks)
@@ -51,16 +58,25 @@ class Scheduler:
 
     # ------------------------------------------------------------ what happens
 
-    def add(self, request: GenerateRequest, positions: Positions, guide: Guide | None = None) -> Admission:
+    def add(
+        self,
+        request: GenerateRequest,
+        positions: Positions,
+        guide: Guide | None = None,
+        arrived_at_s: float | None = None,
+    ) -> Admission:
         """Creates one sequence per choice (each forks `guide`), refers at once to the blocks it hits, claims the
-        units it needs. Raises ContextLengthExceeded, InvalidRequest, FeatureMismatch (a unit has another size than was
-        promised to others) or ProtocolError (the attempt is already here, numbers that contradict each other); then
-        nothing changed."""
+        units it needs. `arrived_at_s`: since when it waits (None: now), for its times.
+
+        Raises ContextLengthExceeded, InvalidRequest, FeatureMismatch (a unit has another size than was promised to
+        others) or ProtocolError (the attempt is already here, numbers that contradict each other); then nothing
+        changed."""
         now_s = self._clock.now()
         attempt_id = AttemptId(request.request_id, request.attempt)
         if attempt_id in self._roster:
             raise ProtocolError(f"attempt {attempt_id.attempt} of {attempt_id.request_id} is already here")
-        sequences = make_sequences(request, positions, self._config, self._max_model_len, now_s, guide)
+        waits_since_s = now_s if arrived_at_s is None else arrived_at_s
+        sequences = make_sequences(request, positions, self._config, self._max_model_len, waits_since_s, guide)
         layout = sequences[0].layout
         self._inbox.check_counts(layout.unit_to_tokens)
         ended = {one.sequence_id: reason for one in sequences if (reason := one.finish_reason()) is not None}
@@ -119,6 +135,10 @@ class Scheduler:
 
     # ------------------------------------------------------------ queries and drains
 
+    def work(self, plan: StepPlan) -> StepWork:
+        """What a step has to do, as its cost is reckoned."""
+        return plan.work(self._context_scale_tokens)
+
     def times_of(self, attempt_id: AttemptId) -> dict[SequenceId, SequenceTimes]:
         """Of the live sequences of an attempt, so far: what is known of them when they are aborted."""
         now_s = self._clock.now()
@@ -167,11 +187,12 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         live, tally = self._roster.by_age, self._tally
+        backlog = backlog_of(live, self._roster.held(), self._residency, self._context_scale_tokens)
         return SchedulerStats(
             num_running=sum(one.is_started for one in live),
             num_waiting=sum(not one.is_started for one in live),
             num_at_doorstep=sum(one.is_at_doorstep for one in live),
-            queued_tokens=sum(max(0, one.num_prompt - one.num_computed) for one in live),
+            queued_tokens=backlog.num_tokens,
             num_decoding=sum(one.is_decoding for one in live),
             kv_blocks_used=self._pool.num_used,
             kv_blocks_total=self._pool.num_blocks,
@@ -184,6 +205,7 @@ class Scheduler:
             num_preemptions=tally.num_preemptions,
             drafts_proposed=tally.drafts_proposed,
             drafts_accepted=tally.drafts_accepted,
+            queued_flat_tokens=backlog.flat_tokens,
         )
 
     def check_invariants(self) -> None:

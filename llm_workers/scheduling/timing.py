@@ -40,4 +40,4 @@ class Stopwatch:
     def times(self, now_s: float) -> SequenceTimes:
         queue_s = now_s - self._added_at_s if self._queue_s is None else self._queue_s
         held_s = self._held_s + (now_s - self._held_since_s if self._held_since_s is not None else 0.0)
-        return SequenceTimes(queue_s, self._prefill_s, held_s, self._first_token_s)
+        return SequenceTimes(queue_s, self._prefill_s, held_s, self._first_token_s, now_s - self._added_at_s)

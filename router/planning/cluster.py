@@ -8,10 +8,11 @@ Knows nothing of sockets, and of no other router: what others dispatched it sees
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fabric.flat_tokens import context_scale_tokens, flat_tokens
 from fabric.ids import AttemptId, MemberId, MmHash
 from fabric.messages import (
     EncodeResult,
@@ -28,17 +29,15 @@ from kv_index.feed import ApplyResult
 from kv_index.prefix_index import IndexStats, PrefixIndex
 from modalities.family import ModelShape
 from router.planning.accuracy import StageError
+from router.planning.ageing import common_line
 from router.planning.cost import CostDefaults
+from router.planning.encoder_cost import CommonCosts, common_costs
 from router.planning.in_flight import InFlight
 from router.planning.learning import Learning
 from router.planning.member_state import EncoderState, WorkerState
-from router.planning.views import EncoderView, ItemTerms, RoutePlan, RouteQuery, Snapshot, WorkerView
+from router.planning.views import EncoderView, ItemTerms, Line, RoutePlan, RouteQuery, Snapshot, WorkerView
 
 ClusterMessage = WorkerReport | EncoderReport | KvEvents | KvSnapshot | FeatureEvents
-
-_LINEAR_TO_ATTENTION = 6
-"""A token's linear layers cost about 24 * hidden^2 FLOP per layer, its attention 4 * hidden per token of context:
-they are equal at a context of 6 * hidden."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class ClusterState:
         self._encoders: dict[MemberId, EncoderState] = {}
         self._prefixes = PrefixIndex(settings.max_index_blocks)
         self._features = FeatureIndex(settings.max_index_items)
-        self._learning = Learning(settings.cost_defaults, float(_LINEAR_TO_ATTENTION * shape.hidden_size))
+        self._learning = Learning(settings.cost_defaults, context_scale_tokens(shape.hidden_size))
         self._in_flight = InFlight()
         self._member_to_exclusion_end_s: dict[MemberId, float] = {}
         self._member_to_asked_s: dict[MemberId, float] = {}
@@ -137,15 +136,18 @@ class ClusterState:
         worker_to_blocks = self._prefixes.lookup(query.block_hashes)
         encoder_to_cached = self._cached(query)
         barred = {m for m, until in self._member_to_exclusion_end_s.items() if until > now} | query.excluded
+        worker_line = common_line(state.prefill.estimate(now) for state in self._workers.values())
+        encoders: Iterable[EncoderState] = self._encoders.values() if query.media else ()
+        encoder_costs = common_costs(state.cost.estimates(now) for state in encoders)
         return Snapshot(
             block_size=self._block_size,
             workers=tuple(
-                self._worker_view(worker_id, state, worker_to_blocks.get(worker_id, 0), now)
+                self._worker_view(state, worker_to_blocks.get(worker_id, 0), worker_line, now)
                 for worker_id, state in self._workers.items()
                 if worker_id not in barred
             ),
             encoders=tuple(
-                self._encoder_view(encoder_id, state, encoder_to_cached.get(encoder_id, frozenset()), now)
+                self._encoder_view(state, encoder_to_cached.get(encoder_id, frozenset()), encoder_costs, now)
                 for encoder_id, state in self._encoders.items()
                 if encoder_id not in barred
             )
@@ -162,7 +164,9 @@ class ClusterState:
         winner = plan.explanation.winner
         num_blocks = -(-winner.num_prefill_tokens // self._block_size)
         if plan.worker_id in self._workers:
-            self._in_flight.add(query.attempt_id, plan.worker_id, winner.num_prefill_tokens, num_blocks)
+            scale = self._learning.context_scale_tokens
+            num_flat = round(flat_tokens(winner.num_prefill_tokens, winner.covered_tokens, scale))
+            self._in_flight.add(query.attempt_id, plan.worker_id, num_flat, num_blocks)
         self.note_encoding(query.attempt_id, winner.items)
 
     def note_encoding(self, attempt_id: AttemptId, items: Sequence[ItemTerms]) -> None:
@@ -180,14 +184,14 @@ class ClusterState:
 
     # ------------------------------------------------------------ learning
 
-    def observe_generate(self, plan: RoutePlan, result: GenerateResult) -> None:
+    def observe_generate(self, plan: RoutePlan, result: GenerateResult, now: float) -> None:
         """Corrects the worker's and the links' costs by what the result reports."""
-        self._learning.observe_generate(plan, result, self._workers.get(result.worker_id), self._encoders)
+        self._learning.observe_generate(plan, result, self._workers.get(result.worker_id), self._encoders, now)
 
-    def observe_encode(self, plan: RoutePlan, result: EncodeResult) -> None:
+    def observe_encode(self, plan: RoutePlan, result: EncodeResult, now: float) -> None:
         """Corrects the encoder's costs; its share of the attempt has ended."""
         self._in_flight.end_at(plan.attempt_id, result.encoder_id)
-        self._learning.observe_encode(plan, result, self._encoders.get(result.encoder_id))
+        self._learning.observe_encode(plan, result, self._encoders.get(result.encoder_id), now)
 
     def accuracy(self) -> Mapping[str, StageError]:
         """Predicted against actual, per stage."""
@@ -209,7 +213,7 @@ class ClusterState:
         state = self._workers.get(report.worker_id)
         if state is None or not state.freshness.accept(report.epoch, report.seq, now):
             return ()
-        state.take(report)
+        state.take(report, now)
         self._in_flight.acknowledge(report.worker_id, report.acknowledged)
         return self._ask_unless(self._prefixes.is_in_step(report.worker_id), report.worker_id, now)
 
@@ -217,7 +221,7 @@ class ClusterState:
         state = self._encoders.get(report.encoder_id)
         if state is None or not state.freshness.accept(report.epoch, report.seq, now):
             return ()
-        state.take(report)
+        state.take(report, now)
         self._in_flight.acknowledge(report.encoder_id, report.acknowledged)
         return self._ask_unless(self._features.is_in_step(report.encoder_id), report.encoder_id, now)
 
@@ -231,15 +235,15 @@ class ClusterState:
         self._member_to_asked_s[member_id] = now
         return (member_id,)
 
-    def _worker_view(self, worker_id: MemberId, state: WorkerState, covered_blocks: int, now: float) -> WorkerView:
+    def _worker_view(self, state: WorkerState, covered_blocks: int, common: Line | None, now: float) -> WorkerView:
         is_stale = state.freshness.is_stale(now, self._settings.stale_after_s)
-        return state.view(covered_blocks, self._in_flight.load(worker_id), is_stale)
+        return state.view(covered_blocks, self._in_flight.load(state.member.member_id), is_stale, common, now)
 
     def _encoder_view(
-        self, encoder_id: MemberId, state: EncoderState, cached: frozenset[MmHash], now: float
+        self, state: EncoderState, cached: frozenset[MmHash], common: CommonCosts, now: float
     ) -> EncoderView:
         is_stale = state.freshness.is_stale(now, self._settings.stale_after_s)
-        return state.view(cached, self._in_flight.load(encoder_id), is_stale)
+        return state.view(cached, self._in_flight.load(state.member.member_id), is_stale, common, now)
 
     def _cached(self, query: RouteQuery) -> dict[MemberId, frozenset[MmHash]]:
         encoder_to_cached: dict[MemberId, frozenset[MmHash]] = {}

@@ -9,15 +9,11 @@ from __future__ import annotations
 from math import exp, log
 from typing import NamedTuple
 
+from fabric.learned_cost import corrected
 from router.planning.links import LinkClass
 from router.planning.views import Line
 
-MAX_SURPRISE = 4.0
-"""One observation counts as at most this many times the prediction, and at least its inverse: a pause of seconds
-moves a line like a small surprise does, while a true change gets through in a few observations."""
 LEARNING_RATE = 0.25
-MIN_SHARE = 0.05
-"""Of the blame, for base and slope each: one that was thought negligible can still grow."""
 MAX_CORRECTION = 1e4
 """Bound on the learned factor between an anchor and the line."""
 
@@ -41,50 +37,64 @@ class CostDefaults(NamedTuple):
 
 
 class LinearCost:
-    """A line that is corrected by observations.
+    """A line that is corrected by observations (`fabric.learned_cost`), within bounds of its anchor."""
 
-    An update is one gradient step on the squared error of the logarithm, in the logarithms of base and slope: it is
-    blind to scale, keeps both positive, and blames each in proportion to its share of the prediction, so small
-    inputs teach the base and large ones the slope.
-    """
-
-    def __init__(self, anchor: Line, is_measured: bool = False) -> None:
+    def __init__(self, anchor: Line) -> None:
         self._anchor = anchor
-        self._is_measured = is_measured
-        self._base_factor = 1.0
-        self._slope_factor = 1.0
+        self._is_measured = False
+        self._factors = Line(1.0, 1.0)
+        """Between the anchor and the line: what responses taught."""
         self._line = anchor
 
     @property
     def line(self) -> Line:
         return self._line
 
-    def observe(self, x: float, actual_s: float) -> None:
+    @property
+    def is_measured(self) -> bool:
+        """The member reports its own measurements."""
+        return self._is_measured
+
+    def observe(self, x: float, actual_s: float, gain: float = LEARNING_RATE) -> None:
         """`actual_s` seconds were spent on `x` units. Values that say nothing (not positive) are ignored."""
-        predicted_s = self._line.at(x)
-        if not (actual_s > 0.0 and predicted_s > 0.0 and x >= 0.0 and actual_s < float("inf")):
+        if x < 0.0:
             return
-        surprise = min(max(actual_s / predicted_s, 1.0 / MAX_SURPRISE), MAX_SURPRISE)
-        base_share = min(max(self._line.base_s / predicted_s, MIN_SHARE), 1.0 - MIN_SHARE)
-        # Divided by the squared norm of the shares, so that a step takes the same part of the error at any input.
-        step = LEARNING_RATE * log(surprise) / (base_share**2 + (1.0 - base_share) ** 2)
-        self._base_factor = _bounded(self._base_factor * exp(step * base_share))
-        self._slope_factor = _bounded(self._slope_factor * exp(step * (1.0 - base_share)))
+        old = self._line
+        base_s, per_unit_s = corrected(old, (1.0, x), actual_s, gain)
+        self._factors = Line(
+            _bounded(self._factors.base_s * (base_s / old.base_s if old.base_s else 1.0)),
+            _bounded(self._factors.per_unit_s * (per_unit_s / old.per_unit_s if old.per_unit_s else 1.0)),
+        )
         self._refresh()
 
     def anchor(self, measured: Line) -> None:
-        """The member's own measurement. The first one replaces what was learned on a guess; later ones keep the
-        correction, which is relative. A slope that is not positive means `not known yet`."""
+        """The member's own measurement. The first one replaces what was learned on a guess. Later ones keep the
+        correction, which is relative, but for what they say themselves now: a change that responses had taught
+        already is not counted twice. A slope that is not positive means `not known yet`."""
         if measured.per_unit_s <= 0.0 or measured.base_s < 0.0:
             return
         if not self._is_measured:
-            self._base_factor = self._slope_factor = 1.0
+            self._factors = Line(1.0, 1.0)
+        else:
+            self._factors = Line(*map(_caught_up, self._factors, self._anchor, measured))
         self._is_measured = True
         self._anchor = measured
         self._refresh()
 
     def _refresh(self) -> None:
-        self._line = Line(self._anchor.base_s * self._base_factor, self._anchor.per_unit_s * self._slope_factor)
+        anchor, factors = self._anchor, self._factors
+        self._line = Line(anchor.base_s * factors.base_s, anchor.per_unit_s * factors.per_unit_s)
+
+
+def _caught_up(factor: float, old: float, new: float) -> float:
+    """A correction, less the part of it that the anchor's change from `old` to `new` has made good."""
+    if old <= 0.0 or new <= 0.0 or factor == 1.0:
+        return factor
+    moved, correction = log(new / old), log(factor)
+    if moved * correction <= 0.0:
+        return factor
+    left = max(0.0, abs(correction) - abs(moved))
+    return exp(left if correction > 0.0 else -left)
 
 
 def _bounded(factor: float) -> float:

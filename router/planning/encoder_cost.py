@@ -1,64 +1,98 @@
 """What an encoder costs, by modality: a patch of a video and a mel frame of a sound take different times.
 
-A modality that nothing is known of yet costs what the encoder's work costs in general. Pure; knows no queues.
+A modality that nothing is known of yet costs what the encoder's work costs in general. Estimates age towards what
+encoders cost in common. Pure; knows no queues.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from fabric.messages import EncoderReport
-from router.planning.cost import LinearCost
+from router.planning.ageing import AgeingCost, Estimate, believed, common_line
 from router.planning.views import EncoderCosts, Line
 
 
 class _Stages(NamedTuple):
-    prepare: LinearCost
-    encode: LinearCost
+    prepare: AgeingCost
+    encode: AgeingCost
 
-    @property
-    def costs(self) -> EncoderCosts:
-        return EncoderCosts(self.prepare.line, self.encode.line)
+    def estimates(self, now: float) -> StageEstimates:
+        return StageEstimates(self.prepare.estimate(now), self.encode.estimate(now))
+
+
+class StageEstimates(NamedTuple):
+    prepare: Estimate
+    encode: Estimate
+
+    def believed(self, common: CommonStages) -> EncoderCosts:
+        return EncoderCosts(believed(self.prepare, common.prepare), believed(self.encode, common.encode))
+
+
+class CommonStages(NamedTuple):
+    """Of encoders in general; None where nothing is known."""
+
+    prepare: Line | None = None
+    encode: Line | None = None
+
+    @classmethod
+    def of(cls, estimates: Iterable[StageEstimates]) -> CommonStages:
+        known = list(estimates)
+        return cls(common_line(each.prepare for each in known), common_line(each.encode for each in known))
+
+
+GENERAL = ""
+"""Over all modalities, as they came."""
+
+CommonCosts = Mapping[str, CommonStages]
+"""By modality, and GENERAL."""
 
 
 class EncoderCost:
-    """Of one encoder, or of encoders in general; starts from what is known of others."""
+    """Of one encoder; starts from defaults."""
 
-    def __init__(self, general: EncoderCosts, modality_to_costs: Mapping[str, EncoderCosts] | None = None) -> None:
-        self._general = _stages(general)
-        self._modality_to_stages = {name: _stages(costs) for name, costs in (modality_to_costs or {}).items()}
+    def __init__(self, defaults: EncoderCosts) -> None:
+        self._modality_to_stages = {GENERAL: _stages(defaults)}
 
-    @property
-    def general(self) -> EncoderCosts:
-        """Over all modalities, as they came."""
-        return self._general.costs
-
-    def by_modality(self) -> dict[str, EncoderCosts]:
-        return {name: stages.costs for name, stages in self._modality_to_stages.items()}
+    def estimates(self, now: float) -> dict[str, StageEstimates]:
+        """Of the modalities that something is known of, and GENERAL."""
+        return {name: stages.estimates(now) for name, stages in self._modality_to_stages.items()}
 
     def of(self, modality: str) -> EncoderCosts:
-        return self._modality_to_stages.get(modality, self._general).costs
+        """As it was learned, however long ago."""
+        stages = self._modality_to_stages.get(modality, self._modality_to_stages[GENERAL])
+        return EncoderCosts(stages.prepare.line, stages.encode.line)
 
-    def anchor(self, report: EncoderReport) -> None:
+    def anchor(self, report: EncoderReport, now: float) -> None:
         """The encoder's own measurements of its forwards."""
-        self._general.encode.anchor(Line(report.batch_overhead_s, report.encode_s_per_cost))
+        general = Line(report.batch_overhead_s, report.encode_s_per_cost)
+        self._modality_to_stages[GENERAL].encode.anchor(general, now)
         for cost in report.costs:
-            self._known(cost.modality).encode.anchor(Line(cost.overhead_s, cost.seconds_per_cost))
+            self._known(cost.modality).encode.anchor(Line(cost.overhead_s, cost.seconds_per_cost), now)
 
-    def observe_prepare(self, modality: str, cost: int, seconds: float) -> None:
-        for stages in (self._known(modality), self._general):
-            stages.prepare.observe(cost, seconds)
+    def observe_prepare(self, modality: str, cost: int, seconds: float, now: float) -> None:
+        for name in (modality, GENERAL):
+            self._known(name).prepare.observe(cost, seconds, now)
 
-    def observe_encode(self, modality: str, cost: int, seconds: float) -> None:
-        for stages in (self._known(modality), self._general):
-            stages.encode.observe(cost, seconds)
+    def observe_encode(self, modality: str, cost: int, seconds: float, now: float) -> None:
+        for name in (modality, GENERAL):
+            self._known(name).encode.observe(cost, seconds, now)
 
     def _known(self, modality: str) -> _Stages:
         if modality not in self._modality_to_stages:
-            self._modality_to_stages[modality] = _stages(self._general.costs)
+            self._modality_to_stages[modality] = _stages(self.of(GENERAL))
         return self._modality_to_stages[modality]
 
 
+def common_costs(encoders: Iterable[Mapping[str, StageEstimates]]) -> dict[str, CommonStages]:
+    """Of several encoders' `estimates`."""
+    name_to_estimates: dict[str, list[StageEstimates]] = {}
+    for estimates in encoders:
+        for name, each in estimates.items():
+            name_to_estimates.setdefault(name, []).append(each)
+    return {name: CommonStages.of(each) for name, each in name_to_estimates.items()}
+
+
 def _stages(costs: EncoderCosts) -> _Stages:
-    return _Stages(LinearCost(costs.prepare), LinearCost(costs.encode))
+    return _Stages(AgeingCost(costs.prepare), AgeingCost(costs.encode))

@@ -1,15 +1,15 @@
 """Learning from results: costs per member, and per link class, from the timings that each response carries.
 
-What one member teaches, newcomers start from (`_pool`), so that a new replica is neither shunned nor stormed for a
-default that fits nobody. Also keeps the score of predictions.
+Newcomers, of whom nothing is known, cost what their kind costs in common (`ageing`), so that a new replica is neither
+shunned nor stormed for a default that fits nobody. Also keeps the score of predictions.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
+from fabric.flat_tokens import flat_tokens
 from fabric.ids import MemberId, MmHash
 from fabric.messages import EncodeResult, GenerateResult, ItemResult, Member, TraceEvent
 from router.planning.accuracy import Accuracy
@@ -17,31 +17,23 @@ from router.planning.cost import CostDefaults, LinearCost
 from router.planning.encoder_cost import EncoderCost
 from router.planning.links import LinkClass, link_class
 from router.planning.member_state import EncoderState, WorkerState
-from router.planning.views import EncoderCosts, ItemTerms, Line, RoutePlan, flat_tokens
-
-
-@dataclass(slots=True)
-class _Pool:
-    """What members of a kind cost in general."""
-
-    prefill: LinearCost
-    encoder: EncoderCost
+from router.planning.views import EncoderCosts, ItemTerms, Line, RoutePlan
 
 
 class Learning:
-    """`context_scale_tokens`: see `flat_tokens`."""
+    """`context_scale_tokens`: see `fabric.flat_tokens`."""
 
     def __init__(self, defaults: CostDefaults, context_scale_tokens: float) -> None:
         self.accuracy = Accuracy()
         self.context_scale_tokens = context_scale_tokens
-        self._pool = _Pool(LinearCost(defaults.prefill), EncoderCost(EncoderCosts(defaults.prepare, defaults.encode)))
+        self._defaults = defaults
         self._links = {link: LinearCost(defaults.link(link)) for link in LinkClass}
 
     def new_worker(self, member: Member) -> WorkerState:
-        return WorkerState(member, self._pool.prefill.line)
+        return WorkerState(member, self._defaults.prefill)
 
     def new_encoder(self, member: Member) -> EncoderState:
-        return EncoderState(member, EncoderCost(self._pool.encoder.general, self._pool.encoder.by_modality()))
+        return EncoderState(member, EncoderCost(EncoderCosts(self._defaults.prepare, self._defaults.encode)))
 
     def links(self) -> dict[LinkClass, Line]:
         return {link: cost.line for link, cost in self._links.items()}
@@ -52,9 +44,11 @@ class Learning:
         result: GenerateResult,
         worker: WorkerState | None,
         encoders: Mapping[MemberId, EncoderState],
+        now: float,
     ) -> None:
         """Ignores results that ended in an error, and those of another worker than planned: they say nothing of the
-        prediction."""
+        prediction. A worker that measures its steps itself learns nothing of its pace from a result, whose steps were
+        also others'."""
         if result.error is not None or worker is None or result.worker_id != plan.worker_id:
             return
         terms = plan.explanation.winner
@@ -66,20 +60,19 @@ class Learning:
         self.accuracy.note("prefix_tokens", terms.covered_tokens, result.num_cached_tokens)
         num_computed = result.num_prompt_tokens - result.num_cached_tokens
         num_flat = flat_tokens(num_computed, result.num_cached_tokens, self.context_scale_tokens)
-        if num_computed > 0:
-            worker.prefill.observe(num_flat, result.prefill_s)
-            self._pool.prefill.observe(num_flat, result.prefill_s)
+        if num_computed > 0 and not worker.prefill.is_measured:
+            worker.prefill.observe(num_flat, result.prefill_s, now)
         self._observe_transfers(plan, result, worker, encoders)
 
-    def observe_encode(self, plan: RoutePlan, result: EncodeResult, encoder: EncoderState | None) -> None:
+    def observe_encode(self, plan: RoutePlan, result: EncodeResult, encoder: EncoderState | None, now: float) -> None:
         """Items that failed say nothing; items from the cache only that they were cached."""
         index_to_terms = {terms.item_index: terms for terms in plan.explanation.winner.items}
         for item in result.items:
             terms = index_to_terms.get(item.index)
             if item.error is None and encoder is not None and terms is not None:
-                self._observe_item(item, terms, encoder)
+                self._observe_item(item, terms, encoder, now)
 
-    def _observe_item(self, item: ItemResult, terms: ItemTerms, encoder: EncoderState) -> None:
+    def _observe_item(self, item: ItemResult, terms: ItemTerms, encoder: EncoderState, now: float) -> None:
         times = item.times
         is_as_planned = terms.encoder_id == encoder.member.member_id
         if is_as_planned:
@@ -93,9 +86,8 @@ class Learning:
             self.accuracy.note("encoder_wait", terms.wait_s, times.queue_s)
             self.accuracy.note("prepare", costs.prepare.at(terms.cost), prepared_s)
             self.accuracy.note("encode", costs.encode.at(encoded_cost), times.encode_s)
-        for cost in (encoder.cost, self._pool.encoder):
-            cost.observe_prepare(terms.modality, terms.cost, prepared_s)
-            cost.observe_encode(terms.modality, encoded_cost, times.encode_s)
+        encoder.cost.observe_prepare(terms.modality, terms.cost, prepared_s, now)
+        encoder.cost.observe_encode(terms.modality, encoded_cost, times.encode_s, now)
 
     def _observe_transfers(
         self, plan: RoutePlan, result: GenerateResult, worker: WorkerState, encoders: Mapping[MemberId, EncoderState]

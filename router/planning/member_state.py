@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from fabric.ids import MmHash
 from fabric.messages import EncoderReport, Member, WorkerReport
-from router.planning.cost import LinearCost
-from router.planning.encoder_cost import EncoderCost
+from router.planning.ageing import AgeingCost, Estimate, believed
+from router.planning.encoder_cost import GENERAL, CommonCosts, CommonStages, EncoderCost, StageEstimates
 from router.planning.in_flight import Load
-from router.planning.views import EncoderView, Line, WorkerView
+from router.planning.views import EncoderCosts, EncoderView, Line, WorkerView
 
 
 class Freshness:
@@ -32,21 +32,26 @@ class Freshness:
         """Reports came, and stopped."""
         return self._last is not None and now - self._at_s > stale_after_s
 
+    def age_s(self, now: float) -> float:
+        """Of the last report that was accepted."""
+        return max(0.0, now - self._at_s)
+
 
 class WorkerState:
     def __init__(self, member: Member, prefill: Line) -> None:
         self.member = member
         self.freshness = Freshness()
         self.report: WorkerReport | None = None
-        self.prefill = LinearCost(prefill)
+        self.prefill = AgeingCost(prefill)
 
-    def take(self, report: WorkerReport) -> None:
+    def take(self, report: WorkerReport, now: float) -> None:
         self.report = report
-        self.prefill.anchor(Line(report.step_overhead_s, report.prefill_s_per_token))
+        self.prefill.anchor(Line(report.step_overhead_s, report.prefill_s_per_token), now)
 
-    def view(self, covered_blocks: int, load: Load, is_stale: bool) -> WorkerView:
-        """`load` is what this router has on it."""
+    def view(self, covered_blocks: int, load: Load, is_stale: bool, common: Line | None, now: float) -> WorkerView:
+        """`load` is what this router has on it, `common` what workers cost in general."""
         member, report = self.member, self.report
+        prefill = believed(self.prefill.estimate(now), common)
         if report is None or is_stale:
             return WorkerView(
                 member.member_id,
@@ -57,7 +62,7 @@ class WorkerState:
                 num_decoding=load.num_open,
                 num_open=load.num_open,
                 kv_blocks_free=None,
-                prefill=self.prefill.line,
+                prefill=prefill,
             )
         is_sized = report.kv_blocks_total > 0
         num_free = max(0, report.kv_blocks_total - report.kv_blocks_used - load.pending_blocks)
@@ -66,12 +71,33 @@ class WorkerState:
             member.address,
             member.host,
             covered_blocks,
-            queued_tokens=report.queued_tokens + load.pending_units,
-            num_decoding=report.num_decoding + load.num_pending,
+            queued_tokens=report.queued_flat_tokens or float(report.queued_tokens),
+            num_decoding=report.num_decoding,
             num_open=load.num_open,
             kv_blocks_free=num_free if is_sized else None,
-            prefill=self.prefill.line,
+            prefill=prefill,
+            decode_s=self._decode_s(report, prefill),
+            pending_tokens=load.pending_units,
+            num_pending=load.num_pending,
+            report_age_s=self.freshness.age_s(now),
+            max_step_tokens=report.max_step_tokens,
+            place_wait_s=_place_wait_s(report, load),
+            kv_blocks_per_s=report.kv_blocks_used / report.residence_s if report.residence_s else 0.0,
         )
+
+    def _decode_s(self, report: WorkerReport, believed_line: Line) -> float:
+        """What was measured beside the step's overhead is believed as far as that."""
+        own_s = self.prefill.line.base_s
+        return report.decode_s_per_sequence * (believed_line.base_s / own_s if own_s else 1.0)
+
+
+def _place_wait_s(report: WorkerReport, load: Load) -> float:
+    """When all places of a step are taken they come free at the pace at which sequences end, in order."""
+    num_there = report.num_running + report.num_waiting + load.num_pending
+    num_over = num_there + 1 - report.max_sequences
+    if not report.max_sequences or num_over <= 0:
+        return 0.0
+    return report.residence_s * num_over / report.max_sequences
 
 
 class EncoderState:
@@ -82,21 +108,36 @@ class EncoderState:
         self.cost = cost
         self.modalities = frozenset(member.modalities)
 
-    def take(self, report: EncoderReport) -> None:
+    def take(self, report: EncoderReport, now: float) -> None:
         self.report = report
-        self.cost.anchor(report)
+        self.cost.anchor(report, now)
 
-    def view(self, cached: frozenset[MmHash], load: Load, is_stale: bool) -> EncoderView:
+    def view(
+        self, cached: frozenset[MmHash], load: Load, is_stale: bool, common: CommonCosts, now: float
+    ) -> EncoderView:
+        """`load` is what this router has on it, `common` what encoders cost in general."""
         if self.report is None or is_stale:
             queued_cost = load.open_units
         else:
             queued_cost = self.report.queued_cost + load.pending_units
+        costs = self._costs(common, now)
         return EncoderView(
             self.member.member_id,
             self.member.host,
             self.modalities,
             queued_cost,
             frozenset() if is_stale else cached,
-            self.cost.general,
-            self.cost.by_modality(),
+            costs.pop(GENERAL),
+            costs,
         )
+
+    def _costs(self, common: CommonCosts, now: float) -> dict[str, EncoderCosts]:
+        """By modality, and GENERAL: its own as far as they are believed. What it has not met is as with others."""
+        estimates = self.cost.estimates(now)
+        unmet = (name for name in common if name not in estimates and name in self.modalities)
+        estimates |= {name: _unknown(self.cost.of(GENERAL)) for name in unmet}
+        return {name: each.believed(common.get(name, CommonStages())) for name, each in estimates.items()}
+
+
+def _unknown(costs: EncoderCosts) -> StageEstimates:
+    return StageEstimates(Estimate(costs.prepare, 0.0), Estimate(costs.encode, 0.0))

@@ -1,6 +1,6 @@
 """The score: the time to first token that a worker would need, by walking the prompt in order.
 
-    t = time until w can start (its queue)
+    t = time until w can start (its queue: see `waiting`)
     for each span not covered by w's KV prefix:
         text span:   t = t + prefill_w(length, context)
         media unit:  t = max(t, land(unit, w)) + prefill_w(length, context)
@@ -16,8 +16,9 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from fabric.flat_tokens import flat_tokens
 from fabric.messages import MediaItem
-from router.planning.views import Line, RouteQuery, WorkerView, flat_tokens
+from router.planning.views import RouteQuery, WorkerView
 
 TEXT = -1
 
@@ -87,28 +88,15 @@ def covered_tokens(worker: WorkerView, num_tokens: int, block_size: int) -> int:
     return min(worker.covered_blocks, max(num_tokens - 1, 0) // block_size) * block_size
 
 
-def queue_s(worker: WorkerView, num_tokens: int, block_size: int) -> float:
-    """Until the worker can start: the step that runs now with its decodes, and the prompt tokens in front.
-
-    KV blocks that are lacking count as tokens in front: room is made by what must be computed again or waited for."""
-    queued_tokens = worker.queued_tokens
-    if worker.kv_blocks_free is not None:
-        num_blocks = -(-num_tokens // block_size) - worker.covered_blocks
-        queued_tokens += max(0, num_blocks - worker.kv_blocks_free) * block_size
-    num_in_front = queued_tokens + worker.num_decoding
-    return worker.prefill.at(num_in_front) if num_in_front else 0.0
-
-
 def walk(
     prompt: Prompt,
     covered: int,
     start_s: float,
-    prefill: Line,
+    per_token_s: float,
     unit_to_landing_s: Mapping[tuple[int, int], float],
 ) -> Walk:
     """From `start_s` over the spans behind `covered` tokens. Each unit met must have a landing time."""
     now_s, prefill_s, held_s = start_s, 0.0, 0.0
-    per_token_s = prefill.per_unit_s
     for start, end, item, unit, num_flat in prompt.spans[bisect_right(prompt.span_ends, covered) :]:
         if item != TEXT:
             landing_s = unit_to_landing_s[item, unit]

@@ -15,8 +15,9 @@ from fabric.ids import MemberId
 from fabric.messages import MediaItem
 from router.planning.landing import Landings, land_items
 from router.planning.links import link_class, machine
-from router.planning.score import Prompt, covered_tokens, cut, queue_s, walk
+from router.planning.score import Prompt, covered_tokens, cut, walk
 from router.planning.views import CandidateTerms, EncoderView, Line, RouteQuery, Snapshot, WorkerView
+from router.planning.waiting import Need, Waiting, idle_pace, waiting
 
 _ROUNDING = 1e-9
 """Relative slack when a bound is held against a score: they add the same terms in another order."""
@@ -26,8 +27,10 @@ class Bound(NamedTuple):
     """A worker that could serve the request, and what it needs at the least."""
 
     bound_s: float
-    queue_s: float
+    own_s: float
+    """Without what is in front."""
     covered: int
+    waiting: Waiting
     worker: WorkerView
 
 
@@ -37,7 +40,7 @@ class Candidate(NamedTuple):
     worker: WorkerView
     covered: int
     num_prefill_tokens: int
-    queue_s: float
+    waiting: Waiting
     prefill_s: float
     held_s: float
     ttft_s: float
@@ -48,10 +51,10 @@ class Candidate(NamedTuple):
             worker_id=self.worker.worker_id,
             covered_tokens=self.covered,
             num_prefill_tokens=self.num_prefill_tokens,
-            queue_s=self.queue_s,
-            prefill_s=self.prefill_s,
+            queue_s=self.waiting.queue_s,
+            prefill_s=self.waiting.shared_s + self.prefill_s,
             held_s=self.held_s,
-            first_token_s=self.worker.prefill.base_s,
+            first_token_s=self.waiting.pace.base_s,
             ttft_s=self.ttft_s,
             items=self.landings.items,
         )
@@ -85,7 +88,7 @@ class Search:
             modalities = sorted({item.modality for item in query.media if not options[item.index]})
             raise NoCapacity(f"no encoder is available for {', '.join(modalities)}")
         bounds.sort(key=lambda bound: bound.bound_s)
-        own_s = min(bound.bound_s - bound.queue_s for bound in bounds)
+        own_s = min(bound.own_s for bound in bounds)
         machines = frozenset(machine(encoder.host) for encoder in snapshot.encoders)
         return cls(query, snapshot, prompt, options, bounds, snapshot.tolerance * own_s, machines)
 
@@ -108,8 +111,9 @@ class Search:
         worker, missing = candidate.worker, self.prompt.missing_items(candidate.covered)
         idle = {item.index: [e._replace(queued_cost=0) for e in self.options[item.index]] for item in missing}
         landings = land_items(missing, idle, self.links_to(worker.host), self.query.feature_row_bytes)
-        walked = walk(self.prompt, candidate.covered, 0.0, worker.prefill, landings.unit_to_landing_s)
-        return min(walked.end_s + worker.prefill.base_s, candidate.ttft_s)
+        pace = idle_pace(worker, _need(worker, self.prompt, candidate.covered, self.snapshot.block_size))
+        walked = walk(self.prompt, candidate.covered, 0.0, pace.per_unit_s, landings.unit_to_landing_s)
+        return min(walked.end_s + pace.base_s, candidate.ttft_s)
 
     def landings(self, items: Sequence[MediaItem], host: str) -> Landings:
         """Of these items at a worker on `host`."""
@@ -125,21 +129,26 @@ class Search:
         return {encoder.encoder_id: links[link_class(encoder.host, host)] for encoder in self.snapshot.encoders}
 
     def _score(self, bound: Bound) -> Candidate:
-        worker, covered = bound.worker, bound.covered
+        worker, covered, ahead = bound.worker, bound.covered, bound.waiting
         landings = self.landings(self.prompt.missing_items(covered), worker.host)
-        walked = walk(self.prompt, covered, bound.queue_s, worker.prefill, landings.unit_to_landing_s)
+        start_s, pace = ahead.queue_s + ahead.shared_s, ahead.pace
+        walked = walk(self.prompt, covered, start_s, pace.per_unit_s, landings.unit_to_landing_s)
         num_prefill_tokens = self.prompt.num_tokens - covered
-        ttft_s = walked.end_s + worker.prefill.base_s
-        return Candidate(
-            worker, covered, num_prefill_tokens, bound.queue_s, walked.prefill_s, walked.held_s, ttft_s, landings
-        )
+        ttft_s = walked.end_s + pace.base_s
+        return Candidate(worker, covered, num_prefill_tokens, ahead, walked.prefill_s, walked.held_s, ttft_s, landings)
 
 
 def _bound(worker: WorkerView, prompt: Prompt, block_size: int) -> Bound:
     covered = covered_tokens(worker, prompt.num_tokens, block_size)
-    waiting_s = queue_s(worker, prompt.num_tokens, block_size)
-    own_s = worker.prefill.per_unit_s * prompt.num_flat_after(covered) + worker.prefill.base_s
-    return Bound(waiting_s + own_s, waiting_s, covered, worker)
+    need = _need(worker, prompt, covered, block_size)
+    ahead = waiting(worker, need, block_size)
+    own_s = ahead.pace.per_unit_s * need.flat_tokens + ahead.pace.base_s
+    return Bound(ahead.queue_s + ahead.shared_s + own_s, own_s, covered, ahead, worker)
+
+
+def _need(worker: WorkerView, prompt: Prompt, covered: int, block_size: int) -> Need:
+    num_blocks = -(-prompt.num_tokens // block_size) - worker.covered_blocks
+    return Need(prompt.num_tokens - covered, prompt.num_flat_after(covered), max(0, num_blocks))
 
 
 def encoder_options(query: RouteQuery, snapshot: Snapshot) -> dict[int, list[EncoderView]]:

@@ -44,12 +44,6 @@ class Line(NamedTuple):
         return self.base_s + self.per_unit_s * x
 
 
-def flat_tokens(num_tokens: int, context: int, context_scale_tokens: float) -> float:
-    """How many tokens at context 0 take as long as `num_tokens` behind `context` computed ones: attention makes a
-    token dearer by `context / context_scale_tokens`. Additive over a split."""
-    return num_tokens * (1.0 + (context + 0.5 * num_tokens) / context_scale_tokens)
-
-
 class EncoderCosts(NamedTuple):
     """Of one encoder, in patches, or mel frames of sounds: decoding and preprocessing of an item (on the CPU), and its
     forward."""
@@ -64,15 +58,30 @@ class WorkerView(NamedTuple):
     host: str
     covered_blocks: int
     """Leading blocks of this query's prompt in its KV, by the index."""
-    queued_tokens: int
-    """Prompt tokens in front of this request: reported, and dispatched since."""
+    queued_tokens: float
+    """In front of this request, when it last reported; flat ones (`fabric.flat_tokens`) that could be computed then."""
     num_decoding: int
+    """Sequences with a token in every step."""
     num_open: int
     """Attempts of this router that have not ended there."""
     kv_blocks_free: int | None
     """None if unknown."""
     prefill: Line
-    """`base_s` is the overhead of a step, `per_unit_s` the time of a flat token (see `flat_tokens`)."""
+    """`base_s` is the overhead of a step, `per_unit_s` the time of a flat token."""
+    decode_s: float = 0.0
+    """What each sequence that decodes adds to a step; 0: as much as a flat token."""
+    pending_tokens: float = 0.0
+    """Flat tokens dispatched and not yet reported."""
+    num_pending: int = 0
+    """Attempts that they are of."""
+    report_age_s: float = 0.0
+    """Since the last report."""
+    max_step_tokens: int = 0
+    """0 if unknown."""
+    place_wait_s: float = 0.0
+    """Until a sequence has ended whose place in the steps is free for this one."""
+    kv_blocks_per_s: float = 0.0
+    """That sequences give back as they end; 0 if unknown."""
 
 
 class EncoderView(NamedTuple):
@@ -142,16 +151,19 @@ class ItemTerms:
 
 @dataclass(frozen=True, slots=True)
 class CandidateTerms:
-    """One worker's prediction: `queue_s + prefill_s + held_s + first_token_s == ttft_s`."""
+    """One worker's prediction: `queue_s + prefill_s + held_s + first_token_s == ttft_s`. As the worker measures it,
+    `queue_s` ends when the first step with a part of the request begins, and steps are `prefill_s + first_token_s`."""
 
     worker_id: MemberId
     covered_tokens: int
     num_prefill_tokens: int
     queue_s: float
     prefill_s: float
+    """Prompt tokens: the request's, and those of others in its first step."""
     held_s: float
     """Standing at the doorstep, waiting for features."""
     first_token_s: float
+    """The step that the first token comes of, besides its prompt tokens: overhead and others' decodes."""
     ttft_s: float
     items: tuple[ItemTerms, ...]
 

@@ -137,9 +137,9 @@ class AnyOrder(RuleBasedStateMachine):
         for encoder_id in {each.encoder_id for each in plan.assignments}:
             times = StageTimes(seconds, seconds, seconds, seconds, 1, 256)
             results = tuple(ItemResult(e.item_index, times) for e in plan.assignments if e.encoder_id == encoder_id)
-            self.state.observe_encode(plan, EncodeResult(encoder_id, results))
+            self.state.observe_encode(plan, EncodeResult(encoder_id, results), self.now)
         result = GenerateResult(plan.worker_id, (), request.token_count, 16, seconds, seconds, seconds, seconds)
-        self.state.observe_generate(plan, result)
+        self.state.observe_generate(plan, result, self.now)
 
     @precondition(lambda self: getattr(self, "open", None))
     @rule(number=st.integers(0, 99))

@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from planning_samples import BLOCK_SIZE, encoder, image, query, snapshot, worker
 
 from fabric.errors import NoCapacity
+from fabric.flat_tokens import flat_tokens
 from fabric.messages import MediaItem
 from router.planning.links import LinkClass
 from router.planning.plan import plan_route
 from router.planning.score import cut, walk
 from router.planning.search import Search
-from router.planning.views import EncoderCosts, Line, RouteQuery, Snapshot, flat_tokens
+from router.planning.views import EncoderCosts, Line, RouteQuery, Snapshot
 
 HOSTS = ["h-0", "h-0/p", "h-1", "h-2/p"]
 MODALITIES = ["image", "audio"]
@@ -31,6 +32,12 @@ workers = st.builds(
     num_open=st.integers(0, 3),
     kv_blocks_free=st.none() | st.integers(0, 100),
     prefill=lines,
+    decode_s=st.just(0.0) | seconds,
+    pending_tokens=st.integers(0, 2000),
+    num_pending=st.integers(0, 4),
+    max_step_tokens=st.just(0) | st.integers(8, 600),
+    place_wait_s=st.just(0.0) | seconds,
+    kv_blocks_per_s=st.just(0.0) | st.floats(0.1, 1e3),
 )
 encoders = st.builds(
     lambda name, **fields: encoder(name, **fields),
@@ -188,7 +195,7 @@ def test_the_walk_is_the_maximum_over_what_may_hold_it_up(request_, covered, sta
     covered = min(covered, request_.token_count - 1)
     prompt = cut(request_, 600.0)
     landings = {(run.item, run.unit): data.draw(st.floats(0.0, 3.0)) for run in request_.placeholders}
-    walked = walk(prompt, covered, start_s, prefill, landings)
+    walked = walk(prompt, covered, start_s, prefill.per_unit_s, landings)
 
     def rest_s(position: int) -> float:
         return prefill.per_unit_s * flat_tokens(request_.token_count - position, position, 600.0)

@@ -102,6 +102,20 @@ class TestForwardCost:
                 cost.observe(patches, slope * patches)
         assert cost.estimate().seconds_per_cost == pytest.approx(4e-5, rel=0.01)
 
+    def test_a_busy_moment_is_outweighed_after_a_silence_and_the_line_keeps_its_shape(self) -> None:
+        cost, silent = ForwardCost(), ForwardCost()
+        for each in (cost, silent):
+            for number in range(60):
+                patches = (100, 400)[number % 2]
+                each.observe(patches, 3.0 * (0.004 + 2e-5 * patches), 0.01 * number)
+        for number in range(8):
+            patches = (100, 400)[number % 2]
+            cost.observe(patches, 0.004 + 2e-5 * patches, 1.0 + 0.01 * number)
+            silent.observe(patches, 0.004 + 2e-5 * patches, 101.0 + 0.01 * number)
+        assert silent.estimate().seconds_per_cost == pytest.approx(2e-5, rel=0.5)
+        assert silent.estimate().overhead_s == pytest.approx(0.004, rel=0.5)
+        assert cost.estimate().overhead_s > 2 * 0.004
+
 
 class TestForwardCosts:
     def test_a_patch_and_a_mel_frame_cost_what_each_was_seen_to(self) -> None:

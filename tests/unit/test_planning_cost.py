@@ -59,13 +59,26 @@ def test_the_first_measurement_replaces_what_was_learned_on_a_guess():
     assert cost.line == TRUTH
 
 
-def test_later_measurements_keep_the_relative_correction():
+def corrected_to_double() -> LinearCost:
     cost = LinearCost(Line(0.0, 1e-4))
     cost.anchor(Line(0.0, 1e-3))
     for _ in range(50):
         cost.observe(100, 0.2)
-    cost.anchor(Line(0.0, 2e-3))
-    assert cost.line.at(100) == pytest.approx(0.4, rel=0.01)
+    assert cost.line.at(100) == pytest.approx(0.2, rel=0.01)
+    return cost
+
+
+def test_a_later_measurement_keeps_the_correction_that_it_does_not_explain():
+    cost = corrected_to_double()
+    cost.anchor(Line(0.0, 5e-4))
+    assert cost.line.at(100) == pytest.approx(0.1, rel=0.01)
+
+
+@pytest.mark.parametrize(("measured_s", "expected_s"), [(1.5e-3, 0.2), (2e-3, 0.2), (4e-3, 0.4)])
+def test_a_change_that_responses_had_taught_is_not_counted_twice(measured_s, expected_s):
+    cost = corrected_to_double()
+    cost.anchor(Line(0.0, measured_s))
+    assert cost.line.at(100) == pytest.approx(expected_s, rel=0.01)
 
 
 def test_an_unknown_measurement_is_ignored():

@@ -228,7 +228,7 @@ def test_times_of_a_finished_sequence() -> None:
     plan = bench.plan()
     bench.clock.advance(0.5)
     (ended,) = bench.commit(plan).finished
-    assert tuple(ended.times) == (1.0, 0.75, 3.0, 4.75)
+    assert tuple(ended.times) == (1.0, 0.75, 3.0, 4.75, 4.75)
 
 
 def test_contradictions_are_refused_and_nothing_changes() -> None:

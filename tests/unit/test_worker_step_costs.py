@@ -1,47 +1,97 @@
-"""The line through steps: what it learns, and that it never promises less than nothing."""
+"""What a step costs: fitted at boot, corrected by steps, forgotten with time; never less than nothing."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from llm_workers.step_costs import StepCosts
+from llm_workers.step_costs import HALF_LIFE_S, MAX_WEIGHT, StepCosts, StepWork
+
+TRUE = (0.004, 0.0002, 0.0001)
+KINDS = [StepWork(0, 16.0), StepWork(0, 140.0), StepWork(1, 0.0), StepWork(8, 0.0)]
+
+
+def true_s(work: StepWork, factor: float = 1.0) -> float:
+    return factor * sum(cost * amount for cost, amount in zip(TRUE, work.amounts, strict=True))
+
+
+def fitted(factor: float = 1.0) -> StepCosts:
+    costs = StepCosts()
+    costs.fit([(work, true_s(work, factor)) for work in KINDS])
+    return costs
+
+
+def numbers(costs: StepCosts) -> tuple[float, float, float]:
+    return costs.overhead_s, costs.s_per_decode, costs.s_per_token
 
 
 def test_unknown_until_a_step_was_seen():
+    assert numbers(StepCosts()) == (0.0, 0.0, 0.0)
+
+
+def test_the_first_steps_are_fitted_exactly():
+    assert numbers(fitted()) == pytest.approx(TRUE)
+
+
+def test_what_comes_out_negative_is_next_to_nothing_and_nothing_is_ever_zero():
     costs = StepCosts()
-    assert (costs.s_per_token, costs.overhead_s) == (0.0, 0.0)
+    costs.fit([(StepWork(0, 1.0), 0.010), (StepWork(0, 100.0), 0.002), (StepWork(4, 0.0), 0.010)])
+    assert min(numbers(costs)) > 0.0
+    assert costs.s_per_token < 1e-6
 
 
-def test_a_line_is_found():
+@pytest.mark.parametrize("work", [StepWork(1, 0.0), StepWork(0, 64.0), StepWork(3, 200.0)])
+def test_a_worker_that_was_never_calibrated_learns_from_its_steps(work):
     costs = StepCosts()
-    for num_tokens in (1, 512, 16, 64, 1):
-        costs.observe(num_tokens, 0.004 + 0.0005 * num_tokens)
-    assert costs.s_per_token == pytest.approx(0.0005)
-    assert costs.overhead_s == pytest.approx(0.004)
+    for number in range(20):
+        costs.observe(work, true_s(work), 0.1 * number)
+    assert costs.predict_s(work) == pytest.approx(true_s(work), rel=0.02)
 
 
-def test_one_size_alone_gives_the_cost_per_token():
-    costs = StepCosts()
-    for _ in range(3):
-        costs.observe(8, 0.016)
-    assert costs.s_per_token == pytest.approx(0.002)
-    assert costs.overhead_s == 0.0
+def test_steps_of_one_kind_leave_what_is_known_of_the_others():
+    costs = fitted()
+    for number in range(5000):
+        costs.observe(StepWork(1, 0.0), true_s(StepWork(1, 0.0)), 0.003 * number)
+    assert numbers(costs) == pytest.approx(TRUE, rel=0.01)
 
 
-def test_a_falling_line_is_flat():
-    costs = StepCosts()
-    costs.observe(1, 0.010)
-    costs.observe(100, 0.002)
-    assert costs.s_per_token == 0.0
-    assert costs.overhead_s > 0.0
+def test_a_slower_machine_is_learned_from_any_mixture_of_steps():
+    costs, rng = fitted(), random.Random(5)
+    for number in range(400):
+        work = StepWork(rng.choice([0, 1, 4, 16]), rng.choice([0.0, 30.0, 300.0]) + 1.0)
+        costs.observe(work, true_s(work, factor=3.0), 0.02 * number)
+    for work in (StepWork(1, 0.0), StepWork(16, 0.0), StepWork(0, 30.0), StepWork(0, 300.0), StepWork(16, 300.0)):
+        assert costs.predict_s(work) == pytest.approx(true_s(work, factor=3.0), rel=0.2)
 
 
-def test_recent_steps_count_more():
-    costs = StepCosts()
-    for _ in range(300):
-        costs.observe(1, 0.01)
-        costs.observe(101, 0.11)
-    for _ in range(300):
-        costs.observe(1, 0.02)
-        costs.observe(101, 0.22)
-    assert costs.s_per_token == pytest.approx(0.002, rel=0.01)
+def test_a_pause_in_one_step_moves_little():
+    costs = fitted()
+    for number in range(100):
+        costs.observe(StepWork(2, 0.0), true_s(StepWork(2, 0.0)), 0.01 * number)
+    costs.observe(StepWork(2, 0.0), 2.0, 1.0)
+    assert costs.predict_s(StepWork(2, 0.0)) < 1.05 * true_s(StepWork(2, 0.0))
+
+
+def test_a_busy_minute_is_outweighed_by_a_few_steps_after_a_silence():
+    """Ten thousand steps of a busy time count no more than their age lets them."""
+    costs, decode = fitted(), StepWork(1, 0.0)
+    for number in range(10_000):
+        costs.observe(decode, true_s(decode, factor=3.0), 0.006 * number)
+    assert costs.predict_s(decode) == pytest.approx(3 * true_s(decode), rel=0.01)
+    later_s = 60.0 + 10 * HALF_LIFE_S
+    for number in range(4):
+        costs.observe(decode, true_s(decode), later_s + 0.003 * number)
+    assert costs.predict_s(decode) < 1.3 * true_s(decode)
+
+
+def test_without_a_silence_it_takes_as_many_steps_as_are_remembered():
+    costs, decode = fitted(), StepWork(1, 0.0)
+    for number in range(1000):
+        costs.observe(decode, true_s(decode, factor=3.0), 0.006 * number)
+    for number in range(4):
+        costs.observe(decode, true_s(decode), 6.0 + 0.003 * number)
+    assert costs.predict_s(decode) > 2.5 * true_s(decode)
+    for number in range(int(3 * MAX_WEIGHT)):
+        costs.observe(decode, true_s(decode), 6.1 + 0.003 * number)
+    assert costs.predict_s(decode) == pytest.approx(true_s(decode), rel=0.1)

@@ -1,0 +1,112 @@
+"""Workers that compute in virtual time, each at its own pace, which others on its machine may slow down; the router's
+picture of them is the real one, as are the costs that they learn of their steps and report."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from planning_samples import BLOCK_SIZE, SHAPE, query, worker_member, worker_report
+
+from fabric.flat_tokens import context_scale_tokens, flat_tokens
+from llm_workers.step_costs import StepCosts, StepWork
+from router.planning.cluster import ClusterState
+from router.planning.plan import plan_route
+
+OVERHEAD_S, DECODE_S, TOKEN_S = 0.004, 0.0003, 0.0001
+SCALE = context_scale_tokens(SHAPE.hidden_size)
+
+
+def quiet_s(work: StepWork) -> float:
+    return OVERHEAD_S + DECODE_S * work.num_decodes + TOKEN_S * work.flat_tokens
+
+
+@dataclass
+class PacedWorker:
+    """`slowness`: of its hardware."""
+
+    name: str
+    slowness: float = 1.0
+    costs: StepCosts = field(default_factory=StepCosts)
+    seq: int = 0
+    steps: int = 0
+
+
+class PaceWorld:
+    """One request at a time. `load`: by what factor all steps are slower now, for other reasons than the worker."""
+
+    def __init__(self, *slownesses: float, noise: float = 0.0, seed: int = 0) -> None:
+        self.rng = random.Random(seed)
+        self.noise = noise
+        self.workers = {f"w{number}": PacedWorker(f"w{number}", slow) for number, slow in enumerate(slownesses)}
+        self.now = 100.0
+        self.cluster = ClusterState(SHAPE, BLOCK_SIZE, random.Random(seed))
+        self.cluster.update_members([worker_member(name) for name in self.workers])
+        self._num_requests = 0
+        for worker in self.workers.values():
+            kinds = (StepWork(0, 16.0), StepWork(0, 128.0), StepWork(1, 0.0), StepWork(8, 0.0))
+            # Of several runs the fastest counts at boot, so there is no noise in it.
+            worker.costs.fit([(kind, quiet_s(kind) * worker.slowness) for kind in kinds])
+            self._report(worker)
+
+    def serve(self, num_tokens: int = 60, num_out: int = 4, load: float = 1.0, only: str | None = None) -> str:
+        """Plans one request (onto `only`, if it is given), and lets it be computed. Returns whose it was."""
+        self._num_requests += 1
+        others = [name for name in self.workers if only not in (None, name)]
+        request = query(num_tokens, attempt=f"r{self._num_requests}", excluded=others)
+        plan = plan_route(request, self.cluster.snapshot(request, self.now), self.now)
+        self.cluster.note_dispatched(request, plan, self.now)
+        worker = self.workers[plan.worker_id]
+        for step in range(num_out):
+            work = StepWork(0, flat_tokens(num_tokens, 0, SCALE)) if step == 0 else StepWork(1, 0.0)
+            seconds = self._seconds(worker, work, load)
+            self.now += seconds
+            worker.steps += 1
+            worker.costs.observe(work, seconds, self.now)
+            if step == 0:
+                self._report(worker)
+        self.cluster.note_ended(request.attempt_id)
+        self._report(worker)
+        return plan.worker_id
+
+    def pause(self, seconds: float) -> None:
+        """Nobody has anything to do; the reports go on."""
+        self.now += seconds
+        for worker in self.workers.values():
+            self._report(worker)
+
+    def shares(self, num_requests: int, pause_s: float) -> Counter[str]:
+        """Who served that many requests, one after the other."""
+        served: Counter[str] = Counter()
+        for _ in range(num_requests):
+            served[self.serve()] += 1
+            self.pause(pause_s)
+        return served
+
+    def burst(self, num_requests: int) -> Counter[str]:
+        """Who would serve requests that come at one moment."""
+        chosen: Counter[str] = Counter()
+        for number in range(num_requests):
+            request = query(60, attempt=f"burst{number}")
+            plan = plan_route(request, self.cluster.snapshot(request, self.now), self.now)
+            self.cluster.note_dispatched(request, plan, self.now)
+            chosen[plan.worker_id] += 1
+        return chosen
+
+    def _seconds(self, worker: PacedWorker, work: StepWork, load: float) -> float:
+        return quiet_s(work) * worker.slowness * load * self.rng.lognormvariate(0.0, self.noise)
+
+    def _report(self, worker: PacedWorker) -> None:
+        worker.seq += 1
+        report = worker_report(
+            worker.name,
+            worker.seq,
+            steps=worker.steps,
+            step_overhead_s=worker.costs.overhead_s,
+            prefill_s_per_token=worker.costs.s_per_token,
+            decode_s_per_sequence=worker.costs.s_per_decode,
+            max_step_tokens=512,
+            max_sequences=64,
+        )
+        self.cluster.apply(report, self.now)

@@ -1,0 +1,80 @@
+"""How long a request waits at a worker: steps laid side by side with what the worker last reported."""
+
+import pytest
+from planning_samples import BLOCK_SIZE, PREFILL, worker
+
+from router.planning.waiting import Need, idle_pace, waiting
+
+DECODE_S = 0.0005
+STEP = {"max_step_tokens": 100, "decode_s": DECODE_S}
+FULL_S = PREFILL.at(100)
+NEED = Need(num_tokens=64, flat_tokens=70.0, num_blocks=4)
+
+
+def of(**fields):
+    return waiting(worker("w", **STEP, **fields), NEED, BLOCK_SIZE)
+
+
+def test_an_idle_worker_begins_at_once():
+    assert of()[:2] == (0.0, 0.0)
+    assert of().pace == idle_pace(worker("w", **STEP), NEED) == PREFILL
+
+
+def test_decodes_make_the_running_step_and_all_others_longer():
+    found, step_s = of(num_decoding=20), PREFILL.base_s + 20 * DECODE_S
+    assert found.queue_s == pytest.approx(step_s / 2), "its end is half a step away on average"
+    assert found.pace.base_s == pytest.approx(step_s)
+    assert found.pace.per_unit_s == PREFILL.per_unit_s, "it fits in one step"
+    assert idle_pace(worker("w", num_decoding=20, **STEP), NEED) == PREFILL
+
+
+@pytest.mark.parametrize(("num_tokens", "num_steps"), [(100, 1), (101, 2), (250, 3)])
+def test_each_step_that_a_prompt_takes_costs(num_tokens, num_steps):
+    need = Need(num_tokens, 2.0 * num_tokens, 0)
+    pace = waiting(worker("w", **STEP), need, BLOCK_SIZE).pace
+    expected_s = num_steps * PREFILL.base_s + PREFILL.per_unit_s * need.flat_tokens
+    assert pace.at(need.flat_tokens) == pytest.approx(expected_s)
+    beside = waiting(worker("w", pending_tokens=120, num_pending=2, **STEP), need, BLOCK_SIZE).pace
+    assert beside.at(need.flat_tokens) >= pace.at(need.flat_tokens)
+
+
+@pytest.mark.parametrize(
+    ("age_s", "queue_s", "shared"),
+    [
+        (0.0, 2 * FULL_S, 30),
+        (0.5 * FULL_S, 1.5 * FULL_S, 30),
+        (1.5 * FULL_S, 0.5 * FULL_S, 30),
+        (2 * FULL_S + 0.01, PREFILL.at(30) - 0.01, 0),
+        (2 * FULL_S + PREFILL.at(30) + 0.01, 0.0, 0),
+    ],
+)
+def test_what_was_in_front_at_the_report_is_computed_since(age_s, queue_s, shared):
+    """230 tokens: two full steps, and a third that has room for this request unless it has begun."""
+    found = of(queued_tokens=230, report_age_s=age_s)
+    assert found.queue_s == pytest.approx(queue_s)
+    assert found.shared_s == pytest.approx(shared * PREFILL.per_unit_s)
+
+
+def test_what_was_dispatched_since_joins_the_step_that_this_request_joins():
+    found = of(queued_tokens=60, pending_tokens=150, num_pending=2)
+    assert found.queue_s == pytest.approx(PREFILL.at(60) + FULL_S)
+    assert found.shared_s == pytest.approx(50 * PREFILL.per_unit_s)
+
+
+def test_of_a_burst_onto_an_idle_worker_the_first_is_computed_already():
+    found = of(pending_tokens=80, num_pending=4)
+    assert found.queue_s == pytest.approx(PREFILL.at(20) / 2)
+    assert found.shared_s == pytest.approx(60 * PREFILL.per_unit_s)
+
+
+def test_places_and_blocks_come_free_as_sequences_end():
+    assert of(place_wait_s=3.0).queue_s == 3.0
+    assert of(kv_blocks_free=1).queue_s == pytest.approx(PREFILL.at(3 * BLOCK_SIZE))
+    assert of(kv_blocks_free=1, kv_blocks_per_s=2.0).queue_s == pytest.approx(1.5)
+    assert of(kv_blocks_free=4).queue_s == 0.0
+
+
+def test_without_a_limit_all_fits_in_one_step():
+    found = waiting(worker("w", queued_tokens=5000), NEED, BLOCK_SIZE)
+    assert found.queue_s == pytest.approx(PREFILL.at(5000))
+    assert found.pace == pytest.approx(PREFILL)
