@@ -43,7 +43,11 @@ class StepCosts:
         self._costs: tuple[float, ...] = (0.0, 0.0, 0.0)
 
     def fit(self, steps: Sequence[tuple[StepWork, float]]) -> None:
-        """Starts from steps of different kinds and the seconds each took. What comes out negative is left out."""
+        """Starts from steps of different kinds and the seconds each took; those that took none say nothing. What comes
+        out negative is left out."""
+        steps = [(work, taken_s) for work, taken_s in steps if taken_s > 0.0]
+        if not steps:
+            return
         amounts = np.array([work.amounts for work, _ in steps])
         seconds = np.array([taken_s for _, taken_s in steps])
         costs = np.zeros(3)

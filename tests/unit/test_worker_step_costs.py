@@ -34,6 +34,17 @@ def test_the_first_steps_are_fitted_exactly():
     assert numbers(fitted()) == pytest.approx(TRUE)
 
 
+def test_steps_in_no_time_say_nothing():
+    """As by a clock that stands."""
+    costs = StepCosts()
+    costs.fit([(work, 0.0) for work in KINDS])
+    costs.observe(StepWork(1, 0.0), 0.0, 0.0)
+    assert numbers(costs) == (0.0, 0.0, 0.0)
+    costs.observe(StepWork(0, 16.0), 0.01, 1.0)
+    costs.observe(StepWork(1, 0.0), 0.0, 1.0)
+    assert costs.predict_s(StepWork(0, 16.0)) == pytest.approx(0.01, rel=0.1)
+
+
 def test_what_comes_out_negative_is_next_to_nothing_and_nothing_is_ever_zero():
     costs = StepCosts()
     costs.fit([(StepWork(0, 1.0), 0.010), (StepWork(0, 100.0), 0.002), (StepWork(4, 0.0), 0.010)])
