@@ -1,18 +1,18 @@
 """A real engine (scheduler, runner, a tiny model, real steps) and the router's real planner, in one thread and in time
-that only the work itself takes.
+that only steps take.
 
-The clock counts the processor time of this process, so other processes on the machine do not show; it stands still
-while requests are planned, as the router has a machine of its own, and jumps over time in which nothing is to be done.
-Requests that come while a step runs are planned as of their arrival, by the reports sent before it.
+What a step takes is priced by its tokens and their contexts, and scattered: measured times of a shared machine differ
+severalfold from one step to the next. The clock stands still while requests are planned, as the router has a machine
+of its own, and jumps over time in which nothing is to be done. Requests that come while a step runs are planned as of
+their arrival, by the reports sent before it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from worker_tiny_model import HEAD_DIM, HIDDEN, NUM_KV_HEADS, NUM_LAYERS, VOCAB, TinyModel
@@ -31,6 +31,7 @@ from llm_workers.paged_kv import PagedKV
 from llm_workers.reporting import Reporter
 from llm_workers.runner import Runner
 from llm_workers.scheduling.events import SequenceTimes
+from llm_workers.scheduling.plan import StepPlan
 from llm_workers.scheduling.scheduler import Scheduler
 from llm_workers.updates import Update
 from modalities.family import ModelShape, Positions
@@ -50,27 +51,48 @@ SHAPE = ModelShape(
 )
 
 
+OVERHEAD_S, TOKEN_S, SEQUENCE_S, CONTEXT_S = 2e-3, 4e-5, 1e-4, 2e-7
+"""Of a step, of each of its tokens, of each sequence in it, of each token of context that one token attends to."""
+SCATTER = 0.2
+"""Standard deviation of the logarithm of what a step takes."""
+
+
 class WorkClock:
-    """Seconds of processor time of this process, without what `paused` encloses."""
+    """Moves by what steps take."""
 
     def __init__(self) -> None:
-        self._shift_s = -time.process_time()
-        self._stopped_at_s: float | None = None
+        self._now_s = 0.0
 
     def now(self) -> float:
-        return time.process_time() + self._shift_s if self._stopped_at_s is None else self._stopped_at_s
-
-    @contextlib.contextmanager
-    def paused(self, at_s: float | None = None) -> Iterator[None]:
-        """Meanwhile it is `at_s`, or as late as at the beginning; afterwards it is as late as at the beginning."""
-        before_s = self.now()
-        self._stopped_at_s = before_s if at_s is None else at_s
-        yield
-        self._stopped_at_s = None
-        self._shift_s = before_s - time.process_time()
+        return self._now_s
 
     def jump_to(self, at_s: float) -> None:
-        self._shift_s += max(0.0, at_s - self.now())
+        self._now_s = max(self._now_s, at_s)
+
+    @contextlib.contextmanager
+    def as_of(self, at_s: float) -> Iterator[None]:
+        """Meanwhile it is `at_s`."""
+        before_s, self._now_s = self._now_s, at_s
+        yield
+        self._now_s = before_s
+
+
+class PricedRunner(Runner):
+    """Runs every step, and moves the clock by its price."""
+
+    def __init__(self, clock: WorkClock, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._clock = clock
+        self._scatter = np.random.default_rng(7)
+
+    def execute(self, plan: StepPlan) -> Any:
+        result = super().execute(plan)
+        price_s = OVERHEAD_S
+        for chunk in plan.chunks:
+            num_attended = chunk.num_tokens * (chunk.start + 0.5 * chunk.num_tokens)
+            price_s += SEQUENCE_S + TOKEN_S * chunk.num_tokens + CONTEXT_S * num_attended
+        self._clock.jump_to(self._clock.now() + price_s * float(np.exp(SCATTER * self._scatter.standard_normal())))
+        return result
 
 
 class TinyFamily:
@@ -99,7 +121,7 @@ class QueueWorld:
         model = TinyModel()
         shape = (NUM_LAYERS, self.config.num_blocks, self.config.block_size, (NUM_KV_HEADS, HEAD_DIM))
         kv = PagedKV(*shape, model.dtype, model.device)
-        runner = Runner(model, kv, LandedFeatures({}), select_backend("auto", kv))
+        runner = PricedRunner(self.clock, model, kv, LandedFeatures({}), select_backend("auto", kv))
         scale = context_scale_tokens(HIDDEN)
         self.scheduler = Scheduler(self.config, SHAPE.max_model_len, self.clock, scale)
         self._updates: list[Update] = []
@@ -123,16 +145,14 @@ class QueueWorld:
             if len(measured) == len(predicted):
                 self.clock.jump_to(coming[0].at_s)
             now = self.clock.now()
-            with self.clock.paused():
-                for update in self._take_updates():
-                    measured |= self._ended(update)
-                while coming and coming[0].at_s <= now:
-                    predicted |= self._dispatch(coming.pop(0))
+            for update in self._take_updates():
+                measured |= self._ended(update)
+            while coming and coming[0].at_s <= now:
+                predicted |= self._dispatch(coming.pop(0))
             self.engine._turn()
-            with self.clock.paused():
-                # Who came during the step knows only what was reported before it.
-                while coming and coming[0].at_s <= self.clock.now():
-                    predicted |= self._dispatch(coming.pop(0))
+            # Who came during the step knows only what was reported before it.
+            while coming and coming[0].at_s <= self.clock.now():
+                predicted |= self._dispatch(coming.pop(0))
         return [Served(terms, measured[name]) for name, terms in predicted.items()]
 
     # ------------------------------------------------------------ inside
@@ -156,7 +176,7 @@ class QueueWorld:
             stop=StopConditions(arrival.output_tokens, ignore_eos=True),
             age=(arrival.at_s, name),
         )
-        with self.clock.paused(arrival.at_s):
+        with self.clock.as_of(arrival.at_s):
             self.engine.add(request, TinyFamily.positions(token_ids))
         return {name: plan.explanation.winner}
 
