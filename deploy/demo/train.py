@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from deploy.allocator import keep_freed_memory
+from deploy.allocator import ask_for_large_pages, keep_freed_memory
 from deploy.demo.batches import Batch, collate, forward, prepare_model
 from deploy.demo.build import write_all_but_weights
 from deploy.demo.catalogue import EARS, EYES, STAGES, Stage, TowerStage
@@ -75,6 +75,7 @@ class Conversations(Dataset[Batch]):
 def train(out_dir: Path, seed: int, stages: range, start_dir: Path | None = None) -> None:
     """Writes a complete model directory, anew after each stage. `start_dir` is a checkpoint to go on from; without it
     the weights are new. Every stage begins with what the one before wrote, so stages run one by one give the same."""
+    ask_for_large_pages()
     with tempfile.TemporaryDirectory() as scratch:
         for index in stages:
             meeting = Path(scratch) / str(index)
