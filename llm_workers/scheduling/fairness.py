@@ -4,8 +4,9 @@ do not starve another's few.
 Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): every computed token is
 counted for its tenant; among prompts of equal rank the tenant with the smallest count goes first, and within a tenant
 the order that was given stays. Who was not waiting saves nothing up: when it comes back, its count is raised to the
-least of those that are. While two tenants both wait, what they got differs by little more than a step's tokens,
-and everybody who waits is served again and again, its oldest request first.
+least of those that are; so is the count of one that gets all that it asks for, step by step. While two tenants both
+have more to compute than they get, what they got differs by little more than a step's tokens, and everybody who waits
+is served again and again, its oldest request first.
 Knows tenants and numbers of tokens; neither blocks nor features.
 """
 
@@ -54,8 +55,8 @@ class FairShare:
         return ordered
 
     def begin_step(self, waiting: Collection[str]) -> None:
-        """These tenants have prompts that could be computed in this step. Whoever was not among them in the step
-        before is raised to the floor; who owes nothing and does not wait is forgotten."""
+        """These tenants have prompts that could be computed in this step. Whoever had none left behind the step before
+        is raised to the floor; who owes nothing and does not wait is forgotten."""
         staying = self._waiting.intersection(waiting)
         if staying:
             self._floor = max(self._floor, min(self._tenant_to_served[tenant] for tenant in staying))
@@ -71,8 +72,15 @@ class FairShare:
         """So many tokens are computed for it in this step, whatever for."""
         self._tenant_to_served[tenant] = self._tenant_to_served.get(tenant, self._floor) + num_tokens
 
+    def end_step(self, wanting: Collection[str]) -> None:
+        """Only these have prompts left that could have been computed in this step. If there are none, debts to nobody
+        are forgotten."""
+        self._waiting = self._waiting.intersection(wanting)
+        if not self._waiting:
+            self.clear()
+
     def clear(self) -> None:
-        """Nobody is left: debts to nobody are forgotten."""
+        """Nobody is left."""
         self._tenant_to_served.clear()
         self._waiting = frozenset()
         self._floor = 0

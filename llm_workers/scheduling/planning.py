@@ -45,6 +45,10 @@ class StepDraft:
     def is_full(self) -> bool:
         return self.num_tokens_left <= 0 or len(self.chunks) >= self._num_places
 
+    def end_of(self, sequence: Sequence) -> int:
+        """So many of its tokens are computed behind this step."""
+        return self.chunks[sequence.sequence_id][1] if sequence.sequence_id in self.chunks else sequence.num_computed
+
     def take(self, sequence: Sequence, end: int) -> None:
         self.num_tokens_left -= end - sequence.num_computed
         assert self.num_tokens_left >= 0
@@ -80,6 +84,8 @@ class StepPlanner:
         self._plan_prefills(draft, by_age, self._in_turn(prefills))
         for sequence, end in draft.chunks.values():
             self._shares.charge(sequence.tenant, end - sequence.num_computed)
+        ready = [one for one in prefills if self._residency.inbox.is_complete(one.sequence_id)]
+        self._shares.end_step({one.tenant for one in ready if draft.end_of(one) < one.num_tokens})
         self._plan_drafts(draft)
         if not by_age:
             self._shares.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from llm_workers.scheduling.fairness import Claim, FairShare
@@ -29,6 +29,7 @@ def serve(shares: FairShare, queues: dict[str, list[int]], budget: int) -> dict[
     for tenant in TENANTS:
         queues[tenant] = [left for left in queues[tenant] if left]
         shares.charge(tenant, given_tokens[tenant])
+    shares.end_step([tenant for tenant, queue in queues.items() if queue])
     return given_tokens
 
 
@@ -38,23 +39,24 @@ arrivals = st.lists(
 
 
 @settings(deadline=None, max_examples=300)
+@example([[("a", 1), ("a", 1), ("b", 68)], [], [("a", 1)]])
 @given(arrivals)
 def test_who_waits_all_the_time_gets_as_much_as_anybody(steps):
-    """Over every stretch of steps through which two tenants both wait: the difference is below two steps' tokens
-    and a claim each."""
+    """Over every stretch of steps that leave two tenants both with something to do: the difference is at most two
+    steps' tokens. Who got all that it asked for has no more to get."""
     shares = FairShare()
     queues: dict[str, list[int]] = {tenant: [] for tenant in TENANTS}
     history: list[tuple[frozenset[str], dict[str, int]]] = []
     for arriving in steps:
         for tenant, tokens in arriving:
             queues[tenant].append(tokens)
-        waiting = frozenset(tenant for tenant, queue in queues.items() if queue)
-        history.append((waiting, serve(shares, queues, STEP_TOKENS)))
+        given_tokens = serve(shares, queues, STEP_TOKENS)
+        history.append((frozenset(tenant for tenant, queue in queues.items() if queue), given_tokens))
     for one, other in (("a", "b"), ("a", "c"), ("b", "c")):
         for start in range(len(history)):
             lead = 0
-            for waiting, given_tokens in history[start:]:
-                if not {one, other} <= waiting:
+            for left, given_tokens in history[start:]:
+                if not {one, other} <= left:
                     break
                 lead += given_tokens[one] - given_tokens[other]
                 assert abs(lead) <= 2 * STEP_TOKENS
@@ -79,6 +81,19 @@ def test_who_was_away_saves_nothing_up():
     queues["b"] = [1000]
     served = [serve(shares, queues, STEP_TOKENS) for _ in range(4)]
     assert sum(step["b"] for step in served) == sum(step["a"] for step in served)
+
+
+def test_who_gets_all_that_it_asks_for_saves_nothing_up():
+    """One that asks for a token in each step, and then for much, has no claim to what others got meanwhile."""
+    shares = FairShare()
+    queues = {"a": [1000], "b": [], "c": []}
+    for _ in range(10):
+        queues["b"].append(1)
+        serve(shares, queues, STEP_TOKENS)
+    assert sum(queues["b"]) <= 1
+    queues["b"] = [1000]
+    served = [serve(shares, queues, STEP_TOKENS) for _ in range(4)]
+    assert abs(sum(step["b"] - step["a"] for step in served)) <= STEP_TOKENS
 
 
 def test_a_debt_is_remembered_while_it_is_owed():
