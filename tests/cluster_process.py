@@ -41,7 +41,7 @@ class ClusterProcess:
 
 @contextlib.contextmanager
 def start_cluster(
-    ready_timeout_s: float = 180.0, in_process: bool = False, **sections: dict[str, object]
+    ready_timeout_s: float = 400.0, in_process: bool = False, **sections: dict[str, object]
 ) -> Iterator[ClusterProcess]:
     """`weft serve` on a free port with the given config sections on top of the laptop's defaults."""
     with tempfile.TemporaryDirectory(prefix="weft-e2e-") as folder:
@@ -83,7 +83,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
             process.wait()
 
 
-def eventually(condition: object, timeout_s: float = 30.0) -> None:
+def eventually(condition: object, timeout_s: float = 120.0) -> None:
     """Waits until `condition()` is true; reports arrive periodically, so state seen from outside lags behind."""
     assert callable(condition)
     deadline = time.monotonic() + timeout_s

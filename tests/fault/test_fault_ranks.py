@@ -62,7 +62,7 @@ def test_answers_equal_transformers_and_a_lost_worker_group_is_replaced(cluster:
     (before,), (lost,) = followers(cluster), workers(cluster)
     before.kill()
 
-    eventually(lambda: set(workers(cluster)) - {lost} != set(), 60.0)
+    eventually(lambda: set(workers(cluster)) - {lost} != set(), 300.0)
     compare()
     (after,) = followers(cluster)
     assert after.pid != before.pid

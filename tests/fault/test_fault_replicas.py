@@ -84,7 +84,7 @@ def test_a_worker_lost_in_mid_stream_does_not_change_the_stream(
     assert cluster.metrics()[LOST] == lost + 1
     if number == signal.SIGSTOP:
         os.kill(victim, signal.SIGCONT)
-    eventually(lambda: len(pids(cluster, "worker")) == 2, timeout_s=90)
+    eventually(lambda: len(pids(cluster, "worker")) == 2, timeout_s=300)
 
 
 def test_a_killed_encoder_is_replaced_by_another(cluster: ClusterProcess) -> None:
@@ -93,7 +93,7 @@ def test_a_killed_encoder_is_replaced_by_another(cluster: ClusterProcess) -> Non
     os.kill(pid, signal.SIGKILL)
     for seed in range(4):
         assert ask(cluster, user("What is this?", image_part(200 + seed)), 4)
-    eventually(lambda: victim not in pids(cluster, "encoder") and len(pids(cluster, "encoder")) == 2, timeout_s=90)
+    eventually(lambda: victim not in pids(cluster, "encoder") and len(pids(cluster, "encoder")) == 2, timeout_s=300)
     assert ask(cluster, user("And this?", image_part(300)), 4)
 
 
