@@ -185,4 +185,7 @@ def test_what_can_never_serve_is_refused_with_the_table(
 
 
 def test_a_cluster_for_text_needs_no_room_for_pictures(model: Model) -> None:
-    refuse_if_too_small(config(encoders={"replicas": 0}, workers={"num_blocks": 2, "inbox_bytes": 64}), model)
+    workers = {"num_blocks": 2, "inbox_bytes": 64}
+    with pytest.raises(ConfigError):
+        refuse_if_too_small(config(workers=workers), model)
+    refuse_if_too_small(config(encoders={"replicas": 0}, workers=workers), model)
