@@ -8,7 +8,7 @@ PURE   := fabric kv_index llm_workers/scheduling encoder_pool/planning router/pl
 export PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install serve test lint types unit property contract parity e2e fault gpu bench demo-model clean
+.PHONY: install serve test lint types unit property contract parity e2e fault gpu explore bench demo-model clean
 
 install: $(STAMP)
 
@@ -36,6 +36,10 @@ types: install
 
 unit property contract parity e2e fault gpu: install
 	$(BIN)/python -m pytest tests/$@ -q
+
+# Properties on new random examples: a failure prints how to repeat it.
+explore: install
+	$(BIN)/python -m pytest tests/property tests/parity -q --hypothesis-profile=explore
 
 bench: install
 	$(BIN)/weft bench all

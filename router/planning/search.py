@@ -106,14 +106,17 @@ class Search:
         return scored
 
     def lower_bound_s(self, candidate: Candidate) -> float:
-        """The walk on this worker with every queue empty, encoders chosen anew. A greedy choice may come out worse
-        on empty queues than on full ones; the prediction itself is then the bound."""
+        """The walk on this worker with every queue empty, encoders chosen anew. Or as they were chosen, if that is
+        less: a greedy choice may come out worse on empty queues than on full ones."""
         worker, missing = candidate.worker, self.prompt.missing_items(candidate.covered)
         idle = {item.index: [e._replace(queued_cost=0) for e in self.options[item.index]] for item in missing}
-        landings = land_items(missing, idle, self.links_to(worker.host), self.query.feature_row_bytes)
+        idle_landings = land_items(missing, idle, self.links_to(worker.host), self.query.feature_row_bytes)
         pace = idle_pace(worker, _need(worker, self.prompt, candidate.covered, self.snapshot.block_size))
-        walked = walk(self.prompt, candidate.covered, 0.0, pace.per_unit_s, landings.unit_to_landing_s)
-        return min(walked.end_s + pace.base_s, candidate.ttft_s)
+
+        def end_s(landings: Landings) -> float:
+            return walk(self.prompt, candidate.covered, 0.0, pace.per_unit_s, landings.unit_to_landing_s).end_s
+
+        return min(end_s(idle_landings), end_s(candidate.landings)) + pace.base_s
 
     def landings(self, items: Sequence[MediaItem], host: str) -> Landings:
         """Of these items at a worker on `host`."""

@@ -8,7 +8,8 @@ front. So it waits for the end of the running step and for full steps, and share
     since the report   as many steps have begun as fit in that time; tokens in them are no longer in front
     dispatched since   is behind, and joins when this request does
 
-What is short (places in a step, KV blocks) comes free as sequences end. Knows nothing of the request but its size.
+What is short (places in a step, KV blocks) comes free as sequences end; until then those in front go on. Knows nothing
+of the request but its size.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class Waiting(NamedTuple):
     queue_s: float
     """Until the first step that computes something of the request begins."""
     shared_s: float
-    """What that step computes for those in front."""
+    """What that step computes for those in front, and one step more if not all of the request fits beside them."""
     pace: Line
     """Of the request's own flat tokens: `base_s` is the price of its last step, `per_unit_s` contains that of the steps
-    before it."""
+    before it, as many as it takes alone."""
 
 
 class _Steps(NamedTuple):
@@ -53,10 +54,14 @@ class _Steps(NamedTuple):
     def full_s(self) -> float:
         return self.step_s + self.s_per_token * self.room
 
-    def pace(self, need: Need, num_shared: float) -> Line:
-        """Beside `num_shared` tokens of others in the first step."""
-        num_more = (num_shared + need.num_tokens - 1.0) // self.room
-        return Line(self.step_s, self.s_per_token + num_more * self.step_s / max(need.flat_tokens, 1.0))
+    def num_before_last(self, num_tokens: float) -> float:
+        """Steps that so many tokens fill before their last one."""
+        return (num_tokens - 1.0) // self.room
+
+    def pace(self, need: Need) -> Line:
+        """Of a request beside those that decode."""
+        before_s = self.num_before_last(need.num_tokens) * self.step_s
+        return Line(self.step_s, self.s_per_token + before_s / max(need.flat_tokens, 1.0))
 
     def seconds(self, num_tokens: float) -> float:
         """To compute so many tokens."""
@@ -67,7 +72,7 @@ class _Steps(NamedTuple):
 
 def idle_pace(worker: WorkerView, need: Need) -> Line:
     """Of a request that is alone there."""
-    return _steps(worker, 0).pace(need, 0.0)
+    return _steps(worker, 0).pace(need)
 
 
 def waiting(worker: WorkerView, need: Need, block_size: int) -> Waiting:
@@ -77,13 +82,17 @@ def waiting(worker: WorkerView, need: Need, block_size: int) -> Waiting:
     num_full = in_front // steps.room
     begin_s = remaining_s + num_full * steps.full_s
     num_shared = in_front - num_full * steps.room
+    free_s = worker.place_wait_s
     if worker.kv_blocks_free is not None and (num_lacking := need.num_blocks - worker.kv_blocks_free) > 0:
         if worker.kv_blocks_per_s > 0.0:
-            begin_s = max(begin_s, num_lacking / worker.kv_blocks_per_s)
+            free_s = max(free_s, num_lacking / worker.kv_blocks_per_s)
         else:  # room is made by what must be computed again
             begin_s += steps.seconds(num_lacking * block_size)
-    queue_s = max(begin_s, worker.place_wait_s)
-    return Waiting(queue_s, steps.s_per_token * num_shared, steps.pace(need, num_shared))
+    num_more = steps.num_before_last(num_shared + need.num_tokens) - steps.num_before_last(need.num_tokens)
+    shared_s = steps.s_per_token * num_shared + steps.step_s * num_more
+    queue_s = max(begin_s, free_s)
+    # What is in front is computed meanwhile, if the request waits for something else.
+    return Waiting(queue_s, max(0.0, begin_s + shared_s - queue_s), steps.pace(need))
 
 
 def _steps(worker: WorkerView, num_decoding: int) -> _Steps:

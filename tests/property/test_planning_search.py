@@ -166,7 +166,7 @@ def test_load_on_the_chosen_worker_never_makes_it_look_faster(request_, state, t
     alone = plan_route(request_, replace(state, workers=(chosen,)), 0.0)
     again = plan_route(request_, replace(state, workers=(loaded,)), 0.0)
     assert alone.predicted_ttft_s == plan.predicted_ttft_s
-    assert again.predicted_ttft_s >= plan.predicted_ttft_s
+    assert again.predicted_ttft_s >= plan.predicted_ttft_s * (1 - 1e-9)
     assert again.lower_bound_s == plan.lower_bound_s
 
 

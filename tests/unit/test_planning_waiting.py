@@ -34,8 +34,13 @@ def test_each_step_that_a_prompt_takes_costs(num_tokens, num_steps):
     pace = waiting(worker("w", **STEP), need, BLOCK_SIZE).pace
     expected_s = num_steps * PREFILL.base_s + PREFILL.per_unit_s * need.flat_tokens
     assert pace.at(need.flat_tokens) == pytest.approx(expected_s)
-    beside = waiting(worker("w", pending_tokens=120, num_pending=2, **STEP), need, BLOCK_SIZE).pace
-    assert beside.at(need.flat_tokens) >= pace.at(need.flat_tokens)
+
+
+@pytest.mark.parametrize(("num_shared", "num_more"), [(0, 0), (36, 0), (37, 1), (99, 1)])
+def test_what_does_not_fit_beside_those_in_front_costs_a_step_more(num_shared, num_more):
+    found = of(queued_tokens=100 + num_shared)
+    assert found.shared_s == pytest.approx(num_shared * PREFILL.per_unit_s + num_more * PREFILL.base_s)
+    assert found.pace == of().pace, "which it waits for; what comes behind media that land later costs what it costs"
 
 
 @pytest.mark.parametrize(
@@ -58,13 +63,13 @@ def test_what_was_in_front_at_the_report_is_computed_since(age_s, queue_s, share
 def test_what_was_dispatched_since_joins_the_step_that_this_request_joins():
     found = of(queued_tokens=60, pending_tokens=150, num_pending=2)
     assert found.queue_s == pytest.approx(PREFILL.at(60) + FULL_S)
-    assert found.shared_s == pytest.approx(50 * PREFILL.per_unit_s)
+    assert found.shared_s == pytest.approx(PREFILL.at(50)), "and one more: 114 tokens don't fit in it"
 
 
 def test_of_a_burst_onto_an_idle_worker_the_first_is_computed_already():
     found = of(pending_tokens=80, num_pending=4)
     assert found.queue_s == pytest.approx(PREFILL.at(20) / 2)
-    assert found.shared_s == pytest.approx(60 * PREFILL.per_unit_s)
+    assert found.shared_s == pytest.approx(PREFILL.at(60))
 
 
 def test_places_and_blocks_come_free_as_sequences_end():
@@ -72,6 +77,29 @@ def test_places_and_blocks_come_free_as_sequences_end():
     assert of(kv_blocks_free=1).queue_s == pytest.approx(PREFILL.at(3 * BLOCK_SIZE))
     assert of(kv_blocks_free=1, kv_blocks_per_s=2.0).queue_s == pytest.approx(1.5)
     assert of(kv_blocks_free=4).queue_s == 0.0
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5, 1.0, 2.0])
+def test_what_is_in_front_is_computed_while_a_place_is_waited_for(part):
+    begin_s, shared_s, _ = of(queued_tokens=60, pending_tokens=150, num_pending=2)
+    wait_s = begin_s + part * shared_s
+    found = of(queued_tokens=60, pending_tokens=150, num_pending=2, place_wait_s=wait_s)
+    assert found.queue_s == pytest.approx(wait_s)
+    assert found.shared_s == pytest.approx(max(0.0, 1.0 - part) * shared_s)
+
+
+def test_one_more_that_decodes_never_lets_a_request_begin_earlier():
+    """Found by the property: 21 decodes leave room for both tokens in front, which share the request's first step; 22
+    don't, so they took one before, within the wait for a place."""
+    line = PREFILL._replace(base_s=0.125, per_unit_s=0.0078125)
+    one = Need(1, 1.0, 0)
+
+    def first_s(num_decoding: int) -> float:
+        fields = {"prefill": line, "max_step_tokens": 24, "place_wait_s": 0.5, "pending_tokens": 2, "decode_s": 0.0}
+        found = waiting(worker("w", num_decoding=num_decoding, **fields), one, BLOCK_SIZE)
+        return found.queue_s + found.shared_s
+
+    assert first_s(21) <= first_s(22) <= first_s(23)
 
 
 def test_without_a_limit_all_fits_in_one_step():
