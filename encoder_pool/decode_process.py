@@ -21,7 +21,7 @@ import numpy as np
 
 from encoder_pool.array_pipe import receive, send
 from fabric.errors import EncodeFailed, InvalidMedia, WeftError
-from fabric.helper_process import bind_to_parent, limit_memory
+from fabric.helper_process import bind_to_parent, limit_memory, yielding_thread
 from fabric.messages import MediaItem
 from modalities.family import EncoderInput, Family, MediaOptions
 from modalities.stopwatch import take_decode_s
@@ -243,6 +243,7 @@ def check_inputs(inputs: list[EncoderInput], item: MediaItem) -> None:
 def _serve(pipe: Connection, model_dir: str, parent_pid: int, limits: DecodeLimits) -> None:
     """The life of the process: ends when the parent's end of the pipe is closed."""
     family = _enter(model_dir, parent_pid, limits.memory_bytes)
+    background = yielding_thread()
     while True:
         try:
             number, message = receive(pipe)
@@ -252,7 +253,9 @@ def _serve(pipe: Connection, model_dir: str, parent_pid: int, limits: DecodeLimi
         if message is None:
             answer(None)
         else:
-            outcome = _decode_in_time(family, message, limits.timeout_s, answer)
+            work = partial(_decode_in_time, family, message, limits.timeout_s, answer)
+            # Of many units the next is soon there: the forward goes first, and a picture that comes meanwhile.
+            outcome = background.submit(work).result() if len(message[1].unit_tokens) > 1 else work()
             try:
                 answer(outcome)
             except MemoryError:  # of what it is sent as

@@ -10,9 +10,12 @@ import os
 import resource
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 PR_SET_PDEATHSIG = 1
 """prctl(2)."""
+LOW_PRIORITY = 10
+"""nice(2): about a tenth of a processor that another wants too."""
 
 
 def bind_to_parent(parent_pid: int) -> None:
@@ -31,3 +34,11 @@ def limit_memory(num_bytes: int) -> None:
     """Of this process's data, as Linux counts it; the interpreter's own is a part of it. Beyond it, allocations fail
     (MemoryError in Python)."""
     resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+
+
+def yielding_thread() -> ThreadPoolExecutor:
+    """One thread, whose work leaves the processors to whoever else wants them. Only on Linux: elsewhere niceness is a
+    process's, and nobody gets it back."""
+    if sys.platform != "linux":
+        return ThreadPoolExecutor(1)
+    return ThreadPoolExecutor(1, initializer=os.nice, initargs=(LOW_PRIORITY,))

@@ -4,8 +4,11 @@ them when something goes wrong. Orders of events, no times: the forwards are let
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,7 @@ from deploy.demo.build import demo_checkpoint
 from encoder_pool import decode_process
 from encoder_pool.config import EncoderConfig
 from fabric.errors import InvalidMedia
+from fabric.helper_process import LOW_PRIORITY
 from fabric.messages import EncodeResult, MediaItem, UnitReady
 from modalities import video_rows
 from modalities.family import EncoderInput, EncoderModel, Family, MediaOptions
@@ -145,6 +149,32 @@ async def test_a_films_first_unit_is_encoded_while_the_rest_is_decoded(
         pulled = [await bench.pull(one) for one in bench.ready if one.unit.mm_hash == item.mm_hash]
         for found, wanted in zip(pulled, bench.expected([data], [item]), strict=not fails):
             np.testing.assert_allclose(np.frombuffer(found, np.float32), np.frombuffer(wanted, np.float32), atol=1e-5)
+        await bench.is_idle()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread has no niceness of its own")
+async def test_a_film_is_decoded_at_a_lower_priority_than_pictures(family: Family, encoder: EncoderModel) -> None:
+    config = EncoderConfig(modalities=MODALITIES, num_decode_processes=1, model_dir=str(demo_checkpoint()))
+    async with running_bench(family, encoder, config) as bench:
+        (pid,) = bench.service._decoder.pids()
+
+        def niceness() -> list[int]:
+            return sorted(
+                os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir()
+            )
+
+        ours = os.getpriority(os.PRIO_PROCESS, 0)
+        assert codes(await encode(bench, [picture(1)], [])) == [None]
+        assert set(niceness()) == {ours}
+        data = film()
+        item = film_item(bench, data, 1)
+        assert codes(await encode(bench, [data], [item])) == [None]
+        assert set(niceness()) == {ours, min(ours + LOW_PRIORITY, 19)}
+        assert os.getpriority(os.PRIO_PROCESS, pid) == ours, "the thread that decodes pictures"
+        ready = [message for message in bench.ready if message.unit.mm_hash == item.mm_hash]
+        for message, wanted in zip(ready, bench.expected([data], [item]), strict=True):
+            found = np.frombuffer(await bench.pull(message), np.float32)
+            np.testing.assert_allclose(found, np.frombuffer(wanted, np.float32), atol=1e-5)
         await bench.is_idle()
 
 
