@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fabric.channel import FeatureSource, SourceSlot
-from fabric.channel_local import LocalChannelHub, LocalFeatureSource
+from fabric.channel import FeatureSink, FeatureSource, SourceSlot
+from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
+from fabric.clock import Clock
 from fabric.errors import WeftError
 from fabric.messages import FeatureTicket
 
@@ -156,3 +157,28 @@ class ProcessPeer:
     def _signal(self, number: int) -> None:
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
+
+
+class World:
+    """The peers of one transport. They are slow to make, so tests share two; only those that kill make their own."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.hub = LocalChannelHub()
+        self.shared: list[Peer] = []
+
+    def make_peer(self) -> Peer:
+        return LocalPeer(self.hub) if self.kind == "local" else ProcessPeer()
+
+    def make_sink(self, total_bytes: int, clock: Clock) -> FeatureSink:
+        if self.kind == "local":
+            return LocalFeatureSink(self.hub, "worker", total_bytes, clock)
+        from fabric.channel_nixl import NixlFeatureSink
+
+        return NixlFeatureSink("worker", total_bytes, clock)
+
+    def shared_peer(self, index: int) -> Peer:
+        while len(self.shared) <= index:
+            self.shared.append(self.make_peer())
+        self.shared[index].clear()
+        return self.shared[index]

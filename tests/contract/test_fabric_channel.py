@@ -13,10 +13,9 @@ from concurrent.futures import CancelledError, Future, wait
 import msgspec
 import numpy as np
 import pytest
-from fabric_peers import ARENA_BYTES, LocalPeer, Peer, ProcessPeer, payload
+from fabric_peers import ARENA_BYTES, Peer, World, payload
 
 from fabric.channel import FeatureSink, LandedFeature
-from fabric.channel_local import LocalChannelHub, LocalFeatureSink
 from fabric.clock import ManualClock
 from fabric.errors import ArenaFull, LeaseLost, ProtocolError, TransferFailed, UnitTooLarge
 from fabric.slots import HEADER_BYTES
@@ -28,31 +27,6 @@ SHAPE = (1, 64, 16)
 NBYTES = 4096
 SLOT_BYTES = NBYTES + HEADER_BYTES
 INBOX_SLOTS = 4
-
-
-class World:
-    """The peers of one transport. They are slow to make, so tests share two; only those that kill make their own."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.hub = LocalChannelHub()
-        self.shared: list[Peer] = []
-
-    def make_peer(self) -> Peer:
-        return LocalPeer(self.hub) if self.kind == "local" else ProcessPeer()
-
-    def make_sink(self, total_bytes: int, clock: ManualClock) -> FeatureSink:
-        if self.kind == "local":
-            return LocalFeatureSink(self.hub, "worker", total_bytes, clock)
-        from fabric.channel_nixl import NixlFeatureSink
-
-        return NixlFeatureSink("worker", total_bytes, clock)
-
-    def shared_peer(self, index: int) -> Peer:
-        while len(self.shared) <= index:
-            self.shared.append(self.make_peer())
-        self.shared[index].clear()
-        return self.shared[index]
 
 
 @pytest.fixture(scope="module", params=["local", pytest.param("nixl", marks=pytest.mark.nixl)])

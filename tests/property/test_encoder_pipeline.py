@@ -8,11 +8,11 @@ read stays, and once leases end every call gets its one answer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
+from encoder_doubles import EarPlane, HandDecoder, HandForward, OpenDecode
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -20,17 +20,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from encoder_pool.announcer import Announcer
 from encoder_pool.config import EncoderConfig
 from encoder_pool.decode import DecodeBroke, Decoded
-from encoder_pool.decode_process import OnUnits
 from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.features import FeatureSpec, FeatureTable, LeaseKey
-from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit, SoundJob, SoundResult
+from encoder_pool.planning.forward_job import ForwardResult, SoundResult
 from fabric.channel_local import LocalChannelHub, LocalFeatureSource
 from fabric.clock import ManualClock
 from fabric.errors import Aborted, EncodeFailed, InvalidMedia, Overloaded, WeftError, WorkerLost
 from fabric.ids import AttemptId, MemberId, MmHash, RequestId, UnitKey
-from fabric.messages import Destination, EncodeRequest, EncodeResult, MediaItem, PlaneMessage, UnitReady
-from fabric.plane import Handler
+from fabric.messages import Destination, EncodeRequest, EncodeResult, MediaItem
 from modalities.family import EncoderInput
 from modalities.waveform import Waveform
 
@@ -61,90 +59,6 @@ KINDS: dict[str, tuple[int, tuple[int, ...]]] = {
 SOUNDS = ("song", "word")
 
 
-@dataclass(eq=False)
-class OpenDecode:
-    """An item that is being decoded; `num_given` of its units were handed over."""
-
-    item: MediaItem
-    on_units: OnUnits
-    future: asyncio.Future[Decoded]
-    num_given: int = 0
-
-    def inputs(self, number: int) -> list[EncoderInput]:
-        self.num_given += number
-        return [EncoderInput(self.item.modality, np.zeros((1, 1), np.float32), self.item.grid) for _ in range(number)]
-
-    @property
-    def num_left(self) -> int:
-        return len(self.item.unit_tokens) - self.num_given
-
-
-class HandDecoder:
-    """Keeps `Decoder`; units are handed over, and what is being decoded ends, when the test says so."""
-
-    def __init__(self) -> None:
-        self.open: list[OpenDecode] = []
-
-    @property
-    def num_parallel(self) -> int:
-        return 2
-
-    async def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
-        assert data, "the file must be there for as long as somebody wants it"
-        entry = OpenDecode(item, on_units, asyncio.get_running_loop().create_future())
-        self.open.append(entry)
-        try:
-            return await entry.future
-        finally:
-            self.open.remove(entry)
-
-
-class HandForward:
-    """Keeps `Forward`; the batch ends when the test says so."""
-
-    def __init__(self) -> None:
-        self.job: tuple[Sequence[ForwardUnit], Callable[[ForwardResult], None]] | None = None
-        self.sounds: tuple[Sequence[SoundJob], Callable[[SoundResult], None]] | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        return self.job is not None or self.sounds is not None
-
-    def submit(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
-        assert not self.is_busy, "one batch at a time"
-        assert len({unit.input.modality for unit in units}) == 1
-        self.job = (units, done)
-
-    def submit_sounds(self, sounds: Sequence[SoundJob], done: Callable[[SoundResult], None]) -> None:
-        assert not self.is_busy, "one batch at a time"
-        assert len(sounds) == 1 or sum(sound.item.cost for sound in sounds) <= CONFIG.max_batch_cost
-        self.sounds = (sounds, done)
-
-
-class EarPlane:
-    """A plane whose peers only listen; `is_deaf` refuses, as a full queue does."""
-
-    address = "local://encoder-1"
-    num_dropped = 0
-
-    def __init__(self) -> None:
-        self.sent: list[UnitReady] = []
-        self.is_deaf = False
-
-    def start(self, handler: Handler) -> None:
-        raise AssertionError("the pipeline takes no messages")
-
-    def send(self, address: str, message: PlaneMessage) -> bool:
-        assert isinstance(message, UnitReady)
-        if not self.is_deaf:
-            self.sent.append(message)
-        return not self.is_deaf
-
-    def forget(self, address: str) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class OpenCall(NamedTuple):
     request: EncodeRequest
     task: asyncio.Task[EncodeResult]
@@ -157,7 +71,7 @@ class PipelineMachine(RuleBasedStateMachine):
         self.overhead_s = overhead_s
         self.loop = asyncio.new_event_loop()
         self.clock, self.plane = ManualClock(), EarPlane()
-        self.decoder, self.forward = HandDecoder(), HandForward()
+        self.decoder, self.forward = HandDecoder(), HandForward(CONFIG.max_batch_cost)
         encoder_id = MemberId("encoder-1")
         self.source = LocalFeatureSource(LocalChannelHub(), "encoder-1", ARENA_BYTES)
         self.table = FeatureTable(self.source, self.clock, CONFIG.lease_s, FeatureLog(encoder_id, 1))

@@ -1,0 +1,101 @@
+"""What drives a pipeline by hand: a decoder, a forward and a plane that do what a test says, when it says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from encoder_pool.decode import Decoded
+from encoder_pool.decode_process import OnUnits
+from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit, SoundJob, SoundResult
+from fabric.messages import MediaItem, PlaneMessage, UnitReady
+from fabric.plane import Handler
+from modalities.family import EncoderInput
+
+
+@dataclass(eq=False)
+class OpenDecode:
+    """An item that is being decoded; `num_given` of its units were handed over."""
+
+    item: MediaItem
+    on_units: OnUnits
+    future: asyncio.Future[Decoded]
+    num_given: int = 0
+
+    def inputs(self, number: int) -> list[EncoderInput]:
+        self.num_given += number
+        return [EncoderInput(self.item.modality, np.zeros((1, 1), np.float32), self.item.grid) for _ in range(number)]
+
+    @property
+    def num_left(self) -> int:
+        return len(self.item.unit_tokens) - self.num_given
+
+
+class HandDecoder:
+    """Keeps `Decoder`; units are handed over, and what is being decoded ends, when the test says so."""
+
+    def __init__(self) -> None:
+        self.open: list[OpenDecode] = []
+
+    @property
+    def num_parallel(self) -> int:
+        return 2
+
+    async def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
+        assert data, "the file must be there for as long as somebody wants it"
+        entry = OpenDecode(item, on_units, asyncio.get_running_loop().create_future())
+        self.open.append(entry)
+        try:
+            return await entry.future
+        finally:
+            self.open.remove(entry)
+
+
+class HandForward:
+    """Keeps `Forward`; the batch ends when the test says so."""
+
+    def __init__(self, max_batch_cost: int) -> None:
+        self._max_batch_cost = max_batch_cost
+        self.job: tuple[Sequence[ForwardUnit], Callable[[ForwardResult], None]] | None = None
+        self.sounds: tuple[Sequence[SoundJob], Callable[[SoundResult], None]] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        return self.job is not None or self.sounds is not None
+
+    def submit(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
+        assert not self.is_busy, "one batch at a time"
+        assert len({unit.input.modality for unit in units}) == 1
+        self.job = (units, done)
+
+    def submit_sounds(self, sounds: Sequence[SoundJob], done: Callable[[SoundResult], None]) -> None:
+        assert not self.is_busy, "one batch at a time"
+        assert len(sounds) == 1 or sum(sound.item.cost for sound in sounds) <= self._max_batch_cost
+        self.sounds = (sounds, done)
+
+
+class EarPlane:
+    """A plane whose peers only listen; `is_deaf` refuses, as a full queue does."""
+
+    address = "local://encoder-1"
+    num_dropped = 0
+
+    def __init__(self) -> None:
+        self.sent: list[UnitReady] = []
+        self.is_deaf = False
+
+    def start(self, handler: Handler) -> None:
+        raise AssertionError("the pipeline takes no messages")
+
+    def send(self, address: str, message: PlaneMessage) -> bool:
+        assert isinstance(message, UnitReady)
+        if not self.is_deaf:
+            self.sent.append(message)
+        return not self.is_deaf
+
+    def forget(self, address: str) -> None: ...
+
+    def close(self) -> None: ...
