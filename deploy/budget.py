@@ -5,9 +5,7 @@ Reads config files and the headers of weight files; allocates nothing on any dev
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from deploy import compose
@@ -81,23 +79,12 @@ def refuse_if_too_small(config: ClusterConfig, model: compose.Model) -> None:
 
 
 def check_budget(config: ClusterConfig) -> tuple[Budget | None, str]:
-    """For `weft check`: the budget, or None and why the model's config can't be read. Never builds the demo model's
-    weights; of an absent one only the files that need no torch are made, in a folder that is deleted again."""
-    if config.model.path is None:
-        from deploy.demo.build import write_all_but_weights
-
-        with tempfile.TemporaryDirectory(prefix="weft-check-") as made:
-            write_all_but_weights(Path(made))
-            return _read_budget(config, Path(made))
-    return _read_budget(config, config.model.path)
-
-
-def _read_budget(config: ClusterConfig, model_dir: Path) -> tuple[Budget | None, str]:
+    """For `weft check`: the budget, or None and why the model's config can't be read. Reads no weights."""
     try:
-        model = compose.load_model(config, model_dir)
+        model = compose.load_model(config, compose.resolve_model_dir(config))
     except ConfigError as error:
         return None, error.message
-    return plan_budget(config, model, read_stored_weights(model_dir)), ""
+    return plan_budget(config, model, read_stored_weights(model.directory)), ""
 
 
 # ---------------------------------------------------------------- processes

@@ -52,7 +52,7 @@ class Model:
 
 
 def resolve_model_dir(config: ClusterConfig) -> Path:
-    """The configured directory, or the demo model (built at first use). Raises ConfigError if it is none."""
+    """The configured directory, or the demo model. Raises ConfigError if it is none."""
     if config.model.path is None:
         from deploy.demo.build import demo_checkpoint
 

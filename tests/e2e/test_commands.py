@@ -33,6 +33,9 @@ def test_check_prints_the_memory_of_each_process() -> None:
         assert line in done.stdout.splitlines()
     assert "2048 blocks of 16 tokens" in done.stdout
     assert "of the largest image" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] == ["weights"]]
+    assert len(rows) == 2
+    assert all(row[1][0] in "123456789" for row in rows), "the demo model's are counted as any other's"
 
 
 def test_check_says_when_the_model_can_not_be_read() -> None:
