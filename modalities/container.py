@@ -22,6 +22,7 @@ from fabric.errors import InvalidMedia
 from modalities.family import AudioHeader
 from modalities.packets import lost_packets, num_samples, tally
 from modalities.truncation import num_lost_bytes
+from modalities.unknown_media import seeming
 
 # FFmpeg tells its misfortunes on stderr, at length for a hostile file; what matters is raised.
 av.logging.set_level(None)
@@ -92,7 +93,7 @@ def open_container(data: bytes, param: str) -> Iterator[InputContainer]:
     InvalidMedia that names `param`; so is a file of another format."""
     found = sniff(data)
     if found is None:
-        raise InvalidMedia(f"{param}: not a video or sound of a supported format", param=param)
+        raise InvalidMedia(f"{param}: not a video or sound of a supported format{seeming(data)}", param=param)
     if num_lost := num_lost_bytes(found.name, data):
         raise InvalidMedia(
             f"{param}: the {found.name} file is truncated: {num_lost} bytes or more are missing", param=param

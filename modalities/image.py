@@ -17,6 +17,7 @@ from fabric.errors import InvalidMedia
 from modalities.family import ImageHeader, MediaHeader
 from modalities.plugin import MediaLimits, decode_data_url, part_url
 from modalities.stopwatch import decoding
+from modalities.unknown_media import seeming
 
 # The limit is MediaLimits', checked on the header; Pillow's own would warn at half of it, and per process.
 Image.MAX_IMAGE_PIXELS = None
@@ -94,7 +95,7 @@ def open_image(data: bytes, param: str) -> OpenedImage:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except _DECODER_ERRORS as error:
         raise InvalidMedia(
-            f"{param}: not an image of a supported format ({', '.join(FORMATS)})", param=param
+            f"{param}: not a readable image of a supported format ({', '.join(FORMATS)}){seeming(data)}", param=param
         ) from error
     width, height = image.size
     if width < 1 or height < 1:

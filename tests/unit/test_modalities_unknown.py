@@ -1,0 +1,49 @@
+"""What a refusal says of a file that is something else."""
+
+import pytest
+from media_corpus import sound_file
+from modalities_files import encode, picture
+
+from fabric.errors import InvalidMedia
+from modalities.registry import REGISTRY
+from modalities.unknown_media import seeming
+
+PARAM = "messages.0.content.0"
+
+
+def refusal(modality: str, data: bytes) -> str:
+    with pytest.raises(InvalidMedia) as caught:
+        REGISTRY.modality(modality).probe(data, PARAM)
+    assert caught.value.message.startswith(PARAM)
+    return caught.value.message
+
+
+@pytest.mark.parametrize("modality", ["video", "audio"])
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "PDF"])
+def test_a_picture_in_the_wrong_field_is_named(modality: str, file_format: str) -> None:
+    message = refusal(modality, encode(picture(16, 16), file_format))
+    assert file_format in message.rpartition("seems to be ")[2]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("wav-16", "a WAV file"), ("flac", "a FLAC file")])
+def test_a_sound_in_place_of_a_picture_is_named(name: str, expected: str) -> None:
+    assert refusal("image", sound_file(name)).endswith(f"; it seems to be {expected}")
+
+
+@pytest.mark.parametrize("modality", ["image", "video", "audio"])
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", "is empty"),
+        (b"\r\n<!DOCTYPE html><html><body>404</body></html>", "seems to be an HTML page"),
+        (b'\xef\xbb\xbf<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg"/>', "seems to be an SVG drawing"),
+        (b'{"error": "not found"}', "seems to be text"),
+    ],
+)
+def test_what_is_no_medium_at_all_is_named(modality: str, data: bytes, expected: str) -> None:
+    assert refusal(modality, data).endswith(f"; it {expected}")
+
+
+def test_of_what_is_not_known_nothing_is_said() -> None:
+    assert seeming(bytes(range(256))) == ""
+    assert seeming(b"\x00") == ""
