@@ -113,7 +113,7 @@ async def test_bombs(pool: ProbePool) -> None:
         ("video", motion_jpeg([jpeg, encode(Image.new("RGB", (1280, 960)), "JPEG"), jpeg]), "broken|1280x960"),
         ("video", motion_jpeg([jpeg, bomb, jpeg]), "broken"),
         ("video", motion_jpeg([bomb]), "broken|no frames"),
-        ("image", b"", "not an image"),
+        ("image", b"", "not a readable image"),
         ("video", b"", "not a video"),
         ("audio", b"", "not a video or sound"),
     ]
