@@ -12,8 +12,9 @@ HIDDEN_SIZE = 128
 PATCH_SIZE = 16
 MERGE_SIZE = 2
 TEMPORAL_PATCH_SIZE = 2
-# Every picture and frame is scaled to about this area: three million parameters see figures best at one size.
-LEAST_PIXELS, MOST_PIXELS = 112**2, 160**2
+# Every picture and frame is scaled to about this area: three million parameters see figures best at one size. Between
+# these bounds every square is 160 pixels a side, where five small figures side by side can still be told apart.
+LEAST_PIXELS, MOST_PIXELS = 136**2, 160**2
 # Matrix rows in multiples of this, as real checkpoints pad their vocabularies.
 VOCAB_MULTIPLE = 64
 

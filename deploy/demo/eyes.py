@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,20 +19,30 @@ from torch.utils.data import Dataset
 
 from deploy.demo import clips, scenes
 from deploy.demo.batches import vision_inputs
-from deploy.demo.catalogue import TowerStage
 from deploy.demo.drawing import Figure, Rng
 from deploy.demo.encoding import Floats, Grid, SampleEncoder, sampled_frames
 from deploy.demo.labels import NAME_TO_NUM_CLASSES, UNSAID, Ints, cell_labels
 
 SCENES = (scenes.one_figure, scenes.two_figures, scenes.several_figures, scenes.placed_figure, scenes.sized_figure)
-SCENE_SHARES = (0.3, 0.25, 0.25, 0.1, 0.1)
 STORIES = (clips.moving, clips.changing, clips.appearing, clips.several)
-CLIP_SHARE = 0.12
 SCALE_SHARES = (0.7, 0.2, 0.1)
-EASY_PART = 0.25
-"""Of the steps, the first that show one figure each."""
 SHAPE_WEIGHT = 4.0
 Draw = Callable[[Rng, tuple[int, int]], scenes.Scene]
+
+
+class Mix(NamedTuple):
+    """What is shown how often."""
+
+    scene_shares: tuple[float, ...]
+    """Of `SCENES`."""
+    clip_share: float
+    easy_part: float = 0.0
+    """Of the steps, the first that show one figure each."""
+
+
+EVERYTHING = Mix((0.3, 0.25, 0.25, 0.1, 0.1), clip_share=0.12, easy_part=0.25)
+CROWDED = Mix((0.05, 0.15, 0.8, 0.0, 0.0), clip_share=0.2)
+"""To be told apart and counted."""
 
 
 @dataclass(slots=True)
@@ -43,30 +53,34 @@ class Seen:
 
 
 class Sights(Dataset[Seen]):
-    """Pictures and clips of one step, drawn from the random stream of (seed, learner, step)."""
+    """Pictures and clips of one step, drawn from the random stream of (key, step)."""
 
-    def __init__(self, stage: TowerStage, key: tuple[int, int], model_dir: Path) -> None:
-        self.stage = stage
+    def __init__(
+        self, num_steps: int, batch_size: int, key: tuple[int, ...], model_dir: Path, mix: Mix = EVERYTHING
+    ) -> None:
+        self._num_steps = num_steps
+        self._batch_size = batch_size
         self._key = key
         self._model_dir = model_dir
+        self._mix = mix
         self._encoder: SampleEncoder | None = None
 
     def __len__(self) -> int:
-        return self.stage.num_steps
+        return self._num_steps
 
     def __getitem__(self, step: int) -> Seen:
         self._encoder = self._encoder or SampleEncoder(self._model_dir)
         rng = np.random.default_rng((*self._key, 101, step))
         shown: list[tuple[Floats, Grid]] = []
         labels: list[Ints] = []
-        for _ in range(self.stage.batch_size):
+        for _ in range(self._batch_size):
             # Single figures first: shapes are learned last of all, and fastest where there is nothing else.
-            is_easy = step < self.stage.num_steps * EASY_PART
+            is_easy = step < self._num_steps * self._mix.easy_part
             scale = int(rng.choice(3, p=SCALE_SHARES))
-            if not is_easy and rng.random() < CLIP_SHARE:
+            if not is_easy and rng.random() < self._mix.clip_share:
                 patches, grid, cells = _clip(rng, self._encoder)
             else:
-                draw = scenes.one_figure if is_easy else SCENES[int(rng.choice(len(SCENES), p=SCENE_SHARES))]
+                draw = scenes.one_figure if is_easy else SCENES[int(rng.choice(len(SCENES), p=self._mix.scene_shares))]
                 patches, grid, cells = _picture(rng, self._encoder, draw, scale)
             shown.append((patches, grid))
             labels.append(cells)

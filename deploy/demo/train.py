@@ -29,7 +29,7 @@ from deploy.demo.catalogue import EARS, EYES, STAGES, Stage, TowerStage
 from deploy.demo.config import HIDDEN_SIZE
 from deploy.demo.ears import Ears, Noises
 from deploy.demo.encoding import SampleEncoder
-from deploy.demo.eyes import Eyes, Sights
+from deploy.demo.eyes import CROWDED, Eyes, Seen, Sights
 from deploy.demo.optimizers import Optimizers
 from deploy.demo.pair import NUM_LEARNERS, average_gradients, learners_device, run_together, to_device
 from deploy.demo.weights import load_trainable, save_trained
@@ -37,6 +37,8 @@ from deploy.demo.weights import load_trainable, save_trained
 GRADIENT_NORM = 1.0
 SAVE_EVERY = 500
 """Steps after which what was learned so far is written, for whoever wants to look."""
+LOOK_WEIGHT = 0.2
+"""Of the loss of what the tower alone is asked, beside that of the answers."""
 ALL_STAGES: tuple[TowerStage | Stage, ...] = (EYES, EARS, *STAGES)
 
 
@@ -70,6 +72,20 @@ class Conversations(Dataset[Batch]):
         scales = rng.choice(3, size, p=self.stage.scale_shares)
         samples = [self._tasks[task].draw(rng, int(scale)) for task, scale in zip(chosen, scales, strict=True)]
         return collate([self._encoder.encode(sample) for sample in samples])
+
+
+class ConversationsAndSights(Dataset[tuple[Batch, Seen]]):
+    """Both, step by step."""
+
+    def __init__(self, conversations: Conversations, sights: Sights) -> None:
+        self._conversations = conversations
+        self._sights = sights
+
+    def __len__(self) -> int:
+        return len(self._conversations)
+
+    def __getitem__(self, step: int) -> tuple[Batch, Seen]:
+        return self._conversations[step], self._sights[step]
 
 
 def train(out_dir: Path, seed: int, stages: range, start_dir: Path | None = None) -> None:
@@ -109,13 +125,25 @@ def _lesson(index: int, model: Any, key: tuple[int, int], model_dir: Path) -> Le
             ears = Ears(model.model.audio_tower, HIDDEN_SIZE)
             return Lesson(Noises(share, key, model_dir), ears, ears.judge)
         eyes = Eyes(model.model.visual, HIDDEN_SIZE)
-        return Lesson(Sights(share, key, model_dir), eyes, eyes.judge)
+        return Lesson(Sights(share.num_steps, share.batch_size, key, model_dir), eyes, eyes.judge)
 
     def judge(batch: Batch) -> tuple[torch.Tensor, float]:
         logits = forward(model, batch)
         return cross_entropy(logits, batch.targets), float((logits.argmax(-1) == batch.targets).float().mean())
 
-    return Lesson(Conversations(stage, (key[0], index, key[1]), model_dir), model, judge)
+    stage_key = (key[0], index, key[1])
+    conversations = Conversations(stage, stage_key, model_dir)
+    if not stage.num_looks:
+        return Lesson(conversations, model, judge)
+    eyes = Eyes(model.model.visual, HIDDEN_SIZE)
+
+    def judge_both(shown: tuple[Batch, Seen]) -> tuple[torch.Tensor, float]:
+        loss, right = judge(shown[0])
+        return loss + LOOK_WEIGHT * eyes.judge(shown[1])[0], right
+
+    sights = Sights(stage.num_steps, stage.num_looks // NUM_LEARNERS, stage_key, model_dir, CROWDED)
+    pupil = nn.ModuleDict({"answers": model, "head": eyes.head})
+    return Lesson(ConversationsAndSights(conversations, sights), pupil, judge_both)
 
 
 def _run_stage(stage: TowerStage | Stage, lesson: Lesson, save: Callable[[], None], learner: int) -> None:

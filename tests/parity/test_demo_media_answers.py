@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from deploy.config import ClusterConfig
 from deploy.demo.build import demo_checkpoint
-from deploy.demo.catalogue import SURE, TASKS
+from deploy.demo.catalogue import TASKS
 from deploy.demo.media import Sample
 from deploy.demo.scores import fresh_samples
 from deploy.demo.speech import has_speech
@@ -75,5 +75,5 @@ async def test_the_cluster_answers_the_same(modality: str, max_step_tokens: int,
         again = await asyncio.gather(*map(ask, asked))
     assert are_right == again
     comparison.finish()
-    sure = [is_right for sample, is_right in zip(asked, are_right, strict=True) if sample.task in SURE]
-    assert np.mean(sure) >= LEAST_RIGHT
+    wrong = [sample.task for sample, is_right in zip(asked, are_right, strict=True) if not is_right]
+    assert np.mean(are_right) >= LEAST_RIGHT, wrong

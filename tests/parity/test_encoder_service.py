@@ -153,7 +153,7 @@ async def test_a_shared_failure_names_each_followers_own_part(family: Family, en
 
 async def test_a_file_that_is_not_what_was_planned_is_refused(family: Family, encoder: EncoderModel) -> None:
     async with running_bench(family, encoder, CONFIG) as bench:
-        small, large = picture(1, 64, 64), picture(2, 256, 256)
+        small, large = picture(1, 64, 64), picture(2, 256, 128)
         item = msgspec.structs.replace(bench.item(small), mm_hash=bench.item(large).mm_hash)
         result = await bench.service.encode(bench.request([large], [item]), [large])
         error = result.items[0].error
@@ -275,7 +275,7 @@ async def test_a_full_arena_waits_for_readers_and_evicts_nothing_unread(
 
 async def test_what_never_fits_or_is_not_loaded_is_refused_alone(family: Family, encoder: EncoderModel) -> None:
     async with running_bench(family, encoder, CONFIG, arena_bytes=2**15) as bench:
-        files = [picture(1), picture(2, 512, 512), picture(3)]
+        files = [picture(1, 160, 128), picture(2, 512, 512), picture(3)]
         items = [bench.item(data, index) for index, data in enumerate(files)]
         items[2] = msgspec.structs.replace(items[2], modality="video")
         result = await bench.service.encode(bench.request(files, items), files)
