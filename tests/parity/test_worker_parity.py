@@ -98,7 +98,8 @@ async def test_a_preempted_sequence_goes_on_as_if_nothing_had_been():
 
 async def test_an_inbox_with_room_for_one_feature_serves_many():
     prompts = [prompt(*SEVERAL), prompt(*ONE), prompt(4, 5, "Which is larger?")]
-    one_feature = 3 * 15 * 128 * 4 + 256
+    rows = max(item.num_tokens for of in prompts for item in of.media)
+    one_feature = 3 * rows * 128 * 4 + 256
     async with rig(inbox_bytes=one_feature, max_step_tokens=32) as r:
         by_id = {}
 
