@@ -145,11 +145,13 @@ def _notes(place: Place, gain: BatchingGain, waits: list[Waits]) -> list[str]:
 
 def _delays_note(waits: Waits) -> str:
     medians = ", ".join(f"{median:.2f}" for median in waits.medians)
+    single = max(delay.units for delays in waits.moments for delay in delays)
     when = "once it lies decoded" if waits.is_decoded else "while it is being decoded"
     return (
         f"Delay of a picture ({1000 * waits.alone_s:.1f} ms alone) by the video {when} (demo model, units of "
         f"{1000 * waits.unit_s:.1f} ms), at each moment of a unit and at the worst: {medians} units (medians of "
-        f"{len(waits.moments[0])}); of a single picture {max(map(max, waits.moments)):.2f} at most."
+        f"{len(waits.moments[0])}), each picture's in the unit that was in its way; in median units at the worst "
+        f"{waits.worst_of_median_units:.2f}; of a single picture {single:.2f} at most."
     )
 
 

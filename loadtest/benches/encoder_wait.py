@@ -5,8 +5,9 @@ Pictures come at several moments of a unit in the video's midst, and once such t
 just begun, which is the worst that can happen: nearly the whole of it is still to come. While the video is being
 decoded, a unit starts when it is ready, and decoders compete with the forward; once it lies decoded, unit follows unit.
 A moment counts by the median of several arrivals, and the bar by the worst moment of both: not the luckless single
-arrival, but what one that comes at the worst time has to expect. Seconds are divided by those of the video's units in
-the same rounds.
+arrival, but what one that comes at the worst time has to expect. An arrival's delay is divided by the seconds of the
+unit that was in its way: decoding the picture slows that one down as well. (By the median of all units, which mostly
+have the processors to themselves, it is told beside.)
 """
 
 from __future__ import annotations
@@ -48,6 +49,18 @@ OPTIONS = MediaOptions(fps=30.0, max_frames=NUM_FRAMES)
 WORKER = Member(MemberId("worker-1"), "worker", "local://worker-1", "here", 1, (), "worker-1")
 
 
+class Delay(NamedTuple):
+    """Of one picture."""
+
+    delay_s: float
+    unit_s: float
+    """Of the film's unit in its way; of the film's whole units, median, if there was none."""
+
+    @property
+    def units(self) -> float:
+        return self.delay_s / self.unit_s
+
+
 class Waits(NamedTuple):
     """Behind videos that were still being decoded when pictures came, or were not any more."""
 
@@ -56,13 +69,18 @@ class Waits(NamedTuple):
     """Of a picture in an idle service, median."""
     unit_s: float
     """Of the video's whole units, median."""
-    moments: tuple[tuple[float, ...], ...]
-    """For each moment of a unit, the worst one last: how much later each picture was that came then, in units."""
+    moments: tuple[tuple[Delay, ...], ...]
+    """For each moment of a unit, the worst one last: how much later each picture was that came then."""
 
     @property
     def medians(self) -> list[float]:
-        """Of each moment."""
-        return [statistics.median(delays) for delays in self.moments]
+        """Of each moment, in units that were in the way."""
+        return [statistics.median(delay.units for delay in delays) for delays in self.moments]
+
+    @property
+    def worst_of_median_units(self) -> float:
+        """The worst moment's median, in median units."""
+        return max(statistics.median(delay.delay_s for delay in delays) for delays in self.moments) / self.unit_s
 
 
 class Forward(NamedTuple):
@@ -178,7 +196,7 @@ async def measure_waits(device: str) -> list[Waits]:
 
 async def _behind_films(stage: Stage, *, is_decoded: bool) -> Waits:
     pace = await _pace(stage, is_decoded=is_decoded)
-    alone_s, films, moments = list[float](), list[Forward](), list[list[float]]()
+    alone_s, films, moments = list[float](), list[Forward](), list[list[tuple[float, float]]]()
     for moment_s in pace.moments_s():
         moments.append([])
         for _ in range(NUM_ARRIVALS):
@@ -186,12 +204,22 @@ async def _behind_films(stage: Stage, *, is_decoded: bool) -> Waits:
             coming = stage.picture()
             call, began_s = await stage.start_film(pace.num_before, is_decoded=is_decoded)
             await asyncio.sleep(began_s + moment_s - time.monotonic())
-            moments[-1].append(await stage.encode_s(coming))
+            came_s = time.monotonic()
+            found_s = await stage.encode_s(coming)
             await call
+            moments[-1].append((found_s, _in_the_way_s(stage.model.forwards, came_s)))
             films += stage.model.of_film()
-    alone, unit = statistics.median(alone_s), _unit_s(films)
-    delays = (tuple((found_s - alone) / unit for found_s in some_s) for some_s in moments)
-    return Waits(is_decoded, alone, unit, tuple(delays))
+    alone = statistics.median(alone_s)
+    delays = (tuple(Delay(found_s - alone, unit_s) for found_s, unit_s in some) for some in moments)
+    return Waits(is_decoded, alone, _unit_s(films), tuple(delays))
+
+
+def _in_the_way_s(forwards: Sequence[Forward], came_s: float) -> float:
+    """What the last of a film's forwards took that ran between a picture's coming and its own forward."""
+    (picture,) = [forward for forward in forwards if forward.modality == "image"]
+    film = [forward for forward in forwards if forward.modality == "video"]
+    met = [one for one in film if one.ended_s > came_s and one.started_s < picture.started_s]
+    return met[-1].ended_s - met[-1].started_s if met else _unit_s(film)
 
 
 async def _pace(stage: Stage, *, is_decoded: bool) -> Pace:
