@@ -37,7 +37,7 @@ class DecodingPlugin:
         self._decode = decode
 
     def parse(self, part: Mapping[str, object], param: str, limits: MediaLimits) -> bytes:
-        raise NotImplementedError
+        raise AssertionError("it is only probed")
 
     def probe(self, data: bytes, param: str) -> MediaHeader:
         try:
@@ -53,7 +53,7 @@ class DecodingPlugin:
         return header
 
     def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
-        raise NotImplementedError
+        raise AssertionError("it is only probed")
 
 
 def decode_picture(data: bytes, header: MediaHeader, param: str) -> None:

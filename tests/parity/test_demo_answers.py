@@ -1,7 +1,7 @@
-"""The shipped checkpoint answers rightly what it is sure of, and the cluster answers everything as transformers does.
+"""The shipped checkpoint answers rightly, and the cluster answers as transformers does.
 
 Tried by hand that a bad checkpoint fails: of the untrained weights of `build_demo_checkpoint` no answer is right; with
-the first layer's `down_proj` of the shipped ones set to zero, 56 % of those about pictures and a third of the others.
+the first layer's `down_proj` of the shipped ones set to zero, 64 % of those about pictures and 66 % of the others.
 """
 
 from __future__ import annotations
