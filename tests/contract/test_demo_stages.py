@@ -23,11 +23,12 @@ ALL = ("visual", "audio_tower", "language_model", "lm_head")
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Any:
-    """Its files but the weights are in `tmp_path`."""
+def model(tmp_path: Path) -> Iterator[Any]:
+    """Its files but the weights are in `tmp_path`. A cluster in this process has turned gradients off for good."""
     model = load_trainable(write_all_but_weights(tmp_path), 0, demo_checkpoint())
     prepare_model(model)
-    return model
+    with torch.enable_grad():
+        yield model
 
 
 def tensors(shown: Any) -> Iterator[torch.Tensor]:
