@@ -34,11 +34,18 @@ def _memory(options: Sequence[str]) -> BenchResult:
     return run(options)
 
 
+def _scale(options: Sequence[str]) -> BenchResult:
+    from loadtest.benches.scale import run
+
+    return run(options)
+
+
 BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {
     "path": _path,
     "engine": _engine,
     "encoder": _encoder,
     "memory": _memory,
+    "scale": _scale,
 }
 
 
