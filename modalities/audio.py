@@ -73,7 +73,7 @@ class AudioPlugin:
 def probe_sound(data: bytes, param: str) -> AudioHeader:
     """Of a file of sound, or of a video's sound track. Raises InvalidMedia for a broken file and for one without."""
     with open_container(data, param) as container:
-        return sound_header(container, param)
+        return sound_header(data, container, param)
 
 
 def num_samples_at(header: AudioHeader, rate: int) -> int:

@@ -20,7 +20,7 @@ from av.video.stream import VideoStream
 
 from fabric.errors import InvalidMedia
 from modalities.family import AudioHeader
-from modalities.packets import lost_packets, num_samples, tally
+from modalities.packets import Tally, lost_packets, num_samples, num_stored_packets, tally
 from modalities.truncation import num_lost_bytes
 from modalities.unknown_media import seeming
 
@@ -88,9 +88,10 @@ def _sniff_elementary(data: bytes) -> Format | None:
 
 
 @contextmanager
-def open_container(data: bytes, param: str) -> Iterator[InputContainer]:
-    """An opened file, its streams known. Whatever goes wrong in the block with FFmpeg or PyAV is raised as
-    InvalidMedia that names `param`; so is a file of another format."""
+def open_container(data: bytes, param: str, is_uncut: bool = False) -> Iterator[InputContainer]:
+    """An opened file, its streams known. If `is_uncut`, it has what an MP4 file's edit list cuts away. Whatever goes
+    wrong in the block with FFmpeg or PyAV is raised as InvalidMedia that names `param`; so is a file of another
+    format."""
     found = sniff(data)
     if found is None:
         raise InvalidMedia(f"{param}: not a video or sound of a supported format{seeming(data)}", param=param)
@@ -103,7 +104,7 @@ def open_container(data: bytes, param: str) -> Iterator[InputContainer]:
             io.BytesIO(data),
             "r",
             format=found.demuxer,
-            options={"max_pixels": str(MAX_PIXELS), "threads": "1"},
+            options={"max_pixels": str(MAX_PIXELS), "threads": "1", **({"ignore_editlist": "1"} if is_uncut else {})},
             metadata_errors="replace",
             io_open=_refuse_reference,
         ) as container:
@@ -136,15 +137,26 @@ def sound_stream(container: InputContainer) -> AudioStream | None:
     return None
 
 
-def sound_header(container: InputContainer, param: str) -> AudioHeader:
+def check_whole(data: bytes, name: str, counted: Tally, param: str) -> None:
+    """Raises InvalidMedia where less is there than the file of format `name` declares."""
+    lost = lost_packets(name, counted)
+    if lost and name == "MP4":
+        # The demuxer passes over most of what an edit list cuts away; the file declares it all the same.
+        with open_container(data, param, is_uncut=True) as container:
+            counted.num_packets = num_stored_packets(container, counted.stream.index)
+        lost = lost_packets(name, counted)
+    if lost:
+        raise InvalidMedia(f"{param}: the {name} file is truncated: {lost}", param=param)
+
+
+def sound_header(data: bytes, container: InputContainer, param: str) -> AudioHeader:
     """Of the file's sound, or of a video's track; demuxes the file to its end. Raises InvalidMedia where there is
     none, or where less is there than the file declares."""
     stream = sound_stream(container)
     if stream is None:
         raise InvalidMedia(f"{param}: no sound that can be decoded", param=param)
     counted = tally(container, [stream])[stream.index]
-    if lost := lost_packets(format_name(container), counted):
-        raise InvalidMedia(f"{param}: the file is truncated: {lost}", param=param)
+    check_whole(data, format_name(container), counted, param)
     found = num_samples(counted, stream)
     if found < 1:
         raise InvalidMedia(f"{param}: the sound has no samples", param=param)

@@ -59,6 +59,9 @@ class VideoHeader:
     num_frames: int
     seconds: float
     sound: AudioHeader | None = None
+    times_s: npt.NDArray[np.float64] | None = dataclasses.field(default=None, compare=False, repr=False)
+    """`(num_frames,)`: when each frame appears, counted from the first one, ascending. None where every frame is
+    within half a frame of its place at the mean rate (`modalities.packets.irregular_times_s`)."""
 
     @property
     def fps(self) -> float:

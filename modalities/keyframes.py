@@ -24,11 +24,11 @@ def settled_frames(
     """The planned frames themselves, or for `keyframe` as many others. Raises InvalidMedia for a broken file."""
     if options.sampling != "keyframe":
         return tuple(planned)
-    probes = probed_frames(header.num_frames)
+    probes = probed_frames(header)
     differences: list[float] = []
     before: np.ndarray | None = None
     for pixels in decode_frames(data, probes, header, param):
         small = cv2.resize(cv2.cvtColor(pixels, cv2.COLOR_RGB2GRAY), (_SIDE, _SIDE)).astype(np.float64)
         differences.append(0.0 if before is None else float(np.mean(np.abs(small - before))))
         before = small
-    return choose_keyframes(header.num_frames, probes, differences, len(planned))
+    return choose_keyframes(header, probes, differences, len(planned))

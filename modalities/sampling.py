@@ -2,6 +2,10 @@
 
 The number of frames is a contract: the plan counts tokens by it. Knows no family; those say by their arguments how
 their reference processors count (transformers' `Qwen2VLVideoProcessor` and `Qwen3VLVideoProcessor`, `sample_frames`).
+
+These processors know a video as a number of frames at a constant rate. A file of variable rate is looked at as if it
+had been converted to a constant one first (`Timeline`), so that frames are spread evenly over time and the times that
+the model is told are true (docs/adr/0032-variable-frame-rates.md).
 """
 
 from __future__ import annotations
@@ -9,12 +13,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from fabric.errors import InvalidMedia
-from modalities.family import MediaOptions
+from modalities.family import DEFAULT_OPTIONS, MediaOptions, VideoHeader
 
 CUT_DIFFERENCE = 30.0
 """Mean difference of grey levels from one probed frame to the next beyond which it is a key frame (seed 003)."""
@@ -22,6 +28,51 @@ NUM_PROBES = 200
 """Frames that are compared for that, about."""
 
 Spacing = Literal["stride", "ends"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Timeline:
+    """A video at a constant rate: `num_frames` slots, of which each shows one frame of the file.
+
+    A file of constant rate is its own timeline. Of a file of variable rate it is what FFmpeg's `fps` filter makes of
+    it, at the rate of the two frames that are closest together: every frame moves to the nearest slot, and stays until
+    the next frame comes."""
+
+    num_frames: int
+    seconds: float
+    _times_s: npt.NDArray[np.float64] | None = None
+
+    @staticmethod
+    def of(header: VideoHeader, options: MediaOptions = DEFAULT_OPTIONS) -> Timeline:
+        """As the sampling of `options` needs it: key frames, which only decoding finds, are as many as if the rate were
+        constant, since each of them is another frame. Raises InvalidMedia for a video without frames."""
+        if header.num_frames < 1 or header.seconds <= 0:
+            raise InvalidMedia("the video has no frames")
+        times_s = header.times_s
+        if times_s is None or options.sampling == "keyframe":
+            return Timeline(header.num_frames, header.seconds)
+        gaps_s = np.diff(times_s)
+        shortest_s = gaps_s[gaps_s > 0].min(initial=header.seconds)
+        return Timeline(max(round(header.seconds / shortest_s), 1), header.seconds, times_s)
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the file's own rate varies."""
+        return self._times_s is not None
+
+    def times_s(self, slots: Sequence[int]) -> tuple[float, ...]:
+        """When the slots begin."""
+        fps = self.num_frames / self.seconds
+        return tuple(slot / fps for slot in slots)
+
+    def frames(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """The file's frames that the slots show, one for each slot. They ascend, and one that is shown for longer than
+        from one slot to the next repeats."""
+        if self._times_s is None:
+            return tuple(slots)
+        ends_s = (np.asarray(slots) + 0.5) * (self.seconds / self.num_frames)
+        found = np.searchsorted(self._times_s, ends_s, side="right") - 1
+        return tuple(np.maximum(found, 0).tolist())
 
 
 def sample_frames(
@@ -78,29 +129,43 @@ def _between_ends(num_frames: int, count: int) -> list[int]:
     return indices
 
 
-def probed_frames(num_frames: int) -> range:
-    """The frames that are compared to find cuts."""
-    return range(0, num_frames, max(1, num_frames // NUM_PROBES))
+def probed_frames(header: VideoHeader) -> tuple[int, ...]:
+    """The frames that are compared to find cuts, ascending, without repeats."""
+    timeline = Timeline.of(header)
+    slots = range(0, timeline.num_frames, max(1, timeline.num_frames // NUM_PROBES))
+    return tuple(dict.fromkeys(timeline.frames(slots)))
 
 
 def choose_keyframes(
-    num_frames: int, probes: Sequence[int], differences: Sequence[float], count: int
+    header: VideoHeader, probes: Sequence[int], differences: Sequence[float], count: int
 ) -> tuple[int, ...]:
     """Exactly `count` frames: the first, and those of `probes` that differ from the probe before by more than
     `CUT_DIFFERENCE` (`differences`, of which the first is not looked at).
 
-    Of too many, those of the smallest differences are left out; if there are too few, the middle of the widest gap is
-    added until there are enough; where the video is too short for that, the last frame is repeated."""
+    Of too many, those of the smallest differences are left out; if there are too few, the frame in the middle of the
+    gap that lasts longest is added until there are enough; where the video is too short for that, the last frame is
+    repeated."""
+    if header.times_s is None:  # one for each frame, and the end
+        times = np.arange(header.num_frames + 1, dtype=np.float64)
+    else:
+        times = np.append(header.times_s, max(header.seconds, header.times_s[-1]))
     cuts = [(change, at) for change, at in zip(differences[1:], probes[1:], strict=True) if change > CUT_DIFFERENCE]
     cuts.sort(key=lambda cut: (-cut[0], cut[1]))
     chosen = sorted({0, *(at for _, at in cuts[: count - 1])})
-    # A gap is the frames between two chosen ones, or behind the last: (-how many, where it begins, where it ends).
-    gaps = [(begin + 1 - end, begin, end) for begin, end in zip(chosen, [*chosen[1:], num_frames], strict=True)]
-    heapq.heapify(gaps)
-    while len(chosen) < count and gaps[0][0] < 0:
+    # A gap is the frames between two chosen ones, or behind the last: (-how long, where it begins, where it ends).
+    gaps: list[tuple[float, int, int]] = []
+
+    def add_gap(begin: int, end: int) -> None:
+        if end - begin > 1:
+            heapq.heappush(gaps, (float(times[begin] - times[end]), begin, end))
+
+    for begin, end in zip(chosen, [*chosen[1:], header.num_frames], strict=True):
+        add_gap(begin, end)
+    while len(chosen) < count and gaps:
         _, begin, end = heapq.heappop(gaps)
-        middle = (begin + end) // 2
+        shown = int(np.searchsorted(times, (times[begin] + times[end]) / 2, side="right")) - 1
+        middle = min(max(shown, begin + 1), end - 1)
         chosen.append(middle)
-        for left, right in ((begin, middle), (middle, end)):
-            heapq.heappush(gaps, (left + 1 - right, left, right))
+        add_gap(begin, middle)
+        add_gap(middle, end)
     return padded(sorted(chosen), count)

@@ -15,9 +15,9 @@ from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 
 from fabric.errors import InvalidMedia
-from modalities.container import MAX_PIXELS, format_name, open_container, picture_stream, sound_stream
+from modalities.container import MAX_PIXELS, check_whole, format_name, open_container, picture_stream, sound_stream
 from modalities.family import AudioHeader, MediaHeader, VideoHeader
-from modalities.packets import lost_packets, num_samples, seconds_shown, stream_packets, tally
+from modalities.packets import irregular_times_s, num_samples, seconds_shown, stream_packets, tally
 from modalities.picture_groups import GroupPlan, plan_groups
 from modalities.plugin import MediaLimits, decode_data_url, part_url
 from modalities.stopwatch import decoding_piecewise
@@ -52,7 +52,7 @@ class VideoPlugin:
                 raise InvalidMedia(f"{param}: the video has no frames", param=param)
             width, height = _upright_size(first)
         with open_container(data, param) as container:
-            return _count(container, width, height, param)
+            return _count(data, container, width, height, param)
 
     def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
         """Raises InvalidMedia. The sound track's length is the audio plugin's to judge."""
@@ -142,13 +142,12 @@ def _check(frame: VideoFrame, number: int, header: VideoHeader, param: str) -> N
         raise InvalidMedia(f"{param}: frame {number} is damaged", param=param)
 
 
-def _count(container: InputContainer, width: int, height: int, param: str) -> VideoHeader:
+def _count(data: bytes, container: InputContainer, width: int, height: int, param: str) -> VideoHeader:
     stream, sound = _picture_stream(container, param), sound_stream(container)
     tallies = tally(container, [stream] if sound is None else [stream, sound])
     name = format_name(container)
     for counted in tallies.values():
-        if lost := lost_packets(name, counted):
-            raise InvalidMedia(f"{param}: the {name} file is truncated: {lost}", param=param)
+        check_whole(data, name, counted, param)
     seen = tallies[stream.index]
     if not seen.num_shown:
         raise InvalidMedia(f"{param}: the video has no frames", param=param)
@@ -156,8 +155,9 @@ def _count(container: InputContainer, width: int, height: int, param: str) -> Vi
     heard = None
     if sound is not None and (found := num_samples(tallies[sound.index], sound)):
         heard = AudioHeader(name, sound.rate, sound.channels, found)
+    times_s = irregular_times_s(seen, stream, seconds)
     return VideoHeader(
-        name, width, height, seen.num_shown, seconds if seconds > 0 else seen.num_shown / _DEFAULT_FPS, heard
+        name, width, height, seen.num_shown, seconds if seconds > 0 else seen.num_shown / _DEFAULT_FPS, heard, times_s
     )
 
 

@@ -165,7 +165,7 @@ class QwenVLFamily:
             unit_tokens=cut.unit_tokens,
             cost=cut.grid[0] * cut.grid[1] * cut.grid[2],
             geometry=(header.width, header.height, header.num_frames),
-            frame_times_s=step_times_s(cut, header, step),
+            frame_times_s=step_times_s(cut, step),
             row_seconds=time.row_seconds(cut, header, options, step),
             num_pooled_frames=cut.rows.num_pooled,
         )

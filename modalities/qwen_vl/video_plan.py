@@ -13,7 +13,7 @@ from fabric.errors import InvalidMedia
 from modalities.family import MediaOptions, VideoHeader
 from modalities.qwen_vl.preprocess import smart_resize
 from modalities.qwen_vl.video_options import VideoOptions
-from modalities.sampling import sample_frames
+from modalities.sampling import Timeline, sample_frames
 from modalities.video_rows import StepRows, step_rows, unit_steps
 
 Grid = tuple[int, int, int]
@@ -24,13 +24,18 @@ class VideoCut:
     """How a video is looked at: what follows from its header and its options."""
 
     frames: tuple[int, ...]
-    """Ascending, in whole steps; the last one is repeated where there are too few."""
+    """Ascending, in whole steps; the last one is repeated where there are too few, and one that is shown for long may
+    be looked at more than once."""
+    times_s: tuple[float, ...]
+    """When each of `frames` is looked at."""
+    num_moments: int
+    """Different ones among `times_s`."""
     grid: Grid
     rows: StepRows
     unit_steps: tuple[int, ...]
     """Steps in each unit."""
     is_as_asked: bool
-    """No limit has changed how many frames are looked at in a second."""
+    """The rate is constant, and no limit has changed how many frames are looked at in a second."""
 
     @property
     def unit_tokens(self) -> tuple[int, ...]:
@@ -42,7 +47,8 @@ def cut_video(header: VideoHeader, options: MediaOptions, rules: VideoOptions) -
     an aspect ratio that the model refuses, or one that has more rows than `options.max_tokens` however few frames are
     looked at."""
     step = rules.frame.temporal_patch_size
-    asked = _sampled(header, dataclasses.replace(options, reduction=0), rules, rules.max_frames)
+    timeline = Timeline.of(header, options)
+    asked = _sampled(timeline, dataclasses.replace(options, reduction=0), rules, rules.max_frames)
     height, width = frame_size(header, len(set(asked)), options, rules)
     grid_h, grid_w = height // rules.frame.patch_size, width // rules.frame.patch_size
     if not grid_h or not grid_w:
@@ -51,15 +57,17 @@ def cut_video(header: VideoHeader, options: MediaOptions, rules: VideoOptions) -
     most_steps = options.max_tokens // len(rows.kept) * rows.num_pooled
     if not most_steps:
         raise InvalidMedia(f"{len(rows.kept)} rows for a frame are more than the limit of {options.max_tokens} tokens")
-    frames = _sampled(header, options, rules, min(rules.max_frames, most_steps * step))
-    grid = (len(frames) // step, grid_h, grid_w)
+    slots = _sampled(timeline, options, rules, min(rules.max_frames, most_steps * step))
+    grid = (len(slots) // step, grid_h, grid_w)
     num_wanted = max(int(header.seconds * options.fps) // step, 1) * step
     return VideoCut(
-        frames=frames,
+        frames=timeline.frames(slots),
+        times_s=timeline.times_s(slots),
+        num_moments=len(set(slots)),
         grid=grid,
         rows=rows,
-        unit_steps=unit_steps(len(frames) // step, grid_h * grid_w, rows.num_pooled),
-        is_as_asked=options.sampling == "fps" and len(frames) == num_wanted,
+        unit_steps=unit_steps(len(slots) // step, grid_h * grid_w, rows.num_pooled),
+        is_as_asked=options.sampling == "fps" and len(slots) == num_wanted and not timeline.is_converted,
     )
 
 
@@ -86,18 +94,15 @@ def frame_size(header: VideoHeader, num_frames: int, options: MediaOptions, rule
     return smart_resize(header.height, header.width, frame, most_pixels=min(most, most_of_frame))
 
 
-def step_times_s(cut: VideoCut, header: VideoHeader, step: int) -> tuple[float, ...]:
+def step_times_s(cut: VideoCut, step: int) -> tuple[float, ...]:
     """Of each step: the time between its first and its last frame's (Qwen3VLProcessor's rule)."""
-    return tuple(
-        (cut.frames[at] / header.fps + cut.frames[at + step - 1] / header.fps) / 2
-        for at in range(0, len(cut.frames), step)
-    )
+    return tuple((cut.times_s[at] + cut.times_s[at + step - 1]) / 2 for at in range(0, len(cut.times_s), step))
 
 
-def _sampled(header: VideoHeader, options: MediaOptions, rules: VideoOptions, max_frames: int) -> tuple[int, ...]:
+def _sampled(timeline: Timeline, options: MediaOptions, rules: VideoOptions, max_frames: int) -> tuple[int, ...]:
     return sample_frames(
-        header.num_frames,
-        header.seconds,
+        timeline.num_frames,
+        timeline.seconds,
         options,
         multiple=rules.frame.temporal_patch_size,
         min_frames=rules.min_frames,

@@ -74,7 +74,7 @@ class MeasuredTime:
     ends_with_sides = True
 
     def row_seconds(self, cut: VideoCut, header: VideoHeader, options: MediaOptions, step: int) -> float:
-        return step * header.seconds / len(set(cut.frames))
+        return step * header.seconds / cut.num_moments
 
     def positions(self, num_steps: int, row_seconds: float) -> Ints:
         # Truncated, in float32, as the reference does.
@@ -100,7 +100,7 @@ class SharedTime:
     ends_with_sides = False
 
     def row_seconds(self, cut: VideoCut, header: VideoHeader, options: MediaOptions, step: int) -> float:
-        return step / options.fps if cut.is_as_asked else step * header.seconds / len(set(cut.frames))
+        return step / options.fps if cut.is_as_asked else step * header.seconds / cut.num_moments
 
     def positions(self, num_steps: int, row_seconds: float) -> Ints:
         if self.is_rounded_up:

@@ -21,7 +21,7 @@ from modalities.family import EncoderInput, ItemPlan, MediaOptions, VideoHeader
 from modalities.json_files import read_video_processor
 from modalities.pixels import fused_channel_values
 from modalities.placeholders import Piece, Rows
-from modalities.sampling import sample_frames
+from modalities.sampling import Timeline, sample_frames
 from modalities.tiled.config import PixelOptions, TiledConfig, read_pixel_options, square
 from modalities.video_rows import StepRows, step_rows, unit_steps
 
@@ -53,14 +53,14 @@ class FrameTiling:
 
     def plan(self, header: VideoHeader, options: MediaOptions) -> ItemPlan:
         """Raises InvalidMedia for a video of no frames, and if a frame has more rows than `options.max_tokens`."""
-        frames, rows, units = self._cut(header, options)
+        timeline, slots, rows, units = self._cut(header, options)
         return ItemPlan(
             modality=_VIDEO,
-            grid=(len(frames), self.patches_per_side, self.patches_per_side),
+            grid=(len(slots), self.patches_per_side, self.patches_per_side),
             unit_tokens=self._unit_tokens(rows, units),
-            cost=len(frames) * self.patches_per_side**2,
+            cost=len(slots) * self.patches_per_side**2,
             geometry=(header.width, header.height, header.num_frames),
-            frame_times_s=tuple(frame / header.fps for frame in frames),
+            frame_times_s=timeline.times_s(slots),
             num_pooled_frames=rows.num_pooled,
         )
 
@@ -76,7 +76,8 @@ class FrameTiling:
 
         options = MediaOptions.decode(item.options)
         header = VideoPlugin().probe(data, item.part)
-        frames, rows, units = self._cut(header, options)
+        timeline, slots, rows, units = self._cut(header, options)
+        frames = timeline.frames(slots)
         if (len(frames), self._unit_tokens(rows, units)) != (item.grid[0], item.unit_tokens):
             raise InvalidMedia(
                 f"{item.part}: the video gives {len(frames)} frames, planned were {item.grid[0]}", param=item.part
@@ -106,20 +107,19 @@ class FrameTiling:
             yield Rows(index, group * (num_rows // num_groups), num_rows // num_groups)
             yield [self.prompt.end]
 
-    def _cut(self, header: VideoHeader, options: MediaOptions) -> tuple[list[int], StepRows, tuple[int, ...]]:
-        """Frames, rows, frames of each unit."""
-        if header.num_frames < 1 or header.seconds <= 0:
-            raise InvalidMedia("the video has no frames")
+    def _cut(self, header: VideoHeader, options: MediaOptions) -> tuple[Timeline, list[int], StepRows, tuple[int, ...]]:
+        """The timeline and the slots of it that are looked at, rows, frames of each unit."""
+        timeline = Timeline.of(header, options)
         rows = step_rows(self.rows_per_frame, options)
         most = (options.max_tokens - self.has_newline) // len(rows.kept) * rows.num_pooled
         if most < 1:
             raise InvalidMedia(
                 f"{len(rows.kept)} rows for a frame are more than the limit of {options.max_tokens} tokens"
             )
-        num_frames = len(sample_frames(header.num_frames, header.seconds, options, max_frames=most))
+        num_frames = len(sample_frames(timeline.num_frames, timeline.seconds, options, max_frames=most))
         shift = int(self.is_centred)
-        frames = [(2 * at + shift) * header.num_frames // (2 * num_frames) for at in range(num_frames)]
-        return frames, rows, unit_steps(num_frames, self.patches_per_side**2, rows.num_pooled)
+        slots = [(2 * at + shift) * timeline.num_frames // (2 * num_frames) for at in range(num_frames)]
+        return timeline, slots, rows, unit_steps(num_frames, self.patches_per_side**2, rows.num_pooled)
 
     def _unit_tokens(self, rows: StepRows, units: Sequence[int]) -> tuple[int, ...]:
         *others, last = (rows.num_rows(num_frames) for num_frames in units)

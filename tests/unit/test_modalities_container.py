@@ -27,7 +27,7 @@ NO_LENGTH = ("adts-aac", "mp3-variable-no-header")
 def test_samples_are_counted_as_decoding_gives_them(name: str) -> None:
     data = sound_file(name)
     with open_container(data, PARAM) as container:
-        header = sound_header(container, PARAM)
+        header = sound_header(data, container, PARAM)
     with av.open(io.BytesIO(data)) as container:
         num_samples = sum(frame.samples for frame in container.decode(audio=0))
     made = RECORDINGS[name]
@@ -44,7 +44,7 @@ def test_samples_are_counted_as_decoding_gives_them(name: str) -> None:
 def test_truncated_sounds_are_refused(name: str, share: float) -> None:
     data = sound_file(name)
     with pytest.raises(InvalidMedia) as caught, open_container(data[: int(len(data) * share)], PARAM) as container:
-        sound_header(container, PARAM)
+        sound_header(data, container, PARAM)
     assert caught.value.param == PARAM
 
 
@@ -52,7 +52,7 @@ def test_truncated_sounds_are_refused(name: str, share: float) -> None:
 def test_streams_without_a_length_are_as_long_as_they_are(name: str) -> None:
     data = sound_file(name)
     with open_container(data[: len(data) // 2], PARAM) as container:
-        assert 0.3 < sound_header(container, PARAM).num_samples / RECORDINGS[name].num_samples < 0.7
+        assert 0.3 < sound_header(data, container, PARAM).num_samples / RECORDINGS[name].num_samples < 0.7
 
 
 @pytest.mark.parametrize(

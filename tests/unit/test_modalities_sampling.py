@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric.errors import InvalidMedia
-from modalities.family import MediaOptions
+from modalities.family import MediaOptions, VideoHeader
 from modalities.sampling import NUM_PROBES, choose_keyframes, probed_frames, sample_frames
 
 OPTIONS = st.builds(
@@ -18,6 +18,12 @@ OPTIONS = st.builds(
     max_frames=st.integers(1, 64),
     reduction=st.integers(0, 3),
 )
+
+
+def video(num_frames: int, times_s: list[float] | None = None, last_s: float = 0.1) -> VideoHeader:
+    """Ten frames a second, or one frame at each of `times_s`, of which the last is shown for `last_s`."""
+    seconds = num_frames / 10 if times_s is None else times_s[-1] + last_s
+    return VideoHeader("MP4", 96, 64, num_frames, seconds, None, None if times_s is None else np.array(times_s))
 
 
 @given(
@@ -90,7 +96,7 @@ def test_what_can_not_be_sampled_is_refused() -> None:
 
 @pytest.mark.parametrize("num_frames", [1, 7, 199, 200, 399, 401, 90_000])
 def test_about_two_hundred_frames_are_probed(num_frames: int) -> None:
-    probes = probed_frames(num_frames)
+    probes = probed_frames(video(num_frames))
     assert probes[0] == 0
     assert probes[-1] < num_frames
     assert min(num_frames, NUM_PROBES) <= len(probes) < 2 * NUM_PROBES
@@ -106,9 +112,9 @@ def test_about_two_hundred_frames_are_probed(num_frames: int) -> None:
 def test_keyframes_are_exactly_as_many_as_planned(num_frames: int, count: int, seed: int, quiet: float) -> None:
     rng = np.random.default_rng(seed)
     changes = (rng.uniform(0, 255, 400) * (rng.uniform(0, 1, 400) > quiet)).tolist()
-    probes = probed_frames(num_frames)
+    probes = probed_frames(video(num_frames))
     differences = changes[: len(probes)]
-    found = choose_keyframes(num_frames, probes, differences, count)
+    found = choose_keyframes(video(num_frames), probes, differences, count)
     assert len(found) == count
     assert list(found) == sorted(found)
     assert found[0] == 0
@@ -125,6 +131,6 @@ def test_keyframes_are_exactly_as_many_as_planned(num_frames: int, count: int, s
 
 
 def test_gaps_are_filled_evenly() -> None:
-    assert choose_keyframes(16, range(16), [0.0] * 16, 4) == (0, 4, 8, 12)
-    assert choose_keyframes(16, range(16), [0.0] * 10 + [99.0] + [0.0] * 5, 4) == (0, 5, 10, 13)
-    assert choose_keyframes(2, range(2), [0.0, 0.0], 4) == (0, 1, 1, 1)
+    assert choose_keyframes(video(16), range(16), [0.0] * 16, 4) == (0, 4, 8, 12)
+    assert choose_keyframes(video(16), range(16), [0.0] * 10 + [99.0] + [0.0] * 5, 4) == (0, 5, 10, 13)
+    assert choose_keyframes(video(2), range(2), [0.0, 0.0], 4) == (0, 1, 1, 1)
