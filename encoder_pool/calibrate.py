@@ -1,7 +1,8 @@
 """A short synthetic forward at start: what features look like, and what a forward costs until real ones say better.
 
-Knows nothing of requests. The media it uses pass the family's own plan and preprocessing, so nothing is assumed about
-patches.
+Two sizes of a modality tell a forward's overhead from the price of a patch. A model with fixed tiles makes one size of
+everything, so there a forward over two units stands for the second size. Knows nothing of requests. The media it uses
+pass the family's own plan and preprocessing, so nothing is assumed about patches.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ def calibrate(family: Family, model: EncoderModel, modality: str, costs: Forward
             )
         for _ in range(NUM_RUNS):
             costs.observe(modality, item.cost, _forward(model, inputs)[1] + delay_s)
+    if not costs.has_spread(modality):
+        _forward(model, [*inputs, *inputs])
+        for _ in range(NUM_RUNS):
+            costs.observe(modality, 2 * item.cost, _forward(model, [*inputs, *inputs])[1] + delay_s)
     assert spec is not None
     return spec
 

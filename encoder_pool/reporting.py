@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from encoder_pool.pipeline import Pipeline
+from encoder_pool.planning.cost import CostEstimate
 from encoder_pool.planning.features import FeatureTable
 from fabric.ids import AttemptId, MemberId
 from fabric.messages import EncodeCost, EncoderReport
@@ -37,7 +38,7 @@ def encoder_report(
         cache_hits=tally.num_cache_hits,
         encode_s_per_cost=mixed.seconds_per_cost,
         batch_overhead_s=mixed.overhead_s,
-        costs=tuple(EncodeCost(modality, *costs.estimate(modality)) for modality in costs.modalities),
+        costs=tuple(_encode_cost(modality, costs.estimate(modality)) for modality in costs.modalities),
         num_items_queued=sum(flight.unit_to_cost.keys() > flight.forwarding for flight in flights),
         queued_s=flights.queued_s(costs.work_s),
         num_items_pending=pipeline.num_pending,
@@ -63,3 +64,7 @@ def encoder_report(
         evicted_bytes=table.sums.evicted_bytes,
         preprocess_s=tally.preprocess_s,
     )
+
+
+def _encode_cost(modality: str, estimate: CostEstimate) -> EncodeCost:
+    return EncodeCost(modality, estimate.seconds_per_cost, estimate.overhead_s)

@@ -4,7 +4,8 @@ An idle encoder starts at once, and what queues meanwhile shares the next forwar
 second at 8 per forward come from that alone). Units of different requests are fused wherever a forward has a price of
 its own: where it was measured to have none (a CPU is full with one picture), the first in line does not wait for the
 others. Units of one request are fused only if that saves more than it delays: a feature that is there earlier is one
-that the language model computes while the next is made. Knows nothing of clocks, memory or models.
+that the language model computes while the next is made. When all recent forwards had one size, which says nothing about
+the price of a forward, the next one that has a choice is of another size. Knows nothing of clocks, memory or models.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from encoder_pool.planning.cost import CostEstimate
+from encoder_pool.planning.cost import CostEstimate, is_alike
 from encoder_pool.planning.turns import Rank
 from fabric.ids import MmHash, UnitKey
 
@@ -78,6 +79,20 @@ def choose_batch(
         batch.append(unit)
         requests.add(unit.rank.age)
         cost += unit.cost
+    if batch and is_alike(cost, estimate(batch[0].modality).worn_cost):
+        return _other_size(batch, ordered, max_cost)
+    return batch
+
+
+def _other_size(batch: list[QueuedUnit], ordered: list[QueuedUnit], max_cost: int) -> list[QueuedUnit]:
+    """Half of a batch of several units; one unit with the next that fits beside it. The batch itself if there is no
+    choice."""
+    if len(batch) > 1:
+        return batch[: len(batch) // 2]
+    (first,) = batch
+    for unit in ordered:
+        if unit is not first and unit.modality == first.modality and first.cost + unit.cost <= max_cost:
+            return [first, unit]
     return batch
 
 

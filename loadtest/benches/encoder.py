@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from loadtest.benches.encoder_batching import BatchingGain, batching_gain
+from loadtest.benches.encoder_batching import NUM_PICTURES, BatchingGain, batching_gains
 from loadtest.benches.encoder_towers import Place, Run, clip_l, internvit, qwen2_5_vl, siglip_l, whisper
 from loadtest.benches.encoder_wait import Waits, measure_waits
 from loadtest.benches.report import Bar, BenchResult
@@ -68,11 +68,11 @@ def run(arguments: Sequence[str] = ()) -> BenchResult:
         rows = [_modality_row(case, place, chosen.seconds) for case in CASES]
         tower = siglip_l(448)(place)
         batches = _batch_latencies(tower, place, chosen.seconds)
-        gain = batching_gain(lambda num_items: _timed(tower, num_items, place))
+        gains = batching_gains(lambda num_items: _timed(tower, num_items, place))
     waits = asyncio.run(measure_waits(place.device))
     table = [["modality", "input", "encoder", "output", "MiB", "ms", "seed (A100) ms", "per second"], *rows]
     table += _batch_rows(batches)
-    return BenchResult(table, _bars(batches, gain, waits, place), _notes(place, gain, waits))
+    return BenchResult(table, _bars(batches, gains, waits, place), _notes(place, gains, waits))
 
 
 def _modality_row(case: Case, place: Place, seconds: float) -> list[str]:
@@ -120,25 +120,38 @@ def _batch_rows(size_to_s: dict[int, float]) -> list[list[str]]:
     ]
 
 
-def _bars(size_to_s: dict[int, float], gain: BatchingGain, waits: list[Waits], place: Place) -> list[Bar]:
+def _bars(size_to_s: dict[int, float], gains: list[BatchingGain], waits: list[Waits], place: Place) -> list[Bar]:
     is_gpu = place.device == "cuda"
     eight = Bar("pictures per second, 8 in a forward over one by one", 8 * size_to_s[1] / size_to_s[8], GPU_GAIN, "x")
     target = GPU_GAIN if is_gpu else CPU_GAIN
     worst = max(median for one in waits for median in one.medians)
     return [
         *([eight] if is_gpu else []),
-        Bar("pictures per second, 32 waiting and batched as measured, over one by one", gain.gain, target, "x"),
+        *(
+            Bar(
+                f"pictures per second, {NUM_PICTURES} waiting after {gain.num_worn} of one size, batched as measured, "
+                "over one by one",
+                gain.gain,
+                target,
+                "x",
+            )
+            for gain in gains
+        ),
         Bar("delay of one picture by a video of 120 frames, at the worst moment", worst, 1.0, "units", is_max=True),
     ]
 
 
-def _notes(place: Place, gain: BatchingGain, waits: list[Waits]) -> list[str]:
+def _notes(place: Place, gains: list[BatchingGain], waits: list[Waits]) -> list[str]:
     return [
         f"{place.device}, {str(place.dtype).removeprefix('torch.')}, depth and width x {place.scale:g}, random "
         f"weights; {torch.get_num_threads()} threads.",
         "Latencies are medians of one forward, the wait for the device included; the seed's are an A100's, in half "
         "precision, at full size.",
-        f"32 waiting pictures went in batches of {gain.batch_sizes} in the last round.",
+        *(
+            f"After {gain.num_worn} pictures of one size {NUM_PICTURES} waiting ones went in {len(gain.first_sizes)} "
+            f"forwards of {gain.first_sizes}, in the last round of {gain.last_sizes}."
+            for gain in gains
+        ),
         *(_delays_note(one) for one in waits),
     ]
 

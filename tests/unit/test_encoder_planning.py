@@ -76,13 +76,13 @@ class TestForwardCost:
         cost = ForwardCost()
         for patches in (16, 784, 100, 4096):
             cost.observe(patches, 0.004 + 2e-5 * patches)
-        assert cost.estimate() == pytest.approx((2e-5, 0.004))
+        assert cost.estimate() == pytest.approx((2e-5, 0.004, 0.0))
 
     def test_one_size_alone_goes_to_the_slope(self) -> None:
         cost = ForwardCost()
         for _ in range(5):
             cost.observe(100, 0.5)
-        assert cost.estimate() == pytest.approx((0.005, 0.0))
+        assert cost.estimate() == pytest.approx((0.005, 0.0, 100.0)), "and another size is asked for"
 
     def test_neither_number_is_ever_negative(self) -> None:
         falling, through_zero = ForwardCost(), ForwardCost()
@@ -123,8 +123,8 @@ class TestForwardCosts:
         for size in (100, 1000):
             costs.observe("image", size, 0.002 + 1e-5 * size)
             costs.observe("audio", size, 0.001 + 1e-6 * size)
-        assert costs.estimate("image") == pytest.approx((1e-5, 0.002))
-        assert costs.estimate("audio") == pytest.approx((1e-6, 0.001))
+        assert costs.estimate("image") == pytest.approx((1e-5, 0.002, 0.0))
+        assert costs.estimate("audio") == pytest.approx((1e-6, 0.001, 0.0))
         assert costs.work_s("audio", 500) == pytest.approx(5e-4)
         assert 1e-6 < costs.mixed().seconds_per_cost < 1e-5
 

@@ -1,0 +1,186 @@
+"""Fusing and what forwards are measured to take, together: what the batcher stops doing it can still find out again.
+
+On a clock of numbers: a queue is drained through the real batcher, and each forward takes what the test says.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder_pool.planning.batcher import QueuedUnit, choose_batch
+from encoder_pool.planning.cost import ForwardCosts
+from encoder_pool.planning.turns import Turn
+from fabric.ids import MmHash, UnitKey
+
+COST = 1024
+"""Patches of a picture of 448 x 448, and of every tile of a model with fixed tiles."""
+MAX_BATCH_COST = 16 * COST
+NUM_WAITING = 64
+WORN = [0, 1, 6, 37, 480]
+"""Pictures of one size that were encoded alone before anything waits."""
+
+ForwardSeconds = Callable[[int], float]
+"""Pictures in a forward -> seconds it takes."""
+
+
+def with_overhead(num_pictures: int) -> float:
+    """As measured: 307 ms for 64 alone, 67 ms for 64 in four forwards."""
+    return 0.0038 + 0.001 * num_pictures
+
+
+def linear(num_pictures: int) -> float:
+    return 0.01 * num_pictures
+
+
+def crowded(num_pictures: int) -> float:
+    """A device that is full with one picture, and slower with more."""
+    return 0.01 * num_pictures**1.2
+
+
+def wear(costs: ForwardCosts, num_forwards: int, forward_s: ForwardSeconds, size: int = 1) -> None:
+    for _ in range(num_forwards):
+        costs.observe("image", size * COST, forward_s(size))
+
+
+def calibrate(costs: ForwardCosts, forward_s: ForwardSeconds) -> None:
+    """What calibration leaves behind: two sizes, twice each."""
+    for size in (1, 1, 2, 2):
+        costs.observe("image", size * COST, forward_s(size))
+
+
+WAITING = [
+    QueuedUnit(
+        Turn(number, (0.0, f"{number:04}"), 0.0).rank(1.0, 4.0, 0), UnitKey(MmHash(f"{number}"), 0), "image", COST, 4
+    )
+    for number in range(NUM_WAITING)
+]
+"""Pictures of different requests, in order of rank."""
+
+
+def drain(costs: ForwardCosts, forward_s: ForwardSeconds) -> list[int]:
+    """How many pictures went into each forward, until all that waited are done."""
+    queue, sizes = WAITING, []
+    while queue:
+        batch = choose_batch(queue, MAX_BATCH_COST, costs.estimate)
+        costs.observe("image", sum(unit.cost for unit in batch), forward_s(len(batch)))
+        sizes.append(len(batch))
+        queue = queue[len(batch) :]
+    return sizes
+
+
+@pytest.mark.parametrize("is_calibrated", [True, False])
+@pytest.mark.parametrize("num_worn", WORN)
+def test_equal_pictures_before_do_not_switch_fusing_off(num_worn: int, is_calibrated: bool) -> None:
+    costs = ForwardCosts()
+    if is_calibrated:
+        calibrate(costs, with_overhead)
+    wear(costs, num_worn, with_overhead)
+    sizes = drain(costs, with_overhead)
+    assert sum(sizes) == NUM_WAITING
+    assert NUM_WAITING // 16 <= len(sizes) <= 8, f"forwards of {sizes}"
+
+
+@pytest.mark.parametrize("num_worn", WORN)
+def test_fusing_stays_on_for_as_long_as_it_pays(num_worn: int) -> None:
+    """Rounds of pictures one by one and of pictures that wait, as costs are corrected by each forward."""
+    costs = ForwardCosts()
+    wear(costs, num_worn, with_overhead)
+    for number in range(50):
+        sizes = drain(costs, with_overhead)
+        assert len(sizes) <= 8, f"round {number}: forwards of {sizes}"
+        wear(costs, number * 3 % 100, with_overhead)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    share=st.floats(0.05, 20.0),
+    tokens_s=st.floats(1e-4, 1.0),
+    before=st.sampled_from([linear, crowded]),
+    num_before=st.integers(0, 300),
+    gap_s=st.sampled_from([None, 0.01, 1.0, 100.0]),
+)
+def test_where_fusing_pays_it_is_found_out_within_a_bounded_number_of_forwards(
+    share: float, tokens_s: float, before: ForwardSeconds, num_before: int, gap_s: float | None
+) -> None:
+    """Whatever was measured before, on a machine that was another one then, and whatever time passes between."""
+    costs, now_s = ForwardCosts(), 0.0
+    wear(costs, num_before, before)
+    sizes: list[int] = []
+    for _ in range(200):
+        now_s += gap_s or 0.0
+        batch = choose_batch(WAITING, MAX_BATCH_COST, costs.estimate)
+        seconds = tokens_s * (share + len(batch))
+        costs.observe("image", len(batch) * COST, seconds, None if gap_s is None else now_s)
+        sizes.append(len(batch))
+    late = sizes[150:]
+    assert sum(late) / len(late) > 12, f"forwards of {late} where 16 pay"
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    forward_s=st.sampled_from([linear, crowded]),
+    num_before=st.integers(0, 300),
+    is_believed=st.booleans(),
+    gap_s=st.sampled_from([None, 0.01, 1.0, 10.0, 100.0]),
+)
+def test_where_fusing_does_not_pay_a_bounded_share_is_lost(
+    forward_s: ForwardSeconds, num_before: int, is_believed: bool, gap_s: float | None
+) -> None:
+    """Trying another size costs a forward of two now and then; `is_believed`: fusing paid before."""
+    costs, now_s = ForwardCosts(), 0.0
+    if is_believed:
+        calibrate(costs, with_overhead)
+    wear(costs, num_before, forward_s)
+    sizes: list[int] = []
+    for _ in range(400):
+        now_s += gap_s or 0.0
+        batch = choose_batch(WAITING, MAX_BATCH_COST, costs.estimate)
+        costs.observe("image", len(batch) * COST, forward_s(len(batch)), None if gap_s is None else now_s)
+        sizes.append(len(batch))
+    late = sizes[100:]
+    assert sum(size > 1 for size in late) <= len(late) / 25, f"forwards of {late}"
+    assert max(late) <= 2
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(0, 10_000), num_worn=st.sampled_from(WORN))
+def test_noise_of_the_measurement_does_not_switch_fusing_off(seed: int, num_worn: int) -> None:
+    """Times that scatter by a tenth, an overhead of four pictures: a long queue goes in large forwards."""
+    noise = random.Random(seed)
+
+    def forward_s(num_pictures: int) -> float:
+        return with_overhead(num_pictures) * noise.uniform(0.9, 1.1)
+
+    costs = ForwardCosts()
+    wear(costs, num_worn, forward_s)
+    num_forwards = sum(len(drain(costs, forward_s)) for _ in range(20))
+    assert num_forwards <= 20 * 8
+
+
+def test_a_device_that_slows_down_keeps_the_shape_of_its_line() -> None:
+    """Fixed tiles: one size alone is seen; a busy machine makes all of a forward slower, not its pictures alone."""
+    costs = ForwardCosts()
+    calibrate(costs, with_overhead)
+    wear(costs, 100, with_overhead)
+    wear(costs, 480, lambda size: 3 * with_overhead(size))
+    estimate = costs.estimate("image")
+    assert estimate.overhead_s == pytest.approx(3 * 0.0038)
+    assert estimate.seconds_per_cost == pytest.approx(3 * 0.001 / COST)
+
+
+def test_a_long_queue_of_equal_batches_tries_a_smaller_one() -> None:
+    """The other way round: forwards of 16 alone never show that fusing pays no more."""
+    costs = ForwardCosts()
+    calibrate(costs, with_overhead)
+    sizes: list[int] = []
+    for _ in range(200):
+        batch = choose_batch(WAITING, MAX_BATCH_COST, costs.estimate)
+        costs.observe("image", len(batch) * COST, with_overhead(len(batch)))
+        sizes.append(len(batch))
+    assert set(sizes) == {16, 8}
+    assert 1 <= sizes.count(8) <= 200 / 25
