@@ -246,6 +246,7 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         heartbeat_s=config.router.heartbeat_s,
         lease_s=config.router.lease_s,
         dispatch_timeout_s=config.router.dispatch_timeout_s,
+        capacity_wait_s=config.router.capacity_wait_s,
         media_limits=media_limits(config),
         max_items_per_prompt=max_items_per_prompt(config, model.family),
         video_options=video_options(config),

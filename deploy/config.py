@@ -64,6 +64,8 @@ class RouterSection(_Section):
     heartbeat_s: float = Field(0.5, gt=0)
     lease_s: float = Field(5.0, gt=0)
     dispatch_timeout_s: float = Field(600.0, gt=0)
+    capacity_wait_s: float = Field(120.0, ge=0)
+    """How long a request waits for a worker, or an encoder of its media, to come back; then it is answered 503."""
 
 
 def _check_modality(name: str) -> str:

@@ -15,6 +15,7 @@ from router.parts import RouterParts
 from router.planning.plan import plan_route
 from router.planning.views import RoutePlan, RouteQuery
 from router.prompt import Prompt
+from router.setbacks import Setbacks
 from router.supply import ELSEWHERE, Dispatch, FeatureSupply
 from router.traces import RequestTrace
 
@@ -28,17 +29,17 @@ class Attempt:
         prompt: Prompt,
         attempt_id: AttemptId,
         age: tuple[float, str],
-        excluded: set[MemberId],
+        setbacks: Setbacks,
         trace: RequestTrace,
     ) -> None:
-        """`excluded` is the request's: members that failed it are added."""
+        """`setbacks` are the request's: members that fail it are noted there."""
         self.attempt_id = attempt_id
         self.plan: RoutePlan | None = None
         self.dispatched_at_s = 0.0
         self._parts = parts
         self._prompt = prompt
         self._age = age
-        self._excluded = excluded
+        self._setbacks = setbacks
         self._trace = trace
         self._generate: asyncio.Task[GenerateResult] | None = None
         self._supply: FeatureSupply | None = None
@@ -69,7 +70,7 @@ class Attempt:
         self._generate.add_done_callback(self._ended.put_nowait)
         self._trace.add("dispatched", to=plan.worker_id, attempt=attempt)
         dispatch = Dispatch(self.attempt_id, self._age, self._query, plan)
-        self._supply = FeatureSupply(parts, self._prompt, dispatch, self._excluded, self._trace, self._ended.put_nowait)
+        self._supply = FeatureSupply(parts, self._prompt, dispatch, self._setbacks, self._trace, self._ended.put_nowait)
         self._supply.start()
         return plan
 
@@ -82,7 +83,7 @@ class Attempt:
             media=prompt.media,
             placeholders=prompt.placeholders,
             feature_row_bytes=self._parts.feature_row_bytes,
-            excluded=frozenset(self._excluded),
+            excluded=self._setbacks.excluded(self._parts.clock.now()),
         )
 
     def _generate_request(self, plan: RoutePlan, emitted: Sequence[tuple[int, ...]]) -> GenerateRequest:
@@ -154,13 +155,18 @@ class Attempt:
         if isinstance(error, Unavailable):
             self._parts.exclude(worker_id)
         if isinstance(error, ELSEWHERE):
-            self._excluded.add(worker_id)
+            self._setbacks.exclude(worker_id, error, self._parts.clock.now())
 
     @property
     def failed_items(self) -> tuple[MediaItem, ...]:
         """Media whose encoding failed, if that is what ended the attempt."""
         indexes = () if self._supply is None else self._supply.failed_items
         return tuple(self._prompt.media[index] for index in indexes)
+
+    @property
+    def lacks_encoder(self) -> bool:
+        """Whether the attempt ended because no encoder was left for one of its items."""
+        return self._supply is not None and self._supply.lacks_encoder
 
     def settle(self, timeout_s: float) -> None:
         """All text is there: the terminal event may take `timeout_s` from now, then nobody waits for it."""

@@ -22,6 +22,8 @@ class RouterConfig:
 
     model_name: str
     """The name clients ask for."""
+    capacity_wait_s: float
+    """How long a request waits in all for workers, and for encoders of its media, that are not there."""
     block_size: int = 16
     """Tokens per KV block; the workers' own, or no prefix is ever found."""
     feature_itemsize: int = 4
@@ -54,10 +56,8 @@ class RouterConfig:
     max_attempts: int = 3
     max_encodes_per_item: int = 8
     """Encodings of one item within one attempt: evictions and lost encoders may ask for more than one."""
-    capacity_wait_s: float = 20.0
-    """How long a request whose worker was lost waits for another to be there. A new request is refused at once."""
-    exclusion_s: float = 5.0
-    """How long nothing is planned onto a member that was gone or lost."""
+    exclusion_s: float = 7.0
+    """How long nothing is planned onto a member that was gone or lost. Longer than the directory takes to notice."""
     gap_timeout_s: float = 2.0
     """How long token frames may trail the terminal event; then the attempt is made again."""
     settle_timeout_s: float = 2.0

@@ -2,7 +2,8 @@
 
 Tokens that were sent are kept: the next attempt is told of them and goes on from there. Exactly one terminal event
 reaches the stream, whatever happens. A medium that could not be encoded may be taken away before the first token
-(`ladder`): then the prompt is another, and the attempt starts anew.
+(`ladder`): then the prompt is another, and the attempt starts anew. While no worker is there, or no encoder for one of
+its media, the request waits (`capacity`) and holds nothing on any member.
 """
 
 from __future__ import annotations
@@ -14,32 +15,31 @@ from collections.abc import Callable
 from fabric.errors import (
     Aborted,
     Busy,
-    EngineFailed,
     NoCapacity,
     ProtocolError,
     TargetGone,
     TransferError,
     TransferFailed,
+    Unavailable,
     WeftError,
-    WorkerLost,
 )
 from fabric.ids import AttemptId, MemberId
 from fabric.messages import ChoiceResult, FeatureNeeded, GenerateResult, TokenFrame
 from router.account import Account
 from router.attempt import Attempt
+from router.capacity import CapacityGate, Wait
 from router.ladder import Ladder
 from router.parts import RouterParts
+from router.planning.capacity import Need
 from router.prompt import Prompt
+from router.setbacks import Setbacks
 from router.streams import RequestStream
 from router.traces import RequestTrace
 
 logger = logging.getLogger(__name__)
 
-CAPACITY_POLL_S = 0.1
-RETRIED = (TargetGone, WorkerLost, TransferError, Busy)
+RETRIED = (Unavailable, TransferError, Busy)
 """What another attempt may survive."""
-NUM_LOST_TO_BLAME = 2
-"""So many workers lost with one request on them: it is taken for the cause, and clients are told not to retry."""
 
 
 class Flight:
@@ -53,6 +53,7 @@ class Flight:
         age: tuple[float, str],
         trace: RequestTrace,
         ladder: Ladder,
+        gate: CapacityGate,
     ) -> None:
         self.stream = stream
         self._parts = parts
@@ -62,9 +63,10 @@ class Flight:
         self._ladder = ladder
         self._account = Account(parts, stream, trace)
         self._attempt: Attempt | None = None
-        self._excluded: set[MemberId] = set()
-        self._losses: list[WeftError] = []
-        self._lost_at_s = 0.0
+        self._gate = gate
+        self._wait: Wait | None = None
+        self._waited_s = 0.0
+        self._setbacks = Setbacks(parts.config.exclusion_s)
         self._all_finished = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._told: set[int] = set()
@@ -109,6 +111,8 @@ class Flight:
             return
         before = choice.num_tokens
         text = choice.push(frame.first_index, frame.token_ids, frame.finish_reason, frame.logprobs)
+        if self._wait is not None and self._wait.is_over:
+            self._leave_line()
         if choice.num_tokens > before:
             self._account.observe_tokens(attempt, frame.choice, choice.num_tokens - before)
         if choice.num_tokens > before or choice.is_finished:
@@ -136,6 +140,8 @@ class Flight:
         if self.stream.are_choices_finished and self._attempt is not None:
             self._all_finished.set()
             self._attempt.settle(self._parts.config.settle_timeout_s)
+            if self._wait is not None:
+                self._wait.end(is_served=True)
 
     # ------------------------------------------------------------ attempts
 
@@ -159,51 +165,50 @@ class Flight:
         """Once, however the task ended: also when it was cancelled before it ran at all."""
         if not self._is_concluded:
             self._is_concluded = True
+            self._leave_line()
             self.stream.fail(Aborted("the request was cancelled"))
             self._account.close(self._prompt)
             self._on_end()
 
     async def _serve(self) -> GenerateResult | None:
-        number = num_steps_down = 0
-        while number - num_steps_down < self._parts.config.max_attempts:
+        number = 0
+        while self._setbacks.num_failed_attempts < self._parts.config.max_attempts:
+            await self._take_turn()
+            if self.stream.are_choices_finished:
+                return None  # Nothing is missing but the worker's own account.
+            attempt = self._make_attempt(number)
             try:
-                return await self._try(number)
+                return await self._try(attempt)
             except WeftError as error:
                 if self.stream.are_choices_finished:
-                    return None  # Nothing is missing but the worker's own account.
-                if await self._steps_down(error):
+                    return None
+                if await self._steps_down(attempt, error):
                     number += 1
-                    num_steps_down += 1
-                    continue
-                if isinstance(error, NoCapacity) and self._losses:
-                    if not await self._may_capacity_return():
-                        raise self._verdict() from error
-                    number += self._was_dispatched  # what a member has seen once is never used again
                     continue
                 if not isinstance(error, RETRIED):
                     raise
-                number += 1
-                self._losses.append(error)
-                self._lost_at_s = self._parts.clock.now()
+                if attempt.plan is None:
+                    await self._await_capacity(error)
+                    continue
+                number += 1  # what a member has seen once is never used again
+                self._setbacks.attempt_lost(error, isinstance(error, Busy) or not attempt.lacks_encoder)
                 self._parts.metrics.attempts.labels(error.code).inc()
                 logger.warning("request %s: attempt %d ended: %s", self.stream.request_id, number, error.message)
-        raise self._verdict()
+        raise self._setbacks.verdict()
 
-    async def _try(self, number: int) -> GenerateResult | None:
-        attempt = Attempt(
-            self._parts,
-            self._prompt,
-            AttemptId(self.stream.request_id, number),
-            self._age,
-            self._excluded,
-            self._trace,
-        )
-        for choice in self.stream.choices:
-            choice.order.restart()
-        self._told.clear()
-        self._attempt = attempt
+    def _make_attempt(self, number: int) -> Attempt:
+        attempt_id = AttemptId(self.stream.request_id, number)
+        return Attempt(self._parts, self._prompt, attempt_id, self._age, self._setbacks, self._trace)
+
+    async def _try(self, attempt: Attempt) -> GenerateResult | None:
+        """Until it is dispatched, what the former attempt still sends counts: it may have been the last token."""
         try:
-            attempt.dispatch([choice.emitted for choice in self.stream.choices] if number else ())
+            is_first = attempt.attempt_id.attempt == 0
+            attempt.dispatch(() if is_first else [choice.emitted for choice in self.stream.choices])
+            for choice in self.stream.choices:
+                choice.order.restart()
+            self._told.clear()
+            self._attempt = attempt
             result = await attempt.result()
             if result is not None:
                 await self._settle(result)
@@ -212,12 +217,12 @@ class Flight:
         finally:
             self._account.attempt_ended(attempt)
             attempt.close()
+            self._leave_line()
 
-    async def _steps_down(self, error: WeftError) -> bool:
+    async def _steps_down(self, attempt: Attempt, error: WeftError) -> bool:
         """Whether the request goes on without what could not be encoded. Never once a token was sent: an answer is
         about one prompt."""
-        attempt = self._attempt
-        if attempt is None or self.stream.is_started or not attempt.failed_items:
+        if self.stream.is_started or not attempt.failed_items:
             return False
         self._attempt = None  # what it still sends is void: its prompt is
         below = await self._ladder.step_down(error, attempt.failed_items)
@@ -261,31 +266,47 @@ class Flight:
         if choice.is_finished:
             self.stream.write(index, text)
 
+    # ------------------------------------------------------------ waiting
+
+    async def _take_turn(self) -> None:
+        """Lets those go first that have waited longer and could be served now."""
+        is_released = self._wait is not None
+        if not is_released and self._left_to_wait_s > 0 and self._gate.must_wait(self._age):
+            await self._stand_in_line("others that came before")
+
+    async def _await_capacity(self, error: WeftError) -> None:
+        """Waits until the members that the prompt needs are there, for what is left of `capacity_wait_s`. Raises the
+        request's end: at once if it kills workers or if members are only busy, else when the time is over."""
+        is_refused = self._setbacks.is_only_busy and not self._waited_s
+        if self._setbacks.is_to_blame or is_refused:
+            raise self._setbacks.verdict(error) from error
+        if self._left_to_wait_s <= 0 or not await self._stand_in_line(error.message):
+            message = f"{error.message}, and none came within {self._waited_s:.3g} s"
+            raise self._setbacks.verdict(NoCapacity(message)) from error
+
     @property
-    def _was_dispatched(self) -> bool:
-        """Whether the attempt that just ended had got as far as to its members."""
-        return self._attempt is not None and self._attempt.plan is not None
+    def _left_to_wait_s(self) -> float:
+        return self._parts.config.capacity_wait_s - self._waited_s
 
-    async def _may_capacity_return(self) -> bool:
-        """Waits a moment. False once the wait since the last loss was too long, if the request kills workers, or if
-        nobody was lost: who is busy is told so at once."""
-        has_waited_s = self._parts.clock.now() - self._lost_at_s
-        if (
-            self._is_to_blame
-            or isinstance(self._losses[-1], Busy)
-            or has_waited_s >= self._parts.config.capacity_wait_s
-        ):
-            return False
-        await asyncio.sleep(CAPACITY_POLL_S)
-        return True
+    async def _stand_in_line(self, reason: str) -> bool:
+        """False if the time was over before the members were there."""
+        need = Need(
+            frozenset(item.modality for item in self._prompt.media), dict(self._setbacks.member_to_exclusion_end_s)
+        )
+        self._trace.add("waiting", reason=reason)
+        self._wait = wait = self._gate.join(self._age, need, self._left_to_wait_s)
+        is_served = False
+        try:
+            is_served = await wait.ended()
+        finally:
+            self._waited_s += wait.waited_s
+            if not is_served:
+                self._leave_line()
+        self._trace.add("waited", waited_s=wait.waited_s, is_served=is_served)
+        return is_served
 
-    @property
-    def _is_to_blame(self) -> bool:
-        return sum(isinstance(error, WorkerLost) for error in self._losses) >= NUM_LOST_TO_BLAME
-
-    def _verdict(self) -> WeftError:
-        """What the client is told after the last attempt."""
-        last = self._losses[-1]
-        if self._is_to_blame:
-            return EngineFailed(f"the request was given up: {len(self._losses)} workers were lost while they served it")
-        return last
+    def _leave_line(self) -> None:
+        """The request waits for nobody any more: it has a token, or its attempt has ended."""
+        if self._wait is not None:
+            self._wait.leave()
+            self._wait = None

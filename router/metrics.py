@@ -43,6 +43,12 @@ class RouterMetrics:
         self.degraded = self._counter(
             "degraded", "Items not shown to the model as they were sent.", ["modality", "action", "reason"]
         )
+        self.capacity_wait = self._histogram(
+            "capacity_wait_seconds",
+            "Waits for a worker or an encoder, by how they ended (`served`, `expired`, `left`).",
+            SECONDS,
+            ["outcome"],
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.")
         self.prefix_hit_tokens = self._counter("prefix_hit_tokens", "Prompt tokens found in a KV cache.")
         self.covered_items = self._counter("covered_items", "Media that were not encoded: a KV cache covers them.")
@@ -64,6 +70,10 @@ class RouterMetrics:
 
     def _gauge(self, name: str, text: str, read: Callable[[], int]) -> None:
         Gauge(f"weft_router_{name}", text, registry=self.registry).set_function(read)
+
+    def watch_waiting(self, num_waiting: Callable[[], int]) -> None:
+        """Adds the gauge of requests that wait for a worker or an encoder. Called once."""
+        self._gauge("requests_waiting", "Requests that wait for a worker or an encoder to be there.", num_waiting)
 
     def observe_media(
         self, probes: Iterable[tuple[str, float]], items: Mapping[str, int], tokens: Mapping[str, int]

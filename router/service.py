@@ -31,6 +31,7 @@ from fabric.plane import Plane
 from modalities.text.detokenizer import IncrementalDetokenizer, token_bytes
 from router.admission import Admission, Ticket
 from router.api.request import ChatRequest
+from router.capacity import CapacityGate
 from router.choices import ChoiceOutput
 from router.config import RouterConfig
 from router.flight import Flight
@@ -81,8 +82,10 @@ class RouterService:
             clock=clock,
             metrics=RouterMetrics(lambda: self.admission.num_in_flight, lambda: self.admission.bodies_bytes),
         )
-
-        self._parts.metrics.registry.register(PlannerSeries(self._parts.cluster))
+        metrics = self._parts.metrics
+        metrics.registry.register(PlannerSeries(self._parts.cluster))
+        self._gate = CapacityGate(self._parts.cluster, clock, metrics)
+        metrics.watch_waiting(lambda: self._gate.num_waiting)
 
     # ------------------------------------------------------------ life
 
@@ -108,7 +111,8 @@ class RouterService:
 
     def update_members(self, members: Sequence[Member]) -> None:
         """The directory's present view. Those who are new get a heartbeat (which subscribes us) and are asked for
-        what they hold; of those who left, connection and series go, and calls that are open end as lost."""
+        what they hold; of those who left, connection and series go, and calls that are open end as lost. Requests
+        that wait for members are looked at again."""
         change = self._parts.cluster.update_members(members)
         self._parts.set_members(members)
         for member in change.left:
@@ -119,6 +123,7 @@ class RouterService:
         for member in change.joined:
             self._send_heartbeat(member.member_id)
             self._ask_snapshot(member.member_id)
+        self._gate.changed()
 
     def readiness(self) -> tuple[bool, dict[str, object]]:
         """Whether a request could be served, and what is there: a worker, and an encoder for each modality that
@@ -194,7 +199,8 @@ class RouterService:
             lambda item, reduction: intake.is_reducible(draft, item, reduction),
             lambda losses: intake.plan(draft, losses),
         )
-        flight = Flight(self._parts, prompt, stream, (self.wall_time(), str(request_id)), trace, ladder)
+        age = (self.wall_time(), str(request_id))
+        flight = Flight(self._parts, prompt, stream, age, trace, ladder, self._gate)
         self._flights[request_id] = flight
         flight.start(admitted_at_s, on_end=lambda: self._ended(request_id, own))
         return stream

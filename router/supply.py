@@ -28,6 +28,7 @@ from router.parts import RouterParts
 from router.planning.plan import plan_encoding
 from router.planning.views import RoutePlan, RouteQuery
 from router.prompt import Prompt
+from router.setbacks import Setbacks
 from router.traces import RequestTrace
 
 ELSEWHERE = (Unavailable, Busy, TransferError)
@@ -57,18 +58,20 @@ class FeatureSupply:
         parts: RouterParts,
         prompt: Prompt,
         dispatch: Dispatch,
-        excluded: set[MemberId],
+        setbacks: Setbacks,
         trace: RequestTrace,
         ended: Callable[[asyncio.Task[EncodeResult]], None],
     ) -> None:
         self._parts = parts
         self._prompt = prompt
         self._dispatch = dispatch
-        self._excluded = excluded
+        self._setbacks = setbacks
         self._trace = trace
         self._ended = ended
         self.failed_items: tuple[int, ...] = ()
         """Whose encoding failed, if that is what ended the request."""
+        self.lacks_encoder = False
+        """Whether what ended the attempt is that no encoder was left for an item."""
         self._calls: dict[asyncio.Task[EncodeResult], OpenCall] = {}
         self._num_encodes = [0] * len(prompt.media)
 
@@ -108,7 +111,7 @@ class FeatureSupply:
         hash_to_index = {item.mm_hash: item.index for item in reversed(self._prompt.media) if item.mm_hash in hashes}
         wanted = sorted(index for index in hash_to_index.values() if index not in coming)
         if wanted:
-            self._again(wanted, EncoderLost(f"no encoder is there for units that are needed again ({message.reason})"))
+            self._again(wanted, NoCapacity(f"no encoder is there for units that are needed again ({message.reason})"))
 
     def encoder_left(self, encoder_id: MemberId) -> None:
         """The directory says that it is gone (a frozen process answers no call): its calls end as lost."""
@@ -153,7 +156,11 @@ class FeatureSupply:
         self._trace.add("encode_failed", encoder=encoder_id, code=error.code, items=list(items))
         if isinstance(error, Unavailable):
             self._parts.exclude(encoder_id)
-        self._excluded.add(encoder_id)
+        self._setbacks.exclude(encoder_id, error, self._parts.clock.now())
+        try:
+            self._setbacks.encoder_failed(error)
+        except EncodeFailed as end:
+            self._give_up(items, end)
         self._again(items, error)
 
     def _again(self, items: Sequence[int], cause: WeftError) -> None:
@@ -169,6 +176,7 @@ class FeatureSupply:
             snapshot = self._parts.cluster.snapshot(query, now)
             chosen = plan_encoding(query, self._dispatch.plan.worker_id, items, snapshot)
         except NoCapacity:
+            self.lacks_encoder = True
             raise cause from None
         self._parts.cluster.note_encoding(self._dispatch.attempt_id, chosen)
         self._send([(terms.item_index, terms.encoder_id) for terms in chosen])

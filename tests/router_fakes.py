@@ -11,7 +11,7 @@ from datetime import datetime
 from router_fake_members import BLOCK_SIZE, FakeEncoder, FakeWorker, Script, reply_text
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from fabric.clock import SystemClock
+from fabric.clock import Clock, SystemClock
 from fabric.errors import TargetGone, UnsupportedModality
 from fabric.ids import MemberId, MmHash
 from fabric.messages import (
@@ -139,6 +139,7 @@ class FakeCluster:
         family: Family,
         codec: TextCodec,
         registry: Registry,
+        clock: Clock,
     ) -> None:
         self.hub = LocalHub()
         self.codec = codec
@@ -154,7 +155,7 @@ class FakeCluster:
             Intake(config, family, self.codec, registry, NoProber()),
             self.plane,
             Pools(self.pools, self.pools),
-            SystemClock(),
+            clock,
         )
 
     @property
@@ -164,6 +165,27 @@ class FakeCluster:
 
     def publish(self) -> None:
         self.service.update_members(self.members)
+
+    def add_worker(self) -> FakeWorker:
+        """One more, under a new name. The router knows of it once `publish` has told it."""
+        worker = FakeWorker(self.hub, f"worker-{len(self.workers)}", self.codec)
+        worker.plane.start(worker.handle)
+        self.workers.append(worker)
+        self.pools.workers[worker.member_id] = worker
+        return worker
+
+    def add_encoder(self) -> FakeEncoder:
+        """As `add_worker`."""
+        encoder = FakeEncoder(self.hub, f"encoder-{len(self.encoders)}")
+        encoder.plane.start(encoder.handle)
+        self.encoders.append(encoder)
+        self.pools.encoders[encoder.member_id] = encoder
+        return encoder
+
+    def remove(self, member: FakeWorker | FakeEncoder) -> None:
+        """It has left. The router knows once `publish` has told it."""
+        self.pools.workers.pop(member.member_id, None)
+        self.pools.encoders.pop(member.member_id, None)
 
     def mm_hashes(self) -> list[MmHash]:
         return [item.mm_hash for encoder in self.encoders for request in encoder.requests for item in request.items]
@@ -177,6 +199,7 @@ async def fake_cluster(
     model: tuple[Family, TextCodec] | None = None,
     registry: Registry = REGISTRY,
     encoder_modalities: tuple[str, ...] = ("image",),
+    clock: Clock | None = None,
     **settings: object,
 ) -> AsyncIterator[FakeCluster]:
     """A cluster whose members the router knows; asserts at the end that nothing is left in flight. `model` takes the
@@ -185,7 +208,8 @@ async def fake_cluster(
     defaults: dict[str, object] = {"heartbeat_s": 60.0, **waits}
     config = RouterConfig(model_name=MODEL, **(defaults | settings))  # type: ignore[arg-type]
     family, codec = model or (TinyFamily(max_model_len), tiny_codec())
-    cluster = FakeCluster(num_workers, num_encoders, config, family, codec, registry)  # type: ignore[arg-type]
+    clock = clock or SystemClock()
+    cluster = FakeCluster(num_workers, num_encoders, config, family, codec, registry, clock)  # type: ignore[arg-type]
     for encoder in cluster.encoders:
         encoder.modalities = encoder_modalities
     for each in (*cluster.workers, *cluster.encoders):

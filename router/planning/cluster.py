@@ -135,7 +135,7 @@ class ClusterState:
         """Frozen views for one query; excluded members are left out. Changes nothing but the random source."""
         worker_to_blocks = self._prefixes.lookup(query.block_hashes)
         encoder_to_cached = self._cached(query)
-        barred = {m for m, until in self._member_to_exclusion_end_s.items() if until > now} | query.excluded
+        barred = self._barred(query.excluded, now)
         worker_line = common_line(state.prefill.estimate(now) for state in self._workers.values())
         encoders: Iterable[EncoderState] = self._encoders.values() if query.media else ()
         encoder_costs = common_costs(state.cost.estimates(now) for state in encoders)
@@ -158,6 +158,17 @@ class ClusterState:
             tie_break=self._rng.random(),
             tolerance=self._settings.tolerance,
         )
+
+    def can_serve(self, modalities: frozenset[str], excluded: frozenset[MemberId], now: float) -> bool:
+        """Whether there is a worker, and an encoder for each modality, that a plan may use. If so, `plan_route` finds
+        a route for a query with these media and exclusions."""
+        barred = self._barred(excluded, now)
+        served = {m for each in self._encoders.values() if each.member.member_id not in barred for m in each.modalities}
+        return modalities <= served and any(worker_id not in barred for worker_id in self._workers)
+
+    def next_return_s(self, now: float) -> float | None:
+        """When the next exclusion ends; None if no member is excluded."""
+        return min((until for until in self._member_to_exclusion_end_s.values() if until > now), default=None)
 
     def note_dispatched(self, query: RouteQuery, plan: RoutePlan, now: float) -> None:
         """Counts the plan's work on its worker and encoders until their reports contain it."""
@@ -244,6 +255,9 @@ class ClusterState:
     ) -> EncoderView:
         is_stale = state.freshness.is_stale(now, self._settings.stale_after_s)
         return state.view(cached, self._in_flight.load(state.member.member_id), is_stale, common, now)
+
+    def _barred(self, excluded: frozenset[MemberId], now: float) -> frozenset[MemberId]:
+        return excluded | {member_id for member_id, until in self._member_to_exclusion_end_s.items() if until > now}
 
     def _cached(self, query: RouteQuery) -> dict[MemberId, frozenset[MmHash]]:
         encoder_to_cached: dict[MemberId, frozenset[MmHash]] = {}

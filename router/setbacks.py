@@ -1,0 +1,77 @@
+"""What has gone wrong for one request so far: members that failed it, attempts that were lost, and who is to blame.
+
+Shared by the request's attempts. Decides when a request is given up; knows neither plans nor calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fabric.errors import Busy, EncodeFailed, EncoderLost, EngineFailed, WeftError, WorkerLost
+from fabric.ids import MemberId
+
+NUM_WORKERS_TO_BLAME = 2
+"""So many workers lost with one request on them: it is taken for the cause, and clients are told not to retry."""
+NUM_ENCODERS_TO_BLAME = 3
+"""The same of encoders, for a medium. One more, because an encoder has many requests' items in one forward."""
+
+
+class Setbacks:
+    """Of one request, over all its attempts."""
+
+    def __init__(self, exclusion_s: float) -> None:
+        """`exclusion_s`: how long the request does not use a member that failed it."""
+        self._exclusion_s = exclusion_s
+        self._member_to_end_s: dict[MemberId, float] = {}
+        self._losses: list[WeftError] = []
+        self._num_encoders_lost = 0
+        self.num_failed_attempts = 0
+        """Those that count against `max_attempts`."""
+
+    # ------------------------------------------------------------ members
+
+    @property
+    def member_to_exclusion_end_s(self) -> Mapping[MemberId, float]:
+        return self._member_to_end_s
+
+    def exclude(self, member_id: MemberId, error: WeftError, now: float) -> None:
+        """The member failed this request: for a while another is preferred, or waited for. One that is busy has said
+        itself when to come back."""
+        is_told = isinstance(error, Busy) and error.retry_after_s is not None
+        self._member_to_end_s[member_id] = now + (error.retry_after_s or 0.0 if is_told else self._exclusion_s)
+
+    def excluded(self, now: float) -> frozenset[MemberId]:
+        return frozenset(member_id for member_id, until in self._member_to_end_s.items() if until > now)
+
+    def encoder_failed(self, error: WeftError) -> None:
+        """An encoder failed with items of this request. Raises EncodeFailed once too many died of them."""
+        self._num_encoders_lost += isinstance(error, EncoderLost)
+        if self._num_encoders_lost >= NUM_ENCODERS_TO_BLAME:
+            raise EncodeFailed(f"it was given up: {self._num_encoders_lost} encoders were lost while they encoded it")
+
+    # ------------------------------------------------------------ attempts
+
+    def attempt_lost(self, error: WeftError, is_counted: bool) -> None:
+        """An attempt ended with what another may survive. One is not counted if all that it lacked was an encoder:
+        what the wait for one may take is limited already."""
+        self._losses.append(error)
+        self.num_failed_attempts += is_counted
+
+    @property
+    def is_to_blame(self) -> bool:
+        """Whether the request is taken for the cause of what happened to its workers."""
+        return sum(isinstance(error, WorkerLost) for error in self._losses) >= NUM_WORKERS_TO_BLAME
+
+    @property
+    def is_only_busy(self) -> bool:
+        """Whether members refused the request for their load, and nothing else has happened to it."""
+        return bool(self._losses) and all(isinstance(error, Busy) for error in self._losses)
+
+    def verdict(self, default: WeftError | None = None) -> WeftError:
+        """What the client is told when there will be no further attempt; `default` if no attempt was lost."""
+        if self.is_to_blame:
+            message = f"the request was given up: {len(self._losses)} workers were lost while they served it"
+            return EngineFailed(message)
+        last = self._losses[-1] if self._losses else default
+        assert last is not None, "a request that has lost nothing is not given up"
+        return last

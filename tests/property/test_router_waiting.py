@@ -1,0 +1,170 @@
+"""The queue of those that wait for capacity, over random histories: order, deadlines, no herd, and nobody forgotten."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from planning_samples import BLOCK_SIZE, SHAPE, encoder_member, image, query, worker_member
+
+from fabric.errors import NoCapacity
+from fabric.ids import MemberId
+from router.planning.capacity import CapacityQueue, Need, Waiter
+from router.planning.cluster import ClusterState
+from router.planning.plan import plan_route
+
+MODALITIES = ("image", "audio")
+MEMBERS = tuple(MemberId(f"member-{index}") for index in range(4))
+MAX_ON_THE_WAY = 2
+SECONDS = st.sampled_from([0.5, 1.0, 2.0, 5.0])
+
+
+class Members:
+    """A `Supply`: every member is a worker (no modality) or an encoder, and may be set aside until some moment."""
+
+    def __init__(self) -> None:
+        self.there: dict[MemberId, frozenset[str]] = {}
+        self.aside_until_s: dict[MemberId, float] = {}
+
+    def can_serve(self, modalities: frozenset[str], excluded: frozenset[MemberId], now: float) -> bool:
+        usable = [
+            served
+            for member_id, served in self.there.items()
+            if member_id not in excluded and self.aside_until_s.get(member_id, now) <= now
+        ]
+        return frozenset() in usable and modalities <= frozenset().union(*usable)
+
+    def next_return_s(self, now: float) -> float | None:
+        return min((until for until in self.aside_until_s.values() if until > now), default=None)
+
+
+class Waiting(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.num_joined = 0
+        self.members = Members()
+        self.queue = CapacityQueue(self.members, MAX_ON_THE_WAY)
+        self.waiting: list[Waiter] = []
+        self.on_the_way: list[Waiter] = []
+        self.num_late = 0
+
+    def is_served(self, waiter: Waiter) -> bool:
+        return self.members.can_serve(waiter.need.modalities, waiter.need.excluded(self.now), self.now)
+
+    @rule(
+        modalities=st.frozensets(st.sampled_from(MODALITIES)),
+        limit_s=SECONDS,
+        excluded=st.dictionaries(st.sampled_from(MEMBERS), SECONDS, max_size=2),
+    )
+    def join(self, modalities: frozenset[str], limit_s: float, excluded: dict[MemberId, float]) -> None:
+        self.num_joined += 1
+        ends_s = {member_id: self.now + seconds for member_id, seconds in excluded.items()}
+        waiter = Waiter((float(self.num_joined), ""), Need(modalities, ends_s), self.now + limit_s)
+        would_overtake = any(self.is_served(other) for other in self.waiting)
+        assert self.queue.must_wait(waiter.age, self.now) == would_overtake
+        self.queue.join(waiter)
+        self.waiting.append(waiter)
+
+    @precondition(lambda self: self.on_the_way)
+    @rule(which=st.integers(0), comes_back=st.booleans(), limit_s=SECONDS)
+    def arrive(self, which: int, comes_back: bool, limit_s: float) -> None:
+        """A released request has its token, or finds that the member has gone again and takes its old place."""
+        waiter = self.on_the_way.pop(which % len(self.on_the_way))
+        self.queue.leave(waiter)
+        self.queue.leave(waiter)
+        if comes_back:
+            again = Waiter(waiter.age, waiter.need, self.now + limit_s)
+            self.queue.join(again)
+            self.waiting.append(again)
+            self.waiting.sort(key=lambda each: each.age)
+
+    @precondition(lambda self: self.waiting)
+    @rule(which=st.integers(0))
+    def leave(self, which: int) -> None:
+        self.queue.leave(self.waiting.pop(which % len(self.waiting)))
+
+    @rule(member_id=st.sampled_from(MEMBERS), serves=st.sampled_from([(), ("image",), ("audio",), MODALITIES]))
+    def come(self, member_id: MemberId, serves: tuple[str, ...]) -> None:
+        self.members.there[member_id] = frozenset(serves)
+
+    @rule(member_id=st.sampled_from(MEMBERS))
+    def go(self, member_id: MemberId) -> None:
+        self.members.there.pop(member_id, None)
+
+    @rule(member_id=st.sampled_from(MEMBERS), seconds=SECONDS)
+    def set_aside(self, member_id: MemberId, seconds: float) -> None:
+        self.members.aside_until_s[member_id] = self.now + seconds
+
+    @rule(share=st.sampled_from([0.25, 0.5, 0.999]))
+    def sleep_until_woken(self, share: float) -> None:
+        """As the event loop does: everything that can end is ended, then nothing is looked at before `next_at_s`."""
+        self.release()
+        next_s = self.queue.next_at_s(self.now)
+        assert (next_s is None) == (not self.waiting)
+        if next_s is not None:
+            assert next_s > self.now
+            early_s = self.now + (next_s - self.now) * share
+            if len(self.on_the_way) < MAX_ON_THE_WAY:
+                assert self.queue.take(early_s) is None, "somebody was to be woken earlier"
+            self.now = next_s
+            self.release()
+
+    @rule()
+    def release(self) -> None:
+        while (turn := self.queue.take(self.now)) is not None:
+            waiter, is_served = turn
+            assert is_served == self.is_served(waiter)
+            is_late = waiter.deadline_s <= self.now
+            if is_served:
+                older = [each for each in self.waiting if each.age < waiter.age and self.is_served(each)]
+                assert not older or is_late, "a younger one was released first"
+                assert len(self.on_the_way) < MAX_ON_THE_WAY or is_late, "a herd"
+                self.on_the_way.append(waiter)
+            else:
+                assert is_late, "given up before its time"
+            self.waiting.remove(waiter)
+        for waiter in self.waiting:
+            assert waiter.deadline_s > self.now, "forgotten at its deadline"
+            assert not self.is_served(waiter) or len(self.on_the_way) >= MAX_ON_THE_WAY, "forgotten"
+
+    @invariant()
+    def counts(self) -> None:
+        assert self.queue.num_waiting == len(self.waiting)
+        assert self.queue.num_on_the_way == len(self.on_the_way)
+
+
+TestWaiting = Waiting.TestCase
+
+
+NAMES = ("w0", "w1", "e0", "e1")
+
+
+@given(
+    there=st.sets(st.sampled_from(NAMES)),
+    aside=st.dictionaries(st.sampled_from(NAMES), st.sampled_from([1.0, 2.0, 3.0])),
+    excluded=st.sets(st.sampled_from(NAMES), max_size=2),
+    wanted=st.lists(st.sampled_from(MODALITIES), max_size=2),
+    now=st.sampled_from([0.0, 1.0, 2.0]),
+)
+def test_who_is_released_finds_a_route(
+    there: set[str], aside: dict[str, float], excluded: set[str], wanted: list[str], now: float
+) -> None:
+    """`can_serve` and the planner agree, or a released request would turn round and wait again at once."""
+    state = ClusterState(SHAPE, BLOCK_SIZE, random.Random(3))
+    known = {"w0": worker_member("w0"), "w1": worker_member("w1"), "e0": encoder_member("e0")}
+    known["e1"] = encoder_member("e1", modalities=("audio",))
+    state.update_members([known[name] for name in sorted(there)])
+    for name, until in aside.items():
+        state.exclude(MemberId(name), until)
+    request = query(10, *(image(at, modality=modality) for at, modality in enumerate(wanted)), excluded=list(excluded))
+    try:
+        plan_route(request, state.snapshot(request, now), now)
+        has_route = True
+    except NoCapacity:
+        has_route = False
+    assert state.can_serve(frozenset(wanted), request.excluded, now) == has_route
+    returns_s = [until for name, until in aside.items() if name in there and until > now]
+    assert state.next_return_s(now) == min(returns_s, default=None)
