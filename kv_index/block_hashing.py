@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fabric.digest import block_hash, frame
+from fabric.digest import block_hash, block_hashes, frame
 from fabric.ids import BlockHash
 from fabric.messages import MediaItem, PlaceholderRange
 
@@ -47,20 +47,27 @@ def prompt_block_hashes(
     cache_salt: str = "",
 ) -> list[BlockHash]:
     """Hashes of all full blocks of a prompt, in order. O(blocks + runs)."""
-    block_to_runs: dict[int, list[PlaceholderRange]] = {}
-    for run in placeholders:
-        for index in range(run.offset // block_size, -(-run.end // block_size)):
-            block_to_runs.setdefault(index, []).append(run)
     content = np.asarray(token_ids, dtype="<i4").tobytes()
-    num_bytes = 4 * block_size
-    hashes: list[BlockHash] = []
-    parent: BlockHash | None = None
-    for index in range(len(token_ids) // block_size):
-        runs = block_to_runs.get(index, ())
-        keys = extra_keys(index, block_size, runs, media, cache_salt) if runs or index == 0 else ()
-        parent = block_hash(parent, content[index * num_bytes : (index + 1) * num_bytes], keys)
-        hashes.append(parent)
-    return hashes
+    keys = keys_of_blocks(0, len(token_ids) // block_size, block_size, placeholders, media, cache_salt)
+    return block_hashes(None, content, 4 * block_size, keys)
+
+
+def keys_of_blocks(
+    first: int,
+    last: int,
+    block_size: int,
+    placeholders: Sequence[PlaceholderRange],
+    media: Sequence[MediaItem],
+    cache_salt: str = "",
+) -> dict[int, list[bytes]]:
+    """Extra keys of the blocks `[first, last)` that have any, by their index counted from `first`."""
+    block_to_runs: dict[int, list[PlaceholderRange]] = {0: []} if first == 0 < last and cache_salt else {}
+    for run in placeholders:
+        for index in range(max(first, run.offset // block_size), min(last, -(-run.end // block_size))):
+            block_to_runs.setdefault(index, []).append(run)
+    return {
+        index - first: extra_keys(index, block_size, runs, media, cache_salt) for index, runs in block_to_runs.items()
+    }
 
 
 def _media_key(run: PlaceholderRange, media: Sequence[MediaItem], start: int) -> bytes:

@@ -118,8 +118,17 @@ class OpenCalls:
                 call.attempt.aborted(sequence_id.choice, times, update.at_s)
         for failed in update.failed:
             self.fail(failed.attempt, failed.error)
-        for call in self._calls.values():
-            if not call.attempt.open_choices:
+        self._end_complete(update)
+
+    def _end_complete(self, update: Update) -> None:
+        """Only where a choice has ended can a call be complete now; the others are not looked at."""
+        touched = [attempt_id for attempt_id, _ in update.admitted]
+        touched += [sequence_id.attempt_id for sequence_id, _ in update.aborted]
+        if update.events is not None:
+            touched += [finished.sequence_id.attempt_id for finished in update.events.finished]
+        for attempt_id in touched:
+            call = self._calls.get(attempt_id)
+            if call is not None and not call.attempt.open_choices:
                 call.end()
 
     def _apply_step(self, events: StepEvents, at_s: float) -> None:

@@ -17,7 +17,7 @@ from fabric.clock import Clock
 from fabric.errors import EngineFailed, ErrorInfo, InvalidRequest, WeftError, WorkerLost
 from fabric.ids import AttemptId, UnitKey
 from fabric.messages import GenerateRequest
-from llm_workers.scheduling.events import NextRead
+from llm_workers.scheduling.arrival import Arrival
 from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, NOT_FINITE_TOKEN, Chunk, StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
@@ -68,8 +68,8 @@ class Engine:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._held: dict[UnitKey, int] = {}
         """Readable units -> how often it was told of them: each time is answered by a LetGo."""
-        self._readers: dict[UnitKey, dict[AttemptId, NextRead]] = {}
-        """As last told."""
+        self._maybe_unneeded: list[UnitKey] = []
+        """Units that were said to have landed since they were last looked at."""
         self._is_idle = True
         self._num_failed_steps = 0
         self._death: WeftError | None = None
@@ -96,9 +96,16 @@ class Engine:
 
     def add(self, request: GenerateRequest, positions: Positions, guide: Guide | None = None) -> None:
         """`guide`: at the beginning of the request's grammar, if it has one; the engine's from here on. The request
-        waits from now on, also for the step that is under way."""
-        arrived_at_s = self._clock.now()
-        self._commands.put(lambda update: self._add(request, positions, guide, arrived_at_s, update))
+        waits from now on, also for the step that is under way. What takes time in proportion to the prompt is done
+        here, in the caller's thread."""
+        attempt = AttemptId(request.request_id, request.attempt)
+        try:
+            arrival = self._scheduler.prepare(request, positions, guide)
+        except Exception as error:  # answered by an update, as every failure is
+            failed = Failed(attempt, _admission_error(attempt, error))
+            self._commands.put(lambda update: update.failed.append(failed))
+        else:
+            self._commands.put(lambda update: self._add(arrival, update))
 
     def abort(self, attempt: AttemptId, choices: Sequence[int] = ()) -> None:
         self._commands.put(lambda update: self._abort(attempt, choices, update))
@@ -146,11 +153,9 @@ class Engine:
         return True
 
     def _rest(self, is_idle: bool) -> None:
-        """When the last sequence has left, the books are checked: then a fault is found near its cause."""
-        if is_idle and not self._is_idle:
-            stats = self._scheduler.stats()
-            if not stats.num_running and not stats.num_waiting:
-                self._scheduler.check_invariants()
+        """When the last sequence has left, a part of the books is checked: then a fault is found near its cause."""
+        if is_idle and not self._is_idle and not self._scheduler.num_sequences:
+            self._scheduler.check_at_rest()
         self._is_idle = is_idle
 
     def _pending(self) -> Iterator[Command | None]:
@@ -164,9 +169,7 @@ class Engine:
 
     def _publish(self, update: Update) -> None:
         self._drain_kv_events(update)
-        readers = self._scheduler.next_reads()
-        if readers != self._readers:
-            self._readers = update.readers = readers
+        update.reads = self._scheduler.drain_reads()
         if not update.is_empty:
             update.stats = self._scheduler.stats()
             update.at_s = self._clock.now()
@@ -180,25 +183,13 @@ class Engine:
 
     # ------------------------------------------------------------ commands
 
-    def _add(
-        self,
-        request: GenerateRequest,
-        positions: Positions,
-        guide: Guide | None,
-        arrived_at_s: float,
-        update: Update,
-    ) -> None:
-        attempt = AttemptId(request.request_id, request.attempt)
+    def _add(self, arrival: Arrival, update: Update) -> None:
         try:
-            update.admitted.append(Admitted(attempt, self._scheduler.add(request, positions, guide, arrived_at_s)))
-        except WeftError as error:
-            update.failed.append(Failed(attempt, error))
+            update.admitted.append(Admitted(arrival.attempt_id, self._scheduler.add(arrival)))
         except Exception as error:  # one request's bad numbers must not end the others
-            _LOG.exception("request %s could not be admitted", request.request_id)
-            self._scheduler.abort(attempt)
-            update.failed.append(
-                Failed(attempt, EngineFailed(f"the request could not be admitted: {type(error).__name__}"))
-            )
+            if not isinstance(error, WeftError):
+                self._scheduler.abort(arrival.attempt_id)
+            update.failed.append(Failed(arrival.attempt_id, _admission_error(arrival.attempt_id, error)))
 
     def _abort(self, attempt: AttemptId, choices: Sequence[int], update: Update) -> None:
         times = self._scheduler.times_of(attempt)
@@ -207,6 +198,7 @@ class Engine:
 
     def _land(self, unit: UnitKey) -> None:
         self._held[unit] = self._held.get(unit, 0) + 1
+        self._maybe_unneeded.append(unit)
         self._scheduler.unit_landed(unit)
 
     def _evict(self, unit: UnitKey, update: Update) -> None:
@@ -221,11 +213,14 @@ class Engine:
         update.snapshots.append(Snapshot(address, last_seq, chains))
 
     def _let_go_unneeded(self, update: Update) -> None:
-        """Also of units that landed for nobody; the scheduler forgets them."""
-        self._scheduler.drain_units_done()
-        for unit in [unit for unit in self._held if not self._scheduler.needs_unit(unit)]:
-            self._scheduler.unit_lost(unit)
-            update.let_go.append(LetGo(unit, self._held.pop(unit)))
+        """Of units that no sequence needs any more, and of those that landed for nobody, which the scheduler forgets.
+        Only what has become so since the last call is looked at."""
+        landed, self._maybe_unneeded = self._maybe_unneeded, []
+        done = update.events.units_done if update.events is not None else ()
+        for unit in (*landed, *done, *self._scheduler.drain_units_done()):
+            if unit in self._held and not self._scheduler.needs_unit(unit):
+                self._scheduler.unit_lost(unit)
+                update.let_go.append(LetGo(unit, self._held.pop(unit)))
 
     # ------------------------------------------------------------ a step
 
@@ -281,3 +276,11 @@ class Engine:
                 f"the step of this request failed: {ErrorInfo.of(error).message}"
             )
             return StepResult({})
+
+
+def _admission_error(attempt: AttemptId, error: Exception) -> WeftError:
+    """What an attempt that could not be admitted fails with."""
+    if isinstance(error, WeftError):
+        return error
+    _LOG.error("request %s could not be admitted", attempt.request_id, exc_info=error)
+    return EngineFailed(f"the request could not be admitted: {type(error).__name__}")

@@ -7,18 +7,33 @@ Knows nothing of planes, channels, blocks or sequences: only of attempts and uni
 An attempt is *expected* from `expect` (its request is here) to `admit` (the engine has said what it lacks), and
 until then every unit of it is treated as wanted, in the order of the prompt. From then on its `missing` is the truth,
 and the engine says where each unit is read next: a picture that comes again makes room for one between.
+
+A decision never looks at everything that waits. Each event marks the few units and announcements that it may have
+changed anything for, and the `take_*` methods look at what was marked since their last call; what to pull and what to
+evict stands first in a queue of turns that each event keeps true.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 from fabric.clock import Clock
 from fabric.ids import AttemptId, UnitKey
 from fabric.messages import UnitReady
-from llm_workers.intake_entries import LOST, UNREAD_CHOICE, Age, Announced, Need, Turn, WantingAttempt, remember
+from llm_workers.intake_entries import (
+    LOST,
+    Announced,
+    Announcements,
+    Need,
+    UnitUsers,
+    WantingAttempt,
+    remember,
+)
 from llm_workers.scheduling.events import NextRead
+from llm_workers.turns import Age, Backwards, Turn, TurnQueue
+
+Pair = tuple[AttemptId, UnitKey]
 
 
 class Intake:
@@ -27,30 +42,48 @@ class Intake:
     def __init__(self, clock: Clock, unclaimed_ttl_s: float, unit_wait_s: float) -> None:
         self._clock, self._ttl_s, self._wait_s = clock, unclaimed_ttl_s, unit_wait_s
         self._attempts: dict[AttemptId, WantingAttempt] = {}
-        self._tickets: dict[UnitKey, list[Announced]] = {}
-        """Oldest first."""
+        self._users: dict[UnitKey, UnitUsers] = {}
+        """Units of the attempts that are here, and those that the engine still names readers of."""
+        self._announced = Announcements()
         self._pulling: set[UnitKey] = set()
         self._landed: dict[UnitKey, int] = {}
         """Landed units -> how often the engine was told of them and has not let go. At 0 the bytes may go."""
-        self._readers: Mapping[UnitKey, Mapping[AttemptId, NextRead]] = {}
-        """Units that are still to be read -> who has to, and where next, as of the engine's last word."""
         self._evicting: set[UnitKey] = set()
         self._lent: set[UnitKey] = set()
         """Landed units that take no inbox room."""
         self._ended: OrderedDict[AttemptId, None] = OrderedDict()
-        self._spent: OrderedDict[tuple[AttemptId, UnitKey], None] = OrderedDict()
+        self._spent: OrderedDict[Pair, None] = OrderedDict()
+        # Queues that every event keeps true.
+        self._to_pull: TurnQueue[UnitKey, Turn] = TurnQueue()
+        """Announced units that some attempt wants and that are neither here nor being pulled."""
+        self._to_evict: TurnQueue[UnitKey, Backwards] = TurnQueue()
+        """Landed units that take room and that some attempt reads; the one that is read last comes first."""
+        # What the next `take_*` looks at.
+        self._maybe_kept: dict[UnitKey, None] = {}
+        self._maybe_free: dict[UnitKey, None] = {}
+        self._maybe_useless: list[Announced] = []
+        self._maybe_needed: dict[Pair, None] = {}
+        # What only time changes, the earliest first.
+        self._unclaimed: deque[Announced] = deque()
+        self._awaited: deque[tuple[float, Pair]] = deque()
 
     # ------------------------------------------------------------ attempts
 
     def expect(self, attempt: AttemptId, age: Age, units: Sequence[UnitKey], dispatched: Iterable[UnitKey]) -> None:
         """A request has come. `units` in the order of its prompt; those of `dispatched` are to be announced."""
         sent = frozenset(dispatched)
-        awaited = {unit for unit in sent if (attempt, unit) not in self._spent}
-        awaited -= {
-            unit for unit, tickets in self._tickets.items() if any(ticket.attempt == attempt for ticket in tickets)
-        }
-        order = {unit: place for place, unit in enumerate(units)}
-        self._attempts[attempt] = WantingAttempt(age, order, sent, dict.fromkeys(awaited, self._clock.now()))
+        here = {announced.unit for announced in self._announced.of_attempt(attempt)}
+        awaited = [unit for unit in units if unit in sent and unit not in here and (attempt, unit) not in self._spent]
+        known = WantingAttempt(age, {unit: place for place, unit in enumerate(units)}, sent, {})
+        self._attempts[attempt] = known
+        for unit in awaited:
+            self._await(attempt, unit)
+        for unit in known.order:
+            users = self._users.setdefault(unit, UnitUsers())
+            users.attempts[attempt] = known
+            users.num_expecting += 1
+            self._place(attempt, unit)
+            self._maybe_kept[unit] = None
 
     def admit(self, attempt: AttemptId, missing: Iterable[UnitKey]) -> list[UnitKey]:
         """The engine's word on what the attempt lacks. Returns those of them that lie here landed already: the
@@ -58,53 +91,71 @@ class Intake:
         known = self._attempts.get(attempt)
         if known is None:
             return []
-        known.is_admitted = True
-        return [unit for unit in missing if not self._want(known, unit, known.reason(unit))]
+        if not known.is_admitted:
+            known.is_admitted = True
+            for unit in known.order:
+                self._users[unit].num_expecting -= 1
+                self._maybe_free[unit] = None
+        here = [unit for unit in missing if not self._want(attempt, known, unit, known.reason(unit))]
+        for unit in known.order:
+            self._place(attempt, unit)
+        self._maybe_useless += self._announced.of_attempt(attempt)
+        return here
 
     def need(self, attempt: AttemptId, unit: UnitKey, reason: str) -> bool:
         """The attempt needs a unit again. True if it lies here landed: the engine is to be told."""
         known = self._attempts.get(attempt)
-        return known is not None and not self._want(known, unit, reason)
+        return known is not None and not self._want(attempt, known, unit, reason)
 
     def end(self, attempt: AttemptId) -> None:
         """The attempt has ended; what was announced for it becomes releasable."""
-        if self._attempts.pop(attempt, None) is not None:
-            remember(self._ended, attempt)
+        known = self._attempts.pop(attempt, None)
+        if known is None:
+            return
+        remember(self._ended, attempt)
+        for unit in known.order:
+            users = self._users[unit]
+            users.remove(attempt)
+            users.num_expecting -= not known.is_admitted
+            self._maybe_free[unit] = None
+            self._refresh(unit)
+        self._maybe_useless += self._announced.of_attempt(attempt)
 
-    def _want(self, known: WantingAttempt, unit: UnitKey, reason: str) -> bool:
+    def _want(self, attempt: AttemptId, known: WantingAttempt, unit: UnitKey, reason: str) -> bool:
         if unit in self._landed and unit not in self._evicting:
             # Also if it was told before: it may have let go, and its word be on the way.
             self._landed[unit] += 1
             return False
         known.missing[unit] = reason
+        self._place(attempt, unit)
+        self._maybe_kept[unit] = None
+        self._maybe_needed[attempt, unit] = None
         return True
 
     # ------------------------------------------------------------ units
 
     def announce(self, ready: UnitReady) -> None:
         """An announcement has come, perhaps before its request."""
-        attempt = AttemptId(ready.request_id, ready.attempt)
-        known = self._attempts.get(attempt)
+        announced = Announced(AttemptId(ready.request_id, ready.attempt), ready, self._clock.now())
+        known = self._attempts.get(announced.attempt)
         if known is not None:
             known.awaited.pop(ready.unit, None)
-        self._tickets.setdefault(ready.unit, []).append(Announced(attempt, ready, self._clock.now()))
+        else:
+            self._unclaimed.append(announced)
+        self._announced.add(announced)
+        self._maybe_useless.append(announced)
+        self._refresh(ready.unit)
 
     def forget_source(self, source: str) -> None:
         """A transfer agent has left: what it announced can't be pulled any more."""
-        for unit, tickets in list(self._tickets.items()):
-            for ticket in [ticket for ticket in tickets if ticket.ready.ticket.source == source]:
-                self._take_ticket(unit, ticket)
-                self._set_reason(unit, "transfer_failed")
+        for announced in self._announced.of_source(source):
+            self._take(announced)
+            self._set_reason(announced.unit, "transfer_failed")
 
-    def begin_pull(self, unit: UnitKey) -> UnitReady:
-        """Takes the newest announcement of a unit for pulling: its lease runs longest."""
+    def begin_pull(self, unit: UnitKey) -> None:
+        """Takes the announcement that `next_pull` gave."""
         self._pulling.add(unit)
-        return self._take_ticket(unit, self._tickets[unit][-1])
-
-    def cannot_pull(self, ready: UnitReady) -> None:
-        """There was no room: the announcement is put back."""
-        self._pulling.discard(ready.unit)
-        self.announce(ready)
+        self._take(self._announced.newest(unit))
 
     def landed(self, unit: UnitKey, is_lent: bool = False) -> bool:
         """A pull has ended well, or (lent) a kept feature is used again, which takes no inbox room and is no victim.
@@ -113,145 +164,197 @@ class Intake:
         if is_lent:
             self._lent.add(unit)
         is_missed = False
-        for known in self._attempts.values():
-            is_missed |= known.missing.pop(unit, None) is not None
+        users = self._users.get(unit, UnitUsers())
+        for attempt in list(users.wanting):
+            known = self._attempts[attempt]
+            if known.missing.pop(unit, None) is not None:
+                is_missed = True
+                users.place(attempt, unit)
         self._landed[unit] = int(is_missed)
+        self._maybe_free[unit] = None
+        self._maybe_useless += self._announced.of_unit(unit)
+        self._refresh(unit)
         return is_missed
 
     def pull_failed(self, unit: UnitKey, reason: str) -> None:
         """Another announcement is tried, or the router asked."""
         self._pulling.discard(unit)
         self._set_reason(unit, reason)
+        self._maybe_kept[unit] = None
+        self._ask_for(unit)
+        self._refresh(unit)
 
     def let_go(self, unit: UnitKey, num_told: int, missed_by: Iterable[AttemptId] = ()) -> None:
         """The engine does not read the unit any more, of which it was told `num_told` times; the attempts in
         `missed_by` need it again (it was evicted)."""
         self._landed[unit] -= num_told
+        self._maybe_free[unit] = None
         for attempt in missed_by:
             self.need(attempt, unit, "preempted")
 
-    def read_by(self, readers: Mapping[UnitKey, Mapping[AttemptId, NextRead]]) -> None:
-        """The engine's word on who still has to read what, and where next."""
-        self._readers = readers
+    def read_by(self, reads: Mapping[UnitKey, Mapping[AttemptId, NextRead | None]]) -> None:
+        """What changed in the engine's word on who still has to read what, and where next; None: not any more."""
+        for unit, attempt_to_read in reads.items():
+            users = self._users.setdefault(unit, UnitUsers())
+            for attempt, read in attempt_to_read.items():
+                if read is None:
+                    users.named.pop(attempt, None)
+                else:
+                    users.named[attempt] = read
+                if attempt in users.attempts:
+                    users.place(attempt, unit)
+            self._refresh(unit)
 
     # ------------------------------------------------------------ decisions
 
-    def find_wanted(self, kept: Container[UnitKey]) -> list[UnitKey]:
+    def take_kept(self, kept: Container[UnitKey]) -> list[UnitKey]:
         """Units among the kept ones that some attempt wants and that are neither here nor being pulled."""
-        wanted = (
-            unit for known in self._attempts.values() for unit in (known.missing if known.is_admitted else known.order)
-        )
-        return list(dict.fromkeys(unit for unit in wanted if unit in kept and self._pull_key(unit) is not None))
+        marked, self._maybe_kept = self._maybe_kept, {}
+        return [unit for unit in marked if unit in kept and self._first_pull(unit) is not None]
 
-    def next_pull(self) -> UnitKey | None:
-        """The announced unit that the oldest attempt reads next; None if there is nothing to pull."""
-        ready = [(key, unit) for unit in self._tickets if (key := self._pull_key(unit)) is not None]
-        return min(ready)[1] if ready else None
+    def next_pull(self) -> UnitReady | None:
+        """The newest announcement (its lease runs longest) of the unit that the oldest attempt reads next; None if
+        there is nothing to pull."""
+        first = self._to_pull.first()
+        return None if first is None else self._announced.newest(first[1]).ready
 
     def victim(self, unit: UnitKey) -> UnitKey | None:
         """The landed unit that should make room for `unit`: one that only younger attempts use, or that the same
         attempt uses later; the youngest of them. None: wait. A unit that is evicted already also means wait."""
         if self._evicting:
             return None
-        limit = self._pull_key(unit)
-        in_inbox = [landed for landed in self._landed if landed not in self._lent]
-        used = [(key, landed) for landed in in_inbox if (key := self._use_key(landed)) is not None]
-        if limit is None or not used or max(used)[0] <= limit:
+        limit, last = self._first_pull(unit), self._to_evict.first()
+        if limit is None or last is None or last[0].turn <= limit:
             return None
-        return max(used)[1]
+        return last[1]
 
     def begin_evict(self, unit: UnitKey) -> bool:
         """Marks a victim, which `take_freeable` gives once the engine let go of it. True if the engine holds it."""
         self._evicting.add(unit)
+        self._maybe_free[unit] = None
         return self._landed[unit] > 0
 
     def take_freeable(self) -> list[UnitKey]:
         """Landed units that the engine does not read and that are evicted or expected by nobody."""
+        marked, self._maybe_free = self._maybe_free, {}
         free = [
             unit
-            for unit, num_told in self._landed.items()
-            if not num_told and (unit in self._evicting or not self._is_expected(unit))
+            for unit in marked
+            if self._landed.get(unit) == 0 and (unit in self._evicting or not self._is_expected(unit))
         ]
         for unit in free:
             del self._landed[unit]
             self._evicting.discard(unit)
             self._lent.discard(unit)
+            self._maybe_kept[unit] = None
+            self._refresh(unit)
         return free
 
     def take_releasable(self) -> list[UnitReady]:
         """Announcements that are of no use: their attempt has ended, or has the unit, or never came in time."""
         lapsed_at_s = self._clock.now() - self._ttl_s
+        marked, self._maybe_useless = self._maybe_useless, []
+        useless = [one for one in marked if self._is_useless(one)]
+        while self._unclaimed and self._unclaimed[0].at_s <= lapsed_at_s:
+            announced = self._unclaimed.popleft()
+            if announced.attempt not in self._attempts:
+                useless.append(announced)
         taken = []
-        for unit, tickets in list(self._tickets.items()):
-            for ticket in list(tickets):
-                known = self._attempts.get(ticket.attempt)
-                is_unclaimed = known is None and ticket.attempt not in self._ended
-                if (is_unclaimed and ticket.at_s > lapsed_at_s) or (known is not None and known.wants(unit)):
-                    continue
-                taken.append(self._take_ticket(unit, ticket))
+        for announced in useless:
+            if not announced.is_taken:
+                self._take(announced)
+                taken.append(announced.ready)
         return taken
 
     def take_needed(self) -> list[Need]:
         """Missing units that are neither announced, nor awaited, nor being pulled. They count as awaited then. Those
         awaited too long are asked for again: nothing on the plane is acknowledged."""
-        needs, now_s = [], self._clock.now()
-        for attempt, known in self._attempts.items():
-            for unit, reason in known.missing.items():
-                since_s = known.awaited.get(unit)
-                is_awaited = since_s is not None and now_s - since_s < self._wait_s
-                if not is_awaited and unit not in self._pulling and unit not in self._tickets:
-                    known.awaited[unit] = now_s
-                    needs.append(Need(attempt, unit, reason if since_s is None else LOST))
+        now_s = self._clock.now()
+        while self._awaited and now_s - self._awaited[0][0] >= self._wait_s:
+            self._maybe_needed[self._awaited.popleft()[1]] = None
+        marked, self._maybe_needed = self._maybe_needed, {}
+        needs = []
+        for attempt, unit in marked:
+            known = self._attempts.get(attempt)
+            if known is None or unit not in known.missing or unit in self._pulling or unit in self._announced:
+                continue
+            since_s = known.awaited.get(unit)
+            if since_s is None or now_s - since_s >= self._wait_s:
+                needs.append(Need(attempt, unit, known.missing[unit] if since_s is None else LOST))
+                self._await(attempt, unit)
         return needs
 
     # ------------------------------------------------------------ queries
 
     def wanting(self, unit: UnitKey) -> list[AttemptId]:
         """Attempts of which the unit is a part."""
-        return [attempt for attempt, known in self._attempts.items() if unit in known.order]
+        users = self._users.get(unit)
+        return [] if users is None else list(users.attempts)
 
     @property
     def num_held(self) -> int:
         """Announcements kept and units pulling or landed; 0 when idle."""
-        return sum(map(len, self._tickets.values())) + len(self._pulling) + len(self._landed)
+        return len(self._announced) + len(self._pulling) + len(self._landed)
 
-    def _pull_key(self, unit: UnitKey) -> Turn | None:
-        if unit in self._pulling or unit in self._landed:
+    def _first_pull(self, unit: UnitKey) -> Turn | None:
+        """Turn of the first attempt that wants it; None if there is none, or it is here or being pulled."""
+        users = self._users.get(unit)
+        if users is None or unit in self._pulling or unit in self._landed:
             return None
-        wanting = ((attempt, known) for attempt, known in self._attempts.items() if known.wants(unit))
-        return min((self._turn(attempt, known, unit) for attempt, known in wanting), default=None)
-
-    def _use_key(self, unit: UnitKey) -> Turn | None:
-        """Of the first that still has to read it. What the engine has not spoken of is read by all that name it."""
-        readers = self._readers.get(unit, self._attempts.keys())
-        turns = [
-            self._turn(attempt, known, unit)
-            for attempt, known in self._attempts.items()
-            if unit in known.order and (attempt in readers or not known.is_admitted)
-        ]
-        return min(turns, default=None)
-
-    def _turn(self, attempt: AttemptId, known: WantingAttempt, unit: UnitKey) -> Turn:
-        if not known.is_admitted:
-            return known.age, NextRead(0, known.order[unit])
-        named = self._readers.get(unit, {}).get(attempt)
-        return known.age, named or NextRead(UNREAD_CHOICE, known.order.get(unit, 0))
+        return users.first_pull()
 
     def _is_expected(self, unit: UnitKey) -> bool:
-        return any(not known.is_admitted and unit in known.order for known in self._attempts.values())
+        users = self._users.get(unit)
+        return users is not None and users.num_expecting > 0
+
+    def _is_useless(self, announced: Announced) -> bool:
+        """Whatever its age."""
+        known = self._attempts.get(announced.attempt)
+        return announced.attempt in self._ended if known is None else not known.wants(announced.unit)
+
+    # ------------------------------------------------------------ keeping the queues true
+
+    def _place(self, attempt: AttemptId, unit: UnitKey) -> None:
+        """After what the attempt wants of the unit, or when, has changed."""
+        self._users[unit].place(attempt, unit)
+        self._refresh(unit)
+
+    def _refresh(self, unit: UnitKey) -> None:
+        """After anything about the unit has changed; forgets it when it is nobody's."""
+        users = self._users.get(unit)
+        pull = self._first_pull(unit) if unit in self._announced else None
+        use = users.first_use() if users is not None and unit in self._landed and unit not in self._lent else None
+        if pull is None:
+            self._to_pull.discard(unit)
+        else:
+            self._to_pull.put(unit, pull)
+        if use is None:
+            self._to_evict.discard(unit)
+        else:
+            self._to_evict.put(unit, Backwards(use))
+        if users is not None and not users.attempts and not users.named:
+            del self._users[unit]
+
+    def _await(self, attempt: AttemptId, unit: UnitKey) -> None:
+        now_s = self._attempts[attempt].awaited[unit] = self._clock.now()
+        self._awaited.append((now_s, (attempt, unit)))
+
+    def _ask_for(self, unit: UnitKey) -> None:
+        """Those who miss the unit may have to ask for it."""
+        if unit not in self._announced and unit not in self._pulling and unit in self._users:
+            self._maybe_needed.update(((attempt, unit), None) for attempt in self._users[unit].wanting)
 
     def _set_reason(self, unit: UnitKey, reason: str) -> None:
-        for known in self._attempts.values():
+        for known in self._users[unit].attempts.values() if unit in self._users else ():
             if unit in known.missing:
                 known.missing[unit] = reason
-            elif not known.is_admitted and unit in known.order:
+            elif not known.is_admitted:
                 known.failures[unit] = reason
 
-    def _take_ticket(self, unit: UnitKey, ticket: Announced) -> UnitReady:
+    def _take(self, announced: Announced) -> None:
         """An attempt that is not here yet must not wait for this announcement when it comes: it is spent."""
-        if ticket.attempt not in self._attempts:
-            remember(self._spent, (ticket.attempt, unit))
-        self._tickets[unit].remove(ticket)
-        if not self._tickets[unit]:
-            del self._tickets[unit]
-        return ticket.ready
+        if announced.attempt not in self._attempts:
+            remember(self._spent, (announced.attempt, announced.unit))
+        self._announced.take(announced)
+        self._ask_for(announced.unit)
+        self._refresh(announced.unit)

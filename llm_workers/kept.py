@@ -31,6 +31,7 @@ class KeptFeatures:
         self._features: OrderedDict[UnitKey, LandedFeature] = OrderedDict()
         """Not lent, the least recently used first."""
         self._lent: dict[UnitKey, LandedFeature] = {}
+        self._lent_bytes = 0
         self._seen: OrderedDict[UnitKey, None] = OrderedDict()
         is_kept(mode, FeatureUse())  # raises ConfigError for an unknown mode at start
 
@@ -58,22 +59,23 @@ class KeptFeatures:
     def lend(self, unit: UnitKey) -> LandedFeature:
         """A hit. Stays until it is given back."""
         feature = self._lent[unit] = self._features.pop(unit)
+        self._lent_bytes += feature.buffer.nbytes
         self.num_hits += 1
         return feature
 
     def give_back(self, unit: UnitKey) -> None:
         """It is the most recently used one."""
-        self._features[unit] = self._lent.pop(unit)
+        feature = self._features[unit] = self._lent.pop(unit)
+        self._lent_bytes -= feature.buffer.nbytes
 
     def clear(self) -> None:
         self._features.clear()
         self._lent.clear()
-        self.used_bytes = 0
+        self.used_bytes = self._lent_bytes = 0
 
     def _make_room(self, nbytes: int) -> bool:
         """Nothing is thrown out if that would not be enough."""
-        lent_bytes = sum(feature.buffer.nbytes for feature in self._lent.values())
-        if nbytes > self.budget_bytes - lent_bytes:
+        if nbytes > self.budget_bytes - self._lent_bytes:
             return False
         while self.used_bytes + nbytes > self.budget_bytes:
             self._drop(next(iter(self._features)))

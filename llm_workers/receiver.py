@@ -140,9 +140,9 @@ class Receiver:
         """The engine does not read the unit any more, of which it was told `num_told` times."""
         self._intake.let_go(unit, num_told, missed_by)
 
-    def read_by(self, readers: Mapping[UnitKey, Mapping[AttemptId, NextRead]]) -> None:
-        """The engine's word on who still has to read what, and where next."""
-        self._intake.read_by(readers)
+    def read_by(self, reads: Mapping[UnitKey, Mapping[AttemptId, NextRead | None]]) -> None:
+        """What changed in the engine's word on who still has to read what, and where next; None: not any more."""
+        self._intake.read_by(reads)
 
     def source_gone(self, source: str) -> None:
         """A transfer agent has left: its announcements are void, the router is asked for what they promised."""
@@ -160,33 +160,35 @@ class Receiver:
         self.settle()
 
     def settle(self) -> None:
-        """Does whatever can be done now: gives back, frees, pulls, evicts, asks."""
+        """Does whatever can be done now: gives back, frees, pulls, evicts, asks. Costs what has changed since the last
+        call, however much waits."""
         self._free_unneeded()
-        for unit in self._intake.find_wanted(self.kept):
+        for unit in self._intake.take_kept(self.kept):
             self._reuse(unit)
         for ready in self._intake.take_releasable():
             self._release(ready)
         if self._loop is not None:
-            while (wanted := self._intake.next_pull()) is not None and self._pull(wanted):
+            while (ready := self._intake.next_pull()) is not None and self._pull(ready):
                 pass
         needs = self._intake.take_needed()
         if needs:
             self._listener.needed(needs)
 
-    def _pull(self, unit: UnitKey) -> bool:
+    def _pull(self, ready: UnitReady) -> bool:
         """False if there is no room now: then room is being made, or a slot will be freed in time."""
-        ready = self._intake.begin_pull(unit)
+        unit = ready.unit
         try:
             pull = self._endpoint.sink.pull(ready.ticket, self._config.pull_timeout_s)
         except ArenaFull:
-            self._intake.cannot_pull(ready)
             return self._make_room(unit)
         except WeftError as error:
+            self._intake.begin_pull(unit)
             self._intake.pull_failed(unit, "transfer_failed")
             self._release(ready)
             if isinstance(error, UnitTooLarge):
                 self._fail(self._intake.wanting(unit), error)
             return True
+        self._intake.begin_pull(unit)
         self._pulls.add(pull)
         pull.add_done_callback(lambda done: self._call_soon(self._pulled, ready, done))
         return True

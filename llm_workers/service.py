@@ -260,8 +260,7 @@ class WorkerService:
             return
         for let_go in update.let_go:
             self._receiver.let_go(*let_go)
-        if update.readers is not None:
-            self._receiver.read_by(update.readers)
+        self._receiver.read_by(update.reads)
         for attempt_id, admission in update.admitted:
             self._receiver.admit(attempt_id, admission.missing_units)
         for sequence_id, unit, reason in update.needed:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from fabric.errors import WeftError
 from fabric.ids import AttemptId, SequenceId, UnitKey
 from fabric.messages import BlocksStored, KvEvent
-from llm_workers.scheduling.events import Admission, NeededUnit, NextRead, SchedulerStats, SequenceTimes, StepEvents
+from llm_workers.scheduling.events import Admission, NeededUnit, SchedulerStats, SequenceTimes, StepEvents
+from llm_workers.scheduling.reads import Reads
 from llm_workers.step_costs import StepWork
 
 
@@ -48,8 +49,8 @@ class Update:
     """What one turn of the engine did, in the order in which it is to be read. Not touched once handed over."""
 
     let_go: list[LetGo] = field(default_factory=list)
-    readers: dict[UnitKey, dict[AttemptId, NextRead]] | None = None
-    """Units that are still to be read -> who has to, and where next; None if nothing changed."""
+    reads: Reads = field(default_factory=dict)
+    """What changed in who still has to read which unit, and where next."""
     admitted: list[Admitted] = field(default_factory=list)
     needed: list[NeededUnit] = field(default_factory=list)
     step_work: StepWork | None = None
@@ -68,5 +69,5 @@ class Update:
 
     @property
     def is_empty(self) -> bool:
-        parts = (self.let_go, self.admitted, self.needed, self.aborted, self.failed, self.kv_events, self.snapshots)
-        return self.events is None and self.readers is None and not any(parts)
+        happened = (self.let_go, self.reads, self.admitted, self.needed, self.aborted, self.failed)
+        return self.events is None and not any((*happened, self.kv_events, self.snapshots))

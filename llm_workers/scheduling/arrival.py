@@ -1,12 +1,18 @@
 """From a request to the sequences that serve it: what can never run is refused here, before anything is taken.
 
+All of it that costs time in proportion to the prompt (arrays of its tokens, hashes of its blocks) is done here, so
+that it can be done outside of the engine's thread: nothing here reads or changes what the engine owns.
 Knows the limits of one worker; knows neither the pool's state nor the inbox.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import numpy as np
+
 from fabric.errors import ContextLengthExceeded, InvalidRequest, ProtocolError
-from fabric.ids import SequenceId
+from fabric.ids import AttemptId, SequenceId
 from fabric.messages import GenerateRequest
 from llm_workers.config import WorkerConfig
 from llm_workers.scheduling.guidance import Guide
@@ -21,17 +27,26 @@ def max_total_tokens(config: WorkerConfig, max_model_len: int) -> int:
     return min(max_model_len, config.num_blocks * config.block_size + 1)
 
 
-def make_sequences(
+class Arrival(NamedTuple):
+    """A request that can run, not taken in yet."""
+
+    attempt_id: AttemptId
+    layout: PromptLayout
+    sequences: tuple[Sequence, ...]
+    """One per choice."""
+
+
+def prepare(
     request: GenerateRequest,
     positions: Positions,
     config: WorkerConfig,
     max_model_len: int,
-    now_s: float,
+    arrived_at_s: float,
     guide: Guide | None = None,
-) -> list[Sequence]:
-    """One per choice, each with a fork of `guide`. Raises ContextLengthExceeded (the model's context, the KV pool, or
-    a medium that does not fit in one step where it must not be cut), InvalidRequest, ProtocolError or
-    FeatureMismatch."""
+) -> Arrival:
+    """Each choice has a fork of `guide`, and the hashes of the prompt's full blocks. Raises ContextLengthExceeded (the
+    model's context, the KV pool, or a medium that does not fit in one step where it must not be cut), InvalidRequest,
+    ProtocolError or FeatureMismatch."""
     _check_numbers(request, positions)
     _check_lengths(request, config, max_model_len)
     if unknown := set(request.side_names) - {name for name, _ in config.side_layers}:
@@ -42,18 +57,25 @@ def make_sequences(
             f"a medium takes {layout.longest_run} tokens in one piece, a step has room for {config.max_piece_tokens}"
         )
     limit = max_total_tokens(config, max_model_len)
-    return [
+    prompt = np.array(request.token_ids, dtype=np.int64)
+    sequences = tuple(
         Sequence(
             SequenceId(request.request_id, request.attempt, choice),
             request,
+            prompt,
             layout,
             positions,
             limit,
-            Stopwatch(now_s),
+            Stopwatch(arrived_at_s),
             None if guide is None else guide.fork(),
         )
         for choice in range(request.num_choices)
-    ]
+    )
+    if config.is_prefix_cache_enabled:
+        sequences[0].extend_hashes(len(prompt) // config.block_size, config.block_size)
+        for sequence in sequences[1:]:
+            sequence.hashes = sequences[0].hashes.copy()
+    return Arrival(AttemptId(request.request_id, request.attempt), layout, sequences)
 
 
 def _check_numbers(request: GenerateRequest, positions: Positions) -> None:

@@ -39,6 +39,8 @@ class BlockPool:
         self._block_to_names: dict[int, frozenset[str]] = {}
         """Side tensors of findable blocks, where there are any."""
         self._queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._num_checked = 0
+        """Blocks that `check_at_rest` has looked at, over all calls."""
 
     # ------------------------------------------------------------ queries
 
@@ -219,6 +221,25 @@ class BlockPool:
         del self._hash_to_parent[block_hash]
 
     # ------------------------------------------------------------ checks
+
+    def check_at_rest(self, count: int) -> None:
+        """While no sequence refers to a block: asserts the totals, and of `count` blocks, each time the next ones, that
+        they are as they should be. So a pool of any size is looked at in a bounded time, and all of it in turn."""
+        assert len(self._queue) == self.num_blocks, "a block is referenced, or lost, and no sequence is there"
+        assert len(self._hash_to_block) == len(self._hash_to_parent), "findable blocks and their parents differ"
+        assert len(self._block_to_names) <= len(self._hash_to_block), "side tensors of what can't be found"
+        for number in range(self._num_checked, self._num_checked + min(count, self.num_blocks)):
+            block = number % self.num_blocks
+            assert block in self._queue, f"block {block} is not in the free queue"
+            assert not self._references[block], f"block {block} is queued and referenced"
+            block_hash = self._block_to_hash[block]
+            if block_hash is None:
+                assert block not in self._block_to_names, f"block {block} has side tensors and can't be found"
+                continue
+            assert self._hash_to_block.get(block_hash) == block, f"block {block} is not where its hash says"
+            parent = self._hash_to_parent[block_hash]
+            assert parent is None or parent in self._hash_to_block, f"block {block} lost its parent"
+        self._num_checked += min(count, self.num_blocks)
 
     def check_invariants(self, tables: Mapping[SequenceId, SequenceOf[int]]) -> None:
         """`tables` are the block tables of all live sequences: nobody else may hold a reference."""

@@ -42,9 +42,9 @@ class _Entry:
     state: UnitState = UnitState.EXPECTED
     wanted_by: set[SequenceId] = field(default_factory=set)
 
-    def move(self, state: UnitState) -> None:
-        assert state in ALLOWED[self.state], f"{self.state.name} -> {state.name}"
-        self.state = state
+    @property
+    def is_here(self) -> bool:
+        return self.state in (UnitState.LANDED, UnitState.MERGED)
 
 
 class Inbox:
@@ -53,6 +53,8 @@ class Inbox:
         self._missing: dict[SequenceId, set[UnitKey]] = {}
         """Per sequence, the units it wants that are not here."""
         self._idle: dict[UnitKey, None] = {}
+        self.num_here = 0
+        """Units that can be read."""
 
     # ------------------------------------------------------------ queries
 
@@ -62,7 +64,7 @@ class Inbox:
 
     def is_here(self, unit: UnitKey) -> bool:
         entry = self._entries.get(unit)
-        return entry is not None and entry.state in (UnitState.LANDED, UnitState.MERGED)
+        return entry is not None and entry.is_here
 
     def is_needed(self, unit: UnitKey) -> bool:
         """Wanted by a live sequence, or being read by the step that runs."""
@@ -73,21 +75,17 @@ class Inbox:
         """Whether everything that the sequence still needs is here."""
         return not self._missing.get(sequence_id)
 
+    def is_wanted_by(self, sequence_id: SequenceId, unit: UnitKey) -> bool:
+        entry = self._entries.get(unit)
+        return entry is not None and sequence_id in entry.wanted_by
+
     def wanted_by(self, unit: UnitKey) -> frozenset[SequenceId]:
         entry = self._entries.get(unit)
         return frozenset(entry.wanted_by) if entry else frozenset()
 
-    def wanted_units(self) -> list[UnitKey]:
-        """Wanted by a sequence, here or not."""
-        return [unit for unit, entry in self._entries.items() if entry.wanted_by]
-
     def unread_units(self) -> list[UnitKey]:
         """Landed, and not read by the step that runs."""
         return [unit for unit, entry in self._entries.items() if entry.state is UnitState.LANDED]
-
-    @property
-    def num_here(self) -> int:
-        return sum(self.is_here(unit) for unit in self._entries)
 
     def check_counts(self, unit_to_tokens: Mapping[UnitKey, int]) -> None:
         """Raises FeatureMismatch if another request was promised another size for one of the units: this request
@@ -134,7 +132,7 @@ class Inbox:
         idle = list(self._idle)
         self._idle.clear()
         for unit in idle:
-            self._entries.pop(unit).move(UnitState.DISCARDED)
+            self._move(self._entries.pop(unit), UnitState.DISCARDED)
         return idle
 
     # ------------------------------------------------------------ life
@@ -144,7 +142,7 @@ class Inbox:
         entry = self._entries.setdefault(unit, _Entry())
         if entry.state is not UnitState.EXPECTED:
             return
-        entry.move(UnitState.LANDED)
+        self._move(entry, UnitState.LANDED)
         for sequence_id in entry.wanted_by:
             missing = self._missing[sequence_id]
             missing.discard(unit)
@@ -157,10 +155,10 @@ class Inbox:
         if entry is None:
             return []
         if entry.state is not UnitState.EXPECTED:
-            entry.move(UnitState.EXPECTED)
+            self._move(entry, UnitState.EXPECTED)
         if not entry.wanted_by:
             self._idle.pop(unit, None)
-            self._entries.pop(unit).move(UnitState.DISCARDED)
+            self._move(self._entries.pop(unit), UnitState.DISCARDED)
         for sequence_id in entry.wanted_by:
             self._missing.setdefault(sequence_id, set()).add(unit)
         return sorted(entry.wanted_by)
@@ -169,7 +167,7 @@ class Inbox:
         """A step's plan reads it: it can't be given away until the step has ended."""
         entry = self._entries[unit]
         if entry.state is not UnitState.MERGED:
-            entry.move(UnitState.MERGED)
+            self._move(entry, UnitState.MERGED)
 
     def settle(self, units: Iterable[UnitKey]) -> None:
         """The step that read these units has ended, well or not."""
@@ -177,9 +175,14 @@ class Inbox:
             entry = self._entries.get(unit)
             if entry is None or entry.state is not UnitState.MERGED:
                 continue
-            entry.move(UnitState.LANDED)
+            self._move(entry, UnitState.LANDED)
             if not entry.wanted_by:
                 self._idle[unit] = None
+
+    def _move(self, entry: _Entry, state: UnitState) -> None:
+        assert state in ALLOWED[entry.state], f"{entry.state.name} -> {state.name}"
+        was_here, entry.state = entry.is_here, state
+        self.num_here += entry.is_here - was_here
 
     # ------------------------------------------------------------ checks
 
@@ -191,6 +194,7 @@ class Inbox:
                 expected.setdefault(unit, set()).add(sequence_id)
             missing = {unit for unit in units if not self.is_here(unit)}
             assert self._missing.get(sequence_id, set()) == missing, f"{sequence_id}: missing units differ"
+        assert self.num_here == sum(entry.is_here for entry in self._entries.values()), "units are counted wrong"
         wanted = {unit: entry.wanted_by for unit, entry in self._entries.items() if entry.wanted_by}
         assert wanted == expected, "references differ from what the sequences need"
         assert self._missing.keys() <= sequence_to_units.keys(), "a sequence that left still waits"

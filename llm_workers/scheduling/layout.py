@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fabric.errors import FeatureMismatch, ProtocolError
 from fabric.ids import UnitKey
 from fabric.messages import GenerateRequest, MediaItem, PlaceholderRange
-from kv_index.block_hashing import extra_keys
+from kv_index.block_hashing import keys_of_blocks
 from llm_workers.scheduling.plan import Splice
 
 
@@ -87,12 +87,12 @@ class PromptLayout:
             return self._runs[index]
         return None
 
-    def block_keys(self, index: int, block_size: int) -> list[bytes]:
-        """Extra keys of a block's hash; only the runs near it are looked at."""
-        start, end = index * block_size, (index + 1) * block_size
-        first = bisect_right(self._run_ends, start)
-        last = bisect_left(self._runs, end, lo=first, key=lambda run: run.offset)
-        return extra_keys(index, block_size, self._runs[first:last], self._media, self._cache_salt)
+    def block_keys(self, first: int, last: int, block_size: int) -> dict[int, list[bytes]]:
+        """Extra keys of the hashes of blocks `[first, last)` that have any, by their index counted from `first`; only
+        the runs near them are looked at."""
+        begin = bisect_right(self._run_ends, first * block_size)
+        end = bisect_left(self._runs, last * block_size, lo=begin, key=lambda run: run.offset)
+        return keys_of_blocks(first, last, block_size, self._runs[begin:end], self._media, self._cache_salt)
 
 
 def _check_runs(runs: tuple[PlaceholderRange, ...], media: tuple[MediaItem, ...], num_tokens: int) -> None:

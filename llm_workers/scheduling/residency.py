@@ -18,6 +18,7 @@ from fabric.ids import UnitKey
 from llm_workers.scheduling.blocks import BlockPool
 from llm_workers.scheduling.inbox import Inbox
 from llm_workers.scheduling.plan import NO_BLOCK
+from llm_workers.scheduling.reads import ReadLog
 from llm_workers.scheduling.sequence import Sequence
 
 
@@ -25,6 +26,7 @@ class Residency:
     def __init__(self, pool: BlockPool, inbox: Inbox, block_size: int, is_cache_enabled: bool) -> None:
         self.pool = pool
         self.inbox = inbox
+        self.reads = ReadLog()
         self._block_size = block_size
         self._is_cache_enabled = is_cache_enabled
 
@@ -111,7 +113,7 @@ class Residency:
         """Frees its blocks and drops its claims."""
         units = sequence.layout.units_after(sequence.num_computed)
         self.give_up(sequence)
-        self.inbox.drop(sequence.sequence_id, units)
+        self._drop(sequence, units)
 
     # ------------------------------------------------------------ a step
 
@@ -163,6 +165,7 @@ class Residency:
 
     def _claim(self, sequence: Sequence) -> list[UnitKey]:
         units = sequence.layout.units_after(sequence.num_computed)
+        self.reads.note(sequence.sequence_id, units)
         return self.inbox.claim(sequence.sequence_id, {unit: sequence.layout.unit_to_tokens[unit] for unit in units})
 
     def _publish(self, sequence: Sequence) -> None:
@@ -193,6 +196,12 @@ class Residency:
         sequence.num_computed = min(len(sequence.table) * self._block_size, sequence.num_tokens - 1)
 
     def _drop_completed(self, sequence: Sequence, before: int) -> None:
-        completed = sequence.layout.units_completed(before, sequence.num_computed)
-        if completed:
-            self.inbox.drop(sequence.sequence_id, completed)
+        layout, end = sequence.layout, sequence.num_computed
+        passed = [unit for run, unit in layout.runs_between(before, end) if run.end <= end]
+        self.reads.note(sequence.sequence_id, passed)
+        self._drop(sequence, layout.units_completed(before, end))
+
+    def _drop(self, sequence: Sequence, units: list[UnitKey]) -> None:
+        if units:
+            self.inbox.drop(sequence.sequence_id, units)
+            self.reads.note(sequence.sequence_id, units)

@@ -1,6 +1,7 @@
 """The engine's decisions behind one door.
 
-    add / abort / unit_landed / unit_lost      what happens to the worker
+    prepare -> add                             a request comes
+    abort / unit_landed / unit_lost            what happens to the worker
     plan_step -> (execute) -> commit           one step; `rollback` instead of `commit` when execution failed
     drain_needed / drain_kv_events / ...       what the worker tells others
 
@@ -20,7 +21,7 @@ from fabric.ids import AttemptId, SequenceId, UnitKey
 from fabric.messages import BlocksStored, GenerateRequest, KvEvent
 from llm_workers.config import WorkerConfig
 from llm_workers.scheduling import events
-from llm_workers.scheduling.arrival import make_sequences
+from llm_workers.scheduling.arrival import Arrival, prepare
 from llm_workers.scheduling.backlog import backlog_of
 from llm_workers.scheduling.blocks import BlockPool
 from llm_workers.scheduling.events import Admission, NeededUnit, NextRead, SchedulerStats, SequenceTimes, StepEvents
@@ -28,6 +29,7 @@ from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.inbox import Inbox
 from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.planning import StepPlanner
+from llm_workers.scheduling.reads import Reads
 from llm_workers.scheduling.residency import Residency
 from llm_workers.scheduling.roster import Roster
 from llm_workers.scheduling.steps import Steps, finished_sequence
@@ -36,6 +38,10 @@ from llm_workers.step_costs import StepWork
 from modalities.family import Positions
 
 __all__ = ["Admission", "NeededUnit", "Scheduler", "SchedulerStats", "StepEvents"]
+
+
+BLOCKS_CHECKED_AT_REST = 256
+"""Of the pool, each time the worker comes to rest: about a tenth of a millisecond."""
 
 
 class Scheduler:
@@ -58,26 +64,23 @@ class Scheduler:
 
     # ------------------------------------------------------------ what happens
 
-    def add(
-        self,
-        request: GenerateRequest,
-        positions: Positions,
-        guide: Guide | None = None,
-        arrived_at_s: float | None = None,
-    ) -> Admission:
-        """Creates one sequence per choice (each forks `guide`), refers at once to the blocks it hits, claims the
-        units it needs. `arrived_at_s`: since when it waits (None: now), for its times.
+    def prepare(self, request: GenerateRequest, positions: Positions, guide: Guide | None = None) -> Arrival:
+        """Creates one sequence per choice (each forks `guide`), which waits from now on. Changes nothing and may be
+        called in any thread; takes time in proportion to the prompt, which `add` does not.
 
-        Raises ContextLengthExceeded, InvalidRequest, FeatureMismatch (a unit has another size than was promised to
-        others) or ProtocolError (the attempt is already here, numbers that contradict each other); then nothing
-        changed."""
+        Raises ContextLengthExceeded, InvalidRequest, FeatureMismatch or ProtocolError (numbers that contradict each
+        other)."""
+        return prepare(request, positions, self._config, self._max_model_len, self._clock.now(), guide)
+
+    def add(self, arrival: Arrival) -> Admission:
+        """Takes the sequences in: refers at once to the blocks that each hits, claims the units that it needs.
+
+        Raises FeatureMismatch (a unit has another size than was promised to others) or ProtocolError (the attempt is
+        already here); then nothing changed."""
         now_s = self._clock.now()
-        attempt_id = AttemptId(request.request_id, request.attempt)
+        attempt_id, layout, sequences = arrival
         if attempt_id in self._roster:
             raise ProtocolError(f"attempt {attempt_id.attempt} of {attempt_id.request_id} is already here")
-        waits_since_s = now_s if arrived_at_s is None else arrived_at_s
-        sequences = make_sequences(request, positions, self._config, self._max_model_len, waits_since_s, guide)
-        layout = sequences[0].layout
         self._inbox.check_counts(layout.unit_to_tokens)
         ended = {one.sequence_id: reason for one in sequences if (reason := one.finish_reason()) is not None}
         running = [one for one in sequences if one.sequence_id not in ended]
@@ -148,11 +151,6 @@ class Scheduler:
         """Whether a live sequence still has to compute positions of it, or the step in flight reads it."""
         return self._inbox.is_needed(unit)
 
-    def next_reads(self) -> dict[UnitKey, dict[AttemptId, NextRead]]:
-        """Units that positions are still to be computed of, here or not -> for each attempt, where its first choice
-        that needs the unit needs it next."""
-        return {unit: self._readers(unit) for unit in self._inbox.wanted_units()}
-
     def evictable_for(self, unit: UnitKey) -> list[UnitKey]:
         """Landed units whose room `unit` may have, by age: all that need one are younger than the oldest that needs
         `unit`; the youngest first. Evicting means `unit_lost`, and asking for it again later."""
@@ -172,6 +170,11 @@ class Scheduler:
         """Units that no live sequence needs any more, as `StepEvents.units_done`: for aborts when no step follows."""
         return self._inbox.drain_idle()
 
+    def drain_reads(self) -> Reads:
+        """What may have changed since the last call in who still has to compute positions of which unit, here or not,
+        and where."""
+        return self._residency.reads.drain(self._next_read)
+
     def drain_kv_events(self) -> tuple[int, list[KvEvent]]:
         """Number of the first event, and the events since the last call. Numbers begin with 1; old events are
         dropped when nobody drains, which the receiver sees as a gap."""
@@ -184,6 +187,11 @@ class Scheduler:
     def clear_cache(self) -> bool:
         """Forgets all cached blocks; False, and nothing happens, while a sequence holds a block."""
         return self._pool.clear()
+
+    @property
+    def num_sequences(self) -> int:
+        """That are alive, begun or not."""
+        return len(self._roster)
 
     def stats(self) -> SchedulerStats:
         live, tally = self._roster.by_age, self._tally
@@ -208,8 +216,15 @@ class Scheduler:
             queued_flat_tokens=backlog.flat_tokens,
         )
 
+    def check_at_rest(self) -> None:
+        """When the last sequence has left, in production: a bounded part of `check_invariants`, another one each
+        time. A step is not in flight."""
+        assert not len(self._roster), "a sequence is there"
+        self._pool.check_at_rest(BLOCKS_CHECKED_AT_REST)
+        self._inbox.check_invariants({})
+
     def check_invariants(self) -> None:
-        """Between calls, a step in flight or not. For tests after every step, in production when idle."""
+        """Between calls, a step in flight or not. For tests after every step: it looks at everything."""
         live = self._roster.by_age
         self._pool.check_invariants({one.sequence_id: self._residency.blocks_of(one) for one in live})
         claiming = [one for one in live if self._roster.has_claimed(one)]
@@ -221,14 +236,13 @@ class Scheduler:
             assert len(one.table) * self._config.block_size >= one.num_computed
         assert list(live) == sorted(live, key=lambda one: one.age), "the age order is broken"
 
-    def _readers(self, unit: UnitKey) -> dict[AttemptId, NextRead]:
-        readers: dict[AttemptId, NextRead] = {}
-        for sequence_id in self._inbox.wanted_by(unit):
-            sequence, attempt_id = self._roster.get(sequence_id), sequence_id.attempt_id
-            assert sequence is not None, "a sequence that left needs a unit"
-            read = NextRead(sequence_id.choice, sequence.layout.next_read(unit, sequence.num_computed))
-            readers[attempt_id] = min(read, readers.get(attempt_id, read))
-        return readers
+    def _next_read(self, unit: UnitKey, attempt_id: AttemptId) -> NextRead | None:
+        """Of the attempt's first choice that needs the unit; None if no choice does."""
+        for sequence in self._roster.of_attempt(attempt_id):
+            if self._inbox.is_wanted_by(sequence.sequence_id, unit):
+                position = sequence.layout.next_read(unit, sequence.num_computed)
+                return NextRead(sequence.sequence_id.choice, position)
+        return None
 
     def _oldest_age(self, unit: UnitKey) -> tuple[float, str, int, int] | None:
         users = [self._roster.get(sequence_id) for sequence_id in self._inbox.wanted_by(unit)]

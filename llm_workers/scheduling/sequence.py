@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 import numpy.typing as npt
 
-from fabric.digest import block_hash
+from fabric.digest import block_hashes
 from fabric.ids import BlockHash, SequenceId
 from fabric.messages import GenerateRequest
 from llm_workers.scheduling.growing import GrowingArray
@@ -36,13 +36,15 @@ class Sequence:
         self,
         sequence_id: SequenceId,
         request: GenerateRequest,
+        prompt: npt.NDArray[np.int64],
         layout: PromptLayout,
         positions: Positions,
         max_total_tokens: int,
         stopwatch: Stopwatch,
         guide: Guide | None = None,
     ) -> None:
-        """`guide` is this sequence's own and stands at the grammar's beginning; it is taken to the emitted tokens."""
+        """`prompt`: the request's tokens, `(num_prompt,)`. `guide` is this sequence's own and stands at the grammar's
+        beginning; it is taken to the emitted tokens."""
         self.sequence_id = sequence_id
         self.layout = layout
         self.sampling = request.sampling
@@ -54,9 +56,10 @@ class Sequence:
         self.age: AgeKey = (*request.age, request.attempt, sequence_id.choice)
         self.max_total_tokens = max_total_tokens
         self.stopwatch = stopwatch
-        self.num_prompt = len(request.token_ids)
+        self.num_prompt = len(prompt)
         emitted = request.emitted[sequence_id.choice] if request.emitted else ()
-        self.tokens = GrowingArray((*request.token_ids, *emitted))
+        self.tokens = GrowingArray(prompt)
+        self.tokens.extend(emitted)
         self.counts = self._counts() if request.sampling.has_penalties else None
         self.guide = guide
         if guide is not None:
@@ -144,9 +147,9 @@ class Sequence:
 
     def extend_hashes(self, num_blocks: int, block_size: int) -> None:
         """Makes `hashes` name the first `num_blocks` blocks, all of which must be full; each is made once."""
-        for index in range(len(self.hashes), num_blocks):
-            parent = self.hashes[-1] if self.hashes else None
-            ids = self.tokens.view(index * block_size, (index + 1) * block_size)
-            self.hashes.append(
-                block_hash(parent, ids.astype("<i4").tobytes(), self.layout.block_keys(index, block_size))
-            )
+        first = len(self.hashes)
+        if first >= num_blocks:
+            return
+        content = self.tokens.view(first * block_size, num_blocks * block_size).astype("<i4").tobytes()
+        keys = self.layout.block_keys(first, num_blocks, block_size)
+        self.hashes += block_hashes(self.hashes[-1] if self.hashes else None, content, 4 * block_size, keys)

@@ -17,7 +17,7 @@ from fabric.errors import ContextLengthExceeded
 from fabric.ids import AttemptId, BlockHash, SequenceId, UnitKey
 from fabric.messages import BlocksRemoved, BlocksStored, GenerateRequest
 from llm_workers.config import WorkerConfig
-from llm_workers.scheduling.events import Admission, StepEvents
+from llm_workers.scheduling.events import Admission, NextRead, StepEvents
 from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
 
@@ -42,6 +42,8 @@ class World:
         self.asked_for: set[tuple[SequenceId, UnitKey]] = set()
         self.index: dict[BlockHash, BlockHash | None] = {}
         self.next_seq = 1
+        self.reads: dict[tuple[UnitKey, AttemptId], NextRead] = {}
+        """As told by `drain_reads`."""
 
     # ------------------------------------------------------------ what can happen
 
@@ -49,7 +51,7 @@ class World:
         """`num_emitted`: how many tokens per choice a former attempt had already sent."""
         if len(request.token_ids) >= self.max_total:
             try:
-                self.scheduler.add(request, positions_of(request))
+                self.scheduler.prepare(request, positions_of(request))
             except ContextLengthExceeded:
                 return
             raise AssertionError("a prompt that can never fit was taken")
@@ -57,7 +59,7 @@ class World:
             full = [reference_tokens(request, choice, self.max_total)[0] for choice in range(request.num_choices)]
             cut = zip(full, num_emitted, strict=False)
             request = _with_emitted(request, tuple(tuple(tokens[:count]) for tokens, count in cut))
-        self._take_in(request, self.scheduler.add(request, positions_of(request)))
+        self._take_in(request, self.scheduler.add(self.scheduler.prepare(request, positions_of(request))))
 
     def awaited(self) -> list[UnitKey]:
         """Units that somebody asked for and that are not here."""
@@ -137,6 +139,7 @@ class World:
     def check(self) -> None:
         self.scheduler.check_invariants()
         self._follow_kv_events()
+        self._follow_reads()
 
     # ------------------------------------------------------------ the engine's part
 
@@ -261,6 +264,23 @@ class World:
             missing = self._first_missing(sequence_id)
             if missing is not None:
                 assert (sequence_id, missing[1]) in self.asked_for
+
+    def _follow_reads(self) -> None:
+        """Who adds up the changes knows the next reads of every live sequence that has claimed its units."""
+        for unit, attempt_to_read in self.scheduler.drain_reads().items():
+            for attempt_id, read in attempt_to_read.items():
+                self.reads.pop((unit, attempt_id), None)
+                if read is not None:
+                    self.reads[unit, attempt_id] = read
+        expected: dict[tuple[UnitKey, AttemptId], NextRead] = {}
+        for sequence_id in sorted(self.live, reverse=True):
+            sequence, request = self.scheduler._roster.get(sequence_id), self.requests[sequence_id.attempt_id]
+            assert sequence is not None
+            for run in reversed(request.placeholders if self.scheduler._roster.has_claimed(sequence) else ()):
+                if run.end > sequence.num_computed:
+                    unit = UnitKey(request.media[run.item].mm_hash, run.unit)
+                    expected[unit, sequence_id.attempt_id] = NextRead(sequence_id.choice, run.offset)
+        assert self.reads == expected
 
     def _follow_kv_events(self) -> None:
         """A router's index, fed with events only, equals the snapshot."""

@@ -8,7 +8,7 @@ import asyncio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from worker_world import ROW_BYTES, World, request_of, unit_of
+from worker_world import ROW_BYTES, World, assert_settled, request_of, unit_of
 
 from fabric.errors import FeatureMismatch, InvalidMedia
 from fabric.ids import AttemptId, RequestId
@@ -18,7 +18,7 @@ NAMES = "abcd"
 ROWS = {"a": 1, "b": 2, "c": 3, "d": 4}
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["begin", "announce", "pull", "lose", "turn", "preempt", "deliver", "abort"]),
+        st.sampled_from(["begin", "announce", "pull", "lose", "turn", "preempt", "deliver", "abort", "wait"]),
         st.integers(0, 99),
     ),
     max_size=120,
@@ -52,6 +52,10 @@ async def play(world: World, waiting: list, actions) -> None:
             world.deliver()
         elif action == "abort" and world.live and number < 20:
             world.abort(list(world.live)[number % len(world.live)])
+        elif action == "wait":
+            world.clock.advance(number / 10)
+            world.receiver.settle()
+        assert_settled(world.receiver)
 
 
 async def finish(world: World, waiting: list) -> None:
@@ -66,6 +70,7 @@ async def finish(world: World, waiting: list) -> None:
         world.turn()
         while world.updates:
             world.deliver()
+        assert_settled(world.receiver)
         if not (world.live or world.coming or world.sink.pulls or world.commands):
             return
     pytest.fail(f"no progress: {list(world.live)} wait, {world.reading}, held {world.held}")
@@ -84,6 +89,7 @@ def test_every_interleaving_serves_all_and_leaves_nothing(waiting, actions, inbo
         world.receiver.settle()
         assert not world.failed
         assert world.receiver.num_held == 0
+        assert not world.receiver._intake._users, "units are remembered that are nobody's"
         assert not world.sink.slots
         assert not world.landed
         released = [message.generation for message in world.releases]
@@ -256,5 +262,26 @@ def test_a_feature_that_never_fits_is_refused():
         with pytest.raises(InvalidMedia, match="inbox has 3") as caught:
             world.begin(request_of("r", 0.0, [("d", 4)], [0]))
         assert caught.value.param == "p0"
+
+    run(scenario)
+
+
+def test_what_was_pulled_and_is_covered_after_all_is_freed_at_admission():
+    async def scenario():
+        world = World(100 * ROW_BYTES)
+        request = request_of("r", 0.0, [("a", 1), ("b", 2)], [0, 1])
+        attempt = AttemptId(RequestId("r"), 0)
+        world.will_announce(request)
+        world.begin(request)
+        while world.coming:
+            world.announce(0)
+        await world.end_pull(0, is_lost=False)
+        await world.end_pull(0, is_lost=False)
+        assert set(world.landed) == {unit_of("a"), unit_of("b")}
+        world.receiver.admit(attempt, [unit_of("b")])
+        world.receiver.settle()
+        assert set(world.landed) == {unit_of("b")}, "cached KV covers a"
+        assert len(world.sink.slots) == 1
+        assert_settled(world.receiver)
 
     run(scenario)

@@ -171,8 +171,7 @@ class Worker:
             assert not update.failed, update.failed
             for let_go in update.let_go:
                 self.receiver.let_go(*let_go)
-            if update.readers is not None:
-                self.receiver.read_by(update.readers)
+            self.receiver.read_by(update.reads)
             for attempt_id, admission in update.admitted:
                 self.receiver.admit(attempt_id, admission.missing_units)
             for sequence_id, unit, reason in update.needed:

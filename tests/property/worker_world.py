@@ -25,8 +25,11 @@ from fabric.messages import (
     UnitRelease,
 )
 from llm_workers.config import WorkerConfig
+from llm_workers.intake import Intake
+from llm_workers.intake_entries import UNREAD_CHOICE
 from llm_workers.receiver import Endpoint, Listener, Receiver
 from llm_workers.scheduling.events import NextRead
+from llm_workers.turns import Turn
 
 NUM_LEVELS, HIDDEN, ROW_BYTES = 2, 4, 2 * 4 * 4
 
@@ -120,6 +123,7 @@ class World:
         self.live: dict[AttemptId, GenerateRequest] = {}
         self.reading: dict[AttemptId, Reading] = {}
         self.held: dict[UnitKey, int] = {}
+        self.told: dict[tuple[UnitKey, AttemptId], NextRead] = {}
         endpoint = Endpoint(MemberId("worker"), self, self.sink, self.clock)
         listener = Listener(lambda *_: None, self._needed, self.failed.__setitem__)
         config = WorkerConfig(unclaimed_unit_ttl_s=5.0)
@@ -203,11 +207,17 @@ class World:
                 del self.reading[attempt]
                 ended.append(attempt)
         self._let_go_unneeded(let_go)
-        readers: dict[UnitKey, dict[AttemptId, NextRead]] = {}
-        for attempt, one in self.reading.items():
-            for unit, read in one.next_reads().items():
-                readers.setdefault(unit, {})[attempt] = read
-        self.updates.append((let_go, readers, admitted, needed, ended))
+        self.updates.append((let_go, self._changed_reads(), admitted, needed, ended))
+
+    def _changed_reads(self) -> dict[UnitKey, dict[AttemptId, NextRead | None]]:
+        """Of all reads, those that are not as they were told last."""
+        reads = {(unit, key): read for key, one in self.reading.items() for unit, read in one.next_reads().items()}
+        changed: dict[UnitKey, dict[AttemptId, NextRead | None]] = {}
+        for unit, attempt in self.told.keys() | reads.keys():
+            if self.told.get((unit, attempt)) != reads.get((unit, attempt)):
+                changed.setdefault(unit, {})[attempt] = reads.get((unit, attempt))
+        self.told = reads
+        return changed
 
     def _obey(self, command: tuple, let_go: list, admitted: list) -> None:
         kind, subject = command[:2]
@@ -228,10 +238,10 @@ class World:
 
     def deliver(self) -> None:
         """One update of the engine reaches the loop."""
-        let_go, readers, admitted, needed, ended = self.updates.popleft()
+        let_go, reads, admitted, needed, ended = self.updates.popleft()
         for each in let_go:
             self.receiver.let_go(*each)
-        self.receiver.read_by(readers)
+        self.receiver.read_by(reads)
         for attempt, missing in admitted:
             self.receiver.admit(attempt, missing)
         for attempt, unit in needed:
@@ -240,3 +250,50 @@ class World:
             if self.live.pop(attempt, None) is not None:
                 self.receiver.end(attempt)
         self.receiver.settle()
+
+
+def assert_settled(receiver: Receiver) -> None:
+    """Looks at everything that the intake knows and finds nothing left to do but to wait: what `settle` does by marks
+    and queues is what a search of all of it would do."""
+    intake, now_s = receiver._intake, receiver._endpoint.clock.now()
+    for unit, num_told in intake._landed.items():
+        is_expected = any(not known.is_admitted and unit in known.order for known in intake._attempts.values())
+        assert num_told or (is_expected and unit not in intake._evicting), f"{unit} could be freed"
+    announced = {unit: list(tickets.values()) for unit, tickets in intake._announced._by_unit.items()}
+    for unit, tickets in announced.items():
+        for ticket in tickets:
+            known = intake._attempts.get(ticket.attempt)
+            is_early = known is None and ticket.attempt not in intake._ended and ticket.at_s > now_s - intake._ttl_s
+            assert is_early or (known is not None and known.wants(unit)), f"{ticket} is of no use"
+    for attempt, known in intake._attempts.items():
+        for unit in known.missing:
+            is_awaited = now_s - known.awaited.get(unit, -1e9) < intake._wait_s
+            assert is_awaited or unit in announced or unit in intake._pulling, f"{attempt} waits for {unit}"
+        for unit in known.missing if known.is_admitted else known.order:
+            is_here = unit in intake._landed or unit in intake._pulling
+            assert is_here or unit not in receiver.kept, f"{unit} lies among the kept"
+    pulls = {unit: turn for unit in announced if (turn := _first_turn(intake, unit, is_pull=True)) is not None}
+    assert intake._to_pull._orders == pulls
+    first = intake._to_pull.first()
+    assert first is None if not pulls else first[:2] == min((turn, unit) for unit, turn in pulls.items())
+    in_inbox = [unit for unit in intake._landed if unit not in intake._lent]
+    uses = {unit: turn for unit in in_inbox if (turn := _first_turn(intake, unit, is_pull=False)) is not None}
+    assert {unit: order.turn for unit, order in intake._to_evict._orders.items()} == uses
+    last = intake._to_evict.first()
+    assert last is None if not uses else last[0].turn == max(uses.values())
+
+
+def _first_turn(intake: Intake, unit: UnitKey, is_pull: bool) -> Turn | None:
+    """Of all attempts, the first turn of one that wants the unit pulled, or that still has to read it."""
+    if is_pull and (unit in intake._pulling or unit in intake._landed):
+        return None
+    named = intake._users[unit].named if unit in intake._users else {}
+    turns = []
+    for attempt, known in intake._attempts.items():
+        is_reader = unit in known.order and (not named or attempt in named or not known.is_admitted)
+        if known.wants(unit) if is_pull else is_reader:
+            read = NextRead(0, known.order[unit])
+            if known.is_admitted:
+                read = named.get(attempt, NextRead(UNREAD_CHOICE, known.order[unit]))
+            turns.append(Turn(known.age, read))
+    return min(turns, default=None)

@@ -78,7 +78,7 @@ class Bench:
         self.scheduler = Scheduler(self.config, MAX_MODEL_LEN, self.clock)
 
     def add(self, prompt: GenerateRequest, *, landed: bool = False, delta: int = 0):
-        admission = self.scheduler.add(prompt, positions(prompt, delta))
+        admission = self.scheduler.add(self.scheduler.prepare(prompt, positions(prompt, delta)))
         if landed:
             for missing in admission.missing_units:
                 self.scheduler.unit_landed(missing)

@@ -1,10 +1,12 @@
 """Block identity: golden vectors (changing one voids every cache of a running cluster), and what must differ."""
 
+import numpy as np
 import pytest
 
+from fabric.digest import block_hashes
 from fabric.ids import MmHash
 from fabric.messages import MediaItem, PlaceholderRange
-from kv_index.block_hashing import extra_keys, hash_block, prompt_block_hashes
+from kv_index.block_hashing import extra_keys, hash_block, keys_of_blocks, prompt_block_hashes
 
 
 def image(index: int, digit: str, num_tokens: int = 20) -> MediaItem:
@@ -33,6 +35,16 @@ def test_chain_equals_hashing_block_by_block():
         parent = hash_block(parent, tokens[4 * index : 4 * index + 4], extra_keys(index, 4, runs, media, "s"))
         expected.append(parent)
     assert prompt_block_hashes(tokens, 4, runs, media, "s") == expected
+
+
+@pytest.mark.parametrize("first", range(10))
+def test_a_chain_goes_on_from_any_block(first):
+    media = [image(0, "a"), image(1, "b", 5)]
+    runs = (*PICTURE, PlaceholderRange(offset=30, length=5, item=1, unit=0, row=0))
+    whole = prompt_block_hashes([3] * 40, 4, runs, media, "s")
+    keys = keys_of_blocks(first, 10, 4, runs, media, "s")
+    content = np.full(4 * (10 - first), 3, dtype="<i4").tobytes()
+    assert block_hashes(whole[first - 1] if first else None, content, 16, keys) == whole[first:]
 
 
 def test_only_full_blocks_have_a_hash():

@@ -125,3 +125,39 @@ def test_invariants_see_a_forgotten_reference() -> None:
     pool.allocate(A, 1)
     with pytest.raises(AssertionError, match="references differ"):
         pool.check_invariants({})
+
+
+def _broken_at(block: int) -> BlockPool:
+    """Eight cached blocks, of which one has lost its parent."""
+    pool = BlockPool(8)
+    chain = hashes("abcdefgh")
+    blocks = pool.allocate(A, 8)
+    pool.publish(A, None, blocks, chain)
+    pool.free(A, blocks)
+    pool._hash_to_parent[chain[block]] = hashes("z")[0]
+    return pool
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_at_rest_every_block_is_looked_at_in_turn(block: int) -> None:
+    pool = _broken_at(block)
+    for number in range(4):
+        if number == block // 2:
+            with pytest.raises(AssertionError, match="lost its parent"):
+                pool.check_at_rest(2)
+            return
+        pool.check_at_rest(2)
+
+
+def test_at_rest_a_forgotten_reference_is_seen_at_once() -> None:
+    pool = BlockPool(1000)
+    pool.check_at_rest(1)
+    pool.allocate(A, 1)
+    with pytest.raises(AssertionError, match="no sequence is there"):
+        pool.check_at_rest(1)
+
+
+def test_at_rest_a_pool_smaller_than_a_part_is_looked_at_once() -> None:
+    pool = BlockPool(3)
+    pool.check_at_rest(100)
+    assert pool._num_checked == 3

@@ -164,6 +164,6 @@ def test_a_sequence_with_a_grammar_does_not_guess() -> None:
 
     bench = Bench(speculation=THREE)
     prompt = request("a", ECHO, sampling=SamplingParams(grammar="any"))
-    bench.scheduler.add(prompt, positions(prompt), Anything())
+    bench.scheduler.add(bench.scheduler.prepare(prompt, positions(prompt), Anything()))
     bench.step(3)
     assert [chunk.num_drafts for chunk in bench.plan().chunks] == [0]

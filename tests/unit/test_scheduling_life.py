@@ -242,7 +242,7 @@ def test_contradictions_are_refused_and_nothing_changes() -> None:
         bench.add(request("c", 40, [("x", 10, 5), ("y", 12, 5)]))
     short = request("d", 40)
     with pytest.raises(ProtocolError, match="positions"):
-        bench.scheduler.add(short, positions(request("d", 39)))
+        bench.scheduler.prepare(short, positions(request("d", 39)))
     assert bench.scheduler.stats().num_waiting == 1
 
 
