@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
 from deploy.budget import budget_lines, check_budget
 from deploy.config import ClusterConfig, check_config, load_config
 from deploy.environment import set_switches
+from deploy.supervisor import Lifeline, supervise
 from fabric.errors import WeftError
 
 VERSION = "0.1.0"
+STOP_S = 30.0
+"""From the end of the drain to the end of every process; what lasts longer is killed."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console script. Returns the exit status: 0, 1 for a failure, 2 for wrong usage."""
     arguments = _parser().parse_args(argv)
+    arguments.argv = sys.argv[1:] if argv is None else argv
     set_switches()
     try:
         return int(arguments.run(arguments))
@@ -42,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--host", help="address to listen on")
     serve.add_argument("--port", type=int, help="port to listen on; 0 picks a free one")
     serve.add_argument("--in-process", action="store_true", help="one process, without Ray")
+    serve.add_argument("--supervised", type=int, help=argparse.SUPPRESS)  # the server's own start, by its supervisor
     serve.set_defaults(run=_serve)
 
     check = commands.add_parser(
@@ -68,32 +75,50 @@ def _parser() -> argparse.ArgumentParser:
 
 def _serve(arguments: argparse.Namespace) -> int:
     config = apply_overrides(load_config(arguments.config), arguments.model, arguments.host, arguments.port)
-    if arguments.in_process:
-        asyncio.run(_serve_in_process(config))
-        return 0
-    from deploy.serving.runtime import run_cluster
-
-    # The handlers are set before the cluster starts, so that an interrupt at any moment takes everything down.
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    print("weft: starting the cluster ...", flush=True)
-    with run_cluster(config) as cluster:
-        print(banner(cluster.url, cluster.model_name), flush=True)
-        stop.wait()
-        print("weft: stopping ...", flush=True)
+    if arguments.supervised is None:
+        command = [sys.executable, "-m", "deploy.cli", *arguments.argv, "--supervised"]
+        return supervise(command, config.server.drain_s + STOP_S)
+    lifeline = Lifeline(arguments.supervised)
+    # Some supervisors signal every process of a service. In a thread: `stop` takes a lock that `wait` may hold here.
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=lifeline.stop).start())
+    try:
+        if arguments.in_process:
+            asyncio.run(_serve_in_process(config, lifeline))
+        else:
+            _serve_on_ray(config, lifeline)
+    finally:
+        if lifeline.is_cut:
+            shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)  # the supervisor made it for this process
     return 0
 
 
-async def _serve_in_process(config: ClusterConfig) -> None:
+def _serve_on_ray(config: ClusterConfig, lifeline: Lifeline) -> None:
+    from deploy.serving.runtime import run_cluster
+
+    print("weft: starting the cluster ...", flush=True)
+    with run_cluster(config, temp_dir=Path(tempfile.gettempdir())) as cluster:
+        lifeline.tell_ready()
+        print(banner(cluster.url, cluster.model_name), flush=True)
+        lifeline.wait()
+        _say_stopping(config)
+        if lifeline.is_cut:
+            cluster.drain(0.0)
+
+
+async def _serve_in_process(config: ClusterConfig, lifeline: Lifeline) -> None:
     from deploy.local import serving
 
-    stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with serving(config) as (cluster, port):
+        lifeline.tell_ready()
         print(banner(f"http://{config.server.host}:{port}", cluster.model.name), flush=True)
-        await stop.wait()
+        await asyncio.to_thread(lifeline.wait)
+        _say_stopping(config)
+        if lifeline.is_cut:
+            await cluster.router.stop()
+
+
+def _say_stopping(config: ClusterConfig) -> None:
+    print(f"weft: draining, {config.server.drain_s:g} s at most; a second signal ends at once ...", flush=True)
 
 
 def apply_overrides(config: ClusterConfig, model: Path | None, host: str | None, port: int | None) -> ClusterConfig:

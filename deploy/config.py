@@ -55,6 +55,8 @@ class ServerSection(_Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     max_body_bytes: Bytes = 32 * 2**20
+    drain_s: float = Field(30.0, ge=0)
+    """How long accepted requests may take to end once the cluster is told to stop; new ones are answered 503."""
 
 
 class RouterSection(_Section):

@@ -15,6 +15,9 @@ from starlette.types import ASGIApp
 
 from fabric.errors import ConfigError
 
+CLOSE_S = 2
+"""How long open connections may take to close once every request has ended or was ended: a reader that takes nothing
+would hold up the end for ever."""
 MAX_HEADER_BYTES = 64 * 1024
 """Request line and headers together."""
 
@@ -45,7 +48,7 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves an ASGI app until stopped."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, drain_s: float = 30.0) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
         self._socket = bind(host, port)
         config = uvicorn.Config(
             app,
@@ -53,7 +56,7 @@ class HttpServer:
             access_log=False,
             lifespan="off",
             http="h11",  # the other parser takes headers of any size
-            timeout_graceful_shutdown=int(drain_s),
+            timeout_graceful_shutdown=CLOSE_S,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
         self._server = _Server(config)
@@ -71,7 +74,8 @@ class HttpServer:
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
-        """Stops accepting, lets open responses end (up to the drain time), closes."""
+        """Stops accepting, lets open connections write what they hold for `CLOSE_S`, closes. Requests are the
+        router's to end before this."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task

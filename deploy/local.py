@@ -128,4 +128,6 @@ async def serving(config: ClusterConfig) -> AsyncIterator[tuple[LocalCluster, in
         try:
             yield cluster, server.port
         finally:
+            await cluster.router.drain(config.server.drain_s)
+            await cluster.router.stop()
             await server.stop()

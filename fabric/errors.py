@@ -13,6 +13,7 @@
     │   └── Overloaded                a budget is full
     ├── Unavailable               a part is missing
     │   ├── NoCapacity                no worker or no encoder is there at all
+    │   ├── Draining                  the cluster was told to stop and takes nothing new
     │   ├── TargetGone                the replica that was named has left
     │   ├── WorkerLost                a worker died while it served the request
     │   └── EncoderLost
@@ -108,6 +109,10 @@ class Unavailable(WeftError):
 
 class NoCapacity(Unavailable):
     code = "no_capacity"
+
+
+class Draining(Unavailable):
+    code = "draining"
 
 
 class TargetGone(Unavailable):

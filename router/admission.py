@@ -5,7 +5,9 @@ Pure; knows neither HTTP nor workers.
 
 from __future__ import annotations
 
-from fabric.errors import Overloaded
+from collections.abc import Callable
+
+from fabric.errors import Draining, Overloaded
 from fabric.ids import RequestId, mint_request_id
 
 
@@ -34,11 +36,21 @@ class Admission:
         self._max_in_flight = max_in_flight
         self._max_bodies_bytes = max_bodies_bytes
         self._retry_after_s = retry_after_s
+        self._when_empty: list[Callable[[], None]] = []
+        self.is_closed = False
         self.num_in_flight = 0
         self.bodies_bytes = 0
 
+    def close(self, when_empty: Callable[[], None]) -> None:
+        """Admits nothing from now on. `when_empty` is called once no request is in flight, at once if none is."""
+        self.is_closed = True
+        self._when_empty.append(when_empty)
+        self._tell_when_empty()
+
     def admit(self) -> Ticket:
-        """Mints the request's id. Raises Overloaded."""
+        """Mints the request's id. Raises Overloaded, or Draining once it is closed."""
+        if self.is_closed:
+            raise Draining("the cluster is stopping and takes no new requests", retry_after_s=self._retry_after_s)
         if self.num_in_flight >= self._max_in_flight:
             message = f"{self.num_in_flight} requests are in flight, the most this router takes"
             raise Overloaded(message, retry_after_s=self._retry_after_s)
@@ -55,3 +67,8 @@ class Admission:
         """Called by tickets."""
         self.num_in_flight -= 1
         self.bodies_bytes -= ticket.num_bytes
+        self._tell_when_empty()
+
+    def _tell_when_empty(self) -> None:
+        while self._when_empty and not self.num_in_flight:
+            self._when_empty.pop()()

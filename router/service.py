@@ -95,6 +95,18 @@ class RouterService:
         self._parts.plane.start(self._handle)
         self._heartbeats = self._parts.tasks.spawn(self._beat(), "router heartbeats")
 
+    async def drain(self, limit_s: float) -> int:
+        """Admits nothing from now on and waits until every request in flight has ended, up to `limit_s`. Returns how
+        many have not."""
+        is_empty = asyncio.Event()
+        self.admission.close(is_empty.set)
+        try:
+            async with asyncio.timeout(limit_s):
+                await is_empty.wait()
+        except TimeoutError:
+            pass
+        return self.admission.num_in_flight
+
     async def stop(self) -> None:
         """Ends every request (its client is told) and every task. The plane stays its owner's."""
         for flight in list(self._flights.values()):
@@ -127,14 +139,15 @@ class RouterService:
 
     def readiness(self) -> tuple[bool, dict[str, object]]:
         """Whether a request could be served, and what is there: a worker, and an encoder for each modality that
-        is served."""
+        is served. A router that drains is not ready."""
         encoders = self._parts.of_kind("encoder")
         served = {modality for each in encoders for modality in each.modalities}
         missing = sorted(set(self._intake.max_items) - served)
         num_workers = len(self._parts.of_kind("worker"))
-        is_ready = num_workers > 0 and not missing
+        is_draining = self.admission.is_closed
+        is_ready = num_workers > 0 and not missing and not is_draining
         state: dict[str, object] = {
-            "status": "ready" if is_ready else "waiting",
+            "status": "draining" if is_draining else "ready" if is_ready else "waiting",
             "num_workers": num_workers,
             "num_encoders": len(encoders),
             "modalities_without_encoder": missing,

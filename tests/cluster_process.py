@@ -10,8 +10,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -24,6 +25,10 @@ class ClusterProcess:
     model: str
     process: subprocess.Popen[str]
     log: Path
+    temp_dir: Path
+    """Where the cluster keeps its temporary files, and nobody else."""
+    mark: str
+    """Stands in the environment that the cluster was started with."""
 
     def client(self, **options: object) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=120, **options)  # type: ignore[arg-type]
@@ -43,41 +48,58 @@ class ClusterProcess:
 def start_cluster(
     ready_timeout_s: float = 400.0, in_process: bool = False, **sections: dict[str, object]
 ) -> Iterator[ClusterProcess]:
-    """`weft serve` on a free port with the given config sections on top of the laptop's defaults."""
-    with tempfile.TemporaryDirectory(prefix="weft-e2e-") as folder:
-        config = Path(folder) / "cluster.yaml"
-        config.write_text(yaml.safe_dump({"server": {"port": 0}, **sections}))
-        log = Path(folder) / "log"
+    """`weft serve` on a free port with the given config sections on top of the laptop's defaults. Asserts that it
+    leaves nothing behind in its temporary folder."""
+    with launched(in_process, **sections) as starting:
+        yield wait_ready(starting, ready_timeout_s)
+
+
+@contextlib.contextmanager
+def launched(in_process: bool = False, **sections: dict[str, object]) -> Iterator[ClusterProcess]:
+    """As `start_cluster`, without waiting: `url` and `model` are empty."""
+    with tempfile.TemporaryDirectory(prefix="w-") as folder:  # short, as Ray puts sockets below it
+        config, log, temp_dir = Path(folder) / "cluster.yaml", Path(folder) / "log", Path(folder) / "t"
+        config.write_text(yaml.safe_dump({"server": {"port": 0}} | sections))
+        temp_dir.mkdir()
         command = [sys.executable, "-m", "deploy.cli", "serve", "--config", str(config)]
         if in_process:
             command.append("--in-process")
+        mark = uuid.uuid4().hex
         with log.open("w") as sink:
             process = subprocess.Popen(
-                command, stdout=sink, stderr=subprocess.STDOUT, text=True, start_new_session=True
+                command,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+                env=os.environ | {"TMPDIR": str(temp_dir), "WEFT_TEST_MARK": mark},
             )
         try:
-            yield _wait_ready(process, log, ready_timeout_s)
+            yield ClusterProcess("", "", process, log, temp_dir, mark)
         finally:
             _stop(process)
+        assert [path.name for path in temp_dir.iterdir()] == []
 
 
-def _wait_ready(process: subprocess.Popen[str], log: Path, timeout_s: float) -> ClusterProcess:
+def wait_ready(starting: ClusterProcess, timeout_s: float = 400.0) -> ClusterProcess:
+    """The cluster once it says where it is. Raises AssertionError with the end of its log if it does not."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        match = re.search(r"ready at (\S+) \(model (\S+)\)", log.read_text())
+        match = re.search(r"ready at (\S+) \(model (\S+)\)", starting.log.read_text())
         if match:
-            return ClusterProcess(match[1], match[2], process, log)
-        if process.poll() is not None:
+            return replace(starting, url=match[1], model=match[2])
+        if starting.process.poll() is not None:
             break
         time.sleep(0.1)
-    raise AssertionError(f"the cluster did not start (status {process.poll()}):\n{log.read_text()[-6000:]}")
+    said = starting.log.read_text()[-6000:]
+    raise AssertionError(f"the cluster did not start (status {starting.process.poll()}):\n{said}")
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         try:
-            process.wait(timeout=60)
+            process.wait(timeout=90)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

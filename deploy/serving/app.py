@@ -31,7 +31,8 @@ from fabric.messages import EncodeRequest, EncodeResult, GenerateRequest, Genera
 APP_NAME = "weft"
 UNBOUNDED = 1_000_000
 """A full replica queues inside Serve and blocks the calls behind it, so admission is ours and Serve's limit is off."""
-DRAIN_S = 60.0
+STOP_S = 15.0
+"""What Serve gives a replica to stop, beyond the time to drain."""
 
 
 def replica_id() -> MemberId:
@@ -127,6 +128,7 @@ class RouterReplica:
         await self._service.start()
         self._heartbeat = Heartbeat(record, self._service.update_members)
         await self._heartbeat.start()
+        self._drain_s = config.server.drain_s
         self._http = HttpServer(create_app(self._service), config.server.host, config.server.port)
         await self._http.start()
 
@@ -134,35 +136,44 @@ class RouterReplica:
         """The port that it listens on (the config may have asked for any)."""
         return self._http.port
 
+    async def drain(self, limit_s: float) -> int:
+        """Admits nothing from now on; returns how many requests have not ended after `limit_s`."""
+        num_left = await self._service.drain(min(limit_s, self._drain_s))
+        self._drain_s = 0.0  # the time is used up
+        return num_left
+
     async def check_health(self) -> None:
         self._service.check_health()
 
     async def __del__(self) -> None:
+        await self._service.drain(self._drain_s)
+        await self._service.stop()
         await self._http.stop()
         await self._heartbeat.stop()
-        await self._service.stop()
         self._plane.close()
 
 
 def build_app(config: ClusterConfig, model_dir: Path) -> Application:
     """The application graph: router -> workers, encoders."""
-    workers = _deployment(WorkerReplica, "worker", config.workers.replicas, config.workers.gpus_per_replica)
+    workers = _deployment(WorkerReplica, "worker", config, config.workers.replicas, config.workers.gpus_per_replica)
     if config.workers.tensor_parallel > 1:
         workers = workers.options(placement_group_bundles=rank_bundles(config), placement_group_strategy="PACK")
-    encoders = _deployment(EncoderReplica, "encoder", config.encoders.replicas, config.encoders.gpus_per_replica)
-    router = _deployment(RouterReplica, "router", config.router.replicas, 0)
+    encoders = _deployment(
+        EncoderReplica, "encoder", config, config.encoders.replicas, config.encoders.gpus_per_replica
+    )
+    router = _deployment(RouterReplica, "router", config, config.router.replicas, 0)
     directory = str(model_dir)
     bound_encoders = encoders.bind(config, directory) if config.encoders.replicas else None
     return router.bind(config, directory, workers.bind(config, directory), bound_encoders)
 
 
-def _deployment(replica: type, name: str, num_replicas: int, num_gpus: float) -> Any:
+def _deployment(replica: type, name: str, config: ClusterConfig, num_replicas: int, num_gpus: float) -> Any:
     return serve.deployment(
         replica,
         name=name,
         num_replicas=max(num_replicas, 1),
         max_ongoing_requests=UNBOUNDED,
-        graceful_shutdown_timeout_s=DRAIN_S,
+        graceful_shutdown_timeout_s=config.server.drain_s + STOP_S,
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
         ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus},

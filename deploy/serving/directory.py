@@ -38,6 +38,9 @@ class DirectoryActor:
     def leave(self, member_id: MemberId) -> None:
         self._directory.leave(member_id)
 
+    def members(self) -> tuple[Member, ...]:
+        return self._directory.view().members
+
 
 def directory_actor() -> ray.actor.ActorHandle:
     """The cluster's directory; the first caller makes it."""

@@ -5,18 +5,26 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
+import signal
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from deploy import compose
 from deploy.budget import refuse_if_too_small
 from deploy.config import ClusterConfig
 from deploy.environment import set_local_switches
 from fabric.errors import ConfigError, Unavailable
+
+logger = logging.getLogger(__name__)
+ANSWER_S = 5.0
+"""How long the directory and the routers may take to answer, beyond what they are asked to wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +34,8 @@ class RunningCluster:
     host: str
     port: int
     model_name: str
+    drain: Callable[[float], None] = lambda _: None
+    """Makes every router refuse new requests, and waits until those in flight have ended, so many seconds at most."""
 
     @property
     def url(self) -> str:
@@ -34,9 +44,12 @@ class RunningCluster:
 
 
 @contextlib.contextmanager
-def run_cluster(config: ClusterConfig, ready_timeout_s: float = 300.0) -> Iterator[RunningCluster]:
-    """A cluster for the time of the block. Side effects: starts a local Ray unless
-    `config.ray.address` names one. Raises ConfigError or Unavailable (with Serve's own message) if it can't start."""
+def run_cluster(
+    config: ClusterConfig, temp_dir: Path | None = None, ready_timeout_s: float = 300.0
+) -> Iterator[RunningCluster]:
+    """A cluster for the time of the block; at its end it drains. Side effects: starts a local Ray unless
+    `config.ray.address` names one, with its files in `config.ray.temp_dir`, or `temp_dir`, or a folder that is
+    removed at the end. Raises ConfigError or Unavailable (with Serve's own message) if it can't start."""
     model_dir = compose.resolve_model_dir(config)
     model = compose.load_model(config, model_dir)
     refuse_if_too_small(config, model)
@@ -44,7 +57,7 @@ def run_cluster(config: ClusterConfig, ready_timeout_s: float = 300.0) -> Iterat
         _check_port(config.server.host, config.server.port)
     if config.ray.address is None:
         set_local_switches()  # before `import ray`, which reads them once
-    with _ray(config):
+    with _ray(config, config.ray.temp_dir or temp_dir):
         from ray import serve
 
         from deploy.serving.app import APP_NAME, build_app
@@ -55,43 +68,82 @@ def run_cluster(config: ClusterConfig, ready_timeout_s: float = 300.0) -> Iterat
             handle = serve.run(build_app(config, model_dir), name=APP_NAME, route_prefix=None)
             port = handle.port.remote().result(timeout_s=ready_timeout_s)
             host = "127.0.0.1" if config.server.host in ("0.0.0.0", "::") else config.server.host
-            cluster = RunningCluster(host, port, model.name)
+            cluster = RunningCluster(host, port, model.name, partial(drain_routers, handle))
             wait_ready(cluster, ready_timeout_s)
-            yield cluster
+            try:
+                yield cluster
+            finally:
+                cluster.drain(config.server.drain_s)
         finally:
             _remove_app(APP_NAME)
 
 
+def drain_routers(handle: Any, limit_s: float) -> None:
+    """Workers and encoders go on meanwhile: what was accepted needs them. A router that does not answer is logged."""
+    import ray
+
+    from deploy.serving.directory import directory_actor
+
+    members = ray.get(directory_actor().members.remote(), timeout=ANSWER_S)
+    routers = [member.member_id for member in members if member.kind == "router"]
+    deadline_s = time.monotonic() + limit_s + ANSWER_S
+    drains = [handle.options(session_id=str(member_id)).drain.remote(limit_s) for member_id in routers]
+    for member_id, under_way in zip(routers, drains, strict=True):
+        try:
+            num_left = under_way.result(timeout_s=max(0.0, deadline_s - time.monotonic()))
+        except Exception:  # whatever happened to it, the others' requests go on
+            logger.exception("router %s could not be drained", member_id)
+        else:
+            if num_left:
+                logger.warning("router %s ends %d requests that are not done after %g s", member_id, num_left, limit_s)
+
+
 @contextlib.contextmanager
-def _ray(config: ClusterConfig) -> Iterator[None]:
+def _own_handlers() -> Iterator[None]:
+    """Puts back the signal handlers that the block has replaced: Ray sets its own, the last of which aborts."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _ray(config: ClusterConfig, temp_dir: Path | None) -> Iterator[None]:
     import ray
 
     if config.ray.address is not None:
-        ray.init(address=config.ray.address, namespace="weft", log_to_driver=False, logging_level="WARNING")
+        with _own_handlers():
+            ray.init(address=config.ray.address, namespace="weft", log_to_driver=False, logging_level="WARNING")
         try:
             yield
         finally:
             ray.shutdown()
         return
     # A short path: Ray puts Unix sockets below it, whose names are limited to 107 bytes.
-    temp_dir = config.ray.temp_dir or Path(tempfile.mkdtemp(prefix="weft-"))
+    folder = temp_dir or Path(tempfile.mkdtemp(prefix="weft-"))
     try:
-        ray.init(
-            address="local",
-            namespace="weft",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _temp_dir=str(temp_dir),
-            _node_ip_address="127.0.0.1",
-        )
+        with _own_handlers():
+            ray.init(
+                address="local",
+                namespace="weft",
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                _temp_dir=str(folder),
+                _node_ip_address="127.0.0.1",
+            )
         try:
             yield
         finally:
-            ray.shutdown()
+            ray.shutdown(wait_for_processes=True)
     finally:
-        if config.ray.temp_dir is None:
-            shutil.rmtree(temp_dir, ignore_errors=True)
+        if temp_dir is None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_app(name: str) -> None:

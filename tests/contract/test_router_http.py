@@ -27,7 +27,7 @@ from router.http import create_app
 @asynccontextmanager
 async def serving(**settings: object) -> AsyncIterator[tuple[FakeCluster, openai.AsyncOpenAI, int]]:
     async with fake_cluster(**settings) as cluster:  # type: ignore[arg-type]
-        server = HttpServer(create_app(cluster.service), "127.0.0.1", 0, drain_s=2.0)
+        server = HttpServer(create_app(cluster.service), "127.0.0.1", 0)
         await server.start()
         url = f"http://127.0.0.1:{server.port}/v1"
         try:

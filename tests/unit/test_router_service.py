@@ -11,6 +11,7 @@ from router_fakes import BLOCK_SIZE, FakeEncoder, FakeWorker, fake_cluster, sett
 from fabric.errors import (
     Aborted,
     ContextLengthExceeded,
+    Draining,
     InvalidMedia,
     InvalidRequest,
     ModelNotFound,
@@ -313,3 +314,36 @@ async def test_stop_ends_open_requests_with_a_word() -> None:
         await cluster.service.stop()
         with pytest.raises(Aborted):
             await read(stream)
+
+
+async def test_a_drain_lets_what_was_accepted_end_and_takes_nothing_new() -> None:
+    async with fake_cluster() as cluster:
+        cluster.encoders[0].gate = asyncio.Event()
+        stream = await cluster.service.open(chat([image()]))
+        draining = asyncio.create_task(cluster.service.drain(limit_s=3600))
+        await settled(lambda: cluster.service.admission.is_closed)
+        with pytest.raises(Draining) as refused:
+            await cluster.service.open(chat())
+        assert refused.value.retry_after_s is not None
+        is_ready, state = cluster.service.readiness()
+        assert (is_ready, state["status"]) == (False, "draining")
+        assert not draining.done()
+        cluster.encoders[0].gate.set()
+        assert (await read(stream))[0] == [expected(cluster)]
+        assert await draining == 0
+
+
+async def test_a_drain_ends_at_its_limit_and_says_how_many_are_left() -> None:
+    async with fake_cluster() as cluster:
+        cluster.encoders[0].gate = asyncio.Event()
+        streams = [await cluster.service.open(chat([image(seed)])) for seed in (1, 2)]
+        assert await cluster.service.drain(limit_s=0) == 2
+        for stream in streams:
+            stream.close()
+        await settled(lambda: cluster.service.admission.num_in_flight == 0)
+
+
+async def test_a_drain_of_an_idle_router_ends_at_once() -> None:
+    async with fake_cluster() as cluster:
+        assert await cluster.service.drain(limit_s=3600) == 0
+        assert await cluster.service.drain(limit_s=3600) == 0, "asked for twice, it waits for nothing"

@@ -1,0 +1,207 @@
+"""`weft serve` as two processes: a supervisor that takes the signals, and the server that it starts.
+
+While Ray starts it replaces the handler of SIGTERM three times: twice by a Python handler that exits, then by one of
+its core that prints a stack trace and aborts. So no handler of the process that starts Ray holds at every moment. The
+supervisor imports no Ray and keeps its handlers. It starts the server in a session of its own, where the Ctrl-C of a
+terminal does not reach it, and adopts every process whose parent dies, so that it can end them all.
+
+The first signal asks the server to drain, up to a time limit. A second signal, or the limit, ends every process at
+once. Either way the folder for temporary files of all of them is removed. Knows nothing of what is served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+PR_SET_CHILD_SUBREAPER = 36
+"""prctl(2)."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_READY = b"r"
+_DRAIN = b"d"
+_END_S = 10.0
+"""How long killed processes may take to vanish: one that hangs in the kernel is left to it."""
+_POLL_S = 0.02
+_MAX_TEMP_DIR_BYTES = 28
+"""The path of a Unix socket has 107 bytes at most; Ray's take 62 of it below its folder, whose own name takes 14."""
+
+
+def supervise(command: Sequence[str], stop_limit_s: float) -> int:
+    """Runs `command`, with the number of its end of the line appended, until it ends or a signal asks for the end.
+
+    `stop_limit_s` is how long the server may take from the first signal to its end. Returns the server's exit status,
+    or 0 when a signal asked for the end. Side effects: handlers of this process, a folder for temporary files that
+    exists for as long as this runs and is the server's TMPDIR."""
+    _adopt_orphans()
+    folder = _temporary_folder()
+    ours, theirs = socket.socketpair()
+    try:
+        with _signals_as_bytes() as signals:
+            server = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env=os.environ | {"TMPDIR": folder},
+            )
+            theirs.close()
+            try:
+                return _watch(server, ours, signals, stop_limit_s)
+            finally:
+                end_descendants()
+    finally:
+        ours.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _temporary_folder() -> str:
+    """A new one where the environment says, or in /tmp where that path is too long for Ray's sockets."""
+    usual = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="weft-", dir=usual if len(os.fsencode(usual)) <= _MAX_TEMP_DIR_BYTES else "/tmp")
+
+
+def _watch(server: subprocess.Popen[bytes], line: socket.socket, signals: socket.socket, stop_limit_s: float) -> int:
+    """Until the server has ended, or must not be waited for any longer."""
+    is_ready, deadline_s = False, None
+    watched = [signals, line]
+    while True:
+        left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        readable, _, _ = select.select(watched, [], [], left_s)
+        if line in readable:
+            if line.recv(1) == _READY:
+                is_ready = True
+            else:  # it has ended, or is about to
+                watched.remove(line)
+        numbers = signals.recv(64) if signals in readable else b""
+        num_stops = sum(number in STOP_SIGNALS for number in numbers)
+        _reap(server)
+        if num_stops and (deadline_s is not None or num_stops > 1 or not is_ready):
+            return 0  # a second signal; or nothing was accepted yet
+        if server.returncode is not None:
+            return 0 if deadline_s is not None else _exit_status(server.returncode)
+        if num_stops:
+            deadline_s = time.monotonic() + stop_limit_s
+            with contextlib.suppress(OSError):
+                line.send(_DRAIN)
+        elif left_s == 0.0:
+            print("weft: the time to stop is up; ending every process", file=sys.stderr, flush=True)
+            return 0
+
+
+def _exit_status(returncode: int) -> int:
+    """As a shell would say it: 128 and the signal's number for a server that a signal has killed."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def _reap(server: subprocess.Popen[bytes]) -> None:
+    """Takes the status of every child that has ended: the server's, and adopted ones'."""
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            if pid == server.pid:
+                server.returncode = os.waitstatus_to_exitcode(status)
+
+
+@contextlib.contextmanager
+def _signals_as_bytes() -> Iterator[socket.socket]:
+    """A socket that delivers the numbers of the signals that arrive, a byte each."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    numbers = (*STOP_SIGNALS, signal.SIGCHLD)
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    try:
+        yield reader
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        reader.close()
+        writer.close()
+
+
+def _adopt_orphans() -> None:
+    """A descendant whose parent dies becomes this process's child instead of init's."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def descendants(root: int) -> list[int]:
+    """Ids of the processes below `root` that have not ended, from /proc; empty where there is none."""
+    parent_to_children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            text = entry.read_text()
+        except OSError:  # it ended meanwhile
+            continue
+        state, parent = text[text.rindex(")") + 2 :].split()[:2]
+        if state not in "ZX":
+            parent_to_children.setdefault(int(parent), []).append(int(entry.parent.name))
+    found, below = [], [root]
+    while below:
+        children = parent_to_children.get(below.pop(), [])
+        found += children
+        below += children
+    return found
+
+
+def end_descendants() -> None:
+    """Kills every process below this one and takes its status, until none is left."""
+    deadline_s = time.monotonic() + _END_S
+    while time.monotonic() < deadline_s:
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:  # none is left
+            return
+        time.sleep(_POLL_S)
+
+
+class Lifeline:
+    """The server's end of the line to its supervisor, and what the server waits for."""
+
+    def __init__(self, fileno: int) -> None:
+        """Side effect: this process ignores SIGINT, which is the supervisor's."""
+        self.is_cut = False
+        """The supervisor has died: nothing may outlive it."""
+        self._stop = threading.Event()
+        self._line = socket.socket(fileno=fileno)
+        self._line.set_inheritable(False)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=self._listen, name="weft-lifeline", daemon=True).start()
+
+    def tell_ready(self) -> None:
+        """From now on the first signal drains; until now it ends the start."""
+        with contextlib.suppress(OSError):
+            self._line.send(_READY)
+
+    def wait(self) -> None:
+        """Until the supervisor asks for the end, or has died, or `stop` was called."""
+        self._stop.wait()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def _listen(self) -> None:
+        try:
+            said = self._line.recv(1)
+        except OSError:
+            said = b""
+        self.is_cut = said != _DRAIN
+        self._stop.set()
