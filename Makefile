@@ -8,7 +8,7 @@ PURE   := fabric kv_index llm_workers/scheduling encoder_pool/planning router/pl
 export PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install serve test lint types unit property contract parity e2e fault gpu explore bench demo-model clean
+.PHONY: install serve test lint types unit property contract parity e2e fault gpu explore mutants bench demo-model clean
 
 install: $(STAMP)
 
@@ -41,6 +41,10 @@ unit property contract parity e2e fault gpu: install
 explore: install
 	$(BIN)/python -m pytest tests/property tests/parity -q --hypothesis-profile=explore
 
+# Hours of processor time, so no part of `test`. Interrupted, it goes on where it stopped.
+mutants: install
+	$(BIN)/python tests/mutation/campaign.py
+
 bench: install
 	$(BIN)/weft bench all
 
@@ -50,4 +54,4 @@ demo-model: install
 	$(BIN)/python -m deploy.demo.evaluate --report deploy/demo/REPORT.md
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build mutants *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hypothesis import settings
+import pytest
+from hypothesis import HealthCheck, Phase, settings
 
 from deploy.environment import set_local_switches, set_switches
 
@@ -13,4 +14,32 @@ set_local_switches()
 # What a run says belongs to the commit, so everybody's run draws the same examples. `make explore` draws new ones.
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("explore", print_blob=True, deadline=None)
+# `make mutants` runs the properties hundreds of times: few examples each, and no shrinking of what fails.
+settings.register_profile(
+    "mutants",
+    derandomize=True,
+    deadline=None,
+    max_examples=25,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
 settings.load_profile("same")
+
+# What a property of `make mutants` may draw: what survives is killed by a unit test, not by the 300th example.
+MUTANT_EXAMPLES = 20
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Under the profile `mutants`, caps the examples that a test asks for itself."""
+    if settings.get_current_profile_name() != "mutants":
+        return
+    for item in items:
+        test = getattr(item, "function", None)
+        asked = getattr(test, "_hypothesis_internal_use_settings", None)
+        if asked is not None:
+            test._hypothesis_internal_use_settings = settings(
+                asked, max_examples=min(asked.max_examples, MUTANT_EXAMPLES)
+            )
+        machine = getattr(getattr(item, "cls", None), "settings", None)
+        if isinstance(machine, settings):
+            item.cls.settings = settings(machine, max_examples=min(machine.max_examples, MUTANT_EXAMPLES))

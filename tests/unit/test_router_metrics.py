@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import msgspec
 import pytest
-from router_chats import chat, image, read
-from router_fakes import FakeCluster, fake_cluster, settled
+from router_chats import chat, expected, image, read
+from router_fakes import FakeCluster, TinyFamily, fake_cluster, settled, tiny_codec
 
-from fabric.errors import Overloaded, RequestRefused
-from fabric.messages import EncodeCost, EncoderReport, WorkerReport
+from fabric.clock import ManualClock
+from fabric.errors import EngineFailed, Overloaded, RequestRefused
+from fabric.ids import BlockHash, MemberId, MmHash, RequestId
+from fabric.messages import (
+    BlocksStored,
+    EncodeCost,
+    EncoderReport,
+    FeatureEvents,
+    KvEvents,
+    TokenFrame,
+    TokenFrames,
+    WorkerReport,
+)
+from modalities.family import DEFAULT_OPTIONS, ItemPlan, MediaHeader, MediaOptions
 from router.admission import Admission
 from router.member_metrics import ENCODER_COUNTERS, ENCODER_GAUGES, WORKER_COUNTERS, WORKER_GAUGES
 from router.metrics import RouterMetrics
@@ -16,6 +31,39 @@ from router.metrics import RouterMetrics
 
 def value(cluster: FakeCluster, name: str, **labels: str) -> float | None:
     return cluster.service.metrics.registry.get_sample_value(name, labels)
+
+
+PLAN_S, STEP_S = 2.0, 0.125
+
+
+class SlowFamily(TinyFamily):
+    """Planning an item takes PLAN_S."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__()
+        self.taken_s = 0.0
+        self._clock = clock
+
+    def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
+        self._clock.advance(PLAN_S)
+        self.taken_s += PLAN_S
+        return super().plan(header, options)
+
+
+@asynccontextmanager
+async def timed_cluster() -> AsyncIterator[tuple[FakeCluster, SlowFamily]]:
+    """Planning a picture and each token of a worker take their time, nothing else any."""
+    clock = ManualClock(100.0)
+    family = SlowFamily(clock)
+    async with fake_cluster(clock=clock, model=(family, tiny_codec())) as cluster:
+
+        def step(frames: list[TokenFrame]) -> list[TokenFrame]:
+            clock.advance(STEP_S)
+            return frames
+
+        for worker in cluster.workers:
+            worker.script.frames = step
+        yield cluster, family
 
 
 async def test_requests_and_tokens_are_counted() -> None:
@@ -27,13 +75,168 @@ async def test_requests_and_tokens_are_counted() -> None:
         assert value(cluster, "weft_router_requests_total", code="model_not_found") == 1
         assert value(cluster, "weft_router_attempts_total", outcome="ok") == 1
         assert value(cluster, "weft_router_prompt_tokens_total") == usage.num_prompt_tokens
-        assert value(cluster, "weft_router_completion_tokens_total") == usage.num_completion_tokens
-        assert value(cluster, "weft_router_itl_seconds_count") == usage.num_completion_tokens - 1
-        for once in ("ttft_seconds", "e2e_seconds", "predicted_ttft_seconds", "ttft_ratio", "overlap_efficiency"):
-            assert value(cluster, f"weft_router_{once}_count") == 1
-        for stage in ("intake", "worker", "router"):
-            assert value(cluster, "weft_router_stage_seconds_count", stage=stage) == 1
+        assert value(cluster, "weft_router_completion_tokens_total") == usage.num_completion_tokens > 10
+        assert value(cluster, "weft_router_requests_with_total", modality="image") == 1
+        assert value(cluster, "weft_router_media_total", modality="image") == 1
+        assert (
+            value(cluster, "weft_router_planned_media_tokens_total", modality="image")
+            == (usage.modality_to_tokens["image"])
+            > 0
+        )
         assert value(cluster, "weft_router_requests_in_flight") == 0
+
+
+async def test_histograms_hold_the_seconds_that_a_request_took() -> None:
+    """Not how many observations there are, but what was observed."""
+    async with timed_cluster() as (cluster, family):
+        stream = await cluster.service.open(chat([image()]))
+        _, _, usage = await read(stream)
+        plan = cluster.service.traces.get(stream.request_id).to_json()["plans"][0]["plan"]
+        intake_s = family.taken_s
+        assert intake_s >= PLAN_S
+        worker_s = usage.num_completion_tokens * STEP_S
+        seconds = {
+            "ttft_seconds": intake_s + STEP_S,
+            "actual_ttft_seconds": STEP_S,
+            "e2e_seconds": intake_s + worker_s,
+            "predicted_ttft_seconds": plan["predicted_ttft_s"],
+            "ttft_ratio": plan["predicted_ttft_s"] / STEP_S,
+            "overlap_efficiency": plan["lower_bound_s"] / STEP_S,
+        }
+        assert plan["predicted_ttft_s"] >= plan["lower_bound_s"] > 0
+        for name, taken in seconds.items():
+            assert value(cluster, f"weft_router_{name}_count") == 1, name
+            assert value(cluster, f"weft_router_{name}_sum") == pytest.approx(taken), name
+        assert value(cluster, "weft_router_itl_seconds_count") == usage.num_completion_tokens - 1
+        assert value(cluster, "weft_router_itl_seconds_sum") == pytest.approx(worker_s - STEP_S)
+        for stage, taken in {"intake": intake_s, "worker": worker_s, "router": intake_s}.items():
+            assert value(cluster, "weft_router_stage_seconds_count", stage=stage) == 1
+            assert value(cluster, "weft_router_stage_seconds_sum", stage=stage) == pytest.approx(taken), stage
+
+
+async def test_tokens_of_one_frame_share_the_time_since_the_last() -> None:
+    """A step with drafts brings several tokens at once: as many gaps, and no longer in sum."""
+    held: list[TokenFrame] = []
+    clock = ManualClock()
+
+    def two_at_a_time(frames: list[TokenFrame]) -> list[TokenFrame]:
+        clock.advance(STEP_S)
+        held.extend(frames)
+        if len(held) < 2 and not any(frame.finish_reason for frame in frames):
+            return []
+        token_ids = tuple(token_id for frame in held for token_id in frame.token_ids)
+        together = msgspec.structs.replace(held[0], token_ids=token_ids, finish_reason=held[-1].finish_reason)
+        held.clear()
+        return [together]
+
+    async with fake_cluster(clock=clock) as cluster:
+        cluster.workers[0].script.frames = two_at_a_time
+        _, _, usage = await read(await cluster.service.open(chat()))
+        num_after_first = usage.num_completion_tokens - 2
+        assert value(cluster, "weft_router_itl_seconds_count") == num_after_first > 4
+        assert value(cluster, "weft_router_itl_seconds_sum") == pytest.approx(num_after_first * STEP_S)
+
+
+async def test_a_request_without_a_token_has_no_first_one() -> None:
+    async with timed_cluster() as (cluster, family):
+        cluster.workers[0].script.error, cluster.workers[0].script.die_at = EngineFailed("broke"), 0
+        with pytest.raises(EngineFailed):
+            await read(await cluster.service.open(chat([image()])))
+        assert value(cluster, "weft_router_requests_total", code="engine_failed") == 1
+        assert value(cluster, "weft_router_ttft_seconds_count") == 0
+        assert value(cluster, "weft_router_e2e_seconds_sum") == pytest.approx(family.taken_s)
+
+
+async def test_frames_that_are_not_used_are_counted_by_reason() -> None:
+    def dropped(reason: str) -> float:
+        return value(cluster, "weft_router_frames_dropped_total", reason=reason) or 0.0
+
+    async with fake_cluster() as cluster:
+        worker = cluster.workers[0]
+        worker.script.pause_at = 2
+        stream = await cluster.service.open(chat(n=2, stop=["choice 1"]))
+        await settled(lambda: all(choice.num_tokens == 2 for choice in stream.choices))
+
+        def send(name: MemberId, **fields: object) -> None:
+            frame = TokenFrame(stream.request_id, 0, 0, 0, (65,), None)
+            frame = msgspec.structs.replace(frame, **fields)
+            worker.plane.send(cluster.plane.address, TokenFrames(name, (frame,)))
+
+        send(worker.member_id, request_id=RequestId("somebody-elses"))
+        send(worker.member_id, attempt=1)
+        send(MemberId("worker-9"))
+        send(worker.member_id, choice=2)
+        send(worker.member_id, choice=-1)
+        await settled(lambda: dropped("unknown_choice") == 2)
+        assert dropped("unknown_request") == 1
+        assert dropped("old_attempt") == 2
+        assert dropped("finished_choice") == 0
+        worker.script.resume.set()
+        texts, _, _ = await read(stream)
+        assert texts == [expected(cluster, 0), ""], "what was dropped changed nothing"
+        assert dropped("finished_choice") > 0, "the worker went on with the choice that a stop string ended"
+
+
+async def test_the_planners_sums_are_told_by_stage() -> None:
+    """What was predicted and what came, of two requests of which the second finds the first one's blocks."""
+    async with fake_cluster() as cluster:
+        for _ in range(2):
+            _, _, usage = await read(await cluster.service.open(chat("the same words again and again " * 4)))
+        assert usage.num_cached_tokens > 0
+        assert value(cluster, "weft_planner_observations_total", stage="prefix_tokens") == 2
+        assert value(cluster, "weft_planner_actual_total", stage="prefix_tokens") == usage.num_cached_tokens
+        assert value(cluster, "weft_planner_predicted_total", stage="prefix_tokens") == usage.num_cached_tokens
+        assert value(cluster, "weft_planner_abs_error_total", stage="prefix_tokens") == 0
+        # The fakes report 0.001 s in the queue, and nobody predicted any.
+        assert value(cluster, "weft_planner_actual_total", stage="queue") == pytest.approx(0.002)
+        assert value(cluster, "weft_planner_abs_error_total", stage="queue") == pytest.approx(
+            abs(0.002 - (value(cluster, "weft_planner_predicted_total", stage="queue") or 0.0))
+        )
+        for stage in ("prefill", "held", "ttft", "lower_bound"):
+            assert value(cluster, "weft_planner_observations_total", stage=stage) == 2
+
+
+async def test_the_planners_promises_that_fail_are_seen() -> None:
+    """A worker that quietly lost its cache: hits predicted and not found."""
+    async with fake_cluster() as cluster:
+        words = "the same words again and again " * 4
+        await read(await cluster.service.open(chat(words)))
+        await settled(lambda: (value(cluster, "weft_index_keys", index="prefix") or 0) > 0)
+        cluster.workers[0].script.forgets_prefix = True
+        _, _, usage = await read(await cluster.service.open(chat(words)))
+        assert usage.num_cached_tokens == 0
+        promised = value(cluster, "weft_planner_predicted_total", stage="prefix_tokens")
+        assert promised is not None
+        assert promised > 0
+        assert value(cluster, "weft_planner_abs_error_total", stage="prefix_tokens") == promised
+        assert value(cluster, "weft_planner_actual_total", stage="prefix_tokens") == 0
+
+
+async def test_the_sizes_of_the_indexes_are_told() -> None:
+    def of(name: str, index: str) -> float | None:
+        return value(cluster, f"weft_index_{name}", index=index)
+
+    async with fake_cluster() as cluster:
+        worker, encoder = cluster.workers[0], cluster.encoders[0]
+        for index in ("prefix", "feature"):
+            assert (of("keys", index), of("refused", index)) == (0, 0)
+
+        def stored(name: bytes) -> BlocksStored:
+            return BlocksStored(None, (BlockHash(name * 16),))
+
+        def tell(seq: int, *events: BlocksStored) -> None:
+            worker.plane.send(cluster.plane.address, KvEvents(worker.member_id, 1, seq, events))
+
+        tell(0, stored(b"a"), stored(b"b"), stored(b"c"))
+        await settled(lambda: of("keys", "prefix") == 3)
+        assert of("sources_out_of_step", "prefix") == 0
+        features = (MmHash("m" * 64), MmHash("n" * 64))
+        encoder.plane.send(cluster.plane.address, FeatureEvents(encoder.member_id, 1, 1, features, is_snapshot=True))
+        await settled(lambda: of("keys", "feature") == 2)
+        worker.handle = lambda message: None  # type: ignore[method-assign]
+        tell(7, stored(b"d"))  # 1 to 6 were lost
+        await settled(lambda: of("sources_out_of_step", "prefix") == 1)
+        assert of("sources_out_of_step", "feature") == 0
 
 
 async def test_in_flight_is_live() -> None:

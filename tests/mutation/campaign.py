@@ -1,0 +1,259 @@
+"""Mutation testing of the pure modules: draws a sample of mutants, runs those that have no result, writes the report.
+
+A mutant is one small change to one function, made by `mutmut` (its settings stand in `pyproject.toml`). A mutant that
+no test notices shows a test that is missing. mutmut notes which tests enter which function, so a mutant meets only
+those, the fastest first. Its results lie in `mutants/` and outlive an interrupted run; a function that changes loses
+the results of its own mutants and no others.
+
+    python tests/mutation/campaign.py                 draw, run what has no result, write SURVIVORS.md
+    python tests/mutation/campaign.py --again         run the survivors and the timeouts of the sample once more
+    python tests/mutation/campaign.py --only 'fabric.*'
+    python tests/mutation/campaign.py --report        only write SURVIVORS.md
+
+The sample is stratified: each module gives as many mutants as its share of all of them, those whose hash with the seed
+is smallest. So a change to one function draws other mutants in its own module only.
+
+This module does not know how a mutant is made or run. mutmut leaves decorated functions alone (properties among them)
+and what stands outside functions, so constants and defaults of dataclasses are not mutated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import filecmp
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from fnmatch import fnmatch
+from pathlib import Path
+
+import yaml
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+REPORT = HERE / "SURVIVORS.md"
+REASONS = HERE / "reasons.yaml"
+SEED = 9
+SAMPLE_SIZE = 1500
+TARGET = 0.85
+PACKAGES = ("fabric", "kv_index", "encoder_pool/planning", "router/planning", "llm_workers/scheduling")
+KILLED = frozenset({"killed", "timeout", "segfault"})
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One change to one function, and what the tests made of it. `module` is a path, `kv_index/feed.py`."""
+
+    name: str
+    module: str
+    status: str
+
+    @property
+    def package(self) -> str:
+        return next(package for package in PACKAGES if self.module.startswith(package + "/"))
+
+    @property
+    def function(self) -> str:
+        """`EventFeed.publish`, from the name `kv_index.feed.xǁEventFeedǁpublish__mutmut_3`."""
+        mangled = self.name.rpartition(".")[2].rpartition("__mutmut_")[0]
+        return mangled.removeprefix("xǁ").replace("ǁ", ".") if "ǁ" in mangled else mangled.removeprefix("x_")
+
+
+def draw(module_to_names: Mapping[str, Sequence[str]], size: int, seed: int) -> list[str]:
+    """A stratified sample: per module its share of `size`, by largest remainder; within a module by hash.
+
+    All names if there are no more than `size`.
+    """
+    num_all = sum(map(len, module_to_names.values()))
+    if num_all <= size:
+        return sorted(name for names in module_to_names.values() for name in names)
+    exact = {module: size * len(names) / num_all for module, names in module_to_names.items()}
+    quota = {module: int(share) for module, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda module: (quota[module] - exact[module], module))
+    for module in by_remainder[: size - sum(quota.values())]:
+        quota[module] += 1
+
+    def rank(name: str) -> bytes:
+        return hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+
+    return sorted(
+        name for module, names in module_to_names.items() for name in sorted(names, key=rank)[: quota[module]]
+    )
+
+
+def make_mutants() -> None:
+    """Brings `mutants/` up to date with the sources: a copy of the project in which each pure function carries its
+    mutants. Results of functions that did not change are kept."""
+    from mutmut.__main__ import create_mutants
+    from mutmut.configuration import config
+    from mutmut.mutation.trampoline import set_mutant_under_test
+    from mutmut.utils.file_utils import copy_also_copy_files, copy_src_dir
+
+    set_mutant_under_test("mutant_generation")
+    Path("mutants").mkdir(exist_ok=True)
+    for source in config().source_paths:
+        _forget_stale_copies(source)
+    copy_src_dir()
+    copy_also_copy_files()
+    create_mutants(max_children=os.cpu_count() or 1)
+
+
+def _forget_stale_copies(source: Path) -> None:
+    """mutmut copies a data file once: what has changed since, or is gone, is removed here."""
+    copies = Path("mutants") / source
+    for copy in sorted(copies.rglob("*"), reverse=True):
+        if copy.is_dir() or copy.suffix in {".meta", ".spans", ".pyc"}:
+            continue
+        original = source / copy.relative_to(copies)
+        is_data = copy.suffix != ".py"
+        if not original.exists() or (is_data and not filecmp.cmp(original, copy, shallow=False)):
+            copy.unlink()
+            for note in (".meta", ".spans"):
+                copy.with_name(copy.name + note).unlink(missing_ok=True)
+
+
+def read_mutants() -> list[Mutant]:
+    """All mutants there are, with the result of the last run."""
+    from mutmut.stats import status_by_exit_code
+
+    found = []
+    for package in PACKAGES:
+        for meta in sorted((Path("mutants") / package).glob("*.py.meta")):
+            module = str(meta.relative_to("mutants")).removesuffix(".meta")
+            exit_codes = json.loads(meta.read_text())["exit_code_by_key"]
+            found += [Mutant(name, module, status_by_exit_code[code]) for name, code in exit_codes.items()]
+    return found
+
+
+def sample_of(mutants: Iterable[Mutant], size: int, seed: int) -> list[Mutant]:
+    """The mutants that count."""
+    module_to_names: dict[str, list[str]] = defaultdict(list)
+    by_name = {}
+    for mutant in mutants:
+        module_to_names[mutant.module].append(mutant.name)
+        by_name[mutant.name] = mutant
+    return [by_name[name] for name in draw(module_to_names, size, seed)]
+
+
+def run(names: Sequence[str], num_workers: int) -> None:
+    """Runs these mutants; mutmut saves each result as it comes."""
+    os.nice(10)
+    subprocess.run(
+        [sys.executable, "-m", "mutmut", "run", "--max-children", str(num_workers), *names],
+        check=True,
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def change_of(mutant: Mutant) -> tuple[str, str]:
+    """The lines that a mutant removes and adds, stripped."""
+    from mutmut.mutation.diff_apply import get_diff_for_mutant
+
+    lines = get_diff_for_mutant(mutant.name, path=mutant.module).splitlines()
+    removed = [line[1:].strip() for line in lines if line.startswith("-") and not line.startswith("---")]
+    added = [line[1:].strip() for line in lines if line.startswith("+") and not line.startswith("+++")]
+    return " ".join(removed), " ".join(added)
+
+
+def load_reasons() -> list[dict[str, str]]:
+    """What `reasons.yaml` says: `function` and `was` name the line, `now` (if given) the change, `why` the reason."""
+    return list(yaml.safe_load(REASONS.read_text()) or []) if REASONS.exists() else []
+
+
+def reason_for(function: str, removed: str, added: str, reasons: Sequence[Mapping[str, str]]) -> str | None:
+    """The reason on file for this change: `was` and `now` are patterns of the lines removed and added."""
+    for entry in reasons:
+        if (
+            entry["function"] == function
+            and (entry["was"] == removed or fnmatch(removed, entry["was"]))
+            and ("now" not in entry or entry["now"] == added or fnmatch(added, entry["now"]))
+        ):
+            return entry["why"]
+    return None
+
+
+def render(sample: Sequence[Mutant], num_all: int, seed: int) -> str:
+    """SURVIVORS.md: the score per package, then each survivor with its change and its reason."""
+    from loadtest.benches.report import commit, machine
+
+    counts: dict[str, Counter[str]] = {package: Counter() for package in PACKAGES}
+    for mutant in sample:
+        counts[mutant.package][mutant.status] += 1
+    where = machine()
+    lines = [
+        "# What the mutants say about the tests of the pure modules",
+        "",
+        f"`make mutants`: {len(sample)} of {num_all} mutants, stratified by module, seed {seed}. Taken "
+        f"{datetime.now(UTC).date()} at {commit()} on {where['cores']} cores of {where['cpu']}, "
+        f"Python {where['python']}. The goal is {TARGET:.0%} killed. A mutant that runs into its time limit counts as "
+        "killed, one that no test enters does not.",
+        "",
+        "| package | sample | killed | of them by time | survived | entered by no test | not run | score |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    total: Counter[str] = Counter()
+    for package, count in counts.items():
+        total += count
+        lines.append(_row(package, count))
+    lines += [_row("all", total), "", "## Survivors", ""]
+    reasons = load_reasons()
+    for package in PACKAGES:
+        for mutant in sample:
+            if mutant.package == package and mutant.status not in KILLED | {"not checked"}:
+                lines.append(_survivor(mutant, reasons))
+    return "\n".join(lines) + "\n"
+
+
+def _row(package: str, count: Counter[str]) -> str:
+    num_killed = sum(count[status] for status in KILLED)
+    num_run = count.total() - count["not checked"]
+    score = f"{num_killed / num_run:.1%}" if num_run else "-"
+    cells = [package, count.total(), num_killed, count["timeout"]]
+    cells += [num_run - num_killed - count["no tests"], count["no tests"], count["not checked"], score]
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _survivor(mutant: Mutant, reasons: Sequence[Mapping[str, str]]) -> str:
+    removed, added = change_of(mutant)
+    reason = reason_for(mutant.function, removed, added, reasons) or "(no reason on file)"
+    note = "" if mutant.status == "survived" else f" [{mutant.status}]"
+    return f"- `{mutant.module}` `{mutant.function}`{note}: `{removed}` became `{added}`. {reason}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sample", type=int, default=SAMPLE_SIZE, help="how many mutants are drawn")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument(
+        "--only", default="*", metavar="PATTERN", help="run only mutants of such names; all are reported"
+    )
+    parser.add_argument("--again", action="store_true", help="run survivors and timeouts once more")
+    parser.add_argument("--report", action="store_true", help="run nothing")
+    parser.add_argument("--fresh-stats", action="store_true", help="note anew which tests enter which function")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
+    given = parser.parse_args(arguments)
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    if not given.report:
+        make_mutants()
+        if given.fresh_stats:
+            Path("mutants/mutmut-stats.json").unlink(missing_ok=True)
+        wanted = {"not checked", "survived", "timeout", "no tests"} if given.again else {"not checked"}
+        sample = sample_of(read_mutants(), given.sample, given.seed)
+        names = [mutant.name for mutant in sample if mutant.status in wanted and fnmatch(mutant.name, given.only)]
+        print(f"{len(names)} of {len(sample)} mutants to run", flush=True)
+        if names:
+            run(names, given.workers)
+    mutants = read_mutants()
+    REPORT.write_text(render(sample_of(mutants, given.sample, given.seed), len(mutants), given.seed))
+    print(f"written: {REPORT.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
