@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from encoder_pool.planning.features import FeatureSpec, FeatureTable, LeaseKey
+from encoder_pool.planning.features import FeatureSpec, FeatureTable
 from encoder_pool.planning.flight import Follower
+from encoder_pool.planning.lease_book import LeaseKey
 from fabric.channel import FeatureSource
 from fabric.ids import MemberId, UnitKey
 from fabric.messages import UnitReady

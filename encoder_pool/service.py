@@ -18,7 +18,8 @@ from encoder_pool.forward import ForwardThread
 from encoder_pool.hearing import load_spectrograms, try_spectrograms
 from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning.feature_log import FeatureLog
-from encoder_pool.planning.features import FeatureSpec, FeatureTable, LeaseKey
+from encoder_pool.planning.features import FeatureSpec, FeatureTable
+from encoder_pool.planning.lease_book import LeaseKey
 from encoder_pool.reporter import Reporter
 from encoder_pool.reporting import encoder_report
 from fabric.channel import FeatureSource

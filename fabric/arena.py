@@ -1,17 +1,30 @@
 """Where things lie in one block of memory: a best-fit allocator over offsets.
 
 Pure bookkeeping: it knows neither the memory itself, nor threads (the owner locks), nor what is stored. Every
-byte is in exactly one of three states: free, used, or quarantined (given up by its owner, but something may still
-be written there, so it must not be handed out).
+byte is in exactly one of four states: free, busy, idle (in use, but its owner would give it up for something else), or
+quarantined (given up by its owner, but something may still be written there, so it must not be handed out).
+
+    | busy | idle | free | idle | busy | free | idle | idle | quarantined | ...
+           <----- open ----->      <----- open ----->
+
+A request that no free range holds can be had exactly if it fits an open range: what is idle or free between two
+slots that must stay. `victims` says which idle slots to give up for it, and names none that would not help. No
+operation's time grows with the number of slots (`docs/adr/0029-arena-by-ranges.md`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from collections import OrderedDict
+from itertools import islice
 from typing import NamedTuple
 
 from fabric.channel import ArenaUsage
 from fabric.errors import ArenaFull, UnitTooLarge
+from fabric.ranges import Ranges
+
+NUM_OLDEST = 16
+"""So many of the least recently used slots, and an eighth of all at most, are looked at for a place; then any place
+that is large enough is taken."""
 
 
 class Slot(NamedTuple):
@@ -35,46 +48,60 @@ class Arena:
         self._next_slot_id = 0
         self._next_generation = first_generation
         self._used: dict[int, Slot] = {}
+        """Busy and idle ones."""
         self._quarantined: dict[int, Slot] = {}
-        self._free_offsets: list[int] = [0]
-        self._free_offset_to_nbytes: dict[int, int] = {0: self.total_bytes}
+        self._used_bytes = self._quarantined_bytes = 0
+        self._idle: OrderedDict[int, int] = OrderedDict()
+        """Slot ids, least recently used first -> when it became idle, as a number that only grows."""
+        self._num_idled = 0
+        self._start_to_slot_id: dict[int, int] = {}
+        """Of slots in use, by their first unit; all places are in units of `alignment` from here on."""
+        self._end_to_slot_id: dict[int, int] = {}
+        num_units = self.total_bytes // alignment
+        self._free = Ranges(num_units)
+        self._open = Ranges(num_units)
+        """Free or idle."""
+        self._free.add(0, num_units)
+        self._open.add(0, num_units)
 
     def allocate(self, nbytes: int) -> Slot:
-        """The smallest free range that fits, lowest offset first. Raises ArenaFull, or UnitTooLarge when it could
-        not fit an empty arena either; ValueError for less than one byte."""
-        if nbytes < 1:
-            raise ValueError(f"can't allocate {nbytes} bytes")
-        needed = self._padded(nbytes)
-        if needed > self.total_bytes:
+        """A busy slot in the smallest free range that fits, lowest offset first. Raises ArenaFull, or UnitTooLarge
+        when it could not fit an empty arena either; ValueError for less than one byte."""
+        num_units = self._num_units(nbytes)
+        if num_units * self.alignment > self.total_bytes:
             raise UnitTooLarge(f"{nbytes} bytes never fit an arena of {self.total_bytes}")
-        fitting = [(size, offset) for offset, size in self._free_offset_to_nbytes.items() if size >= needed]
-        if not fitting:
+        found = self._free.best_fit(num_units)
+        if found is None:
             raise ArenaFull(f"no {nbytes} contiguous bytes are free of {self.total_bytes}")
-        size, offset = min(fitting)
-        self._remove_free(offset)
-        if size > needed:
-            self._add_free(offset + needed, size - needed)
-        slot = Slot(self._next_slot_id, offset, nbytes, self._next_generation)
+        start, end = found[0], found[0] + num_units
+        self._free.remove(start, end)
+        self._open.remove(start, end)
+        slot = Slot(self._next_slot_id, start * self.alignment, nbytes, self._next_generation)
         self._next_slot_id += 1
         self._next_generation += 1
         self._used[slot.slot_id] = slot
+        self._start_to_slot_id[start] = self._end_to_slot_id[end] = slot.slot_id
+        self._used_bytes += num_units * self.alignment
         return slot
 
     def free(self, slot_id: int) -> bool:
         """Makes a used slot's memory reusable. False, and nothing happens, for one that is not in use (freed
         before, or quarantined)."""
-        slot = self._used.pop(slot_id, None)
+        slot = self._take_out(slot_id)
         if slot is None:
             return False
-        self._give_back(slot)
+        start, end = self._place(slot)
+        self._free.add(start, end)
+        self._open.add(start, end)
         return True
 
     def quarantine(self, slot_id: int) -> bool:
         """Takes a used slot out of use without making its memory reusable. False if it is not in use."""
-        slot = self._used.pop(slot_id, None)
+        slot = self._take_out(slot_id)
         if slot is None:
             return False
         self._quarantined[slot_id] = slot
+        self._quarantined_bytes += self._padded(slot.nbytes)
         return True
 
     def release_quarantine(self, slot_id: int) -> bool:
@@ -82,57 +109,129 @@ class Arena:
         slot = self._quarantined.pop(slot_id, None)
         if slot is None:
             return False
-        self._give_back(slot)
+        self._quarantined_bytes -= self._padded(slot.nbytes)
+        start, end = self._place(slot)
+        self._free.add(start, end)
+        self._open.add(start, end)
         return True
+
+    def set_idle(self, slot_id: int) -> None:
+        """The slot in use may be given up for another from now on; it is the most recently used of these."""
+        if self._idle.pop(slot_id, None) is None:
+            self._open.add(*self._place(self._used[slot_id]))
+        self._num_idled += 1
+        self._idle[slot_id] = self._num_idled
+
+    def set_busy(self, slot_id: int) -> None:
+        """The slot in use must stay. Harmless for one that is busy."""
+        if self._idle.pop(slot_id, None) is not None:
+            self._open.remove(*self._place(self._used[slot_id]))
+
+    def victims(self, nbytes: int) -> list[int] | None:
+        """Idle slots that together with what is free around them make room for `nbytes`: neighbours, grown from one of
+        the least recently used to the older side. Of these it is the one in the smallest open range, so that large
+        ones stay. Without the largest of them the victims are smaller than `nbytes`. Empty if a free range fits; None
+        if nothing that is given up would make room."""
+        num_units = self._num_units(nbytes)
+        if self._free.best_fit(num_units) is not None:
+            return []
+        place = self._open.best_fit(num_units)
+        if place is None:
+            return None
+        found: tuple[int, int] | None = None
+        for slot_id in islice(self._idle, min(NUM_OLDEST, 1 + len(self._idle) // 8)):
+            start, end = self._open.around(self._place(self._used[slot_id])[0])
+            if end - start >= num_units and (found is None or end - start < found[0]):
+                found = (end - start, slot_id)
+        if found is None:
+            return self._grow(place[0], place[0], num_units, [])
+        return self._grow(*self._place(self._used[found[1]]), num_units, [found[1]])
 
     def is_used(self, slot_id: int) -> bool:
         return slot_id in self._used
 
+    def is_idle(self, slot_id: int) -> bool:
+        return slot_id in self._idle
+
     def usage(self) -> ArenaUsage:
         """`used_bytes` and `quarantined_bytes` with padding, so that free = total - used - quarantined."""
         return ArenaUsage(
-            used_bytes=sum(self._padded(slot.nbytes) for slot in self._used.values()),
+            used_bytes=self._used_bytes,
             total_bytes=self.total_bytes,
             num_slots=len(self._used),
-            quarantined_bytes=sum(self._padded(slot.nbytes) for slot in self._quarantined.values()),
+            quarantined_bytes=self._quarantined_bytes,
             num_quarantined=len(self._quarantined),
         )
 
     def check_invariants(self) -> None:
-        """Asserts that free, used and quarantined ranges tile the arena, and that no two free ranges touch."""
-        assert self._free_offsets == sorted(self._free_offset_to_nbytes), "free list and map differ"
-        ranges = [(offset, size, "free") for offset, size in self._free_offset_to_nbytes.items()]
-        held = (*self._used.values(), *self._quarantined.values())
-        ranges += [(slot.offset, self._padded(slot.nbytes), "held") for slot in held]
-        end, previous = 0, "held"
-        for offset, size, kind in sorted(ranges):
-            assert offset == end, f"gap or overlap at {end}..{offset}"
-            assert not (kind == previous == "free"), f"free ranges touch at {offset}"
-            assert size > 0, f"empty range at {offset}"
-            assert offset % self.alignment == 0, f"{offset} is not aligned"
-            end, previous = offset + size, kind
-        assert end == self.total_bytes, f"the tail {end}..{self.total_bytes} is lost"
+        """Asserts that free, used and quarantined ranges tile the arena, that no two free ranges touch, and that open
+        ranges are what is free or idle. Walks everything."""
+        ranges = [(start, end, "free") for start, end in self._free]
+        ranges += [
+            (*self._place(slot), "idle" if self.is_idle(slot.slot_id) else "busy") for slot in self._used.values()
+        ]
+        ranges += [(*self._place(slot), "busy") for slot in self._quarantined.values()]
+        at, previous = 0, "busy"
+        open_ranges: list[tuple[int, int]] = []
+        for start, end, kind in sorted(ranges):
+            assert start == at, f"gap or overlap at {at}..{start}"
+            assert not (kind == previous == "free"), f"free ranges touch at {start}"
+            assert end > start, f"empty range at {start}"
+            if kind != "busy" and previous != "busy" and open_ranges:
+                open_ranges[-1] = (open_ranges[-1][0], end)
+            elif kind != "busy":
+                open_ranges.append((start, end))
+            at, previous = end, kind
+        assert at == self.total_bytes // self.alignment, f"the tail from {at} is lost"
+        assert open_ranges == list(self._open), "open ranges are not what is free or idle"
+        places = {slot_id: self._place(slot) for slot_id, slot in self._used.items()}
+        assert self._start_to_slot_id == {start: slot_id for slot_id, (start, _) in places.items()}
+        assert self._end_to_slot_id == {end: slot_id for slot_id, (_, end) in places.items()}
+        assert self._used_bytes == sum(self._padded(slot.nbytes) for slot in self._used.values())
+        assert self._quarantined_bytes == sum(self._padded(slot.nbytes) for slot in self._quarantined.values())
+        assert self._idle.keys() <= self._used.keys()
+
+    def _grow(self, start: int, end: int, num_units: int, victims: list[int]) -> list[int]:
+        """Adds neighbours of `[start, end)` until it is large enough: what is free first, else the older one. All of
+        it lies in one open range that is large enough."""
+        while end - start < num_units:
+            free_start, free_end = self._free.ending_at(start), self._free.starting_at(end)
+            if free_start is not None or free_end is not None:
+                start = start if free_start is None else free_start
+                end = end if free_end is None else free_end
+                continue
+            before, after = self._idle_at(self._end_to_slot_id, start), self._idle_at(self._start_to_slot_id, end)
+            slot_id = min((one for one in (before, after) if one is not None), key=self._idle.__getitem__)
+            victims.append(slot_id)
+            place = self._place(self._used[slot_id])
+            start, end = min(start, place[0]), max(end, place[1])
+        return victims
+
+    def _idle_at(self, place_to_slot_id: dict[int, int], place: int) -> int | None:
+        slot_id = place_to_slot_id.get(place)
+        return slot_id if slot_id in self._idle else None
+
+    def _take_out(self, slot_id: int) -> Slot | None:
+        """Of use; what was open of it is not any more."""
+        slot = self._used.get(slot_id)
+        if slot is None:
+            return None
+        self.set_busy(slot_id)
+        del self._used[slot_id]
+        start, end = self._place(slot)
+        del self._start_to_slot_id[start]
+        del self._end_to_slot_id[end]
+        self._used_bytes -= self._padded(slot.nbytes)
+        return slot
+
+    def _num_units(self, nbytes: int) -> int:
+        if nbytes < 1:
+            raise ValueError(f"can't allocate {nbytes} bytes")
+        return -(-nbytes // self.alignment)
 
     def _padded(self, nbytes: int) -> int:
         return -(-nbytes // self.alignment) * self.alignment
 
-    def _give_back(self, slot: Slot) -> None:
-        """Adds the slot's range to the free ones, joined with free neighbours."""
-        offset, size = slot.offset, self._padded(slot.nbytes)
-        after = bisect_left(self._free_offsets, offset)
-        if after < len(self._free_offsets) and self._free_offsets[after] == offset + size:
-            size += self._remove_free(offset + size)
-        if after > 0:
-            before = self._free_offsets[after - 1]
-            if before + self._free_offset_to_nbytes[before] == offset:
-                size += self._remove_free(before)
-                offset = before
-        self._add_free(offset, size)
-
-    def _add_free(self, offset: int, nbytes: int) -> None:
-        insort(self._free_offsets, offset)
-        self._free_offset_to_nbytes[offset] = nbytes
-
-    def _remove_free(self, offset: int) -> int:
-        del self._free_offsets[bisect_left(self._free_offsets, offset)]
-        return self._free_offset_to_nbytes.pop(offset)
+    def _place(self, slot: Slot) -> tuple[int, int]:
+        start = slot.offset // self.alignment
+        return start, start + self._num_units(slot.nbytes)

@@ -61,6 +61,20 @@ class FeatureSource(Protocol):
         """Raises the slot's generation, then makes the memory reusable. Freeing an older generation is a no-op."""
         ...
 
+    def set_idle(self, slot: SourceSlot) -> None:
+        """The slot's bytes stay, but may be given up for others: `victims` may name it. Slots that became idle first
+        are the first to go. A slot is busy when it is allocated."""
+        ...
+
+    def set_busy(self, slot: SourceSlot) -> None:
+        """The slot must stay until it is idle again or freed."""
+        ...
+
+    def victims(self, nbytes: int) -> list[int] | None:
+        """Ids of idle slots: when these are freed, `allocate(nbytes)` finds room. None when no choice of idle slots
+        makes room, empty when there is room already. Changes nothing."""
+        ...
+
     def usage(self) -> ArenaUsage: ...
 
     @property

@@ -103,6 +103,15 @@ class NixlFeatureSource:
     def free(self, slot: SourceSlot) -> None:
         self._memory.free(slot)
 
+    def set_idle(self, slot: SourceSlot) -> None:
+        self._memory.set_idle(slot)
+
+    def set_busy(self, slot: SourceSlot) -> None:
+        self._memory.set_busy(slot)
+
+    def victims(self, nbytes: int) -> list[int] | None:
+        return self._memory.victims(nbytes)
+
     def usage(self) -> ArenaUsage:
         return self._memory.usage()
 

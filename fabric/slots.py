@@ -80,6 +80,20 @@ class SlotMemory:
         with self._lock:
             return self._arena.release_quarantine(slot_id)
 
+    def set_idle(self, slot_id: int) -> None:
+        """The slot in use may be given up for another; it is the most recently used of these."""
+        with self._lock:
+            self._arena.set_idle(slot_id)
+
+    def set_busy(self, slot_id: int) -> None:
+        with self._lock:
+            self._arena.set_busy(slot_id)
+
+    def victims(self, nbytes: int) -> list[int] | None:
+        """Which idle slots to free so that `nbytes` of payload can be reserved; None if that can't be had now."""
+        with self._lock:
+            return self._arena.victims(HEADER_BYTES + nbytes)
+
     def is_used(self, slot_id: int) -> bool:
         with self._lock:
             return self._arena.is_used(slot_id)

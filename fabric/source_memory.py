@@ -61,5 +61,14 @@ class SourceMemory:
         if held is not None:
             self.slots.retire(held)
 
+    def set_idle(self, slot: SourceSlot) -> None:
+        self.slots.set_idle(slot.slot_id)
+
+    def set_busy(self, slot: SourceSlot) -> None:
+        self.slots.set_busy(slot.slot_id)
+
+    def victims(self, nbytes: int) -> list[int] | None:
+        return self.slots.victims(nbytes)
+
     def usage(self) -> ArenaUsage:
         return self.slots.usage()

@@ -44,6 +44,15 @@ class Stock:
     def free(self, seed: int) -> None:
         self._source.free(self._slots[seed])
 
+    def set_idle(self, seed: int, is_idle: bool) -> None:
+        (self._source.set_idle if is_idle else self._source.set_busy)(self._slots[seed])
+
+    def victims(self, nbytes: int) -> list[int] | None:
+        """Seeds of the slots that would have to go."""
+        victims = self._source.victims(nbytes)
+        slot_id_to_seed = {slot.slot_id: seed for seed, slot in self._slots.items()}
+        return None if victims is None else [slot_id_to_seed[slot_id] for slot_id in victims]
+
     def clear(self) -> None:
         """Frees everything, for the next test."""
         for slot in self._slots.values():
@@ -61,6 +70,10 @@ class Peer(Protocol):
     def offer(self, seed: int, shape: Shape) -> FeatureTicket: ...
 
     def free(self, seed: int) -> None: ...
+
+    def set_idle(self, seed: int, is_idle: bool) -> None: ...
+
+    def victims(self, nbytes: int) -> list[int] | None: ...
 
     def clear(self) -> None: ...
 
@@ -123,6 +136,12 @@ class ProcessPeer:
 
     def free(self, seed: int) -> None:
         self._ask("free", seed)
+
+    def set_idle(self, seed: int, is_idle: bool) -> None:
+        self._ask("set_idle", seed, is_idle)
+
+    def victims(self, nbytes: int) -> list[int] | None:
+        return self._ask("victims", nbytes)
 
     def clear(self) -> None:
         self._ask("clear")

@@ -147,6 +147,27 @@ def test_a_source_tells_full_from_too_large_and_frees_once(peer):
         peer.offer(4, (1, ARENA_BYTES // 128, 16))
 
 
+def test_a_source_names_idle_slots_where_giving_them_up_makes_room(peer):
+    """Four slots of a quarter each: what is asked for must fit between the ones that stay."""
+    quarter = (1, ARENA_BYTES // 256 - 1, 16)
+    half_bytes = ARENA_BYTES // 2 - 64
+    for seed in range(4):
+        peer.offer(seed, quarter)
+    assert peer.victims(half_bytes) is None
+    for seed in (3, 1, 2):
+        peer.set_idle(seed, True)
+    assert peer.victims(half_bytes) == [3, 2]
+    assert peer.victims(ARENA_BYTES - 64) is None
+    peer.set_idle(3, False)
+    assert peer.victims(half_bytes) == [1, 2]
+    peer.set_idle(2, False)
+    assert peer.victims(half_bytes) is None
+    for seed in peer.victims(half_bytes // 2):
+        peer.free(seed)
+    assert peer.victims(half_bytes // 2) == []
+    peer.offer(5, quarter)
+
+
 def test_a_full_inbox_refuses_at_once_and_takes_again_after_a_free(peer, sink):
     tickets = [peer.offer(seed, SHAPE) for seed in range(INBOX_SLOTS)]
     landed = [sink.pull(ticket, TIMEOUT_S).result(PATIENCE_S) for ticket in tickets]

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from encoder_pool.planning.feature_log import FeatureLog
-from encoder_pool.planning.features import FeatureTable, LeaseKey
+from encoder_pool.planning.features import FeatureTable
+from encoder_pool.planning.lease_book import LeaseKey
 from fabric.channel import SourceSlot
 from fabric.channel_local import LocalChannelHub, LocalFeatureSource
 from fabric.clock import ManualClock
@@ -18,6 +19,13 @@ NUM_UNITS = 2
 """Of every item."""
 LEASE_S = 10.0
 ARENA_BYTES = 1024
+UNIT_BYTES = 64
+"""Of which every slot takes a whole number, one for its header."""
+
+
+def num_units(nbytes: int) -> int:
+    return 1 + -(-nbytes // UNIT_BYTES)
+
 
 units = st.builds(UnitKey, st.sampled_from([MmHash(name) for name in "abcd"]), st.integers(0, NUM_UNITS - 1))
 workers = st.sampled_from([MemberId("worker-1"), MemberId("worker-2")])
@@ -30,6 +38,7 @@ class FeatureTableMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = ManualClock()
         self.source = LocalFeatureSource(LocalChannelHub(), "encoder-1", ARENA_BYTES)
+        self.base = self.source._memory.slots.address
         self.log = FeatureLog(MemberId("encoder-1"), 1)
         self.table = FeatureTable(self.source, self.clock, LEASE_S, self.log)
         self.encoding: dict[UnitKey, SourceSlot] = {}
@@ -52,27 +61,49 @@ class FeatureTableMachine(RuleBasedStateMachine):
             if key.unit not in self.leased():
                 self.ready[key.unit] = self.ready.pop(key.unit)
 
-    @rule(unit=units, nbytes=st.integers(1, 600))
+    def place(self, slot: SourceSlot) -> tuple[int, int]:
+        """Of a slot and its header in the arena, in units of 64 bytes."""
+        start = (slot.buffer.ctypes.data - self.base) // UNIT_BYTES - 1
+        return start, start + num_units(slot.nbytes)
+
+    def runs_without(self, slots: list[SourceSlot]) -> list[int]:
+        """Sizes of the pieces that the arena falls into between these slots."""
+        end, sizes = 0, []
+        for start, after in [*sorted(self.place(slot) for slot in slots), (ARENA_BYTES // UNIT_BYTES, 0)]:
+            sizes.append(start - end)
+            end = after
+        return sizes
+
+    @rule(unit=units, nbytes=st.integers(1, 900))
     def reserve(self, unit: UnitKey, nbytes: int) -> None:
         if unit in self.encoding or unit in self.ready:
             return
+        held = [*self.encoding.values(), *(self.ready[one] for one in self.leased())]
+        is_free = max(self.runs_without([*self.encoding.values(), *self.ready.values()])) >= num_units(nbytes)
+        can_be_had = max(self.runs_without(held)) >= num_units(nbytes)
         slot = self.table.reserve(unit, nbytes, NUM_UNITS)
-        gone = [one for one in self.ready if not self.table.is_ready(one)]
-        assert not set(gone) & self.leased(), "a leased feature was evicted"
-        cached = [one for one in self.ready if one not in self.leased()]
-        assert gone == cached[: len(gone)], "the least recently used goes first"
+        gone = {one: self.ready[one] for one in self.ready if not self.table.is_ready(one)}
+        assert not gone.keys() & self.leased(), "a leased feature was evicted"
+        assert (slot is not None) == can_be_had, "what is cached and free in one piece is enough, or it is not"
+        assert bool(gone) == (can_be_had and not is_free), "nothing is evicted that is not needed or does not help"
         for one in gone:
             del self.ready[one]
-        if slot is not None:
-            assert slot.nbytes == nbytes
-            slot.buffer[:] = nbytes % 251
-            self.encoding[unit] = slot
+        if slot is None:
             return
-        cached_left = len(cached) - len(gone)
-        held_bytes = sum(one.nbytes for one in self.encoding.values())
-        held_bytes += sum(slot.nbytes for one, slot in self.ready.items() if one in self.leased())
-        assert cached_left == 0 or (held_bytes + nbytes > ARENA_BYTES and not gone), "room was there to be made"
-        assert self.encoding or self.leased(), "an arena that nobody uses must take anything that fits it"
+        self.check_evicted([self.place(one) for one in gone.values()], self.place(slot))
+        assert slot.nbytes == nbytes
+        slot.buffer[:] = nbytes % 251
+        self.encoding[unit] = slot
+
+    def check_evicted(self, gone: list[tuple[int, int]], made: tuple[int, int]) -> None:
+        """Neighbours of what was made, and but for the largest of them together smaller than it."""
+        if not gone:
+            return
+        sizes = [end - start for start, end in gone]
+        assert sum(sizes) - max(sizes) < made[1] - made[0]
+        start, end = min([*gone, made])[0], max(after for _, after in [*gone, made])
+        left = [self.place(slot) for slot in (*self.ready.values(), *self.encoding.values())]
+        assert not any(start < after and first < end for first, after in left), "room was made in several places"
 
     @rule(unit=units)
     def reserve_too_much(self, unit: UnitKey) -> None:
@@ -180,3 +211,58 @@ class FeatureTableMachine(RuleBasedStateMachine):
 
 TestFeatureTable = FeatureTableMachine.TestCase
 TestFeatureTable.settings = settings(deadline=None, max_examples=120, stateful_step_count=40)
+
+
+def packed_table(num_slots: int, slot_bytes: int, lease_s: float = LEASE_S) -> tuple[FeatureTable, list[UnitKey]]:
+    """A table whose arena is full of equal cached units, the first of them the least recently used."""
+    source = LocalFeatureSource(LocalChannelHub(), "encoder-1", num_slots * slot_bytes)
+    table = FeatureTable(source, ManualClock(), lease_s, FeatureLog(MemberId("encoder-1"), 1))
+    stored = [UnitKey(MmHash(f"{number:05}"), 0) for number in range(num_slots)]
+    for unit in stored:
+        assert table.reserve(unit, slot_bytes - UNIT_BYTES, 1) is not None
+        table.complete(unit)
+    return table, stored
+
+
+def lease_of(unit: UnitKey) -> LeaseKey:
+    return LeaseKey(MemberId("worker-1"), AttemptId(RequestId("req"), 0), unit)
+
+
+def test_one_slot_in_eight_leased_costs_a_large_request_no_cached_feature() -> None:
+    """512 slots, no eight neighbours free of leases: a request of eight is refused, and nothing is lost for it. Once
+    one lease ends it has its room, and as much as it needs is evicted for it."""
+    table, stored = packed_table(512, 1024)
+    for unit in stored[::8]:
+        table.lease(lease_of(unit), MemberId("router-1"))
+    wanted = UnitKey(MmHash("large"), 0)
+    assert table.reserve(wanted, 8 * 1024 - UNIT_BYTES, 1) is None
+    assert table.sums.num_evictions == 0
+    assert table.reserve(UnitKey(MmHash("fits"), 0), 7 * 1024 - UNIT_BYTES, 1) is not None
+    assert table.sums.evicted_bytes == 7 * (1024 - UNIT_BYTES)
+    assert table.reserve(wanted, 8 * 1024 - UNIT_BYTES, 1) is None
+    assert table.sums.num_evictions == 7
+    table.end_worker(MemberId("worker-1"))
+    assert table.reserve(wanted, 8 * 1024 - UNIT_BYTES, 1) is not None
+    assert table.sums.num_evictions == 7 + 8
+    table.check_invariants()
+
+
+def test_of_equal_features_the_least_recently_used_goes_first() -> None:
+    table, stored = packed_table(16, 1024)
+    for unit in stored[:4]:
+        table.lease(lease_of(unit), MemberId("router-1"))
+        assert table.end_attempt(AttemptId(RequestId("req"), 0)) == 1
+    for number, oldest in enumerate([*stored[4:], *stored[:4]]):
+        assert table.is_ready(oldest)
+        assert table.reserve(UnitKey(MmHash(f"new-{number}"), 0), 1024 - UNIT_BYTES, 1) is not None
+        assert not table.is_ready(oldest)
+    assert table.sums.num_evictions == 16
+
+
+def test_a_large_feature_among_small_ones_evicts_what_it_takes() -> None:
+    """A picture of a sixteenth of the arena in an arena full of sounds: neighbours go, the oldest of all among them."""
+    table, stored = packed_table(1024, 256)
+    assert table.reserve(UnitKey(MmHash("picture"), 0), 64 * 256 - UNIT_BYTES, 1) is not None
+    assert table.sums.num_evictions == 64
+    assert not table.is_ready(stored[0])
+    table.check_invariants()

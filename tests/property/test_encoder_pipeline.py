@@ -22,8 +22,9 @@ from encoder_pool.config import EncoderConfig
 from encoder_pool.decode import DecodeBroke, Decoded
 from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning.feature_log import FeatureLog
-from encoder_pool.planning.features import FeatureSpec, FeatureTable, LeaseKey
+from encoder_pool.planning.features import FeatureSpec, FeatureTable
 from encoder_pool.planning.forward_job import ForwardResult, SoundResult
+from encoder_pool.planning.lease_book import LeaseKey
 from fabric.channel_local import LocalChannelHub, LocalFeatureSource
 from fabric.clock import ManualClock
 from fabric.errors import Aborted, EncodeFailed, InvalidMedia, Overloaded, WeftError, WorkerLost

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from fabric.arena import Arena, Slot
 from fabric.errors import ArenaFull, UnitTooLarge
+from fabric.ordered_integers import OrderedIntegers
+from fabric.ranges import Ranges
 
 UNITS = 24
 
 
 class ArenaModel(RuleBasedStateMachine):
-    """No overlap, no leak, neighbours join, generations grow, freeing twice does nothing, quarantine is kept."""
+    """No overlap, no leak, neighbours join, generations grow, freeing twice does nothing, quarantine is kept, and what
+    is idle is given up only where that makes room."""
 
     slots = Bundle("slots")
     """Every slot ever handed out, freed or not."""
@@ -27,16 +31,19 @@ class ArenaModel(RuleBasedStateMachine):
         self.arena = Arena(UNITS * alignment + spare % alignment, alignment, first)
         self.used: dict[int, Slot] = {}
         self.quarantined: dict[int, Slot] = {}
+        self.idle: dict[int, None] = {}
+        """Least recently used first."""
         self.last_generation = first - 1
         self.ids: set[int] = set()
 
     def padded(self, nbytes: int) -> int:
         return -(-nbytes // self.alignment) * self.alignment
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """Free ranges (size, offset), joined, by the model's own account."""
+    def gaps(self, given_up: Iterable[int] = ()) -> list[tuple[int, int]]:
+        """Free ranges (size, offset), joined, by the model's own account, once these slots are given up."""
         end, gaps = 0, []
-        held = sorted((*self.used.values(), *self.quarantined.values()), key=lambda slot: slot.offset)
+        used = [slot for slot in self.used.values() if slot.slot_id not in given_up]
+        held = sorted((*used, *self.quarantined.values()), key=lambda slot: slot.offset)
         for offset, size in [(slot.offset, self.padded(slot.nbytes)) for slot in held] + [(UNITS * self.alignment, 0)]:
             if offset > end:
                 gaps.append((offset - end, end))
@@ -63,14 +70,47 @@ class ArenaModel(RuleBasedStateMachine):
 
     @rule(slot=slots)
     def free(self, slot: Slot) -> None:
+        self.idle.pop(slot.slot_id, None)
         assert self.arena.free(slot.slot_id) == (self.used.pop(slot.slot_id, None) is not None)
 
     @rule(slot=slots)
     def quarantine(self, slot: Slot) -> None:
         was_used = slot.slot_id in self.used
+        self.idle.pop(slot.slot_id, None)
         assert self.arena.quarantine(slot.slot_id) == was_used
         if was_used:
             self.quarantined[slot.slot_id] = self.used.pop(slot.slot_id)
+
+    @rule(slot=slots, is_idle=st.booleans())
+    def use(self, slot: Slot, is_idle: bool) -> None:
+        """An idle slot that is used once more, or becomes busy; a busy one that becomes idle, or stays."""
+        if slot.slot_id not in self.used:
+            return
+        self.idle.pop(slot.slot_id, None)
+        if is_idle:
+            self.idle[slot.slot_id] = None
+            self.arena.set_idle(slot.slot_id)
+        else:
+            self.arena.set_busy(slot.slot_id)
+
+    @rule(units=st.integers(1, UNITS), does_free=st.booleans())
+    def make_room(self, units: int, does_free: bool) -> None:
+        nbytes = units * self.alignment
+        victims = self.arena.victims(nbytes)
+        can_be_had = any(size >= nbytes for size, _ in self.gaps(self.idle))
+        assert (victims is not None) == can_be_had, "an answer where and only where giving up helps"
+        if victims is None:
+            return
+        assert set(victims) <= self.idle.keys()
+        assert len(set(victims)) == len(victims)
+        assert bool(victims) == all(size < nbytes for size, _ in self.gaps()), "nothing goes that need not"
+        assert any(size >= nbytes for size, _ in self.gaps(victims)), "what goes makes room"
+        sizes = [self.padded(self.used[slot_id].nbytes) for slot_id in victims]
+        assert not sizes or sum(sizes) - max(sizes) < nbytes
+        assert len([1 for gap in self.gaps(victims) if gap not in self.gaps()]) <= 1, "room is made in one place"
+        if does_free:
+            for slot_id in victims:
+                self.free(self.used[slot_id])
 
     @rule(slot=consumes(slots))
     def release_quarantine(self, slot: Slot) -> None:
@@ -96,6 +136,7 @@ class ArenaModel(RuleBasedStateMachine):
         for left, right in itertools.pairwise(held):
             assert left.offset + self.padded(left.nbytes) <= right.offset
         assert all(slot.offset % self.alignment == 0 for slot in held)
+        assert all(self.arena.is_idle(slot_id) == (slot_id in self.idle) for slot_id in self.used)
 
     def teardown(self) -> None:
         if not hasattr(self, "arena"):
@@ -120,3 +161,64 @@ def test_a_slot_has_at_least_a_byte(nbytes):
 def test_an_arena_has_at_least_one_unit():
     with pytest.raises(ValueError, match="can't hold"):
         Arena(63)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    largest=st.sampled_from([0, 1, 511, 512, 2**18, 2**54 - 1]),
+    steps=st.lists(st.tuples(st.booleans(), st.integers(0, 2**54)), max_size=40),
+    asked=st.lists(st.integers(0, 2**54), min_size=1, max_size=10),
+)
+def test_the_nearest_integer_is_that_of_a_sorted_list(
+    largest: int, steps: list[tuple[bool, int]], asked: list[int]
+) -> None:
+    found, model = OrderedIntegers(largest), set()
+    for is_added, number in steps:
+        member = number % (largest + 1)
+        (found.add if is_added else found.discard)(member)
+        (model.add if is_added else model.discard)(member)
+    near = [number + step for number in model for step in (-1, 0, 1) if number + step >= 0]
+    for number in [*(one % (largest + 1) for one in asked), *near]:
+        assert found.at_least(number) == min((one for one in model if one >= number), default=None)
+        assert found.at_most(number) == max((one for one in model if one <= number), default=None)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, 39), st.integers(1, 8)), max_size=40), st.integers(1, 40))
+def test_ranges_are_those_of_a_set_of_numbers(steps: list[tuple[int, int]], size: int) -> None:
+    """Each step turns a range over, if all of it is in the set or none of it."""
+    ranges, model = Ranges(40), set()
+    for start, length in steps:
+        numbers = set(range(start, min(40, start + length)))
+        if not numbers & model:
+            ranges.add(start, start + len(numbers))
+            model |= numbers
+        elif numbers <= model:
+            ranges.remove(start, start + len(numbers))
+            model -= numbers
+    expected: list[tuple[int, int]] = []
+    for number in sorted(model):
+        if expected and expected[-1][1] == number:
+            expected[-1] = (expected[-1][0], number + 1)
+        else:
+            expected.append((number, number + 1))
+    assert list(ranges) == expected
+    assert all(ranges.around(number) in expected for number in model)
+    assert all(ranges.starting_at(start) == end and ranges.ending_at(end) == start for start, end in expected)
+    fitting = [(end - start, start, end) for start, end in expected if end - start >= size]
+    assert ranges.best_fit(size) == (min(fitting)[1:] if fitting else None)
+
+
+def test_the_oldest_slot_goes_with_as_many_neighbours_as_it_takes():
+    """And never over a slot that is busy."""
+    arena = Arena(64, alignment=1)
+    slots = [arena.allocate(nbytes) for nbytes in (4, 32, 4, 24)]
+    for slot in (slots[0], slots[2], slots[1], slots[3]):
+        arena.set_idle(slot.slot_id)
+    assert arena.victims(4) == [slots[0].slot_id]
+    assert arena.victims(40) == [slots[0].slot_id, slots[1].slot_id, slots[2].slot_id]
+    assert arena.victims(64) == [slots[0].slot_id, slots[1].slot_id, slots[2].slot_id, slots[3].slot_id]
+    arena.set_busy(slots[2].slot_id)
+    assert arena.victims(4) == [slots[0].slot_id]
+    assert arena.victims(36) == [slots[0].slot_id, slots[1].slot_id]
+    assert arena.victims(37) is None

@@ -20,8 +20,9 @@ from encoder_pool.decode import Decoded
 from encoder_pool.decode_process import OnUnits
 from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning.feature_log import FeatureLog
-from encoder_pool.planning.features import FeatureSpec, FeatureTable, LeaseKey
+from encoder_pool.planning.features import FeatureSpec, FeatureTable
 from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit
+from encoder_pool.planning.lease_book import LeaseKey
 from fabric.channel import LandedFeature
 from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
 from fabric.clock import ManualClock

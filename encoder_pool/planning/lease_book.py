@@ -1,0 +1,85 @@
+"""Who holds which lease on a feature, until when, and for whom: found by attempt, by worker and by router.
+
+Knows nothing of memory or of what a unit is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import KeysView
+from typing import NamedTuple
+
+from fabric.clock import Clock
+from fabric.ids import AttemptId, MemberId, UnitKey
+from fabric.leases import LeaseTable
+
+Holder = AttemptId | MemberId
+
+
+class LeaseKey(NamedTuple):
+    """One worker's right to read one unit for one attempt."""
+
+    worker_id: MemberId
+    attempt_id: AttemptId
+    unit: UnitKey
+
+
+class _Reader(NamedTuple):
+    router_id: MemberId
+    since_s: float
+
+
+class LeaseBook:
+    """Not thread-safe. Ids of workers and of routers are never the same."""
+
+    def __init__(self, clock: Clock, lease_s: float) -> None:
+        self._clock = clock
+        self._lease_s = lease_s
+        self._deadlines: LeaseTable[LeaseKey] = LeaseTable(clock)
+        self._key_to_reader: dict[LeaseKey, _Reader] = {}
+        self._holder_to_keys: dict[Holder, dict[LeaseKey, None]] = {}
+        """Oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._key_to_reader)
+
+    def keys(self) -> KeysView[LeaseKey]:
+        return self._key_to_reader.keys()
+
+    def take(self, key: LeaseKey, router_id: MemberId) -> None:
+        """A new lease, or one that is renewed: then it is the newest."""
+        if key in self._key_to_reader:
+            self._forget(key)
+        self._key_to_reader[key] = _Reader(router_id, self._clock.now())
+        for holder in (key.attempt_id, key.worker_id, router_id):
+            self._holder_to_keys.setdefault(holder, {})[key] = None
+        self._deadlines.renew(key, self._lease_s)
+
+    def drop(self, key: LeaseKey) -> float:
+        """Ends a lease; returns the seconds since it was taken or renewed."""
+        self._deadlines.drop(key)
+        return self._clock.now() - self._forget(key).since_s
+
+    def expired(self) -> list[LeaseKey]:
+        """Leases that have run out, in order of their deadlines; each is named once and stays until it is dropped."""
+        return self._deadlines.expired()
+
+    def held_by(self, holder: Holder) -> list[LeaseKey]:
+        """Leases of one attempt, one worker or one router, oldest first."""
+        return list(self._holder_to_keys.get(holder, ()))
+
+    def check_invariants(self) -> None:
+        assert len(self._deadlines) == len(self._key_to_reader)
+        found: dict[Holder, set[LeaseKey]] = {}
+        for key, reader in self._key_to_reader.items():
+            for holder in (key.attempt_id, key.worker_id, reader.router_id):
+                found.setdefault(holder, set()).add(key)
+        assert found == {holder: set(keys) for holder, keys in self._holder_to_keys.items()}
+
+    def _forget(self, key: LeaseKey) -> _Reader:
+        reader = self._key_to_reader.pop(key)
+        for holder in (key.attempt_id, key.worker_id, reader.router_id):
+            keys = self._holder_to_keys[holder]
+            del keys[key]
+            if not keys:
+                del self._holder_to_keys[holder]
+        return reader
