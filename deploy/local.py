@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from deploy import compose
@@ -96,8 +97,18 @@ class LocalCluster:
             await service.start()
         for worker in self.ranked_workers:
             worker.end_when_lost(asyncio.get_running_loop())
-        for service in services:
+        for member_id, worker_service in self.workers.services.items():
+            worker_service.on_lost(partial(self._remove, member_id))
+        self._tell_members()
+
+    def _tell_members(self) -> None:
+        for service in (*self.encoders.services.values(), *self.workers.services.values(), self.router):
             service.update_members(self._members)
+
+    def _remove(self, member_id: MemberId) -> None:
+        """A worker is lost. Nothing replaces it here: that takes processes."""
+        self._members = [member for member in self._members if member.member_id != member_id]
+        self._tell_members()
 
     async def stop(self) -> None:
         for service in [self.router, *self.workers.services.values(), *self.encoders.services.values()]:

@@ -17,7 +17,7 @@ from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.environment import keep_ranks_on_loopback, use_cuda_device
 from fabric.channel import FeatureSink
-from fabric.errors import ConfigError
+from fabric.errors import ConfigError, WorkerLost
 from fabric.ids import MemberId
 from fabric.plane import Plane
 from llm_workers.tensor_parallel.invitation import Invitation
@@ -48,9 +48,13 @@ class RankedWorker(NamedTuple):
     group: RankGroup | None
 
     def end_when_lost(self, loop: asyncio.AbstractEventLoop) -> None:
-        """When a rank is gone the service stops: its calls end as WorkerLost, its health check fails."""
+        """When a rank is gone the service is lost and stops: its calls end as WorkerLost, its health check fails."""
         if self.group is not None:
-            self.group.on_lost(lambda: asyncio.run_coroutine_threadsafe(self.service.stop(), loop))
+            self.group.on_lost(lambda: asyncio.run_coroutine_threadsafe(self._end_lost(), loop))
+
+    async def _end_lost(self) -> None:
+        self.service.lose(WorkerLost("a rank of the worker is gone"))
+        await self.service.stop()
 
     def stop_ranks(self) -> None:
         """After the service has stopped. Blocks for a few seconds at most."""

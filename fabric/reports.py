@@ -57,6 +57,8 @@ class WorkerReport(PlaneWire, frozen=True):
     max_step_tokens: int = 0
     """Limits of one step; 0 if unknown."""
     max_sequences: int = 0
+    is_lost: bool = False
+    """The engine has died: the worker ends what it had and takes nothing any more."""
 
 
 class EncodeCost(Wire, frozen=True):

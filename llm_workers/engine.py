@@ -1,7 +1,8 @@
 """The engine thread: commands in, `plan_step -> execute -> commit`, one update out per turn.
 
 It alone touches the scheduler and the runner. A step that fails is tried again one sequence at a time, so that a
-poisoned request ends alone. Knows nothing of planes, futures or routers: the owner of the updates does.
+poisoned request ends alone. If the device fails a step that nothing can be wrong with, the engine ends as WorkerLost,
+and its requests go elsewhere. Knows nothing of planes, futures or routers: the owner of the updates does.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from fabric.clock import Clock
 from fabric.errors import EngineFailed, ErrorInfo, InvalidRequest, WeftError, WorkerLost
 from fabric.ids import AttemptId, UnitKey
 from fabric.messages import GenerateRequest
+from llm_workers.device_errors import is_device_error, probe_plan
 from llm_workers.scheduling.arrival import Arrival
 from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, NOT_FINITE_TOKEN, Chunk, StepPlan, StepResult
@@ -26,7 +28,7 @@ from modalities.family import Positions
 
 _LOG = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 8
-"""Steps in a row in which nothing could be computed: then it is the device, not the requests."""
+"""Steps in a row in which every request failed, although probes went well: then the worker is not trusted any more."""
 
 
 TOKEN_TO_FAILURE: dict[int, WeftError] = {
@@ -88,7 +90,7 @@ class Engine:
             self._thread.join()
 
     def check_health(self) -> None:
-        """Raises EngineFailed or WorkerLost when the thread has died."""
+        """Raises WorkerLost when the engine has died, EngineFailed when it was stopped."""
         if self._death is not None:
             raise self._death
         if self._thread.ident is not None and not self._thread.is_alive():
@@ -130,7 +132,7 @@ class Engine:
         except Exception as error:  # the loop of the thread: every request is ended by the owner
             _LOG.exception("the engine has died")
             is_lost = isinstance(error, WorkerLost)
-            self._death = error if is_lost else EngineFailed(f"the engine has died: {type(error).__name__}")
+            self._death = error if is_lost else WorkerLost(f"the engine has died: {type(error).__name__}")
             self._on_update(Update(death=self._death))
 
     def _turn(self) -> bool:
@@ -243,7 +245,7 @@ class Engine:
         self.times.commit_s += self._clock.now() - executed_s
 
     def _execute(self, plan: StepPlan) -> tuple[StepResult, dict[AttemptId, WeftError]]:
-        """The result, and what went wrong for which attempt. Raises EngineFailed or WorkerLost when nothing works."""
+        """The result, and what went wrong for which attempt. Raises WorkerLost when the device fails."""
         failed: dict[AttemptId, WeftError] = {}
         try:
             result = self._executor.execute(plan)
@@ -253,29 +255,50 @@ class Engine:
             _LOG.exception("step %d failed; its %d sequences run alone", plan.step, len(plan.chunks))
             result = StepResult({})
             for chunk in plan.chunks:
-                alone = self._execute_alone(plan.step, chunk, failed)
+                alone = self._execute_alone(plan, chunk, failed)
                 result.token_ids.update(alone.token_ids)
                 result.logprobs.update(alone.logprobs)
+        is_broken = bool(failed)
         for sequence_id, tokens in result.token_ids.items():
             if tokens[-1] < 0:
                 failed[sequence_id.attempt_id] = TOKEN_TO_FAILURE[tokens[-1]]
-        is_all_failed = {chunk.sequence_id.attempt_id for chunk in plan.chunks} <= failed.keys()
-        self._num_failed_steps = self._num_failed_steps + 1 if is_all_failed else 0
-        if self._num_failed_steps >= MAX_FAILED_STEPS:
-            raise EngineFailed(f"{MAX_FAILED_STEPS} steps in a row failed")
+        self._count_failures(plan, failed, is_probed=is_broken)
         return result, failed
 
-    def _execute_alone(self, step: int, chunk: Chunk, failed: dict[AttemptId, WeftError]) -> StepResult:
+    def _execute_alone(self, plan: StepPlan, chunk: Chunk, failed: dict[AttemptId, WeftError]) -> StepResult:
+        """The second attempt. Raises WorkerLost if it fails for the device's sake."""
         try:
-            return self._executor.execute(StepPlan(step, (chunk,)))
+            return self._executor.execute(StepPlan(plan.step, (chunk,)))
         except WorkerLost:
             raise
-        except Exception as error:  # this one is the poisoned request
+        except Exception as error:  # this one is the poisoned request, or the device fails
             _LOG.exception("request %s failed alone", chunk.sequence_id.request_id)
-            failed[chunk.sequence_id.attempt_id] = EngineFailed(
-                f"the step of this request failed: {ErrorInfo.of(error).message}"
-            )
+            reason = ErrorInfo.of(error).message
+            if is_device_error(error):
+                raise WorkerLost(f"the device fails: {reason}") from error
+            self._probe(plan, chunk)
+            failed[chunk.sequence_id.attempt_id] = EngineFailed(f"the step of this request failed: {reason}")
             return StepResult({})
+
+    def _probe(self, plan: StepPlan, chunk: Chunk) -> None:
+        """Raises WorkerLost if the device can't compute even one harmless token, in the place of `chunk`."""
+        try:
+            result = self._executor.execute(probe_plan(plan, chunk))
+        except WorkerLost:
+            raise
+        except Exception as error:  # nothing of a request was in it
+            raise WorkerLost(f"the device fails every step: {ErrorInfo.of(error).message}") from error
+        if any(tokens[-1] == NOT_FINITE_TOKEN for tokens in result.token_ids.values()):
+            raise WorkerLost("the device gives numbers that are not finite, whatever it computes")
+
+    def _count_failures(self, plan: StepPlan, failed: dict[AttemptId, WeftError], is_probed: bool) -> None:
+        """Raises WorkerLost if no request of a step could be computed and the device is why, or too often in a row."""
+        is_all_failed = {chunk.sequence_id.attempt_id for chunk in plan.chunks} <= failed.keys()
+        if is_all_failed and not is_probed:
+            self._probe(plan, plan.chunks[0])
+        self._num_failed_steps = self._num_failed_steps + 1 if is_all_failed else 0
+        if self._num_failed_steps >= MAX_FAILED_STEPS:
+            raise WorkerLost(f"{MAX_FAILED_STEPS} steps in a row failed")
 
 
 def _admission_error(attempt: AttemptId, error: Exception) -> WeftError:

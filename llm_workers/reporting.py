@@ -34,6 +34,8 @@ class Reporter:
         self.epoch = 0
         """From this worker's member record, once it is known."""
         self.costs = StepCosts()
+        self.is_lost = False
+        """Whether the worker takes nothing any more."""
         self._residence_s = 0.0
 
     def take(self, update: Update) -> None:
@@ -73,5 +75,6 @@ class Reporter:
             residence_s=self._residence_s,
             max_step_tokens=self._config.max_step_tokens,
             max_sequences=self._config.max_sequences,
+            is_lost=self.is_lost,
             **self._stats._asdict(),
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from fabric.channel import FeatureSink, LandedFeature
@@ -99,6 +99,7 @@ class WorkerService:
         self._ticker: asyncio.Task[None] | None = None
         self._is_report_due = False
         self._is_stopping = False
+        self._tell_lost: Callable[[], None] = lambda: None
         self._unheard: dict[AttemptId, list[Sequence[int]]] = {}
         """Aborts of attempts whose grammar is being compiled: the engine does not know them yet."""
 
@@ -128,8 +129,25 @@ class WorkerService:
         self._receiver.stop()
         self._loop = None
 
+    def on_lost(self, call: Callable[[], None]) -> None:
+        """`call` is called once, in the event loop, when the worker is lost (at once if it is): its owner takes it out
+        of the directory."""
+        self._tell_lost = call
+        if self._reporter.is_lost:
+            call()
+
+    def lose(self, error: WeftError) -> None:
+        """The worker computes nothing any more. Its calls end with `error`, its reports say so, its owner is told. A
+        second call changes nothing."""
+        self._calls.fail_all(error)
+        if not self._reporter.is_lost:
+            self._reporter.is_lost = True
+            self._report()
+            self._tell_lost()
+
     def check_health(self) -> None:
-        """Raises EngineFailed when the engine has died, WorkerLost when tokens or features have no way any more."""
+        """Raises WorkerLost when the engine has died, or when tokens or features have no way any more; EngineFailed
+        when it was stopped."""
         self._engine.check_health()
         if not self._plane.is_alive:
             raise WorkerLost("the message plane has died")
@@ -256,7 +274,7 @@ class WorkerService:
     def _apply(self, update: Update) -> None:
         """In the order in which it happened: what was let go may be missed by who was admitted after."""
         if update.death is not None:
-            self._calls.fail_all(update.death)
+            self.lose(update.death)
             return
         for let_go in update.let_go:
             self._receiver.let_go(*let_go)

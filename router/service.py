@@ -268,6 +268,8 @@ class RouterService:
             return
         if isinstance(message, WorkerReport | EncoderReport):
             self._parts.metrics.reports.put(message)
+        if isinstance(message, WorkerReport) and message.is_lost:
+            self._parts.exclude(member_id)  # it leaves the directory soon; until then nothing is planned onto it
         for lagging in self._parts.cluster.apply(message, self._parts.clock.now()):
             self._ask_snapshot(lagging)
 

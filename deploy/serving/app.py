@@ -95,6 +95,11 @@ class WorkerReplica:
         self._worker.end_when_lost(asyncio.get_running_loop())
         self._heartbeat = Heartbeat(record, self._service.update_members)
         await self._heartbeat.start()
+        self._service.on_lost(self._leave)
+
+    def _leave(self) -> None:
+        """Out of the directory at once; Serve replaces the replica when its health checks have failed."""
+        self._leaving = asyncio.create_task(self._heartbeat.stop(), name="weft-leave")
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         return await self._service.generate(request)

@@ -290,8 +290,13 @@ async def test_a_broken_engine_ends_every_request_and_the_health_check(monkeypat
         request = r.request(of, stop=LONG)
         call = asyncio.ensure_future(r.service.generate(request))
         await r.until(lambda: len(r.tokens(request)) > 2)
+        told = []
+        r.service.on_lost(lambda: told.append("lost"))
+        assert r.service.report().is_lost is False
         monkeypatch.setattr(r.service._engine._scheduler, "commit", None)
-        assert (await call).error.code == "engine_failed"
-        with pytest.raises(EngineFailed, match="died"):
+        assert (await call).error.code == "worker_lost"
+        with pytest.raises(WorkerLost, match="died"):
             r.service.check_health()
-        assert (await r.service.generate(r.request(of))).error.code == "engine_failed"
+        assert (await r.service.generate(r.request(of))).error.code == "worker_lost"
+        assert r.service.report().is_lost is True
+        assert told == ["lost"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 from router_chats import chat, expected, image, read
 from router_fakes import FakeCluster, FakeWorker, fake_cluster, settled
@@ -261,3 +262,13 @@ async def test_a_request_whose_worker_was_lost_waits_for_another() -> None:
         cluster.publish()
         texts, reasons, _ = await read(stream)
         assert (texts, reasons) == ([expected(cluster)], ["stop"])
+
+
+async def test_nothing_is_planned_onto_a_worker_that_reports_itself_lost() -> None:
+    async with fake_cluster(num_workers=2) as cluster:
+        lost, other = cluster.workers
+        lost.plane.send(cluster.plane.address, msgspec.structs.replace(lost.report(1), is_lost=True))
+        await asyncio.sleep(0)
+        for _ in range(4):
+            assert (await read(await cluster.service.open(chat())))[1] == ["stop"]
+        assert (len(lost.requests), len(other.requests)) == (0, 4)

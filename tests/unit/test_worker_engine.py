@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from fabric.clock import SystemClock
-from fabric.errors import EngineFailed
+from fabric.errors import EngineFailed, WorkerLost
 from fabric.ids import AttemptId, MemberId, MmHash, RequestId, UnitKey
 from fabric.messages import GenerateRequest, MediaItem, PlaceholderRange, SamplingParams, StopConditions
 from llm_workers.config import WorkerConfig
+from llm_workers.device_errors import PROBE_ID, is_device_error, probe_plan
 from llm_workers.engine import MAX_FAILED_STEPS, Engine
-from llm_workers.scheduling.plan import StepResult
+from llm_workers.scheduling.plan import Splice, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
 from modalities.family import Positions
 
@@ -40,17 +41,23 @@ def request(name, num_tokens=3, with_unit=False, attempt=0):
 POSITIONS = Positions(np.arange(20)[None], 0)
 
 
+class OutOfMemoryError(RuntimeError):
+    """Named as torch names its own."""
+
+
 class Executor:
-    """Draws 100 + draw index. `broken` request ids raise, `infinite` ones give a negative token."""
+    """Draws 100 + draw index. `broken` request ids raise, `infinite` ones give a negative token; `fails` may raise for
+    any plan."""
 
     def __init__(self):
         self.broken, self.infinite = set(), set()
-        self.is_dead = False
+        self.fails = lambda plan: None
         self.plans = []
 
     def execute(self, plan):
         self.plans.append(plan)
-        if self.is_dead or any(chunk.sequence_id.request_id in self.broken for chunk in plan.chunks):
+        self.fails(plan)
+        if any(chunk.sequence_id.request_id in self.broken for chunk in plan.chunks):
             raise RuntimeError("poisoned")
         return StepResult(
             {
@@ -59,6 +66,17 @@ class Executor:
                 if chunk.sampling is not None
             }
         )
+
+    @property
+    def num_probes(self):
+        return sum(plan.chunks[0].sequence_id == PROBE_ID for plan in self.plans)
+
+
+def raising(error):
+    def fails(plan):
+        raise error
+
+    return fails
 
 
 class Watched:
@@ -132,15 +150,152 @@ def test_one_poisoned_request_ends_alone(watched):
     watched.engine.check_health()
 
 
-def test_a_device_that_fails_every_step_ends_the_engine(watched):
-    watched.executor.is_dead = True
+@pytest.mark.parametrize("num_requests", [1, 4])
+def test_a_device_that_fails_for_good_loses_the_worker_and_no_request(num_requests):
+    watched = Watched()
+    watched.executor.fails = raising(RuntimeError("it has gone"))
+    for number in range(num_requests):
+        watched.engine.add(request(f"r{number}"), POSITIONS)
+    watched.engine.start()
+    watched.until(watched.deaths)
+    assert [type(death) for death in watched.deaths()] == [WorkerLost]
+    assert watched.failed() == {}, "none is told that it is its own fault"
+    assert len(watched.executor.plans) == 3, "the step, its first sequence alone, and a probe"
+    with pytest.raises(WorkerLost, match="the device fails every step"):
+        watched.engine.check_health()
+    watched.engine.stop()
+
+
+def test_an_error_of_the_device_needs_no_probe_the_second_time(watched):
+    watched.executor.fails = raising(OutOfMemoryError("out of memory"))
+    watched.engine.add(request("a"), POSITIONS)
+    watched.until(watched.deaths)
+    assert type(watched.deaths()[0]) is WorkerLost
+    assert len(watched.executor.plans) == 2
+    assert watched.executor.num_probes == 0
+
+
+def test_a_step_too_large_for_its_memory_is_computed_in_parts():
+    watched = Watched()
+
+    def fails(plan):
+        if len(plan.chunks) > 1:
+            raise OutOfMemoryError("out of memory")
+
+    watched.executor.fails = fails
+    for name in "abc":
+        watched.engine.add(request(name), POSITIONS)
+    watched.engine.start()
+    watched.until(lambda: len(watched.finished()) == 3)
+    assert watched.failed() == {}
+    assert watched.tokens("a") == watched.tokens("b") == watched.tokens("c") == [100, 101, 102]
+    watched.engine.check_health()
+    watched.engine.stop()
+
+
+def test_several_poisoned_requests_in_one_step_do_not_cost_the_worker():
+    watched = Watched()
+    watched.executor.broken = {"a", "b"}
+    for name in "abc":
+        watched.engine.add(request(name), POSITIONS)
+    watched.engine.start()
+    watched.until(lambda: "c" in watched.finished() and len(watched.failed()) == 2)
+    assert {name: type(error) for name, error in watched.failed().items()} == {"a": EngineFailed, "b": EngineFailed}
+    assert watched.executor.num_probes == 2
+    watched.engine.check_health()
+    watched.engine.stop()
+
+
+def test_a_poisoned_request_that_runs_alone_fails_alone(watched):
+    watched.executor.broken = {"a"}
+    watched.engine.add(request("a"), POSITIONS)
+    watched.until(watched.failed)
+    watched.engine.add(request("b"), POSITIONS)
+    watched.until(lambda: "b" in watched.finished())
+    assert list(watched.failed()) == ["a"]
+    assert watched.deaths() == []
+
+
+def test_one_answer_that_is_not_finite_is_probed_and_ends_alone(watched):
+    watched.executor.infinite = {"a"}
+    watched.engine.add(request("a"), POSITIONS)
+    watched.until(watched.failed)
+    assert watched.executor.num_probes == 1
+    watched.engine.check_health()
+
+
+def test_a_device_that_gives_no_finite_number_loses_the_worker(watched):
+    watched.executor.infinite = {"a", PROBE_ID.request_id}
+    watched.engine.add(request("a"), POSITIONS)
+    watched.until(watched.deaths)
+    assert type(watched.deaths()[0]) is WorkerLost
+    assert watched.failed() == {}
+
+
+def test_requests_that_fail_in_a_row_although_probes_go_well_end_the_worker(watched):
+    watched.executor.broken = {f"r{number}" for number in range(MAX_FAILED_STEPS)}
     for number in range(MAX_FAILED_STEPS):
         watched.engine.check_health()
         watched.engine.add(request(f"r{number}"), POSITIONS)
         watched.until(lambda number=number: len(watched.failed()) > number or watched.deaths())
-    assert [type(death) for death in watched.deaths()] == [EngineFailed]
-    with pytest.raises(EngineFailed, match="died"):
-        watched.engine.check_health()
+    assert [type(death) for death in watched.deaths()] == [WorkerLost]
+    assert len(watched.failed()) == MAX_FAILED_STEPS - 1
+
+
+def test_a_success_between_them_is_counted(watched):
+    for number in range(2 * MAX_FAILED_STEPS):
+        name = f"r{number}"
+        if number % MAX_FAILED_STEPS:
+            watched.executor.broken.add(name)
+        watched.engine.add(request(name), POSITIONS)
+        watched.until(lambda name=name: name in watched.failed() or name in watched.finished())
+    watched.engine.check_health()
+
+
+def test_a_fault_of_the_books_loses_the_worker_too(watched):
+    """Whatever ends the engine, its requests may go on elsewhere."""
+
+    def plan_step():
+        raise AssertionError("the books are wrong")
+
+    watched.engine._scheduler.plan_step = plan_step
+    watched.engine.add(request("a"), POSITIONS)
+    watched.until(watched.deaths)
+    assert type(watched.deaths()[0]) is WorkerLost
+
+
+@pytest.mark.parametrize(
+    ("error", "is_devices"),
+    [
+        (OutOfMemoryError("x"), True),
+        (MemoryError(), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+            True,
+        ),
+        (RuntimeError("shape mismatch"), False),
+        (ValueError("token 9 is not in the vocabulary"), False),
+    ],
+)
+def test_errors_of_the_device_are_told_from_others(error, is_devices):
+    assert is_device_error(error) == is_devices
+
+
+def test_a_probe_has_nothing_of_the_request_and_writes_where_it_was_to_write():
+    watched = Watched()
+    watched.executor.broken = {"a"}
+    watched.engine.add(request("a", with_unit=True), POSITIONS)
+    watched.engine.unit_landed(UNIT)
+    watched.engine.start()
+    watched.until(watched.failed)
+    watched.engine.stop()
+    failed, probe = watched.executor.plans[-2].chunks[0], watched.executor.plans[-1].chunks[0]
+    assert failed.splices == (Splice(6, 4, UNIT, 0),)
+    assert probe.splices == ()
+    assert (probe.start, probe.num_tokens, probe.token_ids.tolist(), probe.positions.tolist()) == (0, 1, [0], [[0]])
+    assert probe.block_ids.tolist() == failed.block_ids[-1:].tolist()
+    assert probe_plan(watched.executor.plans[-2], failed).chunks[0].sampling == SamplingParams(temperature=0.0)
 
 
 def test_a_refused_request_is_answered(watched):

@@ -1,0 +1,125 @@
+"""A worker's device fails for good in the middle of many requests: they go on elsewhere, and end as they would have."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from router_chats import read
+
+from deploy.config import ClusterConfig
+from deploy.local import LocalCluster, running
+from fabric.errors import EngineFailed, WeftError, WorkerLost
+from fabric.ids import MemberId
+from llm_workers.device_errors import PROBE_ID
+from llm_workers.engine import Executor
+from llm_workers.scheduling.plan import StepPlan, StepResult
+from router.api.request import ChatRequest, parse_chat
+
+pytestmark = pytest.mark.torch
+
+NUM_REQUESTS = 3000
+NUM_AT_ONCE = 48
+NUM_PROMPTS = 25
+NUM_TOKENS = 5
+POISON = "poison "
+
+
+def config() -> ClusterConfig:
+    return ClusterConfig.model_validate(
+        {
+            "workers": {"replicas": 2, "num_blocks": 1024},
+            "encoders": {"replicas": 0},
+            "media": {"probe_processes": 0},
+            "router": {"capacity_wait_s": 5.0},
+        }
+    )
+
+
+def chat(number: int, words: str = "") -> ChatRequest:
+    text = f"{words}What comes after {number % NUM_PROMPTS}?"
+    body = {"model": "weft-demo", "messages": [{"role": "user", "content": text}], "temperature": 0}
+    return parse_chat(json.dumps(body | {"max_tokens": NUM_TOKENS, "ignore_eos": True}).encode())
+
+
+class Device:
+    """Between an engine and its runner. It fails every step once `is_broken`, and each that contains the poison."""
+
+    def __init__(self, cluster: LocalCluster, worker_id: MemberId) -> None:
+        self.is_broken = False
+        self.poison: tuple[int, ...] = ()
+        self.num_probes = 0
+        self._engine = cluster.workers.services[worker_id]._engine
+        self._executor: Executor = self._engine._executor
+        self._engine._executor = self
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.num_probes += plan.chunks[0].sequence_id == PROBE_ID
+        if self.is_broken or any(self._is_poisoned(chunk.token_ids.tolist()) for chunk in plan.chunks):
+            raise RuntimeError("it computes no more")
+        return self._executor.execute(plan)
+
+    def _is_poisoned(self, token_ids: Sequence[int]) -> bool:
+        size = len(self.poison)
+        return size > 0 and any(tuple(token_ids[at : at + size]) == self.poison for at in range(len(token_ids)))
+
+
+async def ask(cluster: LocalCluster, request: ChatRequest) -> str:
+    return (await read(await cluster.router.open(request)))[0][0]
+
+
+async def test_three_thousand_requests_survive_a_device_that_dies_among_them() -> None:
+    async with running(config()) as cluster:
+        wanted = [await ask(cluster, chat(number)) for number in range(NUM_PROMPTS)]
+        assert len(set(wanted)) > 5
+        devices = {worker_id: Device(cluster, worker_id) for worker_id in cluster.workers.services}
+        victim_id, victim = next(iter(devices.items()))
+        outcomes: Counter[str] = Counter()
+        numbers = iter(range(NUM_REQUESTS))
+
+        async def client() -> None:
+            for number in numbers:
+                if number == NUM_REQUESTS // 2:
+                    victim.is_broken = True
+                try:
+                    is_right = await ask(cluster, chat(number)) == wanted[number % NUM_PROMPTS]
+                    outcomes["right" if is_right else "wrong"] += 1
+                except WeftError as error:
+                    outcomes[error.code] += 1
+
+        await asyncio.gather(*(client() for _ in range(NUM_AT_ONCE)))
+        assert outcomes == {"right": NUM_REQUESTS}
+        metric = cluster.router.metrics.registry.get_sample_value
+        num_migrated = metric("weft_router_attempts_total", {"outcome": "worker_lost"})
+        assert num_migrated is not None
+        assert num_migrated >= 1, "nothing was on the worker that died: the test tests nothing"
+        with pytest.raises(WorkerLost):
+            cluster.workers.services[victim_id].check_health()
+        left = [member for member in cluster.router.members() if member["kind"] == "worker"]
+        assert [member["member_id"] for member in left] == [each for each in devices if each != victim_id]
+        survivor = next(service for each, service in cluster.workers.services.items() if each != victim_id)
+        survivor.check_health()
+        assert survivor.report().is_lost is False
+        assert survivor.report().kv_blocks_used == 0
+
+
+async def test_a_poisoned_request_among_healthy_ones_fails_alone_and_no_worker_is_lost() -> None:
+    async with running(config()) as cluster:
+        wanted = [await ask(cluster, chat(number)) for number in range(NUM_PROMPTS)]
+        devices = [Device(cluster, worker_id) for worker_id in cluster.workers.services]
+        codec = cluster.router._codec
+        for device in devices:
+            device.poison = tuple(codec.encode(POISON.strip()))
+        healthy = [asyncio.create_task(ask(cluster, chat(number))) for number in range(4 * NUM_PROMPTS)]
+        poisoned = [asyncio.create_task(ask(cluster, chat(number, POISON))) for number in range(3)]
+        answers = await asyncio.gather(*healthy)
+        ends = await asyncio.gather(*poisoned, return_exceptions=True)
+        assert answers == wanted * 4
+        assert [type(end) for end in ends] == [EngineFailed] * 3
+        assert sum(device.num_probes for device in devices) >= 3
+        for service in cluster.workers.services.values():
+            service.check_health()
+        assert cluster.router.readiness()[1]["num_workers"] == 2
