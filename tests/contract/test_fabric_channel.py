@@ -150,7 +150,7 @@ def test_a_source_tells_full_from_too_large_and_frees_once(peer):
 def test_a_source_names_idle_slots_where_giving_them_up_makes_room(peer):
     """Four slots of a quarter each: what is asked for must fit between the ones that stay."""
     quarter = (1, ARENA_BYTES // 256 - 1, 16)
-    half_bytes = ARENA_BYTES // 2 - 64
+    quarter_bytes, half_bytes = ARENA_BYTES // 4 - 64, ARENA_BYTES // 2 - 64
     for seed in range(4):
         peer.offer(seed, quarter)
     assert peer.victims(half_bytes) is None
@@ -162,9 +162,9 @@ def test_a_source_names_idle_slots_where_giving_them_up_makes_room(peer):
     assert peer.victims(half_bytes) == [1, 2]
     peer.set_idle(2, False)
     assert peer.victims(half_bytes) is None
-    for seed in peer.victims(half_bytes // 2):
-        peer.free(seed)
-    assert peer.victims(half_bytes // 2) == []
+    assert peer.victims(quarter_bytes) == [1]
+    peer.free(1)
+    assert peer.victims(quarter_bytes) == []
     peer.offer(5, quarter)
 
 
