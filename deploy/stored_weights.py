@@ -11,6 +11,8 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+from modalities.quantisation import ACTIVATION_SUFFIXES, SCALE_SUFFIXES
+
 MAX_HEADER_BYTES = 100_000_000
 """The format's own limit."""
 ENCODER_NAMES = frozenset(
@@ -22,6 +24,9 @@ ENCODER_NAMES = frozenset(
 """A tensor with one of these in its path is an encoder's."""
 OTHER_NAMES = frozenset({"talker", "code2wav", "token2wav"})
 """Loaded by neither encoders nor workers."""
+
+_SCALES = (*SCALE_SUFFIXES, *ACTIVATION_SUFFIXES)
+"""Of quantised weights: multiplied into them when they are loaded."""
 
 
 class StoredWeights(NamedTuple):
@@ -37,7 +42,7 @@ def read_stored_weights(model_dir: Path) -> StoredWeights | None:
     try:
         for path in files:
             for name, tensor in _header(path).items():
-                if name != "__metadata__":
+                if name != "__metadata__" and not name.endswith(_SCALES):
                     counts[_part(name)] += math.prod(tensor["shape"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

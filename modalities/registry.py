@@ -26,6 +26,7 @@ from modalities.audio import AudioPlugin
 from modalities.family import Family
 from modalities.image import ImagePlugin
 from modalities.plugin import ModalityPlugin
+from modalities.quantisation import read_quantisation
 from modalities.video import VideoPlugin
 
 FamilyLoader = Callable[[Path], Family]
@@ -88,9 +89,10 @@ class Registry:
         return tuple(self._architecture_to_loader)
 
     def load_family(self, model_dir: Path) -> Family:
-        """By `architectures` in config.json. Raises ConfigError for a missing or broken file, or if none of its
-        architectures is known."""
+        """By `architectures` in config.json. Raises ConfigError for a missing or broken file, if none of its
+        architectures is known, and for weights that are quantised in a way that can't be loaded."""
         names = read_architectures(model_dir)
+        read_quantisation(model_dir)
         for name in names:
             if name in self._architecture_to_loader:
                 return self._architecture_to_loader[name](model_dir)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -49,21 +48,22 @@ def is_sharding() -> bool:
 
 
 def load_pretrained(
-    kind: type[PreTrainedModel], model_dir: Path, **options: Any
+    kind: type[PreTrainedModel], tensors: Mapping[str, Any], **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """`kind.from_pretrained(model_dir, **options)` with the loading info: whole, or inside `shard_weights` this rank's
-    share, as plain tensors. `options` has the part's `config`. Raises what `from_pretrained` does, and ValueError for a
-    plan that can't be followed."""
-    options["output_loading_info"] = True
+    """A `kind` of the weights `tensors` (name -> tensor, or slice of a file, of which only what is needed is read) with
+    the loading info: whole, or inside `shard_weights` this rank's share, as plain tensors. `options` are those of
+    `from_pretrained`, the part's `config` among them. Raises what that does, and ValueError for a plan that can't be
+    followed."""
+    options |= {"output_loading_info": True, "state_dict": dict(tensors)}
     num_ranks = _NUM_RANKS.get()
     if num_ranks == 1:
-        return kind.from_pretrained(model_dir, **options)
+        return kind.from_pretrained(None, **options)
     from transformers.distributed import DistributedConfig
 
     has_plan = bool(options["config"].base_model_tp_plan)
     plan = {**({} if has_plan else _DENSE_PLAN), **dict.fromkeys(_WHOLE, "replicate")}
     config = DistributedConfig(tp_size=num_ranks, tp_plan=plan)
-    part, info = _on_our_ranks(kind).from_pretrained(model_dir, distributed_config=config, **options)
+    part, info = _on_our_ranks(kind).from_pretrained(None, distributed_config=config, **options)
     check_plan(part.tp_plan)
     _keep_local(part)
     return part, info

@@ -11,14 +11,11 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from modalities.audio_towers.attention import register_attention
-from modalities.causal_lm.checkpoint import load_part
+from modalities.causal_lm.checkpoint import PartNames, load_part
 from modalities.family import EncoderInput
+from modalities.part_names import names_of_others
 
-_TOWER_NAMES = {
-    r"^(thinker\.)?(model\.)?audio_tower\.": "",
-    # The text model's layers are called like the tower's, and transformers would take them for missing ones.
-    r"^model\.": "others.",
-}
+_TOWER_NAMES = PartNames({r"^(thinker\.)?(model\.)?audio_tower\.": ""}, names_of_others("sound"))
 
 
 class RowsOf(Protocol):

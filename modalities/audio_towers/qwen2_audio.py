@@ -22,8 +22,9 @@ from transformers.models.qwen2_audio.modeling_qwen2_audio import (
 from modalities.audio_towers.attention import Segments, register_attention
 from modalities.audio_towers.cutting import halved
 from modalities.audio_towers.encoder import SoundEncoder, batched, pooled_pairs, taken
-from modalities.causal_lm.checkpoint import load_part, read_pretrained_config
+from modalities.causal_lm.checkpoint import PartNames, load_part, read_pretrained_config
 from modalities.family import EncoderInput
+from modalities.part_names import names_of_others
 
 _NAMES = {r"^(model\.)?(audio_tower|multi_modal_projector)\.": r"\2."}
 
@@ -41,7 +42,8 @@ class AudioHalf(Qwen2AudioPreTrainedModel):
 def load_encoder(model_dir: Path, place: tuple[str, str]) -> SoundEncoder:
     """`place` is (device, dtype). Raises ConfigError if a weight is missing."""
     config = read_pretrained_config(model_dir)
-    part = load_part(AudioHalf, model_dir, config, _NAMES, place, register_attention())
+    names = PartNames(_NAMES, names_of_others("sound", "projector"))
+    part = load_part(AudioHalf, model_dir, config, names, place, register_attention())
     return SoundEncoder(part, _rows, num_levels=1)
 
 

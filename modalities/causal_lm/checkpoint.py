@@ -1,12 +1,16 @@
 """Parts of a checkpoint as transformers modules: a causal language model, or whatever else stands beside one.
 
 A part is loaded with a mapping from the checkpoint's names to its own; without one transformers would leave the
-weights random and say so in a log line only. So whatever is missing refuses the start.
+weights random and say so in a log line only. So whatever is missing refuses the start, and so does whatever is left
+over: a weight that nothing uses means that the model is not what it was taken for. A family names the weights of its
+other parts; nothing else may stay unused but buffers that old checkpoints hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,9 @@ from transformers import (
 )
 
 from fabric.errors import ConfigError
+from modalities.checkpoint_tensors import open_tensors
+from modalities.part_names import names_of_others
+from modalities.quantisation import read_quantisation
 from modalities.sharding import load_pretrained
 
 _MODEL_TYPE_TO_CLASS: Mapping[str, type[PreTrainedModel]] = {
@@ -34,6 +41,8 @@ _TEXT_NAMES = {
     r"^language_model\.model\.": "model.",
     r"^model\.language_model\.": "model.",
 }
+_OLD_BUFFERS = (r"(^|\.)rotary(_pos)?_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Computed today; once a part of checkpoints."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -57,36 +66,55 @@ def load_text_half(model_dir: Path, device: str, dtype: str, attention_name: str
     if text.model_type not in _MODEL_TYPE_TO_CLASS:
         raise ConfigError(f"text model {text.model_type!r} is not supported")
     kind = _MODEL_TYPE_TO_CLASS[text.model_type]
-    return load_part(kind, model_dir, text, _TEXT_NAMES, (device, dtype), attention_name)
+    names = PartNames(_TEXT_NAMES, names_of_others("text"))
+    return load_part(kind, model_dir, text, names, (device, dtype), attention_name)
+
+
+@dataclass(frozen=True, slots=True)
+class PartNames:
+    """The names of a part's weights in its checkpoints."""
+
+    own: Mapping[str, str]
+    """Patterns of the checkpoints' names -> the part's."""
+    others: Sequence[str]
+    """Patterns of the names of other parts."""
 
 
 def load_part(
     kind: type[PreTrainedModel],
     model_dir: Path,
     config: PreTrainedConfig,
-    names: Mapping[str, str],
+    names: PartNames,
     place: tuple[str, str],
     attention_name: str,
 ) -> Any:
-    """A `kind` with weights, on a device, in evaluation mode; the rest of the checkpoint is passed over in silence.
-    `names`: patterns of the checkpoint's names -> the part's; `place` is (device, dtype). Raises ConfigError."""
+    """A `kind` with weights, on a device, in evaluation mode; those that are stored as float8 are dequantised.
+    `place` is (device, dtype). Raises ConfigError for weights that are missing, left over, or of a form that can't be
+    loaded."""
     device, dtype = place
     if dtype not in _DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPES)}")
     # transformers keeps the class's name in its own tables of names, so the part is called like its original.
-    part_kind = type(kind.__name__, (kind,), {"_keys_to_ignore_on_load_unexpected": (r".",)})
-    try:
-        part, info = load_pretrained(
-            part_kind,
-            model_dir,
-            config=config,
-            key_mapping=dict(names),
-            dtype=_DTYPES[dtype],
-            local_files_only=True,
-            attn_implementation=attention_name,
-        )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"can't load {kind.__name__} from {model_dir}: {error}") from error
+    unused = (*(kind._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS)
+    part_kind = type(kind.__name__, (kind,), {"_keys_to_ignore_on_load_unexpected": unused})
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):  # what Weft makes of it is no quantised model to transformers
+        del config.quantization_config
+    with open_tensors(model_dir, names.others, read_quantisation(model_dir)) as tensors:
+        try:
+            part, info = load_pretrained(
+                part_kind,
+                tensors,
+                config=config,
+                key_mapping=dict(names.own),
+                dtype=_DTYPES[dtype],
+                attn_implementation=attention_name,
+            )
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ConfigError(f"can't load {kind.__name__} from {model_dir}: {error}") from error
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"{model_dir} lacks {len(missing)} weights of {kind.__name__}, e.g. {missing[0]}")
+    if left := sorted(info["unexpected_keys"]):
+        first = ", ".join(left[:3])
+        raise ConfigError(f"{model_dir} has {len(left)} weights that {kind.__name__} has no place for, e.g. {first}")
     return part.to(device).eval()

@@ -14,8 +14,9 @@ from transformers.models.internvl.modeling_internvl import (
     InternVLPreTrainedModel,
 )
 
-from modalities.causal_lm.checkpoint import load_part, read_pretrained_config
+from modalities.causal_lm.checkpoint import PartNames, load_part, read_pretrained_config
 from modalities.family import EncoderInput
+from modalities.part_names import names_of_others
 from modalities.tiled.encoder import TileEncoder, frame_rows
 
 NAMES = {r"^model\.(vision_tower|multi_modal_projector)\.": r"\1."}
@@ -46,4 +47,5 @@ def rows_of(part: Any, tiles: torch.Tensor, inputs: Sequence[EncoderInput]) -> l
 def load_encoder(model_dir: Path, device: str, dtype: str) -> TileEncoder:
     """Raises ConfigError if a weight is missing."""
     config = read_pretrained_config(model_dir)
-    return TileEncoder(load_part(VisionHalf, model_dir, config, NAMES, (device, dtype), "sdpa"), rows_of)
+    names = PartNames(NAMES, names_of_others("vision", "projector"))
+    return TileEncoder(load_part(VisionHalf, model_dir, config, names, (device, dtype), "sdpa"), rows_of)

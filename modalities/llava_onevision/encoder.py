@@ -15,8 +15,9 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
     LlavaOnevisionPreTrainedModel,
 )
 
-from modalities.causal_lm.checkpoint import load_part, read_pretrained_config
+from modalities.causal_lm.checkpoint import PartNames, load_part, read_pretrained_config
 from modalities.family import EncoderInput
+from modalities.part_names import names_of_others
 from modalities.tiled.encoder import TileEncoder, frame_rows, is_closed
 
 NAMES = {
@@ -63,4 +64,5 @@ def _rows_of_videos(part: Any, frames: torch.Tensor, inputs: Sequence[EncoderInp
 def load_encoder(model_dir: Path, device: str, dtype: str) -> TileEncoder:
     """Raises ConfigError if a weight is missing."""
     config = read_pretrained_config(model_dir)
-    return TileEncoder(load_part(VisionHalf, model_dir, config, NAMES, (device, dtype), "sdpa"), rows_of)
+    names = PartNames(NAMES, names_of_others("vision", "projector"))
+    return TileEncoder(load_part(VisionHalf, model_dir, config, names, (device, dtype), "sdpa"), rows_of)

@@ -10,12 +10,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fabric.errors import ConfigError
-from modalities.causal_lm.checkpoint import load_part
+from modalities.causal_lm.checkpoint import PartNames, load_part
 from modalities.family import EncoderModel
+from modalities.part_names import names_of_others
 from modalities.qwen_vl.config import QwenVLConfig
 
-# The names have grown: `visual.`, then `model.visual.`; `model.`, then `model.language_model.`; `thinker.` before all
-# of these where there are other parts.
 _VISION_NAMES = {r"^(thinker\.)?(model\.)?visual\.": ""}
 _TEXT_NAMES = {
     r"^thinker\.lm_head\.": "lm_head.",
@@ -49,7 +48,8 @@ class Checkpoint:
         """On `device`, in evaluation mode. Raises ConfigError."""
         kind = type("VisionTower", (self.tower,), {})
         vision_config = self._model_config(model_dir, config).vision_config
-        return load_part(kind, model_dir, vision_config, _VISION_NAMES, (device, dtype), "sdpa")
+        names = PartNames(_VISION_NAMES, names_of_others("vision"))
+        return load_part(kind, model_dir, vision_config, names, (device, dtype), "sdpa")
 
     def load_sound_tower(self, model_dir: Path, config: QwenVLConfig, place: tuple[str, str]) -> EncoderModel:
         """`place` is (device, dtype). Raises ConfigError, also for a family that does not hear."""
@@ -68,7 +68,8 @@ class Checkpoint:
         if self.has_experts:
             text_config.output_router_logits = False
         kind = text_half_of(self.text_model)
-        part = load_part(kind, model_dir, text_config, _TEXT_NAMES, (device, dtype), attention_name)
+        names = PartNames(_TEXT_NAMES, names_of_others("text"))
+        part = load_part(kind, model_dir, text_config, names, (device, dtype), attention_name)
         if self.has_experts:
             part.model.set_experts_implementation(_EXPERTS)
         return part

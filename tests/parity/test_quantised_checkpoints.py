@@ -1,0 +1,274 @@
+"""Quantised checkpoints: float8 weights are those of the dequantised checkpoint, to the bit; what can't be loaded right
+is refused by its name, and no weight is passed over in silence."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from family_row import FamilyRow, load_reference
+from family_rows_audio import QWEN2_AUDIO
+from family_rows_pictures import LLAVA
+from family_rows_qwen3_omni import QWEN3_OMNI
+from family_rows_qwen_vl import QWEN2_5_VL, QWEN3_VL
+from family_rows_text import LLAMA, QWEN3
+from quantised_files import FORMS, Pair, quantised, write_checkpoint, write_pair
+from safetensors.torch import load_file
+
+import modalities.causal_lm.language_model as causal_language_model
+import modalities.qwen_vl.language_model as qwen_language_model
+from deploy.stored_weights import read_stored_weights
+from fabric.errors import ConfigError
+from llm_workers.attention import register_attention
+from modalities.registry import REGISTRY
+from modalities.sharding import shard_weights
+
+pytestmark = pytest.mark.torch
+
+ROWS = {row.name: row for row in (QWEN2_5_VL, QWEN3_VL, QWEN3_OMNI, QWEN2_AUDIO, LLAVA, LLAMA, QWEN3)}
+
+
+class PlainAttention:
+    """Causal, over one whole prompt."""
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        repeats = q.shape[1] // k.shape[1]
+        q, k, v = q.transpose(0, 1), k.repeat_interleave(repeats, 1).transpose(0, 1), v.repeat_interleave(repeats, 1)
+        made = torch.nn.functional.scaled_dot_product_attention(q, k, v.transpose(0, 1), is_causal=True, scale=scaling)
+        return made.transpose(0, 1)
+
+
+def saved(row: FamilyRow, directory: Path) -> Path:
+    row.build().save_pretrained(directory)
+    for name, content in row.files.items():
+        (directory / name).write_text(json.dumps(content))
+    return directory
+
+
+@pytest.fixture(scope="module", params=ROWS, ids=str)
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[FamilyRow, Path]:
+    row = ROWS[request.param]
+    return row, saved(row, tmp_path_factory.mktemp(row.name))
+
+
+@pytest.fixture(scope="module")
+def qwen2_5_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(QWEN2_5_VL, tmp_path_factory.mktemp("source"))
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(QWEN3, tmp_path_factory.mktemp("source"))
+
+
+def text_parameters(directory: Path, dtype: str) -> dict[str, torch.Tensor]:
+    """Name -> value, of layers as transformers has them (`test_fused_layers` holds the others to these)."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (causal_language_model, qwen_language_model):
+            patch.setattr(module, "fused", lambda part: part)
+        family = REGISTRY.load_family(directory)
+        model: Any = family.load_language_model(directory, "cpu", dtype, register_attention())
+    return dict(model._part.named_parameters())
+
+
+def parts(row: FamilyRow, directory: Path, dtype: str) -> dict[str, torch.Tensor]:
+    """Name -> value of all parameters of the language model and the encoders."""
+    family = REGISTRY.load_family(directory)
+    found = {f"text.{name}": value for name, value in text_parameters(directory, dtype).items()}
+    for modality in row.modalities:
+        encoder: Any = family.load_encoder(directory, "cpu", dtype, [modality])
+        encoder = getattr(encoder, "_modality_to_encoder", {modality: encoder})[modality]
+        part = getattr(encoder, "_tower", None) or encoder._part
+        found |= {f"{modality}.{name}": value for name, value in part.named_parameters()}
+    return found
+
+
+def logits(directory: Path, dtype: str) -> torch.Tensor:
+    family = REGISTRY.load_family(directory)
+    model = family.load_language_model(directory, "cpu", dtype, register_attention())
+    ids = [(7 * at) % 90 for at in range(40)]
+    positions = torch.from_numpy(np.asarray(family.positions(ids, [], []).ids))
+    hidden = model.forward(model.embed(torch.tensor(ids)), positions, PlainAttention(), None, None)
+    return model.logits(hidden)
+
+
+def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float(torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0))
+
+
+@pytest.mark.parametrize("form", ["fp8-block", "fp8-small-block", "compressed-channel"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_weight_is_that_of_the_dequantised_checkpoint(
+    source: tuple[FamilyRow, Path], tmp_path: Path, form: str, dtype: str
+) -> None:
+    row, directory = source
+    pair = write_pair(directory, tmp_path, FORMS[form])
+    assert pair.num_quantised >= 14
+    found, expected, original = (parts(row, at, dtype) for at in (pair.quantised, pair.plain, directory))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert any(not torch.equal(found[name], original[name]) for name in expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_logits_are_those_of_the_dequantised_weights(qwen2_5_vl: Path, qwen3: Path, tmp_path: Path, form: str) -> None:
+    for directory in (qwen2_5_vl, qwen3):
+        pair = write_pair(directory, tmp_path / directory.name, FORMS[form])
+        found = logits(pair.quantised, "bfloat16")
+        assert torch.equal(found, logits(pair.plain, "bfloat16"))
+        assert torch.equal(logits(pair.quantised, "float32"), logits(pair.plain, "float32"))
+        assert cosine(found, logits(pair.plain, "float32")) > 0.999
+
+
+def test_logits_are_close_to_those_of_the_model_that_was_quantised(tmp_path: Path) -> None:
+    """Weights of a usual size; the suite's large ones make chaos of any rounding. transformers' own model agrees."""
+    import transformers
+
+    config = transformers.Qwen3Config(
+        vocab_size=120, hidden_size=256, intermediate_size=384, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=2048,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(config)
+    with torch.no_grad():  # as after training, layers add to what is there already
+        model.model.embed_tokens.weight.mul_(10)
+    model.save_pretrained(tmp_path / "source")
+    pair = write_pair(tmp_path / "source", tmp_path, FORMS["fp8-block"])
+    found, original = logits(pair.quantised, "bfloat16"), logits(tmp_path / "source", "bfloat16")
+    assert cosine(found, original) > 0.999
+    unscaled = load_file(pair.quantised / "model.safetensors")
+    unscaled = {name: value.float() for name, value in unscaled.items() if not name.endswith("_scale_inv")}
+    wrong = write_checkpoint(tmp_path / "source", tmp_path / "wrong", unscaled, None)
+    assert cosine(logits(wrong, "bfloat16"), original) < 0.9  # as it was loaded once
+    reference = load_reference(pair.plain, "Qwen3ForCausalLM")
+    with torch.no_grad():
+        ids = torch.tensor([[(7 * at) % 90 for at in range(40)]])
+        assert cosine(logits(pair.quantised, "float32"), reference(ids).logits[0]) > 0.99999
+
+
+def test_what_is_not_quantised_is_taken_as_it_is(qwen2_5_vl: Path, tmp_path: Path) -> None:
+    for at, names in enumerate((["visual", "lm_head"], ["re:.*visual.*"])):
+        key = "modules_to_not_convert" if at == 0 else "ignore"
+        base = FORMS["fp8-block"] if at == 0 else FORMS["compressed-channel"]
+        form = base._replace(config={**base.config, key: names})
+        pair = write_pair(qwen2_5_vl, tmp_path / key, form, left_alone=r"visual")
+        found, original = parts(QWEN2_5_VL, pair.quantised, "float32"), parts(QWEN2_5_VL, qwen2_5_vl, "float32")
+        towers = [name for name in found if name.startswith("image.")]
+        assert towers
+        assert all(torch.equal(found[name], original[name]) for name in towers)
+        wrong = write_pair(qwen2_5_vl, tmp_path / key / "wrong", form)
+        with pytest.raises(ConfigError, match="says it is not quantised"):
+            parts(QWEN2_5_VL, wrong.quantised, "float32")
+
+
+def _load_share(rank: int, meeting: str, directories: list[Path], out: Path) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    for at, directory in enumerate(directories):
+        with shard_weights(2):
+            torch.save(text_parameters(directory, "bfloat16"), out / f"{rank}.{at}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("row", [QWEN3, QWEN3_OMNI], ids=str)
+def test_a_rank_gets_its_share_of_them(row: FamilyRow, tmp_path: Path) -> None:
+    """Cut through the middle of blocks, and of experts."""
+    directory = saved(row, tmp_path / "source")
+    pair = write_pair(directory, tmp_path, FORMS["fp8-small-block"])
+    context = multiprocessing.get_context("spawn")
+    arguments = (str(tmp_path / "meeting"), [pair.quantised, pair.plain, directory], tmp_path)
+    ranks = [context.Process(target=_load_share, args=(rank, *arguments)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(120)
+        assert rank.exitcode == 0
+    whole = parts(row, pair.plain, "bfloat16")
+    for rank in range(2):
+        found, expected, original = (torch.load(tmp_path / f"{rank}.{at}.pt") for at in range(3))
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        assert any(not torch.equal(found[name], original[name]) for name in expected)
+        assert sum(value.numel() for value in found.values()) < sum(
+            value.numel() for name, value in whole.items() if name.startswith("text.")
+        )
+
+
+def load(directory: Path) -> None:
+    parts(QWEN3, directory, "float32")
+
+
+def test_float8_that_does_not_fit_its_config_is_refused(qwen3: Path, tmp_path: Path) -> None:
+    pair = write_pair(qwen3, tmp_path, FORMS["fp8-small-block"])
+    stored = load_file(pair.quantised / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    cases: list[tuple[dict[str, torch.Tensor], dict[str, Any] | None, str]] = [
+        (stored, None, "no quantization_config"),
+        ({key: value for key, value in stored.items() if key != f"{name}_scale_inv"}, {}, "scales are missing"),
+        (stored | {f"{name}_scale_inv": torch.ones(3, 3)}, {}, r"scales of shape \(3, 3\) do not fit \(64, 48\)"),
+        (stored, {"weight_block_size": [32, 28]}, "do not fit"),
+        (stored | {name: stored[name].view(torch.int8)}, {}, "stored as I8"),
+        (stored | {name: stored[name].float().to(torch.float8_e5m2)}, {}, "stored as F8_E5M2"),
+        (stored | {name: stored[name].float()}, {}, f"1 weights.* no place for, e.g. {name}_scale_inv"),
+    ]
+    for at, (tensors, change, match) in enumerate(cases):
+        config = None if change is None else {**FORMS["fp8-small-block"].config, **change}
+        with pytest.raises(ConfigError, match=match):
+            load(write_checkpoint(qwen3, tmp_path / str(at), tensors, config))
+
+
+def test_no_weight_is_passed_over_in_silence(source: tuple[FamilyRow, Path], tmp_path: Path) -> None:
+    """But those of the parts that a family names, and the buffers that old checkpoints hold."""
+    row, directory = source
+    weights = load_file(directory / "model.safetensors")
+    extra = torch.ones(3)
+    known = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3), "talker.model.norm.weight": torch.ones(3)}
+    expected = parts(row, directory, "float32")
+    found = parts(row, write_checkpoint(directory, tmp_path / "known", weights | known, None), "float32")
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    layer = next(name for name in weights if name.endswith("layers.0.self_attn.q_proj.weight"))
+    for at, name in enumerate(("unheard.of.weight", layer + "_scale", layer.replace("q_proj", "r_proj"))):
+        other = write_checkpoint(directory, tmp_path / str(at), weights | {name: extra}, None)
+        ending = name.rpartition(".layers.")[2] if at else name
+        with pytest.raises(ConfigError, match=rf"1 weights that \w+ has no place for, e\.g\. .*{ending}"):
+            parts(row, other, "float32")
+
+
+def test_scales_per_block_of_experts_in_one_tensor() -> None:
+    """`(experts, rows, columns)`, cut anywhere."""
+    from modalities.checkpoint_tensors import FloatSlice
+
+    form = FORMS["fp8-small-block"]
+    generator = torch.Generator().manual_seed(1)
+    made = [quantised(torch.randn(50, 70, generator=generator), form) for _ in range(3)]
+    values, scales, expected = (torch.stack(parts) for parts in zip(*made, strict=True))
+    found = FloatSlice(_Stored(values), scales, "w", form.block)
+    assert found.get_shape() == [3, 50, 70]
+    assert torch.equal(found[...], expected)
+    assert torch.equal(found[1:3], expected[1:3])
+    assert torch.equal(found[1:2, 13:49, 27:29], expected[1:2, 13:49, 27:29])
+    assert torch.equal(found[:, 30:50], expected[:, 30:50])
+
+
+class _Stored:
+    """As safetensors gives slices."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._values = values
+
+    def get_shape(self) -> list[int]:
+        return list(self._values.shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._values[index]
+
+
+def test_scales_are_not_counted_as_parameters(qwen3: Path, tmp_path: Path) -> None:
+    pair: Pair = write_pair(qwen3, tmp_path, FORMS["fp8-tensor"])
+    assert read_stored_weights(pair.quantised) == read_stored_weights(pair.plain)
