@@ -232,7 +232,7 @@ def max_items_per_prompt(config: ClusterConfig, family: Family) -> dict[str, int
 
 def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, pools: Pools) -> RouterService:
     """Reads the tokenizer; needs no torch. Its helper processes start with it."""
-    from modalities.probing import ProbePool
+    from modalities.probing import MODALITY_TO_CPU_S, ProbeLimits, ProbePool
     from router.intake import Intake
     from router.service import RouterService
 
@@ -253,7 +253,11 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         on_encode_failure=media.on_encode_failure,
         encode_timeout_ms=MODALITY_TO_ENCODE_TIMEOUT_MS | media.encode_timeout_ms,
     )
-    intake = Intake(
-        router_config, model.family, TextCodec.load(model.directory), REGISTRY, ProbePool(media.probe_processes)
+    limits = ProbeLimits(
+        modality_to_cpu_s=MODALITY_TO_CPU_S | media.probe_cpu_s,
+        memory_bytes=media.probe_memory_bytes,
+        timeout_s=media.probe_timeout_s,
     )
+    prober = ProbePool(media.probe_processes, limits)
+    intake = Intake(router_config, model.family, TextCodec.load(model.directory), REGISTRY, prober)
     return RouterService(member_id, router_config, intake, plane, pools, SystemClock())

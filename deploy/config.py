@@ -12,8 +12,10 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from deploy.yaml_marks import Mark, locate, parse_with_marks
 from fabric.errors import ConfigError
+from modalities.probing import ProbeLimits
 from modalities.registry import REGISTRY
 
+PROBE_LIMITS = ProbeLimits()
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -102,7 +104,14 @@ class MediaSection(_Section):
     max_audio_seconds: float = Field(600.0, gt=0)
     """Of a sound, and of a video's sound track that the model hears."""
     probe_processes: int = Field(2, ge=0)
-    """Helpers of each router that read the headers of videos and sounds; 0: a thread of the router itself."""
+    """Helpers of each router that read the headers of videos, of sounds, and of pictures whose first bytes do not say
+    it all; 0: a thread of the router itself."""
+    probe_cpu_s: dict[Modality, Annotated[float, Field(gt=0)]] = {}
+    """Processor time that reading a header may take; by default 1 s of a picture, 5 s of others."""
+    probe_timeout_s: float = Field(PROBE_LIMITS.timeout_s, gt=0)
+    """By the clock: a file that is later than this meets a machine that is too busy (503)."""
+    probe_memory_bytes: Bytes = PROBE_LIMITS.memory_bytes
+    """Most memory of each of these helpers."""
     on_encode_failure: Literal["error", "reduce", "text_only"] = "error"
     """`reduce`: once more with every other frame, or half the sides; `text_only`: and then without the medium."""
     encode_timeout_ms: dict[Modality, Annotated[int, Field(ge=1)]] = {}

@@ -10,7 +10,8 @@
     │   ├── ModelNotFound
     │   └── Unauthorized
     ├── Busy                      later may work; Retry-After is sent
-    │   └── Overloaded                a budget is full
+    │   ├── Overloaded                a budget is full
+    │   └── MachineBusy               work was not done in time because the machine did not get to it
     ├── Unavailable               a part is missing
     │   ├── NoCapacity                no worker or no encoder is there at all
     │   ├── Draining                  the cluster was told to stop and takes nothing new
@@ -100,6 +101,10 @@ class Busy(WeftError):
 
 class Overloaded(Busy):
     code = "overloaded"
+
+
+class MachineBusy(Busy):
+    code = "machine_busy"
 
 
 class Unavailable(WeftError):

@@ -10,7 +10,9 @@ import os
 import resource
 import signal
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 PR_SET_PDEATHSIG = 1
 """prctl(2)."""
@@ -34,6 +36,42 @@ def limit_memory(num_bytes: int) -> None:
     """Of this process's data, as Linux counts it; the interpreter's own is a part of it. Beyond it, allocations fail
     (MemoryError in Python)."""
     resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, num_bytes))
+
+
+@contextmanager
+def limited(cpu_s: float, more_bytes: int = 0) -> Iterator[None]:
+    """Limits what this process may spend within the block: seconds of processor time, over all its threads, and bytes
+    of data beyond what it has now (0: only what `limit_memory` says).
+
+    Out of time, the kernel ends the process (see `is_out_of_cpu`): time that others spend does not count, so a busy
+    machine ends nothing. Out of memory, allocations fail."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if more_bytes and sys.platform == "linux":
+        wanted = data_bytes() + more_bytes
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def data_bytes() -> int:
+    """What Linux counts as this process's data now: what RLIMIT_DATA limits."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[5]) * resource.getpagesize()
+
+
+def is_out_of_cpu(exit_code: int | None) -> bool:
+    """Whether a process ended because its block in `limited` was out of processor time."""
+    return exit_code == -signal.SIGPROF
+
+
+def is_killed_by_system(exit_code: int | None) -> bool:
+    """Whether a process was killed; unless its parent did so, the machine was out of memory."""
+    return exit_code == -signal.SIGKILL
 
 
 def yielding_thread() -> ThreadPoolExecutor:

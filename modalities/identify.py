@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from fabric.digest import mm_hash
+from fabric.digest import content_digest, mm_hash
 from fabric.errors import InvalidMedia
 from fabric.messages import MediaItem
 from modalities.family import DEFAULT_OPTIONS, Family, ItemPlan, MediaHeader, MediaOptions
@@ -25,16 +25,17 @@ def plan_media(
     cache_salt: str = "",
     options: MediaOptions = DEFAULT_OPTIONS,
     anchor: int = -1,
+    digest: bytes | None = None,
 ) -> PlannedMedium:
     """`index` among the request's media, `part` its place in the request, `anchor` the index of the video whose sound
-    track it is. The hash covers the bytes, the model, the processing options, the decoded size and the tenant's salt.
-    Raises InvalidMedia (naming the part) for what the family refuses."""
+    track it is, `digest` of `data` if it is known. The hash covers the bytes, the model, the processing options, the
+    decoded size and the tenant's salt. Raises InvalidMedia (naming the part) for what the family refuses."""
     try:
         plan = dataclasses.replace(family.plan(header, options), anchor=anchor)
     except InvalidMedia as error:
         raise InvalidMedia(f"{part}: {error.message}", param=part) from error
     identity = mm_hash(
-        data,
+        content_digest(data) if digest is None else digest,
         namespace=family.model_id,
         modality=plan.modality,
         options=family.options(plan.modality) + options.encode(),

@@ -15,6 +15,7 @@ from PIL import Image
 
 from fabric.errors import InvalidMedia
 from modalities.family import ImageHeader, MediaHeader
+from modalities.first_bytes import picture_header
 from modalities.plugin import MediaLimits, decode_data_url, part_url
 from modalities.stopwatch import decoding
 from modalities.unknown_media import seeming
@@ -67,14 +68,18 @@ class ImagePlugin:
 
     modality = "image"
     part_types = ("image_url",)
-    needs_process = False
+    needs_process = True
 
     def parse(self, part: Mapping[str, object], param: str, limits: MediaLimits) -> bytes:
         """Raises InvalidRequest, InvalidMedia."""
         return decode_data_url(part_url(part, "image_url", param), param, limits.max_bytes_per_item)
 
+    def first_header(self, data: bytes) -> ImageHeader | None:
+        """Of ordinary files; see `modalities.first_bytes`."""
+        return picture_header(data)
+
     def probe(self, data: bytes, param: str) -> ImageHeader:
-        """Of the first frame. Raises InvalidMedia."""
+        """Of the first frame; Pillow may walk the whole file for it. Raises InvalidMedia."""
         return open_image(data, param).header
 
     def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:

@@ -1,8 +1,9 @@
-"""Probing media outside of the serving process: what walks a hostile container may crash, hang or grow there.
+"""Probing media outside of the serving process: what walks a hostile file may crash, hang or grow there.
 
-Each helper process probes one file at a time, so a file that kills its helper, or runs out of time or memory, fails
-alone, and the helper is replaced. Spawned, never forked (threads of NIXL and gRPC exist); each ends with its parent.
-Knows nothing of requests and models.
+Each helper process probes one file at a time, so a file that kills its helper, or takes it too much processor time or
+memory, fails alone, and the helper is replaced. A file that is only late, because the machine did not get to it, is not
+to blame. Spawned, never forked (threads of NIXL and gRPC exist); each helper ends with its parent. Knows nothing of
+requests and models.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import NamedTuple
 
-from fabric.errors import InvalidMedia, NoCapacity, Overloaded, WeftError
-from fabric.helper_process import bind_to_parent, limit_memory
+from fabric.errors import InvalidMedia, MachineBusy, NoCapacity, Overloaded, WeftError
+from fabric.helper_process import bind_to_parent, is_killed_by_system, is_out_of_cpu, limit_memory, limited
 from modalities.family import MediaHeader
 from modalities.plugin import ModalityPlugin
 from modalities.registry import REGISTRY, Registry
@@ -30,14 +31,26 @@ START_TIMEOUT_S = 60.0
 """For a helper's interpreter and imports, on a machine under load."""
 
 
+MODALITY_TO_CPU_S = {"image": 1.0}
+"""A header of a picture takes milliseconds."""
+OTHER_CPU_S = 5.0
+"""Containers are walked to their end: an hour of video takes about a second."""
+
+
 class ProbeLimits(NamedTuple):
     """Of one item, in a helper process. A thread of this process has none: it can't be ended."""
 
-    timeout_s: float = 5.0
+    modality_to_cpu_s: Mapping[str, float] = MODALITY_TO_CPU_S
+    """Processor time of the helper; a file that takes it more is refused. `OTHER_CPU_S` for those that are not here."""
     memory_bytes: int = 2 * 2**30
     """Of the process, as Linux counts its data; the interpreter's own is a part of it."""
+    timeout_s: float = 15.0
+    """By the clock. What takes longer with less processor time than it may have met a machine that is too busy."""
     wait_s: float = 10.0
     """For a helper that is idle: those who wait hold their place among the requests that are admitted."""
+
+    def cpu_s(self, modality: str) -> float:
+        return self.modality_to_cpu_s.get(modality, OTHER_CPU_S)
 
 
 DEFAULT_LIMITS = ProbeLimits()
@@ -79,8 +92,9 @@ class ProbePool:
         """What the plugin of `modality` finds; in a helper if the plugin needs one, else at once.
 
         Waits for a helper that is idle. Raises UnsupportedModality, InvalidMedia (naming `param`) for a file that is
-        broken, kills its helper, or takes it too long or too much memory; Overloaded if no helper becomes idle within
-        the limit; NoCapacity if none can be started."""
+        broken, kills its helper, or takes it too much processor time or memory; Overloaded if no helper becomes idle
+        within the limit, MachineBusy if the helper was not given its processor time within the limit; NoCapacity if
+        none can be started."""
         plugin = self._registry.modality(modality)
         if not plugin.needs_process:
             return plugin.probe(data, param)
@@ -157,7 +171,7 @@ class _Helper:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(
             target=_serve,
-            args=(theirs, os.getpid(), self._limits.memory_bytes, self._registry),
+            args=(theirs, os.getpid(), self._limits, self._registry),
             daemon=True,
             name="probe",
         )
@@ -173,7 +187,7 @@ class _Helper:
 
     def probe(self, modality: str, data: bytes, param: str, gone: threading.Event) -> MediaHeader:
         """Blocks, at most for the limit (and a start). `gone`: nobody waits for it any more. Raises InvalidMedia,
-        NoCapacity."""
+        MachineBusy, NoCapacity."""
         pipe = self._announce(modality, param)
         overdue = threading.Event()
         self._item = gone
@@ -186,13 +200,12 @@ class _Helper:
             pipe.send_bytes(data)
             found: MediaHeader | WeftError = pipe.recv()
         except (EOFError, OSError) as error:
-            self._clear()
+            exit_code = self._clear()
             self.num_ended += 1
             if self._is_closed or gone.is_set():
                 raise NoCapacity("nobody waits for this file any more") from error
-            logger.warning("a probe of %d bytes (%s) ended its process", len(data), modality)
-            why = f"within {self._limits.timeout_s:g} s" if overdue.is_set() else "without breaking its reader"
-            raise InvalidMedia(f"{param}: the file could not be read {why}", param=param) from error
+            logger.warning("a probe of %d bytes (%s) ended its process (%s)", len(data), modality, exit_code)
+            raise self._verdict(modality, param, exit_code, overdue.is_set()) from error
         finally:
             watch.cancel()
             with self._lock:
@@ -201,17 +214,29 @@ class _Helper:
             raise found
         return found
 
+    def _verdict(self, modality: str, param: str, exit_code: int | None, is_overdue: bool) -> WeftError:
+        """Why a file's process ended."""
+        if is_out_of_cpu(exit_code):
+            why = f"reading it takes more than {self._limits.cpu_s(modality):g} s of processor time"
+            return InvalidMedia(f"{param}: {why}", param=param)
+        if is_overdue or is_killed_by_system(exit_code):
+            why = f"within {self._limits.timeout_s:g} s" if is_overdue else "in the memory that is left"
+            return MachineBusy(f"{param}: this machine is too busy to read the file {why}", param=param)
+        return InvalidMedia(f"{param}: the file could not be read without breaking its reader", param=param)
+
     def _announce(self, modality: str, param: str) -> Connection:
-        """A file is coming. A process that died while it was idle is found out here, and no file is blamed."""
+        """A file is coming. A process that died, or was stopped, while it was idle is found out here, and no file is
+        blamed."""
         for _ in range(2):
             self.start()
             assert self._pipe is not None
             try:
                 self._pipe.send((modality, param))
-                if self._pipe.poll(START_TIMEOUT_S) and self._pipe.recv() is None:
+                if self._pipe.poll(self._limits.timeout_s) and self._pipe.recv() is None:
                     return self._pipe
             except (EOFError, OSError):
-                logger.warning("a process for probing died idle")
+                pass
+            logger.warning("a process for probing died or was stopped idle")
             self._clear()
         raise NoCapacity("helper processes for probing do not live")
 
@@ -239,7 +264,8 @@ class _Helper:
                 overdue.set()
                 self._process.kill()
 
-    def _clear(self) -> None:
+    def _clear(self) -> int | None:
+        """Ends the process, and returns how it ended."""
         process, pipe = self._process, self._pipe
         assert process is not None
         assert pipe is not None
@@ -248,13 +274,14 @@ class _Helper:
         process.kill()
         process.join()
         pipe.close()
+        return process.exitcode
 
 
-def _serve(pipe: Connection, parent_pid: int, memory_bytes: int, registry: Callable[[], Registry]) -> None:
+def _serve(pipe: Connection, parent_pid: int, limits: ProbeLimits, registry: Callable[[], Registry]) -> None:
     """The loop of a helper process; ends when the parent closes the pipe."""
     bind_to_parent(parent_pid)
     plugins = registry()
-    limit_memory(memory_bytes)
+    limit_memory(limits.memory_bytes)
     pipe.send(None)
     while True:
         try:
@@ -264,7 +291,8 @@ def _serve(pipe: Connection, parent_pid: int, memory_bytes: int, registry: Calla
         except (EOFError, OSError):
             return
         try:
-            found: object = _probe(plugins.modality(modality), data, param)
+            with limited(limits.cpu_s(modality)):
+                found: object = _probe(plugins.modality(modality), data, param)
         except WeftError as error:
             found = error
         pipe.send(found)

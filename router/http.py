@@ -19,7 +19,7 @@ from fabric.errors import Aborted, ModelNotFound, WeftError
 from fabric.ids import mint_request_id
 from router.admission import Ticket
 from router.api.errors import envelope, http_error
-from router.api.request import ChatRequest, parse_chat
+from router.api.request import ChatRequest
 from router.api.response import ChoiceText, ChunkWriter, Head, completion, model_object
 from router.connection import ClientWatch, LingeringResponse, read_body
 from router.event_stream import EventStream
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 CLIENT_LABEL = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
 """A client's `x-request-id` that may be echoed: no spaces, no control characters."""
-PARSE_IN_THREAD_BYTES = 64 * 1024
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ROUTE_CODES = {404: "not_found", 405: "method_not_allowed"}
 
@@ -78,7 +77,7 @@ class HttpEdge:
         stream: RequestStream | None = None
         is_handed_on = False
         try:
-            chat = await asyncio.to_thread(parse_chat, body) if len(body) > PARSE_IN_THREAD_BYTES else parse_chat(body)
+            chat = await self._service.parse(body)
             stream = await watch.race(self._service.open(chat, ticket, label))
             head = Head(completion_id(stream), int(self._service.wall_time()), self._service.config.model_name)
             details = TokenDetails(stream, chat, self._service.token_bytes)

@@ -1,13 +1,12 @@
 """From a chat request to a prompt: checked, media probed, then planned, tokenised, expanded and hashed.
 
 In two halves, because the failure ladder plans a request again: `read` is done once, `plan` as often as something has
-to be left out. Cheap checks come first; what costs (base64, hashing, tokenising) runs in a thread. Decodes no pixels.
-Knows no worker.
+to be left out. Cheap checks come first; what costs (JSON, base64, hashing, tokenising) runs in threads of its kind.
+Decodes no pixels. Knows no worker.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from modalities.registry import Registry
 from modalities.text.codec import TextCodec
 from router.api.content import MediaPart, Part, TextPart, parts_of
 from router.api.media_options import video_options
-from router.api.request import ChatRequest
+from router.api.request import ChatRequest, parse_chat
 from router.chat_checks import check_context, check_limits
 from router.config import RouterConfig
 from router.media_planning import NOTHING_LOST, VIDEO, ItemKey, Losses, MediaPlanner, PlannedItem
@@ -27,7 +26,10 @@ from router.media_probing import MediaReader, ProbedMedium, Prober
 from router.prompt import Prompt
 from router.sampling import sampling_of, stop_conditions
 from router.structured import grammar_of
+from router.threads import RequestThreads, Work
 
+PARSE_IN_THREAD_BYTES = 64 * 1024
+"""Of a body; less is parsed in less time than it takes to change threads."""
 MAX_FITTINGS = 3
 """Times that videos are thinned out again for the text that a family writes between their frames."""
 
@@ -59,7 +61,10 @@ class Intake:
         self.codec = codec
         self._registry = registry
         self._prober = prober
-        self._reader = MediaReader(config.model_name, self.max_items, config.media_limits, registry, prober)
+        self._threads = RequestThreads()
+        self._reader = MediaReader(
+            config.model_name, self.max_items, config.media_limits, registry, prober, self._threads
+        )
         self._planner = MediaPlanner(family)
 
     async def start(self) -> None:
@@ -70,10 +75,18 @@ class Intake:
             await self._prober.start()
 
     async def close(self) -> None:
+        self._threads.close()
         await self._prober.close()
 
+    async def parse(self, body: bytes) -> ChatRequest:
+        """Raises InvalidRequest, `param` naming the first offending field."""
+        if len(body) <= PARSE_IN_THREAD_BYTES:
+            return parse_chat(body)
+        return await self._threads.run(Work.BODY, parse_chat, body)
+
     async def read(self, chat: ChatRequest) -> Draft:
-        """Raises a RequestRefused, `param` naming the offending part of the request."""
+        """Raises a RequestRefused, `param` naming the offending part of the request; Busy or Unavailable if a medium
+        can't be read now."""
         vocab_size = self.family.shape.vocab_size
         check_limits(chat, self._config, vocab_size)
         contents = tuple(parts_of(message, index, self._is_media) for index, message in enumerate(chat.messages))
@@ -83,7 +96,7 @@ class Intake:
             raise InvalidRequest(f"at most {self._config.max_media_items} media in one request", param="messages")
         kwargs = chat.mm_processor_kwargs
         probed = await self._reader.read(media, None if kwargs is None else kwargs.use_audio_in_video)
-        grammar = await asyncio.to_thread(grammar_of, chat) if chat.is_structured else ""
+        grammar = await self._threads.run(Work.GRAMMAR, grammar_of, chat) if chat.is_structured else ""
         return Draft(
             chat=without_contents(chat),
             contents=tuple(content if isinstance(content, str) else without_fields(content) for content in contents),
@@ -94,7 +107,7 @@ class Intake:
 
     async def plan(self, draft: Draft, losses: Losses = NOTHING_LOST) -> Prompt:
         """The prompt without what was lost. Raises a RequestRefused."""
-        return await asyncio.to_thread(self._plan, draft, losses)
+        return await self._threads.run(Work.PROMPT, self._plan, draft, losses)
 
     def is_reducible(self, draft: Draft, key: ItemKey, reduction: int) -> bool:
         """Whether the item, reduced so often, would cost less if it were reduced once more."""
@@ -105,7 +118,7 @@ class Intake:
 
     def _plan(self, draft: Draft, losses: Losses) -> Prompt:
         chat, longest = draft.chat, self.family.shape.max_model_len
-        rendered = self.codec.render(self._messages(draft, losses))
+        rendered = self.codec.render(self._messages(draft, losses), most_tokens=longest)
         items, expanded = self._fitted(draft, losses, rendered)
         media = tuple(planned.item for planned in items)
         num_tokens, salt = len(expanded.token_ids), chat.cache_salt or ""

@@ -115,6 +115,14 @@ class MediaPlanner:
     def _item(self, index: int, wanted: _Wanted, salt: str) -> PlannedItem:
         medium = wanted.medium
         planned = plan_media(
-            self._family, medium.data, wanted.header, index, medium.part, salt, wanted.options, wanted.anchor
+            self._family,
+            medium.data,
+            wanted.header,
+            index,
+            medium.part,
+            salt,
+            wanted.options,
+            wanted.anchor,
+            medium.digest,
         )
         return PlannedItem(planned.plan, planned.item, medium.data)

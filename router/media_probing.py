@@ -1,7 +1,7 @@
 """The media of a request, read as far as their headers: counted, parsed, probed, held against the limits.
 
-Types and counts first, before a byte is decoded. Probes that walk containers run in a process that may be killed.
-Knows no model but by what it takes (modality -> most items), and no tokens.
+Types and counts first, before a byte is decoded. What the first bytes of a file do not say plainly is read in a process
+that may be killed. Knows no model but by what it takes (modality -> most items), and no tokens.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
+from fabric.digest import content_digest
 from fabric.errors import InvalidRequest, UnsupportedModality
 from modalities.family import AudioHeader, MediaHeader, VideoHeader
-from modalities.plugin import MediaLimits, ModalityPlugin
+from modalities.plugin import MediaLimits, ModalityPlugin, ReadsFirstBytes
 from modalities.registry import Registry
 from router.api.content import PART_TYPE_TO_MODALITY, MediaPart
+from router.threads import RequestThreads, Work
 
 SOUND = "audio"
 """The modality of a video's sound track."""
@@ -30,7 +32,7 @@ class Prober(Protocol):
 
     async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
         """`ModalityPlugin.probe`, in a process of its own. Raises InvalidMedia, NoCapacity if there is none,
-        Overloaded if none is free in time."""
+        Overloaded if none is free in time, MachineBusy if it is not done in time."""
         ...
 
 
@@ -42,10 +44,21 @@ class ProbedMedium(NamedTuple):
     modality: str
     data: bytes
     """The encoded file."""
+    digest: bytes
+    """Of `data`: it is hashed once, however often the item is planned."""
     header: MediaHeader
     sound: AudioHeader | None
     """The sound track that the model is to hear, of a video."""
     probe_s: float
+
+
+class _File(NamedTuple):
+    """One part, decoded from its text."""
+
+    data: bytes
+    digest: bytes
+    header: MediaHeader | None
+    """If its first bytes say it."""
 
 
 class MediaReader:
@@ -53,23 +66,31 @@ class MediaReader:
     without a row, or with 0, is not served."""
 
     def __init__(
-        self, model_name: str, max_items: Mapping[str, int], limits: MediaLimits, registry: Registry, prober: Prober
+        self,
+        model_name: str,
+        max_items: Mapping[str, int],
+        limits: MediaLimits,
+        registry: Registry,
+        prober: Prober,
+        threads: RequestThreads,
     ) -> None:
         self.max_items = max_items
         self._model_name = model_name
         self._limits = limits
         self._registry = registry
         self._prober = prober
+        self._threads = threads
 
     async def read(self, parts: Sequence[MediaPart], hears_videos: bool | None = None) -> list[ProbedMedium]:
         """One per part, in order. `hears_videos`: whether sound tracks count; by default they do if the model takes
-        both. Raises UnsupportedModality, InvalidRequest, InvalidMedia, naming the first part that is at fault."""
+        both. Raises UnsupportedModality, InvalidRequest, InvalidMedia, naming the first part that is at fault; and what
+        a prober raises."""
         plugins = self._check_types(parts)
         has_hearing = self._has_hearing(hears_videos)
         if not parts:
             return []
-        files = await asyncio.to_thread(self._parse, parts, plugins)
-        probes = (self._probe(part, plugin, data) for part, plugin, data in zip(parts, plugins, files, strict=True))
+        files = await self._threads.run(Work.MEDIA, self._parse, parts, plugins)
+        probes = (self._probe(part, plugin, file) for part, plugin, file in zip(parts, plugins, files, strict=True))
         outcomes = await asyncio.gather(*probes, return_exceptions=True)
         media: list[ProbedMedium] = []
         for outcome in outcomes:
@@ -108,20 +129,26 @@ class MediaReader:
 
     # ------------------------------------------------------------ headers
 
-    def _parse(self, parts: Sequence[MediaPart], plugins: Sequence[ModalityPlugin]) -> list[bytes]:
-        return [
-            plugin.parse(part.fields, part.param, self._limits) for part, plugin in zip(parts, plugins, strict=True)
-        ]
+    def _parse(self, parts: Sequence[MediaPart], plugins: Sequence[ModalityPlugin]) -> list[_File]:
+        files: list[_File] = []
+        for part, plugin in zip(parts, plugins, strict=True):
+            data = plugin.parse(part.fields, part.param, self._limits)
+            header = plugin.first_header(data) if isinstance(plugin, ReadsFirstBytes) else None
+            files.append(_File(data, content_digest(data), header))
+        return files
 
-    async def _probe(self, part: MediaPart, plugin: ModalityPlugin, data: bytes) -> ProbedMedium:
+    async def _probe(self, part: MediaPart, plugin: ModalityPlugin, file: _File) -> ProbedMedium:
         clock = asyncio.get_running_loop()
         started_s = clock.time()
-        if plugin.needs_process:
-            header = await self._prober.probe(plugin.modality, data, part.param)
+        if file.header is not None:
+            header = file.header
+        elif plugin.needs_process:
+            header = await self._prober.probe(plugin.modality, file.data, part.param)
         else:
-            header = await asyncio.to_thread(plugin.probe, data, part.param)
+            header = await self._threads.run(Work.MEDIA, plugin.probe, file.data, part.param)
         plugin.validate(header, self._limits, part.param)
-        return ProbedMedium(part.param, plugin.modality, data, header, None, clock.time() - started_s)
+        probe_s = clock.time() - started_s
+        return ProbedMedium(part.param, plugin.modality, file.data, file.digest, header, None, probe_s)
 
     def _has_hearing(self, wanted: bool | None) -> bool:
         can_hear = self.max_items.get(SOUND, 0) > 0

@@ -177,6 +177,10 @@ class RouterService:
 
     # ------------------------------------------------------------ requests
 
+    async def parse(self, body: bytes) -> ChatRequest:
+        """A request's JSON. Raises InvalidRequest."""
+        return await self._intake.parse(body)
+
     async def open(self, chat: ChatRequest, ticket: Ticket | None = None, label: str | None = None) -> RequestStream:
         """Starts a request. Raises Overloaded, a RequestRefused. Whatever comes later (no capacity, too) comes
         through the stream. With no ticket the request takes one, and releases it at its terminal event; a given

@@ -36,6 +36,12 @@ class HostilePlugin:
             begun.write_bytes(b"")
             with ended.open("rb") as pipe:
                 pipe.read(1)
+        while data == b"burn":
+            pass
+        if data == b"stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if data == b"oom":  # what the kernel does to the largest process when memory is short
+            os.kill(os.getpid(), signal.SIGKILL)
         if data == b"grow":
             return ImageHeader("HOSTILE", len(bytearray(2**34)), 1, "")
         if data == b"bug":

@@ -12,7 +12,7 @@ from router_fake_members import BLOCK_SIZE, FakeEncoder, FakeWorker, Script, rep
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from fabric.clock import Clock, SystemClock
-from fabric.errors import TargetGone, UnsupportedModality
+from fabric.errors import InvalidMedia, TargetGone
 from fabric.ids import MemberId, MmHash
 from fabric.messages import (
     EncodeRequest,
@@ -64,7 +64,7 @@ def tiny_codec() -> TextCodec:
 
 
 class NoProber:
-    """For registries whose plugins all probe in this process."""
+    """For files whose first bytes say what they are: whatever comes to it is refused."""
 
     async def start(self) -> None:
         return
@@ -73,7 +73,7 @@ class NoProber:
         return
 
     async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
-        raise UnsupportedModality(f"no process is there to probe {modality}", param=param)
+        raise InvalidMedia(f"{param}: not plainly a {modality}", param=param)
 
 
 class TinyFamily:

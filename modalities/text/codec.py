@@ -14,11 +14,16 @@ from pathlib import Path
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
-from fabric.errors import ConfigError, InvalidRequest
+from fabric.errors import ConfigError, ContextLengthExceeded, InvalidRequest
 from modalities.text import checkpoint
 from modalities.text.control_tokens import ControlTokens, strings, unused_mark, with_strings
 from modalities.text.template import ChatTemplate
 from modalities.text.tokenizer_files import load_tokenizer
+
+MAX_CHARS_PER_TOKEN = 64
+"""On average over a whole context. English has 4 or 5, code up to 8; only runs of blanks or dashes have more."""
+TRIED_CHARS_PER_TOKEN = 8
+"""Of a text that has more, a beginning is tokenised first: if that is too long, the rest is not looked at."""
 
 
 class TextCodec:
@@ -52,12 +57,15 @@ class TextCodec:
         *,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, object] | None = None,
+        most_tokens: int | None = None,
     ) -> list[int]:
         """The conversation's token ids, one placeholder token per medium.
 
         `messages` are JSON-like: `content` is a string or a list of parts (`{"type": "text", "text": ...}`,
         `{"type": "image"}`). `template_kwargs` are variables of the template, untrusted as well. Raises
-        InvalidRequest for what the template refuses (an unknown role) and for text that is not Unicode.
+        InvalidRequest for what the template refuses (an unknown role) and for text that is not Unicode;
+        ContextLengthExceeded for text of far more than `most_tokens`, as soon as that is plain: the work for a text
+        that fits nowhere is bounded. One that has only some more is returned.
         """
         if not messages:
             raise InvalidRequest("messages can't be empty", param="messages")
@@ -66,9 +74,11 @@ class TextCodec:
             texts = list(strings([messages, variables]))
         except RecursionError as error:
             raise InvalidRequest("messages are nested too deeply", param="messages") from error
+        if most_tokens is not None and sum(len(text) for text, _ in texts) > MAX_CHARS_PER_TOKEN * most_tokens:
+            raise _too_long(most_tokens)
         render = partial(self._template.render, add_generation_prompt=add_generation_prompt)
         if all(self._control_tokens.is_harmless(text, is_structural) for text, is_structural in texts):
-            return self._encode_pieces([render(messages, variables=variables)])
+            return self._encode_pieces([render(messages, variables=variables)], most_tokens)
         literals = [self._template.literal_text, *self._control_tokens.tokens]
         mark = unused_mark([*(text for text, _ in texts), *literals])
         free = partial(self._control_tokens.marked, mark=mark)
@@ -78,7 +88,7 @@ class TextCodec:
         assert isinstance(marked_messages, list)
         assert isinstance(marked_variables, dict)
         rendered = render(marked_messages, variables=marked_variables)
-        return self._encode_pieces(self._control_tokens.pieces(rendered, mark))
+        return self._encode_pieces(self._control_tokens.pieces(rendered, mark), most_tokens)
 
     def encode(self, text: str) -> list[int]:
         """Of text from outside: what spells a control token becomes ordinary tokens (see `token_id`). Raises
@@ -100,14 +110,36 @@ class TextCodec:
         """Of a token by its exact text, control tokens too, or None."""
         return self._tokenizer.token_to_id(token)
 
-    def _encode_pieces(self, pieces: Iterable[str]) -> list[int]:
+    def _encode_pieces(self, pieces: Iterable[str], most_tokens: int | None = None) -> list[int]:
         ids: list[int] = []
         for piece in pieces:
-            try:
-                ids += self._tokenizer.encode(piece, add_special_tokens=False).ids
-            except TypeError as error:  # how the library refuses lone surrogates
-                raise InvalidRequest("the text is not valid Unicode (a lone surrogate)", param="messages") from error
+            ids += self._encode_piece(piece, most_tokens)
+            if most_tokens is not None and len(ids) > 2 * most_tokens:
+                raise _too_long(most_tokens)
         return ids
+
+    def _encode_piece(self, piece: str, most_tokens: int | None) -> list[int]:
+        """A beginning alone may have more tokens than the same characters have in the whole (the last word is cut), but
+        never twice as many."""
+        if most_tokens is not None:
+            tried = TRIED_CHARS_PER_TOKEN * most_tokens
+            while tried < len(piece):
+                if len(self._token_ids(piece[:tried])) > 2 * most_tokens:
+                    raise _too_long(most_tokens)
+                tried *= 4
+        return self._token_ids(piece)
+
+    def _token_ids(self, text: str) -> list[int]:
+        try:
+            # A batch of one: unlike `encode`, it releases the interpreter's lock, for a second with some MB of text.
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        except TypeError as error:  # how the library refuses lone surrogates
+            raise InvalidRequest("the text is not valid Unicode (a lone surrogate)", param="messages") from error
+
+
+def _too_long(most_tokens: int) -> ContextLengthExceeded:
+    message = f"this model's context is {most_tokens} tokens; the prompt has many more"
+    return ContextLengthExceeded(message, param="messages")
 
 
 def _control_tokens(tokenizer: Tokenizer, template_text: str) -> list[str]:

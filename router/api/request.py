@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator
 
 from fabric.errors import InvalidRequest
+from router.api.body_shape import check_shape
 from router.api.media_options import MediaKwargs, check_media_kwargs
 from router.api.refusals import refuse_unsupported
 
@@ -38,12 +39,13 @@ class StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """What is honoured. Names and bounds are OpenAI's, and vLLM's where OpenAI has none."""
+    """What is honoured. Names and bounds are OpenAI's, and vLLM's where OpenAI has none. Lists fail at their first
+    flaw: a client is told of no other, and a list may have tens of thousands."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
     model: str
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -56,8 +58,8 @@ class ChatRequest(BaseModel):
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_BIASED_TOKENS)
     """Token ids as strings, JSON's keys."""
     seed: int | None = Field(None, ge=-(2**63), le=INT64_MAX)
-    stop: list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[list[str] | None, FailFast()] = None
+    stop_token_ids: Annotated[list[int] | None, FailFast()] = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0)
     n: int | None = Field(None, ge=1)
@@ -72,7 +74,7 @@ class ChatRequest(BaseModel):
     """vLLM's: one of `json`, `regex`, `choice`, `json_object`."""
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str] | None, FailFast()] = None
     mm_processor_kwargs: MediaKwargs | None = None
     """vLLM's: how the request's videos are sampled."""
     on_encode_failure: Literal["error", "reduce", "text_only"] | None = None
@@ -115,6 +117,7 @@ class ChatRequest(BaseModel):
 def parse_chat(body: bytes) -> ChatRequest:
     """Raises InvalidRequest, `param` naming the first offending field; also for a parameter that would change the
     output and isn't supported: it is refused, never ignored."""
+    check_shape(body)
     try:
         chat = ChatRequest.model_validate_json(body)
     except ValidationError as error:

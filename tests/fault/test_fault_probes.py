@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import os
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -14,9 +16,16 @@ from hostile_modality import hostile_registry
 from media_corpus import video_file
 from modalities_files import encode, picture
 
-from fabric.errors import InvalidMedia, NoCapacity, Overloaded, UnsupportedModality
+from fabric.errors import InvalidMedia, MachineBusy, NoCapacity, Overloaded, UnsupportedModality
 from modalities.family import ImageHeader, MediaHeader, VideoHeader
+from modalities.image import ImagePlugin
+from modalities.plugin import MediaLimits
 from modalities.probing import ProbeLimits, ProbePool
+from modalities.registry import REGISTRY
+from router.api.content import MediaPart
+from router.api.errors import status_of
+from router.media_probing import MediaReader, ProbedMedium
+from router.threads import RequestThreads
 
 PARAM = "messages.0.content.1"
 NO_HURRY = ProbeLimits(timeout_s=60.0, memory_bytes=2**31, wait_s=60.0)
@@ -38,7 +47,7 @@ async def reader_pid(pool: ProbePool) -> int:
     return header.width
 
 
-async def test_containers_are_read_elsewhere_and_pictures_here(pool: ProbePool) -> None:
+async def test_containers_and_pictures_are_read_elsewhere(pool: ProbePool) -> None:
     header = await pool.probe("video", video_file("mp4-h264"), PARAM)
     assert isinstance(header, VideoHeader)
     assert (header.width, header.height, header.num_frames) == (48, 32, 12)
@@ -68,11 +77,27 @@ async def test_what_a_file_does_is_its_own_fault(pool: ProbePool, data: bytes, m
     assert (await reader_pid(pool) != first) == is_replaced
 
 
-async def test_a_file_that_hangs_its_reader_runs_out_of_time() -> None:
-    pool = ProbePool(1, ProbeLimits(timeout_s=0.2), hostile_registry)
+async def test_a_file_that_burns_processor_time_is_refused() -> None:
+    limits = NO_HURRY._replace(modality_to_cpu_s={"hostile": 0.2})
+    pool = ProbePool(1, limits, hostile_registry)
     await pool.start()
-    with pytest.raises(InvalidMedia, match=r"within 0\.2 s"):
-        await pool.probe("hostile", b"hang", PARAM)
+    with pytest.raises(InvalidMedia, match=r"more than 0\.2 s of processor time") as caught:
+        await pool.probe("hostile", b"burn", PARAM)
+    assert caught.value.param == PARAM
+    assert await reader_pid(pool) != os.getpid()
+    assert pool.num_replaced == 1
+    await pool.close()
+
+
+@pytest.mark.parametrize("data", [b"hang", b"stop", b"oom"])
+async def test_a_reader_that_is_not_given_what_it_needs_blames_no_file(data: bytes) -> None:
+    """It sleeps, is stopped, or is killed for memory: no file's fault that is known."""
+    pool = ProbePool(1, ProbeLimits(timeout_s=0.3), hostile_registry)
+    await pool.start()
+    with pytest.raises(MachineBusy, match="too busy") as caught:
+        await pool.probe("hostile", data, PARAM)
+    assert caught.value.retryable
+    assert status_of(caught.value) == 503
     assert await reader_pid(pool) != os.getpid()
     assert pool.num_replaced == 1
     await pool.close()
@@ -96,6 +121,15 @@ async def test_a_helper_that_dies_idle_costs_nobody_anything(pool: ProbePool) ->
     for _ in range(3):
         os.kill(await reader_pid(pool), signal.SIGKILL)
     assert await reader_pid(pool) > 0
+
+
+async def test_a_helper_that_is_stopped_idle_is_replaced_and_its_file_read() -> None:
+    pool = ProbePool(1, ProbeLimits(timeout_s=0.3), hostile_registry)
+    await pool.start()
+    stopped = await reader_pid(pool)
+    os.kill(stopped, signal.SIGSTOP)
+    assert await reader_pid(pool) != stopped
+    await pool.close()
 
 
 async def hanging_probe(pool: ProbePool, folder: Path) -> asyncio.Task[MediaHeader]:
@@ -184,3 +218,45 @@ async def test_without_processes_a_thread_probes() -> None:
     with pytest.raises(InvalidMedia, match="could not be read"):
         await pool.probe("hostile", b"bug", PARAM)
     await pool.close()
+
+
+def comment_markers(num_bytes: int) -> bytes:
+    """A JPEG of comments that hold nothing, behind which there may be a picture."""
+    return b"\xff\xd8" + b"\xff\xfe\x00\x02" * (num_bytes // 4)
+
+
+def image_part(data: bytes, name: str) -> MediaPart:
+    url = "data:image/jpeg;base64," + base64.b64encode(data).decode()
+    return MediaPart("image_url", {"image_url": {"url": url}}, name)
+
+
+async def test_pictures_that_take_long_to_read_hold_up_no_others() -> None:
+    """Eight JPEGs of 24 MB of comment markers, and pictures of others that come after them."""
+    began_s = time.thread_time()
+    with pytest.raises(InvalidMedia):
+        ImagePlugin().probe(comment_markers(2**18), PARAM)
+    whole_s = (time.thread_time() - began_s) * 96 * 8
+    threads, pool = RequestThreads(), ProbePool(2, NO_HURRY._replace(modality_to_cpu_s={"image": 0.25}))
+    await pool.start()
+    reader = MediaReader("m", {"image": 8}, MediaLimits(), REGISTRY, pool, threads)
+    hostile = image_part(comment_markers(24 * 2**20), "hostile")
+    began_s = own_cpu_s()
+    reads = [asyncio.create_task(reader.read([hostile])) for _ in range(8)]
+    await asyncio.sleep(0)
+    found: list[ProbedMedium] = []
+    for index in range(20):
+        found += await reader.read([image_part(encode(picture(index + 1, 7), "JPEG"), "ordinary")])
+    assert [medium.header.width for medium in found] == list(range(1, 21))  # type: ignore[union-attr]
+    assert not all(read.done() for read in reads), "they did not wait for those that came first"
+    for outcome in await asyncio.gather(*reads, return_exceptions=True):
+        assert isinstance(outcome, InvalidMedia)
+        assert "processor time" in outcome.message
+    assert pool.num_replaced == 8
+    assert own_cpu_s() - began_s < whole_s / 10, "the router's process has read them itself"
+    await pool.close()
+    threads.close()
+
+
+def own_cpu_s() -> float:
+    """Processor time of this process, all threads together."""
+    return time.process_time()

@@ -7,9 +7,12 @@ import struct
 import zlib
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from modalities_files import data_url, encode, oriented, picture
 
 from fabric.errors import InvalidMedia, InvalidRequest
+from modalities import plugin
 from modalities.image import FORMATS, ImagePlugin, decode_image
 from modalities.plugin import MediaLimits
 
@@ -64,6 +67,20 @@ def test_base64_is_strict(payload: str) -> None:
     with pytest.raises(InvalidMedia, match="base64") as caught:
         PLUGIN.parse(part(f"data:image/png;base64,{payload}"), PARAM, LIMITS)
     assert caught.value.param == PARAM
+
+
+@given(st.text(alphabet="AQg=/é ", max_size=24), st.sampled_from([4, 8, 12]))
+def test_base64_in_pieces_is_base64(payload: str, piece_chars: int) -> None:
+    def outcome() -> bytes | str:
+        try:
+            return PLUGIN.parse(part(f"data:image/png;base64,{payload}"), PARAM, LIMITS)
+        except InvalidMedia as error:
+            return error.message
+
+    whole = outcome()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugin, "PIECE_CHARS", piece_chars)
+        assert outcome() == whole
 
 
 def test_an_empty_payload_is_refused() -> None:
