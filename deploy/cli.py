@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import shutil
 import signal
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 from deploy.budget import budget_lines, check_budget
 from deploy.config import ClusterConfig, check_config, load_config
 from deploy.environment import set_switches
+from deploy.logs import configure_logs, where_logs_are, with_run_folder
 from deploy.supervisor import Lifeline, supervise
 from fabric.errors import WeftError
 
@@ -47,6 +50,10 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--model", type=Path, help="transformers model directory (default: the demo model)")
     serve.add_argument("--host", help="address to listen on")
     serve.add_argument("--port", type=int, help="port to listen on; 0 picks a free one")
+    serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], help="what is logged")
+    serve.add_argument("--log-format", choices=["text", "json"], help="for people or for machines")
+    serve.add_argument("--log-to", choices=["files", "terminal"], help="a file for each process, or this terminal")
+    serve.add_argument("--log-dir", type=Path, help="where a folder for this run's files is made")
     serve.add_argument("--in-process", action="store_true", help="one process, without Ray")
     serve.add_argument("--supervised", type=int, help=argparse.SUPPRESS)  # the server's own start, by its supervisor
     serve.set_defaults(run=_serve)
@@ -74,10 +81,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    config = apply_overrides(load_config(arguments.config), arguments.model, arguments.host, arguments.port)
+    config = apply_overrides(
+        load_config(arguments.config),
+        {
+            ("model", "path"): arguments.model,
+            ("server", "host"): arguments.host,
+            ("server", "port"): arguments.port,
+            ("logging", "level"): arguments.log_level,
+            ("logging", "format"): arguments.log_format,
+            ("logging", "to"): arguments.log_to,
+            ("logging", "dir"): arguments.log_dir,
+        },
+    )
     if arguments.supervised is None:
         command = [sys.executable, "-m", "deploy.cli", *arguments.argv, "--supervised"]
         return supervise(command, config.server.drain_s + STOP_S)
+    config = with_run_folder(config)
+    configure_logs(config.logging, "serve", terminal_level=logging.WARNING)
     lifeline = Lifeline(arguments.supervised)
     # Some supervisors signal every process of a service. In a thread: `stop` takes a lock that `wait` may hold here.
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=lifeline.stop).start())
@@ -95,7 +115,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _serve_on_ray(config: ClusterConfig, lifeline: Lifeline) -> None:
     from deploy.serving.runtime import run_cluster
 
-    print("weft: starting the cluster ...", flush=True)
+    print(f"weft: starting the cluster; {where_logs_are(config.logging)} ...", flush=True)
     with run_cluster(config, temp_dir=Path(tempfile.gettempdir())) as cluster:
         lifeline.tell_ready()
         print(banner(cluster.url, cluster.model_name), flush=True)
@@ -108,6 +128,7 @@ def _serve_on_ray(config: ClusterConfig, lifeline: Lifeline) -> None:
 async def _serve_in_process(config: ClusterConfig, lifeline: Lifeline) -> None:
     from deploy.local import serving
 
+    print(f"weft: starting in one process; {where_logs_are(config.logging)} ...", flush=True)
     async with serving(config) as (cluster, port):
         lifeline.tell_ready()
         print(banner(f"http://{config.server.host}:{port}", cluster.model.name), flush=True)
@@ -121,15 +142,12 @@ def _say_stopping(config: ClusterConfig) -> None:
     print(f"weft: draining, {config.server.drain_s:g} s at most; a second signal ends at once ...", flush=True)
 
 
-def apply_overrides(config: ClusterConfig, model: Path | None, host: str | None, port: int | None) -> ClusterConfig:
-    """The config with what the command line says on top; validated again."""
+def apply_overrides(config: ClusterConfig, key_to_value: Mapping[tuple[str, str], object]) -> ClusterConfig:
+    """The config with what the command line says (all that is not None) on top; validated again."""
     data = config.model_dump()
-    if model is not None:
-        data["model"]["path"] = model
-    if host is not None:
-        data["server"]["host"] = host
-    if port is not None:
-        data["server"]["port"] = port
+    for (section, key), value in key_to_value.items():
+        if value is not None:
+            data[section][key] = value
     return ClusterConfig.model_validate(data)
 
 

@@ -189,6 +189,24 @@ class WorkerSection(_Section):
     """Whether decode steps are recorded as CUDA graphs; needs blocks of a multiple of 256 tokens."""
 
 
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class LoggingSection(_Section):
+    level: LogLevel = "info"
+    """Of Weft's own modules; libraries are heard from `warning` on."""
+    levels: dict[str, LogLevel] = {}
+    """Of single loggers, by name: `router`, `llm_workers.engine`, `uvicorn`."""
+    format: Literal["text", "json"] = "text"
+    to: Literal["files", "terminal"] = "files"
+    """A file for each process in a folder of this run, which `weft serve` names when it starts; or the standard error
+    of `weft serve`, where lines of all processes meet."""
+    dir: Path | None = None
+    """Above the folders of runs, on each machine; none: weft/logs in the user's folder for state."""
+    max_file_bytes: Bytes = 64 * 2**20
+    """A file that grows beyond it is put aside; the last three are kept."""
+
+
 class RaySection(_Section):
     address: str | None = None
     """An existing cluster; none starts one on this machine for as long as `weft serve` runs."""
@@ -205,6 +223,7 @@ class ClusterConfig(_Section):
     encoders: EncoderSection = EncoderSection()
     workers: WorkerSection = WorkerSection()
     ray: RaySection = RaySection()
+    logging: LoggingSection = LoggingSection()
     allow_shared_gpu: bool = False
     """Encoders and workers take whole GPUs unless this is set."""
     threads_per_replica: int = Field(1, ge=1)

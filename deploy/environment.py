@@ -36,6 +36,13 @@ def keep_ranks_on_loopback() -> None:
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
 
 
+def show_logs_as_written() -> None:
+    """For replicas whose lines Ray carries to the terminal: without a prefix, and every one. Call before importing
+    Ray."""
+    os.environ.setdefault("RAY_DISABLE_WORKER_LOG_PREFIX", "1")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+
+
 def use_cuda_device(index: int) -> None:
     """Of those that this process may use, it uses that one. Call before torch has touched a device."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

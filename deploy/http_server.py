@@ -52,6 +52,7 @@ class HttpServer:
         self._socket = bind(host, port)
         config = uvicorn.Config(
             app,
+            log_config=None,  # the process's own, see `logs`
             log_level="warning",
             access_log=False,
             lifespan="off",

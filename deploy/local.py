@@ -20,6 +20,7 @@ from deploy.ranks import Endpoint, RankedWorker, open_worker, spawn_follower
 from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
 from fabric.errors import TargetGone
 from fabric.ids import MemberId, mint_member_id
+from fabric.log_context import as_member
 from fabric.messages import EncodeRequest, EncodeResult, GenerateRequest, GenerateResult, Member
 from fabric.plane_local import LocalHub, LocalPlane
 from router.http import create_app
@@ -39,7 +40,8 @@ class DirectWorkers:
     async def generate(self, worker_id: MemberId, request: GenerateRequest) -> GenerateResult:
         if worker_id not in self.services:
             raise TargetGone(f"worker {worker_id} is gone")
-        return await self.services[worker_id].generate(request)
+        with as_member(worker_id):
+            return await self.services[worker_id].generate(request)
 
 
 class DirectEncoders:
@@ -51,7 +53,8 @@ class DirectEncoders:
     async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
         if encoder_id not in self.services:
             raise TargetGone(f"encoder {encoder_id} is gone")
-        return await self.services[encoder_id].encode(request, media)
+        with as_member(encoder_id):
+            return await self.services[encoder_id].encode(request, media)
 
 
 class LocalCluster:
@@ -78,6 +81,7 @@ class LocalCluster:
             self.ranked_workers.append(worker)
             self.workers.services[member_id] = worker.service
         member_id, plane = self._endpoint("router")
+        self.router_id = member_id
         pools = Pools(self.workers, self.encoders)
         self.router = compose.build_router(config, self.model, member_id, plane, pools)
         self.app = create_app(self.router)
@@ -92,9 +96,10 @@ class LocalCluster:
         return member_id, plane
 
     async def start(self) -> None:
-        services = [*self.encoders.services.values(), *self.workers.services.values(), self.router]
-        for service in services:
-            await service.start()
+        named = [*self.encoders.services.items(), *self.workers.services.items(), (self.router_id, self.router)]
+        for member_id, service in named:
+            with as_member(member_id):
+                await service.start()
         for worker in self.ranked_workers:
             worker.end_when_lost(asyncio.get_running_loop())
         for member_id, worker_service in self.workers.services.items():
@@ -135,7 +140,8 @@ async def serving(config: ClusterConfig) -> AsyncIterator[tuple[LocalCluster, in
     """A started local cluster behind its own HTTP server; yields the port too."""
     async with running(config) as cluster:
         server = HttpServer(cluster.app, config.server.host, config.server.port)
-        await server.start()
+        with as_member(cluster.router_id):
+            await server.start()
         try:
             yield cluster, server.port
         finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.environment import keep_ranks_on_loopback, use_cuda_device
+from deploy.logs import configure_logs
 from fabric.channel import FeatureSink
 from fabric.errors import ConfigError, WorkerLost
 from fabric.ids import MemberId
@@ -88,6 +90,7 @@ def run_follower(config: ClusterConfig, model_dir: Path, invitation: Invitation)
     """A follower's process, from its start until the group ends."""
     from llm_workers.tensor_parallel.follower import follow
 
+    configure_logs(config.logging, f"rank-{invitation.rank}-{os.getpid()}")
     compose.prepare_process(config)
     follow(invitation, lambda: load_share(config, compose.load_model(config, model_dir)))
 

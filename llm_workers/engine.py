@@ -272,7 +272,8 @@ class Engine:
         except WorkerLost:
             raise
         except Exception as error:  # this one is the poisoned request, or the device fails
-            _LOG.exception("request %s failed alone", chunk.sequence_id.request_id)
+            name = chunk.sequence_id.request_id
+            _LOG.exception("request %s failed alone", name, extra={"request_id": name})
             reason = ErrorInfo.of(error).message
             if is_device_error(error):
                 raise WorkerLost(f"the device fails: {reason}") from error
@@ -305,5 +306,6 @@ def _admission_error(attempt: AttemptId, error: Exception) -> WeftError:
     """What an attempt that could not be admitted fails with."""
     if isinstance(error, WeftError):
         return error
-    _LOG.error("request %s could not be admitted", attempt.request_id, exc_info=error)
+    name = attempt.request_id
+    _LOG.error("request %s could not be admitted", name, exc_info=error, extra={"request_id": name})
     return EngineFailed(f"the request could not be admitted: {type(error).__name__}")

@@ -238,7 +238,8 @@ class Receiver:
         if error is None:
             self._land(ready.unit, done.result())
         else:
-            _LOG.info("pull of %s for %s failed: %s", ready.unit, ready.request_id, error)
+            name = ready.request_id
+            _LOG.info("pull of %s for %s failed: %s", ready.unit, name, error, extra={"request_id": name})
             self._intake.pull_failed(ready.unit, "lease_lost" if isinstance(error, LeaseLost) else "transfer_failed")
         self.settle()
 

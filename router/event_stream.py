@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from fabric.errors import Aborted, WeftError
+from router.access_log import note_answer, note_failure
 from router.admission import Ticket
 from router.api.response import DONE, ChunkWriter, error_event
 from router.connection import ClientWatch
@@ -49,15 +50,21 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await self._watch.race(self._write_all(send))
+            failure = await self._watch.race(self._write_all(send))
         except (Aborted, OSError):
-            pass  # The client left; what it held is freed below.
+            note_failure(scope, Aborted("the client left"))
+        else:
+            if failure is None:
+                note_answer(scope, self._stream)
+            else:
+                note_failure(scope, failure)
         finally:
             self._stream.close()
             self._watch.close()
             self._ticket.release()
 
-    async def _write_all(self, send: Send) -> None:
+    async def _write_all(self, send: Send) -> WeftError | None:
+        """Returns what ended the stream early, once its client has been told."""
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._sent_headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         writer, details = self._writer, self._details
@@ -76,10 +83,11 @@ class EventStream(Response):
                 await self._write(send, b"".join(events))
         except WeftError as error:
             await self._write(send, error_event(error), is_last=True)
-            return
+            return error
         assert self._stream.usage is not None
         usage = writer.usage(self._stream.usage, degraded) if writer.has_usage_chunk else b""
         await self._write(send, usage + DONE, is_last=True)
+        return None
 
     async def _write(self, send: Send, data: bytes, is_last: bool = False) -> None:
         """Waits while the socket is full. A reader that takes nothing for too long has left."""

@@ -6,7 +6,6 @@ A streamed answer's headers wait for the first token or failure, so that what fa
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 from collections.abc import Awaitable, Callable
 
@@ -17,6 +16,7 @@ from starlette.responses import Response
 
 from fabric.errors import Aborted, ModelNotFound, WeftError
 from fabric.ids import mint_request_id
+from router.access_log import AccessLog, begin_request, note_answer, note_failure
 from router.admission import Ticket
 from router.api.errors import envelope, http_error
 from router.api.request import ChatRequest
@@ -26,8 +26,6 @@ from router.event_stream import EventStream
 from router.service import RouterService
 from router.streams import RequestStream
 from router.token_details import TokenDetails
-
-logger = logging.getLogger(__name__)
 
 CLIENT_LABEL = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
 """A client's `x-request-id` that may be echoed: no spaces, no control characters."""
@@ -51,13 +49,14 @@ class HttpEdge:
         try:
             ticket = service.admission.admit()
         except WeftError as error:
-            return self._refusal(error, {"x-request-id": label or mint_request_id()}, is_body_unread=True)
+            return self._refusal(request, error, {"x-request-id": label or mint_request_id()}, is_body_unread=True)
+        begin_request(request.scope, ticket.request_id, label)
         headers = {"x-request-id": label or ticket.request_id, "x-weft-request-id": ticket.request_id}
         try:
             body = await read_body(request.scope, request.receive, service.config.max_body_bytes, ticket.grow)
         except WeftError as error:
             ticket.release()
-            return self._refusal(error, headers, is_body_unread=True)
+            return self._refusal(request, error, headers, is_body_unread=True)
         except BaseException:
             ticket.release()
             raise
@@ -90,10 +89,11 @@ class HttpEdge:
                 return EventStream(stream, writer, details, headers, watch, ticket, limit_s)
             content = await watch.race(collect(stream, head, details))
             headers["openai-processing-ms"] = elapsed_ms(arrived_s)
+            note_answer(request.scope, stream)
             return Response(content, media_type="application/json", headers=headers)
         except WeftError as error:
             headers["openai-processing-ms"] = elapsed_ms(arrived_s)
-            return self._refusal(error, headers)
+            return self._refusal(request, error, headers)
         finally:
             if not is_handed_on:
                 if stream is not None:
@@ -101,10 +101,11 @@ class HttpEdge:
                 watch.close()
                 ticket.release()
 
-    def _refusal(self, error: WeftError, headers: dict[str, str], is_body_unread: bool = False) -> Response:
+    def _refusal(
+        self, request: Request, error: WeftError, headers: dict[str, str], is_body_unread: bool = False
+    ) -> Response:
         answer = http_error(error, self._service.config.retry_after_s)
-        log = logger.info if answer.status < 500 else logger.warning
-        log("%s: %d %s: %s", headers["x-request-id"], answer.status, error.code, error.message)
+        note_failure(request.scope, error)
         merged = headers | answer.headers
         if is_body_unread and not isinstance(error, Aborted):
             return LingeringResponse(answer.status, answer.body, merged)
@@ -118,9 +119,8 @@ class HttpEdge:
     async def model(self, request: Request) -> Response:
         name = request.path_params["model_id"]
         if name != self._service.config.model_name:
-            return self._refusal(
-                ModelNotFound(f"the model `{name[:128]}` does not exist", param="model"), echo(request)
-            )
+            error = ModelNotFound(f"the model `{name[:128]}` does not exist", param="model")
+            return self._refusal(request, error, echo(request))
         return answer_json(request, self._model())
 
     def _model(self) -> dict[str, object]:
@@ -175,6 +175,7 @@ def create_app(service: RouterService) -> FastAPI:
         app.add_route(path, handler, methods=[method])
     app.add_exception_handler(HTTPException, route_error)
     app.add_exception_handler(Exception, internal_error)
+    app.add_middleware(AccessLog)
     return app
 
 

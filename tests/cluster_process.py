@@ -27,6 +27,8 @@ class ClusterProcess:
     log: Path
     temp_dir: Path
     """Where the cluster keeps its temporary files, and nobody else."""
+    log_dir: Path
+    """Above the folder of its logs."""
     mark: str
     """Stands in the environment that the cluster was started with."""
 
@@ -59,7 +61,8 @@ def launched(in_process: bool = False, **sections: dict[str, object]) -> Iterato
     """As `start_cluster`, without waiting: `url` and `model` are empty."""
     with tempfile.TemporaryDirectory(prefix="w-") as folder:  # short, as Ray puts sockets below it
         config, log, temp_dir = Path(folder) / "cluster.yaml", Path(folder) / "log", Path(folder) / "t"
-        config.write_text(yaml.safe_dump({"server": {"port": 0}} | sections))
+        logs: dict[str, object] = {"logging": {"dir": str(Path(folder) / "logs")}}
+        config.write_text(yaml.safe_dump({"server": {"port": 0}} | logs | sections))
         temp_dir.mkdir()
         command = [sys.executable, "-m", "deploy.cli", "serve", "--config", str(config)]
         if in_process:
@@ -75,7 +78,7 @@ def launched(in_process: bool = False, **sections: dict[str, object]) -> Iterato
                 env=os.environ | {"TMPDIR": str(temp_dir), "WEFT_TEST_MARK": mark},
             )
         try:
-            yield ClusterProcess("", "", process, log, temp_dir, mark)
+            yield ClusterProcess("", "", process, log, temp_dir, Path(folder) / "logs", mark)
         finally:
             _stop(process)
         assert [path.name for path in temp_dir.iterdir()] == []

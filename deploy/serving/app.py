@@ -19,6 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.http_server import HttpServer
+from deploy.logs import configure_logs
 from deploy.memory import arena_bytes, inbox_bytes
 from deploy.ranks import Endpoint, open_worker
 from deploy.serving.directory import Heartbeat
@@ -26,6 +27,7 @@ from deploy.serving.followers import launch_actor, rank_bundles
 from deploy.serving.pinning import PinnedRequestRouter
 from deploy.serving.pools import NoEncoders, RayEncoderPool, RayWorkerPool
 from fabric.ids import MemberId
+from fabric.log_context import enter_request
 from fabric.messages import EncodeRequest, EncodeResult, GenerateRequest, GenerateResult
 
 APP_NAME = "weft"
@@ -52,8 +54,10 @@ class EncoderReplica:
         from fabric.channel_nixl import NixlFeatureSource
         from fabric.plane_zmq import ZmqPlane
 
+        member_id = replica_id()
+        configure_logs(config.logging, f"encoder-{member_id}", member_id)
         compose.prepare_process(config)
-        member_id, model = replica_id(), compose.load_model(config, Path(model_dir))
+        model = compose.load_model(config, Path(model_dir))
         self._plane = ZmqPlane(node_address(config))
         self._source = NixlFeatureSource(str(member_id), arena_bytes(config))
         self._service = compose.build_encoder(config, model, member_id, self._plane, self._source)
@@ -64,6 +68,7 @@ class EncoderReplica:
         await self._heartbeat.start()
 
     async def encode(self, request: EncodeRequest, *media: bytes) -> EncodeResult:
+        enter_request(request.request_id)
         return await self._service.encode(request, media)
 
     async def check_health(self) -> None:
@@ -83,8 +88,10 @@ class WorkerReplica:
         from fabric.channel_nixl import NixlFeatureSink
         from fabric.plane_zmq import ZmqPlane
 
+        member_id = replica_id()
+        configure_logs(config.logging, f"worker-{member_id}", member_id)
         compose.prepare_process(config)
-        member_id, model = replica_id(), compose.load_model(config, Path(model_dir))
+        model = compose.load_model(config, Path(model_dir))
         self._plane = ZmqPlane(node_address(config))
         self._sink = NixlFeatureSink(str(member_id), inbox_bytes(config))
         endpoint, address = Endpoint(member_id, self._plane, self._sink), node_address(config)
@@ -102,6 +109,7 @@ class WorkerReplica:
         self._leaving = asyncio.create_task(self._heartbeat.stop(), name="weft-leave")
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
+        enter_request(request.request_id)
         return await self._service.generate(request)
 
     async def check_health(self) -> None:
@@ -125,7 +133,9 @@ class RouterReplica:
         from router.http import create_app
         from router.pools import Pools
 
-        member_id, model = replica_id(), compose.load_model(config, Path(model_dir))
+        member_id = replica_id()
+        configure_logs(config.logging, f"router-{member_id}", member_id)
+        model = compose.load_model(config, Path(model_dir))
         self._plane = ZmqPlane(node_address(config))
         pools = Pools(RayWorkerPool(workers), RayEncoderPool(encoders) if encoders else NoEncoders())
         self._service = compose.build_router(config, model, member_id, self._plane, pools)

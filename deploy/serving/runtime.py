@@ -19,7 +19,7 @@ from typing import Any
 from deploy import compose
 from deploy.budget import refuse_if_too_small
 from deploy.config import ClusterConfig
-from deploy.environment import set_local_switches
+from deploy.environment import set_local_switches, show_logs_as_written
 from fabric.errors import ConfigError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ def run_cluster(
         _check_port(config.server.host, config.server.port)
     if config.ray.address is None:
         set_local_switches()  # before `import ray`, which reads them once
+    if config.logging.to == "terminal":
+        show_logs_as_written()
     with _ray(config, config.ray.temp_dir or temp_dir):
         from ray import serve
 
@@ -116,9 +118,15 @@ def _own_handlers() -> Iterator[None]:
 def _ray(config: ClusterConfig, temp_dir: Path | None) -> Iterator[None]:
     import ray
 
+    is_carried = config.logging.to == "terminal"
     if config.ray.address is not None:
         with _own_handlers():
-            ray.init(address=config.ray.address, namespace="weft", log_to_driver=False, logging_level="WARNING")
+            ray.init(
+                address=config.ray.address,
+                namespace="weft",
+                log_to_driver=is_carried,
+                logging_level="WARNING",
+            )
         try:
             yield
         finally:
@@ -132,7 +140,7 @@ def _ray(config: ClusterConfig, temp_dir: Path | None) -> Iterator[None]:
                 address="local",
                 namespace="weft",
                 include_dashboard=False,
-                log_to_driver=False,
+                log_to_driver=is_carried,
                 logging_level="ERROR",
                 _temp_dir=str(folder),
                 _node_ip_address="127.0.0.1",
@@ -141,9 +149,18 @@ def _ray(config: ClusterConfig, temp_dir: Path | None) -> Iterator[None]:
             yield
         finally:
             ray.shutdown(wait_for_processes=True)
+            _keep_ray_logs(config, folder)
     finally:
         if temp_dir is None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _keep_ray_logs(config: ClusterConfig, folder: Path) -> None:
+    """Beside ours: what Ray's processes wrote, and what libraries printed in the replicas."""
+    logs = folder / "session_latest" / "logs"
+    if config.logging.to == "files" and config.logging.dir is not None and logs.is_dir():
+        with contextlib.suppress(OSError):
+            shutil.copytree(logs, config.logging.dir / "ray", dirs_exist_ok=True)
 
 
 def _remove_app(name: str) -> None:

@@ -1,0 +1,144 @@
+"""Where the lines of the log go, and what they look like: text for people, JSON for machines.
+
+The standard library's `logging`, set up once in each process: there is no dependency, as all that is ours is a
+formatter. Each line has its time, level, logger, member and request. A JSON line is an object whose further fields are
+what its writer added (`extra=`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+import traceback
+from datetime import UTC, datetime
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+from deploy.config import ClusterConfig, LoggingSection
+from fabric import log_context
+
+logger = logging.getLogger(__name__)
+OUR_PACKAGES = ("fabric", "modalities", "kv_index", "encoder_pool", "llm_workers", "router", "deploy", "loadtest")
+NUM_KEPT_FILES = 3
+NUM_KEPT_RUNS = 20
+_STANDARD_FIELDS = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+def configure_logs(
+    section: LoggingSection, process: str, member_id: str = "", terminal_level: int | None = None
+) -> None:
+    """Side effects on this process: the root logger's handlers and levels, and how uncaught exceptions end.
+
+    `process` names its file; lines that no other member's code writes are `member_id`'s. With `terminal_level`, lines
+    from that level on are written to standard error too, as text. A folder that can't be written to is told of on
+    standard error, where the lines go instead."""
+    member_id = member_id or process
+    handlers: list[logging.Handler] = []
+    why_not = None
+    if section.to == "files" and section.dir is not None:
+        try:
+            section.dir.mkdir(parents=True, exist_ok=True)
+            file = section.dir / f"{process}.log"
+            handlers.append(
+                RotatingFileHandler(file, maxBytes=section.max_file_bytes, backupCount=NUM_KEPT_FILES, encoding="utf-8")
+            )
+        except OSError as error:
+            why_not = error
+    if not handlers:
+        handlers.append(logging.StreamHandler())
+    elif terminal_level is not None:
+        terminal = logging.StreamHandler()
+        terminal.setLevel(terminal_level)
+        terminal.setFormatter(TextFormatter(member_id))
+        handlers.append(terminal)
+    for handler in handlers:
+        if handler.formatter is None:
+            kind = JsonFormatter if section.format == "json" else TextFormatter
+            handler.setFormatter(kind(member_id))
+    logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
+    levels = dict.fromkeys(OUR_PACKAGES, section.level) | section.levels
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level.upper())
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+    threading.excepthook = lambda args: _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
+    if why_not is not None:
+        logger.warning("can't write to %s: %s", section.dir, why_not)
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException | None, trace: object) -> None:
+    if issubclass(kind, KeyboardInterrupt | SystemExit):
+        return
+    logger.critical("uncaught", exc_info=error)
+
+
+class _Formatter(logging.Formatter):
+    def __init__(self, member_id: str) -> None:
+        super().__init__()
+        self._member_id = member_id
+
+    def origin(self, record: logging.LogRecord) -> tuple[str, str]:
+        """Member and request of a line; called in the thread that wrote it."""
+        named = getattr(record, "request_id", None)
+        return log_context.member_id() or self._member_id, str(named or log_context.request_id())
+
+
+class TextFormatter(_Formatter):
+    """`2026-01-31 12:00:00.123 INFO router-x1 req-7f3 router.access_log: POST ... 200 in 12 ms`"""
+
+    def format(self, record: logging.LogRecord) -> str:
+        member, request = self.origin(record)
+        when = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
+        line = f"{when} {record.levelname} {member} {request or '-'} {record.name}: {record.getMessage()}"
+        return line + (f"\n{_trace(record)}" if record.exc_info else "")
+
+
+class JsonFormatter(_Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        member, request = self.origin(record)
+        line: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "member_id": member,
+            "request_id": request or None,
+            "message": record.getMessage(),
+        }
+        line |= {name: value for name, value in vars(record).items() if name not in _STANDARD_FIELDS | line.keys()}
+        if record.exc_info:
+            line["trace"] = _trace(record)
+        return json.dumps(line, default=str)
+
+
+def _trace(record: logging.LogRecord) -> str:
+    assert record.exc_info is not None
+    return "".join(traceback.format_exception(*record.exc_info)).rstrip()
+
+
+# ---------------------------------------------------------------- folders of runs
+
+
+def with_run_folder(config: ClusterConfig) -> ClusterConfig:
+    """The config whose `logging.dir` is a folder for this run alone. Side effect: the oldest runs beyond
+    `NUM_KEPT_RUNS` are removed."""
+    above = config.logging.dir or _state_folder() / "logs"
+    name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
+    for old in sorted(path for path in above.glob("[0-9]*-[0-9]*-[0-9]*") if path.is_dir())[: 1 - NUM_KEPT_RUNS]:
+        shutil.rmtree(old, ignore_errors=True)
+    logs = config.logging.model_copy(update={"dir": above.absolute() / name})
+    return config.model_copy(update={"logging": logs})
+
+
+def where_logs_are(section: LoggingSection) -> str:
+    """For people, when a cluster starts."""
+    if section.to == "terminal":
+        return f"the log of every process follows ({section.format}, from level {section.level})"
+    return f"the log of every process is in {section.dir} ({section.format}, from level {section.level})"
+
+
+def _state_folder() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "weft"

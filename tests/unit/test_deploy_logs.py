@@ -1,0 +1,128 @@
+"""What lines of the log look like, where they go, and which are written."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from deploy.config import ClusterConfig, LoggingSection
+from deploy.logs import JsonFormatter, TextFormatter, configure_logs, where_logs_are, with_run_folder
+from fabric.log_context import as_member, enter_request
+
+
+@pytest.fixture(autouse=True)
+def _untouched() -> Iterator[None]:
+    """Puts back what `configure_logs` sets in this process."""
+    loggers = [logging.getLogger(), *(each for each in logging.root.manager.loggerDict.values())]
+    named = [each for each in loggers if isinstance(each, logging.Logger)]
+    before = [(each, each.level, list(each.handlers)) for each in named]
+    hooks = sys.excepthook, threading.excepthook
+    yield
+    logging.captureWarnings(False)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.close()
+    for each, level, handlers in before:
+        each.setLevel(level)
+        each.handlers = handlers
+    sys.excepthook, threading.excepthook = hooks
+
+
+def record(message: str = "hello %s", *args: object, **extra: object) -> logging.LogRecord:
+    made = logging.makeLogRecord({"msg": message, "args": args or ("you",), "levelname": "INFO", "name": "router.x"})
+    vars(made).update(extra)
+    return made
+
+
+def lines(folder: Path, name: str) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / f"{name}.log").read_text().splitlines()]
+
+
+async def test_a_json_line_has_member_request_and_what_its_writer_added() -> None:
+    async def work() -> str:
+        enter_request("req-1")
+        return JsonFormatter("worker-7").format(record(num_tokens=3))
+
+    line = json.loads(await asyncio.create_task(work()))
+    assert line["message"] == "hello you"
+    assert (line["level"], line["logger"]) == ("info", "router.x")
+    assert (line["member_id"], line["request_id"], line["num_tokens"]) == ("worker-7", "req-1", 3)
+    assert line["time"].endswith("+00:00")
+    assert json.loads(JsonFormatter("worker-7").format(record()))["request_id"] is None, "the task's alone"
+
+
+def test_a_thread_names_the_request_itself_and_one_process_may_hold_several_members() -> None:
+    with as_member("encoder-1"):
+        line = json.loads(JsonFormatter("serve").format(record(request_id="req-2")))
+    assert (line["member_id"], line["request_id"]) == ("encoder-1", "req-2")
+
+
+@pytest.mark.parametrize("kind", [TextFormatter, JsonFormatter])
+def test_a_fault_has_its_trace(kind: type[TextFormatter]) -> None:
+    try:
+        raise ValueError("broken")
+    except ValueError as error:
+        text = kind("m").format(record(exc_info=(type(error), error, error.__traceback__)))
+    assert "ValueError: broken" in text
+    assert "in test_a_fault_has_its_trace" in text
+
+
+def test_text_is_one_line_with_its_origin() -> None:
+    text = TextFormatter("router-1").format(record(request_id="req-9"))
+    assert text.endswith(" INFO router-1 req-9 router.x: hello you")
+    assert "\n" not in text
+
+
+def test_levels_are_ours_by_config_and_a_library_is_heard_from_warning_on(tmp_path: Path) -> None:
+    section = LoggingSection(format="json", dir=tmp_path, level="info", levels={"router.quiet": "error", "av": "info"})
+    configure_logs(section, "router-1", "m1")
+    for name in ("router.http", "router.quiet", "torch", "av"):
+        for level in (logging.DEBUG, logging.INFO, logging.WARNING):
+            logging.getLogger(name).log(level, "%s", logging.getLevelName(level))
+    written = [(line["logger"], line["message"]) for line in lines(tmp_path, "router-1")]
+    assert written == [
+        ("router.http", "INFO"),
+        ("router.http", "WARNING"),
+        ("torch", "WARNING"),
+        ("av", "INFO"),
+        ("av", "WARNING"),
+    ]
+    assert {line["member_id"] for line in lines(tmp_path, "router-1")} == {"m1"}
+
+
+def test_what_ends_a_thread_is_logged_with_its_trace(tmp_path: Path) -> None:
+    configure_logs(LoggingSection(format="json", dir=tmp_path), "p")
+    thread = threading.Thread(target=lambda: [][0])
+    thread.start()
+    thread.join()
+    (line,) = lines(tmp_path, "p")
+    assert line["level"] == "critical"
+    assert "IndexError" in str(line["trace"])
+
+
+def test_a_folder_that_can_not_be_written_stops_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    configure_logs(LoggingSection(dir=tmp_path / "file" / "below"), "p")
+    logging.getLogger("router").info("still heard")
+    said = capsys.readouterr().err
+    assert "can't write to" in said
+    assert "still heard" in said
+
+
+def test_each_run_has_a_folder_and_the_oldest_go(tmp_path: Path) -> None:
+    for day in range(10, 35):
+        (tmp_path / f"202001{day}-000000-1").mkdir()
+    (tmp_path / "mine").mkdir()
+    config = with_run_folder(ClusterConfig.model_validate({"logging": {"dir": str(tmp_path)}}))
+    assert config.logging.dir is not None
+    assert config.logging.dir.parent == tmp_path
+    assert str(config.logging.dir) in where_logs_are(config.logging)
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == [f"202001{day}-000000-1" for day in range(16, 35)] + ["mine"]
