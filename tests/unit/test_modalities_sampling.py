@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fabric.errors import InvalidMedia
 from modalities.family import MediaOptions, VideoHeader
-from modalities.sampling import NUM_PROBES, choose_keyframes, probed_frames, sample_frames
+from modalities.sampling import choose_keyframes, probed_frames, sample_frames
 
 OPTIONS = st.builds(
     MediaOptions,
@@ -94,12 +94,17 @@ def test_what_can_not_be_sampled_is_refused() -> None:
         sample_frames(10, 1.0, MediaOptions(sampling="guess"))
 
 
-@pytest.mark.parametrize("num_frames", [1, 7, 199, 200, 399, 401, 90_000])
-def test_about_two_hundred_frames_are_probed(num_frames: int) -> None:
+@pytest.mark.parametrize(
+    ("num_frames", "num_probes"),
+    [(1, 1), (7, 7), (199, 199), (200, 200), (399, 399), (400, 200), (401, 201), (90_000, 200)],
+)
+def test_about_two_hundred_frames_are_probed(num_frames: int, num_probes: int) -> None:
+    """Evenly spread: every frame of a short video, one in so many of a long one."""
     probes = probed_frames(video(num_frames))
+    assert len(probes) == num_probes
     assert probes[0] == 0
-    assert probes[-1] < num_frames
-    assert min(num_frames, NUM_PROBES) <= len(probes) < 2 * NUM_PROBES
+    assert set(np.diff(probes).tolist()) <= {max(1, num_frames // 200)}
+    assert num_frames - max(1, num_frames // 200) <= probes[-1] < num_frames
 
 
 @given(

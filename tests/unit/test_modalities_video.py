@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import av
 import numpy as np
 import pytest
+from lossless_files import mkv
 from media_corpus import CLIPS, STORED, Clip, encode_video, frame_pixels, motion_jpeg, sound_file, video_file
 from modalities_files import data_url, encode, picture
 
@@ -224,3 +225,15 @@ def test_key_frames_of_a_clip_with_cuts(count: int) -> None:
     else:
         assert set(scenes) < set(found)
     assert settled_frames(data, header, [3, 5], MediaOptions(), PARAM) == (3, 5)
+
+
+def test_key_frames_are_found_among_two_hundred_at_64_by_64() -> None:
+    """A scene of three frames in 400, which differs from the rest in a pattern of single pixels: with fewer probes the
+    scene is passed over, and pictures made smaller than 64 x 64 are grey all over."""
+    y, x = np.mgrid[:64, :64]
+    pattern = np.repeat(((x + y) % 2 * 255).astype(np.uint8)[..., None], 3, axis=2)
+    frames = np.stack([pattern] * 400)
+    frames[101:104] = 255 - pattern
+    data = mkv(frames, 25)
+    header = PLUGIN.probe(data, PARAM)
+    assert settled_frames(data, header, range(3), MediaOptions(sampling="keyframe"), PARAM) == (0, 102, 104)
