@@ -280,9 +280,13 @@ def test_plans_keep_what_was_wished(saved: Saved, header: VideoHeader, data: st.
     assert len(plan.frame_times_s) == plan.grid[0]
     assert all(0 <= at <= header.seconds for at in plan.frame_times_s)
     whole = family.plan(header, replace(options, reduction=0))
-    if options.reduction:
-        assert plan.grid[1:] == whole.grid[1:]
-        assert plan.grid[0] == max(whole.grid[0] >> options.reduction, 1) or whole.grid[0] > 1
+    assert plan.grid[1:] == whole.grid[1:]
+    # Frames are halved, and steps hold two: of `whole` the last step may be filled up with a repeated frame.
+    frames = {max(count >> options.reduction, 1) for count in (2 * whole.grid[0] - 1, 2 * whole.grid[0])}
+    if family.config.video.is_budget_shared:  # rounded up to whole steps
+        assert plan.grid[0] in {-(-count // 2) for count in frames}
+    else:  # rounded down
+        assert plan.grid[0] == max(max(frames) // 2, 1) == max(whole.grid[0] >> options.reduction, 1)
     # The prompt and its positions follow, whatever was left out.
     expanded = family.expand([1, family.config.modality_to_token["video"], 2], [plan], letters)
     positions = family.positions(expanded.token_ids, expanded.placeholders, [item])
