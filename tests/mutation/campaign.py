@@ -120,12 +120,15 @@ def _forget_stale_copies(source: Path) -> None:
 
 def read_mutants() -> list[Mutant]:
     """All mutants there are, with the result of the last run."""
+    from mutmut.configuration import config
     from mutmut.stats import status_by_exit_code
 
     found = []
     for package in PACKAGES:
         for meta in sorted((Path("mutants") / package).glob("*.py.meta")):
             module = str(meta.relative_to("mutants")).removesuffix(".meta")
+            if not config().should_mutate(module):
+                continue
             exit_codes = json.loads(meta.read_text())["exit_code_by_key"]
             found += [Mutant(name, module, status_by_exit_code[code]) for name, code in exit_codes.items()]
     return found
