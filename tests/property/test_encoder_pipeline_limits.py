@@ -1,0 +1,57 @@
+"""What the pipeline keeps of its config, and what it says of itself, on the machine of `test_encoder_pipeline`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import test_encoder_pipeline as rig
+
+from encoder_pool.reporting import encoder_report
+from fabric.ids import MemberId
+from fabric.messages import EncoderReport
+
+
+def report(machine: rig.PipelineMachine) -> EncoderReport:
+    config = rig.CONFIG
+    return encoder_report(MemberId("encoder-1"), 1, 1, (), machine.pipeline, machine.table, config.max_items_in_flight)
+
+
+@pytest.mark.parametrize("max_items", [1, 2, 3])
+def test_no_more_items_lie_decoded_than_may_be_in_flight(max_items: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is busy with a first item and there is room for the pixels of all: still only so many are decoded."""
+    monkeypatch.setattr(rig, "CONFIG", dataclasses.replace(rig.CONFIG, max_items_in_flight=max_items))
+    machine = rig.PipelineMachine()
+    machine.build(0.01)
+    machine.call([("small", 0)], "worker-1")
+    machine._end_decode(machine.decoder.open[0], "ok")
+    assert machine.forward.job is not None
+    machine.call([("small", 1), ("word", 0)], "worker-1")
+    machine.call([("word", 1), ("wide", 0)], "worker-2")
+    decoded = []
+    while machine.decoder.open:
+        assert len(machine.decoder.open) <= max_items - len(decoded)
+        decoded.append(machine.decoder.open[0].item.mm_hash)
+        machine._end_decode(machine.decoder.open[0], "ok")
+    assert decoded == ["small-1", "word-0", "word-1"][:max_items]
+    assert report(machine).max_in_flight == max_items
+    machine._end_forward(set())
+    assert machine.forward.is_busy
+    assert len(machine.decoder.open) == 1, "what went into the forward makes room for the next"
+    machine.teardown()
+
+
+def test_the_busy_share_of_the_device_is_reported() -> None:
+    machine = rig.PipelineMachine()
+    machine.build(0.01)
+    assert report(machine).busy_fraction == 0.0
+    machine.call([("small", 0)], "worker-1")
+    for busy_s, idle_s in ((0.75, 0.25), (0.25, 1.0)):
+        machine._end_decode(machine.decoder.open[0], "ok")
+        assert machine.forward.job is not None
+        machine.clock.advance(busy_s)
+        machine._end_forward(set())
+        machine.clock.advance(idle_s)
+        machine.call([("small", 1)], "worker-1")  # whatever happens rolls the window on
+        assert report(machine).busy_fraction == pytest.approx(busy_s / (busy_s + idle_s))
+    machine.teardown()
