@@ -46,6 +46,13 @@ class ClusterProcess:
         return sum(value for sample, value in self.metrics().items() if re.match(rf"{name}(\{{|$)", sample))
 
 
+def pids(cluster: ClusterProcess, kind: str) -> dict[str, int]:
+    """Process of each live member of a kind, by its name."""
+    with cluster.client() as client:
+        members = client.get("/weft/members").json()["members"]
+    return {member["member_id"]: member["pid"] for member in members if member["kind"] == kind}
+
+
 @contextlib.contextmanager
 def start_cluster(
     ready_timeout_s: float = 400.0, in_process: bool = False, **sections: dict[str, object]

@@ -10,5 +10,6 @@ from cluster_process import ClusterProcess, start_cluster
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ClusterProcess]:
-    with start_cluster(encoders={"replicas": 2, "decode_processes": 1}, workers={"replicas": 2}) as running:
+    encoders = {"replicas": 2, "decode_processes": 1, "encode_delay_s": 0.05}  # one with work is nearly always at it
+    with start_cluster(encoders=encoders, workers={"replicas": 2}) as running:
         yield running

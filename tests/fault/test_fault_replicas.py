@@ -9,21 +9,18 @@ from typing import Any
 
 import pytest
 from chat_media import image_part, user
-from cluster_process import ClusterProcess, eventually
+from cluster_process import ClusterProcess, eventually, pids
+from mixed_requests import assert_all_right, kill_at_work, questions, run_mixed
 
 pytestmark = [pytest.mark.ray, pytest.mark.nixl]
 
 
 NUM_TOKENS = 2000
 """So many that the stream is under way for long after its first token, however busy the machine."""
+NUM_MIXED = 150
+ENCODER_LOST = 'weft_router_dispatch_errors_total{code="encoder_lost",kind="encode"}'
+WAITED = 'weft_router_capacity_wait_seconds_count{outcome="served"}'
 LOST = 'weft_router_attempts_total{outcome="worker_lost"}'
-
-
-def pids(cluster: ClusterProcess, kind: str) -> dict[str, int]:
-    """Process of each live member of a kind, by its name."""
-    with cluster.client() as client:
-        members = client.get("/weft/members").json()["members"]
-    return {member["member_id"]: member["pid"] for member in members if member["kind"] == kind}
 
 
 def serving_worker(cluster: ClusterProcess, completion_id: str) -> str:
@@ -87,14 +84,20 @@ def test_a_worker_lost_in_mid_stream_does_not_change_the_stream(
     eventually(lambda: len(pids(cluster, "worker")) == 2, timeout_s=300)
 
 
-def test_a_killed_encoder_is_replaced_by_another(cluster: ClusterProcess) -> None:
-    """Pictures go on being answered while one of two encoders is dead, and afterwards."""
-    victim, pid = next(iter(pids(cluster, "encoder").items()))
-    os.kill(pid, signal.SIGKILL)
-    for seed in range(4):
-        assert ask(cluster, user("What is this?", image_part(200 + seed)), 4)
-    eventually(lambda: victim not in pids(cluster, "encoder") and len(pids(cluster, "encoder")) == 2, timeout_s=300)
-    assert ask(cluster, user("And this?", image_part(300)), 4)
+def test_an_encoder_killed_at_work_hands_its_items_to_the_other_and_is_replaced(cluster: ClusterProcess) -> None:
+    """Nobody waits: the other encoder takes what was in its hands, and the answers are right."""
+    killed: list[str] = []
+    lost, waits = (cluster.metrics().get(name, 0) for name in (ENCODER_LOST, WAITED))
+
+    def disturb() -> None:
+        killed.append(kill_at_work(cluster, "encoder", "weft_encoder_num_encoding"))
+
+    outcome = run_mixed(cluster, list(questions(NUM_MIXED, 3)), 12, disturb)
+    metrics = cluster.metrics()
+    assert metrics[ENCODER_LOST] >= lost + 1, "no item was in its hands: it was not at work"
+    assert metrics.get(WAITED, 0) == waits
+    eventually(lambda: killed[0] not in pids(cluster, "encoder") and len(pids(cluster, "encoder")) == 2, timeout_s=300)
+    assert_all_right(cluster, outcome)
 
 
 def test_everything_is_free_afterwards(cluster: ClusterProcess) -> None:

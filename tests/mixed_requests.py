@@ -1,0 +1,174 @@
+"""Many requests of all kinds at once against a running cluster, with something killed among them, and whether each
+answer is right.
+
+A question of the demo has one right answer, which the demo model gives nearly always. Where it gives another, the same
+question is asked again when the cluster is whole and quiet, from no cache: what it says then is what it should have
+said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+from cluster_process import ClusterProcess, pids
+
+from deploy.demo.catalogue import TASKS
+from deploy.demo.wire import messages
+
+KIND_TO_TASKS = {
+    "text": ("repeat", "next number", "earlier turn"),
+    "picture": ("colour", "shape", "place"),
+    "pictures": ("which picture", "picture, text, picture", "number of pictures"),
+    "video": ("direction", "appearing", "order of colours"),
+    "sound": ("beeps", "pitch", "glide"),
+}
+MAX_TOKENS = 32
+TIMEOUT_S = 300.0
+LEAST_RIGHT = 0.95
+"""Share of the answers that must be right without asking again: else the model is not what it was."""
+
+
+class Question(NamedTuple):
+    kind: str
+    messages: list[dict[str, Any]]
+    answer: str
+
+
+class Reply(NamedTuple):
+    status: int
+    text: str
+    """The answer, or the body of a failure."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    questions: Sequence[Question]
+    replies: Sequence[Reply]
+
+    @property
+    def failures(self) -> list[Reply]:
+        return [reply for reply in self.replies if reply.status != 200]
+
+    @property
+    def unexpected(self) -> list[int]:
+        pairs = zip(self.questions, self.replies, strict=True)
+        return [at for at, (question, reply) in enumerate(pairs) if reply.text != question.answer]
+
+
+def questions(number: int, seed: int) -> Iterator[Question]:
+    """Kinds in turn; no two are alike."""
+    rng = np.random.default_rng((0xD1CE, seed))
+    name_to_task = {task.name: task for task in TASKS}
+    kinds = list(KIND_TO_TASKS.items())
+    for at in range(number):
+        kind, names = kinds[at % len(kinds)]
+        sample = name_to_task[names[at // len(kinds) % len(names)]].draw(rng, 0)
+        yield Question(kind, messages(sample), sample.answer)
+
+
+def ask(client: httpx.Client, model: str, question: Question, is_streamed: bool = False, salt: str = "") -> Reply:
+    """Greedily. A stream that breaks off is a failure."""
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": question.messages,
+        "temperature": 0,
+        "max_tokens": MAX_TOKENS,
+        "stream": is_streamed,
+    }
+    if salt:
+        body["cache_salt"] = salt
+    if not is_streamed:
+        response = client.post("/v1/chat/completions", json=body)
+        if response.status_code != 200:
+            return Reply(response.status_code, response.text)
+        return Reply(200, str(response.json()["choices"][0]["message"]["content"]))
+    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            return Reply(response.status_code, response.read().decode())
+        return _read_stream(response.iter_lines())
+
+
+def _read_stream(lines: Iterator[str]) -> Reply:
+    text = ""
+    for line in lines:
+        if line == "data: [DONE]":
+            return Reply(200, text)
+        if line.startswith("data: "):
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                return Reply(599, line)
+            text += "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+    return Reply(599, f"the stream broke off after {text!r}")
+
+
+def run_mixed(
+    cluster: ClusterProcess, asked: Sequence[Question], num_at_once: int, disturb: Callable[[], None]
+) -> Outcome:
+    """Asks everything, `num_at_once` at a time, every other one as a stream. `disturb` is called in a thread of its
+    own when a third is answered; what it raises is raised."""
+    replies: list[Reply | None] = [None] * len(asked)
+    is_time = threading.Event()
+    num_answered = 0
+    lock = threading.Lock()
+
+    def answer(at: int) -> None:
+        nonlocal num_answered
+        try:
+            replies[at] = ask(client, cluster.model, asked[at], is_streamed=at % 2 == 1)
+        except httpx.HTTPError as error:
+            replies[at] = Reply(0, repr(error))
+        with lock:
+            num_answered += 1
+            if num_answered * 3 >= len(asked):
+                is_time.set()
+
+    def disturb_in_time() -> None:
+        is_time.wait()
+        disturb()
+
+    limits = httpx.Limits(max_connections=num_at_once)
+    with (
+        httpx.Client(base_url=cluster.url, timeout=TIMEOUT_S, limits=limits) as client,
+        ThreadPoolExecutor(num_at_once) as clients,
+        ThreadPoolExecutor(1) as beside,
+    ):
+        disturbed = beside.submit(disturb_in_time)
+        list(clients.map(answer, range(len(asked))))
+        disturbed.result()
+    return Outcome(asked, [reply for reply in replies if reply is not None])
+
+
+def assert_all_right(cluster: ClusterProcess, outcome: Outcome) -> None:
+    """Every one answered, and with what an undisturbed cluster answers."""
+    assert outcome.failures == [], f"{len(outcome.failures)} of {len(outcome.questions)} failed"
+    assert len(outcome.replies) == len(outcome.questions)
+    assert len(outcome.unexpected) <= (1 - LEAST_RIGHT) * len(outcome.questions)
+    with httpx.Client(base_url=cluster.url, timeout=TIMEOUT_S) as client:
+        for at in outcome.unexpected:
+            quiet = ask(client, cluster.model, outcome.questions[at], salt=f"again {at}")
+            assert outcome.replies[at] == quiet, f"{outcome.questions[at].kind}: not what it says when it is quiet"
+
+
+def kill_at_work(cluster: ClusterProcess, kind: str, gauge: str) -> str:
+    """SIGKILL to the process of a member of a kind, as soon as its `gauge` says that it is at work. Returns its name.
+    Reports are a little late: whether it really was at work is what the router lost with it."""
+    name_to_pid = pids(cluster, kind)
+    deadline = time.monotonic() + 60.0
+    while time.monotonic() < deadline:
+        metrics = cluster.metrics()
+        for name, pid in name_to_pid.items():
+            if any(value > 0 for sample, value in metrics.items() if sample.startswith(gauge) and name in sample):
+                os.kill(pid, signal.SIGKILL)
+                return name
+        time.sleep(0.005)
+    raise AssertionError(f"no {kind} was ever at work")
