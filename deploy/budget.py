@@ -157,7 +157,7 @@ def _weights_row(num_parameters: int | None, dtype: str, place: str, num_ranks: 
 def _room(family: Family, arena_bytes: int, dtype: str, largest: Sequence[LargestItem]) -> str:
     rooms = []
     for item in largest:
-        count = arena_room(arena_bytes, feature_bytes(family.shape, item.max_unit_tokens, dtype))
+        count = arena_room(arena_bytes, feature_bytes(family.shape, item.max_unit_tokens, dtype, item.num_levels))
         units = "units " if item.num_tokens > item.max_unit_tokens else ""
         rooms.append(f"room for {count} {units}of the largest {item.modality}")
     return ", ".join(rooms)

@@ -52,6 +52,7 @@ def largest_item(
         max_unit_tokens=max(max(plan.unit_tokens) for plan in plans),
         cost=max(plan.cost for plan in plans),
         max_unit_cost=max(max(split_cost(plan.cost, plan.unit_tokens)) for plan in plans),
+        num_levels=plans[0].num_levels,
     )
 
 

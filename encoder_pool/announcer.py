@@ -30,7 +30,7 @@ class Announcer:
         worker_id, address = follower.destination.worker_id, follower.destination.address
         key = LeaseKey(worker_id, follower.attempt_id, unit)
         slot = self._table.lease(key, follower.router_id)
-        shape = spec.shape(follower.item.unit_tokens[unit.unit])
+        shape = spec.shape(follower.item.unit_tokens[unit.unit], follower.item.num_levels)
         ticket = self._source.ticket(slot, shape, spec.dtype, self._promised_s)
         request_id, attempt = follower.attempt_id
         message = UnitReady(self._encoder_id, self._plane.address, request_id, attempt, unit, ticket)

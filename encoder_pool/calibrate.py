@@ -39,10 +39,9 @@ def calibrate(family: Family, model: EncoderModel, modality: str, costs: Forward
         spec = FeatureSpec(
             family.shape.num_levels, family.shape.hidden_size, dtype_name(feature), feature.element_size()
         )
-        if tuple(feature.shape) != spec.shape(item.unit_tokens[0]):
-            raise ConfigError(
-                f"{modality} features are {tuple(feature.shape)}, the family says {spec.shape(item.unit_tokens[0])}"
-            )
+        expected = spec.shape(item.unit_tokens[0], item.num_levels)
+        if tuple(feature.shape) != expected:
+            raise ConfigError(f"{modality} features are {tuple(feature.shape)}, the family says {expected}")
         for _ in range(NUM_RUNS):
             costs.observe(modality, item.cost, _forward(model, inputs)[1] + delay_s)
     if not costs.has_spread(modality):

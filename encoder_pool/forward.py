@@ -97,7 +97,7 @@ class ForwardThread:
         """Copies a feature's bytes into its slot, if it is what was planned."""
         spec = self._spec
         assert spec is not None
-        expected = spec.shape(unit.num_tokens)
+        expected = spec.shape(unit.num_tokens, unit.num_levels)
         if tuple(feature.shape) != expected or dtype_name(feature) != spec.dtype:
             given = f"{tuple(feature.shape)} {dtype_name(feature)}"
             return FeatureMismatch(f"the encoder gave {given} where {expected} {spec.dtype} was planned")

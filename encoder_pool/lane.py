@@ -119,7 +119,8 @@ class Lane:
                 if not taken:
                     return False
                 break
-            units.append(ForwardUnit(self._flights.forward_started(unit.key), unit.num_tokens, slot.buffer))
+            num_levels = self._num_levels(unit)
+            units.append(ForwardUnit(self._flights.forward_started(unit.key), unit.num_tokens, slot.buffer, num_levels))
             taken.append(unit)
         if taken:
             self._submit(taken, units, done)
@@ -139,7 +140,14 @@ class Lane:
         flight = self._flights.find(unit.key.mm_hash)
         assert self.spec is not None
         assert flight is not None
-        return self._table.reserve(unit.key, self.spec.nbytes(unit.num_tokens), len(flight.item.unit_tokens))
+        nbytes = self.spec.nbytes(unit.num_tokens, flight.item.num_levels)
+        return self._table.reserve(unit.key, nbytes, len(flight.item.unit_tokens))
+
+    def _num_levels(self, unit: QueuedUnit) -> int:
+        """Of the feature, as in `MediaItem`; the unit has not been submitted yet."""
+        flight = self._flights.find(unit.key.mm_hash)
+        assert flight is not None
+        return flight.item.num_levels
 
     def _ended(self, batch: list[QueuedUnit], result: ForwardResult, done: Callable[[], None]) -> None:
         self.batch = []

@@ -172,7 +172,7 @@ class Pipeline:
         if self._enter(follower):
             assert self.lane.spec is not None
             self.tally.num_cache_hits += 1
-            self.tally.cache_hit_bytes += self.lane.spec.nbytes(item.num_tokens)
+            self.tally.cache_hit_bytes += self.lane.spec.nbytes(item.num_tokens, item.num_levels)
             call.succeed(follower, self._clock.now(), is_cache_hit=True)
 
     def _enter(self, follower: Follower) -> bool:

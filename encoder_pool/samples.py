@@ -75,6 +75,7 @@ def sample_item(family: Family, sample: Sample, modality: str) -> MediaItem:
         cost=plan.cost,
         part="calibration",
         row_seconds=plan.row_seconds,
+        num_levels=plan.num_levels,
     )
 
 

@@ -38,6 +38,8 @@ class MediaItem(Wire, frozen=True):
     """Of a video: seconds between two temporal patches, where positions depend on it."""
     anchor: int = -1
     """Of a sound that is a video's track: the video's index. Both begin at the same position."""
+    num_levels: int = 0
+    """Of its features: the embedding's, and DeepStack's where the medium has some; 0 means as many as the model has."""
 
     @property
     def num_tokens(self) -> int:

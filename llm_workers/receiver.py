@@ -68,11 +68,12 @@ class Receiver:
         listener: Listener,
         landed: dict[UnitKey, LandedFeature],
     ) -> None:
-        """`levels` is (num_levels, hidden_size) of every feature; `landed` is filled here and read by the runner."""
+        """`levels` is (num_levels, hidden_size) of the model's features; `landed` is filled here and read by the
+        runner."""
         self._endpoint, self._config, self._levels = endpoint, config, levels
         self._engine, self._listener = engine, listener
         self._intake = Intake(endpoint.clock, config.unclaimed_unit_ttl_s, config.unit_wait_s)
-        self._expected_rows: dict[AttemptId, dict[UnitKey, int]] = {}
+        self._expected_shapes: dict[AttemptId, dict[UnitKey, tuple[int, int, int]]] = {}
         self._pulls: set[Future[LandedFeature]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.landed = landed
@@ -107,13 +108,14 @@ class Receiver:
         its placeholders name units that are not there."""
         rows = _planned_rows(request)
         total_bytes = self._endpoint.sink.usage().total_bytes
-        for num_rows, item in rows.values():
-            nbytes = num_rows * prod(self._levels) * min(DTYPE_BYTES.values())
+        shapes = {unit: self._shape(item, num_rows) for unit, (num_rows, item) in rows.items()}
+        for unit, (_, item) in rows.items():
+            nbytes = prod(shapes[unit]) * min(DTYPE_BYTES.values())
             if nbytes > total_bytes:
                 message = f"its feature needs at least {nbytes} bytes, a worker's inbox has {total_bytes}"
                 raise InvalidMedia(message, param=item.part)
         dispatched = [unit for unit, (_, item) in rows.items() if item.index in request.dispatched_items]
-        self._expected_rows[attempt] = {unit: num_rows for unit, (num_rows, _) in rows.items()}
+        self._expected_shapes[attempt] = shapes
         self._intake.expect(attempt, request.age, list(rows), dispatched)
         for unit in rows:
             if unit in self.landed:
@@ -132,7 +134,7 @@ class Receiver:
 
     def end(self, attempt: AttemptId) -> None:
         """The attempt has ended: announcements for it are given back."""
-        self._expected_rows.pop(attempt, None)
+        self._expected_shapes.pop(attempt, None)
         self._intake.end(attempt)
         self.settle()
 
@@ -263,10 +265,9 @@ class Receiver:
 
     def _check(self, attempt: AttemptId, unit: UnitKey, ticket: FeatureTicket) -> bool:
         """Fails the attempt when a feature is not what it planned. Unknown attempts are checked when they come."""
-        num_rows = self._expected_rows.get(attempt, {}).get(unit)
-        if num_rows is None:
+        shape = self._expected_shapes.get(attempt, {}).get(unit)
+        if shape is None:
             return True
-        shape = (self._levels[0], num_rows, self._levels[1])
         if ticket.shape == shape and ticket.nbytes == prod(shape) * DTYPE_BYTES.get(ticket.dtype, 0):
             return True
         found = f"{ticket.shape} {ticket.dtype} in {ticket.nbytes} bytes"
@@ -274,6 +275,10 @@ class Receiver:
             [attempt], FeatureMismatch(f"the feature of {unit.mm_hash}:{unit.unit} is {found}, planned was {shape}")
         )
         return False
+
+    def _shape(self, item: MediaItem, num_rows: int) -> tuple[int, int, int]:
+        """Of a unit's feature, as it was planned."""
+        return (item.num_levels or self._levels[0], num_rows, self._levels[1])
 
     def _fail(self, attempts: Iterable[AttemptId], error: WeftError) -> None:
         for attempt in attempts:

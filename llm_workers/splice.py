@@ -32,7 +32,8 @@ def splice_features(
     embeddings: torch.Tensor, placed: Sequence[PlacedSplice], features: FeatureReader
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Copies level 0 of the features into `embeddings` `(num_tokens, hidden)`, in ascending order of row. Returns the
-    rows, int64, and the DeepStack levels there, `(num_levels - 1, num_rows, hidden)`; None if nothing is placed."""
+    rows, int64, that have DeepStack levels, and these, `(num_levels - 1, num_rows, hidden)`. If no feature has any, the
+    rows are all those that were placed, with no levels; both are None if nothing is placed."""
     if not placed:
         return None, None
     deeper = []
@@ -40,5 +41,11 @@ def splice_features(
         feature = features.feature(splice.unit)[:, splice.row : splice.row + splice.length]
         embeddings[at : at + splice.length].copy_(feature[0])
         deeper.append(feature[1:].to(device=embeddings.device, dtype=embeddings.dtype))
-    rows = np.concatenate([np.arange(at, at + splice.length) for at, splice in placed])
-    return torch.from_numpy(rows).to(embeddings.device), torch.cat(deeper, dim=1)
+    num_deeper = max(len(levels) for levels in deeper)
+    spans = [
+        (np.arange(at, at + splice.length), levels)
+        for (at, splice), levels in zip(placed, deeper, strict=True)
+        if len(levels) == num_deeper
+    ]
+    rows = np.concatenate([rows for rows, _ in spans])
+    return torch.from_numpy(rows).to(embeddings.device), torch.cat([levels for _, levels in spans], dim=1)

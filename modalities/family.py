@@ -130,6 +130,8 @@ class ItemPlan:
     """As in `MediaItem`; set by whoever plans a video together with its sound track."""
     num_pooled_frames: int = 1
     """Of a video: temporal patches behind each row."""
+    num_levels: int = 0
+    """As in `MediaItem`: 1 for a medium without DeepStack levels in a model that has some, 0 otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +175,8 @@ class ModelShape(NamedTuple):
 
     hidden_size: int
     num_levels: int
-    """1 + the number of DeepStack levels: a feature is `(num_levels, num_tokens, hidden_size)`."""
+    """1 + the number of DeepStack levels: a feature is `(num_levels, num_tokens, hidden_size)`, unless its item has
+    fewer levels (`MediaItem.num_levels`)."""
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -185,8 +188,8 @@ class EncoderModel(Protocol):
     """An encoder with weights on a device; only the modalities that were asked for are loaded."""
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        """One forward over units of one modality, packed. Returns per unit `(num_levels, num_tokens, hidden)`
-        in the model's dtype, contiguous, on the encoder's device."""
+        """One forward over units of one modality, packed. Returns per unit `(num_levels, num_tokens, hidden)`, levels
+        as planned, in the model's dtype, contiguous, on the encoder's device."""
         ...
 
 
@@ -213,8 +216,8 @@ class LanguageModel(Protocol):
         `embeddings` `(num_tokens, hidden)`, level 0 of the features already spliced in. `positions`
         `(num_axes, num_tokens)`. `attention` is handed through to the registered attention function as the keyword
         `weft`, or asked by the layers themselves: `attend(layer, q, k, v, scaling)`, all `(num_tokens, heads, dim)`.
-        `feature_rows`: int64 indexes of visual positions among the tokens, ascending; `feature_levels`
-        `(num_levels - 1, len(feature_rows), hidden)`: the DeepStack levels at these rows."""
+        `feature_rows`: int64 indexes of the tokens that have DeepStack levels, ascending; `feature_levels`
+        `(num_levels - 1, len(feature_rows), hidden)`: these levels."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -53,5 +53,6 @@ def plan_media(
         options=options.encode(),
         row_seconds=plan.row_seconds,
         anchor=anchor,
+        num_levels=plan.num_levels or family.shape.num_levels,
     )
     return PlannedMedium(plan, item)

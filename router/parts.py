@@ -21,7 +21,7 @@ class RouterParts:
     member_id: MemberId
     config: RouterConfig
     feature_row_bytes: int
-    """`num_levels * hidden_size * itemsize` of the model."""
+    """On one level: `hidden_size * itemsize` of the model."""
     cluster: ClusterState
     plane: Plane
     pools: Pools

@@ -75,7 +75,7 @@ class RouterService:
         self._parts = RouterParts(
             member_id=member_id,
             config=config,
-            feature_row_bytes=shape.num_levels * shape.hidden_size * config.feature_itemsize,
+            feature_row_bytes=shape.hidden_size * config.feature_itemsize,
             cluster=ClusterState(shape, config.block_size, random.Random(str(member_id))),
             plane=plane,
             pools=pools,

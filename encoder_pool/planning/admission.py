@@ -18,7 +18,7 @@ def refusal(item: MediaItem, modalities: Sequence[str], spec: FeatureSpec, arena
         return UnsupportedModality(f"this encoder has not loaded {item.modality}")
     if not item.unit_tokens or min(item.unit_tokens) < 1 or item.cost < 1:
         return ProtocolError("an item was planned without tokens")
-    nbytes = spec.nbytes(max(item.unit_tokens))
+    nbytes = spec.nbytes(max(item.unit_tokens), item.num_levels)
     if nbytes > arena_bytes:
         return UnitTooLarge(f"a feature of {nbytes} bytes never fits the arena of {arena_bytes}")
     return None

@@ -48,18 +48,19 @@ class TableSums(NamedTuple):
 
 
 class FeatureSpec(NamedTuple):
-    """What every feature of one model looks like: C-contiguous `(num_levels, num_tokens, hidden_size)` of `dtype`."""
+    """What every feature of one model looks like: C-contiguous `(num_levels, num_tokens, hidden_size)` of `dtype`.
+    An item may have fewer levels than the model: `num_levels` of a call is `MediaItem.num_levels`."""
 
     num_levels: int
     hidden_size: int
     dtype: str
     itemsize: int
 
-    def shape(self, num_tokens: int) -> tuple[int, int, int]:
-        return (self.num_levels, num_tokens, self.hidden_size)
+    def shape(self, num_tokens: int, num_levels: int = 0) -> tuple[int, int, int]:
+        return (num_levels or self.num_levels, num_tokens, self.hidden_size)
 
-    def nbytes(self, num_tokens: int) -> int:
-        return self.num_levels * num_tokens * self.hidden_size * self.itemsize
+    def nbytes(self, num_tokens: int, num_levels: int = 0) -> int:
+        return (num_levels or self.num_levels) * num_tokens * self.hidden_size * self.itemsize
 
 
 @dataclass(slots=True)

@@ -23,6 +23,8 @@ class ForwardUnit(NamedTuple):
     """Rows that were planned."""
     buffer: npt.NDArray[np.uint8]
     """The slot in the arena, `(nbytes,)`."""
+    num_levels: int = 0
+    """As in `MediaItem`."""
 
 
 class ForwardResult(NamedTuple):

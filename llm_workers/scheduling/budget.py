@@ -32,6 +32,8 @@ class LargestItem(NamedTuple):
     """Patches, or mel frames."""
     max_unit_cost: int = 0
     """Of its largest unit: what one forward must hold."""
+    num_levels: int = 0
+    """As in `MediaItem`."""
 
 
 class WorkerBytes(NamedTuple):
@@ -42,9 +44,9 @@ class WorkerBytes(NamedTuple):
     workspace: int
 
 
-def feature_bytes(shape: ModelShape, num_tokens: int, dtype: str) -> int:
-    """Payload of one unit: `(num_levels, num_tokens, hidden_size)`."""
-    return shape.num_levels * num_tokens * shape.hidden_size * DTYPE_BYTES[dtype]
+def feature_bytes(shape: ModelShape, num_tokens: int, dtype: str, num_levels: int = 0) -> int:
+    """Payload of one unit: `(num_levels, num_tokens, hidden_size)`; 0 levels means as many as the model has."""
+    return (num_levels or shape.num_levels) * num_tokens * shape.hidden_size * DTYPE_BYTES[dtype]
 
 
 def slot_bytes(payload_bytes: int) -> int:
@@ -99,7 +101,7 @@ def shortfalls(
 def arena_shortfall(name: str, shape: ModelShape, arena_bytes: int, dtype: str, item: LargestItem) -> list[str]:
     """Why the arena of that name could never hold the item's largest unit, or nothing."""
     num_tokens = min(item.max_unit_tokens, shape.max_model_len - 1)
-    needed_bytes = slot_bytes(feature_bytes(shape, num_tokens, dtype))
+    needed_bytes = slot_bytes(feature_bytes(shape, num_tokens, dtype, item.num_levels))
     if arena_bytes - arena_bytes % ALIGNMENT_BYTES >= needed_bytes:
         return []
     return [f"{name} is {arena_bytes}; one feature of the largest {item.modality} takes {needed_bytes}"]

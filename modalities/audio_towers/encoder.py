@@ -27,23 +27,13 @@ class RowsOf(Protocol):
 class SoundEncoder:
     """Implements `modalities.family.EncoderModel`. One forward at a time: not thread-safe."""
 
-    def __init__(self, tower: PreTrainedModel, rows_of: RowsOf, num_levels: int) -> None:
-        """`num_levels` of the model's features: a sound's rows have no DeepStack levels, so theirs are zeros."""
-        self._tower, self._rows_of, self._num_levels = tower, rows_of, num_levels
+    def __init__(self, tower: PreTrainedModel, rows_of: RowsOf) -> None:
+        self._tower, self._rows_of = tower, rows_of
 
     @torch.no_grad()
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        """Per unit `(num_levels, num_tokens, hidden)`. Units do not attend to each other."""
-        if not inputs:
-            return []
-        return [self._with_levels(rows) for rows in self._rows_of(self._tower, inputs)]
-
-    def _with_levels(self, rows: torch.Tensor) -> torch.Tensor:
-        if self._num_levels == 1:
-            return rows[None].contiguous()
-        levels = rows.new_zeros((self._num_levels, *rows.shape))
-        levels[0] = rows
-        return levels
+        """Per unit `(1, num_tokens, hidden)`: sounds have no DeepStack levels. Units do not attend to each other."""
+        return [rows[None].contiguous() for rows in self._rows_of(self._tower, inputs)] if inputs else []
 
 
 def load_tower(

@@ -17,9 +17,9 @@ from modalities.audio_towers.encoder import SoundEncoder, batched, load_tower, p
 from modalities.family import EncoderInput
 
 
-def load_encoder(model_dir: Path, config: PreTrainedConfig, num_levels: int, place: tuple[str, str]) -> SoundEncoder:
+def load_encoder(model_dir: Path, config: PreTrainedConfig, place: tuple[str, str]) -> SoundEncoder:
     """`config`: the model's `audio_config`; `place` is (device, dtype). Raises ConfigError if a weight is missing."""
-    return SoundEncoder(load_tower(Qwen2_5OmniAudioEncoder, model_dir, config, place), _rows, num_levels)
+    return SoundEncoder(load_tower(Qwen2_5OmniAudioEncoder, model_dir, config, place), _rows)
 
 
 def _rows(tower: Any, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:

@@ -44,7 +44,7 @@ def load_encoder(model_dir: Path, place: tuple[str, str]) -> SoundEncoder:
     config = read_pretrained_config(model_dir)
     names = PartNames(_NAMES, names_of_others("sound", "projector"))
     part = load_part(AudioHalf, model_dir, config, names, place, register_attention())
-    return SoundEncoder(part, _rows, num_levels=1)
+    return SoundEncoder(part, _rows)
 
 
 def _rows(part: Any, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:

@@ -28,9 +28,7 @@ _CHUNKS_IN_CACHE = 8
 """Convolved at once on a CPU; 64 take 1.6 times as long each: what lies between convolutions leaves the cache."""
 
 
-def load_encoder(
-    model_dir: Path, config: PreTrainedConfig, sound: SoundHalf, num_levels: int, place: tuple[str, str]
-) -> SoundEncoder:
+def load_encoder(model_dir: Path, config: PreTrainedConfig, sound: SoundHalf, place: tuple[str, str]) -> SoundEncoder:
     """`config`: the model's `audio_config`; `place` is (device, dtype). Raises ConfigError if a weight is missing."""
     hop = sound.mel.hop
 
@@ -38,7 +36,7 @@ def load_encoder(
         return _rows(tower, inputs, hop)
 
     tower = load_tower(Qwen3OmniMoeAudioEncoder, model_dir, config, place)
-    return SoundEncoder(tower, rows_of, num_levels)
+    return SoundEncoder(tower, rows_of)
 
 
 def _rows(tower: Any, inputs: Sequence[EncoderInput], hop: int) -> Sequence[torch.Tensor]:

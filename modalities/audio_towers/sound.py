@@ -62,6 +62,7 @@ class SoundHalf:
             unit_tokens=tuple(unit.num_tokens for unit in units),
             cost=sum(unit.num_read for unit in units),
             geometry=(self.mel.rate, num_samples),
+            num_levels=1,
         )
 
     def options(self) -> str:

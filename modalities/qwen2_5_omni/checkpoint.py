@@ -17,7 +17,7 @@ from modalities.qwen_vl.config import QwenVLConfig
 
 
 def _load_sound(model_dir: Path, audio: PreTrainedConfig, config: QwenVLConfig, place: tuple[str, str]) -> EncoderModel:
-    return qwen2_5_omni.load_encoder(model_dir, audio, config.shape.num_levels, place)
+    return qwen2_5_omni.load_encoder(model_dir, audio, place)
 
 
 CHECKPOINT = Checkpoint(

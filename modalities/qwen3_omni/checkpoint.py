@@ -18,7 +18,7 @@ from modalities.qwen_vl.config import QwenVLConfig
 
 def _load_sound(model_dir: Path, audio: PreTrainedConfig, config: QwenVLConfig, place: tuple[str, str]) -> EncoderModel:
     assert config.sound is not None
-    return qwen3_omni.load_encoder(model_dir, audio, config.sound, config.shape.num_levels, place)
+    return qwen3_omni.load_encoder(model_dir, audio, config.sound, place)
 
 
 CHECKPOINT = Checkpoint(

@@ -65,13 +65,15 @@ def land_items(
     encoder_to_link: Mapping[MemberId, Line],
     row_bytes: int,
 ) -> Landings:
-    """Assigns each item to one of `options[item.index]` (not empty); of equals, the first. `encoder_to_link` are
-    the links to the one worker in question. Greedy in order of index: each item knows of those before it."""
+    """Assigns each item to one of `options[item.index]` (not empty); of equals, the first. `encoder_to_link` are the
+    links to the one worker in question, `row_bytes` the size of a row of features on one level. Greedy in order of
+    index: each item knows of those before it."""
     encoder_to_costs: dict[MemberId, dict[str, int]] = {}
     hash_to_terms: dict[MmHash, ItemTerms] = {}
     chosen: list[ItemTerms] = []
     landings: dict[tuple[int, int], float] = {}
     for item in items:
+        item_row_bytes = row_bytes * max(item.num_levels, 1)
         units = range(len(item.unit_tokens))
         twin = hash_to_terms.get(item.mm_hash)
         if twin is not None:
@@ -83,15 +85,15 @@ def land_items(
         for encoder in options[item.index]:
             encoder_id = encoder.encoder_id
             offer = _offer(item, encoder, encoder_to_link[encoder_id], encoder_to_costs.get(encoder_id, {}))
-            landing_s = offer.landing_s(item, item.num_tokens, last_rows, row_bytes)
+            landing_s = offer.landing_s(item, item.num_tokens, last_rows, item_row_bytes)
             if landing_s < best_s:
                 best, best_s = offer, landing_s
         assert best is not None, "the caller checked that every item has an encoder"
         num_rows = 0
         for unit in units:
             num_rows += item.unit_tokens[unit]
-            landings[item.index, unit] = best.landing_s(item, num_rows, item.unit_tokens[unit], row_bytes)
-        terms = _item_terms(item, best, best_s, row_bytes)
+            landings[item.index, unit] = best.landing_s(item, num_rows, item.unit_tokens[unit], item_row_bytes)
+        terms = _item_terms(item, best, best_s, item_row_bytes)
         if terms.load:
             costs = encoder_to_costs.setdefault(terms.encoder_id, {})
             costs[item.modality] = costs.get(item.modality, 0) + terms.load

@@ -29,7 +29,7 @@ class RouteQuery:
     placeholders: tuple[PlaceholderRange, ...] = ()
     """Sorted by offset, disjoint."""
     feature_row_bytes: int = 0
-    """Bytes of one row of features over all levels: `num_levels * hidden_size * itemsize`."""
+    """Bytes of one row of features on one level: `hidden_size * itemsize`."""
     excluded: frozenset[MemberId] = frozenset()
     """Members that this request must not try again."""
 

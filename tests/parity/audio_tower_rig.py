@@ -89,7 +89,7 @@ def _saved(directory: Path, model: Any, **preprocessor: Any) -> Any:
     return model
 
 
-def build_qwen3_omni(directory: Path, num_levels: int = 1, width: int = 32, dtype: str = "float32") -> Tower:
+def build_qwen3_omni(directory: Path, width: int = 32, dtype: str = "float32") -> Tower:
     audio = _QWEN3 | {"d_model": width}
     config = Qwen3OmniMoeThinkerConfig(
         audio_config=dict(audio),
@@ -104,7 +104,7 @@ def build_qwen3_omni(directory: Path, num_levels: int = 1, width: int = 32, dtyp
     )
     model = _saved(directory, spread(Qwen3OmniMoeThinkerForConditionalGeneration(config)))
     sound = qwen3_omni_sound(directory, audio, HIDDEN)
-    encoder = qwen3_omni.load_encoder(directory, model.config.audio_config, sound, num_levels, ("cpu", dtype))
+    encoder = qwen3_omni.load_encoder(directory, model.config.audio_config, sound, ("cpu", dtype))
     return Tower(
         model,
         sound,

@@ -88,7 +88,7 @@ def process(directory: Path, media: Sequence[tuple[str, bytes]], eyes: Eyes) -> 
 
 
 def features(model: Any, processed: Processed) -> list[torch.Tensor]:
-    """Levels that a sound does not have are zeros."""
+    """Sounds have one level."""
     inputs, found = processed.inputs, {}
     for kind, values, grid in (
         ("image", "pixel_values", "image_grid_thw"),
@@ -103,9 +103,7 @@ def features(model: Any, processed: Processed) -> list[torch.Tensor]:
             inputs["input_features"], feature_attention_mask=inputs["feature_attention_mask"]
         )
         counts = [num for num, kind in zip(processed.num_tokens, processed.modalities, strict=True) if kind == "audio"]
-        num_levels = len(getattr(model.config.vision_config, "deepstack_visual_indexes", ())) + 1
-        rows = made.last_hidden_state.split(counts)
-        found["audio"] = iter([torch.stack([one, *[one * 0] * (num_levels - 1)]) for one in rows])
+        found["audio"] = iter([one[None] for one in made.last_hidden_state.split(counts)])
     return [next(found[kind]) for kind in processed.modalities]
 
 

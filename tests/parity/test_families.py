@@ -258,7 +258,9 @@ def test_features_equal_the_references(loaded: LoadedFamily) -> None:
         for found in (alone, batch):
             for item, whole in zip(of.media, expected, strict=True):
                 units = [unit for unit, (index, _) in zip(found, of.units, strict=True) if index == item.index]
-                sizes = [(shape.num_levels, num_tokens, shape.hidden_size) for num_tokens in item.unit_tokens]
+                num_levels = 1 if item.modality == "audio" else shape.num_levels
+                assert item.num_levels == num_levels
+                sizes = [(num_levels, num_tokens, shape.hidden_size) for num_tokens in item.unit_tokens]
                 assert [tuple(unit.shape) for unit in units] == sizes
                 assert all(unit.is_contiguous() for unit in units)
                 torch.testing.assert_close(torch.cat(units, dim=1), whole, atol=1e-4, rtol=1e-4)

@@ -83,3 +83,30 @@ def test_the_splice_is_what_the_loop_would_write() -> None:
     assert levels is not None
     assert torch.equal(levels[0], torch.cat([features[cat][1, 2:6], features[dog][1]]).bfloat16())
     assert splice_features(embeddings, [], Landed()) == (None, None)
+
+
+def test_features_with_and_without_deeper_levels_share_a_step() -> None:
+    """Pictures and sounds of Qwen3-Omni: the rows of a sound have no levels to be added."""
+    cat, bark = UnitKey("cat", 0), UnitKey("bark", 0)
+    features = {cat: torch.randn(3, 4, 5), bark: torch.randn(1, 6, 5)}
+
+    class Landed:
+        def feature(self, unit: UnitKey) -> torch.Tensor:
+            return features[unit]
+
+    placed = [PlacedSplice(0, Splice(0, 2, bark, 1)), PlacedSplice(3, Splice(3, 4, cat, 0))]
+    placed.append(PlacedSplice(8, Splice(8, 3, bark, 3)))
+    embeddings = torch.zeros(12, 5)
+    rows, levels = splice_features(embeddings, placed, Landed())
+    assert torch.equal(embeddings[0:2], features[bark][0, 1:3])
+    assert torch.equal(embeddings[3:7], features[cat][0])
+    assert torch.equal(embeddings[8:11], features[bark][0, 3:6])
+    assert rows is not None
+    assert rows.tolist() == [3, 4, 5, 6]
+    assert levels is not None
+    assert torch.equal(levels, features[cat][1:])
+    rows, levels = splice_features(embeddings, placed[:1], Landed())
+    assert rows is not None
+    assert rows.tolist() == [0, 1]
+    assert levels is not None
+    assert levels.shape == (0, 2, 5)

@@ -24,7 +24,7 @@ from media_corpus import Clip, encode_video
 from modalities_files import VIDEO_PREPROCESSOR, thinker_config, write_config
 
 from fabric.errors import InvalidMedia
-from modalities.family import AudioHeader, MediaOptions, VideoHeader
+from modalities.family import AudioHeader, MediaOptions, ModelShape, VideoHeader
 from modalities.identify import plan_media
 from modalities.keyframes import settled_frames
 from modalities.pixels import Normalisation
@@ -256,6 +256,7 @@ def test_sound_is_woven_to_the_pictures_it_is_heard_with(tmp_path: Path) -> None
     family: Any = REGISTRY.load_family(tmp_path)
     header = VideoPlugin().probe(numbered(BURST, LOSSLESS), PARAM)
     film, item = plan_media(family, b"", header, 0, PARAM)
+    assert item.num_levels == family.shape.num_levels
     assert item.row_seconds == film.row_seconds
     heard = family.plan(AudioHeader("WAV", 16_000, 1, 20 * 16_000))
     expanded = family.expand([105, 102, 106], [film, dataclasses.replace(heard, anchor=0)])
@@ -295,6 +296,7 @@ class _Tiles:
     """As much of a family as planning a video takes."""
 
     model_id = "tiles"
+    shape = ModelShape(8, 1, 1, 1, 8, 100, 1000)
 
     def __init__(self, tiling: FrameTiling) -> None:
         self.plan = tiling.plan

@@ -117,6 +117,15 @@ def test_a_cached_feature_costs_its_transfer_alone():
     assert item.landing_s == pytest.approx(TRANSFER_S)
 
 
+def test_what_travels_is_as_many_levels_as_the_item_has():
+    """A picture with DeepStack levels, and a sound without."""
+    for num_levels in (1, 4):
+        item = msgspec.structs.replace(image(0), num_levels=num_levels)
+        (terms,) = plan(query(item, 10)).explanation.winner.items
+        assert terms.num_bytes == num_levels * 64 * ROW_BYTES
+        assert terms.transfer_s == pytest.approx(LINK.at(num_levels * 64 * ROW_BYTES))
+
+
 def test_the_same_picture_twice_is_encoded_once():
     made = plan(query(image(0, digit="a"), 5, image(1, digit="a"), 5), encoders=[encoder("a"), encoder("b")])
     first, second = made.explanation.winner.items
