@@ -66,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="run a benchmark")
     bench.add_argument("name", help="which one; 'all' runs every one, 'list' lists them")
-    bench.add_argument("--json", action="store_true", help="print the bars as JSON on the last line")
+    bench.add_argument(
+        "--json", action="store_true", help="print the bars as JSON and nothing else; the table goes to standard error"
+    )
     bench.add_argument("options", nargs=argparse.REMAINDER, help="the bench's own; see weft bench NAME --help")
     bench.set_defaults(run=_bench)
 

@@ -30,6 +30,7 @@ from modalities.plugin import MediaLimits
 from modalities.registry import REGISTRY
 from modalities.text.codec import TextCodec
 from router.config import MODALITY_TO_ENCODE_TIMEOUT_MS, RouterConfig
+from router.planning.cluster import PlannerSettings
 from router.pools import Pools
 
 if TYPE_CHECKING:
@@ -241,7 +242,11 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         model_name=model.name,
         block_size=config.workers.block_size,
         max_body_bytes=config.server.max_body_bytes,
+        max_bodies_bytes=config.router.max_bodies_bytes,
         max_in_flight=config.router.max_in_flight,
+        planner=PlannerSettings(
+            max_index_blocks=config.router.max_index_blocks, max_index_items=config.router.max_index_items
+        ),
         max_num_choices=config.router.max_num_choices,
         heartbeat_s=config.router.heartbeat_s,
         lease_s=config.router.lease_s,

@@ -3,17 +3,24 @@ environment. What each part needs is handed to it as that part's own small confi
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from deploy.yaml_marks import Mark, locate, parse_with_marks
+from encoder_pool.config import EncoderConfig
 from fabric.errors import ConfigError
+from llm_workers.config import Speculation, WorkerConfig
+from modalities.family import MediaOptions
+from modalities.plugin import MediaLimits
 from modalities.probing import ProbeLimits
 from modalities.registry import REGISTRY
+from router.config import RouterConfig
+from router.planning.cluster import PlannerSettings
 
 PROBE_LIMITS = ProbeLimits()
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -41,6 +48,13 @@ def _parse_switch(value: object) -> object:
 Switch = BeforeValidator(_parse_switch)
 
 
+def default_of(owner: type, name: str) -> Any:
+    """The default of a field of `owner`, the config of the part that a key is handed to: stated there alone."""
+    default = next(field.default for field in dataclasses.fields(owner) if field.name == name)
+    assert default is not dataclasses.MISSING, f"{owner.__name__}.{name} has no default"
+    return default
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -56,18 +70,24 @@ class ModelSection(_Section):
 class ServerSection(_Section):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
-    max_body_bytes: Bytes = 32 * 2**20
+    max_body_bytes: Bytes = default_of(RouterConfig, "max_body_bytes")
     drain_s: float = Field(30.0, ge=0)
     """How long accepted requests may take to end once the cluster is told to stop; new ones are answered 503."""
 
 
 class RouterSection(_Section):
     replicas: int = Field(1, ge=1)
-    max_in_flight: int = Field(256, ge=1)
-    max_num_choices: int = Field(8, ge=1)
-    heartbeat_s: float = Field(0.5, gt=0)
-    lease_s: float = Field(5.0, gt=0)
-    dispatch_timeout_s: float = Field(600.0, gt=0)
+    max_in_flight: int = Field(default_of(RouterConfig, "max_in_flight"), ge=1)
+    max_bodies_bytes: Bytes = default_of(RouterConfig, "max_bodies_bytes")
+    """Bodies of all requests in flight together, of each router."""
+    max_index_blocks: int = Field(default_of(PlannerSettings, "max_index_blocks"), ge=1)
+    """KV blocks whose places each router knows; about 150 bytes each."""
+    max_index_items: int = Field(default_of(PlannerSettings, "max_index_items"), ge=1)
+    """Media whose encoders each router knows."""
+    max_num_choices: int = Field(default_of(RouterConfig, "max_num_choices"), ge=1)
+    heartbeat_s: float = Field(default_of(RouterConfig, "heartbeat_s"), gt=0)
+    lease_s: float = Field(default_of(RouterConfig, "lease_s"), gt=0)
+    dispatch_timeout_s: float = Field(default_of(RouterConfig, "dispatch_timeout_s"), gt=0)
     capacity_wait_s: float = Field(120.0, ge=0)
     """How long a request waits for a worker, or an encoder of its media, to come back; then it is answered 503."""
 
@@ -86,22 +106,22 @@ class MediaSection(_Section):
 
     limit_mm_per_prompt: dict[Modality, Annotated[int, Field(ge=0)]] = {}
     """Most items of a modality in one request, where it is less than what the model takes; 0 refuses it."""
-    sampling: Literal["fps", "uniform", "keyframe"] = "fps"
-    fps: float = Field(2.0, gt=0)
-    max_frames: int = Field(32, ge=1)
-    max_video_tokens: int = Field(8192, ge=1)
+    sampling: Literal["fps", "uniform", "keyframe"] = default_of(MediaOptions, "sampling")
+    fps: float = Field(default_of(MediaOptions, "fps"), gt=0)
+    max_frames: int = Field(default_of(MediaOptions, "max_frames"), ge=1)
+    max_video_tokens: int = Field(default_of(MediaOptions, "max_tokens"), ge=1)
     """Of all videos of a request together."""
-    num_pooled_frames: int = Field(1, ge=1)
+    num_pooled_frames: int = Field(default_of(MediaOptions, "num_pooled_frames"), ge=1)
     """So many temporal patches are averaged into one; 1 is off."""
-    keep_fraction: float = Field(1.0, gt=0, le=1)
+    keep_fraction: float = Field(default_of(MediaOptions, "keep_fraction"), gt=0, le=1)
     """Of a temporal patch's rows, so many are kept, evenly spread."""
-    max_bytes_per_item: Bytes = 256 * 2**20
-    max_image_pixels: int = Field(178_956_970, ge=1)
-    max_video_pixels: int = Field(8192 * 4320, ge=1)
+    max_bytes_per_item: Bytes = default_of(MediaLimits, "max_bytes_per_item")
+    max_image_pixels: int = Field(default_of(MediaLimits, "max_image_pixels"), ge=1)
+    max_video_pixels: int = Field(default_of(MediaLimits, "max_video_pixels"), ge=1)
     """Of one frame."""
-    max_video_seconds: float = Field(3600.0, gt=0)
-    max_video_frames: int = Field(500_000, ge=1)
-    max_audio_seconds: float = Field(600.0, gt=0)
+    max_video_seconds: float = Field(default_of(MediaLimits, "max_video_seconds"), gt=0)
+    max_video_frames: int = Field(default_of(MediaLimits, "max_video_frames"), ge=1)
+    max_audio_seconds: float = Field(default_of(MediaLimits, "max_audio_seconds"), gt=0)
     """Of a sound, and of a video's sound track that the model hears."""
     probe_processes: int = Field(2, ge=0)
     """Helpers of each router that read the headers of videos, of sounds, and of pictures whose first bytes do not say
@@ -112,7 +132,7 @@ class MediaSection(_Section):
     """By the clock: a file that is later than this meets a machine that is too busy (503)."""
     probe_memory_bytes: Bytes = PROBE_LIMITS.memory_bytes
     """Most memory of each of these helpers."""
-    on_encode_failure: Literal["error", "reduce", "text_only"] = "error"
+    on_encode_failure: Literal["error", "reduce", "text_only"] = default_of(RouterConfig, "on_encode_failure")
     """`reduce`: once more with every other frame, or half the sides; `text_only`: and then without the medium."""
     encode_timeout_ms: dict[Modality, Annotated[int, Field(ge=1)]] = {}
     """How long encoding an item may take, its wait at the encoder included; by default 10 s of a picture, 20 s of a
@@ -127,32 +147,32 @@ class EncoderSection(_Section):
     gpus_per_replica: float = Field(0, ge=0)
     arena_bytes: Bytes | None = None
     """For features, of each encoder; none: 16 GB over the encoders, or an eighth of the machine's memory."""
-    max_batch_cost: int = Field(16 * 1024, ge=1)
+    max_batch_cost: int = Field(default_of(EncoderConfig, "max_batch_cost"), ge=1)
     """Patches (or mel frames) of one forward: 16 pictures of 448 x 448. Four times as many may lie decoded."""
-    max_items_in_flight: int = Field(32, ge=1)
+    max_items_in_flight: int = Field(default_of(EncoderConfig, "max_items_in_flight"), ge=1)
     """Items decoded, or being decoded, that wait for their forward."""
-    max_queue_cost: int = Field(512 * 1024, ge=1)
-    feature_lease_s: float = Field(60.0, gt=0)
-    decode_processes: int = Field(2, ge=0)
+    max_queue_cost: int = Field(default_of(EncoderConfig, "max_queue_cost"), ge=1)
+    feature_lease_s: float = Field(default_of(EncoderConfig, "lease_s"), gt=0)
+    decode_processes: int = Field(default_of(EncoderConfig, "num_decode_processes"), ge=0)
     """With more than one, a long video never holds up the decoding of a picture."""
-    decode_timeout_s: float = Field(30.0, gt=0)
+    decode_timeout_s: float = Field(default_of(EncoderConfig, "decode_timeout_s"), gt=0)
     """An item that takes a decode process longer is refused."""
-    decode_memory_bytes: Bytes = 4 * 2**30
+    decode_memory_bytes: Bytes = default_of(EncoderConfig, "decode_memory_bytes")
     """Most memory of each decode process."""
     mel_on_device: Annotated[Literal["auto", "on", "off"], Switch] = "auto"
     """Whether sounds are resampled and transformed on the encoder's device, not in decode processes; `auto`: on CUDA.
     Sounds of more than max_batch_cost mel frames never are."""
-    encode_delay_s: float = Field(0.0, ge=0)
+    encode_delay_s: float = Field(default_of(EncoderConfig, "encode_delay_s"), ge=0)
     """Fault injection for tests: every forward is preceded by this pause."""
 
 
 class SpeculationSection(_Section):
     """Prompt lookup: guesses from a request's own text, checked in the same step. It changes no answer."""
 
-    max_tokens: int = Field(0, ge=0, le=64)
+    max_tokens: int = Field(default_of(Speculation, "max_tokens"), ge=0, le=64)
     """Guesses per sequence and step, at most; 0 is off."""
-    min_ngram: int = Field(2, ge=1)
-    max_ngram: int = Field(4, ge=1)
+    min_ngram: int = Field(default_of(Speculation, "min_ngram"), ge=1)
+    max_ngram: int = Field(default_of(Speculation, "max_ngram"), ge=1)
     """How many of the last tokens must be found again: at least and at most."""
 
     @model_validator(mode="after")
@@ -165,27 +185,27 @@ class SpeculationSection(_Section):
 class WorkerSection(_Section):
     replicas: int = Field(1, ge=1)
     device: Device = "cpu"
-    tensor_parallel: int = Field(1, ge=1)
+    tensor_parallel: int = Field(default_of(WorkerConfig, "num_ranks"), ge=1)
     """Ranks of each replica, a process and a device each; they share its layers and KV heads."""
     gpus_per_replica: float = Field(0, ge=0)
     """Of each rank."""
     step_timeout_s: float = Field(60.0, gt=0)
     """How long the ranks of a replica wait for each other in a step before they give the replica up."""
-    block_size: int = Field(16, ge=1)
-    num_blocks: int = Field(1024, ge=2)
-    max_step_tokens: int = Field(512, ge=1)
-    max_sequences: int = Field(64, ge=1)
-    prefix_cache: bool = True
+    block_size: int = Field(default_of(WorkerConfig, "block_size"), ge=1)
+    num_blocks: int = Field(default_of(WorkerConfig, "num_blocks"), ge=2)
+    max_step_tokens: int = Field(default_of(WorkerConfig, "max_step_tokens"), ge=1)
+    max_sequences: int = Field(default_of(WorkerConfig, "max_sequences"), ge=1)
+    prefix_cache: bool = default_of(WorkerConfig, "is_prefix_cache_enabled")
     inbox_bytes: Bytes | None = None
     """For features, of each worker; none: 4 GB over the workers, or a sixteenth of the machine's memory."""
-    keep_features: Literal["auto", "always", "never"] = "auto"
+    keep_features: Literal["auto", "always", "never"] = default_of(WorkerConfig, "keep_features")
     """Whether features stay in host memory after prefill: `auto` keeps those that were needed before."""
-    kept_bytes: Bytes = 64 * 2**20
-    pull_timeout_s: float = Field(30.0, gt=0)
-    unit_wait_s: float = Field(10.0, gt=0)
+    kept_bytes: Bytes = default_of(WorkerConfig, "kept_bytes")
+    pull_timeout_s: float = Field(default_of(WorkerConfig, "pull_timeout_s"), gt=0)
+    unit_wait_s: float = Field(default_of(WorkerConfig, "unit_wait_s"), gt=0)
     """How long a worker awaits a feature before it asks the router again."""
     speculation: SpeculationSection = SpeculationSection()
-    cuda_graphs: Annotated[Literal["off", "auto"], Switch] = "off"
+    cuda_graphs: Annotated[Literal["off", "auto"], Switch] = default_of(WorkerConfig, "cuda_graphs")
     """Whether decode steps are recorded as CUDA graphs; needs blocks of a multiple of 256 tokens."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from pathlib import Path
 
 SWITCHES = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -51,5 +52,8 @@ def use_cuda_device(index: int) -> None:
 
 def set_switches() -> None:
     """Side effect: environment variables of this process and of what it starts. Call before importing the libraries."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
+    # torch would make a folder in the temporary one, and leave it there.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
     for name, value in SWITCHES.items():
         os.environ.setdefault(name, value)

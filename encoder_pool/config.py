@@ -12,7 +12,7 @@ class EncoderConfig:
     """Costs are in patches, or mel frames of sounds, as in `MediaItem.cost`. Raises ConfigError for settings that
     contradict each other."""
 
-    modalities: tuple[str, ...] = ("image",)
+    modalities: tuple[str, ...]
     """What this replica loads; items of others are refused."""
     max_batch_cost: int = 16 * 1024
     """Most patches of one forward (one unit alone may be more): 16 pictures of 448 x 448 at patches of 14."""
@@ -31,7 +31,7 @@ class EncoderConfig:
     processes."""
     encode_delay_s: float = 0.0
     """Fault injection for tests: the forward thread sleeps this long before each forward."""
-    num_decode_processes: int = 1
+    num_decode_processes: int = 2
     """0 decodes in a thread of this process (tests, one-process mode)."""
     decode_timeout_s: float = 30.0
     """How long a decode process may work on one item before it is ended and the item refused."""

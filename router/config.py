@@ -8,6 +8,7 @@ from typing import Literal
 
 from modalities.family import DEFAULT_OPTIONS, MediaOptions
 from modalities.plugin import MediaLimits
+from router.planning.cluster import PlannerSettings
 
 MIB = 2**20
 Policy = Literal["error", "reduce", "text_only"]
@@ -24,7 +25,7 @@ class RouterConfig:
     """The name clients ask for."""
     capacity_wait_s: float
     """How long a request waits in all for workers, and for encoders of its media, that are not there."""
-    block_size: int = 16
+    block_size: int
     """Tokens per KV block; the workers' own, or no prefix is ever found."""
     feature_itemsize: int = 4
     """Bytes of one number of a feature, for the planner's estimate of transfers."""
@@ -50,7 +51,7 @@ class RouterConfig:
     encode_timeout_ms: Mapping[str, int] = field(default_factory=lambda: dict(MODALITY_TO_ENCODE_TIMEOUT_MS))
     """Modality -> how long the encoding of an item may take, its wait at the encoder included."""
     heartbeat_s: float = 0.5
-    lease_s: float = 3.0
+    lease_s: float = 5.0
     dispatch_timeout_s: float = 600.0
     """One attempt, from dispatch to its terminal event."""
     max_attempts: int = 3
@@ -66,6 +67,7 @@ class RouterConfig:
     """A reader that takes nothing for so long has left."""
     retry_after_s: float = 1.0
     """What Retry-After says when nobody knows better."""
+    planner: PlannerSettings = field(default_factory=PlannerSettings)
     max_traces: int = 256
     max_trace_events: int = 512
 

@@ -76,7 +76,7 @@ class RouterService:
             member_id=member_id,
             config=config,
             feature_row_bytes=shape.hidden_size * config.feature_itemsize,
-            cluster=ClusterState(shape, config.block_size, random.Random(str(member_id))),
+            cluster=ClusterState(shape, config.block_size, random.Random(str(member_id)), config.planner),
             plane=plane,
             pools=pools,
             clock=clock,

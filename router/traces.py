@@ -50,7 +50,10 @@ class RequestTrace:
         """Events in order of time (parts of one host share a clock)."""
         events = sorted(self._events, key=lambda event: event.at_s)
         listed = [{"at_s": e.at_s, "member_id": e.member_id, "name": e.name, "detail": plain(e.detail)} for e in events]
-        head: dict[str, object] = {"request_id": self.request_id, **self._facts}
+        head: dict[str, object] = {
+            "request_id": self.request_id,
+            **{name: plain(fact) for name, fact in self._facts.items()},
+        }
         return head | {"plans": list(self._plans), "events": listed, "num_events_dropped": self._num_dropped}
 
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
 from deploy.environment import set_local_switches, set_switches
+
+# What a test, or a process that it starts, keeps in the temporary folder lies in one of this run, which must be empty
+# at the end but for pytest's own. A short name: Ray puts sockets below it.
+TEMP_DIR = tempfile.mkdtemp(prefix="w-")
+os.environ["TMPDIR"] = tempfile.tempdir = TEMP_DIR
 
 # Read by libraries at import; set before any test module imports them.
 set_switches()
@@ -43,3 +53,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         machine = getattr(getattr(item, "cls", None), "settings", None)
         if isinstance(machine, settings):
             item.cls.settings = settings(machine, max_examples=min(machine.max_examples, MUTANT_EXAMPLES))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A run that leaves something in the temporary folder fails."""
+    left = sorted(path.name for path in Path(TEMP_DIR).iterdir() if not path.name.startswith("pytest-of-"))
+    shutil.rmtree(TEMP_DIR, ignore_errors=True)
+    if left:
+        print(f"\nleft in the temporary folder: {', '.join(left)}")
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -205,7 +205,7 @@ async def fake_cluster(
     """A cluster whose members the router knows; asserts at the end that nothing is left in flight. `model` takes the
     place of the tiny family and codec; `settings` are RouterConfig's."""
     waits = {"gap_timeout_s": 0.2, "settle_timeout_s": 0.2, "capacity_wait_s": 0.2}
-    defaults: dict[str, object] = {"heartbeat_s": 60.0, **waits}
+    defaults: dict[str, object] = {"block_size": BLOCK_SIZE, "heartbeat_s": 60.0, **waits}
     config = RouterConfig(model_name=MODEL, **(defaults | settings))  # type: ignore[arg-type]
     family, codec = model or (TinyFamily(max_model_len), tiny_codec())
     clock = clock or SystemClock()

@@ -1,8 +1,12 @@
-"""Benchmarks: `weft bench NAME`. Each prints a table and, with --json, its bars. Tests never measure speed."""
+"""Benchmarks: `weft bench NAME`. Each prints a table, or with --json its bars and nothing else. Tests never measure
+speed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 from fabric.errors import ConfigError
 from loadtest.benches.report import BenchResult, publish
@@ -49,6 +53,20 @@ BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {
 }
 
 
+@contextmanager
+def _standard_output_to_error() -> Iterator[None]:
+    """Of this process and of what it starts: what a bench or a server of its prints is for people."""
+    sys.stdout.flush()
+    kept = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, sys.stdout.fileno())
+        os.close(kept)
+
+
 def run_benches(name: str, *, as_json: bool, options: Sequence[str] = ()) -> int:
     """Runs one bench, or all with their defaults. Returns 0 even when a bar is missed: a miss is a result. Raises
     ConfigError for an unknown name."""
@@ -59,5 +77,7 @@ def run_benches(name: str, *, as_json: bool, options: Sequence[str] = ()) -> int
     for each in chosen:
         if each not in BENCHES:
             raise ConfigError(f"no bench {each!r}; there are: {', '.join(BENCHES)}, all")
-        publish(each, BENCHES[each](options), as_json=as_json)
+        with _standard_output_to_error() if as_json else nullcontext():
+            result = BENCHES[each](options)
+        publish(each, result, as_json=as_json)
     return 0

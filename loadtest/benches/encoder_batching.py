@@ -75,7 +75,7 @@ def _batched(forward_s: Callable[[int], float], costs: ForwardCosts) -> tuple[fl
     ]
     total_s, sizes = 0.0, []
     while queue:
-        batch = choose_batch(queue, EncoderConfig(num_decode_processes=0).max_batch_cost, costs.estimate)
+        batch = choose_batch(queue, EncoderConfig(("image",), num_decode_processes=0).max_batch_cost, costs.estimate)
         seconds = forward_s(len(batch))
         costs.observe("image", len(batch) * COST, seconds)
         total_s += seconds

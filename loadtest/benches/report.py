@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -88,17 +89,19 @@ def commit() -> str:
 
 
 def publish(name: str, result: BenchResult, *, as_json: bool) -> None:
-    """Prints, and writes `loadtest/results/NAME.json` (the newest run replaces the last; git keeps the history)."""
+    """Prints the table, or with `as_json` the bars as one line of JSON and the table on standard error, and writes
+    `loadtest/results/NAME.json` (the newest run replaces the last; git keeps the history)."""
+    people = sys.stderr if as_json else sys.stdout
     name = f"{name}-{result.variant}" if result.variant else name
-    print(f"bench {name}\n\n{render_table(result.rows)}\n")
+    print(f"bench {name}\n\n{render_table(result.rows)}\n", file=people)
     bars = [bar.to_json() for bar in result.bars]
     rows = [["bar", "value", "target", "unit", "ok"]]
     rows += [
         [bar.name, f"{bar.value:.3g}", f"{bar.target:g}", bar.unit, "yes" if bar.ok else "MISSED"]
         for bar in result.bars
     ]
-    print(render_table(rows) + "\n")
-    print("\n".join(result.notes))
+    print(render_table(rows) + "\n", file=people)
+    print("\n".join(result.notes), file=people)
     record = {
         "bench": name,
         "taken": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -110,4 +113,4 @@ def publish(name: str, result: BenchResult, *, as_json: bool) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
     if as_json:
-        print(json.dumps({"bars": bars}))
+        print(json.dumps({"bench": name, "bars": bars}), flush=True)

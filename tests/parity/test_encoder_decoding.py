@@ -47,7 +47,7 @@ def errors(result: EncodeResult) -> list[ErrorInfo | None]:
 
 
 async def test_decode_processes_give_the_same_and_survive_one_that_dies(family: Family, encoder: EncoderModel) -> None:
-    config = EncoderConfig(num_decode_processes=1, model_dir=str(demo_checkpoint()))
+    config = EncoderConfig(("image",), num_decode_processes=1, model_dir=str(demo_checkpoint()))
     async with running_bench(family, encoder, config) as bench:
         files, broken = [picture(1)], picture(2)[:-200]
         both = [*files, broken]
@@ -65,7 +65,7 @@ async def test_decode_processes_give_the_same_and_survive_one_that_dies(family: 
 
 
 async def test_a_file_that_kills_its_process_is_tried_twice_and_fails(family: Family, encoder: EncoderModel) -> None:
-    config = EncoderConfig(num_decode_processes=1, model_dir=str(demo_checkpoint()))
+    config = EncoderConfig(("image",), num_decode_processes=1, model_dir=str(demo_checkpoint()))
     async with running_bench(family, encoder, config) as bench:
         files = [flat_picture(4_700)]
         call = asyncio.create_task(bench.service.encode(bench.request(files), files))
@@ -83,7 +83,7 @@ async def test_a_file_that_kills_its_process_is_tried_twice_and_fails(family: Fa
 
 
 async def test_an_item_that_takes_too_long_is_refused_alone(family: Family, encoder: EncoderModel) -> None:
-    config = EncoderConfig(num_decode_processes=1, model_dir=str(demo_checkpoint()), decode_timeout_s=1e-5)
+    config = EncoderConfig(("image",), num_decode_processes=1, model_dir=str(demo_checkpoint()), decode_timeout_s=1e-5)
     async with running_bench(family, encoder, config) as bench:
         files = [picture(1, 1024, 1024)]
         error = errors(await bench.service.encode(bench.request(files), files))[0]
@@ -97,7 +97,7 @@ async def test_what_nobody_waits_for_is_not_decoded_to_its_end(
     family: Family, encoder: EncoderModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode, "GRACE_S", 0.0)
-    config = EncoderConfig(num_decode_processes=1, model_dir=str(demo_checkpoint()))
+    config = EncoderConfig(("image",), num_decode_processes=1, model_dir=str(demo_checkpoint()))
     async with running_bench(family, encoder, config) as bench:
         (pid,) = bench.service._decoder.pids()
         large, small = [flat_picture(9_400)], [picture(1)]
@@ -115,7 +115,9 @@ async def test_what_nobody_waits_for_is_not_decoded_to_its_end(
 
 
 async def test_an_item_that_takes_too_much_memory_is_refused_alone(family: Family, encoder: EncoderModel) -> None:
-    config = EncoderConfig(num_decode_processes=1, model_dir=str(demo_checkpoint()), decode_memory_bytes=384 * 2**20)
+    config = EncoderConfig(
+        ("image",), num_decode_processes=1, model_dir=str(demo_checkpoint()), decode_memory_bytes=384 * 2**20
+    )
     async with running_bench(family, encoder, config) as bench:
         files = [flat_picture(9_400), picture(2)]
         large, small = errors(await bench.service.encode(bench.request(files), files))
@@ -217,7 +219,7 @@ async def test_starts_that_fail_are_tried_again_and_seen_in_health(
 ) -> None:
     monkeypatch.setattr(decode, "RETRY_PAUSE_S", 0.0)
     monkeypatch.setattr(decode, "MAX_FAILURES", 2)
-    config = EncoderConfig(num_decode_processes=1, model_dir=str(demo_checkpoint()))
+    config = EncoderConfig(("image",), num_decode_processes=1, model_dir=str(demo_checkpoint()))
     async with running_bench(family, encoder, config) as bench:
         pool, files = bench.service._decoder, [picture(1)]
         kill(pool)
@@ -235,7 +237,7 @@ async def test_processes_that_start_well_and_always_die_idle_are_seen_in_health(
     family: Family, encoder: EncoderModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode, "MAX_FAILURES", 2)
-    config = EncoderConfig(num_decode_processes=1, model_dir=str(demo_checkpoint()))
+    config = EncoderConfig(("image",), num_decode_processes=1, model_dir=str(demo_checkpoint()))
     async with running_bench(family, encoder, config) as bench:
         pool, files = bench.service._decoder, [picture(1)]
         ask = DecodeProcess.decode

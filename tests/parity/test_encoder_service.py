@@ -19,7 +19,7 @@ from modalities.family import EncoderModel, Family
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch
-CONFIG = EncoderConfig(num_decode_processes=0, report_interval_s=0.02)
+CONFIG = EncoderConfig(("image",), num_decode_processes=0, report_interval_s=0.02)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ async def test_images_of_several_requests_share_one_forward(family: Family, enco
 async def test_a_batch_stays_within_its_cost(family: Family, encoder: EncoderModel) -> None:
     files = [picture(seed) for seed in range(4)]
     cost = REGISTRY.modality("image").probe(files[0], "p")
-    config = EncoderConfig(num_decode_processes=0, max_batch_cost=2 * family.plan(cost).cost)
+    config = EncoderConfig(("image",), num_decode_processes=0, max_batch_cost=2 * family.plan(cost).cost)
     async with running_bench(family, encoder, config) as bench:
         tasks = await queue_behind(bench, [files])
         bench.model.gate.set()
@@ -290,7 +290,7 @@ async def test_what_never_fits_or_is_not_loaded_is_refused_alone(family: Family,
 
 
 async def test_a_full_queue_refuses_before_any_work(family: Family, encoder: EncoderModel) -> None:
-    config = EncoderConfig(num_decode_processes=0, max_queue_cost=1)
+    config = EncoderConfig(("image",), num_decode_processes=0, max_queue_cost=1)
     async with running_bench(family, encoder, config) as bench:
         tasks = await queue_behind(bench, [])
         refused, joined = [picture(7)], [picture(1000)]

@@ -93,7 +93,7 @@ class Encoder:
         self.plane = LocalPlane(world.hub, f"local://{self.member_id}")
         self.source = LocalFeatureSource(world.channel, self.member_id, arena_bytes)
         self.table = FeatureTable(self.source, world.clock, LEASE_S, FeatureLog(self.member_id, 1))
-        config = EncoderConfig(num_decode_processes=0, max_batch_cost=16, lease_s=LEASE_S)
+        config = EncoderConfig(("image",), num_decode_processes=0, max_batch_cost=16, lease_s=LEASE_S)
         announcer = Announcer(self.member_id, self.plane, self.source, self.table, LEASE_S)
         self.pipeline = Pipeline(
             self.member_id, config, self.table, announcer, QuickDecoder(), QuickForward(), world.clock, lambda: None

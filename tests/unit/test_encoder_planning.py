@@ -378,5 +378,5 @@ class TestConfig:
             {"lease_s": 0.0},
         ):
             with pytest.raises(ConfigError):
-                EncoderConfig(**{"num_decode_processes": 0, **wrong})
-        assert EncoderConfig(num_decode_processes=2, model_dir="/models/demo").modalities == ("image",)
+                EncoderConfig(**{"modalities": ("image",), "num_decode_processes": 0, **wrong})
+        assert EncoderConfig(("image",), model_dir="/models/demo").num_decode_processes == 2

@@ -1,0 +1,45 @@
+"""`weft bench NAME --json` prints JSON and nothing else on standard output, whatever the bench's processes print."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = """
+import subprocess, sys
+from pathlib import Path
+from loadtest import benches
+from loadtest.benches import report
+
+def run(_):
+    print("chatter of the bench")
+    subprocess.run([sys.executable, "-c", "print('chatter of its server')"], check=True)
+    return report.BenchResult([["a", "b"], ["1", "2"]], [report.Bar("speed", 2.0, 1.0, "x")], ["a note"])
+
+report.RESULTS = Path(sys.argv[1])
+benches.BENCHES = {"one": run, "two": run}
+benches.run_benches("all", as_json=sys.argv[2] == "json")
+"""
+
+
+def outputs(folder: Path, form: str) -> tuple[str, str]:
+    done = subprocess.run([sys.executable, "-c", BENCH, str(folder), form], capture_output=True, text=True, check=True)
+    return done.stdout, done.stderr
+
+
+def test_json_alone_is_on_standard_output(tmp_path: Path) -> None:
+    out, err = outputs(tmp_path, "json")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [(line["bench"], line["bars"][0]["value"]) for line in lines] == [("one", 2.0), ("two", 2.0)]
+    for text in ("| a ", "speed", "a note", "chatter of the bench", "chatter of its server"):
+        assert text in err
+
+
+def test_people_read_the_table_there(tmp_path: Path) -> None:
+    out, err = outputs(tmp_path, "text")
+    assert "| a " in out
+    assert "chatter of its server" in out
+    assert '"bars"' not in out
+    assert err == ""
