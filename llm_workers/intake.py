@@ -1,7 +1,7 @@
 """Which features are on their way to this worker: who wants them, which announcements there are, what has landed.
 
-Pure bookkeeping and the decisions on it: what to pull next (oldest request first, what it reads next), what to evict
-for it, which announcements to give back, which features to ask the router for. The receiver acts on them.
+Pure bookkeeping and the decisions on it: what to pull next (by rank of the requests, what each reads next), what to
+evict for it, which announcements to give back, which features to ask the router for. The receiver acts on them.
 Knows nothing of planes, channels, blocks or sequences: only of attempts and units.
 
 An attempt is *expected* from `expect` (its request is here) to `admit` (the engine has said what it lacks), and
@@ -31,7 +31,7 @@ from llm_workers.intake_entries import (
     remember,
 )
 from llm_workers.scheduling.events import NextRead
-from llm_workers.turns import Age, Backwards, Turn, TurnQueue
+from llm_workers.turns import Backwards, Rank, Turn, TurnQueue
 
 Pair = tuple[AttemptId, UnitKey]
 
@@ -69,12 +69,12 @@ class Intake:
 
     # ------------------------------------------------------------ attempts
 
-    def expect(self, attempt: AttemptId, age: Age, units: Sequence[UnitKey], dispatched: Iterable[UnitKey]) -> None:
+    def expect(self, attempt: AttemptId, rank: Rank, units: Sequence[UnitKey], dispatched: Iterable[UnitKey]) -> None:
         """A request has come. `units` in the order of its prompt; those of `dispatched` are to be announced."""
         sent = frozenset(dispatched)
         here = {announced.unit for announced in self._announced.of_attempt(attempt)}
         awaited = [unit for unit in units if unit in sent and unit not in here and (attempt, unit) not in self._spent]
-        known = WantingAttempt(age, {unit: place for place, unit in enumerate(units)}, sent, {})
+        known = WantingAttempt(rank, {unit: place for place, unit in enumerate(units)}, sent, {})
         self._attempts[attempt] = known
         for unit in awaited:
             self._await(attempt, unit)
@@ -213,14 +213,14 @@ class Intake:
         return [unit for unit in marked if unit in kept and self._first_pull(unit) is not None]
 
     def next_pull(self) -> UnitReady | None:
-        """The newest announcement (its lease runs longest) of the unit that the oldest attempt reads next; None if
-        there is nothing to pull."""
+        """The newest announcement (its lease runs longest) of the unit that the attempt of highest rank reads next;
+        None if there is nothing to pull."""
         first = self._to_pull.first()
         return None if first is None else self._announced.newest(first[1]).ready
 
     def victim(self, unit: UnitKey) -> UnitKey | None:
-        """The landed unit that should make room for `unit`: one that only younger attempts use, or that the same
-        attempt uses later; the youngest of them. None: wait. A unit that is evicted already also means wait."""
+        """The landed unit that should make room for `unit`: one that only attempts of lower rank use, or that the same
+        attempt uses later; the last of them. None: wait. A unit that is evicted already also means wait."""
         if self._evicting:
             return None
         limit, last = self._first_pull(unit), self._to_evict.first()

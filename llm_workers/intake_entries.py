@@ -14,10 +14,8 @@ from typing import NamedTuple, TypeVar
 from fabric.ids import AttemptId, UnitKey
 from fabric.messages import UnitReady
 from llm_workers.scheduling.events import NextRead
-from llm_workers.turns import Age, Turn, TurnQueue
+from llm_workers.turns import Rank, Turn, TurnQueue
 
-UNREAD_CHOICE = 1 << 31
-"""Behind every choice: stands for an admitted attempt that the engine does not name as a reader."""
 LOST = "lost"
 MEMORY = 4096
 """Ended attempts and spent announcements that are remembered."""
@@ -35,7 +33,7 @@ class Need(NamedTuple):
 
 @dataclass(slots=True)
 class WantingAttempt:
-    age: Age
+    rank: Rank
     order: Mapping[UnitKey, int]
     """All units of the request -> place in the prompt."""
     dispatched: frozenset[UnitKey]
@@ -75,11 +73,9 @@ class UnitUsers:
     def place(self, attempt: AttemptId, unit: UnitKey) -> None:
         """Puts one of its attempts where it belongs now."""
         known, named = self.attempts[attempt], self.named.get(attempt)
-        if not known.is_admitted:
-            turn = Turn(known.age, NextRead(0, known.order[unit]))
-        else:
-            turn = Turn(known.age, named or NextRead(UNREAD_CHOICE, known.order[unit]))
         is_reading = named is not None or not known.is_admitted
+        read = named if named is not None and known.is_admitted else NextRead(0, known.order[unit])
+        turn = Turn(not is_reading, known.rank, read)
         for queue, is_in in (
             (self.wanting, known.wants(unit)),
             (self.reading, is_reading),

@@ -116,7 +116,7 @@ class Receiver:
                 raise InvalidMedia(message, param=item.part)
         dispatched = [unit for unit, (_, item) in rows.items() if item.index in request.dispatched_items]
         self._expected_shapes[attempt] = shapes
-        self._intake.expect(attempt, request.age, list(rows), dispatched)
+        self._intake.expect(attempt, (request.priority, *request.age), list(rows), dispatched)
         for unit in rows:
             if unit in self.landed:
                 self._check(attempt, unit, self.landed[unit].ticket)

@@ -13,13 +13,17 @@ from typing import Generic, NamedTuple, TypeVar
 from fabric.ids import AttemptId, UnitKey
 from llm_workers.scheduling.events import NextRead
 
-Age = tuple[float, str]
+Rank = tuple[int, float, str]
+"""Priority (the lowest number first), wall time of admission, request id: requests have one order everywhere."""
 
 
 class Turn(NamedTuple):
     """Whose read comes first, over all attempts."""
 
-    age: Age
+    is_silent: bool
+    """Of an admitted attempt that the engine does not name as a reader: it asked for the unit and found its positions
+    in the prefix cache since. Nothing makes room for it."""
+    rank: Rank
     read: NextRead
 
 

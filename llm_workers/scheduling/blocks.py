@@ -15,9 +15,12 @@ Knows no tokens and no tensors: a block is a number, its content a hash.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import numpy.typing as npt
 
 from fabric.ids import BlockHash, SequenceId
 from fabric.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
@@ -72,10 +75,16 @@ class BlockPool:
         """Side tensors that a findable block carries."""
         return self._block_to_names.get(block, NO_NAMES)
 
-    def num_reclaimable(self, tables: Iterable[SequenceOf[int]]) -> int:
+    def num_reclaimable(self, tables: SequenceOf[npt.NDArray[np.int64]]) -> int:
         """Blocks that would become free if the owners of these block tables gave them up."""
-        counts = Counter(block for table in tables for block in table)
-        return sum(count == len(self._references[block]) for block, count in counts.items())
+        if not tables:
+            return 0
+        counts = np.bincount(np.concatenate(tables))
+        blocks = np.flatnonzero(counts)
+        return sum(
+            count == len(self._references[block])
+            for block, count in zip(blocks.tolist(), counts[blocks].tolist(), strict=True)
+        )
 
     def is_shared(self, block: int, apart_from: Container[SequenceId]) -> bool:
         """Whether others than these refer to it."""
@@ -88,6 +97,12 @@ class BlockPool:
         for block in blocks:
             assert self._references[block], "nobody has it"
             self._references[block].add(sequence_id)
+
+    def touch(self, blocks: SequenceOf[int]) -> None:
+        """These findable blocks, a chain, are wanted soon: those that nobody refers to are given away last."""
+        for block in reversed(blocks):
+            if block in self._queue:
+                self._queue.move_to_end(block)
 
     def acquire(self, sequence_id: SequenceId, blocks: Iterable[int]) -> None:
         """Adds references to findable blocks, which leave the free queue."""

@@ -1,86 +1,85 @@
-"""Whose prompt goes next when several tenants wait: those who were served least, so that many requests of one tenant
-do not starve another's few.
+"""How much each tenant was served, so that many requests of one tenant do not starve another's few.
 
 Virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): every computed token is
-counted for its tenant; among prompts of equal rank the tenant with the smallest count goes first, and within a tenant
-the order that was given stays. Who was not waiting saves nothing up: when it comes back, its count is raised to the
-least of those that are; so is the count of one that gets all that it asks for, step by step. While two tenants both
-have more to compute than they get, what they got differs by little more than a step's tokens, and everybody who waits
-is served again and again, its oldest request first.
-Knows tenants and numbers of tokens; neither blocks nor features.
+counted for its tenant, and among prompts of equal rank the tenant with the smallest count goes first
+(`prefill_queue`). A tenant that was not waiting saves nothing up: when it comes back, its count is raised to the floor,
+the least count of those that wait; so is the count of one that gets all that it asks for, step by step. While two
+tenants both have more to compute than they get, what they got differs by little more than a step's tokens, and every
+tenant that waits is served again and again.
+
+Counts and floor only grow, and each call costs the logarithm of the number of tenants.
+Knows tenants and numbers of tokens; neither prompts nor blocks.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Hashable, Sequence
-from itertools import groupby
-from typing import NamedTuple
+from llm_workers.scheduling.ranked import RankedHeap
 
-
-class Claim(NamedTuple):
-    """A prompt that could be computed now."""
-
-    rank: Hashable
-    """Comes before fairness: only claims of equal rank are exchanged."""
-    tenant: str
-    num_tokens: int
-    """That it would take of this step, at most."""
+_FEW_TENANTS = 64
 
 
 class FairShare:
     def __init__(self) -> None:
         self._tenant_to_served: dict[str, int] = {}
-        self._waiting: frozenset[str] = frozenset()
+        self._waiting: RankedHeap[str] = RankedHeap()
+        """By count. None of them is below the floor."""
         self._floor = 0
-        """Least count of those that wait, as last seen; it only grows."""
+        self._most = 0
+        """No count is above it."""
+        self._num_kept = 0
+        """Counts that were left when those that mean nothing any more were last thrown away."""
 
-    def order(self, claims: Sequence[Claim]) -> list[int]:
-        """Indexes of the claims in the order in which they should be tried. `claims` are sorted by rank, and within
-        a rank as a tenant's own claims should follow each other."""
-        served = dict(self._tenant_to_served)
-        ordered: list[int] = []
-        for _, group in groupby(range(len(claims)), key=lambda index: claims[index].rank):
-            queues: dict[str, deque[int]] = {}
-            for index in group:
-                queues.setdefault(claims[index].tenant, deque()).append(index)
-            while queues:
-                # Of equals the one whose claim stands first, so that the order is a function of the claims.
-                tenant = min(queues, key=lambda one: (served.get(one, self._floor), queues[one][0]))
-                index = queues[tenant].popleft()
-                ordered.append(index)
-                served[tenant] = served.get(tenant, self._floor) + claims[index].num_tokens
-                if not queues[tenant]:
-                    del queues[tenant]
-        return ordered
+    def served(self, tenant: str) -> int:
+        """Its count. One below the floor means the same as the floor."""
+        return self._tenant_to_served.get(tenant, 0)
 
-    def begin_step(self, waiting: Collection[str]) -> None:
-        """These tenants have prompts that could be computed in this step. Whoever had none left behind the step before
-        is raised to the floor; who owes nothing and does not wait is forgotten."""
-        staying = self._waiting.intersection(waiting)
-        if staying:
-            self._floor = max(self._floor, min(self._tenant_to_served[tenant] for tenant in staying))
-        for tenant in waiting:
-            if tenant not in staying:
-                self._tenant_to_served[tenant] = max(self._floor, self._tenant_to_served.get(tenant, 0))
-        self._waiting = frozenset(waiting)
-        for tenant in [one for one, served in self._tenant_to_served.items() if served <= self._floor]:
-            if tenant not in self._waiting:
-                del self._tenant_to_served[tenant]
+    def begin_waiting(self, tenant: str) -> None:
+        """It has prompts that could be computed, from now on."""
+        if tenant not in self._waiting:
+            self._raise_floor()
+            self._set(tenant, self.raised(tenant))
+            self._waiting.put(tenant, self._tenant_to_served[tenant])
+
+    def end_waiting(self, tenant: str) -> None:
+        """It has none any more, or gets all that it asks for. When no tenant waits, debts to nobody are forgotten: all
+        are equal again."""
+        self._waiting.discard(tenant)
+        if not self._waiting:
+            self._forget()
+
+    def raised(self, tenant: str) -> int:
+        """Its count, raised to the floor: with so many it would begin to wait."""
+        return max(self._floor, self.served(tenant))
 
     def charge(self, tenant: str, num_tokens: int) -> None:
-        """So many tokens are computed for it in this step, whatever for."""
-        self._tenant_to_served[tenant] = self._tenant_to_served.get(tenant, self._floor) + num_tokens
+        """So many tokens are computed for it, whatever for."""
+        self._set(tenant, self.raised(tenant) + num_tokens)
+        if tenant in self._waiting:
+            self._waiting.put(tenant, self._tenant_to_served[tenant])
 
-    def end_step(self, wanting: Collection[str]) -> None:
-        """Only these have prompts left that could have been computed in this step. If there are none, debts to nobody
-        are forgotten."""
-        self._waiting = self._waiting.intersection(wanting)
-        if not self._waiting:
-            self.clear()
+    def begin_step(self) -> None:
+        """Throws away what means nothing any more, once there is much of it."""
+        self._raise_floor()
+        if len(self._tenant_to_served) > 2 * self._num_kept + _FEW_TENANTS:
+            self._tenant_to_served = {
+                tenant: served
+                for tenant, served in self._tenant_to_served.items()
+                if served > self._floor or tenant in self._waiting
+            }
+            self._num_kept = len(self._tenant_to_served)
 
-    def clear(self) -> None:
-        """Nobody is left."""
+    def _raise_floor(self) -> None:
+        least = self._waiting.peek()
+        if least is None:
+            self._forget()
+        else:
+            self._floor = max(self._floor, least[0])
+
+    def _forget(self) -> None:
+        self._floor = self._most
         self._tenant_to_served.clear()
-        self._waiting = frozenset()
-        self._floor = 0
+        self._num_kept = 0
+
+    def _set(self, tenant: str, served: int) -> None:
+        self._tenant_to_served[tenant] = served
+        self._most = max(self._most, served)

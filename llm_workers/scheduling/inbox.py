@@ -83,10 +83,6 @@ class Inbox:
         entry = self._entries.get(unit)
         return frozenset(entry.wanted_by) if entry else frozenset()
 
-    def unread_units(self) -> list[UnitKey]:
-        """Landed, and not read by the step that runs."""
-        return [unit for unit, entry in self._entries.items() if entry.state is UnitState.LANDED]
-
     def check_counts(self, unit_to_tokens: Mapping[UnitKey, int]) -> None:
         """Raises FeatureMismatch if another request was promised another size for one of the units: this request
         alone fails, not those that came before."""
@@ -137,17 +133,19 @@ class Inbox:
 
     # ------------------------------------------------------------ life
 
-    def land(self, unit: UnitKey) -> None:
-        """Readable from now on; twice is harmless. A unit that nobody claimed is kept until claimed or lost."""
+    def land(self, unit: UnitKey) -> list[SequenceId]:
+        """Readable from now on; twice is harmless. A unit that nobody claimed is kept until claimed or lost. Returns
+        the sequences that waited for it."""
         entry = self._entries.setdefault(unit, _Entry())
         if entry.state is not UnitState.EXPECTED:
-            return
+            return []
         self._move(entry, UnitState.LANDED)
         for sequence_id in entry.wanted_by:
             missing = self._missing[sequence_id]
             missing.discard(unit)
             if not missing:
                 del self._missing[sequence_id]
+        return sorted(entry.wanted_by)
 
     def lose(self, unit: UnitKey) -> list[SequenceId]:
         """Not readable any more. Returns the sequences that need it, which wait again."""

@@ -1,30 +1,35 @@
 """One step's choice: which sequences compute how many tokens. Phases in order: decodes, then prefills, then drafts.
 
-    decodes    one token each, oldest first, so that none waits for a long prompt
-    prefills   up to the doorstep, as far as the budget goes; first those that have all their media, then by priority
-               (lower first, as in vLLM), then tenants in turn by what they were served (`fairness`), of each the
-               oldest first; what does not fit is passed over
+    decodes    one token each, by rank, so that none waits for a long prompt
+    prefills   up to the doorstep, as far as the budget goes, in the order of `prefill_queue`; what does not fit is
+               passed over, but only so many that would begin
     drafts     with what is left of the budget and of the free blocks, so that guessing costs nobody a place; not for
                a sequence with a grammar, whose mask at each guess would have to be rolled back
 
-Blocks are taken per chunk. When none is left, the youngest sequences give theirs up to an older one, never the other
-way: so the oldest sequence that can compute always does, and nothing waits in a circle.
+Rank is priority, then age. Blocks are taken per chunk. When none is left, the sequences that rank last give theirs up
+to one of higher rank, never the other way: so the first in rank that can compute always does, and nothing waits in a
+circle. A step looks at the sequences that run and at a bounded number of those that wait.
 Knows no tokens and no results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from contextlib import closing
 
 import numpy as np
 import numpy.typing as npt
 
-from fabric.ids import SequenceId
+from fabric.ids import SequenceId, UnitKey
 from llm_workers.config import WorkerConfig
 from llm_workers.scheduling.drafts import propose
-from llm_workers.scheduling.fairness import Claim, FairShare
 from llm_workers.scheduling.residency import Residency
-from llm_workers.scheduling.sequence import Sequence
+from llm_workers.scheduling.sequence import Rank, Sequence
+from llm_workers.scheduling.standings import Standings
+
+MAX_PASSED_OVER = 8
+"""Sequences that do not begin, for want of blocks, before a step stops looking for a smaller one."""
+_QUICK_VICTIMS = 8
+"""So many are looked at one by one before the blocks of all lower ranks are counted."""
 
 
 class StepDraft:
@@ -35,19 +40,21 @@ class StepDraft:
         self._num_places = max_sequences
         self.chunks: dict[SequenceId, tuple[Sequence, int]] = {}
         """-> the sequence and the end of its chunk."""
+        self.begun: set[SequenceId] = set()
+        """Those whose first chunk this is, preempted again or not."""
         self.preempted: dict[SequenceId, Sequence] = {}
+        self.covered_anew: list[tuple[Sequence, list[UnitKey]]] = []
+        """Sequences that hit more or fewer blocks than when they were last looked at, and the units that they newly
+        miss for it."""
         self.drafts: dict[SequenceId, npt.NDArray[np.int64]] = {}
         """Guessed tokens behind the end of a chunk."""
         self.thrown_out: list[SequenceId] = []
-        """The preempted that had begun. The others only held blocks that they had hit."""
+        """The preempted that had begun before this step."""
+        self._most: tuple[Rank, int] | None = None
 
     @property
     def is_full(self) -> bool:
         return self.num_tokens_left <= 0 or len(self.chunks) >= self._num_places
-
-    def end_of(self, sequence: Sequence) -> int:
-        """So many of its tokens are computed behind this step."""
-        return self.chunks[sequence.sequence_id][1] if sequence.sequence_id in self.chunks else sequence.num_computed
 
     def take(self, sequence: Sequence, end: int) -> None:
         self.num_tokens_left -= end - sequence.num_computed
@@ -65,68 +72,74 @@ class StepDraft:
         if planned:
             self.num_tokens_left += planned[1] - sequence.num_computed
         self.preempted[sequence.sequence_id] = sequence
-        if sequence.is_started:
+        if sequence.sequence_id not in self.begun:
             self.thrown_out.append(sequence.sequence_id)
+
+    def note_most(self, sequence: Sequence, num_blocks: int) -> None:
+        """One of that rank could have so many blocks at most. No later one of this step that ranks behind it can have
+        more: what is free and what lower ranks hold only shrinks while a step is chosen."""
+        self._most = (sequence.rank, num_blocks)
+
+    def is_hopeless(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Whether it is known that the sequence can't have so many."""
+        return self._most is not None and sequence.rank >= self._most[0] and num_blocks > self._most[1]
 
 
 class StepPlanner:
-    def __init__(self, config: WorkerConfig, residency: Residency) -> None:
+    def __init__(self, config: WorkerConfig, residency: Residency, standings: Standings) -> None:
         self._config = config
         self._residency = residency
-        self._shares = FairShare()
+        self._standings = standings
 
-    def draft(self, by_age: SequenceOf[Sequence], held: frozenset[SequenceId]) -> StepDraft:
-        """`by_age`: all live sequences, the oldest first. `held`: those that wait for a sibling to compute their
-        prompt. Takes and frees blocks; changes no sequence's computed tokens except by preemption and hits."""
+    def draft(self) -> StepDraft:
+        """Takes and frees blocks; changes no sequence's computed tokens except by preemption and hits. Where the
+        preempted and those covered anew stand is the caller's to refresh."""
         draft = StepDraft(self._config.max_step_tokens, self._config.max_sequences)
-        prefills = [one for one in by_age if not one.is_decoding and one.sequence_id not in held]
-        self._plan_decodes(draft, by_age)
-        self._plan_prefills(draft, by_age, self._in_turn(prefills))
-        for sequence, end in draft.chunks.values():
-            self._shares.charge(sequence.tenant, end - sequence.num_computed)
-        ready = [one for one in prefills if self._residency.inbox.is_complete(one.sequence_id)]
-        self._shares.end_step({one.tenant for one in ready if draft.end_of(one) < one.num_tokens})
+        self._standings.prefills.begin_step()
+        self._plan_decodes(draft)
+        self._plan_prefills(draft)
+        self._standings.prefills.end_step(draft.chunks.values())
         self._plan_drafts(draft)
-        if not by_age:
-            self._shares.clear()
         return draft
 
     # ------------------------------------------------------------ phases
 
-    def _plan_decodes(self, draft: StepDraft, by_age: SequenceOf[Sequence]) -> None:
-        for sequence in by_age:
+    def _plan_decodes(self, draft: StepDraft) -> None:
+        for sequence in self._standings.decodes:
             if draft.is_full:
                 return
-            if sequence.is_decoding:
-                self._place(draft, by_age, sequence)
+            if sequence.sequence_id not in draft.preempted:
+                self._place(draft, sequence)
 
-    def _in_turn(self, by_age: SequenceOf[Sequence]) -> list[Sequence]:
-        """The order in which prompts are tried."""
-        inbox = self._residency.inbox
-        ranked = sorted(((not inbox.is_complete(one.sequence_id), one.priority), one.age, one) for one in by_age)
-        self._shares.begin_step({one.tenant for (is_waiting, _), _, one in ranked if not is_waiting})
-        most = self._config.max_step_tokens
-        claims = [Claim(rank, one.tenant, min(one.num_tokens - one.num_computed, most)) for rank, _, one in ranked]
-        return [ranked[index][2] for index in self._shares.order(claims)]
-
-    def _plan_prefills(self, draft: StepDraft, by_age: SequenceOf[Sequence], prefills: SequenceOf[Sequence]) -> None:
-        for sequence in prefills:
-            if draft.is_full:
-                return
-            if sequence.sequence_id in draft.preempted:
-                continue
-            if not sequence.is_started:
-                self._residency.extend_hits(sequence)
-                if not self._may_start(draft, by_age, sequence):
+    def _plan_prefills(self, draft: StepDraft) -> None:
+        """In turn, until so many were passed over; then those that have begun, which need no decision to begin; and if
+        nothing at all can be computed, by rank: the first in rank can, if any can."""
+        num_passed_over = 0
+        with closing(self._standings.prefills.in_turn()) as in_turn:
+            for sequence in in_turn:
+                if draft.is_full:
+                    return
+                if sequence.sequence_id in draft.preempted:
                     continue
-            self._place(draft, by_age, sequence)
+                num_passed_over += not self._try(draft, sequence) and not sequence.is_started
+                if num_passed_over >= MAX_PASSED_OVER:
+                    break
+            else:
+                return
+        for sequence in tuple(self._standings.holders):
+            is_tried = sequence.sequence_id in draft.chunks or sequence.sequence_id in draft.preempted
+            if not is_tried and not draft.is_full and sequence in self._standings.prefills:
+                self._place(draft, sequence)
+        for sequence in () if draft.chunks else self._standings.prefills.first_by_rank(MAX_PASSED_OVER):
+            if not draft.chunks:
+                self._try(draft, sequence)
 
     def _plan_drafts(self, draft: StepDraft) -> None:
         wanted, residency = self._config.speculation, self._residency
         for sequence, end in draft.chunks.values() if wanted.max_tokens else ():
             if draft.num_tokens_left <= 0:
                 return
-            if not sequence.is_decoding or sequence.guide is not None:
+            if sequence not in self._standings.decodes or sequence.guide is not None:
                 continue
             room = min(wanted.max_tokens, draft.num_tokens_left, sequence.num_open - 1, residency.reach(sequence) - end)
             drafts = propose(sequence.tokens.view(), room, wanted.min_ngram, wanted.max_ngram)
@@ -136,44 +149,83 @@ class StepPlanner:
 
     # ------------------------------------------------------------ one sequence
 
-    def _may_start(self, draft: StepDraft, by_age: SequenceOf[Sequence], sequence: Sequence) -> bool:
+    def _try(self, draft: StepDraft, sequence: Sequence) -> bool:
+        """Plans a chunk of a sequence that has begun, or that may begin now. False if it gets none."""
+        if sequence.is_started:
+            return self._place(draft, sequence)
+        residency, holders = self._residency, self._standings.holders
+        if draft.chunks and not holders.has_below(sequence):
+            # The common case under load costs a look-up at most: there is no room, and nobody to take it from.
+            num_left = residency.pool.num_free - len(draft.chunks)
+            if num_left < 0 or residency.num_missing_blocks(sequence) > num_left:
+                return False
+        num_covered, missing = sequence.num_covered, residency.try_hits(sequence)
+        if sequence.num_covered != num_covered:
+            draft.covered_anew.append((sequence, missing))
+        if not self._may_begin(draft, sequence) or not self._place(draft, sequence):
+            residency.withdraw(sequence)
+            return False
+        residency.start(sequence)
+        draft.begun.add(sequence.sequence_id)
+        holders.add(sequence)
+        return True
+
+    def _may_begin(self, draft: StepDraft, sequence: Sequence) -> bool:
         """A sequence begins if all its tokens find room and every chunk of this step one block more, so that it is
-        not thrown out at once; or by right of age; or if nothing else could be done in this step."""
-        pool = self._residency.pool
+        not thrown out at once; or by right of rank; or if nothing else could be done in this step."""
         needed = self._residency.num_new_blocks(sequence, sequence.num_tokens)
-        if needed + len(draft.chunks) <= pool.num_free:
+        if needed + len(draft.chunks) <= self._residency.pool.num_free:
             return True
-        younger = _younger_holders(by_age, sequence)
-        if younger and needed <= pool.num_free + self._residency.num_reclaimable(younger):
+        if self._standings.holders.has_below(sequence) and self._can_have(draft, sequence, needed):
             return True
         return not draft.chunks
 
-    def _place(self, draft: StepDraft, by_age: SequenceOf[Sequence], sequence: Sequence) -> None:
-        """Plans as much of the sequence as the doorstep, the budget and the blocks allow."""
+    def _place(self, draft: StepDraft, sequence: Sequence) -> bool:
+        """Plans as much of the sequence as the doorstep, the budget and the blocks allow. False if that is nothing."""
         end = min(sequence.num_tokens, sequence.num_computed + draft.num_tokens_left)
-        end = self._whole_runs(sequence, self._residency.doorstep(sequence, end))
+        end = self._whole_runs(sequence, self._residency.doorstep(sequence, sequence.num_computed, end))
         if end <= sequence.num_computed:
-            return
+            return False
         least = self._least_end(sequence)
         if self._residency.reach(sequence) < least:
-            self._make_room(draft, by_age, sequence, least)
+            self._make_room(draft, sequence, least)
         end = self._whole_runs(sequence, min(end, self._residency.reach(sequence)))
-        if end > sequence.num_computed:
-            self._residency.grow(sequence, end)
-            draft.take(sequence, end)
+        if end <= sequence.num_computed:
+            return False
+        self._residency.grow(sequence, end)
+        draft.take(sequence, end)
+        return True
 
-    def _make_room(self, draft: StepDraft, by_age: SequenceOf[Sequence], sequence: Sequence, end: int) -> None:
-        """Preempts younger sequences, the youngest first, until tokens up to `end` have blocks; none if that would
-        not be enough."""
-        residency = self._residency
-        younger = _younger_holders(by_age, sequence)
-        needed = residency.num_new_blocks(sequence, end, younger)
-        if needed > residency.pool.num_free + residency.num_reclaimable(younger):
+    def _make_room(self, draft: StepDraft, sequence: Sequence, end: int) -> None:
+        """Preempts sequences of lower rank, the last one first, until tokens up to `end` have blocks; none if that
+        would not be enough."""
+        residency, holders = self._residency, self._standings.holders
+        if not holders.has_below(sequence):
+            return
+        lower = holders.below(sequence)
+        if not self._can_have(draft, sequence, residency.num_new_blocks(sequence, end, lower)):
             return
         while residency.pool.num_free < residency.num_new_blocks(sequence, end):
-            victim = younger.pop()
+            victim = lower.pop()
+            holders.discard(victim)
             draft.drop(victim)
             residency.give_up(victim)
+
+    def _can_have(self, draft: StepDraft, sequence: Sequence, num_blocks: int) -> bool:
+        """Whether so many blocks are free, or would be if all lower ranks gave theirs up."""
+        pool = self._residency.pool
+        if draft.is_hopeless(sequence, num_blocks):
+            return False
+        lower = self._standings.holders.below(sequence)
+        num_found = pool.num_free
+        for victim in reversed(lower[-_QUICK_VICTIMS:]):
+            num_found += self._residency.num_reclaimable((victim,))
+            if num_found >= num_blocks:
+                return True
+        num_found = pool.num_free + self._residency.num_reclaimable(lower)
+        # What one that only tries to begin refers to becomes free again if it does not.
+        draft.note_most(sequence, num_found + (0 if sequence.is_started else len(sequence.table)))
+        return num_found >= num_blocks
 
     def _whole_runs(self, sequence: Sequence, end: int) -> int:
         """`end`, moved to the start of a run that it would cut, if media must be computed in one piece."""
@@ -185,14 +237,3 @@ class StepPlanner:
         least = sequence.num_computed + 1
         run = None if self._config.is_chunked_media_enabled else sequence.layout.run_around(least)
         return least if run is None else run.end
-
-
-def _younger_holders(by_age: SequenceOf[Sequence], sequence: Sequence) -> list[Sequence]:
-    """Younger sequences with blocks, the youngest last."""
-    holders: list[Sequence] = []
-    for other in reversed(by_age):
-        if other is sequence:
-            break
-        if len(other.table):
-            holders.append(other)
-    return holders[::-1]

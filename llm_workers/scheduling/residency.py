@@ -1,7 +1,11 @@
 """What a sequence holds: its blocks in the pool and its claims on the inbox, moved together so that they agree.
 
-    claims(sequence) == units whose last run ends behind num_computed
+    claims(sequence) == units whose last run ends behind claims_from
     table(sequence) covers num_computed; blocks behind it belong to the step that runs
+
+A sequence that waits for its first chunk holds no blocks: what it hits is looked up when it is admitted, which says
+what units it needs, and again when it is tried. Blocks that were evicted in between cost it their units, which it
+claims then. So a crowd of waiting requests takes no memory, and a step pays nothing for it.
 
 Choices of one request share the blocks of their prompt, the last one too where the prompt ends inside of it: who
 writes behind the prompt there takes a block of its own first, into which the step copies what stands in the shared
@@ -13,6 +17,8 @@ Knows no order and no budget: whom to serve is the planner's.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+
+import numpy as np
 
 from fabric.ids import UnitKey
 from llm_workers.scheduling.blocks import BlockPool
@@ -54,35 +60,66 @@ class Residency:
         blocks: list[int] = sequence.table.view().tolist()
         return blocks if sequence.copied_from == NO_BLOCK else [*blocks, sequence.copied_from]
 
+    def num_missing_blocks(self, sequence: Sequence) -> int:
+        """Blocks that a sequence without any would have to take for all its tokens, beside those that it hits."""
+        return self.blocks_for(sequence.num_tokens) - len(self._find_hits(sequence))
+
     def num_reclaimable(self, sequences: Iterable[Sequence]) -> int:
         """Blocks that would become free if these sequences gave theirs up."""
-        return self.pool.num_reclaimable(self.blocks_of(sequence) for sequence in sequences)
+        return self.pool.num_reclaimable(
+            [
+                one.table.view() if one.copied_from == NO_BLOCK else np.array(self.blocks_of(one), dtype=np.int64)
+                for one in sequences
+            ]
+        )
 
-    def doorstep(self, sequence: Sequence, end: int) -> int:
-        """How far it may compute, at most `end`: up to the first placeholder whose unit is not here."""
-        for run, unit in sequence.layout.runs_between(sequence.num_computed, end):
+    def doorstep(self, sequence: Sequence, start: int, end: int) -> int:
+        """How far it may compute from `start`, at most `end`: up to the first placeholder whose unit is not here."""
+        for run, unit in sequence.layout.runs_between(start, end):
             if not self.inbox.is_here(unit):
-                return max(run.offset, sequence.num_computed)
+                return max(run.offset, start)
         return end
 
     # ------------------------------------------------------------ arrival and departure
 
     def admit(self, sequence: Sequence) -> list[UnitKey]:
-        """For a sequence without blocks, new or preempted: refers to the blocks it hits and makes its claims agree.
-        Returns the units that it newly claims and that are not here."""
+        """For a sequence without blocks, new or preempted: looks up what is findable of it and makes its claims
+        agree. Returns the units that it newly claims and that are not here. The blocks that it hits are not held, but
+        become the last ones to be given away."""
         assert not len(sequence.table), "it holds blocks"
-        self._take_hits(sequence)
-        self._drop_completed(sequence, 0)
+        assert not sequence.is_started
+        hits = self._find_hits(sequence)
+        self.pool.touch(hits)
+        sequence.num_covered = min(len(hits) * self._block_size, sequence.num_tokens - 1)
+        self._drop_completed(sequence, 0, sequence.num_covered)
         return self._claim(sequence)
 
-    def extend_hits(self, sequence: Sequence) -> None:
-        """Before its first chunk: refers to blocks that became findable since it was admitted."""
-        before = sequence.num_computed
-        self._take_hits(sequence)
-        self._drop_completed(sequence, before)
+    def try_hits(self, sequence: Sequence) -> list[UnitKey]:
+        """Before its first chunk: refers to the blocks that it hits now; `start` or `withdraw` comes next. Returns the
+        units that it must claim after all and that are not here, as blocks were evicted since it was admitted; those
+        that lie in blocks which became findable since are dropped."""
+        hits = self._find_hits(sequence)
+        self.pool.acquire(sequence.sequence_id, hits)
+        sequence.table.extend(hits)
+        sequence.num_published = len(hits)
+        sequence.num_computed = min(len(hits) * self._block_size, sequence.num_tokens - 1)
+        before, sequence.num_covered = sequence.num_covered, sequence.num_computed
+        if sequence.num_covered < before:
+            return self._claim(sequence)
+        self._drop_completed(sequence, before, sequence.num_covered)
+        return []
+
+    def start(self, sequence: Sequence) -> None:
+        """It has its first chunk, and keeps what `try_hits` took."""
+        sequence.is_started = True
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """It got no chunk: it lets go of what `try_hits` took."""
+        self.give_up(sequence)
 
     def give_up(self, sequence: Sequence) -> None:
         """Frees its blocks; it begins again from its first token. Its claims stay (`admit` comes next)."""
+        sequence.num_covered = sequence.claims_from
         self.pool.free(sequence.sequence_id, self.blocks_of(sequence))
         sequence.table.truncate(0)
         sequence.copied_from = NO_BLOCK
@@ -111,7 +148,7 @@ class Residency:
 
     def leave(self, sequence: Sequence) -> None:
         """Frees its blocks and drops its claims."""
-        units = sequence.layout.units_after(sequence.num_computed)
+        units = sequence.layout.units_after(sequence.claims_from)
         self.give_up(sequence)
         self._drop(sequence, units)
 
@@ -151,7 +188,7 @@ class Residency:
         sequence.may_share_tail = sequence.may_share_tail and end <= sequence.num_prompt
         if self._is_cache_enabled:
             self._publish(sequence)
-        self._drop_completed(sequence, before)
+        self._drop_completed(sequence, before, end)
         self.trim(sequence)
 
     def _has_foreign_tail(self, sequence: Sequence, given_up: Collection[Sequence] = ()) -> bool:
@@ -164,7 +201,7 @@ class Residency:
         return self.pool.is_shared(sequence.table[at], {sequence.sequence_id, *(one.sequence_id for one in given_up)})
 
     def _claim(self, sequence: Sequence) -> list[UnitKey]:
-        units = sequence.layout.units_after(sequence.num_computed)
+        units = sequence.layout.units_after(sequence.claims_from)
         self.reads.note(sequence.sequence_id, units)
         return self.inbox.claim(sequence.sequence_id, {unit: sequence.layout.unit_to_tokens[unit] for unit in units})
 
@@ -181,22 +218,18 @@ class Residency:
         sequence.num_published = first + len(kept)
         sequence.is_private = sequence.num_published < last
 
-    def _take_hits(self, sequence: Sequence) -> None:
-        """The last token is always computed again, for its logits: a full hit is cut by one token. The block that
-        it stands in is shared all the same; what is written there again is what stands there."""
+    def _find_hits(self, sequence: Sequence) -> list[int]:
+        """Blocks of it that are findable. The last token is always computed again, for its logits: a full hit is cut
+        by one token. The block that it stands in is shared all the same; what is written there again is what stands
+        there."""
         if not self._is_cache_enabled:
-            return
-        assert sequence.num_computed == min(len(sequence.table) * self._block_size, sequence.num_tokens - 1)
+            return []
         sequence.extend_hashes(sequence.num_tokens // self._block_size, self._block_size)
         limit = self.blocks_for(sequence.num_tokens - 1)
-        blocks = self.pool.lookup(sequence.hashes[len(sequence.table) : limit], sequence.side_names)
-        self.pool.acquire(sequence.sequence_id, blocks)
-        sequence.table.extend(blocks)
-        sequence.num_published = len(sequence.table)
-        sequence.num_computed = min(len(sequence.table) * self._block_size, sequence.num_tokens - 1)
+        return self.pool.lookup(sequence.hashes[:limit], sequence.side_names)
 
-    def _drop_completed(self, sequence: Sequence, before: int) -> None:
-        layout, end = sequence.layout, sequence.num_computed
+    def _drop_completed(self, sequence: Sequence, before: int, end: int) -> None:
+        layout = sequence.layout
         passed = [unit for run, unit in layout.runs_between(before, end) if run.end <= end]
         self.reads.note(sequence.sequence_id, passed)
         self._drop(sequence, layout.units_completed(before, end))

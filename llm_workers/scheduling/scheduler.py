@@ -22,7 +22,6 @@ from fabric.messages import BlocksStored, GenerateRequest, KvEvent
 from llm_workers.config import WorkerConfig
 from llm_workers.scheduling import events
 from llm_workers.scheduling.arrival import Arrival, prepare
-from llm_workers.scheduling.backlog import backlog_of
 from llm_workers.scheduling.blocks import BlockPool
 from llm_workers.scheduling.events import Admission, NeededUnit, NextRead, SchedulerStats, SequenceTimes, StepEvents
 from llm_workers.scheduling.guidance import Guide
@@ -32,6 +31,7 @@ from llm_workers.scheduling.planning import StepPlanner
 from llm_workers.scheduling.reads import Reads
 from llm_workers.scheduling.residency import Residency
 from llm_workers.scheduling.roster import Roster
+from llm_workers.scheduling.standings import Standings
 from llm_workers.scheduling.steps import Steps, finished_sequence
 from llm_workers.scheduling.tally import Tally
 from llm_workers.step_costs import StepWork
@@ -60,7 +60,9 @@ class Scheduler:
         self._tally = Tally()
         self._late: list[NeededUnit] = []
         """Of siblings that waited for their leader, whose blocks were evicted meanwhile."""
-        self._steps = Steps(StepPlanner(config, self._residency), self._residency, self._roster, self._tally, clock)
+        self._standings = Standings(self._roster, self._residency, config.max_step_tokens, context_scale_tokens)
+        planner = StepPlanner(config, self._residency, self._standings)
+        self._steps = Steps(planner, self._residency, self._roster, self._standings, self._tally, clock)
 
     # ------------------------------------------------------------ what happens
 
@@ -73,7 +75,8 @@ class Scheduler:
         return prepare(request, positions, self._config, self._max_model_len, self._clock.now(), guide)
 
     def add(self, arrival: Arrival) -> Admission:
-        """Takes the sequences in: refers at once to the blocks that each hits, claims the units that it needs.
+        """Takes the sequences in: looks up what the prefix cache has of each, claims the units that it needs beside
+        that.
 
         Raises FeatureMismatch (a unit has another size than was promised to others) or ProtocolError (the attempt is
         already here); then nothing changed."""
@@ -87,11 +90,12 @@ class Scheduler:
         self._roster.add(attempt_id, running)
         missing: set[UnitKey] = set()
         for sequence in running:
-            if self._roster.has_claimed(sequence):
+            if not self._roster.is_held(sequence):
                 missing.update(self._residency.admit(sequence))
+            self._standings.refresh(sequence)
         return Admission(
             sequence_ids=tuple(one.sequence_id for one in running),
-            num_cached_tokens=min(running[0].num_computed, running[0].num_prompt) if running else 0,
+            num_cached_tokens=min(running[0].num_covered, running[0].num_prompt) if running else 0,
             missing_units=tuple(unit for unit in layout.units_after(0) if unit in missing),
             reason=events.NOT_COVERED,
             finished=tuple(
@@ -108,16 +112,19 @@ class Scheduler:
             if not choices or sequence.sequence_id.choice in choices:
                 self._residency.leave(sequence)
                 self._roster.remove(sequence)
+                self._standings.remove(sequence)
                 aborted.append(sequence.sequence_id)
         return aborted
 
     def unit_landed(self, unit: UnitKey) -> None:
         """The runner can read its feature from now on."""
-        self._inbox.land(unit)
+        self._refresh(self._inbox.land(unit))
 
     def unit_lost(self, unit: UnitKey) -> list[SequenceId]:
         """The feature is gone, or its transfer failed. Returns the sequences that need it; they wait again."""
-        return self._inbox.lose(unit)
+        missing_it = self._inbox.lose(unit)
+        self._refresh(missing_it)
+        return missing_it
 
     # ------------------------------------------------------------ one step
 
@@ -126,6 +133,7 @@ class Scheduler:
         for sequence in self._roster.take_released():
             missing = self._residency.admit(sequence)
             self._late += [NeededUnit(sequence.sequence_id, unit, events.PREEMPTED) for unit in missing]
+            self._standings.refresh(sequence)
         return self._steps.plan()
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepEvents:
@@ -150,15 +158,6 @@ class Scheduler:
     def needs_unit(self, unit: UnitKey) -> bool:
         """Whether a live sequence still has to compute positions of it, or the step in flight reads it."""
         return self._inbox.is_needed(unit)
-
-    def evictable_for(self, unit: UnitKey) -> list[UnitKey]:
-        """Landed units whose room `unit` may have, by age: all that need one are younger than the oldest that needs
-        `unit`; the youngest first. Evicting means `unit_lost`, and asking for it again later."""
-        oldest = self._oldest_age(unit)
-        if oldest is None:
-            return []
-        candidates = [(age, other) for other in self._inbox.unread_units() if (age := self._oldest_age(other))]
-        return [other for age, other in sorted(candidates, reverse=True) if age > oldest]
 
     def drain_needed(self) -> list[NeededUnit]:
         """Units needed again since the last call: (sequence, unit, reason)."""
@@ -194,14 +193,13 @@ class Scheduler:
         return len(self._roster)
 
     def stats(self) -> SchedulerStats:
-        live, tally = self._roster.by_age, self._tally
-        backlog = backlog_of(live, self._roster.held(), self._residency, self._context_scale_tokens)
+        tally, standings, backlog = self._tally, self._standings, self._standings.backlog
         return SchedulerStats(
-            num_running=sum(one.is_started for one in live),
-            num_waiting=sum(not one.is_started for one in live),
-            num_at_doorstep=sum(one.is_at_doorstep for one in live),
+            num_running=len(standings.holders),
+            num_waiting=len(self._roster) - len(standings.holders),
+            num_at_doorstep=standings.num_at_doorstep,
             queued_tokens=backlog.num_tokens,
-            num_decoding=sum(one.is_decoding for one in live),
+            num_decoding=len(standings.decodes),
             kv_blocks_used=self._pool.num_used,
             kv_blocks_total=self._pool.num_blocks,
             num_features=self._inbox.num_here,
@@ -225,25 +223,27 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Between calls, a step in flight or not. For tests after every step: it looks at everything."""
-        live = self._roster.by_age
+        live = list(self._roster.sequences)
         self._pool.check_invariants({one.sequence_id: self._residency.blocks_of(one) for one in live})
-        claiming = [one for one in live if self._roster.has_claimed(one)]
+        claiming = [one for one in live if not self._roster.is_held(one)]
         self._inbox.check_invariants(
-            {one.sequence_id: set(one.layout.units_after(one.num_computed)) for one in claiming}
+            {one.sequence_id: set(one.layout.units_after(one.claims_from)) for one in claiming}
         )
         for one in live:
             assert 0 <= one.num_computed < one.num_tokens <= one.max_total_tokens
             assert len(one.table) * self._config.block_size >= one.num_computed
-        assert list(live) == sorted(live, key=lambda one: one.age), "the age order is broken"
+        self._standings.check_invariants()
 
     def _next_read(self, unit: UnitKey, attempt_id: AttemptId) -> NextRead | None:
         """Of the attempt's first choice that needs the unit; None if no choice does."""
         for sequence in self._roster.of_attempt(attempt_id):
             if self._inbox.is_wanted_by(sequence.sequence_id, unit):
-                position = sequence.layout.next_read(unit, sequence.num_computed)
+                position = sequence.layout.next_read(unit, sequence.claims_from)
                 return NextRead(sequence.sequence_id.choice, position)
         return None
 
-    def _oldest_age(self, unit: UnitKey) -> tuple[float, str, int, int] | None:
-        users = [self._roster.get(sequence_id) for sequence_id in self._inbox.wanted_by(unit)]
-        return min((user.age for user in users if user), default=None)
+    def _refresh(self, sequence_ids: SequenceOf[SequenceId]) -> None:
+        for sequence_id in sequence_ids:
+            sequence = self._roster.get(sequence_id)
+            assert sequence is not None, "a sequence that left waits for a unit"
+            self._standings.refresh(sequence)

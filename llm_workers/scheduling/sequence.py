@@ -26,6 +26,8 @@ from modalities.family import Positions
 
 AgeKey = tuple[float, str, int, int]
 """Total order over all sequences: (wall time of admission, request id, attempt, choice)."""
+Rank = tuple[int, float, str, int, int]
+"""Priority (the lowest number first), then age: who is served first, and the last one gives up blocks first."""
 
 
 class Sequence:
@@ -54,6 +56,7 @@ class Sequence:
         """Who shares no cache with others is served in turn with them."""
         self.side_names = frozenset(request.side_names)
         self.age: AgeKey = (*request.age, request.attempt, sequence_id.choice)
+        self.rank: Rank = (request.priority, *self.age)
         self.max_total_tokens = max_total_tokens
         self.stopwatch = stopwatch
         self.num_prompt = len(prompt)
@@ -68,13 +71,16 @@ class Sequence:
         self.table = GrowingArray(spare=16)
         self.hashes: list[BlockHash] = []
         self.num_computed = 0
+        self.num_covered = 0
+        """While it has not begun: so many tokens were findable in the prefix cache when units were last claimed for
+        it. It holds none of their blocks."""
         self.num_published = 0
         self.is_private = False
         """It publishes no more blocks: one of its chain is findable without the side tensors, and in use."""
         self.num_cached = 0
         """Prompt tokens found in the prefix cache before the first step."""
         self.is_started = False
-        """It had a chunk since it was added or preempted."""
+        """It had a chunk since it was added or preempted. Until then it holds no blocks."""
         self.is_forked = False
         """It took over its prompt from a sibling that had computed it."""
         self.may_share_tail = False
@@ -90,6 +96,11 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def claims_from(self) -> int:
+        """It claims the units whose last run ends behind this position."""
+        return self.num_computed if self.is_started else self.num_covered
 
     @property
     def is_decoding(self) -> bool:

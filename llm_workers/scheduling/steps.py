@@ -5,6 +5,8 @@ At most one step is in flight. A sequence that is aborted meanwhile has left the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -24,12 +26,22 @@ from llm_workers.scheduling.planning import StepDraft, StepPlanner
 from llm_workers.scheduling.residency import Residency
 from llm_workers.scheduling.roster import Roster
 from llm_workers.scheduling.sequence import Sequence
+from llm_workers.scheduling.standings import Standings
 from llm_workers.scheduling.tally import Tally
 
 
 class Steps:
-    def __init__(self, planner: StepPlanner, residency: Residency, roster: Roster, tally: Tally, clock: Clock) -> None:
+    def __init__(
+        self,
+        planner: StepPlanner,
+        residency: Residency,
+        roster: Roster,
+        standings: Standings,
+        tally: Tally,
+        clock: Clock,
+    ) -> None:
         self._planner = planner
+        self._standings = standings
         self._residency = residency
         self._roster = roster
         self._tally = tally
@@ -47,8 +59,8 @@ class Steps:
     def plan(self) -> StepPlan:
         assert not self._in_flight, "the last step was neither committed nor rolled back"
         now_s = self._planned_at_s = self._clock.now()
-        draft = self._planner.draft(self._roster.by_age, self._roster.held())
-        self._readmit(draft)
+        draft = self._planner.draft()
+        self._settle(draft)
         self._step += 1
         chunks = tuple(
             self._seal(sequence, end, draft.drafts.get(sequence.sequence_id, NOTHING), now_s)
@@ -57,13 +69,22 @@ class Steps:
         self._note_doorsteps(now_s)
         return StepPlan(self._step, chunks)
 
-    def _readmit(self, draft: StepDraft) -> None:
-        """Preempted sequences take hold of what survived of their blocks, and ask for units they need again."""
+    def _settle(self, draft: StepDraft) -> None:
+        """Preempted sequences wait again, and ask for units that they need again; so do those whose blocks were
+        evicted before they began. All that the draft has moved stands where it belongs."""
+        for sequence, missing in draft.covered_anew:
+            self._ask(sequence, missing)
         for sequence in draft.preempted.values():
-            missing = self._residency.admit(sequence)
-            self._needed += [NeededUnit(sequence.sequence_id, unit, events.PREEMPTED) for unit in missing]
+            self._ask(sequence, self._residency.admit(sequence))
+        for sequence, _ in draft.chunks.values():
+            if sequence.sequence_id in draft.begun:
+                self._standings.refresh(sequence)
         self._preempted += draft.thrown_out
         self._tally.num_preemptions += len(draft.thrown_out)
+
+    def _ask(self, sequence: Sequence, missing: Iterable[UnitKey]) -> None:
+        self._needed += [NeededUnit(sequence.sequence_id, unit, events.PREEMPTED) for unit in missing]
+        self._standings.refresh(sequence)
 
     def _seal(self, sequence: Sequence, end: int, drafts: npt.NDArray[np.int64], now_s: float) -> Chunk:
         """`drafts` stand behind `end`, where the sequence ends as far as it is known."""
@@ -96,7 +117,6 @@ class Steps:
 
     def _note_begin(self, sequence: Sequence, now_s: float) -> None:
         """Before its first chunk."""
-        sequence.is_started = True
         if sequence.stopwatch.has_begun:
             return
         sequence.stopwatch.begin(now_s)
@@ -119,6 +139,8 @@ class Steps:
                 self._tally.prompt_tokens_computed += end - chunk.start
                 sequence.stopwatch.add_prefill(now_s - self._planned_at_s)
             drawn = self._advance(chunk, sequence, result)
+            if sequence not in self._standings.decodes:
+                self._standings.refresh(sequence)
             if drawn is None:
                 continue
             tokens.append(drawn)
@@ -126,6 +148,7 @@ class Steps:
             if drawn.finish_reason is not None:
                 self._residency.leave(sequence)
                 self._roster.remove(sequence)
+                self._standings.remove(sequence)
                 finished.append(finished_sequence(sequence, drawn.finish_reason, now_s))
         self._tally.steps += bool(plan.chunks)
         self._note_doorsteps(now_s)
@@ -139,6 +162,7 @@ class Steps:
     def rollback(self, plan: StepPlan) -> None:
         for _, sequence in self._end_flight(plan):
             self._residency.trim(sequence)
+            self._standings.refresh(sequence)
 
     def drain_needed(self) -> list[NeededUnit]:
         """Of sequences that are still alive."""
@@ -173,25 +197,11 @@ class Steps:
         self._residency.advance(sequence, end)
         if end >= sequence.num_prompt:
             for sibling in self._roster.prompt_computed(sequence.sequence_id.attempt_id):
-                missing = self._residency.fork(sequence, sibling)
-                self._needed += [NeededUnit(sibling.sequence_id, unit, events.PREEMPTED) for unit in missing]
+                self._ask(sibling, self._residency.fork(sequence, sibling))
         return drawn
 
     def _note_doorsteps(self, now_s: float) -> None:
-        held = self._roster.held()
-        for sequence in self._roster.by_age:
-            is_waiting = not self._residency.inbox.is_complete(sequence.sequence_id)
-            is_at_doorstep = (
-                is_waiting
-                and sequence.sequence_id not in held
-                and sequence.sequence_id not in self._in_flight
-                and self._residency.doorstep(sequence, sequence.num_computed + 1) == sequence.num_computed
-            )
-            if is_at_doorstep != sequence.is_at_doorstep:
-                sequence.is_at_doorstep = is_at_doorstep
-                sequence.stopwatch.hold(is_at_doorstep, now_s)
-                if is_at_doorstep:
-                    self._at_doorstep.append(sequence.sequence_id)
+        self._at_doorstep += self._standings.note_doorsteps(self._in_flight, now_s)
 
 
 def finished_sequence(sequence: Sequence, reason: str, now_s: float) -> FinishedSequence:

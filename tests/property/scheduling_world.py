@@ -17,6 +17,7 @@ from fabric.errors import ContextLengthExceeded
 from fabric.ids import AttemptId, BlockHash, SequenceId, UnitKey
 from fabric.messages import BlocksRemoved, BlocksStored, GenerateRequest
 from llm_workers.config import WorkerConfig
+from llm_workers.intake import Intake
 from llm_workers.scheduling.events import Admission, NextRead, StepEvents
 from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
@@ -40,10 +41,14 @@ class World:
         self.tokens: dict[SequenceId, list[int]] = {}
         self.finishes: Counter[SequenceId] = Counter()
         self.asked_for: set[tuple[SequenceId, UnitKey]] = set()
-        self.index: dict[BlockHash, BlockHash | None] = {}
-        self.next_seq = 1
+        self.intake = Intake(self.clock, 1e6, 1e6)
+        """As the receiver has it; its decision is what evicts."""
+        self.told: Counter[UnitKey] = Counter()
+        """How often the scheduler was told of a unit that it has not let go of."""
         self.reads: dict[tuple[UnitKey, AttemptId], NextRead] = {}
         """As told by `drain_reads`."""
+        self.index: dict[BlockHash, BlockHash | None] = {}
+        self.next_seq = 1
 
     # ------------------------------------------------------------ what can happen
 
@@ -67,24 +72,30 @@ class World:
 
     def land(self, unit: UnitKey) -> None:
         """Only what is needed is pulled, as in the service."""
-        if self.scheduler.needs_unit(unit):
+        if self.scheduler.needs_unit(unit) and unit not in self.fake.features:
             self.fake.features.add(unit)
-            self.scheduler.unit_landed(unit)
+            assert self.intake.landed(unit), "a needed unit is missed by nobody"
+            self._tell(unit)
 
     def lose(self, unit: UnitKey) -> None:
-        self.fake.features.discard(unit)
-        for sequence_id in self.scheduler.unit_lost(unit):
+        """It is evicted, as by the engine; who still needs it asks for it again."""
+        self.intake.begin_evict(unit)
+        missed_by = self.scheduler.unit_lost(unit)
+        for sequence_id in missed_by:
             assert sequence_id in self.live
             self.asked_for.add((sequence_id, unit))
+        self._let_go(unit, [one.attempt_id for one in missed_by])
 
     def make_inbox_room(self) -> None:
-        """What the service does when a needed unit finds the inbox full."""
-        for unit in self.awaited()[:1]:
-            for victim in self.scheduler.evictable_for(unit)[:1]:
-                users = [one for one in self.live if self._still_needs(one, victim)]
-                oldest = min(self._age(one) for one in self.live if self._still_needs(one, unit))
-                assert users, "a unit that nobody needs was not reported as done"
-                assert all(self._age(one) > oldest for one in users)
+        """What the receiver does when a needed unit finds the inbox full."""
+        self._follow_reads()
+        for unit in [unit for unit in self.awaited() if self.scheduler.needs_unit(unit)][:1]:
+            victim = self.intake.victim(unit)
+            if victim is not None:
+                first = min(self._turns(unit))
+                turns = self._turns(victim)
+                assert turns, "a unit that nobody needs was not reported as done"
+                assert min(turns) > first, "it is read before the one that it makes room for"
                 self.lose(victim)
 
     def abort(self, sequence_id: SequenceId, is_whole: bool) -> None:
@@ -96,6 +107,7 @@ class World:
         self.live -= expected
         for one in expected:
             self._forget_sequence(one)
+        self._let_go_unneeded()
 
     def step(self) -> None:
         plan = self.plan()
@@ -130,7 +142,8 @@ class World:
                 self.check()
         assert not self.live, "some request never ended"
         self.check()
-        self._forget_done(self.scheduler.drain_units_done())
+        self._let_go_unneeded()
+        assert self.intake.num_held == 0
         stats = self.scheduler.stats()
         assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used, stats.num_features) == (0, 0, 0, 0)
         assert not self.fake.features
@@ -138,8 +151,8 @@ class World:
 
     def check(self) -> None:
         self.scheduler.check_invariants()
-        self._follow_kv_events()
         self._follow_reads()
+        self._follow_kv_events()
 
     # ------------------------------------------------------------ the engine's part
 
@@ -156,11 +169,15 @@ class World:
         needed = {UnitKey(request.media[run.item].mm_hash, run.unit) for run in request.placeholders}
         assert set(admission.missing_units) <= needed - self.fake.features
         self.asked_for |= {(one, unit) for one in admission.sequence_ids for unit in admission.missing_units}
+        if admission.sequence_ids:
+            units = list(dict.fromkeys(UnitKey(request.media[r.item].mm_hash, r.unit) for r in request.placeholders))
+            self.intake.expect(attempt_id, (request.priority, *request.age), units, ())
+            assert self.intake.admit(attempt_id, admission.missing_units) == []
 
     def plan(self) -> StepPlan:
         self.clock.advance(0.01)
         is_watching = self._is_watching()
-        oldest = min(self.live, key=self._age, default=None)
+        oldest = min(self.live, key=self._rank, default=None)
         num_preempted = len(self.scheduler._steps._preempted)
         plan = self.scheduler.plan_step()
         assert plan.num_tokens <= self.config.max_step_tokens
@@ -173,8 +190,9 @@ class World:
             assert need.sequence_id in self.live
             assert need.unit not in self.fake.features
             self.asked_for.add((need.sequence_id, need.unit))
+            assert not self.intake.need(need.sequence_id.attempt_id, need.unit, need.reason)
         if is_watching:
-            assert {one.sequence_id for one in self.scheduler._roster.by_age} == self.live
+            assert {one.sequence_id for one in self.scheduler._roster.sequences} == self.live
             self.scheduler.check_invariants()
             self._check_waiting()
         if oldest is not None and not plan.chunks:
@@ -199,7 +217,9 @@ class World:
         assert {one.sequence_id for one in events.tokens if one.finish_reason} == {
             one.sequence_id for one in events.finished
         }
-        self._forget_done(events.units_done)
+        for unit in events.units_done:
+            assert not self.scheduler.needs_unit(unit), "given away and needed"
+        self._let_go_unneeded()
 
     def _finish(self, sequence_id: SequenceId, reason: str, num_tokens: int) -> None:
         self.finishes[sequence_id] += 1
@@ -212,23 +232,40 @@ class World:
 
     def _forget_sequence(self, sequence_id: SequenceId) -> None:
         self.asked_for = {pair for pair in self.asked_for if pair[0] != sequence_id}
+        if not any(one.attempt_id == sequence_id.attempt_id for one in self.live):
+            self.intake.end(sequence_id.attempt_id)
 
-    def _forget_done(self, units: tuple[UnitKey, ...] | list[UnitKey]) -> None:
-        for unit in units:
-            assert not self.scheduler.needs_unit(unit), "given away and needed"
-            self.fake.features.discard(unit)
+    # ------------------------------------------------------------ the receiver's part
+
+    def _tell(self, unit: UnitKey) -> None:
+        self.told[unit] += 1
+        self.scheduler.unit_landed(unit)
+
+    def _let_go_unneeded(self) -> None:
+        self.scheduler.drain_units_done()
+        for unit in [unit for unit in self.told if not self.scheduler.needs_unit(unit)]:
+            self.scheduler.unit_lost(unit)
+            self._let_go(unit)
+
+    def _let_go(self, unit: UnitKey, missed_by: list[AttemptId] | tuple[()] = ()) -> None:
+        self.intake.let_go(unit, self.told.pop(unit, 0), missed_by)
+        self.fake.features.difference_update(self.intake.take_freeable())
 
     # ------------------------------------------------------------ oracles
 
-    def _age(self, sequence_id: SequenceId) -> tuple[float, str, int, int]:
-        return (*self.requests[sequence_id.attempt_id].age, sequence_id.attempt, sequence_id.choice)
+    def _rank(self, sequence_id: SequenceId) -> tuple[int, float, str, int, int]:
+        request = self.requests[sequence_id.attempt_id]
+        return (request.priority, *request.age, sequence_id.attempt, sequence_id.choice)
 
-    def _still_needs(self, sequence_id: SequenceId, unit: UnitKey) -> bool:
-        sequence = self.scheduler._roster.get(sequence_id)
-        assert sequence is not None
-        return self.scheduler._roster.has_claimed(sequence) and unit in sequence.layout.units_after(
-            sequence.num_computed
-        )
+    def _turns(self, unit: UnitKey) -> list[tuple[tuple[int, float, str], NextRead]]:
+        """Rank of the request, choice and position of all that still have to read it."""
+        turns = []
+        for sequence in self.scheduler._roster.sequences:
+            position = sequence.claims_from
+            if not self.scheduler._roster.is_held(sequence) and unit in sequence.layout.units_after(position):
+                choice, runs = sequence.sequence_id.choice, sequence.layout.next_read(unit, position)
+                turns.append((self._rank(sequence.sequence_id)[:3], NextRead(choice, runs)))
+        return turns
 
     def _first_missing(self, sequence_id: SequenceId) -> tuple[int, UnitKey] | None:
         """Position and unit of the first placeholder behind the computed tokens that has no feature."""
@@ -237,37 +274,46 @@ class World:
         request = self.requests[sequence_id.attempt_id]
         for run in request.placeholders:
             unit = UnitKey(request.media[run.item].mm_hash, run.unit)
-            if run.end > sequence.num_computed and unit not in self.fake.features:
-                return max(run.offset, sequence.num_computed), unit
+            if run.end > sequence.claims_from and unit not in self.fake.features:
+                return max(run.offset, sequence.claims_from), unit
         return None
 
     def _is_waiting_for_media(self, sequence_id: SequenceId) -> bool:
         sequence = self.scheduler._roster.get(sequence_id)
         assert sequence is not None
         missing = self._first_missing(sequence_id)
-        return missing is not None and missing[0] == sequence.num_computed
+        return missing is not None and missing[0] == sequence.claims_from
 
     def _check_standstill(self) -> None:
         """Nothing was planned: nobody who has the next token's feature has a block for it too."""
-        held = self.scheduler._roster.held()
-        for sequence_id in self.live - held if self.config.is_chunked_media_enabled else ():
+        for sequence_id in self._not_held() if self.config.is_chunked_media_enabled else ():
             sequence = self.scheduler._roster.get(sequence_id)
             assert sequence is not None
             room = self.scheduler._residency.reach(sequence)
-            assert self._is_waiting_for_media(sequence_id) or room <= sequence.num_computed, (
-                f"{sequence_id} could compute"
-            )
+            start = sequence.num_computed
+            if not sequence.is_started:  # what it hits may lie in free blocks, of which it then takes none
+                hits = self.scheduler._residency._find_hits(sequence)
+                num_idle = sum(block in self.scheduler._pool._queue for block in hits)
+                room += (len(hits) - num_idle) * self.config.block_size
+                start = min(len(hits) * self.config.block_size, sequence.num_tokens - 1)
+            assert self._is_waiting_for_media(sequence_id) or room <= start, f"{sequence_id} could compute"
 
     def _check_waiting(self) -> None:
         """Nobody waits for a feature that nobody was asked for; who waits for a sibling's blocks needs none yet."""
-        for sequence_id in self.live - self.scheduler._roster.held():
+        for sequence_id in self._not_held():
             missing = self._first_missing(sequence_id)
             if missing is not None:
                 assert (sequence_id, missing[1]) in self.asked_for
 
+    def _not_held(self) -> list[SequenceId]:
+        roster = self.scheduler._roster
+        return [one.sequence_id for one in roster.sequences if not roster.is_held(one)]
+
     def _follow_reads(self) -> None:
         """Who adds up the changes knows the next reads of every live sequence that has claimed its units."""
-        for unit, attempt_to_read in self.scheduler.drain_reads().items():
+        reads = self.scheduler.drain_reads()
+        self.intake.read_by(reads)
+        for unit, attempt_to_read in reads.items():
             for attempt_id, read in attempt_to_read.items():
                 self.reads.pop((unit, attempt_id), None)
                 if read is not None:
@@ -276,8 +322,8 @@ class World:
         for sequence_id in sorted(self.live, reverse=True):
             sequence, request = self.scheduler._roster.get(sequence_id), self.requests[sequence_id.attempt_id]
             assert sequence is not None
-            for run in reversed(request.placeholders if self.scheduler._roster.has_claimed(sequence) else ()):
-                if run.end > sequence.num_computed:
+            for run in reversed(() if self.scheduler._roster.is_held(sequence) else request.placeholders):
+                if run.end > sequence.claims_from:
                     unit = UnitKey(request.media[run.item].mm_hash, run.unit)
                     expected[unit, sequence_id.attempt_id] = NextRead(sequence_id.choice, run.offset)
         assert self.reads == expected

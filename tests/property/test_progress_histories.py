@@ -60,6 +60,7 @@ def make_request(rng: random.Random, number: int) -> GenerateRequest:
         age=(float(rng.randrange(4)), name),
         num_choices=rng.choice((1, 1, 2, 3)),
         dispatched_items=tuple(item.index for item in media if rng.random() < 0.75),
+        priority=rng.choice((0, 0, 1, -1)),
     )
 
 

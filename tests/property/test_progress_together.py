@@ -40,6 +40,7 @@ def plans(draw):
             age=(float(draw(st.integers(0, 3))), name),
             num_choices=draw(st.integers(1, 2)),
             dispatched_items=tuple(item.index for item in media if draw(st.integers(0, 3))),
+            priority=draw(st.sampled_from((0, 0, 1, -1))),
         )
         encoders = draw(st.lists(st.integers(0, 1), min_size=len(media), max_size=len(media)))
         made.append((request, draw(st.integers(0, 1)), encoders, draw(st.integers(0, 3))))

@@ -1,36 +1,76 @@
-"""Many requests of one tenant do not starve another's few, whatever their sizes and however they come."""
+"""Many requests of one tenant do not starve another's few, whatever their sizes and however they come; and the queue
+that says whose prompt goes next gives, at every moment, the order that a sort of everything would give."""
 
 from __future__ import annotations
 
+import itertools
+from contextlib import closing
+from dataclasses import dataclass
+
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llm_workers.scheduling.fairness import Claim, FairShare
+from llm_workers.scheduling.fairness import FairShare
+from llm_workers.scheduling.prefill_queue import PrefillQueue
+from llm_workers.scheduling.ranked import RankedHeap, RankedList
 
 STEP_TOKENS = 32
 TENANTS = ("a", "b", "c")
 
 
-def serve(shares: FairShare, queues: dict[str, list[int]], budget: int) -> dict[str, int]:
-    """One step of a server that computes whatever the order says, until the budget is used up."""
-    waiting = [tenant for tenant, queue in queues.items() if queue]
-    shares.begin_step(waiting)
-    owners = [(tenant, place) for tenant in waiting for place in range(len(queues[tenant]))]
-    claims = [Claim(0, tenant, min(queues[tenant][place], budget)) for tenant, place in owners]
-    order = shares.order(claims)
-    assert sorted(order) == list(range(len(claims)))
-    given_tokens = dict.fromkeys(TENANTS, 0)
-    for index in order:
-        tenant, place = owners[index]
-        tokens = min(budget, queues[tenant][place])
-        queues[tenant][place] -= tokens
-        given_tokens[tenant] += tokens
-        budget -= tokens
-    for tenant in TENANTS:
-        queues[tenant] = [left for left in queues[tenant] if left]
-        shares.charge(tenant, given_tokens[tenant])
-    shares.end_step([tenant for tenant, queue in queues.items() if queue])
-    return given_tokens
+@dataclass(eq=False)
+class Prompt:
+    """What the queue looks at of a sequence."""
+
+    tenant: str
+    num_tokens: int
+    age: int
+    priority: int = 0
+    num_computed: int = 0
+
+    @property
+    def claims_from(self) -> int:
+        return self.num_computed
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return (self.priority, self.age)
+
+
+class Server:
+    """Computes whatever the queue says, until the budget of a step is used up."""
+
+    def __init__(self) -> None:
+        self.queue = PrefillQueue(STEP_TOKENS)
+        self._ages = itertools.count()
+
+    def add(self, tenant: str, num_tokens: int) -> None:
+        self.queue.put(Prompt(tenant, num_tokens, next(self._ages)), True)
+
+    def step(self) -> dict[str, int]:
+        """Tokens that each tenant got."""
+        self.queue.begin_step()
+        budget, chunks = STEP_TOKENS, []
+        with closing(self.queue.in_turn()) as in_turn:
+            for prompt in in_turn:
+                num_tokens = min(budget, prompt.num_tokens - prompt.num_computed)
+                chunks.append((prompt, prompt.num_computed + num_tokens))
+                budget -= num_tokens
+                if not budget:
+                    break
+        self.queue.end_step(chunks)
+        given_tokens = dict.fromkeys(TENANTS, 0)
+        for prompt, end in chunks:
+            given_tokens[prompt.tenant] += end - prompt.num_computed
+            prompt.num_computed = end
+            if end == prompt.num_tokens:
+                self.queue.discard(prompt)
+        self.queue.check_invariants()
+        return given_tokens
+
+    def waiting(self) -> set[str]:
+        return {prompt.tenant for prompt in self.queue.in_turn()}
 
 
 arrivals = st.lists(
@@ -44,14 +84,13 @@ arrivals = st.lists(
 def test_who_waits_all_the_time_gets_as_much_as_anybody(steps):
     """Over every stretch of steps that leave two tenants both with something to do: the difference is at most two
     steps' tokens. Who got all that it asked for has no more to get."""
-    shares = FairShare()
-    queues: dict[str, list[int]] = {tenant: [] for tenant in TENANTS}
-    history: list[tuple[frozenset[str], dict[str, int]]] = []
+    server = Server()
+    history: list[tuple[set[str], dict[str, int]]] = []
     for arriving in steps:
         for tenant, tokens in arriving:
-            queues[tenant].append(tokens)
-        given_tokens = serve(shares, queues, STEP_TOKENS)
-        history.append((frozenset(tenant for tenant, queue in queues.items() if queue), given_tokens))
+            server.add(tenant, tokens)
+        given_tokens = server.step()
+        history.append((server.waiting(), given_tokens))
     for one, other in (("a", "b"), ("a", "c"), ("b", "c")):
         for start in range(len(history)):
             lead = 0
@@ -62,45 +101,188 @@ def test_who_waits_all_the_time_gets_as_much_as_anybody(steps):
                 assert abs(lead) <= 2 * STEP_TOKENS
 
 
-@settings(deadline=None, max_examples=300)
-@given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(TENANTS), st.integers(1, 40)), max_size=20))
-def test_rank_comes_first_and_a_tenants_own_order_stays(made):
-    claims = [Claim(*one) for one in sorted(made, key=lambda one: one[0])]
-    order = FairShare().order(claims)
-    assert [claims[index].rank for index in order] == [claim.rank for claim in claims]
-    for tenant in TENANTS:
-        own = [index for index in order if claims[index].tenant == tenant]
-        assert own == sorted(own, key=lambda index: (claims[index].rank, index))
-
-
 def test_who_was_away_saves_nothing_up():
-    shares = FairShare()
-    queues = {"a": [1000], "b": [], "c": []}
+    server = Server()
+    server.add("a", 1000)
     for _ in range(10):
-        serve(shares, queues, STEP_TOKENS)
-    queues["b"] = [1000]
-    served = [serve(shares, queues, STEP_TOKENS) for _ in range(4)]
+        server.step()
+    server.add("b", 1000)
+    served = [server.step() for _ in range(4)]
     assert sum(step["b"] for step in served) == sum(step["a"] for step in served)
 
 
 def test_who_gets_all_that_it_asks_for_saves_nothing_up():
     """One that asks for a token in each step, and then for much, has no claim to what others got meanwhile."""
-    shares = FairShare()
-    queues = {"a": [1000], "b": [], "c": []}
+    server = Server()
+    server.add("a", 1000)
     for _ in range(10):
-        queues["b"].append(1)
-        serve(shares, queues, STEP_TOKENS)
-    assert sum(queues["b"]) <= 1
-    queues["b"] = [1000]
-    served = [serve(shares, queues, STEP_TOKENS) for _ in range(4)]
+        server.add("b", 1)
+        server.step()
+    server.add("b", 1000)
+    served = [server.step() for _ in range(4)]
     assert abs(sum(step["b"] - step["a"] for step in served)) <= STEP_TOKENS
+
+
+def test_so_does_one_that_asks_again_before_it_got_what_it_asked_for():
+    """The next prompt comes between plan and commit, so that the tenant is never gone from the queue."""
+    queue, ages = PrefillQueue(STEP_TOKENS), itertools.count()
+    queue.put(Prompt("a", 10_000, next(ages)), True)
+    prompt = Prompt("b", 1, next(ages))
+    for _ in range(10):
+        queue.put(prompt, True)
+        queue.begin_step()
+        first, second = itertools.islice(queue.in_turn(), 2)
+        assert {first.tenant, second.tenant} == {"a", "b"}
+        a = first if first.tenant == "a" else second
+        queue.end_step([(prompt, 1), (a, a.num_computed + STEP_TOKENS)])
+        a.num_computed += STEP_TOKENS
+        following = Prompt("b", 1, next(ages))
+        queue.put(following, True)
+        queue.discard(prompt)
+        prompt = following
+    queue.begin_step()
+    assert abs(queue._shares.served("a") - queue._shares.served("b")) <= STEP_TOKENS + 1
 
 
 def test_a_debt_is_remembered_while_it_is_owed():
     shares = FairShare()
-    shares.begin_step({"a", "b"})
+    shares.begin_waiting("a")
+    shares.begin_waiting("b")
     shares.charge("a", 500)
-    shares.begin_step({"b"})
-    shares.begin_step({"a", "b"})
-    claims = [Claim(0, "a", 10), Claim(0, "b", 10), Claim(0, "b", 10)]
-    assert shares.order(claims) == [1, 2, 0]
+    shares.end_waiting("a")
+    shares.begin_step()
+    shares.begin_waiting("a")
+    assert shares.raised("a") - shares.raised("b") == 500
+
+
+def test_debts_to_nobody_are_forgotten():
+    shares = FairShare()
+    shares.begin_waiting("a")
+    shares.charge("a", 500)
+    shares.end_waiting("a")
+    assert shares.raised("a") == shares.raised("b")
+
+
+def test_counts_of_tenants_that_left_do_not_pile_up():
+    shares = FairShare()
+    shares.begin_waiting("stays")
+    for number in range(10_000):
+        shares.begin_waiting(f"guest-{number}")
+        shares.charge(f"guest-{number}", 1)
+        shares.end_waiting(f"guest-{number}")
+        shares.charge("stays", 2)
+        shares.begin_step()
+    assert len(shares._tenant_to_served) < 1000
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """The queue against a sort of everything: groups by priority and readiness; in each group, whichever tenant was
+    served least, its oldest prompt first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = PrefillQueue(STEP_TOKENS)
+        self.is_ready: dict[Prompt, bool] = {}
+        self.ages = itertools.count()
+
+    @rule(
+        tenant=st.sampled_from(TENANTS),
+        num_tokens=st.integers(1, 80),
+        priority=st.integers(-1, 1),
+        is_ready=st.booleans(),
+        is_old=st.booleans(),
+    )
+    def put(self, tenant, num_tokens, priority, is_ready, is_old):
+        age = next(self.ages)
+        prompt = Prompt(tenant, num_tokens, -age if is_old else age, priority)
+        self.queue.put(prompt, is_ready)
+        self.is_ready[prompt] = is_ready
+
+    @precondition(lambda self: self.is_ready)
+    @rule(data=st.data(), is_ready=st.booleans())
+    def move(self, data, is_ready):
+        prompt = data.draw(st.sampled_from(list(self.is_ready)))
+        self.queue.put(prompt, is_ready)
+        self.is_ready[prompt] = is_ready
+
+    @precondition(lambda self: self.is_ready)
+    @rule(data=st.data())
+    def discard(self, data):
+        prompt = data.draw(st.sampled_from(list(self.is_ready)))
+        del self.is_ready[prompt]
+        self.queue.discard(prompt)
+        self.queue.discard(prompt)
+
+    @rule(count=st.integers(0, 4))
+    def step(self, count):
+        self.queue.begin_step()
+        with closing(self.queue.in_turn()) as in_turn:
+            chosen = list(itertools.islice(in_turn, count))
+        chunks = [(prompt, min(prompt.num_tokens, prompt.num_computed + STEP_TOKENS)) for prompt in chosen]
+        self.queue.end_step(chunks)
+        for prompt, end in chunks:
+            prompt.num_computed = end
+            if end == prompt.num_tokens:
+                del self.is_ready[prompt]
+                self.queue.discard(prompt)
+
+    @invariant()
+    def order_is_as_sorted(self):
+        self.queue.check_invariants()
+        shown = list(self.queue.in_turn())
+        assert set(shown) == self.is_ready.keys()
+        assert len(shown) == len(self.is_ready)
+        groups = [(prompt.priority, not self.is_ready[prompt]) for prompt in shown]
+        assert groups == sorted(groups)
+        for key in set(groups):
+            members = [prompt for prompt, group in zip(shown, groups, strict=True) if group == key]
+            for tenant in TENANTS:
+                own = [prompt.age for prompt in members if prompt.tenant == tenant]
+                assert own == sorted(own)
+            if not key[1]:
+                self._check_turns(members)
+        assert self.queue.first_by_rank(3) == sorted(self.is_ready, key=lambda prompt: prompt.rank)[:3]
+
+    def _check_turns(self, members):
+        """Each comes from the tenant with the least count, what came before it in this pass included."""
+        counts = {tenant: self.queue._shares.raised(tenant) for tenant in TENANTS}
+        left = list(members)
+        for prompt in members:
+            first = min(left, key=lambda one: (counts[one.tenant], one.age))
+            assert counts[prompt.tenant] == counts[first.tenant]
+            counts[prompt.tenant] += min(prompt.num_tokens - prompt.num_computed, STEP_TOKENS)
+            left.remove(prompt)
+
+
+QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestQueueMachine = QueueMachine.TestCase
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.none() | st.integers(0, 9)), max_size=120))
+def test_a_ranked_heap_is_a_sorted_dict(changes):
+    heap, keys = RankedHeap(), {}
+    for item, key in changes:
+        if key is None:
+            heap.discard(item)
+            keys.pop(item, None)
+        else:
+            heap.put(item, key)
+            keys[item] = key
+        first = heap.peek()
+        assert (len(heap), set(heap)) == (len(keys), set(keys))
+        assert first is None if not keys else first[0] == keys[first[1]] == min(keys.values())
+        assert len(heap._entries) <= 2 * len(keys) + 17
+    assert [heap.pop()[0] for _ in range(len(heap))] == sorted(keys.values())
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=80), st.integers(-1, 13))
+def test_a_ranked_list_is_a_sorted_set(changes, other):
+    ranked, items = RankedList(lambda item: -item), set()
+    for item, is_added in changes:
+        (ranked.add if is_added else ranked.discard)(item)
+        (items.add if is_added else items.discard)(item)
+        assert list(ranked) == sorted(items, reverse=True)
+        assert len(ranked) == len(items)
+    assert ranked.below(other) == sorted((item for item in items if item < other), reverse=True)
+    assert ranked.has_below(other) == any(item < other for item in items)
+    assert all(item in ranked for item in items)

@@ -26,7 +26,6 @@ from fabric.messages import (
 )
 from llm_workers.config import WorkerConfig
 from llm_workers.intake import Intake
-from llm_workers.intake_entries import UNREAD_CHOICE
 from llm_workers.receiver import Endpoint, Listener, Receiver
 from llm_workers.scheduling.events import NextRead
 from llm_workers.turns import Turn
@@ -294,6 +293,6 @@ def _first_turn(intake: Intake, unit: UnitKey, is_pull: bool) -> Turn | None:
         if known.wants(unit) if is_pull else is_reader:
             read = NextRead(0, known.order[unit])
             if known.is_admitted:
-                read = named.get(attempt, NextRead(UNREAD_CHOICE, known.order[unit]))
-            turns.append(Turn(known.age, read))
+                read = named.get(attempt, read)
+            turns.append(Turn(known.is_admitted and attempt not in named, known.rank, read))
     return min(turns, default=None)

@@ -72,6 +72,43 @@ def test_the_youngest_gives_up_its_blocks_and_begins_again() -> None:
     assert bench.scheduler.stats().num_running == 2
 
 
+def test_the_lowest_priority_gives_up_its_blocks_before_the_youngest() -> None:
+    """The old one is of low priority (a higher number), the young one of high: age alone would have thrown it out."""
+    bench = Bench(num_blocks=8, block_size=4, is_prefix_cache_enabled=False)
+    bench.add(request("old", 7, age=0, priority=5))
+    bench.add(request("older", 7, age=1, priority=1))
+    bench.add(request("young", 7, age=2, priority=0))
+    preempted: list[str] = []
+    for _ in range(12):
+        preempted += [one.request_id for one in bench.commit(bench.plan()).preempted]
+    assert preempted == ["old", "older"]
+    assert bench.step() == {"young": 1}
+
+
+def test_one_of_low_priority_never_takes_blocks_of_a_higher_one() -> None:
+    bench = Bench(num_blocks=4, block_size=4, is_prefix_cache_enabled=False)
+    bench.add(request("young", 8, age=1, priority=0))
+    bench.step()
+    bench.add(request("old", 12, age=0, priority=1))
+    assert [bench.step() for _ in range(7)] == [{"young": 1}] * 7
+    assert bench.scheduler.stats().num_preemptions == 0
+
+
+def test_one_of_high_priority_begins_by_right_of_rank() -> None:
+    bench = Bench(num_blocks=4, block_size=4, is_prefix_cache_enabled=False)
+    bench.add(request("low", 12, age=0, priority=1))
+    bench.step()
+    bench.add(request("high", 12, age=1, priority=0))
+    assert bench.step() == {"high": 12}
+
+
+def test_priority_comes_before_readiness() -> None:
+    bench = Bench(max_step_tokens=30)
+    bench.add(request("low", 40, age=0, priority=1))
+    bench.add(request("high", 60, [("image", 20, 10)], age=1, priority=0))
+    assert bench.step() == {"high": 20, "low": 10}
+
+
 def test_a_preempted_sequence_asks_for_the_units_it_needs_again() -> None:
     bench = Bench(num_blocks=8, block_size=4, is_prefix_cache_enabled=False)
     bench.add(request("old", 14, age=0))
@@ -94,17 +131,6 @@ def test_needs_of_an_aborted_sequence_are_not_reported() -> None:
         bench.step()
     bench.scheduler.abort(attempt_id("young"))
     assert bench.scheduler.drain_needed() == []
-
-
-def test_evictable_units_belong_to_younger_requests() -> None:
-    bench = Bench(max_step_tokens=1)
-    for name, age in (("a", 0), ("b", 1), ("c", 2)):
-        bench.add(request(name, 20, [(f"image-{name}", 10, 5)], age=age))
-    bench.scheduler.unit_landed(unit("image-a"))
-    bench.scheduler.unit_landed(unit("image-c"))
-    assert bench.scheduler.evictable_for(unit("image-b")) == [unit("image-c")]
-    assert bench.scheduler.evictable_for(unit("image-c")) == []
-    assert bench.scheduler.evictable_for(unit("nobody's")) == []
 
 
 def test_a_prompt_that_can_never_fit_is_refused() -> None:

@@ -175,7 +175,7 @@ def _prepare_shared_unit(num_sharers: int) -> Callable[[], int]:
     unit = UnitKey(MmHash("popular"), 0)
     for number in range(num_sharers):
         attempt = AttemptId(RequestId(f"r{number}"), 0)
-        intake.expect(attempt, (float(number), ""), [unit], [unit])
+        intake.expect(attempt, (0, float(number), ""), [unit], [unit])
         intake.admit(attempt, [unit])
     requests = [_request(f"r{number}", 0.0, num_units=0) for number in range(NUM_EVENTS)]
 

@@ -1,0 +1,144 @@
+"""Where each live sequence stands, kept by events: a step, a report and an arrival cost nothing for the others.
+
+    held           waits for a sibling that computes their prompt
+    at doorstep    the unit of its next token is not here
+    prefilling     could compute tokens now: in `prefills`, in the order in which they are tried
+    decoding       only its last token is not computed: in `decodes`
+
+Beside that, a sequence that has begun is in `holders`: it alone may hold blocks.
+`refresh` is called whenever something of a sequence has changed that matters here. Knows no steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from operator import attrgetter
+from typing import NamedTuple
+
+from fabric.ids import SequenceId
+from llm_workers.scheduling.prefill_queue import PrefillQueue
+from llm_workers.scheduling.ranked import RankedList
+from llm_workers.scheduling.residency import Residency
+from llm_workers.scheduling.roster import Roster
+from llm_workers.scheduling.sequence import Sequence
+
+_rank: Callable[[Sequence], object] = attrgetter("rank")
+
+
+class Backlog(NamedTuple):
+    """Tokens that could be computed and are not yet: what a request that comes now has ahead of it."""
+
+    num_tokens: int
+    flat_tokens: float
+    """Weighed by their contexts (`fabric.flat_tokens`)."""
+
+
+class _Open(NamedTuple):
+    """What one sequence adds to the backlog, in whole numbers, so that sums stay exact."""
+
+    num_tokens: int
+    num_token_contexts: int
+    """Twice the sum over its tokens of the tokens in front of each: `n * (2 * context + n)`."""
+
+
+class Standings:
+    def __init__(self, roster: Roster, residency: Residency, max_step_tokens: int, context_scale_tokens: float) -> None:
+        self._roster, self._residency = roster, residency
+        self._context_scale_tokens = context_scale_tokens
+        self.prefills = PrefillQueue(max_step_tokens)
+        self.decodes: RankedList[Sequence] = RankedList(_rank)
+        self.holders: RankedList[Sequence] = RankedList(_rank)
+        self._open: dict[Sequence, _Open] = {}
+        """Of sequences that could compute something and do not decode."""
+        self._num_tokens = self._num_token_contexts = 0
+        """Sums over `_open`."""
+        self._stirred: dict[Sequence, None] = {}
+        """Refreshed since doorsteps were last noted."""
+        self.num_at_doorstep = 0
+
+    @property
+    def backlog(self) -> Backlog:
+        weighed = self._num_tokens + self._num_token_contexts / (2.0 * self._context_scale_tokens)
+        return Backlog(self._num_tokens, weighed)
+
+    def refresh(self, sequence: Sequence) -> None:
+        """Something of a live sequence has changed: its tokens, its blocks, its units, or that it is held."""
+        self._stirred[sequence] = None
+        if sequence.is_started:
+            self.holders.add(sequence)
+        else:
+            self.holders.discard(sequence)
+        if sequence.is_decoding:
+            self.decodes.add(sequence)
+        else:
+            self.decodes.discard(sequence)
+        opened = None if sequence.is_decoding or self._roster.is_held(sequence) else self._open_of(sequence)
+        if opened is None:
+            self.prefills.discard(sequence)
+        else:
+            self.prefills.put(sequence, self._residency.inbox.is_complete(sequence.sequence_id))
+        self._count(sequence, opened)
+
+    def remove(self, sequence: Sequence) -> None:
+        """It has left."""
+        self.holders.discard(sequence)
+        self.decodes.discard(sequence)
+        self.prefills.discard(sequence)
+        self._count(sequence, None)
+        self._stirred.pop(sequence, None)
+        self.num_at_doorstep -= sequence.is_at_doorstep
+
+    def note_doorsteps(self, in_flight: Container[SequenceId], now_s: float) -> list[SequenceId]:
+        """Starts and stops the watches of those that came to their doorsteps or left them since the last call, and
+        returns the former. A sequence that is in flight stands at none."""
+        arrived = []
+        for sequence in self._stirred:
+            is_at_doorstep = (
+                not self._residency.inbox.is_complete(sequence.sequence_id)
+                and sequence not in self._open
+                and not self._roster.is_held(sequence)
+                and sequence.sequence_id not in in_flight
+            )
+            if is_at_doorstep != sequence.is_at_doorstep:
+                sequence.is_at_doorstep = is_at_doorstep
+                self.num_at_doorstep += 1 if is_at_doorstep else -1
+                sequence.stopwatch.hold(is_at_doorstep, now_s)
+                if is_at_doorstep:
+                    arrived.append(sequence.sequence_id)
+        self._stirred.clear()
+        return arrived
+
+    def check_invariants(self) -> None:
+        """Between calls. For tests, and in production when idle."""
+        live = list(self._roster.sequences)
+        self.prefills.check_invariants()
+        for ranked, members in (
+            (self.holders, [one for one in live if one.is_started]),
+            (self.decodes, [one for one in live if one.is_decoding]),
+        ):
+            assert list(ranked) == sorted(members, key=lambda one: one.rank), "the order by rank is broken"
+        for sequence in live:
+            opened = None if sequence.is_decoding or self._roster.is_held(sequence) else self._open_of(sequence)
+            assert self._open.get(sequence) == opened, f"{sequence.sequence_id}: its open tokens were not refreshed"
+            assert (sequence in self.prefills) == (opened is not None)
+            assert sequence.is_started or not len(sequence.table), f"{sequence.sequence_id} waits and holds blocks"
+        assert self._open.keys() <= set(live), "a sequence that left is counted"
+        sums = [sum(column) for column in zip(*self._open.values(), strict=True)] or [0, 0]
+        assert sums == [self._num_tokens, self._num_token_contexts]
+        assert self.num_at_doorstep == sum(one.is_at_doorstep for one in live)
+
+    def _open_of(self, sequence: Sequence) -> _Open | None:
+        """None if it stands at its doorstep."""
+        start = sequence.claims_from
+        count = self._residency.doorstep(sequence, start, sequence.num_tokens) - start
+        return _Open(count, count * (2 * start + count)) if count else None
+
+    def _count(self, sequence: Sequence, opened: _Open | None) -> None:
+        before = self._open.pop(sequence, None)
+        if before is not None:
+            self._num_tokens -= before.num_tokens
+            self._num_token_contexts -= before.num_token_contexts
+        if opened is not None:
+            self._open[sequence] = opened
+            self._num_tokens += opened.num_tokens
+            self._num_token_contexts += opened.num_token_contexts

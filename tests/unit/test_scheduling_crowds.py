@@ -1,0 +1,140 @@
+"""What a crowd of waiting requests costs a step, and what it holds: nothing, and nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from scheduling_cases import Bench, attempt_id, request, sequence_id, unit
+
+from llm_workers.scheduling.blocks import BlockPool
+from llm_workers.scheduling.layout import PromptLayout
+from llm_workers.scheduling.planning import MAX_PASSED_OVER
+from llm_workers.scheduling.sequence import Sequence
+
+PREFIX = list(range(64))
+
+
+def crowded(num_waiting: int, **fields: object) -> Bench:
+    """Three requests decode and hold nearly all blocks; the others share their prefix and find no room."""
+    bench = Bench(block_size=4, num_blocks=16 + 3 * 5 + 4, max_sequences=8)
+    for number in range(3):
+        bench.add(request(f"runs-{number}", [*PREFIX, *range(1000 * number, 1000 * number + 18)], age=number))
+        bench.step()
+    assert bench.scheduler.stats().num_decoding == 3
+    for number in range(num_waiting):
+        tail = range(10_000 + 100 * number, 10_020 + 100 * number)
+        bench.add(request(f"waits-{number}", [*PREFIX, *tail], age=10 + number, **fields))
+    return bench
+
+
+def operations(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> Counter[str]:
+    """How often a step asked for what it may only ask of sequences that it serves or tries."""
+    counts: Counter[str] = Counter()
+
+    def count(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def counting(*args: object, **kwargs: object) -> object:
+            counts[name] += 1
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    with monkeypatch.context() as monkeypatch:
+        count(BlockPool, "lookup")
+        count(BlockPool, "num_reclaimable")
+        count(PromptLayout, "runs_between")
+        count(Sequence, "extend_hashes")
+        plan = bench.scheduler.plan_step()
+        for chunk in plan.chunks:
+            assert chunk.sequence_id.request_id.startswith("runs")
+    bench.commit(plan)
+    return counts
+
+
+@pytest.mark.parametrize("fields", [{}, {"priority": 1}, {"cache_salt": "tenant"}])
+def test_a_step_looks_at_no_more_of_a_hundred_than_of_ten(monkeypatch, fields) -> None:
+    few, many = (operations(monkeypatch, crowded(count, **fields)) for count in (10, 100))
+    assert few == many
+    assert few["lookup"] <= 2 * MAX_PASSED_OVER
+
+
+def test_each_user_a_salt_of_its_own(monkeypatch) -> None:
+    few, many = crowded(0), crowded(0)
+    for bench, count in ((few, 10), (many, 100)):
+        for number in range(count):
+            bench.add(request(f"user-{number}", 40, age=20 + number, cache_salt=f"salt-{number}"))
+    assert operations(monkeypatch, few) == operations(monkeypatch, many)
+
+
+def test_waiting_requests_hold_no_blocks() -> None:
+    without, with_crowd = crowded(0), crowded(100)
+    assert with_crowd.scheduler.stats().kv_blocks_used == without.scheduler.stats().kv_blocks_used
+    assert with_crowd.scheduler.stats().num_waiting == 100
+
+
+def test_a_hit_is_counted_when_it_is_used() -> None:
+    bench = crowded(1)
+    assert bench.scheduler.stats().prefix_hit_tokens == 2 * len(PREFIX)
+    bench.scheduler.abort(attempt_id("runs-2"))
+    assert bench.step() == {"runs-0": 1, "runs-1": 1, "waits-0": 20}
+    assert bench.scheduler.stats().prefix_hit_tokens == 3 * len(PREFIX)
+
+
+def test_blocks_that_were_evicted_before_it_began_cost_a_request_its_units() -> None:
+    """At admission the picture lies in cached blocks; before the request begins, another one takes them."""
+    bench = Bench(block_size=4, num_blocks=8, max_sequences=1)
+    picture = [("image", 4, 8)]
+    bench.add(request("first", 16, picture, max_tokens=1), landed=True)
+    bench.step()
+    bench.add(request("other", 28, age=1, max_tokens=1))
+    assert bench.add(request("second", request("first", 16, picture).token_ids, picture, age=2)).missing_units == ()
+    assert not bench.scheduler.needs_unit(unit("image"))
+    assert bench.step() == {"other": 28}
+    assert bench.step() == {}
+    assert [tuple(need) for need in bench.scheduler.drain_needed()] == [
+        (sequence_id("second"), unit("image"), "preempted")
+    ]
+    bench.scheduler.unit_landed(unit("image"))
+    assert bench.step() == {"second": 12}
+
+
+def test_the_blocks_that_a_waiting_request_hits_are_given_away_last() -> None:
+    bench = Bench(block_size=4, num_blocks=12, max_sequences=1)
+    for name in ("wanted", "other"):
+        bench.add(request(name, 16, max_tokens=1))
+        bench.step()
+    bench.add(request("large", 28, age=1, max_tokens=1))
+    bench.add(request("again", request("wanted", 16).token_ids, age=2))
+    bench.step()
+    assert bench.step() == {"again": 1}
+
+
+def test_those_that_find_no_room_do_not_keep_one_that_has_begun_waiting() -> None:
+    """A crowd of another tenant stands before it in turn, none of which may begin."""
+    bench = Bench(block_size=4, num_blocks=24, max_step_tokens=10, max_sequences=4)
+    bench.add(request("decodes", 8, age=0, max_tokens=60))
+    bench.step()
+    bench.add(request("long", 70, age=1, max_tokens=1))
+    bench.step()
+    for number in range(3 * MAX_PASSED_OVER):
+        bench.add(request(f"crowd-{number}", 92, age=2 + number, cache_salt="crowd"))
+    computed = [bench.step().get("long", 0) for _ in range(7)]
+    assert computed == [9] * 6 + [7]
+
+
+def test_when_nothing_else_can_be_done_the_first_in_rank_is_tried() -> None:
+    """A request at its doorstep holds most blocks, and the tenant whose turn it is has only prompts that are too large;
+    behind them, of the other tenant, waits the oldest."""
+    bench = Bench(block_size=4, num_blocks=20, max_step_tokens=80, max_sequences=4, is_chunked_media_enabled=False)
+    bench.add(request("served", 8, age=0, max_tokens=1, cache_salt="a"))
+    bench.add(request("doorstep", 60, [("image", 40, 10)], age=1, cache_salt="a"))
+    bench.add(request("more", 8, age=1, max_tokens=1, cache_salt="a"))
+    bench.step()
+    for number in range(3 * MAX_PASSED_OVER):
+        large = request(f"large-{number}", 60, [(f"large-{number}", 0, 60)], age=3 + number, cache_salt="b")
+        bench.add(large, landed=True)
+    bench.add(request("oldest", 60, [("small", 0, 4)], age=2, cache_salt="a"), landed=True)
+    computed = bench.step()
+    assert computed == {"oldest": 40}
