@@ -102,8 +102,8 @@ class LocalCluster:
                 await service.start()
         for worker in self.ranked_workers:
             worker.end_when_lost(asyncio.get_running_loop())
-        for member_id, worker_service in self.workers.services.items():
-            worker_service.on_lost(partial(self._remove, member_id))
+        for member_id, member in (*self.workers.services.items(), *self.encoders.services.items()):
+            member.on_lost(partial(self._remove, member_id))
         self._tell_members()
 
     def _tell_members(self) -> None:
@@ -111,7 +111,7 @@ class LocalCluster:
             service.update_members(self._members)
 
     def _remove(self, member_id: MemberId) -> None:
-        """A worker is lost. Nothing replaces it here: that takes processes."""
+        """A worker or an encoder is lost. Nothing replaces it here: that takes processes."""
         self._members = [member for member in self._members if member.member_id != member_id]
         self._tell_members()
 

@@ -52,6 +52,13 @@ def calibrate(family: Family, model: EncoderModel, modality: str, costs: Forward
     return spec
 
 
+def probe_inputs(family: Family, modality: str) -> list[EncoderInput]:
+    """The smallest sample of a modality, ready for a forward that nothing of a request can spoil."""
+    make, sizes = MODALITY_TO_SAMPLES[modality]
+    sample = make(min(sizes))
+    return family.preprocess(sample.data, sample_item(family, sample, modality))
+
+
 def _forward(model: EncoderModel, inputs: list[EncoderInput]) -> tuple[list[torch.Tensor], float]:
     started_s = time.perf_counter()
     with torch.inference_mode():

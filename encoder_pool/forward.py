@@ -2,8 +2,9 @@
 touches the device.
 
 A batch that fails is tried again one by one, so that a poisoned unit or sound fails alone; one that runs out of device
-memory is split in halves. What comes out is held against the plan before it may be announced. Knows nothing of
-queues, leases or requests: it is given a batch, and says what became of each.
+memory is split in halves. If a harmless forward fails behind that one too, it is the device: the encoder is lost, and
+so is all that it is given from then on. What comes out is held against the plan before it may be announced. Knows
+nothing of queues, leases or requests: it is given a batch, and says what became of each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from encoder_pool.decode_process import check_inputs
 from encoder_pool.planning.features import FeatureSpec
 from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit, SoundJob, SoundResult
-from fabric.errors import EncodeFailed, FeatureMismatch, WeftError
+from fabric.errors import EncodeFailed, EncoderLost, FeatureMismatch, WeftError
 from modalities.family import EncoderInput, EncoderModel
 from modalities.waveform import Spectrograms
 
@@ -42,13 +43,18 @@ class ForwardThread:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="encoder-forward", daemon=True)
         self._spec: FeatureSpec | None = None
+        self._probe_inputs: Sequence[EncoderInput] = ()
+        self.loss: EncoderLost | None = None
+        """Set once the device was found to fail everything; it stays."""
 
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def start(self, spec: FeatureSpec) -> None:
-        self._spec = spec
+    def start(self, spec: FeatureSpec, probe_inputs: Sequence[EncoderInput] = ()) -> None:
+        """`probe_inputs`: what the device must be able to encode, whatever else failed; without them it is always
+        trusted."""
+        self._spec, self._probe_inputs = spec, probe_inputs
         self._thread.start()
 
     def submit(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
@@ -72,13 +78,32 @@ class ForwardThread:
         started_s = time.perf_counter()
         if self._delay_s:
             time.sleep(self._delay_s)
-        outcomes = fail_alone(self._encode, units, lambda unit: f"a unit of {unit.input.num_patches} patches")
+        outcomes = self._try(self._encode, units, lambda unit: f"a unit of {unit.input.num_patches} patches")
         return ForwardResult(outcomes, time.perf_counter() - started_s)
 
     def _hear(self, sounds: Sequence[SoundJob]) -> SoundResult:
         started_s = time.perf_counter()
-        outcomes = fail_alone(self._units, sounds, lambda sound: f"a sound of {sound.waveform.num_samples} samples")
+        outcomes = self._try(self._units, sounds, lambda sound: f"a sound of {sound.waveform.num_samples} samples")
         return SoundResult(outcomes, time.perf_counter() - started_s)
+
+    def _try(
+        self, work: Callable[[Sequence[T]], list[R]], batch: Sequence[T], name: Callable[[T], str]
+    ) -> list[R | WeftError]:
+        """`fail_alone` with a probe behind each that fails; all are lost with the device."""
+        if self.loss is None:
+            try:
+                return fail_alone(work, batch, name, self._probe)
+            except EncoderLost as error:
+                self.loss = error
+        return [self.loss for _ in batch]
+
+    def _probe(self) -> None:
+        """Raises EncoderLost if the device can't encode what it could at the start."""
+        try:
+            for feature in self._model.encode(self._probe_inputs) if self._probe_inputs else ():
+                feature.cpu()  # waits for the device
+        except Exception as error:  # nothing of a request was in it
+            raise EncoderLost(f"the encoder's device fails every forward ({type(error).__name__})") from error
 
     def _encode(self, units: Sequence[ForwardUnit]) -> list[WeftError | None]:
         features = self._model.encode([unit.input for unit in units])
@@ -107,26 +132,32 @@ class ForwardThread:
 
 
 def fail_alone(
-    work: Callable[[Sequence[T]], list[R]], batch: Sequence[T], name: Callable[[T], str]
+    work: Callable[[Sequence[T]], list[R]],
+    batch: Sequence[T],
+    name: Callable[[T], str],
+    probe: Callable[[], None] = lambda: None,
 ) -> list[R | WeftError]:
     """What `work` makes of each of a batch, in order. If all together fail, each is tried alone; if they run out of
     device memory, they are split in halves. What fails alone stands as an error in its place; `name` says what it
-    is."""
+    is. `probe` is called behind each failure and raises EncoderLost, which ends it all."""
     try:
         return list(work(batch))
     except torch.OutOfMemoryError as error:
         torch.cuda.empty_cache()
         if len(batch) == 1:
+            probe()
             return [EncodeFailed(f"out of device memory on {name(batch[0])}")]
         logger.warning("a batch of %d ran out of memory, split: %s", len(batch), error)
         half = len(batch) // 2
-        return fail_alone(work, batch[:half], name) + fail_alone(work, batch[half:], name)
+        return fail_alone(work, batch[:half], name, probe) + fail_alone(work, batch[half:], name, probe)
     except Exception as error:  # the loop of a process: what one breaks, the others must not pay for
         if len(batch) == 1:
             logger.exception("%s failed in the encoder", name(batch[0]))
+            if not isinstance(error, WeftError):
+                probe()
             return [error if isinstance(error, WeftError) else EncodeFailed(f"encoder: {type(error).__name__}")]
         logger.warning("a batch of %d failed, each is tried alone: %r", len(batch), error)
-        return [fail_alone(work, [one], name)[0] for one in batch]
+        return [fail_alone(work, [one], name, probe)[0] for one in batch]
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from encoder_pool.announcer import Announcer
-from encoder_pool.calibrate import calibrate
+from encoder_pool.calibrate import calibrate, probe_inputs
 from encoder_pool.config import EncoderConfig
 from encoder_pool.decode import DecodeLimits, DecodePool
 from encoder_pool.forward import ForwardThread
@@ -86,16 +86,19 @@ class EncoderService:
         self._housekeeping: asyncio.Task[None] | None = None
         self._flush: asyncio.TimerHandle | None = None
         self._is_open = False
+        self._tell_lost: Callable[[], None] = lambda: None
+        self._is_loss_told = False
 
     async def start(self) -> None:
         """Starts decoders, calibrates with short synthetic forwards, begins to take messages and calls."""
         try:
             await self._decoder.start()
             spec = await asyncio.to_thread(self._calibrate)
+            harmless = await asyncio.to_thread(probe_inputs, self._family, self._config.modalities[0])
         except BaseException:
             await self._decoder.close()
             raise
-        self._forward.start(spec)
+        self._forward.start(spec, harmless)
         self._pipeline.open(spec)
         self._plane.start(self._receive)
         self._housekeeping = asyncio.create_task(self._keep_house())
@@ -158,11 +161,19 @@ class EncoderService:
             self._config.max_items_in_flight,
         )
 
+    def on_lost(self, call: Callable[[], None]) -> None:
+        """`call` is called once, in the event loop, when the device was found to fail: the encoder's owner takes it out
+        of the directory."""
+        self._tell_lost = call
+
     def check_health(self) -> None:
         """Raises EncodeFailed if the forward thread died, or the loop that ends leases, or decode processes can't be
-        started or die before they are needed; EncoderLost if no worker can be told of features, or read them."""
+        started or die before they are needed; EncoderLost if the device fails, or no worker can be told of features, or
+        read them."""
         if not self._is_open:
             return
+        if self._forward.loss is not None:
+            raise self._forward.loss
         if not self._forward.is_alive:
             raise EncodeFailed("the forward thread has died")
         if not self._decoder.is_alive:
@@ -176,6 +187,9 @@ class EncoderService:
 
     def tick(self) -> None:
         """One round of housekeeping: ends what has expired, starts what now can start, reports."""
+        if self._forward.loss is not None and not self._is_loss_told:
+            self._is_loss_told = True
+            self._tell_lost()
         self._table.expire()
         for router_id in self._reporter.expired_routers():
             logger.warning("the lease of %s has expired; its requests end", router_id)

@@ -66,6 +66,11 @@ class EncoderReplica:
         await self._service.start()
         self._heartbeat = Heartbeat(record, self._service.update_members)
         await self._heartbeat.start()
+        self._service.on_lost(self._leave)
+
+    def _leave(self) -> None:
+        """Out of the directory at once; Serve replaces the replica when its health checks have failed."""
+        self._leaving = asyncio.create_task(self._heartbeat.stop(), name="weft-leave")
 
     async def encode(self, request: EncodeRequest, *media: bytes) -> EncodeResult:
         enter_request(request.request_id)

@@ -1,4 +1,5 @@
-"""A worker's device fails for good in the middle of many requests: they go on elsewhere, and end as they would have."""
+"""A device fails for good in the middle of many requests, a worker's or an encoder's: they go on elsewhere, and end as
+they would have."""
 
 from __future__ import annotations
 
@@ -8,15 +9,18 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
+import torch
+from chat_media import image_part, user
 from router_chats import read
 
 from deploy.config import ClusterConfig
 from deploy.local import LocalCluster, running
-from fabric.errors import EngineFailed, WeftError, WorkerLost
+from fabric.errors import EncodeFailed, EncoderLost, EngineFailed, WeftError, WorkerLost
 from fabric.ids import MemberId
 from llm_workers.device_errors import PROBE_ID
 from llm_workers.engine import Executor
 from llm_workers.scheduling.plan import StepPlan, StepResult
+from modalities.family import EncoderInput, EncoderModel
 from router.api.request import ChatRequest, parse_chat
 
 pytestmark = pytest.mark.torch
@@ -123,3 +127,66 @@ async def test_a_poisoned_request_among_healthy_ones_fails_alone_and_no_worker_i
         for service in cluster.workers.services.values():
             service.check_health()
         assert cluster.router.readiness()[1]["num_workers"] == 2
+
+
+class EncoderDevice:
+    """Around an encoder's model. It fails every forward once `is_broken`, and each with a wide picture if those are
+    poison."""
+
+    def __init__(self, cluster: LocalCluster, encoder_id: MemberId) -> None:
+        self.is_broken = False
+        self.is_wide_poison = False
+        self.num_forwards = 0
+        forward = cluster.encoders.services[encoder_id]._forward
+        self._model: EncoderModel = forward._model
+        forward._model = self
+
+    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        self.num_forwards += 1
+        if self.is_broken or (self.is_wide_poison and any(each.grid[1] != each.grid[2] for each in inputs)):
+            raise RuntimeError("it computes no more")
+        return self._model.encode(inputs)
+
+
+def picture_config() -> ClusterConfig:
+    return ClusterConfig.model_validate(
+        {
+            "workers": {"replicas": 1, "num_blocks": 1024},
+            "encoders": {"replicas": 2, "modalities": ["image"], "decode_processes": 0},
+            "media": {"probe_processes": 0},
+            "router": {"capacity_wait_s": 5.0},
+        }
+    )
+
+
+def about_picture(seed: int, salt: str = "", **size: int) -> ChatRequest:
+    body = {"model": "weft-demo", "messages": user(image_part(seed, **size), "What is this?"), "temperature": 0}
+    return parse_chat(json.dumps(body | {"max_tokens": NUM_TOKENS, "ignore_eos": True, "cache_salt": salt}).encode())
+
+
+async def test_pictures_survive_an_encoder_whose_device_dies() -> None:
+    async with running(picture_config()) as cluster:
+        wanted = [await ask(cluster, about_picture(seed)) for seed in range(40)]
+        devices = {encoder_id: EncoderDevice(cluster, encoder_id) for encoder_id in cluster.encoders.services}
+        victim_id, victim = next(iter(devices.items()))
+        victim.is_broken = True
+        answers = await asyncio.gather(*(ask(cluster, about_picture(seed, "anew")) for seed in range(40)))
+        assert answers == wanted
+        assert 2 <= victim.num_forwards <= 3, "a forward, its first item alone if there were several, and the probe"
+        with pytest.raises(EncoderLost):
+            cluster.encoders.services[victim_id].check_health()
+        cluster.encoders.services[victim_id].tick()
+        assert victim_id not in {member["member_id"] for member in cluster.router.members()}
+
+
+async def test_a_poisoned_picture_fails_alone_and_no_encoder_is_lost() -> None:
+    async with running(picture_config()) as cluster:
+        wanted = [await ask(cluster, about_picture(seed)) for seed in range(20)]
+        for encoder_id in cluster.encoders.services:
+            EncoderDevice(cluster, encoder_id).is_wide_poison = True
+        healthy = [asyncio.create_task(ask(cluster, about_picture(seed, "anew"))) for seed in range(20)]
+        with pytest.raises(EncodeFailed):
+            await ask(cluster, about_picture(99, "anew", width=256, height=64))
+        assert await asyncio.gather(*healthy) == wanted
+        for service in cluster.encoders.services.values():
+            service.check_health()

@@ -164,14 +164,15 @@ async def test_a_file_that_is_not_what_was_planned_is_refused(family: Family, en
 
 async def test_a_poisoned_unit_fails_alone(family: Family, encoder: EncoderModel) -> None:
     async with running_bench(family, encoder, CONFIG) as bench:
-        poison = picture(9, 128, 128)
+        poison = picture(9, 256, 128)
         bench.model.poison_patches = {bench.item(poison).cost}
         tasks = await queue_behind(bench, [[picture(1), poison], [picture(2)]])
         bench.model.gate.set()
         results = await asyncio.gather(*tasks)
         codes = [[error.code if error else None for error in errors(result)] for result in results]
         assert codes == [[None], [None, "encode_failed"], [None]]
-        assert bench.model.batch_sizes == [1, 3, 1, 1, 1]
+        assert bench.model.batch_sizes == [1, 3, 1, 1, 1, 1], "a harmless forward behind the one that failed"
+        bench.service.check_health()
         await bench.is_idle()
 
 
@@ -183,10 +184,27 @@ async def test_a_batch_that_runs_out_of_memory_is_split(family: Family, encoder:
         results = await asyncio.gather(*tasks)
         assert all(error is None for result in results for error in errors(result))
         assert bench.model.batch_sizes == [1, 3, 1, 2, 1, 1]
+        bench.service.check_health()
+
+
+async def test_a_device_that_fails_everything_loses_the_encoder_and_blames_no_picture(
+    family: Family, encoder: EncoderModel
+) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        told: list[str] = []
+        bench.service.on_lost(lambda: told.append("lost"))
         bench.model.max_units = 0
-        files = [picture(4)]
-        result = await bench.service.encode(bench.request(files), files)
-        assert [error.code for error in errors(result) if error] == ["encode_failed"]
+        tasks = await queue_behind(bench, [[picture(1), picture(2)], [picture(3)]])
+        bench.model.gate.set()
+        results = await asyncio.gather(*tasks)
+        codes = [[error.code if error else None for error in errors(result)] for result in results]
+        assert codes == [["encoder_lost"], ["encoder_lost"] * 2, ["encoder_lost"]]
+        assert bench.model.batch_sizes == [1, 1], "the first picture and a harmless forward"
+        with pytest.raises(EncoderLost):
+            bench.service.check_health()
+        bench.service.tick()
+        bench.service.tick()
+        assert told == ["lost"]
         await bench.is_idle()
 
 
