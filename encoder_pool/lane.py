@@ -63,7 +63,7 @@ class Lane:
         Room is reserved in order of rank. Who has none waits for leases to end, and no unit passes it, for else a
         large feature might wait for ever."""
         while not self._is_busy:
-            sounds = choose_sounds(self._flights.queued_sounds(self.costs.work_s), self._max_batch_cost)
+            sounds = choose_sounds(self._flights.queued_sounds(), self._max_batch_cost)
             batch = self._choose()
             is_sound_first = bool(sounds) and (not batch or sounds[0].rank < batch[0].rank)
             if not is_sound_first and batch and self._take(batch, done):
@@ -99,8 +99,7 @@ class Lane:
         self.busy.ended(self._clock.now())
 
     def _choose(self) -> list[QueuedUnit]:
-        queued = self._flights.queued_units(self.costs.work_s)
-        return choose_batch(queued, self._max_batch_cost, self.costs.estimate)
+        return choose_batch(self._flights.queued_units(), self._max_batch_cost, self.costs.estimate)
 
     def _take(self, batch: list[QueuedUnit], done: Callable[[], None]) -> bool:
         """Submits what has room. False if the first in line waits for it."""
@@ -157,7 +156,7 @@ class Lane:
         if not any(result.errors):
             self.costs.observe(batch[0].modality, cost, result.seconds, self._clock.now())
         keys = [unit.key for unit in batch]
-        self._flights.served(keys, result.seconds, self._clock.now(), self.costs.work_s)
+        self._flights.served(keys, result.seconds, self._clock.now())
         for unit, error in zip(batch, result.errors, strict=True):
             if error is None:
                 self._table.complete(unit.key)

@@ -59,7 +59,7 @@ class Pipeline:
         self._numbers = count()
         self._number_to_call: dict[int, Call] = {}
         self._flight_to_task: dict[Flight, asyncio.Task[None]] = {}
-        self.flights = Flights(config.patience)
+        self.flights = Flights(config.patience, lambda modality, cost: self.costs.work_s(modality, cost))
         self._room = DecodeRoom(
             max_cost=config.max_decoded_cost,
             max_items=config.max_items_in_flight,
@@ -136,7 +136,7 @@ class Pipeline:
     def pump(self) -> None:
         """Starts every decoding and the forward, if they can start. To be called whenever something has ended."""
         while len(self._flight_to_task) < self._decoder.num_parallel:
-            flight = self.flights.next_to_decode(self._room, self.costs.work_s)
+            flight = self.flights.next_to_decode(self._room)
             if flight is None:
                 break
             self.flights.decode_started(flight)
@@ -160,9 +160,8 @@ class Pipeline:
                 self.tally.num_items_failed += 1
             else:
                 wanted.setdefault(item.mm_hash, (item, data))
-        drain_s = self.flights.queued_s(self.costs.work_s)
         items = [item for item, _ in wanted.values()]
-        check_budget(items, self.flights, self._table.is_ready, self._config.max_queue_cost, drain_s)
+        check_budget(items, self.flights, self._table.is_ready, self._config.max_queue_cost)
         return list(wanted.values())
 
     def _follow(self, call: Call, item: MediaItem, data: bytes) -> None:
@@ -211,8 +210,7 @@ class Pipeline:
     def _flight_ended(self, flight: Flight) -> None:
         """Nothing of the flight is left to make. Followers that miss what it was past making start another."""
         self._stop_decoding(flight)
-        followers, flight.followers = flight.followers, []
-        for follower in followers:
+        for follower in self.flights.take_followers(flight):
             if self._enter(follower):
                 self._number_to_call[follower.call].succeed(follower, self._clock.now(), is_cache_hit=False)
 

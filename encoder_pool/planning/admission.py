@@ -29,10 +29,9 @@ def check_budget(
     flights: Flights,
     is_ready: Callable[[UnitKey], bool],
     max_queue_cost: int,
-    drain_s: float,
 ) -> None:
     """Raises Overloaded if what is new in these items would pass the budget in patches; what is cached or in flight
-    costs nothing, and an empty queue takes anything. `drain_s` until the queue has been encoded, for Retry-After."""
+    costs nothing, and an empty queue takes anything. To be tried again when the queue has been encoded."""
     new = {item.mm_hash: item for item in items if flights.find(item.mm_hash) is None}
     new_cost = sum(
         cost
@@ -40,9 +39,9 @@ def check_budget(
         for unit, cost in zip(item.unit_keys(), split_cost(item.cost, item.unit_tokens), strict=True)
         if not is_ready(unit)
     )
-    queued_cost = flights.queued_cost
+    queued_cost = flights.totals.queued_cost
     if new_cost and queued_cost and queued_cost + new_cost > max_queue_cost:
         raise Overloaded(
             f"{queued_cost} patches wait; {new_cost} more would pass the budget of {max_queue_cost}",
-            retry_after_s=max(0.1, drain_s),
+            retry_after_s=max(0.1, flights.queued_s),
         )

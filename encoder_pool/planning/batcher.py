@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from encoder_pool.planning.cost import CostEstimate, is_alike
 from encoder_pool.planning.turns import Rank
-from fabric.ids import MmHash, UnitKey
+from fabric.ids import MemberId, MmHash, UnitKey
 
 
 class QueuedUnit(NamedTuple):
@@ -29,6 +29,13 @@ class QueuedUnit(NamedTuple):
     place: tuple[float, int] = (0.0, 0)
     """Share of its item's rows that come before it, and the item's index: the units of a video and of its sound track
     take turns."""
+    worker_id: MemberId = MemberId("")
+    """Of the call that the rank is of."""
+
+
+def place_in_line(unit: QueuedUnit) -> tuple[Rank, tuple[float, int], int, MmHash]:
+    """Units are ordered by this."""
+    return unit.rank, unit.place, unit.key.unit, unit.key.mm_hash
 
 
 class QueuedSound(NamedTuple):
@@ -39,6 +46,8 @@ class QueuedSound(NamedTuple):
     cost: int
 
 
+LOOK_AHEAD = 64
+"""So many units are passed over for a batch; those behind are not looked at. It bounds what one choice costs."""
 MIN_GAIN = 0.02
 """Of a unit's own work that a forward of its own must cost besides; less is noise of the measurement."""
 
@@ -57,41 +66,48 @@ def is_fusing_worthwhile(estimate: CostEstimate, cost: int, *, is_same_request: 
 def choose_batch(
     units: Iterable[QueuedUnit], max_cost: int, estimate: Callable[[str], CostEstimate]
 ) -> list[QueuedUnit]:
-    """The next forward: the first unit in line, then what fits beside it within `max_cost`. `estimate` of a modality.
+    """The next forward: the first of `units`, which are in line, then what fits beside it within `max_cost`.
+    `estimate` of a modality.
 
     All of one modality (a forward is packed from one encoder's inputs). A unit too large for the rest of the batch is
     passed over; it is not starved, for the first unit is taken whatever its cost. Where the units of a video share a
     forward, it takes less than twice what it would over one of them.
     """
-    ordered = sorted(units, key=lambda unit: (unit.rank, unit.place, unit.key.unit, unit.key.mm_hash))
-    batch = ordered[:1]
-    requests = {unit.rank.age for unit in batch}
-    cost = sum(unit.cost for unit in batch)
-    along_cost = 0  # of units that another of their request goes before
-    for unit in ordered[1:]:
-        if unit.modality != batch[0].modality or cost + unit.cost > max_cost:
-            continue
+    line = iter(units)
+    first = next(line, None)
+    if first is None:
+        return []
+    batch, passed_over = [first], list[QueuedUnit]()
+    line_of_forward = estimate(first.modality)
+    requests = {first.rank.age}
+    cost, along_cost = first.cost, 0  # `along_cost`: of units that another of their request goes before
+    while cost < max_cost and len(passed_over) < LOOK_AHEAD and (unit := next(line, None)) is not None:
         is_same_request = unit.rank.age in requests
         weighed = along_cost + unit.cost if is_same_request else unit.cost
-        if not is_fusing_worthwhile(estimate(unit.modality), weighed, is_same_request=is_same_request):
+        if (
+            unit.modality != first.modality
+            or cost + unit.cost > max_cost
+            or not is_fusing_worthwhile(line_of_forward, weighed, is_same_request=is_same_request)
+        ):
+            passed_over.append(unit)
             continue
         along_cost = weighed if is_same_request else along_cost
         batch.append(unit)
         requests.add(unit.rank.age)
         cost += unit.cost
-    if batch and is_alike(cost, estimate(batch[0].modality).worn_cost):
-        return _other_size(batch, ordered, max_cost)
+    if is_alike(cost, line_of_forward.worn_cost):
+        return _other_size(batch, passed_over, max_cost)
     return batch
 
 
-def _other_size(batch: list[QueuedUnit], ordered: list[QueuedUnit], max_cost: int) -> list[QueuedUnit]:
+def _other_size(batch: list[QueuedUnit], passed_over: list[QueuedUnit], max_cost: int) -> list[QueuedUnit]:
     """Half of a batch of several units; one unit with the next that fits beside it. The batch itself if there is no
     choice."""
     if len(batch) > 1:
         return batch[: len(batch) // 2]
     (first,) = batch
-    for unit in ordered:
-        if unit is not first and unit.modality == first.modality and first.cost + unit.cost <= max_cost:
+    for unit in passed_over:
+        if unit.modality == first.modality and first.cost + unit.cost <= max_cost:
             return [first, unit]
     return batch
 
@@ -100,11 +116,15 @@ def choose_sounds(sounds: Iterable[QueuedSound], max_cost: int) -> list[QueuedSo
     """Of which sounds units are made together: the first in line, then what fits beside it within `max_cost`. Always
     worthwhile: none of their units can be encoded before, and together they take hardly longer than one."""
     batch: list[QueuedSound] = []
-    cost = 0
-    for sound in sorted(sounds):
+    cost, num_passed_over = 0, 0
+    for sound in sounds:
         if not batch or cost + sound.cost <= max_cost:
             batch.append(sound)
             cost += sound.cost
+        else:
+            num_passed_over += 1
+        if cost >= max_cost or num_passed_over == LOOK_AHEAD:
+            break
     return batch
 
 

@@ -1,7 +1,8 @@
-"""One medium on its way through an encoder, and who waits for it: the state that `flights` keeps."""
+"""One medium on its way through an encoder, and who waits for it: the state that `flights` keeps, and sums over it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -67,16 +68,29 @@ def follower_of(request: EncodeRequest, turn: Turn, item: MediaItem, data: bytes
     )
 
 
+class Stage(NamedTuple):
+    """What a flight waits for; flights of one stage are ranked together."""
+
+    name: str
+    modality: str = ""
+    """Of units, which share a forward with their like."""
+    is_long: bool = False
+    """Of decodings."""
+
+
 @dataclass(slots=True, eq=False)
 class Flight:
     item: MediaItem
     data: bytes
     phase: Phase = Phase.WAITING
-    followers: list[Follower] = field(default_factory=list)
+    followers: dict[Follower, None] = field(default_factory=dict)
+    """In the order they came."""
     unit_to_cost: dict[int, int] = field(default_factory=dict)
     """Units still to be made, those in the forward included."""
+    remaining_cost: int = 0
+    """Of these units."""
     unit_to_input: dict[int, EncoderInput] = field(default_factory=dict)
-    """Decoded units that wait for their forward."""
+    """Decoded units that wait for their forward, in their order."""
     waveform: Waveform | None = None
     """Of a decoded sound, until the device takes it."""
     forwarding: set[int] = field(default_factory=set)
@@ -88,13 +102,62 @@ class Flight:
     """Of each unit: the share of the item's rows that come before it."""
 
     @property
-    def remaining_cost(self) -> int:
-        return sum(self.unit_to_cost.values())
-
-    @property
     def is_long(self) -> bool:
         """Of several units: what gives way to others while it is encoded must not hold up their decoding either."""
         return len(self.item.unit_tokens) > 1
+
+    @property
+    def stage(self) -> Stage | None:
+        """None while it is being worked on and none of its units waits."""
+        if self.phase is Phase.WAITING:
+            return Stage("decoding", is_long=self.is_long)
+        if self.waveform is not None:
+            return Stage("sound")
+        return Stage("unit", self.item.modality) if self.unit_to_input else None
+
+    def want(self, unit: int, cost: int) -> None:
+        """The unit is to be made. Harmless if that is known."""
+        if unit not in self.unit_to_cost:
+            self.unit_to_cost[unit] = cost
+            self.remaining_cost += cost
+
+    def drop(self, unit: int) -> None:
+        """The unit was made, or nobody waits for it."""
+        self.remaining_cost -= self.unit_to_cost.pop(unit)
+        self.unit_to_input.pop(unit, None)
+
+
+@dataclass(slots=True)
+class FlightTotals:
+    """Sums over flights, kept up to date by `count` before and after each change of a flight."""
+
+    queued_cost: int = 0
+    """Patches accepted and not yet encoded."""
+    num_units_queued: int = 0
+    """Not in the forward."""
+    num_items_queued: int = 0
+    """With such a unit."""
+    num_in_flight: int = 0
+    """Items being decoded, decoded or in the forward."""
+    num_prepared: int = 0
+    """Items that are being decoded, or lie decoded, or have a unit that does."""
+    num_long_decoding: int = 0
+    modality_to_cost: Counter[str] = field(default_factory=Counter)
+    """Of `queued_cost`."""
+    modality_to_decoded_cost: Counter[str] = field(default_factory=Counter)
+    """Of what lies decoded, or is being decoded."""
+
+    def count(self, flight: Flight, sign: int) -> None:
+        is_begun = flight.phase is not Phase.WAITING
+        num_queued = len(flight.unit_to_cost) - len(flight.forwarding)
+        self.queued_cost += sign * flight.remaining_cost
+        self.num_units_queued += sign * num_queued
+        self.num_items_queued += sign * (num_queued > 0)
+        self.num_in_flight += sign * is_begun
+        self.num_prepared += sign * (flight.phase in (Phase.DECODING, Phase.DECODED) or bool(flight.unit_to_input))
+        self.num_long_decoding += sign * (flight.is_long and flight.phase is Phase.DECODING)
+        self.modality_to_cost[flight.item.modality] += sign * flight.remaining_cost
+        self.modality_to_decoded_cost[flight.item.modality] += sign * is_begun * flight.remaining_cost
 
 
 class DecodeRoom(NamedTuple):

@@ -3,32 +3,68 @@
 A *follower* is one request's wish for the units of one item; a *flight* makes the units that its followers miss. A
 flight lives while it has followers, or units in the forward (which can't be stopped). Its units leave the queue with
 the last follower. Knows nothing of memory, processes or messages; it counts, ranks and says who waits for what.
+
+Whose turn is next is a matter of calls: their ranks are kept in a queue for each worker and each stage that their items
+stand in, and corrected when something of the call changes. So an event costs the same however many wait.
 """
 
 from __future__ import annotations
 
+import heapq
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
 
-from encoder_pool.planning.batcher import QueuedSound, QueuedUnit, split_cost
-from encoder_pool.planning.flight import DecodeRoom, Flight, Follower, Phase
+from encoder_pool.planning.batcher import QueuedSound, QueuedUnit, place_in_line, split_cost
+from encoder_pool.planning.call_queue import CallQueue
+from encoder_pool.planning.flight import DecodeRoom, Flight, FlightTotals, Follower, Phase, Stage
 from encoder_pool.planning.sizes import InputSizes
 from encoder_pool.planning.turns import Rank, Turn
-from fabric.ids import MmHash, UnitKey
+from fabric.ids import MemberId, MmHash, UnitKey
 from modalities.family import EncoderInput
 from modalities.waveform import Waveform
 
 ToSeconds = Callable[[str, int], float]
-"""(modality, cost) -> what that adds to a forward."""
+"""(modality, cost) -> what that adds to a forward; proportional to the cost."""
+PRICED_COST = 2**20
+"""Whose seconds are asked for, to learn the price of one."""
+PRICE_TOLERANCE = 0.1
+"""Ranks are made of new prices when one has changed by more than this share."""
+MAX_REPRICED = 8
+"""So many calls may be ranked with new prices for each forward since they were last: what it costs is spread."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    """What one call waits for on this encoder."""
+
+    turn: Turn
+    worker_id: MemberId
+    rank: Rank
+    num_followers: int = 0
+    modality_to_cost: Counter[str] = field(default_factory=Counter)
+    """Of the flights that its items follow."""
+    stage_to_flights: dict[Stage, dict[Flight, Follower]] = field(default_factory=dict)
 
 
 class Flights:
     """All flights of one encoder, at most one per `mm_hash`. Not thread-safe."""
 
-    def __init__(self, patience: float) -> None:
+    def __init__(self, patience: float, to_seconds: ToSeconds) -> None:
         self._patience = patience
+        self._to_seconds = to_seconds
         self._hash_to_flight: dict[MmHash, Flight] = {}
+        self._call_to_waiting: dict[int, _Waiting] = {}
+        self._stage_to_queues: dict[Stage, dict[MemberId, CallQueue]] = {}
+        """Of calls, by the worker that their features go to."""
+        self._modality_to_price: dict[str, float] = {}
+        """Seconds for one of cost, as the ranks have it."""
+        self._num_forwards = 0
+        """Since all ranks were made of new prices."""
         self._sizes = InputSizes()
+        self.totals = FlightTotals()
 
     def __iter__(self) -> Iterator[Flight]:
         return iter(self._hash_to_flight.values())
@@ -37,28 +73,14 @@ class Flights:
         return self._hash_to_flight.get(mm_hash)
 
     @property
-    def queued_cost(self) -> int:
-        """Patches accepted and not yet encoded."""
-        return sum(flight.remaining_cost for flight in self)
-
-    @property
     def decoded_cost(self) -> float:
         """Of what lies decoded, or is being decoded: as many patches as take that memory."""
-        return sum(self._decoded_cost(flight) for flight in self if flight.phase is not Phase.WAITING)
+        return sum(self._sizes.in_patches(*one) for one in self.totals.modality_to_decoded_cost.items())
 
     @property
-    def num_in_flight(self) -> int:
-        """Items being decoded, decoded or in the forward."""
-        return sum(flight.phase is not Phase.WAITING for flight in self)
-
-    @property
-    def num_prepared(self) -> int:
-        """Items that are being decoded, or lie decoded, or have a unit that does."""
-        return sum(flight.phase in (Phase.DECODING, Phase.DECODED) or bool(flight.unit_to_input) for flight in self)
-
-    def queued_s(self, to_seconds: ToSeconds) -> float:
+    def queued_s(self) -> float:
         """What is accepted and not yet encoded adds to forwards."""
-        return sum(to_seconds(flight.item.modality, flight.remaining_cost) for flight in self)
+        return sum(self._to_seconds(modality, cost) for modality, cost in self.totals.modality_to_cost.items())
 
     def join(self, follower: Follower) -> Flight:
         """Adds a follower to the item's flight, which starts now if there is none. A unit that the flight is past
@@ -68,11 +90,13 @@ class Flights:
         if flight is None:
             places = tuple(rows / item.num_tokens for rows in accumulate(item.unit_tokens, initial=0))
             flight = self._hash_to_flight[item.mm_hash] = Flight(item, follower.data, places=places)
-        flight.followers.append(follower)
-        if flight.phase is not Phase.ENCODING:
-            costs = split_cost(item.cost, item.unit_tokens)
-            to_come = (unit for unit in follower.missing if unit >= flight.num_decoded)
-            flight.unit_to_cost.update({unit: costs[unit] for unit in to_come})
+        self._add_follower(flight, follower)
+        with self._changing(flight):
+            if flight.phase is not Phase.ENCODING:
+                costs = split_cost(item.cost, item.unit_tokens)
+                for unit in follower.missing:
+                    if unit >= flight.num_decoded:
+                        flight.want(unit, costs[unit])
         return flight
 
     def leave(self, follower: Follower) -> Flight | None:
@@ -82,103 +106,117 @@ class Flights:
         flight = self._hash_to_flight.get(follower.item.mm_hash)
         if flight is None or follower not in flight.followers:
             return None
-        flight.followers.remove(follower)
-        if not flight.followers:
-            flight.phase = Phase.ENCODING  # whoever comes now starts another
-        wanted = flight.forwarding.union(*(one.missing for one in flight.followers))
-        for unit in flight.unit_to_cost.keys() - wanted:
-            del flight.unit_to_cost[unit]
-            flight.unit_to_input.pop(unit, None)
-        return flight if self._end_if_done(flight) else None
+        self._take_follower(flight, follower)
+        with self._changing(flight):
+            if not flight.followers:
+                flight.phase = Phase.ENCODING  # whoever comes now starts another
+            for unit in follower.missing & flight.unit_to_cost.keys() - flight.forwarding:
+                if not any(unit in one.missing for one in flight.followers):
+                    flight.drop(unit)
+            has_ended = self._end_if_done(flight)
+        return flight if has_ended else None
 
-    def next_to_decode(self, room: DecodeRoom, to_seconds: ToSeconds) -> Flight | None:
+    def take_followers(self, flight: Flight) -> list[Follower]:
+        """Those of a flight that has ended."""
+        followers = list(flight.followers)
+        for follower in followers:
+            self._take_follower(flight, follower)
+        return followers
+
+    # ------------------------------------------------------------ decoding
+
+    def next_to_decode(
+        self, room: DecodeRoom, is_worker_free: Callable[[MemberId], bool] = lambda worker_id: True
+    ) -> Flight | None:
         """The first waiting flight by rank, if there is room for its pixels beside those that lie decoded. Nobody
-        passes it but short items, when it is a long one and enough of those are being decoded."""
-        decoding_long = sum(flight.is_long for flight in self if flight.phase is Phase.DECODING)
-        may_be_long = decoding_long < max(1, room.max_long_items)
-        waiting = [flight for flight in self if flight.phase is Phase.WAITING and (may_be_long or not flight.is_long)]
-        if not waiting or self.num_prepared >= room.max_items:
+        passes it but short items, when it is a long one and enough of those are being decoded. What only workers wait
+        for that are not free to get more is left where it is."""
+        if self.totals.num_prepared >= room.max_items:
             return None
-        flight_to_rank = self._ranks(to_seconds)
-        flight = min(waiting, key=lambda flight: flight_to_rank[flight.item.mm_hash])
+        may_be_long = self.totals.num_long_decoding < max(1, room.max_long_items)
+        stages = [Stage("decoding", is_long=is_long) for is_long in ((False, True) if may_be_long else (False,))]
+        waiting = [first for stage in stages if (first := next(self._in_line(stage, is_worker_free), None))]
+        if not waiting:
+            return None
+        _, flight = min(waiting, key=lambda one: one[0])
         decoded_cost = self.decoded_cost
         max_cost = room.max_long_cost if flight.is_long else room.max_cost
-        if decoded_cost and decoded_cost + self._decoded_cost(flight) > max_cost:
+        own_cost = self._sizes.in_patches(flight.item.modality, flight.remaining_cost)
+        if decoded_cost and decoded_cost + own_cost > max_cost:
             return None
         return flight
 
     def decode_started(self, flight: Flight) -> None:
         assert flight.phase is Phase.WAITING
-        flight.phase = Phase.DECODING
+        with self._changing(flight):
+            flight.phase = Phase.DECODING
 
     def decoded_part(self, flight: Flight, inputs: list[EncoderInput]) -> bool:
         """Its next units; only those still wanted are kept. False if nobody waits for them: the flight is past that."""
         if flight.phase not in (Phase.DECODING, Phase.DECODED) or not self.is_live(flight):
             return False
-        for unit, one in enumerate(inputs, flight.num_decoded):
-            if flight.phase is Phase.DECODING:  # a waveform is larger than the units that are made of it
-                self._sizes.observe(one.modality, one.num_patches, one.pixels.nbytes)
-            if unit in flight.unit_to_cost:
-                flight.unit_to_input[unit] = one
-        flight.num_decoded += len(inputs)
+        with self._changing(flight):
+            self._take_inputs(flight, inputs)
         return True
 
     def decoded(self, flight: Flight, inputs: list[EncoderInput]) -> None:
         """The item's last units. The file's bytes are dropped."""
         assert flight.phase in (Phase.DECODING, Phase.DECODED)
         assert self.is_live(flight)
-        self.decoded_part(flight, inputs)
-        flight.phase = Phase.ENCODING
-        flight.data = b""
+        with self._changing(flight):
+            self._take_inputs(flight, inputs)
+            flight.phase = Phase.ENCODING
+            flight.data = b""
 
     def decoded_sound(self, flight: Flight, waveform: Waveform) -> None:
         """A sound of which the device is to make units. The file's bytes are dropped."""
         assert flight.phase is Phase.DECODING
         assert self.is_live(flight)
         self._sizes.observe(flight.item.modality, flight.item.cost, waveform.samples.nbytes)
-        flight.phase, flight.waveform, flight.data = Phase.DECODED, waveform, b""
+        with self._changing(flight):
+            flight.phase, flight.waveform, flight.data = Phase.DECODED, waveform, b""
 
-    def queued_sounds(self, to_seconds: ToSeconds) -> list[QueuedSound]:
-        """Decoded sounds that wait for the device to make units of them, with their ranks."""
-        waiting = [flight.item for flight in self if flight.waveform is not None]
-        if not waiting:
-            return []
-        flight_to_rank = self._ranks(to_seconds)
-        return [QueuedSound(flight_to_rank[item.mm_hash], item.mm_hash, item.cost) for item in waiting]
+    def queued_sounds(self) -> Iterator[QueuedSound]:
+        """Decoded sounds that wait for the device to make units of them, in order of rank. To be read before the
+        flights change."""
+        for rank, flight in self._in_line(Stage("sound")):
+            yield QueuedSound(rank, flight.item.mm_hash, flight.item.cost)
 
     def sound_started(self, mm_hash: MmHash) -> tuple[Flight, Waveform]:
         """Takes a sound out of the queue. Its flight is told of the units by `decoded`, if it lives until then."""
         flight = self._hash_to_flight[mm_hash]
-        waveform, flight.waveform = flight.waveform, None
+        with self._changing(flight):
+            waveform, flight.waveform = flight.waveform, None
         assert waveform is not None
         return flight, waveform
 
-    def queued_units(self, to_seconds: ToSeconds) -> list[QueuedUnit]:
-        """Decoded units that wait for their forward, with their ranks."""
-        flight_to_rank = self._ranks(to_seconds)
-        return [
-            QueuedUnit(
-                flight_to_rank[key],
-                UnitKey(key, unit),
-                flight.item.modality,
-                flight.unit_to_cost[unit],
-                flight.item.unit_tokens[unit],
-                (flight.places[unit], flight.item.index),
-            )
-            for key, flight in self._hash_to_flight.items()
-            for unit in flight.unit_to_input
-        ]
+    # ------------------------------------------------------------ forwards
 
-    def served(self, units: Iterable[UnitKey], seconds: float, now_s: float, to_seconds: ToSeconds) -> None:
+    def queued_units(self, is_free_to_go: Callable[[QueuedUnit], bool] = lambda unit: True) -> Iterator[QueuedUnit]:
+        """Decoded units that wait for their forward, in line: the first of all, then others of its modality. A unit
+        that is not free to go holds up those of its worker behind it, and no others. To be read before the flights
+        change."""
+        modality_to_first: dict[str, QueuedUnit] = {}
+        for stage in self._stage_to_queues:
+            if stage.name == "unit" and (first := next(self._units_in_line(stage, is_free_to_go), None)):
+                modality_to_first[stage.modality] = first
+        if modality_to_first:
+            modality = min(modality_to_first, key=lambda one: place_in_line(modality_to_first[one]))
+            yield from self._units_in_line(Stage("unit", modality), is_free_to_go)
+
+    def served(self, units: Iterable[UnitKey], seconds: float, now_s: float) -> None:
         """A forward over `units` ended: who waited for one of them has had a turn. To be told before its units."""
         turn_to_worth_s: dict[Turn, float] = {}
         for unit in units:
             flight = self._hash_to_flight[unit.mm_hash]
-            worth_s = to_seconds(flight.item.modality, flight.unit_to_cost[unit.unit])
+            worth_s = self._to_seconds(flight.item.modality, flight.unit_to_cost[unit.unit])
             for turn in {one.turn for one in self.followers_missing(unit)}:
                 turn_to_worth_s[turn] = turn_to_worth_s.get(turn, 0.0) + worth_s
         for turn, worth_s in turn_to_worth_s.items():
             turn.served(seconds, worth_s, now_s, self._patience)
+            self._rank(self._call_to_waiting[turn.call])
+        self._num_forwards += 1
+        self._reprice()
 
     def is_queued(self, unit: UnitKey) -> bool:
         """Whether the unit is decoded and waits for its forward."""
@@ -188,8 +226,9 @@ class Flights:
     def forward_started(self, unit: UnitKey) -> EncoderInput:
         """Takes a unit's pixels out of the queue for its forward."""
         flight = self._hash_to_flight[unit.mm_hash]
-        flight.forwarding.add(unit.unit)
-        return flight.unit_to_input.pop(unit.unit)
+        with self._changing(flight):
+            flight.forwarding.add(unit.unit)
+            return flight.unit_to_input.pop(unit.unit)
 
     def followers_missing(self, unit: UnitKey) -> list[Follower]:
         """Who waits for a unit, in the order they came."""
@@ -198,37 +237,204 @@ class Flights:
     def forward_ended(self, unit: UnitKey) -> Flight | None:
         """The unit is made, or failed, and whoever missed it was told. Returns the flight if that ended it."""
         flight = self._hash_to_flight[unit.mm_hash]
-        flight.forwarding.remove(unit.unit)
-        del flight.unit_to_cost[unit.unit]
-        return flight if self._end_if_done(flight) else None
+        with self._changing(flight):
+            flight.forwarding.remove(unit.unit)
+            flight.drop(unit.unit)
+            has_ended = self._end_if_done(flight)
+        return flight if has_ended else None
 
     def end(self, flight: Flight) -> list[Follower]:
         """Ends a flight that could not be decoded, but for its units in the forward; returns the followers it had."""
-        followers, flight.followers = flight.followers, []
-        flight.phase, flight.is_broken = Phase.ENCODING, True
-        flight.waveform = None
-        flight.unit_to_input.clear()
-        for unit in flight.unit_to_cost.keys() - flight.forwarding:
-            del flight.unit_to_cost[unit]
-        self._end_if_done(flight)
+        followers = self.take_followers(flight)
+        with self._changing(flight):
+            flight.phase, flight.is_broken = Phase.ENCODING, True
+            flight.waveform = None
+            for unit in flight.unit_to_cost.keys() - flight.forwarding:
+                flight.drop(unit)
+            self._end_if_done(flight)
         return followers
 
     def is_live(self, flight: Flight) -> bool:
         return self._hash_to_flight.get(flight.item.mm_hash) is flight
 
     def check_invariants(self) -> None:
+        """Asserts that flights, sums, ranks and queues tell one story. Walks everything."""
+        totals, call_to_cost = FlightTotals(), dict[int, Counter[str]]()
+        queued: set[tuple[Stage, int]] = set()
         for flight in self:
             assert flight.unit_to_cost, "a flight with nothing to make must end"
             assert flight.followers or flight.forwarding, "a flight lives by its followers"
             assert flight.forwarding <= flight.unit_to_cost.keys()
             assert not flight.forwarding & flight.unit_to_input.keys()
             assert flight.unit_to_input.keys() <= flight.unit_to_cost.keys()
+            assert list(flight.unit_to_input) == sorted(flight.unit_to_input)
+            assert flight.remaining_cost == sum(flight.unit_to_cost.values())
             assert flight.waveform is None or flight.phase is Phase.DECODED
             if flight.phase is Phase.ENCODING:
                 assert flight.forwarding | flight.unit_to_input.keys() == flight.unit_to_cost.keys()
+            totals.count(flight, 1)
+            for one in flight.followers:
+                call_to_cost.setdefault(one.call, Counter())[flight.item.modality] += flight.remaining_cost
+                if stage := flight.stage:
+                    assert self._call_to_waiting[one.call].stage_to_flights[stage][flight] is one
+                    queued.add((stage, one.call))
+        assert totals == self.totals
+        assert call_to_cost.keys() == self._call_to_waiting.keys()
+        for call, waiting in self._call_to_waiting.items():
+            assert waiting.modality_to_cost == call_to_cost[call]
+            assert waiting.rank == self._rank_of(waiting)
+        for stage, queues in self._stage_to_queues.items():
+            for worker_id, queue in queues.items():
+                ranks = [self._call_to_waiting[call].rank for call in queue.in_order()]
+                assert ranks == sorted(ranks)
+                for call in queue.in_order():
+                    assert self._call_to_waiting[call].worker_id == worker_id
+                    queued.remove((stage, call))
+        assert not queued, f"in no queue: {queued}"
 
-    def _decoded_cost(self, flight: Flight) -> float:
-        return self._sizes.in_patches(flight.item.modality, flight.remaining_cost)
+    # ------------------------------------------------------------ ranks
+
+    @contextmanager
+    def _changing(self, flight: Flight) -> Iterator[None]:
+        """Around every change of a flight: sums, and what the calls of its followers wait for, follow it."""
+        stage, cost = flight.stage, flight.remaining_cost
+        self.totals.count(flight, -1)
+        yield
+        if self.is_live(flight):
+            self.totals.count(flight, 1)
+        new_stage, more_cost = flight.stage, flight.remaining_cost - cost
+        for follower in flight.followers:
+            waiting = self._call_to_waiting[follower.call]
+            if more_cost:
+                waiting.modality_to_cost[flight.item.modality] += more_cost
+                self._rank(waiting)
+            if new_stage != stage:
+                self._leave_stage(waiting, flight, stage)
+                self._enter_stage(waiting, flight, follower, new_stage)
+
+    def _add_follower(self, flight: Flight, follower: Follower) -> None:
+        flight.followers[follower] = None
+        waiting = self._call_to_waiting.get(follower.call)
+        if waiting is None:
+            rank = follower.turn.rank(0.0, self._patience, 0)
+            waiting = _Waiting(follower.turn, follower.destination.worker_id, rank)
+            self._call_to_waiting[follower.call] = waiting
+        waiting.num_followers += 1
+        waiting.modality_to_cost[flight.item.modality] += flight.remaining_cost
+        self._rank(waiting)
+        self._enter_stage(waiting, flight, follower, flight.stage)
+
+    def _take_follower(self, flight: Flight, follower: Follower) -> None:
+        del flight.followers[follower]
+        waiting = self._call_to_waiting[follower.call]
+        self._leave_stage(waiting, flight, flight.stage)
+        waiting.num_followers -= 1
+        waiting.modality_to_cost[flight.item.modality] -= flight.remaining_cost
+        if waiting.num_followers:
+            self._rank(waiting)
+        else:
+            del self._call_to_waiting[follower.call]
+
+    def _enter_stage(self, waiting: _Waiting, flight: Flight, follower: Follower, stage: Stage | None) -> None:
+        if stage is not None:
+            waiting.stage_to_flights.setdefault(stage, {})[flight] = follower
+            queues = self._stage_to_queues.setdefault(stage, {})
+            queues.setdefault(waiting.worker_id, CallQueue()).put(waiting.turn.call, waiting.rank)
+
+    def _leave_stage(self, waiting: _Waiting, flight: Flight, stage: Stage | None) -> None:
+        if stage is None:
+            return
+        flights = waiting.stage_to_flights[stage]
+        del flights[flight]
+        if flights:
+            return
+        del waiting.stage_to_flights[stage]
+        queues = self._stage_to_queues[stage]
+        queues[waiting.worker_id].drop(waiting.turn.call)
+        if not queues[waiting.worker_id]:
+            del queues[waiting.worker_id]
+
+    def _rank(self, waiting: _Waiting) -> None:
+        """What the call waits for has changed, or what that costs, or what it has got."""
+        waiting.rank = self._rank_of(waiting)
+        for stage in waiting.stage_to_flights:
+            self._stage_to_queues[stage][waiting.worker_id].put(waiting.turn.call, waiting.rank)
+
+    def _rank_of(self, waiting: _Waiting) -> Rank:
+        """A call's rank counts all it waits for on this encoder."""
+        remaining_s = sum(self._price(modality) * cost for modality, cost in waiting.modality_to_cost.items())
+        return waiting.turn.rank(remaining_s, self._patience, 0)
+
+    def _price(self, modality: str) -> float:
+        if modality not in self._modality_to_price:
+            self._modality_to_price[modality] = self._to_seconds(modality, PRICED_COST) / PRICED_COST
+        return self._modality_to_price[modality]
+
+    def _reprice(self) -> None:
+        """Ranks every call again if a price has moved much, but not more often than forwards pay for."""
+        if self._num_forwards * MAX_REPRICED < len(self._call_to_waiting):
+            return
+        for modality, price in self._modality_to_price.items():
+            new_price = self._to_seconds(modality, PRICED_COST) / PRICED_COST
+            if abs(new_price - price) > PRICE_TOLERANCE * max(new_price, price):
+                break
+        else:
+            return
+        self._num_forwards = 0
+        self._modality_to_price.clear()
+        for waiting in self._call_to_waiting.values():
+            self._rank(waiting)
+
+    # ------------------------------------------------------------ lines
+
+    def _in_line(
+        self, stage: Stage, is_worker_free: Callable[[MemberId], bool] = lambda worker_id: True
+    ) -> Iterator[tuple[Rank, Flight]]:
+        """Flights of a stage with their ranks: each where the first of its followers stands. A sound track stands where
+        its video does, so that their units take turns."""
+        workers = [worker_id for worker_id in self._stage_to_queues.get(stage, ()) if is_worker_free(worker_id)]
+        lines = [self._flights_of(stage, worker_id) for worker_id in workers]
+        seen: set[Flight] = set()
+        for rank, flight in heapq.merge(*lines, key=lambda one: one[0]):
+            if flight not in seen:
+                seen.add(flight)
+                yield rank, flight
+
+    def _flights_of(self, stage: Stage, worker_id: MemberId) -> Iterator[tuple[Rank, Flight]]:
+        for call in self._stage_to_queues[stage][worker_id].in_order():
+            waiting = self._call_to_waiting[call]
+            ranked = [
+                (_rank_of_item(waiting.rank, follower), flight)
+                for flight, follower in waiting.stage_to_flights[stage].items()
+            ]
+            yield from sorted(ranked, key=lambda one: one[0])
+
+    def _units_in_line(self, stage: Stage, is_free_to_go: Callable[[QueuedUnit], bool]) -> Iterator[QueuedUnit]:
+        lines = [
+            takewhile(is_free_to_go, self._units_of(stage, worker_id)) for worker_id in self._stage_to_queues[stage]
+        ]
+        seen: set[UnitKey] = set()
+        for unit in heapq.merge(*lines, key=place_in_line):
+            if unit.key not in seen:
+                seen.add(unit.key)
+                yield unit
+
+    def _units_of(self, stage: Stage, worker_id: MemberId) -> Iterator[QueuedUnit]:
+        for call in self._stage_to_queues[stage][worker_id].in_order():
+            waiting = self._call_to_waiting[call]
+            lines = [
+                _units_of_flight(flight, _rank_of_item(waiting.rank, follower), worker_id)
+                for flight, follower in waiting.stage_to_flights[stage].items()
+            ]
+            yield from heapq.merge(*lines, key=place_in_line)
+
+    def _take_inputs(self, flight: Flight, inputs: list[EncoderInput]) -> None:
+        for unit, one in enumerate(inputs, flight.num_decoded):
+            if flight.phase is Phase.DECODING:  # a waveform is larger than the units that are made of it
+                self._sizes.observe(one.modality, one.num_patches, one.pixels.nbytes)
+            if unit in flight.unit_to_cost:
+                flight.unit_to_input[unit] = one
+        flight.num_decoded += len(inputs)
 
     def _end_if_done(self, flight: Flight) -> bool:
         if flight.unit_to_cost:
@@ -236,23 +442,15 @@ class Flights:
         del self._hash_to_flight[flight.item.mm_hash]
         return True
 
-    def _ranks(self, to_seconds: ToSeconds) -> dict[MmHash, Rank]:
-        """Rank of each flight: that of its first follower. A call's rank counts all it waits for on this encoder. A
-        sound track stands where its video does, so that their units take turns."""
-        call_to_s: dict[int, float] = {}
-        for flight in self:
-            remaining_s = to_seconds(flight.item.modality, flight.remaining_cost)
-            for one in flight.followers:
-                call_to_s[one.call] = call_to_s.get(one.call, 0.0) + remaining_s
-        return {
-            key: min(
-                one.turn.rank(
-                    call_to_s[one.call],
-                    self._patience,
-                    one.item.index if one.item.anchor < 0 else one.item.anchor,
-                )
-                for one in flight.followers
-            )
-            for key, flight in self._hash_to_flight.items()
-            if flight.followers
-        }
+
+def _rank_of_item(rank: Rank, follower: Follower) -> Rank:
+    item = follower.item
+    return rank._replace(item_index=item.index if item.anchor < 0 else item.anchor)
+
+
+def _units_of_flight(flight: Flight, rank: Rank, worker_id: MemberId) -> Iterator[QueuedUnit]:
+    item = flight.item
+    for unit in flight.unit_to_input:
+        place = (flight.places[unit], item.index)
+        cost, num_tokens = flight.unit_to_cost[unit], item.unit_tokens[unit]
+        yield QueuedUnit(rank, UnitKey(item.mm_hash, unit), item.modality, cost, num_tokens, place, worker_id)

@@ -95,7 +95,7 @@ def codes(result: EncodeResult) -> list[str | None]:
 async def waiting(bench: Bench, num_sounds: int) -> None:
     """Until so many sounds lie decoded."""
     pipeline = bench.service._pipeline
-    await bench.until(lambda: len(pipeline.flights.queued_sounds(pipeline.costs.work_s)) == num_sounds)
+    await bench.until(lambda: len(list(pipeline.flights.queued_sounds())) == num_sounds)
 
 
 async def check_features(bench: Bench, files: Sequence[bytes], items: Sequence[MediaItem]) -> None:

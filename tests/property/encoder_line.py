@@ -49,7 +49,7 @@ class Line:
     """(start, end, units)."""
 
     def __post_init__(self) -> None:
-        self._flights = Flights(PATIENCE)
+        self._flights = Flights(PATIENCE, self._work_s)
         self._name_to_follower: dict[str, Follower] = {}
 
     def run(self) -> Line:
@@ -83,14 +83,14 @@ class Line:
 
     def _forward(self) -> None:
         estimate = CostEstimate(SECONDS_PER_COST, self.overhead_s)
-        batch = choose_batch(self._flights.queued_units(self._work_s), self.max_batch_cost, lambda _: estimate)
+        batch = choose_batch(self._flights.queued_units(), self.max_batch_cost, lambda _: estimate)
         seconds = self.overhead_s + sum(unit.cost for unit in batch) * SECONDS_PER_COST
         keys = [unit.key for unit in batch]
         for key in keys:
             self._flights.forward_started(key)
         self.forwards.append((self.now_s, self.now_s + seconds, keys))
         self.now_s += seconds
-        self._flights.served(keys, seconds, self.now_s, self._work_s)
+        self._flights.served(keys, seconds, self.now_s)
         for key in keys:
             for follower in self._flights.followers_missing(key):
                 follower.missing.discard(key.unit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_pool.planning.batcher import QueuedUnit, choose_batch, is_fusing_worthwhile, split_cost
+from encoder_pool.planning.batcher import QueuedUnit, choose_batch, is_fusing_worthwhile, place_in_line, split_cost
 from encoder_pool.planning.cost import CostEstimate
 from encoder_pool.planning.turns import Turn
 from fabric.ids import MmHash, UnitKey
@@ -40,7 +40,7 @@ estimates = st.builds(CostEstimate, st.just(SECONDS_PER_COST), st.floats(0, 1))
 def test_a_batch_is_led_by_the_first_and_filled_within_its_cost(
     queued: list[QueuedUnit], max_cost: int, estimate: CostEstimate
 ) -> None:
-    batch = choose_batch(queued, max_cost, lambda _: estimate)
+    batch = choose_batch(sorted(queued, key=place_in_line), max_cost, lambda _: estimate)
     assert bool(batch) == bool(queued)
     if not batch:
         return

@@ -7,6 +7,9 @@ from encoder_line import PATIENCE, Arrival, Line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from encoder_pool.planning.call_queue import CallQueue
+from encoder_pool.planning.turns import Rank
+
 FILM_UNITS = 60
 """120 frames, two to a temporal patch."""
 MAX_LOAD = 0.9
@@ -104,3 +107,21 @@ def test_nobody_is_overtaken_by_who_came_long_after(arrivals: list[tuple[int, li
         for name in {key.mm_hash for key in keys}:
             name_to_served_s[name] += end_s - start_s
     assert len(line.name_to_done_s) == len(made)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(st.integers(0, 5), st.one_of(st.none(), st.integers(0, 3)), st.integers(0, 6)), max_size=120))
+def test_a_queue_of_calls_is_sorted_whatever_has_changed(steps: list[tuple[int, int | None, int]]) -> None:
+    """Calls come with a rank, get another, leave and come back; some of the order is read after each."""
+    queue, model = CallQueue(), dict[int, float]()
+    for call, rank, num_read in steps:
+        if rank is None:
+            queue.drop(call)
+            model.pop(call, None)
+        else:
+            queue.put(call, Rank(float(rank), (0.0, ""), 0))
+            model[call] = float(rank)
+        expected = sorted(model, key=lambda call: (model[call], call))
+        assert [call for call, _ in zip(queue.in_order(), range(num_read), strict=False)] == expected[:num_read]
+        assert (len(queue), queue.first()) == (len(model), expected[0] if expected else None)
+    assert len(queue._heap) <= 2 * len(model) + 16, "what is stale is dropped"

@@ -121,11 +121,11 @@ class PipelineMachine(RuleBasedStateMachine):
             destination=Destination(MemberId(worker), f"local://{worker}"),
             age=(float(self.num_calls), ""),
         )
-        before = self.pipeline.flights.queued_cost
+        before = self.pipeline.flights.totals.queued_cost
         task = self.loop.create_task(self.pipeline.encode(request, [b"file"] * len(items)))
         self.settle()
         if task.done() and isinstance(task.exception(), Overloaded):
-            assert 0 < before == self.pipeline.flights.queued_cost, "refused before any work, and not when idle"
+            assert 0 < before == self.pipeline.flights.totals.queued_cost, "refused before any work, and not when idle"
             return
         self.calls.append(OpenCall(request, task))
 
@@ -258,8 +258,8 @@ class PipelineMachine(RuleBasedStateMachine):
     def the_forward_is_never_idle_for_nothing(self) -> None:
         if self.forward.is_busy:
             return
-        assert not self.pipeline.flights.queued_sounds(self.pipeline.costs.work_s)
-        if self.pipeline.flights.queued_units(self.pipeline.costs.work_s):
+        assert not list(self.pipeline.flights.queued_sounds())
+        if list(self.pipeline.flights.queued_units()):
             usage = self.table.usage()
             assert usage.num_leases > 0, "units wait, the forward is idle, and nobody holds the arena"
 
@@ -291,7 +291,7 @@ class PipelineMachine(RuleBasedStateMachine):
         assert all(call.task.done() for call in self.calls), "a call waits for ever"
         self.answers_are_whole()
         usage = self.table.usage()
-        assert (usage.used_bytes, usage.num_leases, self.pipeline.flights.queued_cost) == (0, 0, 0)
+        assert (usage.used_bytes, usage.num_leases, self.pipeline.flights.totals.queued_cost) == (0, 0, 0)
         assert not self.decoder.open
         self.loop.close()
         self.source.close()

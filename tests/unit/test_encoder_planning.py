@@ -189,11 +189,11 @@ class TestAdmission:
         assert refusal(item("a", units=(16,)), ("image",), SPEC, arena_bytes=1024) is None
 
     def test_the_budget_counts_only_what_is_new(self) -> None:
-        flights = Flights(patience=4.0)
+        flights = Flights(patience=4.0, to_seconds=lambda _, cost: 0.075 * cost)
         cached = {UnitKey(MmHash("cached"), 0)}
 
         def check(*items: MediaItem) -> None:
-            check_budget(items, flights, cached.__contains__, 32, drain_s=1.5)
+            check_budget(items, flights, cached.__contains__, 32)
 
         check(item("huge", cost=1000))  # alone, with nothing queued
         flights.join(follower_of(request(item("a", cost=20)), turn(1), item("a", cost=20), b"", 0.0))
@@ -237,19 +237,19 @@ class TestDecodedInputs:
 
 class TestFlights:
     def test_followers_share_a_flight_and_its_last_one_ends_it(self) -> None:
-        flights = Flights(patience=4.0)
+        flights = Flights(patience=4.0, to_seconds=free)
         one, two = (follower_of(request(item("a"), number=n), turn(n), item("a"), b"png", 0.0) for n in (1, 2))
         flight = flights.join(one)
         assert flights.join(two) is flight
-        assert flights.queued_cost == 16
+        assert flights.totals.queued_cost == 16
         assert flights.leave(one) is None
         assert flights.leave(one) is None
         assert flights.leave(two) is flight
-        assert flights.queued_cost == 0
+        assert flights.totals.queued_cost == 0
         flights.check_invariants()
 
     def test_a_unit_in_the_forward_outlives_its_followers(self) -> None:
-        flights = Flights(patience=4.0)
+        flights = Flights(patience=4.0, to_seconds=free)
         wanted = item("a", cost=32, units=(4, 4))
         follower = follower_of(request(wanted), turn(1), wanted, b"png", 0.0)
         flight = flights.join(follower)
@@ -258,35 +258,35 @@ class TestFlights:
         assert flight.phase is Phase.ENCODING
         flights.forward_started(UnitKey(MmHash("a"), 0))
         assert flights.leave(follower) is None
-        assert flights.queued_units(free) == []
-        assert flights.queued_cost == 16
+        assert list(flights.queued_units()) == []
+        assert flights.totals.queued_cost == 16
         flights.check_invariants()
         assert flights.forward_ended(UnitKey(MmHash("a"), 0)) is flight
-        assert flights.queued_cost == 0
+        assert flights.totals.queued_cost == 0
 
     def test_pixels_lie_decoded_within_their_budget_but_one_item_always_may(self) -> None:
-        flights = Flights(patience=4.0)
+        flights = Flights(patience=4.0, to_seconds=free)
         for number, cost in enumerate((40, 8, 8)):
             wanted = item(f"item-{number}", cost=cost)
             flights.join(follower_of(request(wanted, number=number), turn(number), wanted, b"png", 0.0))
         order = []
-        while flight := flights.next_to_decode(ROOM, free):
+        while flight := flights.next_to_decode(ROOM):
             flights.decode_started(flight)
             order.append(flight.item.mm_hash)
         assert order == ["item-0"]
         order = []
-        shortest_first = Flights(patience=4.0)
+        shortest_first = Flights(patience=4.0, to_seconds=lambda _, cost: cost)
         for number, cost in enumerate((40, 8, 8)):
             wanted = item(f"item-{number}", cost=cost)
             shortest_first.join(follower_of(request(wanted, number=number), turn(number), wanted, b"png", 0.0))
-        while flight := shortest_first.next_to_decode(ROOM, lambda _, cost: cost):
+        while flight := shortest_first.next_to_decode(ROOM):
             shortest_first.decode_started(flight)
             order.append(flight.item.mm_hash)
         assert order == ["item-1", "item-2"]
 
     def test_sounds_count_by_the_memory_they_take(self) -> None:
         """A mel frame takes an eighth of a patch here, which is known once each was seen."""
-        flights = Flights(patience=4.0)
+        flights = Flights(patience=4.0, to_seconds=lambda modality, cost: cost * (1 if modality == "audio" else 1000))
 
         def join(name: str, modality: str, cost: int) -> Flight:
             one = item(name, cost, (2,), modality)
@@ -298,58 +298,58 @@ class TestFlights:
             assert flights.decoded_cost == 10, "nothing smaller was seen before"
             flights.decoded(flight, [EncoderInput(modality, np.zeros((10, width), np.float32), (1, 1, 10))])
             assert flights.decoded_cost == (10 if modality == "image" else 1.25)
-            flights.leave(flight.followers[0])
+            flights.leave(next(iter(flight.followers)))
         for number in range(4):  # 160 frames, 20 patches: as many as there is room for
             join(f"sound-{number}", "audio", 40)
         flight = join("picture", "image", 1)
         order = []
-        while found := flights.next_to_decode(ROOM, lambda modality, cost: cost if modality == "audio" else 1000):
+        while found := flights.next_to_decode(ROOM):
             flights.decode_started(found)
             order.append(found.item.modality)
         assert order == ["audio"] * 4
-        flights.leave(flight.followers[0])
+        flights.leave(next(iter(flight.followers)))
         assert flights.decoded_cost == 20
 
     def test_long_items_never_take_the_last_decoder_nor_the_last_room(self) -> None:
-        flights = Flights(patience=4.0)
+        flights = Flights(patience=4.0, to_seconds=free)
         wanted = [item("film", 8, (2, 2)), item("clip", 8, (2, 2)), item("picture", 8)]
         for number, one in enumerate(wanted):
             flights.join(follower_of(request(one, number=number), turn(number), one, b"file", 0.0))
-        first = flights.next_to_decode(ROOM, free)
+        first = flights.next_to_decode(ROOM)
         assert first is not None
         assert first.item.mm_hash == "film"
         flights.decode_started(first)
-        second = flights.next_to_decode(ROOM, free)
+        second = flights.next_to_decode(ROOM)
         assert second is not None
         assert second.item.mm_hash == "picture"
         flights.decode_started(second)
-        assert flights.next_to_decode(ROOM, free) is None, "one long item is being decoded"
+        assert flights.next_to_decode(ROOM) is None, "one long item is being decoded"
         flights.decoded(first, [EncoderInput("video", np.zeros((4, 3), np.float32), (1, 2, 2))] * 2)
-        assert flights.next_to_decode(ROOM, free) is None, "a long item leaves room for a short one"
-        flights.leave(first.followers[0])
-        third = flights.next_to_decode(ROOM._replace(max_long_cost=16), free)
+        assert flights.next_to_decode(ROOM) is None, "a long item leaves room for a short one"
+        flights.leave(next(iter(first.followers)))
+        third = flights.next_to_decode(ROOM._replace(max_long_cost=16))
         assert third is not None
         assert third.item.mm_hash == "clip"
 
     def test_no_more_items_are_prepared_than_may_be_in_flight(self) -> None:
-        flights = Flights(patience=4.0)
+        flights = Flights(patience=4.0, to_seconds=free)
         for number in range(3):
             one = item(f"item-{number}", cost=1)
             flights.join(follower_of(request(one, number=number), turn(number), one, b"png", 0.0))
         room = ROOM._replace(max_items=2)
         for _ in range(2):
-            flight = flights.next_to_decode(room, free)
+            flight = flights.next_to_decode(room)
             assert flight is not None
             flights.decode_started(flight)
-        assert flights.next_to_decode(room, free) is None
+        assert flights.next_to_decode(room) is None
         flights.decoded(flight, [EncoderInput("image", np.zeros((1, 3), np.float32), (1, 1, 1))])
-        assert flights.next_to_decode(room, free) is None
+        assert flights.next_to_decode(room) is None
         flights.forward_started(UnitKey(flight.item.mm_hash, 0))
-        assert flights.next_to_decode(room, free) is not None, "what is in the forward is prepared no more"
-        assert flights.num_in_flight == 2
+        assert flights.next_to_decode(room) is not None, "what is in the forward is prepared no more"
+        assert flights.totals.num_in_flight == 2
 
     def test_a_video_and_its_sound_track_take_turns(self) -> None:
-        flights = Flights(patience=4.0)
+        flights = Flights(patience=4.0, to_seconds=free)
         video = item("video", 16, (4, 4), "video", index=1)
         sound = msgspec.structs.replace(item("sound", 8, (2, 2, 2, 2), "audio", index=2), anchor=1)
         shared = turn(1)
@@ -359,7 +359,7 @@ class TestFlights:
             inputs = [EncoderInput(one.modality, np.zeros((1, 3), np.float32), (1, 1, 1)) for _ in one.unit_tokens]
             flights.decoded(flight, inputs)
         order = []
-        while units := flights.queued_units(free):
+        while units := list(flights.queued_units()):
             (first, *_) = choose_batch(units, 1, lambda _: CostEstimate(1.0, 0.0))
             flights.forward_started(first.key)
             flights.forward_ended(first.key)

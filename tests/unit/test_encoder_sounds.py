@@ -58,7 +58,7 @@ def test_a_batch_is_led_by_the_first_and_filled_within_its_cost(costs: list[int]
         QueuedSound(turn.rank(0.0, 4.0, 0), MmHash(f"{turn.call}"), cost)
         for turn, cost in zip(turns, costs, strict=True)
     ]
-    batch = choose_sounds(reversed(queued), max_cost)
+    batch = choose_sounds(queued, max_cost)
     assert batch[:1] == queued[:1]
     cost = sum(one.cost for one in batch)
     assert cost <= max_cost or len(batch) == 1
@@ -66,12 +66,13 @@ def test_a_batch_is_led_by_the_first_and_filled_within_its_cost(costs: list[int]
 
 
 def test_a_sound_waits_for_the_device_and_then_for_its_forward() -> None:
-    flights = Flights(patience=4.0)
+    flights = Flights(patience=4.0, to_seconds=free)
     item = sound("a")
     flight, _ = decoded(flights, item)
     assert (flight.phase, flight.data) == (Phase.DECODED, b"")
-    assert [one.mm_hash for one in flights.queued_sounds(free)] == ["a"]
-    assert (flights.queued_units(free), flights.queued_cost, flights.num_prepared, flights.num_in_flight) == (
+    assert [one.mm_hash for one in flights.queued_sounds()] == ["a"]
+    totals = flights.totals
+    assert (list(flights.queued_units()), totals.queued_cost, totals.num_prepared, totals.num_in_flight) == (
         [],
         10,
         1,
@@ -79,28 +80,28 @@ def test_a_sound_waits_for_the_device_and_then_for_its_forward() -> None:
     )
     flights.check_invariants()
     assert flights.sound_started(item.mm_hash) == (flight, WAVEFORM)
-    assert flights.queued_sounds(free) == []
+    assert list(flights.queued_sounds()) == []
     flights.check_invariants()
     flights.decoded(flight, inputs(item))
     assert flight.phase is Phase.ENCODING
-    assert [one.key.unit for one in flights.queued_units(free)] == [0, 1]
+    assert [one.key.unit for one in flights.queued_units()] == [0, 1]
     flights.check_invariants()
 
 
 def test_sounds_are_ranked_as_units_are() -> None:
-    flights = Flights(patience=4.0)
+    flights = Flights(patience=4.0, to_seconds=by_cost)
     for number, (name, cost) in enumerate((("long", 30), ("short", 10), ("middle", 20))):
         decoded(flights, sound(name, cost), number)
-    ranked = sorted(flights.queued_sounds(by_cost))
+    ranked = list(flights.queued_sounds())
     assert [one.mm_hash for one in ranked] == ["short", "middle", "long"]
 
 
 def test_who_leaves_takes_the_sound_along_wherever_it_is() -> None:
-    flights = Flights(patience=4.0)
+    flights = Flights(patience=4.0, to_seconds=free)
     item = sound("a")
     flight, follower = decoded(flights, item)
     assert flights.leave(follower) is flight
-    assert (flights.queued_sounds(free), flights.queued_cost, flights.is_live(flight)) == ([], 0, False)
+    assert (list(flights.queued_sounds()), flights.totals.queued_cost, flights.is_live(flight)) == ([], 0, False)
     flight, follower = decoded(flights, item)
     flights.sound_started(item.mm_hash)
     assert flights.leave(follower) is flight, "on the device"
@@ -111,7 +112,7 @@ def test_who_leaves_takes_the_sound_along_wherever_it_is() -> None:
 
 
 def test_who_comes_while_it_is_on_the_device_is_served_too() -> None:
-    flights = Flights(patience=4.0)
+    flights = Flights(patience=4.0, to_seconds=free)
     item = sound("a")
     flight, first = decoded(flights, item)
     flights.sound_started(item.mm_hash)
@@ -119,22 +120,22 @@ def test_who_comes_while_it_is_on_the_device_is_served_too() -> None:
     assert flights.join(second) is flight
     assert flights.leave(first) is None
     flights.decoded(flight, inputs(item))
-    assert len(flights.queued_units(free)) == 2
+    assert len(list(flights.queued_units())) == 2
 
 
 def test_one_that_fails_on_the_device_ends_its_flight() -> None:
-    flights = Flights(patience=4.0)
+    flights = Flights(patience=4.0, to_seconds=free)
     item = sound("a")
     flight, follower = decoded(flights, item)
     assert flights.end(flight) == [follower]
-    assert (list(flights), flights.queued_sounds(free)) == ([], [])
+    assert (list(flights), list(flights.queued_sounds())) == ([], [])
 
 
 def test_a_waveform_counts_by_its_bytes_and_holds_no_decoder() -> None:
-    flights = Flights(patience=4.0)
+    flights = Flights(patience=4.0, to_seconds=free)
     flights.join(wish(sound("next"), 2))
     flight, _ = decoded(flights, sound("a"))
-    following = flights.next_to_decode(ROOM, free)
+    following = flights.next_to_decode(ROOM)
     assert following is not None, "no long item is being decoded"
     before = flights.decoded_cost
     picture = MediaItem(0, "image", MmHash("p"), (1, 1, 10), (4,), 10, "part.p")

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from itertools import count
 
+import numpy as np
+
+from encoder_pool.announcer import Announcer
+from encoder_pool.config import EncoderConfig
+from encoder_pool.decode import Decoded
+from encoder_pool.decode_process import OnUnits
+from encoder_pool.pipeline import Pipeline
+from encoder_pool.planning.batcher import choose_batch
+from encoder_pool.planning.cost import CostEstimate
 from encoder_pool.planning.feature_log import FeatureLog
-from encoder_pool.planning.features import FeatureTable
+from encoder_pool.planning.features import FeatureSpec, FeatureTable
+from encoder_pool.planning.flight import follower_of
+from encoder_pool.planning.flights import Flights
+from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit, SoundJob, SoundResult
 from encoder_pool.planning.lease_book import LeaseKey
+from encoder_pool.planning.turns import Turn
 from fabric.channel import ArenaUsage, SourceSlot
 from fabric.clock import ManualClock
 from fabric.ids import AttemptId, MemberId, MmHash, RequestId, UnitKey
-from fabric.messages import FeatureTicket
+from fabric.messages import Destination, EncodeRequest, EncodeResult, FeatureTicket, MediaItem, PlaneMessage
+from fabric.plane import Handler
 from fabric.slots import HEADER_BYTES
 from fabric.source_memory import SourceMemory
 from loadtest.benches.scale.case import ScaleCase
+from modalities.family import EncoderInput
 
 SLOT_BYTES = 1024
 NUM_EVENTS = 200
 NUM_TOGETHER = 16
 """Slots that one large feature takes."""
+COST = 1024
+"""Patches of a picture."""
+NUM_PUMPED = 50
+PIXELS = np.zeros((1, 1), np.float32)
 ROUTER, WORKER = MemberId("router"), MemberId("worker")
 
 
@@ -126,7 +146,131 @@ def _end_attempt(num_slots: int) -> Callable[[], int]:
     return run
 
 
+class QuickDecoder:
+    """Keeps `Decoder`: a picture lies decoded at once."""
+
+    num_parallel = 2
+
+    async def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
+        return Decoded([EncoderInput(item.modality, PIXELS, item.grid)], 0.0)
+
+
+class HeldForward:
+    """Keeps `Forward`: a forward ends when the bench says so."""
+
+    def __init__(self) -> None:
+        self.job: tuple[int, Callable[[ForwardResult], None]] | None = None
+
+    def submit(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
+        self.job = (len(units), done)
+
+    def submit_sounds(self, sounds: Sequence[SoundJob], done: Callable[[SoundResult], None]) -> None:
+        raise AssertionError("no sounds were asked for")
+
+    def end(self) -> None:
+        assert self.job is not None
+        (num_units, done), self.job = self.job, None
+        done(ForwardResult([None] * num_units, 0.01 * num_units))
+
+
+class SilentPlane:
+    address, num_dropped, is_alive = "local://encoder", 0, True
+
+    def start(self, handler: Handler) -> None: ...
+
+    def send(self, address: str, message: PlaneMessage) -> bool:
+        return True
+
+    def forget(self, address: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class BusyPipeline:
+    """A pipeline in front of which so many pictures wait, each of a call of its own. They are encoded one by one, and
+    for each that is done another comes."""
+
+    def __init__(self, num_queued: int) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._numbers = count()
+        config = EncoderConfig(num_decode_processes=0, max_queue_cost=2**40)
+        clock, self._forward = ManualClock(), HeldForward()
+        source = MemorySource(2**20)
+        self._table = FeatureTable(source, clock, 60.0, FeatureLog(MemberId("encoder"), 1))
+        announcer = Announcer(MemberId("encoder"), SilentPlane(), source, self._table, 60.0)
+        self._pipeline = Pipeline(
+            MemberId("encoder"), config, self._table, announcer, QuickDecoder(), self._forward, clock, lambda: None
+        )
+        self._pipeline.open(FeatureSpec(1, 8, "float32", 4))
+        for cost in (COST, 2 * COST):
+            self._pipeline.costs.observe("image", cost, 1e-5 * cost)
+        self._tasks: set[asyncio.Task[EncodeResult]] = set()
+        for _ in range(num_queued):
+            self._come()
+        self._settle()
+
+    def run(self) -> int:
+        num_done = 0
+        while num_done < NUM_PUMPED:
+            self._forward.end()
+            self._settle()
+            self._table.end_worker(WORKER)
+            ended = {task for task in self._tasks if task.done()} if not num_done % 20 else set()
+            self._tasks -= ended
+            self._come()
+            self._settle()
+            num_done += 1
+        return num_done
+
+    def __del__(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        self._loop.close()
+
+    def _come(self) -> None:
+        number = next(self._numbers)
+        item = MediaItem(0, "image", MmHash(f"{number:032x}"), (1, 32, 32), (4,), COST, "part")
+        request_id = RequestId(f"req-{number}")
+        destination = Destination(WORKER, "local://worker")
+        request = EncodeRequest(request_id, 0, ROUTER, (item,), destination, (float(number), request_id))
+        self._tasks.add(self._loop.create_task(self._pipeline.encode(request, [b"file"])))
+
+    def _settle(self) -> None:
+        """Runs the loop until a forward is under way and nothing else is ready to run."""
+        for _ in range(6):
+            self._loop.call_soon(self._loop.stop)
+            self._loop.run_forever()
+
+
+def _pump(num_queued: int) -> Callable[[], int]:
+    return BusyPipeline(num_queued).run
+
+
+def _choose_batch(num_queued: int) -> Callable[[], int]:
+    """Decoded units of equal calls, all but the first few too large for the batch that is being filled."""
+    flights = Flights(4.0, lambda modality, cost: 1e-5 * cost)
+    for number in range(num_queued):
+        cost = COST if number % 2 else 20 * COST
+        item = MediaItem(0, "image", MmHash(f"{number:032x}"), (1, 32, 32), (4,), cost, "part")
+        age = (float(number), f"req-{number}")
+        request = EncodeRequest(RequestId(age[1]), 0, ROUTER, (item,), Destination(WORKER, "local://worker"), age)
+        flight = flights.join(follower_of(request, Turn(number, age, 0.0), item, b"file", 0.0))
+        flights.decode_started(flight)
+        flights.decoded(flight, [EncoderInput("image", PIXELS, item.grid)])
+    estimate = CostEstimate(1e-5, 0.01)
+
+    def run() -> int:
+        for _ in range(NUM_EVENTS // 4):
+            assert len(choose_batch(flights.queued_units(), 16 * COST, lambda _: estimate)) == 16
+        return NUM_EVENTS // 4
+
+    return run
+
+
 CASES = (
+    ScaleCase("encoder: encode a picture, pictures queued", 200, _pump),
+    ScaleCase("encoder: choose a batch, units queued", 200, _choose_batch),
     ScaleCase("encoder: evict a feature for another, slots stored", 1600, _evict_one),
     ScaleCase("encoder: evict neighbours for a large feature, slots stored", 1600, _evict_neighbours),
     ScaleCase("encoder: refuse what leases leave no room for, slots stored", 1600, _refuse),
