@@ -125,6 +125,7 @@ def _encoder(
             _weights_row(weights and weights.num_encoder, dtype, place),
             Row("workspace", workspace, place, f"estimate, batches of {num_patches} patches"),
             Row("arena", arena_bytes(config), "host", _room(family, arena_bytes(config), dtype, largest)),
+            Row("decoding", section.max_decode_bytes, "host", "at most, in its decode processes"),
             Row("decoded", decoded, "host", f"at most, pixels of {compose.DECODED_BATCHES} batches or one item"),
         ),
     )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from deploy.allocator import ask_for_large_pages, keep_freed_memory
 from deploy.config import ClusterConfig, EncoderSection
 from encoder_pool.config import EncoderConfig
+from encoder_pool.decode_limits import MODALITY_TO_CPU_S, MODALITY_TO_TIMEOUT_S, DecodeLimits
 from fabric.channel import FeatureSink, FeatureSource
 from fabric.clock import SystemClock
 from fabric.errors import ConfigError
@@ -136,8 +137,12 @@ def build_encoder(
         max_queue_cost=section.max_queue_cost,
         lease_s=section.feature_lease_s,
         num_decode_processes=section.decode_processes,
-        decode_timeout_s=section.decode_timeout_s,
-        decode_memory_bytes=section.decode_memory_bytes,
+        decode_limits=DecodeLimits(
+            MODALITY_TO_CPU_S | section.decode_cpu_s,
+            MODALITY_TO_TIMEOUT_S | section.decode_timeout_s,
+            section.decode_memory_bytes,
+            section.max_decode_bytes,
+        ),
         mel_device=mel_device(section),
         encode_delay_s=section.encode_delay_s,
         model_dir=str(model.directory),
@@ -233,7 +238,7 @@ def max_items_per_prompt(config: ClusterConfig, family: Family) -> dict[str, int
 
 def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, pools: Pools) -> RouterService:
     """Reads the tokenizer; needs no torch. Its helper processes start with it."""
-    from modalities.probing import MODALITY_TO_CPU_S, ProbeLimits, ProbePool
+    from modalities import probing
     from router.intake import Intake
     from router.service import RouterService
 
@@ -258,11 +263,11 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         on_encode_failure=media.on_encode_failure,
         encode_timeout_ms=MODALITY_TO_ENCODE_TIMEOUT_MS | media.encode_timeout_ms,
     )
-    limits = ProbeLimits(
-        modality_to_cpu_s=MODALITY_TO_CPU_S | media.probe_cpu_s,
+    limits = probing.ProbeLimits(
+        modality_to_cpu_s=probing.MODALITY_TO_CPU_S | media.probe_cpu_s,
         memory_bytes=media.probe_memory_bytes,
         timeout_s=media.probe_timeout_s,
     )
-    prober = ProbePool(media.probe_processes, limits)
+    prober = probing.ProbePool(media.probe_processes, limits)
     intake = Intake(router_config, model.family, TextCodec.load(model.directory), REGISTRY, prober)
     return RouterService(member_id, router_config, intake, plane, pools, SystemClock())

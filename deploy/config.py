@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from deploy.yaml_marks import Mark, locate, parse_with_marks
 from encoder_pool.config import EncoderConfig
+from encoder_pool.decode_limits import DecodeLimits
 from fabric.errors import ConfigError
 from llm_workers.config import Speculation, WorkerConfig
 from modalities.family import MediaOptions
@@ -139,6 +140,15 @@ class MediaSection(_Section):
     sound, 60 s of a video."""
 
 
+Seconds = Annotated[float, Field(gt=0)]
+
+
+def _for_all(value: object) -> object:
+    """A number is every modality's."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return dict.fromkeys(REGISTRY.modalities, value) if is_number else value
+
+
 class EncoderSection(_Section):
     replicas: int = Field(1, ge=0)
     modalities: tuple[Modality, ...] | None = Field(None, min_length=1)
@@ -155,10 +165,16 @@ class EncoderSection(_Section):
     feature_lease_s: float = Field(default_of(EncoderConfig, "lease_s"), gt=0)
     decode_processes: int = Field(default_of(EncoderConfig, "num_decode_processes"), ge=0)
     """With more than one, a long video never holds up the decoding of a picture."""
-    decode_timeout_s: float = Field(default_of(EncoderConfig, "decode_timeout_s"), gt=0)
-    """An item that takes a decode process longer is refused."""
-    decode_memory_bytes: Bytes = default_of(EncoderConfig, "decode_memory_bytes")
-    """Most memory of each decode process."""
+    decode_cpu_s: Annotated[dict[Modality, Seconds], BeforeValidator(_for_all)] = {}
+    """Processor time: an item that takes a decode process more is refused (400). By default 8 s of a picture, 16 s of a
+    sound, 48 s of a video; one number is for all."""
+    decode_timeout_s: Annotated[dict[Modality, Seconds], BeforeValidator(_for_all)] = {}
+    """By the clock: an item that is later than this meets a machine that is too busy (503). By default 9 s of a
+    picture, 18 s of a sound, 54 s of a video: less than `media.encode_timeout_ms`."""
+    decode_memory_bytes: Bytes = default_of(DecodeLimits, "memory_bytes")
+    """Most memory of each decode process; an item that takes more is refused."""
+    max_decode_bytes: Bytes = default_of(DecodeLimits, "total_bytes")
+    """Most memory that items take together while they are decoded, by their headers: others wait."""
     mel_on_device: Annotated[Literal["auto", "on", "off"], Switch] = "auto"
     """Whether sounds are resampled and transformed on the encoder's device, not in decode processes; `auto`: on CUDA.
     Sounds of more than max_batch_cost mel frames never are."""

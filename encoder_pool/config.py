@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from encoder_pool.decode_limits import DEFAULT_LIMITS, DecodeLimits
 from fabric.errors import ConfigError
 
 
@@ -33,10 +34,8 @@ class EncoderConfig:
     """Fault injection for tests: the forward thread sleeps this long before each forward."""
     num_decode_processes: int = 2
     """0 decodes in a thread of this process (tests, one-process mode)."""
-    decode_timeout_s: float = 30.0
-    """How long a decode process may work on one item before it is ended and the item refused."""
-    decode_memory_bytes: int = 4 * 2**30
-    """Most memory of a decode process, the interpreter's own included."""
+    decode_limits: DecodeLimits = DEFAULT_LIMITS
+    """Of one item in its decode process, and of all together."""
     model_dir: str = ""
     """Where decode processes load the family from; needed if there are any."""
     patience: float = 4.0
@@ -55,7 +54,7 @@ class EncoderConfig:
             "lease_s",
             "report_interval_s",
         )
-        for name in (*positive, "decode_timeout_s", "decode_memory_bytes"):
+        for name in positive:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"encoder: {name} must be positive, not {getattr(self, name)}")
         for name in ("encode_delay_s", "num_decode_processes", "patience"):

@@ -1,8 +1,9 @@
 """Media bytes to encoder inputs, outside of the serving process: hostile files and slow codecs meet spawned helpers.
 
 A file that kills its process fails alone, and is tried once more (the kernel may have been short of memory); one that
-is out of time is refused. What nobody waits for any more is ended with its process, unless it is done very soon.
-Knows nothing of batching, features or requests.
+takes too much processor time or memory is refused; one that is late because the machine did not get to it may be sent
+again. Items that are decoded at once never take more memory than a budget, by their headers. What nobody waits for any
+more is ended with its process, unless it is done very soon. Knows nothing of batching, features or requests.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
+from encoder_pool.byte_budget import ByteBudget, Hold
+from encoder_pool.decode_limits import DEFAULT_LIMITS, DecodeLimits
 from encoder_pool.decode_process import (
-    DEFAULT_LIMITS,
     Decoded,
-    DecodeLimits,
     DecodeProcess,
     DiedIdle,
     OnUnits,
@@ -25,7 +26,7 @@ from encoder_pool.decode_process import (
     check_inputs,
     decode_item,
 )
-from fabric.errors import EncodeFailed, InvalidMedia
+from fabric.errors import EncodeFailed, InvalidMedia, MachineBusy
 from fabric.messages import MediaItem
 from modalities.family import EncoderInput, Family
 
@@ -59,8 +60,8 @@ class Decoder(Protocol):
         with those that are ready before the last. A sound may come as a waveform, to be made into units on the
         encoder's device. Cancelling it frees what it takes.
 
-        Raises InvalidMedia (broken, or not what was planned), EncodeFailed (our own failure on it), or DecodeBroke:
-        the item may be tried once more.
+        Raises InvalidMedia (broken, not what was planned, or too much work), MachineBusy (not done in time),
+        EncodeFailed (our own failure on it), or DecodeBroke: the item may be tried once more.
         """
         ...
 
@@ -81,6 +82,7 @@ class DecodePool:
         self._family = family
         self._model_dir = model_dir
         self._num_processes = num_processes
+        self._memory = ByteBudget(limits.total_bytes)
         self._limits = limits
         self._max_raw_cost = max_raw_cost
         self._threads = ThreadPoolExecutor(self.num_parallel, thread_name_prefix="decode")
@@ -122,24 +124,49 @@ class DecodePool:
             loop.call_soon_threadsafe(on_units, units)
 
         is_raw = item.modality == "audio" and item.cost <= self._max_raw_cost
-        if self._num_processes == 0:
-            return await self._run(decode_item, self._family, data, item, hand_over, is_raw)
+        if item.decode_bytes > self._memory.num_bytes:
+            raise _too_large(item, self._memory.num_bytes)
         while True:
-            process = await self._idle.get()
+            hold = await self._memory.take(item.decode_bytes)
+            if self._num_processes == 0:
+                return await self._decode_here(hold, data, item, hand_over, is_raw)
+            try:
+                process = await self._idle.get()
+            except BaseException:
+                hold.release()
+                raise
             work = self._run(process.decode, data, item, hand_over, is_raw)
             try:
-                return await asyncio.shield(work)
+                return await self._in_time(work, item)
             except DiedIdle:
                 self._num_idle_deaths += 1
                 logger.warning("a decode process died idle (%d in a row)", self._num_idle_deaths)
             except ProcessDied as error:
-                if error.is_late:
-                    message = f"it could not be decoded within {self._limits.timeout_s:g} s"
+                if error.is_out_of_cpu:
+                    limit_s = self._limits.cpu_s(item.modality)
+                    message = f"decoding it takes more than {limit_s:g} s of processor time"
                     raise InvalidMedia(message, param=item.part) from None
                 logger.warning("a decode process died over %s", item.mm_hash)
                 raise DecodeBroke(f"decoding of {item.mm_hash} broke") from error
             finally:
-                self._take_back(process, work)
+                self._take_back(process, work, hold)
+
+    async def _decode_here(self, hold: Hold, data: bytes, item: MediaItem, hand_over: OnUnits, is_raw: bool) -> Decoded:
+        """In a thread of this process, which can't be ended: what it takes is its own until it is done."""
+        work = self._run(decode_item, self._family, data, item, hand_over, is_raw)
+        work.add_done_callback(lambda _: hold.release())
+        return await asyncio.shield(work)
+
+    async def _in_time(self, work: asyncio.Future[Decoded], item: MediaItem) -> Decoded:
+        """Raises MachineBusy when the time by the clock is up; the process is then still to be ended."""
+        limit_s = self._limits.timeout_s(item.modality)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await asyncio.shield(work)
+        except TimeoutError:
+            logger.warning("decoding of %s was not done within %g s", item.mm_hash, limit_s)
+            message = f"this machine is too busy to decode it within {limit_s:g} s"
+            raise MachineBusy(message, param=item.part) from None
 
     async def close(self) -> None:
         """Ends processes, whatever they work on, and threads, after the item each works on."""
@@ -152,12 +179,14 @@ class DecodePool:
             await asyncio.to_thread(process.join)
         self._processes.clear()
 
-    def _take_back(self, process: DecodeProcess, work: asyncio.Future[Decoded]) -> None:
-        """Makes a process idle again, at once or soon, if it has answered in full; or puts another in its place."""
+    def _take_back(self, process: DecodeProcess, work: asyncio.Future[Decoded], hold: Hold) -> None:
+        """Makes a process idle again, at once or soon, if it has answered in full; or puts another in its place. The
+        item's memory is given back once it is free."""
         if work.done() and process.is_clean:
+            hold.release()
             self._answered(process)
             return
-        task = asyncio.create_task(self._end(process, work))
+        task = asyncio.create_task(self._end(process, work, hold))
         self._left.add(task)
         task.add_done_callback(self._left.discard)
 
@@ -165,15 +194,17 @@ class DecodePool:
         self._num_idle_deaths = 0
         self._idle.put_nowait(process)
 
-    async def _end(self, process: DecodeProcess, work: asyncio.Future[Decoded]) -> None:
+    async def _end(self, process: DecodeProcess, work: asyncio.Future[Decoded], hold: Hold) -> None:
         await asyncio.wait([work], timeout=GRACE_S)
         if work.done() and process.is_clean:
+            hold.release()
             self._answered(process)
             return
         process.kill()
         await asyncio.wait([work])
         self._processes.discard(process)
         await asyncio.to_thread(process.join)
+        hold.release()
         await self._refill()
 
     async def _refill(self) -> None:
@@ -207,3 +238,8 @@ class DecodePool:
 
     def _run(self, work: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+
+def _too_large(item: MediaItem, most_bytes: int) -> InvalidMedia:
+    message = f"decoding it takes {item.decode_bytes} bytes of memory, and all items together have {most_bytes}"
+    return InvalidMedia(message, param=item.part)

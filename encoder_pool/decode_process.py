@@ -1,7 +1,8 @@
-"""One spawned process that decodes, and the pipe to it. Its limits of time and memory are kept by the kernel.
+"""One spawned process that decodes, and the pipe to it. The kernel keeps its limits of processor time and memory.
 
 Spawned, never forked (threads of NIXL and gRPC exist); it ends with its parent. It works on one item at a time, so
-when it dies, it is known over which. Knows nothing of batching, features or requests.
+when it dies, it is known over which. What is late by the clock is its owner's to end. Knows nothing of batching,
+features or requests.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,8 +20,9 @@ from typing import NamedTuple
 import numpy as np
 
 from encoder_pool.array_pipe import receive, send
+from encoder_pool.decode_limits import DecodeLimits
 from fabric.errors import EncodeFailed, InvalidMedia, WeftError
-from fabric.helper_process import bind_to_parent, limit_memory, yielding_thread
+from fabric.helper_process import bind_to_parent, is_out_of_cpu, limit_memory, limited, yielding_thread
 from fabric.messages import MediaItem
 from modalities.family import EncoderInput, Family, MediaOptions
 from modalities.stopwatch import take_decode_s
@@ -49,23 +50,12 @@ class Decoded(NamedTuple):
     """A sound whose units the encoder's device makes."""
 
 
-class DecodeLimits(NamedTuple):
-    """Of one item, in a decode process. A thread has none: it can't be ended."""
-
-    timeout_s: float = 30.0
-    memory_bytes: int = 4 * 2**30
-    """Of the process, as Linux counts its data; the interpreter's own is a part of it."""
-
-
-DEFAULT_LIMITS = DecodeLimits()
-
-
 class ProcessDied(Exception):
-    """The process ended over what it was given. `is_late`: its time was up."""
+    """The process ended over what it was given."""
 
-    def __init__(self, is_late: bool) -> None:
-        super().__init__("out of time" if is_late else "died")
-        self.is_late = is_late
+    def __init__(self, is_out_of_cpu: bool) -> None:
+        super().__init__("out of processor time" if is_out_of_cpu else "died")
+        self.is_out_of_cpu = is_out_of_cpu
 
 
 class DiedIdle(Exception):
@@ -154,7 +144,7 @@ class DecodeProcess:
     def _death(self) -> ProcessDied:
         self._process.kill()  # no matter to one that has ended
         self._process.join()
-        return ProcessDied(self._process.exitcode == -signal.SIGALRM)
+        return ProcessDied(is_out_of_cpu(self._process.exitcode))
 
 
 def decode_item(family: Family, data: bytes, item: MediaItem, on_units: OnUnits, is_raw: bool = False) -> Decoded:
@@ -253,7 +243,7 @@ def _serve(pipe: Connection, model_dir: str, parent_pid: int, limits: DecodeLimi
         if message is None:
             answer(None)
         else:
-            work = partial(_decode_in_time, family, message, limits.timeout_s, answer)
+            work = partial(_decode_within, limits, family, message, answer)
             # Of many units the next is soon there: the forward goes first, and a picture that comes meanwhile.
             outcome = background.submit(work).result() if len(message[1].unit_tokens) > 1 else work()
             try:
@@ -266,18 +256,16 @@ def _answer(pipe: Connection, number: int, outcome: object) -> None:
     send(pipe, (number, outcome))
 
 
-def _decode_in_time(
-    family: Family, message: tuple[bytes, MediaItem, bool], timeout_s: float, on_units: OnUnits
+def _decode_within(
+    limits: DecodeLimits, family: Family, message: tuple[bytes, MediaItem, bool], on_units: OnUnits
 ) -> Decoded | WeftError:
-    """The alarm ends the process when the time is up: a codec that hangs listens to nobody else."""
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
+    """The kernel ends the process when its processor time is up: a codec that hangs listens to nobody else."""
     data, item, is_raw = message
     try:
-        return decode_item(family, data, item, on_units, is_raw)
+        with limited(limits.cpu_s(item.modality), item.decode_bytes):
+            return decode_item(family, data, item, on_units, is_raw)
     except WeftError as error:
         return error
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
 
 def _enter(model_dir: str, parent_pid: int, memory_bytes: int) -> Family:

@@ -137,7 +137,7 @@ class Pipeline:
         """Starts every decoding and the forward, if they can start. To be called whenever something has ended."""
         while len(self._flight_to_task) < self._decoder.num_parallel:
             flight = self.flights.next_to_decode(self._room)
-            if flight is None:
+            if flight is None or not self._has_memory_for(flight.item):
                 break
             self.flights.decode_started(flight)
             self._flight_to_task[flight] = asyncio.create_task(self._decode(flight))
@@ -219,6 +219,12 @@ class Pipeline:
             task.cancel()
 
     # ------------------------------------------------------------ decoding
+
+    def _has_memory_for(self, item: MediaItem) -> bool:
+        """Whether it can be decoded beside what is being decoded; alone it always may try. The decoder keeps the
+        budget: this keeps its processes from being held by items that wait for it."""
+        num_taken = sum(flight.item.decode_bytes for flight in self._flight_to_task)
+        return not num_taken or num_taken + item.decode_bytes <= self._config.decode_limits.total_bytes
 
     async def _decode(self, flight: Flight) -> None:
         try:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from encoder_pool.announcer import Announcer
 from encoder_pool.calibrate import calibrate, probe_inputs
 from encoder_pool.config import EncoderConfig
-from encoder_pool.decode import DecodeLimits, DecodePool
+from encoder_pool.decode import DecodePool
 from encoder_pool.forward import ForwardThread
 from encoder_pool.hearing import load_spectrograms, try_spectrograms
 from encoder_pool.pipeline import Pipeline
@@ -73,9 +73,9 @@ class EncoderService:
         self._log = FeatureLog(member_id, epoch)
         self._table = FeatureTable(source, clock, config.lease_s, self._log)
         self._reporter = Reporter(plane, self._log, clock)
-        limits = DecodeLimits(config.decode_timeout_s, config.decode_memory_bytes)
         self._spectrograms = load_spectrograms(config, family)
         max_raw_cost = config.max_batch_cost if self._spectrograms else 0
+        limits = config.decode_limits
         self._decoder = DecodePool(family, config.model_dir, config.num_decode_processes, limits, max_raw_cost)
         self._forward = ForwardThread(model, config.encode_delay_s, self._spectrograms)
         announcer = Announcer(member_id, plane, source, self._table, config.lease_s)

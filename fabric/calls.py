@@ -40,6 +40,8 @@ class MediaItem(Wire, frozen=True):
     """Of a sound that is a video's track: the video's index. Both begin at the same position."""
     num_levels: int = 0
     """Of its features: the embedding's, and DeepStack's where the medium has some; 0 means as many as the model has."""
+    decode_bytes: int = 0
+    """Memory that decoding and preprocessing it takes at most, by its header; 0 if nobody knows."""
 
     @property
     def num_tokens(self) -> int:

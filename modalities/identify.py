@@ -8,6 +8,7 @@ from typing import NamedTuple
 from fabric.digest import content_digest, mm_hash
 from fabric.errors import InvalidMedia
 from fabric.messages import MediaItem
+from modalities.decode_memory import decode_bytes
 from modalities.family import DEFAULT_OPTIONS, Family, ItemPlan, MediaHeader, MediaOptions
 
 
@@ -54,5 +55,6 @@ def plan_media(
         row_seconds=plan.row_seconds,
         anchor=anchor,
         num_levels=plan.num_levels or family.shape.num_levels,
+        decode_bytes=decode_bytes(header, len(data), plan.cost),
     )
     return PlannedMedium(plan, item)

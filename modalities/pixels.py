@@ -12,6 +12,8 @@ import numpy.typing as npt
 from PIL import Image
 
 _WHITE = (255, 255, 255, 255)
+_STRIP_PIXELS = 2**18
+"""That are laid on white at once: their copies stay in a processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +27,17 @@ class Normalisation:
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """RGB; what is transparent lies on white (transformers' rule since 5.x). 16-bit grey is clipped at 255, which is
-    Pillow's conversion and so the reference's."""
-    if "A" in image.getbands() or image.info.get("transparency") is not None:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, _WHITE), image)
-    return image.convert("RGB")
+    Pillow's conversion and so the reference's.
+
+    Takes the memory of one more picture, and none for one that is RGB: that is returned as it is."""
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    rgb = Image.new("RGB", image.size)
+    num_rows = max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, num_rows):
+        strip = image.crop((0, top, image.width, min(top + num_rows, image.height))).convert("RGBA")
+        rgb.paste(Image.alpha_composite(Image.new("RGBA", strip.size, _WHITE), strip).convert("RGB"), (0, top))
+    return rgb
 
 
 def channel_values(options: Normalisation) -> npt.NDArray[np.float32]:

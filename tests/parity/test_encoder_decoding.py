@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import os
 import signal
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from encoder_bench import picture, running_bench
@@ -22,12 +24,14 @@ from deploy.demo.build import demo_checkpoint
 from encoder_pool import array_pipe, decode, decode_process
 from encoder_pool.config import EncoderConfig
 from encoder_pool.decode import DecodePool
+from encoder_pool.decode_limits import DEFAULT_LIMITS
 from encoder_pool.decode_process import Decoded, DecodeProcess, decode_item
 from fabric.errors import EncodeFailed, ErrorInfo
 from fabric.messages import EncodeResult, MediaItem
 from modalities.family import EncoderInput, EncoderModel, Family
 from modalities.identify import plan_media
 from modalities.registry import REGISTRY
+from router.api.errors import http_error
 
 pytestmark = pytest.mark.torch
 
@@ -82,15 +86,79 @@ async def test_a_file_that_kills_its_process_is_tried_twice_and_fails(family: Fa
         await bench.is_idle()
 
 
+def limited_to(**limits: object) -> EncoderConfig:
+    """One process, with the defaults but for these."""
+    limits_of_item = dataclasses.replace(DEFAULT_LIMITS, **limits)  # type: ignore[arg-type]
+    model_dir = str(demo_checkpoint())
+    return EncoderConfig(("image",), num_decode_processes=1, model_dir=model_dir, decode_limits=limits_of_item)
+
+
 async def test_an_item_that_takes_too_long_is_refused_alone(family: Family, encoder: EncoderModel) -> None:
-    config = EncoderConfig(("image",), num_decode_processes=1, model_dir=str(demo_checkpoint()), decode_timeout_s=1e-5)
-    async with running_bench(family, encoder, config) as bench:
-        files = [picture(1, 1024, 1024)]
-        error = errors(await bench.service.encode(bench.request(files), files))[0]
-        assert error is not None
-        assert (error.code, error.param) == ("invalid_media", "messages.0.content.1")
-        assert "within 1e-05 s" in error.message
+    """Too much processor time, that is: however long it takes by the clock."""
+    async with running_bench(family, encoder, limited_to(modality_to_cpu_s={"image": 0.05})) as bench:
+        files = [flat_picture(9_400), picture(2)]
+        large, small = errors(await bench.service.encode(bench.request(files), files))
+        assert small is None
+        assert large is not None
+        assert (large.code, large.param) == ("invalid_media", "messages.0.content.1")
+        assert "more than 0.05 s of processor time" in large.message
         await bench.is_idle()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+async def test_an_item_that_is_late_through_no_fault_of_its_own_may_come_again(
+    family: Family, encoder: EncoderModel, is_late: bool
+) -> None:
+    """Its process is stopped: before it comes, or while it is decoded."""
+    async with running_bench(family, encoder, limited_to(modality_to_timeout_s={"image": 0.5})) as bench:
+        pool = bench.service._decoder
+        (pid,) = pool.pids()
+        files = [flat_picture(9_400)]
+        if not is_late:
+            os.kill(pid, signal.SIGSTOP)
+        call = asyncio.create_task(bench.service.encode(bench.request(files), files))
+        if is_late:
+            await bench.until(lambda: any(process.is_at_work for process in pool._processes))
+            os.kill(pid, signal.SIGSTOP)
+        (error,) = errors(await call)
+        assert error is not None
+        assert (error.code, error.param) == ("machine_busy", "messages.0.content.1")
+        assert "too busy" in error.message
+        assert error.to_error().retryable
+        answer = http_error(error.to_error())
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        await bench.until(lambda: pool.pids() not in ([], [pid]))
+        files = [picture(2)]
+        assert errors(await bench.service.encode(bench.request(files), files)) == [None]
+        assert not is_running(pid)
+        assert pool._memory.num_taken == 0
+        await bench.is_idle()
+
+
+async def test_an_item_that_takes_more_than_its_header_says_is_refused_alone(
+    family: Family, encoder: EncoderModel
+) -> None:
+    async with running_bench(family, encoder, limited_to()) as bench:
+        files = [flat_picture(9_400), picture(2)]
+        request = bench.request(files)
+        lying = msgspec.structs.replace(request.items[0], decode_bytes=100 * 2**20)
+        request = msgspec.structs.replace(request, items=(lying, request.items[1]))
+        large, small = errors(await bench.service.encode(request, files))
+        assert small is None
+        assert large is not None
+        assert (large.code, large.param) == ("invalid_media", "messages.0.content.1")
+        assert "memory" in large.message
+
+
+async def test_an_item_that_takes_more_than_all_may_is_refused_undecoded(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, limited_to(total_bytes=2**29)) as bench:
+        files = [flat_picture(9_400), picture(2)]
+        large, small = errors(await bench.service.encode(bench.request(files), files))
+        assert small is None
+        assert large is not None
+        assert (large.code, large.param) == ("invalid_media", "messages.0.content.1")
+        assert "all items together have 536870912" in large.message
+        assert bench.service.report().items_decoded == 1
 
 
 async def test_what_nobody_waits_for_is_not_decoded_to_its_end(
@@ -115,15 +183,53 @@ async def test_what_nobody_waits_for_is_not_decoded_to_its_end(
 
 
 async def test_an_item_that_takes_too_much_memory_is_refused_alone(family: Family, encoder: EncoderModel) -> None:
-    config = EncoderConfig(
-        ("image",), num_decode_processes=1, model_dir=str(demo_checkpoint()), decode_memory_bytes=384 * 2**20
-    )
-    async with running_bench(family, encoder, config) as bench:
+    async with running_bench(family, encoder, limited_to(memory_bytes=384 * 2**20)) as bench:
         files = [flat_picture(9_400), picture(2)]
         large, small = errors(await bench.service.encode(bench.request(files), files))
         assert small is None
         assert large is not None
         assert (large.code, large.param) == ("invalid_media", "messages.0.content.1")
+
+
+async def test_large_pictures_are_not_decoded_at_once(family: Family, encoder: EncoderModel) -> None:
+    """Three pictures of which two do not fit the budget, on two processes: what these take together stays within it."""
+    files = [transparent_picture(3_000 + number) for number in range(3)]
+    one = planned(family, files[2]).decode_bytes
+    config = dataclasses.replace(limited_to(total_bytes=one * 3 // 2), num_decode_processes=2)
+    async with running_bench(family, encoder, config) as bench:
+        pool = bench.service._decoder
+        assert [item.decode_bytes > config.decode_limits.total_bytes / 2 for item in bench.request(files).items] == [
+            True,
+            True,
+            True,
+        ]
+        pids = pool.pids()
+        before = {pid: memory_bytes(pid, "VmRSS") for pid in pids}
+        most_taken = most_used = 0
+        call = asyncio.create_task(bench.service.encode(bench.request(files), files))
+        while not call.done():
+            most_taken = max(most_taken, pool._memory.num_taken)
+            most_used = max(most_used, sum(memory_bytes(pid, "VmRSS") - before[pid] for pid in pids))
+            await asyncio.sleep(0.001)
+        assert errors(await call) == [None, None, None]
+        assert pool.pids() == pids
+        peaks = [memory_bytes(pid, "VmHWM") - before[pid] for pid in pids]
+        assert one / 3 < max(peaks) <= one, "the estimate is one of the memory that is really taken"
+        assert most_used <= most_taken <= config.decode_limits.total_bytes
+        await bench.is_idle()
+
+
+def memory_bytes(pid: int, name: str) -> int:
+    """`VmRSS`: of a process now; `VmHWM`: at its peak."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition(f"{name}:")[2].split()[0]) * 1024
+
+
+def transparent_picture(side: int) -> bytes:
+    """A small file of which four values a pixel are kept, and three more are made."""
+    buffer = io.BytesIO()
+    Image.new("RGBA", (side, side), (10, 20, 30, side % 256)).save(buffer, "PNG", compress_level=1)
+    return buffer.getvalue()
 
 
 def flat_picture(side: int) -> bytes:

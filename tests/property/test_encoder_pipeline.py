@@ -8,9 +8,11 @@ read stays, and once leases end every call gets its one answer.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from encoder_doubles import EarPlane, HandDecoder, HandForward, OpenDecode
 from hypothesis import settings
@@ -20,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from encoder_pool.announcer import Announcer
 from encoder_pool.config import EncoderConfig
 from encoder_pool.decode import DecodeBroke, Decoded
+from encoder_pool.decode_limits import DEFAULT_LIMITS
 from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
@@ -34,8 +37,12 @@ from modalities.family import EncoderInput
 from modalities.waveform import Waveform
 
 SPEC = FeatureSpec(1, 16, "float32", 4)
+TOTAL_BYTES = 100
+MODALITY_TO_DECODE_BYTES = {"image": 40, "video": 70, "audio": 30}
+"""Two pictures are decoded at once, or a video and a sound, and never a video and a picture."""
 CONFIG = EncoderConfig(
     modalities=("image", "video", "audio"),
+    decode_limits=dataclasses.replace(DEFAULT_LIMITS, total_bytes=TOTAL_BYTES),
     num_decode_processes=0,
     max_batch_cost=20,
     max_items_in_flight=3,
@@ -112,7 +119,8 @@ class PipelineMachine(RuleBasedStateMachine):
             cost, units = KINDS[kind]
             part = f"part.{self.num_calls}.{index}"
             modality = "audio" if kind in SOUNDS else "video" if len(units) > 1 else "image"
-            items.append(MediaItem(index, modality, MmHash(f"{kind}-{number}"), (1, 1, cost), units, cost, part))
+            item = MediaItem(index, modality, MmHash(f"{kind}-{number}"), (1, 1, cost), units, cost, part)
+            items.append(msgspec.structs.replace(item, decode_bytes=MODALITY_TO_DECODE_BYTES[modality]))
         request = EncodeRequest(
             request_id=RequestId(f"req-{self.num_calls}"),
             attempt=0,
@@ -253,6 +261,10 @@ class PipelineMachine(RuleBasedStateMachine):
             assert len(set(map(id, flight.followers))) == len(flight.followers)
         keys = {UnitKey(message.unit.mm_hash, message.unit.unit) for message in self.plane.sent}
         assert not any(key.mm_hash.startswith("huge") for key in keys)
+
+    @invariant()
+    def what_is_decoded_at_once_fits_the_budget(self) -> None:
+        assert sum(one.item.decode_bytes for one in self.decoder.open) <= TOTAL_BYTES
 
     @invariant()
     def the_forward_is_never_idle_for_nothing(self) -> None:

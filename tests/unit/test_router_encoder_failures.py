@@ -15,13 +15,33 @@ from fabric.errors import (
     EncoderLost,
     ErrorInfo,
     InvalidMedia,
+    MachineBusy,
     NoCapacity,
     Overloaded,
     WorkerLost,
 )
 from fabric.ids import MemberId, UnitKey
 from fabric.messages import FeatureNeeded, GenerateRequest, GenerateResult
+from router.api.errors import http_error
 from router.supply import FeatureSupply
+
+
+async def test_an_item_that_is_late_is_tried_elsewhere_and_may_come_again() -> None:
+    """Lateness is no fault of the medium: another encoder may be less busy, and a client may come back."""
+    late = ErrorInfo.of(MachineBusy("this machine is too busy to decode it within 9 s"))
+    async with fake_cluster(num_encoders=2) as cluster:
+        cluster.encoders[0].failures = [late]
+        cluster.encoders[1].failures = []
+        for number in range(4):  # whichever of them is asked first
+            await read(await cluster.service.open(chat([image(number)])))
+        assert not cluster.encoders[0].failures
+        for encoder in cluster.encoders:
+            encoder.failures = [late] * 9
+        with pytest.raises(MachineBusy) as caught:
+            await read(await cluster.service.open(chat([image(99)])))
+        assert caught.value.param == "messages.0.content.0"
+        answer = http_error(caught.value)
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
 
 
 async def test_encoder_that_is_lost_hands_its_items_to_another() -> None:
