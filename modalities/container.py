@@ -20,6 +20,7 @@ from av.video.stream import VideoStream
 
 from fabric.errors import InvalidMedia
 from modalities.family import AudioHeader
+from modalities.mpeg_audio import first_frame, one_stream
 from modalities.packets import Tally, lost_packets, num_samples, num_stored_packets, tally
 from modalities.truncation import num_lost_bytes
 from modalities.unknown_media import seeming
@@ -74,7 +75,7 @@ def sniff(data: bytes) -> Format | None:
 
 
 def _sniff_elementary(data: bytes) -> Format | None:
-    """Sound without a container, behind an ID3 tag or not."""
+    """Sound without a container, behind an ID3 tag or not; MPEG audio also behind anything else."""
     at = 0
     if data[:3] == b"ID3" and len(data) > 10:  # its size: 28 bits in four bytes (ID3v2.4, section 3.1)
         at = 10 + sum((byte & 0x7F) << shift for byte, shift in zip(data[6:10], (21, 14, 7, 0), strict=True))
@@ -84,7 +85,7 @@ def _sniff_elementary(data: bytes) -> Format | None:
     if len(head) == 4 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0:
         # The two bits of the layer: none is ADTS (ISO 13818-7), else MPEG audio (ISO 11172-3).
         return Format("AAC", "aac") if head[1] & 0xF6 == 0xF0 else Format("MP3", "mp3")
-    return Format("MP3", "mp3") if at else None
+    return Format("MP3", "mp3") if at or first_frame(data) >= 0 else None
 
 
 @contextmanager
@@ -95,6 +96,8 @@ def open_container(data: bytes, param: str, is_uncut: bool = False) -> Iterator[
     found = sniff(data)
     if found is None:
         raise InvalidMedia(f"{param}: not a video or sound of a supported format{seeming(data)}", param=param)
+    if found.name == "MP3":
+        data = one_stream(data)
     if num_lost := num_lost_bytes(found.name, data):
         raise InvalidMedia(
             f"{param}: the {found.name} file is truncated: {num_lost} bytes or more are missing", param=param
