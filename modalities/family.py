@@ -90,6 +90,9 @@ class MediaOptions:
     """Of the rows of each temporal patch, so many are kept, evenly spread; 1 keeps all."""
     reduction: int = 0
     """How often the item was halved: every other frame of a video, half the side of an image. A sound has none."""
+    max_pixels: int = 0
+    """Of an image: most pixels that the model looks at, down to the smallest form that it takes; 0 leaves it to the
+    model's own limit."""
 
     def encode(self) -> str:
         """Canonical JSON; empty for the defaults."""

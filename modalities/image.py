@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from PIL import Image
+from PIL import AvifImagePlugin, Image, features
 
 from fabric.errors import InvalidMedia
 from modalities.family import ImageHeader, MediaHeader
@@ -23,8 +23,10 @@ from modalities.unknown_media import seeming
 # The limit is MediaLimits', checked on the header; Pillow's own would warn at half of it, and per process.
 Image.MAX_IMAGE_PIXELS = None
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Allow-list of decoders: a container that Pillow also knows never reaches its parser."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", *(("AVIF",) if features.check("avif") else ()))
+"""Allow-list of decoders: a container that Pillow also knows never reaches its parser. Pillow's own wheels have AVIF,
+builds of distributions need not."""
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # the processes of a pool share the cores already
 
 _FORMAT_TO_NAME = {"MPO": "JPEG"}  # a JPEG with more pictures behind the first, as phones write them
 _ORIENTATION_TAG = 0x0112

@@ -14,6 +14,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"II*\x00", "a TIFF image"),
     (0, b"MM\x00*", "a TIFF image"),
     (4, b"ftypavif", "an AVIF image"),
+    (4, b"ftypavis", "an AVIF image"),
     (4, b"ftypheic", "a HEIC image"),
     (4, b"ftypheix", "a HEIC image"),
     (4, b"ftypmif1", "a HEIF image"),

@@ -99,7 +99,8 @@ class MediaPlanner:
             if key in losses.removed:
                 continue
             options = video_options if medium.modality == VIDEO else DEFAULT_OPTIONS
-            options = dataclasses.replace(options, reduction=losses.item_to_reduction.get(key, 0))
+            reduction = losses.item_to_reduction.get(key, 0)
+            options = dataclasses.replace(options, reduction=reduction, max_pixels=medium.max_pixels)
             anchor = len(wanted)
             wanted.append(_Wanted(medium, medium.modality, medium.header, options, -1))
             if medium.sound is not None and ItemKey(medium.part, SOUND) not in losses.removed:

@@ -21,6 +21,8 @@ from router.threads import RequestThreads, Work
 
 SOUND = "audio"
 """The modality of a video's sound track."""
+LOW_DETAIL_PIXELS = 512 * 512
+"""What the model looks at of a picture with `detail: low`; the size that OpenAI's documentation names."""
 
 
 class Prober(Protocol):
@@ -50,6 +52,8 @@ class ProbedMedium(NamedTuple):
     sound: AudioHeader | None
     """The sound track that the model is to hear, of a video."""
     probe_s: float
+    max_pixels: int = 0
+    """As `MediaOptions.max_pixels`, of a picture."""
 
 
 class _File(NamedTuple):
@@ -148,7 +152,8 @@ class MediaReader:
             header = await self._threads.run(Work.MEDIA, plugin.probe, file.data, part.param)
         plugin.validate(header, self._limits, part.param)
         probe_s = clock.time() - started_s
-        return ProbedMedium(part.param, plugin.modality, file.data, file.digest, header, None, probe_s)
+        most = LOW_DETAIL_PIXELS if part.detail == "low" else 0
+        return ProbedMedium(part.param, plugin.modality, file.data, file.digest, header, None, probe_s, most)
 
     def _has_hearing(self, wanted: bool | None) -> bool:
         can_hear = self.max_items.get(SOUND, 0) > 0

@@ -39,6 +39,10 @@ class GridOfTiles:
         fewer = max(1, self.min_tiles, columns * rows >> (2 * times))
         return Halved(dataclasses.replace(self, max_tiles=fewer), (width, height))
 
+    def limited(self, max_pixels: int) -> GridOfTiles:
+        most = max(1, self.min_tiles, max_pixels // self.tile_size**2)
+        return dataclasses.replace(self, max_tiles=min(self.max_tiles, most))
+
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """(columns, rows). Of grids that are equally near the larger is taken, unless the picture would have to grow
         to more than twice its area."""

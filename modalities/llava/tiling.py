@@ -39,6 +39,10 @@ class CentreCrop:
         """The same: one tile is the least."""
         return Halved(self, (width, height))
 
+    def limited(self, max_pixels: int) -> CentreCrop:
+        """The same: one tile is the least."""
+        return self
+
     def tiles(self, image: Image.Image) -> npt.NDArray[np.float32]:
         """`(1, 3, tile_size, tile_size)`."""
         width, height = image.size

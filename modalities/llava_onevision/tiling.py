@@ -43,6 +43,12 @@ class AnyResolution:
         size = (max(1, min(width, shown[0]) >> times), max(1, min(height, shown[1]) >> times))
         return Halved(self, size)
 
+    def limited(self, max_pixels: int) -> AnyResolution:
+        areas = {height * width for height, width in self.resolutions}
+        most = max(max_pixels, min(areas))
+        fitting = tuple(size for size in self.resolutions if size[0] * size[1] <= most)
+        return dataclasses.replace(self, resolutions=fitting)
+
     def canvas(self, width: int, height: int) -> tuple[int, int]:
         """(height, width) of the canvas on which the picture keeps most of its pixels, and of these the one that
         wastes least."""

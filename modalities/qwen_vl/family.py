@@ -131,8 +131,8 @@ class QwenVLFamily:
         num_patches = item.grid[0] * item.grid[1] * item.grid[2]
         if item.unit_tokens != (num_patches // self.config.image.merge_size**2,):
             raise InvalidMedia(f"{item.part}: grid {item.grid} does not give {item.unit_tokens} rows", param=item.part)
-        reduction = MediaOptions.decode(item.options).reduction
-        pixels = image_patches(data, item.grid, self.config.image, item.part, reduction)
+        wishes = MediaOptions.decode(item.options)
+        pixels = image_patches(data, item.grid, self.config.image, item.part, wishes)
         return EncoderInput(IMAGE, pixels, item.grid)
 
     def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
@@ -150,7 +150,7 @@ class QwenVLFamily:
         return load_text_model(self._checkpoint(), model_dir, self.config, device, dtype, attention_name)
 
     def _plan_image(self, header: ImageHeader, options: MediaOptions) -> ItemPlan:
-        grid = image_grid(header, self.config.image, options.reduction)
+        grid = image_grid(header, self.config.image, options)
         cost = grid[0] * grid[1] * grid[2]
         num_tokens = cost // self.config.image.merge_size**2
         return ItemPlan(IMAGE, grid, (num_tokens,), cost, (header.width, header.height))

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fabric.errors import InvalidMedia
-from modalities.family import ImageHeader
+from modalities.family import DEFAULT_OPTIONS, ImageHeader, MediaOptions
 from modalities.image import decode_image
 from modalities.pixels import Normalisation, channel_values, to_rgb
 from modalities.qwen_vl.image_options import ImageOptions
@@ -38,10 +38,16 @@ def smart_resize(height: int, width: int, options: ImageOptions, most_pixels: in
     return new_height, new_width
 
 
-def image_grid(header: ImageHeader, options: ImageOptions, reduction: int = 0) -> tuple[int, int, int]:
-    """Patches (t, h, w) of a picture, from its header; the sides that it would be scaled to are halved `reduction`
-    times, down to the smallest size that the model takes. Raises InvalidMedia."""
-    height, width = smart_resize(header.height, header.width, options)
+def image_grid(
+    header: ImageHeader, options: ImageOptions, wishes: MediaOptions = DEFAULT_OPTIONS
+) -> tuple[int, int, int]:
+    """Patches (t, h, w) of a picture, from its header. It has at most `wishes.max_pixels` pixels, and the sides that it
+    would be scaled to are halved `wishes.reduction` times, down to the smallest size that the model takes. Raises
+    InvalidMedia."""
+    most, reduction = options.max_pixels, wishes.reduction
+    if wishes.max_pixels:
+        most = min(most, max(wishes.max_pixels, options.min_pixels))
+    height, width = smart_resize(header.height, header.width, options, most)
     if reduction:
         most_pixels = max(options.min_pixels, (height * width) >> (2 * reduction))
         height, width = smart_resize(header.height, header.width, options, most_pixels)
@@ -51,12 +57,16 @@ def image_grid(header: ImageHeader, options: ImageOptions, reduction: int = 0) -
 
 
 def image_patches(
-    data: bytes, grid: tuple[int, int, int], options: ImageOptions, param: str, reduction: int = 0
+    data: bytes,
+    grid: tuple[int, int, int],
+    options: ImageOptions,
+    param: str,
+    wishes: MediaOptions = DEFAULT_OPTIONS,
 ) -> npt.NDArray[np.float32]:
     """Decodes a picture into patches, float32 `(grid_h * grid_w, 3 * temporal_patch_size * patch_size**2)`, those of
     one merged token side by side. Raises InvalidMedia for a broken file or one that does not give `grid`."""
     image, header = decode_image(data, param)
-    found = image_grid(header, options, reduction)
+    found = image_grid(header, options, wishes)
     if found != grid:
         raise InvalidMedia(f"{param}: the image gives patches {found}, planned were {grid}", param=param)
     rgb = to_rgb(image)

@@ -63,6 +63,11 @@ class Tiling(Protocol):
         """Half the sides, so many times, of what the model would have seen; the same where it has nothing smaller."""
         ...
 
+    def limited(self, max_pixels: int) -> Tiling:
+        """The same, with tiles of at most so many pixels together (the one of the whole picture not counted), or as
+        few as it has."""
+        ...
+
     def cut(self, width: int, height: int) -> Cut:
         """From the size alone. Raises InvalidMedia for a size that the model can't take."""
         ...
@@ -199,9 +204,10 @@ class TiledFamily:
         return load_causal_lm(model_dir, device, dtype, attention_name)
 
     def _tiling(self, header: ImageHeader, options: MediaOptions) -> Halved:
+        tiling = self.tiling.limited(options.max_pixels) if options.max_pixels else self.tiling
         if options.reduction:
-            return self.tiling.halved(header.width, header.height, options.reduction)
-        return Halved(self.tiling, (header.width, header.height))
+            return tiling.halved(header.width, header.height, options.reduction)
+        return Halved(tiling, (header.width, header.height))
 
     def _check(self, modality: str) -> None:
         if modality not in self.max_items:

@@ -6,7 +6,7 @@ Checks shapes only; what a medium holds is its plugin's, whether the model takes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fabric.errors import InvalidRequest
 from router.api.request import ChatMessage
@@ -21,14 +21,22 @@ PART_TYPE_TO_MODALITY = {
 """Types that OpenAI and its users know. One without a plugin is an unsupported modality, not an unknown part."""
 
 
+MAX_UUID_LENGTH = 256
+
+
 class TextPart(NamedTuple):
     text: str
+
+
+Detail = Literal["auto", "low", "high"]
 
 
 class MediaPart(NamedTuple):
     part_type: str
     fields: Mapping[str, object]
     param: str
+    detail: Detail = "auto"
+    """How closely a picture is to be looked at."""
 
 
 Part = TextPart | MediaPart
@@ -67,4 +75,37 @@ def _part(part: object, param: str, is_media: Callable[[str], bool]) -> Part:
         raise InvalidRequest("a content part needs a string under `type`", param=param)
     if kind not in PART_TYPE_TO_MODALITY and not is_media(kind):
         raise InvalidRequest(f"unknown content part type `{kind[:64]}`", param=param)
-    return MediaPart(kind, part, param)
+    _check_uuid(part, kind, param)
+    return MediaPart(kind, part, param, _detail(part, kind, param))
+
+
+def _detail(part: Mapping[str, object], kind: str, param: str) -> Detail:
+    """Raises InvalidRequest for a word that OpenAI does not know, and for anything but a picture that is to be looked
+    at less closely."""
+    value = part.get(kind)
+    found = value.get("detail") if isinstance(value, Mapping) else None
+    path = f"{param}.{kind}.detail"
+    if found is None or found == "auto":
+        return "auto"
+    if found not in ("low", "high"):
+        raise InvalidRequest("detail must be `auto`, `low` or `high`", param=path)
+    if found == "low" and PART_TYPE_TO_MODALITY.get(kind) != "image":
+        raise InvalidRequest("only pictures have a `low` detail", param=path)
+    return "low" if found == "low" else "high"
+
+
+def _check_uuid(part: Mapping[str, object], kind: str, param: str) -> None:
+    """A client's name for a medium (vLLM's extension), beside the medium or within it. It is a label without effect: a
+    medium is known by its content, so that no client can name another's. Raises InvalidRequest for one that is no
+    string, and for one without the medium."""
+    value = part.get(kind)
+    inner = value if isinstance(value, Mapping) else {}
+    uuid = part.get("uuid", inner.get("uuid"))
+    if uuid is None:
+        return
+    if not isinstance(uuid, str) or not 0 < len(uuid) <= MAX_UUID_LENGTH:
+        message = f"a uuid must be a string of 1 to {MAX_UUID_LENGTH} characters"
+        raise InvalidRequest(message, param=f"{param}.uuid")
+    has_medium = bool(set(inner) - {"uuid", "detail"}) if isinstance(value, Mapping) else bool(value)
+    if kind in PART_TYPE_TO_MODALITY and not has_medium:
+        raise InvalidRequest("a uuid can't stand in for a medium: its content must be sent", param=param)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import base64
+import io
 import struct
 import zlib
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from modalities_files import data_url, encode, oriented, picture
+from PIL import Image
 
 from fabric.errors import InvalidMedia, InvalidRequest
 from modalities import plugin
@@ -126,7 +129,7 @@ def test_what_is_no_image_is_refused(data: bytes) -> None:
     assert caught.value.message.startswith(PARAM)
 
 
-@pytest.mark.parametrize("file_format", ["PPM", "ICO", "TGA", "PDF", "EPS", "AVIF", "JPEG2000"])
+@pytest.mark.parametrize("file_format", ["PPM", "ICO", "TGA", "PDF", "EPS", "JPEG2000"])
 def test_formats_that_are_not_on_the_list_are_refused(file_format: str) -> None:
     with pytest.raises(InvalidMedia, match="supported format"):
         PLUGIN.probe(encode(picture(16, 16), file_format), PARAM)
@@ -188,12 +191,42 @@ def test_the_first_frame_counts() -> None:
         assert (header.width, header.height) == image.size == (12, 8)
 
 
-@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+@pytest.mark.parametrize("file_format", FORMATS)
 def test_a_truncated_file_is_refused_when_it_is_decoded(file_format: str) -> None:
     data = encode(picture(64, 64), file_format)
     with pytest.raises(InvalidMedia) as caught:
         decode_image(data[: len(data) // 2], PARAM)
     assert caught.value.param == PARAM
+
+
+ANIMATED = [name for name in ("GIF", "WEBP", "PNG", "TIFF", "AVIF") if name in FORMATS]
+
+
+@pytest.mark.parametrize("file_format", ANIMATED)
+def test_an_animation_is_its_first_frame(file_format: str) -> None:
+    frames = [Image.new("RGB", (48, 32), colour) for colour in ((200, 40, 40), (40, 200, 40), (40, 40, 200))]
+    data = encode(frames[0], file_format, save_all=True, append_images=frames[1:])
+    with Image.open(io.BytesIO(data)) as opened:
+        assert getattr(opened, "n_frames", 1) == 3
+    image, header = decode_image(data, PARAM)
+    assert (image.size, header.format) == ((48, 32), file_format)
+    red, green, blue = image.convert("RGB").getpixel((24, 16))  # type: ignore[misc]
+    assert red > 150
+    assert max(green, blue) < 90
+
+
+@pytest.mark.skipif("AVIF" not in FORMATS, reason="Pillow was built without AVIF")
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_avif_picture_is_upright(orientation: int) -> None:
+    """Whether it was turned by EXIF or by the container's own boxes, which Pillow writes and reads as EXIF."""
+    corner = Image.new("L", (40, 24), 250)
+    corner.paste(20, (0, 0, 20, 12))
+    (found, header), (expected, _) = (
+        decode_image(oriented(corner.convert("RGB"), orientation, name, quality=95), PARAM) for name in ("AVIF", "PNG")
+    )
+    assert found.size == expected.size == (header.width, header.height)
+    grey, wanted = (np.asarray(image.convert("L"), dtype=int) for image in (found, expected))
+    assert np.abs(grey - wanted).max() < 30
 
 
 def test_base64_text_of_any_padding_decodes() -> None:

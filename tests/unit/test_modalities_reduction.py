@@ -6,17 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modalities.family import ImageHeader
+from modalities.family import ImageHeader, MediaOptions
+from modalities.internvl.tiling import GridOfTiles
+from modalities.llava.tiling import CentreCrop
+from modalities.llava_onevision.tiling import AnyResolution
+from modalities.pixels import Normalisation
 from modalities.qwen_vl.image_options import ImageOptions
 from modalities.qwen_vl.preprocess import image_grid
+from modalities.tiled.config import PixelOptions
 
 OPTIONS = ImageOptions(14, 2, 2, 56 * 56, 28 * 28 * 1280, 3, 1 / 255, None, None)
 SMALLEST = 16
 """Patches of `min_pixels`."""
 
 
-def patches(width: int, height: int, reduction: int) -> int:
-    _, rows, columns = image_grid(ImageHeader("PNG", width, height, "RGB"), OPTIONS, reduction)
+def patches(width: int, height: int, reduction: int, max_pixels: int = 0) -> int:
+    wishes = MediaOptions(reduction=reduction, max_pixels=max_pixels)
+    _, rows, columns = image_grid(ImageHeader("PNG", width, height, "RGB"), OPTIONS, wishes)
     return rows * columns
 
 
@@ -34,3 +40,40 @@ def test_never_more_and_never_less_than_the_model_takes(width: int, height: int,
     whole, less = patches(width, height, 0), patches(width, height, reduction)
     assert less <= max(whole, SMALLEST)
     assert less >= min(whole, 4)
+
+
+@settings(deadline=None, max_examples=100)
+@given(width=st.integers(1, 4000), height=st.integers(1, 4000), max_pixels=st.integers(1, 10**6))
+def test_a_picture_of_low_detail_has_no_more_pixels_than_asked_for(width: int, height: int, max_pixels: int) -> None:
+    if max(width, height) > 200 * min(width, height):
+        return
+    whole, low = patches(width, height, 0), patches(width, height, 0, max_pixels)
+    longest = max(width, height) / min(width, height)
+    most = max(max_pixels / 14**2, SMALLEST)
+    assert low <= max(whole, SMALLEST)
+    # A side is never below two patches, however flat the picture is; rounding up to the least gives a little more.
+    assert low <= max(most, 4 * longest + 8, 2 * SMALLEST)
+    assert patches(width, height, 0, 10**9) == whole
+    assert patches(width, height, 1, max_pixels) <= max(low, SMALLEST)
+
+
+def test_low_detail_of_a_large_picture() -> None:
+    assert patches(1024, 1024, 0) == 70 * 70  # 1280 tokens and no more
+    assert patches(1024, 1024, 0, 512 * 512) == 36 * 36
+    assert patches(448, 448, 0, 512 * 512) == patches(448, 448, 0)
+
+
+def test_low_detail_in_tiles() -> None:
+    pixels = PixelOptions(3, Normalisation(1 / 255, None, None))
+    grid = GridOfTiles(pixels, 448, 256, 1, 12)
+    assert grid.cut(1000, 1000).num_tiles == 10
+    assert grid.limited(512 * 512).cut(1000, 1000).num_tiles == 1
+    assert grid.limited(2 * 448 * 448).cut(2000, 1000).num_tiles == 3  # two, and the whole
+    assert grid.limited(10**9) == grid
+    sizes = tuple((384 * rows, 384 * columns) for rows in (1, 2, 3) for columns in (1, 2, 3))
+    any_size = AnyResolution(pixels, 384, 27, sizes, 9)
+    assert any_size.cut(1152, 1152).num_tiles == 10
+    assert any_size.limited(512 * 512).cut(1152, 1152).num_tiles == 2
+    assert any_size.limited(1).cut(1152, 1152).num_tiles == 2  # the smallest canvas, and the whole
+    one = CentreCrop(pixels, 336, 336, 576)
+    assert one.limited(1) == one

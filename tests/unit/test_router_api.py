@@ -236,6 +236,44 @@ def test_parts_keep_their_order_and_paths() -> None:
     assert parts == [TextPart("a"), MediaPart("image_url", url, "messages.2.content.1")]
 
 
+@pytest.mark.parametrize(("detail", "found"), [("low", "low"), ("high", "high"), ("auto", "auto"), (None, "auto")])
+def test_the_detail_of_a_picture_is_read(detail: object, found: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:,", "detail": detail}}
+    (parsed,) = parts_of(message(content=[part]), 0)
+    assert isinstance(parsed, MediaPart)
+    assert parsed.detail == found
+
+
+@pytest.mark.parametrize("detail", ["lower", "LOW", "", 1, ["low"], True])
+def test_an_unknown_detail_is_refused(detail: object) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:,", "detail": detail}}
+    with pytest.raises(InvalidRequest, match="`auto`, `low` or `high`") as caught:
+        parts_of(message(content=[{"type": "text", "text": "a"}, part]), 1)
+    assert caught.value.param == "messages.1.content.1.image_url.detail"
+
+
+def test_only_pictures_have_a_low_detail() -> None:
+    for word in ("auto", "high"):
+        parts_of(message(content=[{"type": "video_url", "video_url": {"url": "data:,", "detail": word}}]), 0)
+    with pytest.raises(InvalidRequest, match="only pictures"):
+        parts_of(message(content=[{"type": "video_url", "video_url": {"url": "data:,", "detail": "low"}}]), 0)
+
+
+def test_a_uuid_is_a_label_and_never_a_medium() -> None:
+    url = {"url": "data:,"}
+    for part in ({"image_url": url, "uuid": "cat"}, {"image_url": {**url, "uuid": "cat"}}, {"image_url": "data:,"}):
+        (parsed,) = parts_of(message(content=[{"type": "image_url", **part}]), 0)
+        assert isinstance(parsed, MediaPart)
+    for part in ({"image_url": None, "uuid": "cat"}, {"uuid": "cat"}, {"image_url": {"uuid": "cat"}}):
+        with pytest.raises(InvalidRequest, match="can't stand in") as caught:
+            parts_of(message(content=[{"type": "image_url", **part}]), 0)
+        assert caught.value.param == "messages.0.content.0"
+    for uuid in ("", "x" * 257, 5, ["cat"]):
+        with pytest.raises(InvalidRequest, match="a uuid must be a string") as caught:
+            parts_of(message(content=[{"type": "image_url", "image_url": url, "uuid": uuid}]), 0)
+        assert caught.value.param == "messages.0.content.0.uuid"
+
+
 def test_part_types_that_somebody_registered_are_media() -> None:
     points = {"type": "point_cloud", "points": []}
     parts = parts_of(message(content=[points]), 0, lambda kind: kind == "point_cloud")

@@ -12,6 +12,7 @@ from fabric.messages import GenerateRequest
 from modalities.family import MediaOptions
 from modalities.plugin import MediaLimits
 from router.api.content import MediaPart, TextPart
+from router.media_probing import LOW_DETAIL_PIXELS
 
 
 async def asked(content: object, family: MediaFamily | None = None, **fields: object) -> GenerateRequest:
@@ -237,3 +238,27 @@ async def test_media_are_counted_by_modality() -> None:
         assert value("weft_router_planned_media_tokens_total", {"modality": "audio"}) == 25
         assert value("weft_router_planned_media_tokens_total", {"modality": "video"}) == 12
         assert value("weft_router_probe_seconds_count", {"modality": "video"}) == 1
+
+
+# ---------------------------------------------------------------- what a part says of its picture
+
+
+async def test_low_detail_is_another_plan_of_the_same_picture() -> None:
+    seen = {}
+    for detail in (None, "auto", "high", "low"):
+        part = image(1)
+        part["image_url"] = {**part["image_url"], **({"detail": detail} if detail else {})}  # type: ignore[dict-item]
+        (seen[detail],) = (await asked([part, text("?")])).media
+    assert seen[None] == seen["auto"] == seen["high"]
+    assert seen["high"].options == ""
+    assert MediaOptions.decode(seen["low"].options) == MediaOptions(max_pixels=LOW_DETAIL_PIXELS)
+    assert seen["low"].mm_hash != seen["high"].mm_hash
+
+
+async def test_a_uuid_names_nothing() -> None:
+    """Two pictures of one name are two, one picture of two names is one."""
+    parts = [{**image(seed), "uuid": name} for seed, name in ((1, "cat"), (2, "cat"), (1, "dog"))]
+    one, other, again = (item.mm_hash for item in (await asked([*parts, text("?")])).media)
+    (plain_one,) = (await asked([image(1), text("?")])).media
+    assert one == again == plain_one.mm_hash
+    assert one != other
