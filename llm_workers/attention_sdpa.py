@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from llm_workers.native_attention import NativeDecode, is_native
-from llm_workers.paged_kv import PagedKV, Rows, write_slots
+from llm_workers.paged_kv import PagedKV, Rows, StepRows, write_slots
 
 MIN_BUCKET_TOKENS = 64
 """Contexts up to this length share one batch: below it a call costs more than its padding."""
@@ -54,15 +54,21 @@ class SdpaStep:
     """An AttentionStep."""
 
     def __init__(self, kv: PagedKV, rows: Sequence[Rows]) -> None:
-        self._kv, self.rows = kv, rows
-        self._write = write_slots(kv, rows)
-        decoding = [row for row in rows if row.num_tokens == 1]
-        self._native = NativeDecode(kv, decoding) if decoding and is_native(kv) else None
-        groups = [] if self._native else _groups(kv, decoding)
-        decoded = decoding if self._native else [row for group in groups for row in group]
-        self._decoded = torch.tensor([row.at for row in decoded], dtype=torch.int64, device=kv.device)
-        self._decodes = _decode_batches(kv, groups)
-        self._prefills = [_prefill_chunk(kv, row) for row in rows if row.num_tokens > 1]
+        step = StepRows.of(rows)
+        self._kv, self.rows = kv, step
+        self._write = write_slots(kv, step)
+        self._native: NativeDecode | None = None
+        self._decodes: list[DecodeBatch] = []
+        if is_native(kv):
+            singles = step.singles()
+            self._native = NativeDecode(kv, singles) if len(singles.at) else None
+            decoded = singles.at
+        else:
+            groups = _groups(kv, [row for row in step if row.num_tokens == 1])
+            self._decodes = _decode_batches(kv, groups)
+            decoded = np.array([row.at for group in groups for row in group], dtype=np.int64)
+        self._decoded = torch.from_numpy(decoded).to(kv.device)
+        self._prefills = [_prefill_chunk(kv, row) for row in step.others if row.num_tokens > 1]
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """Rows behind the step's own give zeros."""

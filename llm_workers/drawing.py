@@ -17,8 +17,8 @@ from fabric.messages import SamplingParams, TokenLogprobs
 from llm_workers.logprobs import token_logprobs
 from llm_workers.masks import Guided, apply_masks
 from llm_workers.penalties import Penalised, apply_logit_bias, apply_penalties, bar_tokens
-from llm_workers.sampling import sample
-from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, Chunk, StepResult
+from llm_workers.sampling import Draw, sample
+from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, Chunk, StepPlan, StepResult
 from modalities.family import LanguageModel
 
 
@@ -34,38 +34,48 @@ class Drawn(NamedTuple):
         return range(self.first, self.first + self.chunk.num_drafts + 1)
 
 
-def draw(model: LanguageModel, hidden: torch.Tensor, chunks: Sequence[Chunk], starts: np.ndarray) -> StepResult:
-    """Draws for each chunk that has `sampling`; the i-th chunk's rows of `hidden` `(num_tokens, hidden_size)` are
-    `[starts[i], starts[i + 1])`. A token is negative where the logits are not finite or the grammar is broken."""
+def draw(model: LanguageModel, hidden: torch.Tensor, plan: StepPlan, starts: np.ndarray) -> StepResult:
+    """Draws for all of the plan's `decodes`, whose rows of `hidden` `(num_tokens, hidden_size)` come first, and for
+    each of its `others` that has `sampling`; the i-th of these has the rows `[starts[i], starts[i + 1])`. A token is
+    negative where the logits are not finite or the grammar is broken."""
     drawn: list[Drawn] = []
-    at: list[int] = []
-    for end, chunk in zip(starts[1:].tolist(), chunks, strict=True):
+    at = list(range(plan.num_decodes))
+    for end, chunk in zip(starts[1:].tolist(), plan.others, strict=True):
         if chunk.sampling is not None:
             drawn.append(Drawn(chunk, chunk.sampling, len(at)))
             at += range(end - 1 - chunk.num_drafts, end)
-    if not drawn:
+    if not at:
         return StepResult({})
-    logits = model.logits(hidden.index_select(0, torch.tensor(at, device=hidden.device))).contiguous()
+    if len(at) < len(hidden):
+        hidden = hidden.index_select(0, torch.tensor(at, device=hidden.device))
+    logits = model.logits(hidden).contiguous()
     scored = [one for one in drawn if one.params.num_top_logprobs is not None]
     raw = logits[[row for one in scored for row in one.rows]].log_softmax(dim=-1) if scored else None
     broken = _constrain(logits, drawn)
-    tokens = sample(
-        logits,
-        [
-            (one.params, one.chunk.sequence_id.choice, one.chunk.draw_index + row - one.first)
-            for one in drawn
-            for row in one.rows
-        ],
-    )
+    tokens = sample(logits, _draws(plan, drawn))
     for row in broken:
         tokens[row] = BROKEN_GRAMMAR_TOKEN
-    result = StepResult({})
+    plain = plan.decodes.sequence_ids if plan.decodes is not None else ()
+    result = StepResult(dict(zip(plain, zip(tokens, strict=False), strict=False)))
     for one in drawn:
         accepted = one.chunk.accepted(tokens[one.rows.start : one.rows.stop])
         result.token_ids[one.chunk.sequence_id] = tuple(accepted)
     if raw is not None:
         _score(raw, scored, result)
     return result
+
+
+def _draws(plan: StepPlan, drawn: Sequence[Drawn]) -> list[Draw]:
+    """In the order of the rows of the logits."""
+    decodes = plan.decodes
+    draws: list[Draw] = []
+    if decodes is not None:
+        choices = (sequence_id.choice for sequence_id in decodes.sequence_ids)
+        draws += zip(decodes.sampling, choices, decodes.draw_indexes.tolist(), strict=True)
+    for one in drawn:
+        index = one.chunk.draw_index - one.first
+        draws += ((one.params, one.chunk.sequence_id.choice, index + row) for row in one.rows)
+    return draws
 
 
 def _constrain(logits: torch.Tensor, drawn: Sequence[Drawn]) -> list[int]:

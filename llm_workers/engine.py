@@ -146,11 +146,11 @@ class Engine:
         started_s = self._clock.now()
         plan = self._scheduler.plan_step()
         self.times.schedule_s += self._clock.now() - started_s
-        if plan.chunks:
+        if plan.num_sequences:
             self._step(plan, started_s, update)
             self._let_go_unneeded(update)
         update.needed.extend(self._scheduler.drain_needed())
-        self._rest(not plan.chunks and not update.needed)
+        self._rest(not plan.num_sequences and not update.needed)
         self._publish(update)
         return True
 
@@ -294,7 +294,7 @@ class Engine:
 
     def _count_failures(self, plan: StepPlan, failed: dict[AttemptId, WeftError], is_probed: bool) -> None:
         """Raises WorkerLost if no request of a step could be computed and the device is why, or too often in a row."""
-        is_all_failed = {chunk.sequence_id.attempt_id for chunk in plan.chunks} <= failed.keys()
+        is_all_failed = bool(failed) and {chunk.sequence_id.attempt_id for chunk in plan.chunks} <= failed.keys()
         if is_all_failed and not is_probed:
             self._probe(plan, plan.chunks[0])
         self._num_failed_steps = self._num_failed_steps + 1 if is_all_failed else 0

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from fabric.c_library import load_c_library
-from llm_workers.paged_kv import PagedKV, Rows
+from llm_workers.paged_kv import PagedKV, SingleRows
 
 SOURCE = Path(__file__).with_name("decode_attention.c")
 _LANES, _DIM_MULTIPLE = 16, 32
@@ -38,12 +37,9 @@ class _Step(ctypes.Structure):
 class NativeDecode:
     """The decoding rows of one step."""
 
-    def __init__(self, kv: PagedKV, rows: Sequence[Rows]) -> None:
-        self._kv, self._num_rows = kv, len(rows)
-        self._blocks = np.zeros((len(rows), max(len(row.block_ids) for row in rows)), dtype=np.int64)
-        for index, row in enumerate(rows):
-            self._blocks[index, : len(row.block_ids)] = row.block_ids
-        self._contexts = np.array([row.context for row in rows], dtype=np.int64)
+    def __init__(self, kv: PagedKV, rows: SingleRows) -> None:
+        self._kv, self._num_rows = kv, len(rows.at)
+        self._blocks, self._contexts = np.ascontiguousarray(rows.tables), rows.contexts
 
     def attend(self, layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:
         """`queries` `(num_rows, num_heads, head_dim)`, in order of the rows and contiguous -> the same shape."""

@@ -5,8 +5,8 @@ Knows nothing of models, requests or how attention is computed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,84 @@ class Rows(NamedTuple):
     def context(self) -> int:
         """Positions that the last of these tokens sees, itself included."""
         return self.start + self.num_tokens
+
+
+class DecodeRows(NamedTuple):
+    """The first rows of a packed input, one token of a sequence each, as arrays."""
+
+    starts: npt.NDArray[np.int64]
+    """`(n,)`: positions of the tokens."""
+    tables: npt.NDArray[np.int64]
+    """`(n, width)`: block tables, padded with their own first block."""
+    num_blocks: npt.NDArray[np.int64]
+    """`(n,)`, of each table."""
+
+
+class SingleRows(NamedTuple):
+    """All rows of a step that are one token each, as arrays."""
+
+    at: npt.NDArray[np.int64]
+    """`(n,)`, ascending."""
+    contexts: npt.NDArray[np.int64]
+    """`(n,)`."""
+    tables: npt.NDArray[np.int64]
+    """`(n, width)`, padded with their own first block."""
+
+
+class StepRows(Sequence[Rows]):
+    """All rows of a step: `decodes` as arrays, and behind them the `others`. A sequence of `Rows` to those who want
+    each as an object."""
+
+    def __init__(self, others: Sequence[Rows], decodes: DecodeRows | None = None) -> None:
+        self.others, self.decodes = others, decodes
+        self._rows: list[Rows] | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[Rows]) -> StepRows:
+        return rows if isinstance(rows, StepRows) else cls(rows)
+
+    def __len__(self) -> int:
+        return len(self.others) + (0 if self.decodes is None else len(self.decodes.starts))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._all()[index]
+
+    def __iter__(self) -> Iterator[Rows]:
+        return iter(self._all())
+
+    def singles(self) -> SingleRows:
+        """Those of one token each."""
+        rows = [row for row in self.others if row.num_tokens == 1]
+        if self.decodes is not None and not rows:
+            starts, tables, _ = self.decodes
+            return SingleRows(np.arange(len(starts)), starts + 1, tables)
+        at = np.array([row.at for row in rows], dtype=np.int64)
+        contexts = np.array([row.context for row in rows], dtype=np.int64)
+        tables = padded_tables([row.block_ids for row in rows])
+        if self.decodes is None:
+            return SingleRows(at, contexts, tables)
+        starts, decoding, _ = self.decodes
+        joined = np.zeros((len(starts) + len(rows), max(tables.shape[1], decoding.shape[1])), dtype=np.int64)
+        joined[: len(starts), : decoding.shape[1]] = decoding
+        joined[len(starts) :, : tables.shape[1]] = tables
+        return SingleRows(np.concatenate([np.arange(len(starts)), at]), np.concatenate([starts + 1, contexts]), joined)
+
+    def _all(self) -> list[Rows]:
+        if self._rows is None:
+            self._rows = list(self.others)
+            if self.decodes is not None:
+                rows = zip(self.decodes.starts.tolist(), self.decodes.tables, self.decodes.num_blocks, strict=True)
+                self._rows[:0] = [Rows(at, start, 1, table[:count]) for at, (start, table, count) in enumerate(rows)]
+        return self._rows
+
+
+def padded_tables(tables: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """`(len(tables), longest)`, each padded with its own first block."""
+    padded = np.zeros((len(tables), max(map(len, tables), default=0)), dtype=np.int64)
+    for row, table in enumerate(tables):
+        padded[row] = table[0]
+        padded[row, : len(table)] = table
+    return padded
 
 
 class PagedKV:
@@ -79,13 +157,18 @@ class PagedKV:
 
 def write_slots(kv: PagedKV, rows: Sequence[Rows]) -> torch.Tensor:
     """Slots of all tokens of the step in packed order: int64 `(num_tokens,)` on the KV's device."""
-    slots = [kv.slots(row.block_ids, row.start, row.context) for row in rows]
+    step = StepRows.of(rows)
+    slots = [kv.slots(row.block_ids, row.start, row.context) for row in step.others]
+    if step.decodes is not None:
+        starts, tables, _ = step.decodes
+        blocks, places = np.divmod(starts, kv.block_size)
+        slots.insert(0, tables[np.arange(len(starts)), blocks] * kv.block_size + places)
     return torch.from_numpy(np.concatenate(slots)).to(kv.device)
 
 
 def copied_blocks(rows: Sequence[Rows], block_size: int) -> tuple[list[int], list[int]]:
     """Blocks to copy before the step, and the blocks to copy each into."""
-    copies = [row for row in rows if row.copied_from != NO_BLOCK]
+    copies = [row for row in StepRows.of(rows).others if row.copied_from != NO_BLOCK]
     return [row.copied_from for row in copies], [int(row.block_ids[row.start // block_size]) for row in copies]
 
 

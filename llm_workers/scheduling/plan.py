@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ NOT_FINITE_TOKEN = -1
 BROKEN_GRAMMAR_TOKEN = -2
 """Drawn where a grammar can't be followed any further."""
 NO_BLOCK = -1
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +88,81 @@ class Chunk:
         return drawn
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
+class Decodes:
+    """The part of a step that decodes plainly: one known token of each sequence, and nothing beside it. A row says what
+    a chunk of that sequence would say, without an object for each.
+
+    Row i of every field is one sequence. All are sampled, with no more than `sampling` says of the shape of the
+    distribution: no penalties, no bias, no grammar, no barred ids, no log-probabilities, no side tensors."""
+
+    sequence_ids: tuple[SequenceId, ...]
+    sampling: tuple[SamplingParams, ...]
+    token_ids: Ints
+    """`(n,)`, of the last known tokens."""
+    starts: Ints
+    """`(n,)`, of their places."""
+    positions: Ints
+    """`(num_axes, n)`."""
+    tables: Ints
+    """`(n, width)`: block tables, padded with their own first block."""
+    num_blocks: Ints
+    """`(n,)`, of each table."""
+    draw_indexes: Ints
+    """`(n,)`, of the tokens that are drawn."""
+
+    def __len__(self) -> int:
+        return len(self.sequence_ids)
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The same, a chunk for each."""
+        return tuple(
+            Chunk(
+                sequence_id=sequence_id,
+                start=int(self.starts[row]),
+                num_tokens=1,
+                token_ids=self.token_ids[row : row + 1],
+                positions=self.positions[:, row : row + 1],
+                block_ids=self.tables[row, : self.num_blocks[row]],
+                splices=(),
+                sampling=self.sampling[row],
+                draw_index=int(self.draw_indexes[row]),
+            )
+            for row, sequence_id in enumerate(self.sequence_ids)
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class StepPlan:
     step: int
-    chunks: tuple[Chunk, ...]
+    others: tuple[Chunk, ...]
+    """Chunks of all sequences that are not among `decodes`."""
+    decodes: Decodes | None = None
+
+    @cached_property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """All of the step as chunks, those of `decodes` first. Made at the first call: a step that goes well needs
+        none."""
+        return self.others if self.decodes is None else (*self.decodes.chunks, *self.others)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.others) + self.num_decodes
+
+    @property
+    def num_decodes(self) -> int:
+        """Sequences among `decodes`."""
+        return 0 if self.decodes is None else len(self.decodes)
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return self.num_decodes + sum(chunk.num_tokens for chunk in self.others)
 
     def work(self, context_scale_tokens: float) -> StepWork:
         """What the step has to do; a chunk of one known token counts as a decode, its drafts as other tokens."""
-        num_decodes, num_flat = 0, 0.0
-        for chunk in self.chunks:
+        num_decodes, num_flat = self.num_decodes, 0.0
+        for chunk in self.others:
             is_decode = chunk.num_tokens - chunk.num_drafts == 1 and chunk.start > 0
             num_decodes += is_decode
             num_flat += flat_tokens(chunk.num_tokens - is_decode, chunk.start + is_decode, context_scale_tokens)

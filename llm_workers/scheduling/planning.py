@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from fabric.ids import SequenceId, UnitKey
 from llm_workers.config import WorkerConfig
+from llm_workers.scheduling.decode_batch import DecodeBatch
 from llm_workers.scheduling.drafts import propose
 from llm_workers.scheduling.residency import Residency
 from llm_workers.scheduling.sequence import Rank, Sequence
@@ -40,6 +41,8 @@ class StepDraft:
         self._num_places = max_sequences
         self.chunks: dict[SequenceId, tuple[Sequence, int]] = {}
         """-> the sequence and the end of its chunk."""
+        self.batch: DecodeBatch | None = None
+        """All of its rows decode in this step, beside the chunks."""
         self.begun: set[SequenceId] = set()
         """Those whose first chunk this is, preempted again or not."""
         self.preempted: dict[SequenceId, Sequence] = {}
@@ -54,7 +57,20 @@ class StepDraft:
 
     @property
     def is_full(self) -> bool:
-        return self.num_tokens_left <= 0 or len(self.chunks) >= self._num_places
+        return self.num_tokens_left <= 0 or self.num_sequences >= self._num_places
+
+    @property
+    def num_sequences(self) -> int:
+        """That compute something in this step."""
+        return len(self.chunks) + (0 if self.batch is None else len(self.batch))
+
+    def has_room_for(self, num_decodes: int) -> bool:
+        return num_decodes <= min(self.num_tokens_left, self._num_places - self.num_sequences)
+
+    def take_batch(self, batch: DecodeBatch) -> None:
+        """There is room for it."""
+        self.batch = batch
+        self.num_tokens_left -= len(batch)
 
     def take(self, sequence: Sequence, end: int) -> None:
         self.num_tokens_left -= end - sequence.num_computed
@@ -71,6 +87,9 @@ class StepDraft:
         planned = self.chunks.pop(sequence.sequence_id, None)
         if planned:
             self.num_tokens_left += planned[1] - sequence.num_computed
+        elif self.batch is not None and sequence in self.batch:
+            self.batch.discard(sequence)
+            self.num_tokens_left += 1
         self.preempted[sequence.sequence_id] = sequence
         if sequence.sequence_id not in self.begun:
             self.thrown_out.append(sequence.sequence_id)
@@ -98,17 +117,30 @@ class StepPlanner:
         self._standings.prefills.begin_step()
         self._plan_decodes(draft)
         self._plan_prefills(draft)
-        self._standings.prefills.end_step(draft.chunks.values())
+        self._standings.prefills.end_step(draft.chunks.values(), draft.batch.tenant_to_num if draft.batch else {})
         self._plan_drafts(draft)
         return draft
 
     # ------------------------------------------------------------ phases
 
     def _plan_decodes(self, draft: StepDraft) -> None:
-        for sequence in self._standings.decodes:
+        """The whole batch at once, where budget and blocks suffice for every sequence that decodes: then its order
+        does not matter. Else one by one, by rank."""
+        decodes, batch = self._standings.decodes, self._standings.batch
+        growing = batch.growing()
+        num_beside = len(decodes) - len(batch)
+        is_fitting = draft.has_room_for(len(decodes)) and len(growing) + num_beside <= self._residency.pool.num_free
+        if len(batch) and is_fitting:
+            for sequence in growing:
+                self._residency.grow(sequence, sequence.num_tokens)
+            batch.take_blocks(growing)
+            draft.take_batch(batch)
+            if not num_beside:
+                return
+        for sequence in decodes:
             if draft.is_full:
                 return
-            if sequence.sequence_id not in draft.preempted:
+            if sequence.sequence_id not in draft.preempted and (draft.batch is None or sequence not in batch):
                 self._place(draft, sequence)
 
     def _plan_prefills(self, draft: StepDraft) -> None:
@@ -130,8 +162,8 @@ class StepPlanner:
             is_tried = sequence.sequence_id in draft.chunks or sequence.sequence_id in draft.preempted
             if not is_tried and not draft.is_full and sequence in self._standings.prefills:
                 self._place(draft, sequence)
-        for sequence in () if draft.chunks else self._standings.prefills.first_by_rank(MAX_PASSED_OVER):
-            if not draft.chunks:
+        for sequence in () if draft.num_sequences else self._standings.prefills.first_by_rank(MAX_PASSED_OVER):
+            if not draft.num_sequences:
                 self._try(draft, sequence)
 
     def _plan_drafts(self, draft: StepDraft) -> None:
@@ -154,9 +186,9 @@ class StepPlanner:
         if sequence.is_started:
             return self._place(draft, sequence)
         residency, holders = self._residency, self._standings.holders
-        if draft.chunks and not holders.has_below(sequence):
+        if draft.num_sequences and not holders.has_below(sequence):
             # The common case under load costs a look-up at most: there is no room, and nobody to take it from.
-            num_left = residency.pool.num_free - len(draft.chunks)
+            num_left = residency.pool.num_free - draft.num_sequences
             if num_left < 0 or residency.num_missing_blocks(sequence) > num_left:
                 return False
         num_covered, missing = sequence.num_covered, residency.try_hits(sequence)
@@ -174,11 +206,11 @@ class StepPlanner:
         """A sequence begins if all its tokens find room and every chunk of this step one block more, so that it is
         not thrown out at once; or by right of rank; or if nothing else could be done in this step."""
         needed = self._residency.num_new_blocks(sequence, sequence.num_tokens)
-        if needed + len(draft.chunks) <= self._residency.pool.num_free:
+        if needed + draft.num_sequences <= self._residency.pool.num_free:
             return True
         if self._standings.holders.has_below(sequence) and self._can_have(draft, sequence, needed):
             return True
-        return not draft.chunks
+        return not draft.num_sequences
 
     def _place(self, draft: StepDraft, sequence: Sequence) -> bool:
         """Plans as much of the sequence as the doorstep, the budget and the blocks allow. False if that is nothing."""
@@ -193,6 +225,7 @@ class StepPlanner:
         if end <= sequence.num_computed:
             return False
         self._residency.grow(sequence, end)
+        self._standings.batch.take_blocks((sequence,))
         draft.take(sequence, end)
         return True
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from heapq import heappop, heappush
 
 from llm_workers.scheduling.fairness import FairShare
@@ -92,10 +92,10 @@ class PrefillQueue:
             self._by_rank.put(sequence, sequence.rank)
         return first
 
-    def end_step(self, chunks: Iterable[tuple[Sequence, int]]) -> None:
-        """These sequences compute up to these ends in this step. Their tenants are charged; one whose ready prompts
-        are all computed to their ends got all that it asked for."""
-        charges: Counter[str] = Counter()
+    def end_step(self, chunks: Iterable[tuple[Sequence, int]], tenant_to_decodes: Mapping[str, int]) -> None:
+        """These sequences compute up to these ends in this step, and so many of each tenant decode beside them. The
+        tenants are charged; one whose ready prompts are all computed to their ends got all that it asked for."""
+        charges: Counter[str] = Counter(tenant_to_decodes)
         num_ended: Counter[str] = Counter()
         for sequence, end in chunks:
             charges[sequence.tenant] += end - sequence.num_computed

@@ -186,8 +186,7 @@ class Residency:
             sequence.copied_from = NO_BLOCK
         sequence.num_computed = end
         sequence.may_share_tail = sequence.may_share_tail and end <= sequence.num_prompt
-        if self._is_cache_enabled:
-            self._publish(sequence)
+        self.publish(sequence)
         self._drop_completed(sequence, before, end)
         self.trim(sequence)
 
@@ -205,9 +204,10 @@ class Residency:
         self.reads.note(sequence.sequence_id, units)
         return self.inbox.claim(sequence.sequence_id, {unit: sequence.layout.unit_to_tokens[unit] for unit in units})
 
-    def _publish(self, sequence: Sequence) -> None:
+    def publish(self, sequence: Sequence) -> None:
+        """Makes blocks that are full now findable; its table may name others in their places afterwards."""
         first, last = sequence.num_published, sequence.num_computed // self._block_size
-        if first >= last or sequence.is_private:
+        if first >= last or sequence.is_private or not self._is_cache_enabled:
             return
         sequence.extend_hashes(last, self._block_size)
         parent = sequence.hashes[first - 1] if first else None

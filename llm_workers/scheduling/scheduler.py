@@ -23,6 +23,7 @@ from llm_workers.config import WorkerConfig
 from llm_workers.scheduling import events
 from llm_workers.scheduling.arrival import Arrival, prepare
 from llm_workers.scheduling.blocks import BlockPool
+from llm_workers.scheduling.decode_batch import DecodeBatch
 from llm_workers.scheduling.events import Admission, NeededUnit, NextRead, SchedulerStats, SequenceTimes, StepEvents
 from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.inbox import Inbox
@@ -60,7 +61,8 @@ class Scheduler:
         self._tally = Tally()
         self._late: list[NeededUnit] = []
         """Of siblings that waited for their leader, whose blocks were evicted meanwhile."""
-        self._standings = Standings(self._roster, self._residency, config.max_step_tokens, context_scale_tokens)
+        batch = DecodeBatch(config.block_size, is_used=not config.speculation.max_tokens)
+        self._standings = Standings(self._roster, self._residency, batch, config.max_step_tokens, context_scale_tokens)
         planner = StepPlanner(config, self._residency, self._standings)
         self._steps = Steps(planner, self._residency, self._roster, self._standings, self._tally, clock)
 

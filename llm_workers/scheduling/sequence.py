@@ -90,6 +90,16 @@ class Sequence:
         """Until the step in flight has ended: the shared block that its own copy is made of."""
 
     @property
+    def num_axes(self) -> int:
+        """Of its positions."""
+        return int(self._positions.ids.shape[0])
+
+    @property
+    def position_delta(self) -> int:
+        """What the position of a generated token is ahead of its place, on every axis."""
+        return self._positions.delta
+
+    @property
     def num_tokens(self) -> int:
         return len(self.tokens)
 

@@ -5,7 +5,8 @@
     prefilling     could compute tokens now: in `prefills`, in the order in which they are tried
     decoding       only its last token is not computed: in `decodes`
 
-Beside that, a sequence that has begun is in `holders`: it alone may hold blocks.
+Beside that, a sequence that has begun is in `holders`: it alone may hold blocks. One that decodes and asks for nothing
+else has a row in `batch`.
 `refresh` is called whenever something of a sequence has changed that matters here. Knows no steps.
 """
 
@@ -16,6 +17,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from fabric.ids import SequenceId
+from llm_workers.scheduling.decode_batch import DecodeBatch
 from llm_workers.scheduling.prefill_queue import PrefillQueue
 from llm_workers.scheduling.ranked import RankedList
 from llm_workers.scheduling.residency import Residency
@@ -42,8 +44,16 @@ class _Open(NamedTuple):
 
 
 class Standings:
-    def __init__(self, roster: Roster, residency: Residency, max_step_tokens: int, context_scale_tokens: float) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        residency: Residency,
+        batch: DecodeBatch,
+        max_step_tokens: int,
+        context_scale_tokens: float,
+    ) -> None:
         self._roster, self._residency = roster, residency
+        self.batch = batch
         self._context_scale_tokens = context_scale_tokens
         self.prefills = PrefillQueue(max_step_tokens)
         self.decodes: RankedList[Sequence] = RankedList(_rank)
@@ -72,6 +82,7 @@ class Standings:
             self.decodes.add(sequence)
         else:
             self.decodes.discard(sequence)
+        self.batch.refresh(sequence)
         opened = None if sequence.is_decoding or self._roster.is_held(sequence) else self._open_of(sequence)
         if opened is None:
             self.prefills.discard(sequence)
@@ -83,6 +94,7 @@ class Standings:
         """It has left."""
         self.holders.discard(sequence)
         self.decodes.discard(sequence)
+        self.batch.discard(sequence)
         self.prefills.discard(sequence)
         self._count(sequence, None)
         self._stirred.pop(sequence, None)
@@ -112,6 +124,7 @@ class Standings:
         """Between calls. For tests, and in production when idle."""
         live = list(self._roster.sequences)
         self.prefills.check_invariants()
+        self.batch.check_invariants(live)
         for ranked, members in (
             (self.holders, [one for one in live if one.is_started]),
             (self.decodes, [one for one in live if one.is_decoding]),

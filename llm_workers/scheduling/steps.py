@@ -6,6 +6,7 @@ At most one step is in flight. A sequence that is aborted meanwhile has left the
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from llm_workers.scheduling.events import (
     SequenceTokens,
     StepEvents,
 )
-from llm_workers.scheduling.plan import Chunk, StepPlan, StepResult
+from llm_workers.scheduling.plan import Chunk, Decodes, StepPlan, StepResult
 from llm_workers.scheduling.planning import StepDraft, StepPlanner
 from llm_workers.scheduling.residency import Residency
 from llm_workers.scheduling.roster import Roster
@@ -49,6 +50,9 @@ class Steps:
         self._step = 0
         self._planned_at_s = 0.0
         self._in_flight: dict[SequenceId, Sequence] = {}
+        """Those of chunks."""
+        self._decoding: list[Sequence] = []
+        """Those of rows, in their order."""
         self._merged: set[UnitKey] = set()
         self._needed: list[NeededUnit] = []
         self._preempted: list[SequenceId] = []
@@ -58,8 +62,11 @@ class Steps:
 
     def plan(self) -> StepPlan:
         assert not self._in_flight, "the last step was neither committed nor rolled back"
+        assert not self._decoding, "the last step was neither committed nor rolled back"
         now_s = self._planned_at_s = self._clock.now()
-        draft = self._planner.draft()
+        draft, decodes = self._planner.draft(), None
+        if draft.batch is not None and len(draft.batch):  # before a sequence that begins now gets a row of its own
+            self._decoding, decodes = draft.batch.sequences.copy(), draft.batch.decodes()
         self._settle(draft)
         self._step += 1
         chunks = tuple(
@@ -67,7 +74,7 @@ class Steps:
             for sequence, end in draft.chunks.values()
         )
         self._note_doorsteps(now_s)
-        return StepPlan(self._step, chunks)
+        return StepPlan(self._step, chunks, decodes)
 
     def _settle(self, draft: StepDraft) -> None:
         """Preempted sequences wait again, and ask for units that they need again; so do those whose blocks were
@@ -132,25 +139,30 @@ class Steps:
         tokens: list[SequenceTokens] = []
         finished: list[FinishedSequence] = []
         prefill: list[PrefillProgress] = []
-        for chunk, sequence in self._end_flight(plan):
+        chunks, decoding = self._end_flight(plan)
+        if plan.decodes is not None:
+            tokens += self._commit_decodes(plan.decodes, decoding, result)
+        for sequence, given in zip(decoding, tuple(tokens), strict=True):
+            if given.finish_reason is not None:
+                finished.append(self._finish(sequence, given.finish_reason, now_s))
+        for chunk, sequence in chunks:
             if chunk.start < sequence.num_prompt:
                 end = min(chunk.end, sequence.num_prompt)
                 prefill.append(PrefillProgress(sequence.sequence_id, chunk.start, end))
                 self._tally.prompt_tokens_computed += end - chunk.start
                 sequence.stopwatch.add_prefill(now_s - self._planned_at_s)
             drawn = self._advance(chunk, sequence, result)
-            if sequence not in self._standings.decodes:
+            if sequence in self._standings.decodes:
+                self._standings.batch.refresh(sequence)
+            else:
                 self._standings.refresh(sequence)
             if drawn is None:
                 continue
             tokens.append(drawn)
             sequence.stopwatch.first_token(now_s)
             if drawn.finish_reason is not None:
-                self._residency.leave(sequence)
-                self._roster.remove(sequence)
-                self._standings.remove(sequence)
-                finished.append(finished_sequence(sequence, drawn.finish_reason, now_s))
-        self._tally.steps += bool(plan.chunks)
+                finished.append(self._finish(sequence, drawn.finish_reason, now_s))
+        self._tally.steps += bool(plan.num_sequences)
         self._note_doorsteps(now_s)
         at_doorstep, self._at_doorstep = self._at_doorstep, []
         preempted, self._preempted = self._preempted, []
@@ -160,7 +172,8 @@ class Steps:
         )
 
     def rollback(self, plan: StepPlan) -> None:
-        for _, sequence in self._end_flight(plan):
+        chunks, decoding = self._end_flight(plan)
+        for sequence in (*decoding, *(sequence for _, sequence in chunks)):
             self._residency.trim(sequence)
             self._standings.refresh(sequence)
 
@@ -169,14 +182,52 @@ class Steps:
         needed, self._needed = self._needed, []
         return [one for one in needed if self._roster.get(one.sequence_id) is not None]
 
-    def _end_flight(self, plan: StepPlan) -> list[tuple[Chunk, Sequence]]:
-        """The chunks whose sequences are still alive. Units that the step read can be given away from now on."""
+    def _end_flight(self, plan: StepPlan) -> tuple[list[tuple[Chunk, Sequence]], list[Sequence]]:
+        """The chunks, and the sequences of rows, that are still alive. Units that the step read can be given away from
+        now on."""
         flying, self._in_flight = self._in_flight, {}
-        assert flying.keys() == {chunk.sequence_id for chunk in plan.chunks}, "not the step that is in flight"
+        decoding, self._decoding = self._decoding, []
+        assert flying.keys() == {chunk.sequence_id for chunk in plan.others}, "not the step that is in flight"
+        assert len(decoding) == plan.num_decodes, "not the step that is in flight"
         self._residency.inbox.settle(self._merged)
         self._merged.clear()
-        pairs = [(chunk, flying[chunk.sequence_id]) for chunk in plan.chunks]
-        return [(chunk, sequence) for chunk, sequence in pairs if self._roster.get(chunk.sequence_id) is sequence]
+        pairs = [(chunk, flying[chunk.sequence_id]) for chunk in plan.others]
+        chunks = [(chunk, sequence) for chunk, sequence in pairs if self._roster.get(chunk.sequence_id) is sequence]
+        if plan.decodes is not None and not self._standings.batch.is_of(plan.decodes):
+            decoding = [one for one in decoding if self._roster.get(one.sequence_id) is one]
+        return chunks, decoding
+
+    def _commit_decodes(self, decodes: Decodes, decoding: list[Sequence], result: StepResult) -> list[SequenceTokens]:
+        """One token for each of these sequences, all of which have rows. The batch still has the rows of the step,
+        unless one was aborted meanwhile: then its rows are made anew."""
+        batch = self._standings.batch
+        is_whole = batch.is_of(decodes)
+        tokens = [result.token_ids[one.sequence_id] for one in decoding]
+        drawn: list[SequenceTokens] = []
+        may_end = zip(batch.is_last_draw().tolist(), batch.ending_ids, strict=True) if is_whole else repeat((True, ()))
+        for sequence, token_ids, (is_last, ending) in zip(decoding, tokens, may_end, strict=False):
+            index = sequence.num_generated
+            sequence.tokens.append(token_ids[0])
+            sequence.num_computed += 1
+            reason = sequence.finish_reason() if is_last or token_ids[0] in ending else None
+            drawn.append(SequenceTokens(sequence.sequence_id, index, token_ids, reason))
+        self._tally.tokens_generated += len(drawn)
+        filled = decoding
+        if is_whole:
+            filled = batch.advance(np.array([token_ids[0] for token_ids in tokens], dtype=np.int64))
+        for sequence in filled:
+            self._residency.publish(sequence)
+        if is_whole:
+            batch.take_blocks(filled)
+        for sequence in () if is_whole else decoding:
+            batch.refresh(sequence)
+        return drawn
+
+    def _finish(self, sequence: Sequence, reason: str, now_s: float) -> FinishedSequence:
+        self._residency.leave(sequence)
+        self._roster.remove(sequence)
+        self._standings.remove(sequence)
+        return finished_sequence(sequence, reason, now_s)
 
     def _advance(self, chunk: Chunk, sequence: Sequence, result: StepResult) -> SequenceTokens | None:
         """The chunk is computed, as far as it was no wrong draft; returns the tokens it gave. Siblings that waited

@@ -1,6 +1,7 @@
 """`weft bench engine`: tokens per second of one worker, where a step's time goes, and the same work on what a user
 would pick instead (`--against transformers,transformers-serve,vllm`), in turn, in one run, medians of the rounds.
-`--images N`: N requests at once that bring a picture each, through a whole cluster over HTTP."""
+`--images N`: N requests at once that bring a picture each, through a whole cluster over HTTP. `--host`: the host's
+share of a decode step alone, with a model that does nothing."""
 
 from __future__ import annotations
 
@@ -15,9 +16,9 @@ from typing import TYPE_CHECKING
 from deploy.config import ClusterConfig
 from fabric.errors import ConfigError
 from loadtest.benches.engine_parts import PROMPT_TOKENS, forward_shares, splice_times
-from loadtest.benches.peer_process import Peer, RoundsPeer, TransformersServe
+from loadtest.benches.peer_process import Peer, RoundsPeer, transformers_serve, vllm_serve
 from loadtest.benches.report import Bar, BenchResult
-from loadtest.benches.synthetic import VOCAB, llava_180m, qwen2_180m
+from loadtest.benches.synthetic import VOCAB, llava_180m, qwen2_5_vl_180m, qwen2_180m
 from loadtest.benches.worker_load import Load, Measured, run_load, worker_of
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--images", type=int, default=0, metavar="N", help="N requests with a 448-pixel picture each")
+    parser.add_argument(
+        "--host", action="store_true", help="time plan, inputs and commit with a model that does nothing"
+    )
     parser.add_argument("--against", default="", help="comma list of transformers, transformers-serve, vllm")
     parser.add_argument("--vllm-python", default=sys.executable, help="Python of the environment that has vLLM")
     parser.add_argument("--transformers-python", default=sys.executable, help="of one with transformers[serving]")
@@ -53,10 +57,14 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
 def run(arguments: Sequence[str] = ()) -> BenchResult:
     """Raises ConfigError when a peer can't be started."""
     chosen = options(arguments)
+    if chosen.host:
+        from loadtest.benches.engine_host import run_host
+
+        return run_host(chosen)
     if chosen.images:
         from loadtest.benches.engine_pictures import run_pictures
 
-        model_dir = chosen.model or llava_180m()
+        model_dir = chosen.model or (qwen2_5_vl_180m() if "vllm" in chosen.against.split(",") else llava_180m())
         peers = start_peers(chosen, model_dir, has_pictures=True)
         return asyncio.run(run_pictures(chosen, model_dir, peers))
     model_dir = chosen.model or qwen2_180m()
@@ -79,14 +87,16 @@ def start_peers(chosen: argparse.Namespace, model_dir: Path, *, has_pictures: bo
 def _peer(name: str, chosen: argparse.Namespace, model_dir: Path, has_pictures: bool) -> Peer:
     if name == "transformers-serve":
         python = chosen.transformers_python
-        return TransformersServe(python, model_dir, chosen.dtype, chosen.threads, has_pictures=has_pictures)
+        return transformers_serve(python, model_dir, chosen.dtype, chosen.threads, has_pictures=has_pictures)
+    if name == "vllm" and has_pictures:
+        return vllm_serve(chosen.vllm_python, model_dir, chosen.dtype, chosen.threads)
     name_to_command = {
         "transformers": [sys.executable, str(PEERS / "transformers_static.py")],
         "vllm": [chosen.vllm_python, str(PEERS / "vllm_engine.py")],
     }
     if name not in name_to_command or has_pictures:
         raise ConfigError(
-            f"no peer {name!r} here; with pictures: transformers-serve, without transformers and vllm too"
+            f"no peer {name!r} here; with pictures: transformers-serve and vllm, without transformers too"
         )
     return RoundsPeer(name, [*name_to_command[name], str(model_dir), chosen.dtype, str(chosen.threads)])
 

@@ -1,5 +1,5 @@
 """`weft bench engine --images N`: requests with a picture each, through router, encoder and worker in one process, over
-HTTP; and the same on `transformers serve`."""
+HTTP; and the same on `transformers serve` (a LLaVA), or on vLLM's own server (a Qwen2.5-VL of that size)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from loadtest.benches.report import Bar, BenchResult
 from loadtest.benches.synthetic import IMAGE_SIDE, IMAGE_TOKENS
 from loadtest.benches.worker_load import Load
 
-SERVE_BAR = 5.0
-"""Times `transformers serve`, which takes one request with a picture after the other."""
+NAME_TO_BAR = {"transformers-serve": 5.0, "vllm": 1.2}
+"""Times the peer. `transformers serve` takes one request with a picture after the other; vLLM runs a Qwen2.5-VL."""
 
 
 async def run_pictures(chosen: argparse.Namespace, model_dir: Path, peers: Sequence[Peer]) -> BenchResult:
@@ -54,12 +54,12 @@ async def run_pictures(chosen: argparse.Namespace, model_dir: Path, peers: Seque
     for name, taken in rates.items():
         median = statistics.median(taken)
         rows.append(_row(name, median, load))
-        bars.append(Bar(f"weft over {name}", rate / median, SERVE_BAR, "x"))
+        bars.append(Bar(f"weft over {name}", rate / median, NAME_TO_BAR[name], "x"))
     notes = [
         f"{load.concurrency} requests at once, each with a {IMAGE_SIDE}-pixel picture ({IMAGE_TOKENS} tokens) that "
         f"nobody has seen before and {load.output_tokens} output tokens, over HTTP; medians."
     ]
-    return BenchResult(rows, bars, notes, variant="images")
+    return BenchResult(rows, bars, notes, variant="images-vllm" if "vllm" in rates else "images")
 
 
 async def _round(url: str, load: Load, seed: int) -> float:

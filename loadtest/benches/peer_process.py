@@ -9,14 +9,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import httpx
 
 from fabric.errors import ConfigError
-from loadtest.benches.chat_load import picture_messages, run_chats, transformers_body, word_messages
+from loadtest.benches.chat_load import Body, picture_messages, run_chats, transformers_body, weft_body, word_messages
 from loadtest.benches.synthetic import VOCAB
 from loadtest.benches.worker_load import Load, prompts_of
 
@@ -63,22 +63,28 @@ class RoundsPeer:
         _end(self._process)
 
 
-class TransformersServe:
-    """`transformers serve` over HTTP. It needs `fastapi`, `uvicorn`, `openai` and `accelerate` beside transformers, in
-    the environment of the given Python."""
+class ServePeer:
+    """A server over HTTP that speaks the OpenAI chat API."""
 
-    name = "transformers-serve"
-
-    def __init__(self, python: str, model_dir: Path, dtype: str, num_threads: int, *, has_pictures: bool) -> None:
-        """Raises ConfigError if it does not answer in time, with what it said last."""
-        self._model_dir, self._has_pictures = model_dir, has_pictures
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        make_bodies: Callable[[Load, int], list[Body]],
+    ) -> None:
+        """`command` is run with `--host` and `--port` behind it; `make_bodies` gives the requests of a load and a seed.
+        Raises ConfigError if the server does not answer in time, with what it said last."""
+        self.name, self._make_bodies = name, make_bodies
         port = _free_port()
         self._url = f"http://127.0.0.1:{port}"
-        command = [str(Path(python).with_name("transformers")), "serve", str(model_dir)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", dtype]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads), "HF_HUB_OFFLINE": "1"}
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=environment)
+        self._process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)],
+            stdout=self._log,
+            stderr=self._log,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
+        )
         try:
             self._wait()
         except ConfigError:
@@ -86,13 +92,7 @@ class TransformersServe:
             raise
 
     def run(self, load: Load, seed: int) -> float:
-        if self._has_pictures:
-            conversations = picture_messages(load, seed)
-        else:
-            conversations = word_messages(load, seed, self._model_dir)
-        model = str(self._model_dir)
-        bodies = [transformers_body(model, messages, load.output_tokens) for messages in conversations]
-        done = asyncio.run(run_chats(self._url, bodies))
+        done = asyncio.run(run_chats(self._url, self._make_bodies(load, seed)))
         return done.tokens / done.seconds
 
     def close(self) -> None:
@@ -110,7 +110,39 @@ class TransformersServe:
                 time.sleep(0.2)
         self._log.seek(0)
         said = self._log.read().decode(errors="replace").strip().splitlines()
-        raise ConfigError(f"transformers serve did not start: {said[-1] if said else 'it said nothing'}")
+        raise ConfigError(f"{self.name} did not start: {said[-1] if said else 'it said nothing'}")
+
+
+def transformers_serve(python: str, model_dir: Path, dtype: str, num_threads: int, *, has_pictures: bool) -> ServePeer:
+    """`transformers serve`. It needs `fastapi`, `uvicorn`, `openai` and `accelerate` beside transformers, in the
+    environment of the given Python."""
+    command = [
+        str(Path(python).with_name("transformers")),
+        "serve",
+        str(model_dir),
+        "--device",
+        "cpu",
+        "--dtype",
+        dtype,
+    ]
+
+    def make_bodies(load: Load, seed: int) -> list[Body]:
+        conversations = picture_messages(load, seed) if has_pictures else word_messages(load, seed, model_dir)
+        return [transformers_body(str(model_dir), messages, load.output_tokens) for messages in conversations]
+
+    return ServePeer("transformers-serve", command, {"OMP_NUM_THREADS": str(num_threads)}, make_bodies)
+
+
+def vllm_serve(python: str, model_dir: Path, dtype: str, num_threads: int) -> ServePeer:
+    """vLLM's own server, for requests with pictures; its caches of prompts and of pictures are on, as ours are."""
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir), "--dtype", dtype]
+    command += ["--served-model-name", "bench", "--max-model-len", "1024", "--limit-mm-per-prompt", '{"video": 0}']
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "4", "OMP_NUM_THREADS": str(num_threads)}
+
+    def make_bodies(load: Load, seed: int) -> list[Body]:
+        return [weft_body("bench", messages, load.output_tokens) for messages in picture_messages(load, seed)]
+
+    return ServePeer("vllm", command, environment, make_bodies)
 
 
 def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:

@@ -49,6 +49,12 @@ def llava_180m() -> Path:
     return _cached("bench-llava-180m-1", _write_llava)
 
 
+def qwen2_5_vl_180m() -> Path:
+    """The same language model with M-RoPE behind a Qwen2.5-VL tower of the same size as LLaVA's: a picture of 448
+    pixels is 1,024 patches and 256 tokens. What vLLM's own server runs too. Cached; seeded."""
+    return _cached("bench-qwen2.5-vl-180m-1", _write_qwen2_5_vl)
+
+
 def _cached(name: str, write: Callable[[Path], None]) -> Path:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / name
     if (home / "config.json").is_file():
@@ -101,6 +107,51 @@ def _write_llava(directory: Path) -> None:
     }
     (directory / "processor_config.json").write_text(json.dumps(processor))
     (directory / "preprocessor_config.json").write_text(json.dumps(pixels))
+
+
+def _write_qwen2_5_vl(directory: Path) -> None:
+    """With the demo's tokenizer and template as they are: they know the tokens of Qwen's pictures."""
+    import torch
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    from deploy.demo.build import demo_checkpoint
+
+    torch.manual_seed(0)
+    vision = {
+        "depth": 6,
+        "hidden_size": 384,
+        "intermediate_size": 1536,
+        "num_heads": 6,
+        "out_hidden_size": _TEXT["hidden_size"],
+        "patch_size": _PATCH // 2,
+        "fullatt_block_indexes": [2, 5],
+    }
+    tokens = {
+        "vision_start_token_id": 2044,
+        "vision_end_token_id": 2045,
+        "image_token_id": 2046,
+        "video_token_id": 2047,
+    }
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
+    text = _TEXT | {"rope_parameters": rope, "bos_token_id": None, "pad_token_id": None}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **tokens)
+    Qwen2_5_VLForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(directory)
+    for name in ("tokenizer.json", "chat_template.jinja"):
+        shutil.copyfile(demo_checkpoint() / name, directory / name)
+    tokenizer = json.loads((demo_checkpoint() / "tokenizer_config.json").read_text())
+    tokenizer |= {"processor_class": "Qwen2_5_VLProcessor"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    pixels = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2_5_VLProcessor",
+        "patch_size": _PATCH // 2,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "min_pixels": 56 * 56,
+        "max_pixels": IMAGE_SIDE * IMAGE_SIDE,
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(pixels))
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 0}))
 
 
 def _write_tokenizer(directory: Path) -> None:

@@ -12,7 +12,7 @@ from fabric import c_library
 from llm_workers import native_attention
 from llm_workers.attention_sdpa import SdpaStep
 from llm_workers.native_attention import NativeDecode, is_native
-from llm_workers.paged_kv import PagedKV, Rows
+from llm_workers.paged_kv import PagedKV, Rows, StepRows
 
 NUM_BLOCKS = 120
 
@@ -57,7 +57,7 @@ def test_as_written_out(num_heads, num_kv_heads, head_dim, contexts, block_size,
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        ours = NativeDecode(kv, rows).attend(1, queries, 0.2)
+        ours = NativeDecode(kv, StepRows(rows).singles()).attend(1, queries, 0.2)
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(ours.double(), torch.stack(expected), atol=4e-3, rtol=1e-2)

@@ -1,0 +1,183 @@
+"""The sequences that decode plainly, a row of arrays each, which a step only advances.
+
+Most sequences of a busy worker are in this state, and nothing about them changes from step to step but one token and
+one position. So what a step needs of them (`Decodes`) is a copy of these arrays, and a step that went well adds one to
+them; a block table is written again when a block was taken, once in `block_size` steps. The sequences stay the truth:
+a row can be made anew of its sequence at any time, and a row that leaves gives its place to the last one.
+
+    is_plain(sequence)     it decodes, and asks for nothing that only a `Chunk` can say
+    the row's arrays       equal what the sequence says, whenever no step is in flight
+    growing()              rows whose next token needs a block
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric.ids import SequenceId
+from fabric.messages import SamplingParams
+from llm_workers.scheduling.plan import NO_BLOCK, Decodes, Ints
+from llm_workers.scheduling.sequence import Sequence
+from llm_workers.scheduling.stopping import ending_ids
+
+_FEWEST_ROWS, _FEWEST_BLOCKS = 16, 8
+
+
+def is_plain(sequence: Sequence) -> bool:
+    """Whether a row can say all that a step needs of it. A last block that siblings share has to be copied first."""
+    sampling = sequence.sampling
+    is_shaped = sampling.logit_bias or sampling.num_top_logprobs is not None or sequence.counts is not None
+    is_bound = sequence.guide is not None or sequence.num_barred or sequence.side_names
+    is_copied = sequence.may_share_tail or sequence.copied_from != NO_BLOCK
+    return sequence.is_decoding and not (is_shaped or is_bound or is_copied)
+
+
+class DecodeBatch:
+    """Rows are in no order."""
+
+    def __init__(self, block_size: int, is_used: bool = True) -> None:
+        """If it is not used, no sequence ever has a row: with drafts, every step is made of chunks."""
+        self._block_size, self._is_used = block_size, is_used
+        self.sequences: list[Sequence] = []
+        self.ending_ids: list[frozenset[int]] = []
+        """Per row, the ids that end it."""
+        self.tenant_to_num: Counter[str] = Counter()
+        self._sequence_ids: list[SequenceId] = []
+        self._sampling: list[SamplingParams] = []
+        self._id_to_row: dict[SequenceId, int] = {}
+        self._columns = np.zeros((6, _FEWEST_ROWS), dtype=np.int64)
+        """Rows of it: last token, its place, what its position is ahead of its place, blocks, index of the next draw,
+        index of the draw that is the last one by count."""
+        self._tables = np.zeros((_FEWEST_ROWS, _FEWEST_BLOCKS), dtype=np.int64)
+        self._num_axes = 1
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.sequence_id in self._id_to_row
+
+    # ------------------------------------------------------------ who is in it
+
+    def refresh(self, sequence: Sequence) -> None:
+        """A live sequence has changed, otherwise than by `advance`: it enters, its row is made anew, or it leaves."""
+        if not self._is_used or not is_plain(sequence):
+            self.discard(sequence)
+            return
+        row = self._id_to_row.get(sequence.sequence_id)
+        if row is None:
+            row = self._enter(sequence)
+        self._num_axes = sequence.num_axes
+        last_draw = min(sequence.stop.max_tokens, sequence.max_total_tokens - sequence.num_prompt) - 1
+        at = sequence.num_computed
+        numbers = (sequence.tokens[at], at, sequence.position_delta, 0, sequence.num_generated, last_draw)
+        self._columns[:, row] = numbers
+        self._write_table(row)
+
+    def discard(self, sequence: Sequence) -> None:
+        """The last row takes its place. A sequence that is not here is ignored."""
+        row = self._id_to_row.pop(sequence.sequence_id, None)
+        if row is None:
+            return
+        self.tenant_to_num[sequence.tenant] -= 1
+        if not self.tenant_to_num[sequence.tenant]:
+            del self.tenant_to_num[sequence.tenant]
+        for column in (self.sequences, self.ending_ids, self._sequence_ids, self._sampling):
+            _swap_remove(column, row)
+        last = len(self.sequences)
+        if row != last:
+            self._columns[:, row] = self._columns[:, last]
+            self._tables[row] = self._tables[last]
+            self._id_to_row[self._sequence_ids[row]] = row
+
+    def _enter(self, sequence: Sequence) -> int:
+        row = len(self.sequences)
+        self.sequences.append(sequence)
+        self.ending_ids.append(frozenset(ending_ids(sequence.stop)))
+        self._sequence_ids.append(sequence.sequence_id)
+        self._sampling.append(sequence.sampling)
+        self._id_to_row[sequence.sequence_id] = row
+        self.tenant_to_num[sequence.tenant] += 1
+        if row == self._columns.shape[1]:
+            self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
+            self._tables = np.concatenate([self._tables, np.zeros_like(self._tables)])
+        return row
+
+    # ------------------------------------------------------------ a step
+
+    def growing(self) -> list[Sequence]:
+        """Those whose next token needs a block that they do not have."""
+        places, blocks = self._columns[1, : len(self)], self._columns[3, : len(self)]
+        return [self.sequences[row] for row in np.flatnonzero(places >= blocks * self._block_size)]
+
+    def take_blocks(self, sequences: Iterable[Sequence]) -> None:
+        """Their block tables have changed, and nothing else; those without a row are ignored."""
+        for sequence in sequences:
+            row = self._id_to_row.get(sequence.sequence_id)
+            if row is not None:
+                self._write_table(row)
+
+    def decodes(self) -> Decodes:
+        """Of all rows, for the step that begins: copies. There must be a row."""
+        tokens, places, deltas, blocks, draws, _ = self._columns[:, : len(self)].copy()
+        positions = np.broadcast_to(places + deltas, (self._num_axes, len(self)))
+        tables = self._tables[: len(self), : int(blocks.max())].copy()
+        ids, sampling = tuple(self._sequence_ids), tuple(self._sampling)
+        return Decodes(ids, sampling, tokens, places, positions, tables, blocks, draws)
+
+    def is_of(self, decodes: Decodes) -> bool:
+        """Whether the rows are still those of the step."""
+        return len(decodes) == len(self) and decodes.sequence_ids == tuple(self._sequence_ids)
+
+    def is_last_draw(self) -> npt.NDArray[np.bool_]:
+        """`(n,)`: whether the next token of a row is its last one by count."""
+        is_last: npt.NDArray[np.bool_] = self._columns[4, : len(self)] >= self._columns[5, : len(self)]
+        return is_last
+
+    def advance(self, token_ids: Ints) -> list[Sequence]:
+        """Each row has drawn its token of `token_ids` `(n,)`, and so has its sequence. Returns those whose last block
+        is full now."""
+        rows = self._columns[:, : len(self)]
+        rows[0] = token_ids
+        rows[1] += 1
+        rows[4] += 1
+        return [self.sequences[row] for row in np.flatnonzero(rows[1] % self._block_size == 0)]
+
+    def _write_table(self, row: int) -> None:
+        table = self.sequences[row].table.view()
+        if len(table) > self._tables.shape[1]:
+            wider = np.zeros((len(self._tables), 2 * len(table)), dtype=np.int64)
+            wider[:, : self._tables.shape[1]] = self._tables
+            wider[:, self._tables.shape[1] :] = self._tables[:, :1]
+            self._tables = wider
+        self._tables[row, : len(table)] = table
+        self._tables[row, len(table) :] = table[0]
+        self._columns[3, row] = len(table)
+
+    # ------------------------------------------------------------ checks
+
+    def check_invariants(self, live: Iterable[Sequence]) -> None:
+        """Between calls. `live`: every live sequence; those that decode plainly are here."""
+        expected = {one.sequence_id: one for one in live if self._is_used and is_plain(one)}
+        assert expected.keys() == self._id_to_row.keys(), "sequences that decode plainly have no row, or others have"
+        assert self.tenant_to_num == Counter(one.tenant for one in expected.values())
+        for row, sequence in enumerate(self.sequences):
+            assert expected[self._sequence_ids[row]] is sequence
+            assert self._id_to_row[sequence.sequence_id] == row
+            token, place, delta, num_blocks, draw, last_draw = self._columns[:, row].tolist()
+            assert (place, token) == (sequence.num_computed, sequence.tokens[sequence.num_tokens - 1])
+            assert place + delta == sequence.positions(place, place + 1)[0, 0]
+            assert draw == sequence.num_generated
+            assert last_draw - draw + 1 == sequence.num_open
+            assert self._tables[row, :num_blocks].tolist() == sequence.table.view().tolist()
+            assert set(self._tables[row, num_blocks:].tolist()) <= {sequence.table[0]}
+
+
+def _swap_remove(column: list[Any], row: int) -> None:
+    column[row] = column[-1]
+    column.pop()
