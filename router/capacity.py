@@ -45,9 +45,10 @@ class Wait:
         if not self._future.done():
             self._future.set_result(is_served)
 
-    def leave(self) -> None:
-        """Gives the place up, among those that wait or those on the way. Idempotent."""
-        self._gate.leave(self)
+    def leave(self, has_arrived: bool = False) -> None:
+        """Gives the place up, among those that wait or those on the way. `has_arrived`: the first token is there.
+        Idempotent."""
+        self._gate.leave(self, has_arrived)
 
 
 class CapacityGate:
@@ -83,10 +84,10 @@ class CapacityGate:
             self._is_releasing = True
             asyncio.get_running_loop().call_soon(self._release)
 
-    def leave(self, wait: Wait) -> None:
+    def leave(self, wait: Wait, has_arrived: bool) -> None:
         """Called by waits."""
         if self._waits.pop(wait.waiter, None) is not None:
-            self._queue.leave(wait.waiter)
+            self._queue.leave(wait.waiter, has_arrived)
             self.changed()
             if not self._queue.num_waiting:
                 self._stop_timer()

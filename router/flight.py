@@ -112,7 +112,7 @@ class Flight:
         before = choice.num_tokens
         text = choice.push(frame.first_index, frame.token_ids, frame.finish_reason, frame.logprobs)
         if self._wait is not None and self._wait.is_over:
-            self._leave_line()
+            self._leave_line(has_arrived=True)
         if choice.num_tokens > before:
             self._account.observe_tokens(attempt, frame.choice, choice.num_tokens - before)
         if choice.num_tokens > before or choice.is_finished:
@@ -305,8 +305,8 @@ class Flight:
         self._trace.add("waited", waited_s=wait.waited_s, is_served=is_served)
         return is_served
 
-    def _leave_line(self) -> None:
-        """The request waits for nobody any more: it has a token, or its attempt has ended."""
+    def _leave_line(self, has_arrived: bool = False) -> None:
+        """The request waits for nobody any more: it has arrived at a token, or its attempt has ended."""
         if self._wait is not None:
-            self._wait.leave()
+            self._wait.leave(has_arrived)
             self._wait = None

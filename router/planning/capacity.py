@@ -14,9 +14,10 @@ from typing import NamedTuple, Protocol
 
 from fabric.ids import MemberId
 
-MAX_ON_THE_WAY = 16
-"""Released requests that have no token yet, at most: a member that has just started gets no herd. Beyond it a request
-is released when one of these has its first token or has ended."""
+FIRST_ON_THE_WAY = 16
+"""Released requests that have no token yet, at most, when the line begins to move: a member that has just started gets
+no herd. Each that arrives at its first token makes room for one more than itself, so that the line moves as fast as the
+cluster turns out to be."""
 
 
 class Need(NamedTuple):
@@ -66,7 +67,9 @@ class CapacityQueue:
     """Waiters in order of age, and those released that are still on the way to their first token."""
 
     supply: Supply
-    max_on_the_way: int = MAX_ON_THE_WAY
+    first_on_the_way: int = FIRST_ON_THE_WAY
+    max_on_the_way: int = 0
+    """Grows while somebody waits."""
     _waiting: list[Waiter] = field(default_factory=list)
     _on_the_way: set[Waiter] = field(default_factory=set)
 
@@ -79,11 +82,16 @@ class CapacityQueue:
         return len(self._on_the_way)
 
     def join(self, waiter: Waiter) -> None:
+        if not self._waiting:
+            self.max_on_the_way = self.first_on_the_way
         insort(self._waiting, waiter)
 
-    def leave(self, waiter: Waiter) -> None:
-        """Whether it waits or is on the way: its place is free. A waiter that is neither is ignored."""
-        self._on_the_way.discard(waiter)
+    def leave(self, waiter: Waiter, has_arrived: bool = False) -> None:
+        """Whether it waits or is on the way: its place is free. `has_arrived`: it has its first token. A waiter that is
+        neither waiting nor on the way is ignored."""
+        if waiter in self._on_the_way:
+            self._on_the_way.remove(waiter)
+            self.max_on_the_way += has_arrived
         if waiter in self._waiting:
             self._waiting.remove(waiter)
 

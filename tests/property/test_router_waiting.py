@@ -17,7 +17,7 @@ from router.planning.plan import plan_route
 
 MODALITIES = ("image", "audio")
 MEMBERS = tuple(MemberId(f"member-{index}") for index in range(4))
-MAX_ON_THE_WAY = 2
+FIRST_ON_THE_WAY = 2
 SECONDS = st.sampled_from([0.5, 1.0, 2.0, 5.0])
 
 
@@ -46,10 +46,14 @@ class Waiting(RuleBasedStateMachine):
         self.now = 0.0
         self.num_joined = 0
         self.members = Members()
-        self.queue = CapacityQueue(self.members, MAX_ON_THE_WAY)
+        self.queue = CapacityQueue(self.members, FIRST_ON_THE_WAY)
+        self.limit = FIRST_ON_THE_WAY
         self.waiting: list[Waiter] = []
         self.on_the_way: list[Waiter] = []
-        self.num_late = 0
+
+    def begin_line(self) -> None:
+        if not self.waiting:
+            self.limit = FIRST_ON_THE_WAY
 
     def is_served(self, waiter: Waiter) -> bool:
         return self.members.can_serve(waiter.need.modalities, waiter.need.excluded(self.now), self.now)
@@ -65,17 +69,20 @@ class Waiting(RuleBasedStateMachine):
         waiter = Waiter((float(self.num_joined), ""), Need(modalities, ends_s), self.now + limit_s)
         would_overtake = any(self.is_served(other) for other in self.waiting)
         assert self.queue.must_wait(waiter.age, self.now) == would_overtake
+        self.begin_line()
         self.queue.join(waiter)
         self.waiting.append(waiter)
 
     @precondition(lambda self: self.on_the_way)
-    @rule(which=st.integers(0), comes_back=st.booleans(), limit_s=SECONDS)
-    def arrive(self, which: int, comes_back: bool, limit_s: float) -> None:
+    @rule(which=st.integers(0), has_arrived=st.booleans(), limit_s=SECONDS)
+    def arrive(self, which: int, has_arrived: bool, limit_s: float) -> None:
         """A released request has its token, or finds that the member has gone again and takes its old place."""
         waiter = self.on_the_way.pop(which % len(self.on_the_way))
-        self.queue.leave(waiter)
-        self.queue.leave(waiter)
-        if comes_back:
+        for _ in range(2):  # the second time changes nothing
+            self.queue.leave(waiter, has_arrived)
+        self.limit += has_arrived
+        if not has_arrived:
+            self.begin_line()
             again = Waiter(waiter.age, waiter.need, self.now + limit_s)
             self.queue.join(again)
             self.waiting.append(again)
@@ -107,7 +114,7 @@ class Waiting(RuleBasedStateMachine):
         if next_s is not None:
             assert next_s > self.now
             early_s = self.now + (next_s - self.now) * share
-            if len(self.on_the_way) < MAX_ON_THE_WAY:
+            if len(self.on_the_way) < self.limit:
                 assert self.queue.take(early_s) is None, "somebody was to be woken earlier"
             self.now = next_s
             self.release()
@@ -121,14 +128,14 @@ class Waiting(RuleBasedStateMachine):
             if is_served:
                 older = [each for each in self.waiting if each.age < waiter.age and self.is_served(each)]
                 assert not older or is_late, "a younger one was released first"
-                assert len(self.on_the_way) < MAX_ON_THE_WAY or is_late, "a herd"
+                assert len(self.on_the_way) < self.limit or is_late, "a herd"
                 self.on_the_way.append(waiter)
             else:
                 assert is_late, "given up before its time"
             self.waiting.remove(waiter)
         for waiter in self.waiting:
             assert waiter.deadline_s > self.now, "forgotten at its deadline"
-            assert not self.is_served(waiter) or len(self.on_the_way) >= MAX_ON_THE_WAY, "forgotten"
+            assert not self.is_served(waiter) or len(self.on_the_way) >= self.limit, "forgotten"
 
     @invariant()
     def counts(self) -> None:

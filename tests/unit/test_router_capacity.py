@@ -12,7 +12,7 @@ from fabric.clock import ManualClock
 from fabric.errors import Aborted, EncodeFailed, EncoderLost, NoCapacity, Overloaded, WorkerLost
 from fabric.messages import AbortAttempt, FeatureNeeded, TokenFrame
 from router.api.errors import http_error
-from router.planning.capacity import MAX_ON_THE_WAY
+from router.planning.capacity import FIRST_ON_THE_WAY
 from router.streams import RequestStream
 
 WAIT_S = 120.0
@@ -248,7 +248,7 @@ async def test_text_is_not_held_up_by_pictures_that_wait() -> None:
 
 
 async def test_released_in_order_few_at_a_time_and_no_newcomer_overtakes() -> None:
-    num_waiting = 3 * MAX_ON_THE_WAY
+    num_waiting = 3 * FIRST_ON_THE_WAY
     async with fake_cluster(num_encoders=0, capacity_wait_s=WAIT_S) as cluster:
         streams = [await cluster.service.open(chat([image(seed)])) for seed in range(num_waiting)]
         await in_line(cluster, num_waiting)
@@ -256,10 +256,10 @@ async def test_released_in_order_few_at_a_time_and_no_newcomer_overtakes() -> No
         encoder.gate = asyncio.Event()
         cluster.publish()
         streams.append(await cluster.service.open(chat([image(999)])))
-        await settled(lambda: len(encoder.requests) == MAX_ON_THE_WAY)
+        await settled(lambda: len(encoder.requests) == FIRST_ON_THE_WAY)
         await turns(200)
-        assert len(encoder.requests) == MAX_ON_THE_WAY, "a member that has just started gets no herd"
-        assert waiting(cluster) == num_waiting + 1 - MAX_ON_THE_WAY
+        assert len(encoder.requests) == FIRST_ON_THE_WAY, "a member that has just started gets no herd"
+        assert waiting(cluster) == num_waiting + 1 - FIRST_ON_THE_WAY
         encoder.gate.set()
         for stream in streams:
             assert (await read(stream))[0] == [answer(stream)]
@@ -268,14 +268,14 @@ async def test_released_in_order_few_at_a_time_and_no_newcomer_overtakes() -> No
 
 async def test_two_encoders_that_come_together_share_those_that_waited() -> None:
     async with fake_cluster(num_encoders=0, capacity_wait_s=WAIT_S) as cluster:
-        streams = [await cluster.service.open(chat([image(seed)])) for seed in range(MAX_ON_THE_WAY)]
-        await in_line(cluster, MAX_ON_THE_WAY)
+        streams = [await cluster.service.open(chat([image(seed)])) for seed in range(FIRST_ON_THE_WAY)]
+        await in_line(cluster, FIRST_ON_THE_WAY)
         both = [cluster.add_encoder(), cluster.add_encoder()]
         for encoder in both:
             encoder.gate = asyncio.Event()
         cluster.publish()
-        await settled(lambda: sum(len(encoder.requests) for encoder in both) == MAX_ON_THE_WAY)
-        assert [len(encoder.requests) for encoder in both] == [MAX_ON_THE_WAY // 2] * 2
+        await settled(lambda: sum(len(encoder.requests) for encoder in both) == FIRST_ON_THE_WAY)
+        assert [len(encoder.requests) for encoder in both] == [FIRST_ON_THE_WAY // 2] * 2
         for encoder in both:
             assert encoder.gate is not None
             encoder.gate.set()
@@ -348,3 +348,25 @@ async def test_the_last_token_may_come_while_the_request_waits() -> None:
         texts, reasons, _ = await read(stream)
         assert (texts, reasons) == ([answer(stream)], ["stop"])
         await in_line(cluster, 0)
+
+
+async def test_a_line_moves_faster_with_each_that_arrives() -> None:
+    """Whatever comes in meanwhile joins it, so at a fixed pace a busy cluster would never be rid of it."""
+    async with fake_cluster(num_encoders=0, capacity_wait_s=WAIT_S) as cluster:
+        num_waiting = 4 * FIRST_ON_THE_WAY
+        streams = [await cluster.service.open(chat([image(seed)])) for seed in range(num_waiting)]
+        await in_line(cluster, num_waiting)
+        encoder = cluster.add_encoder()
+        encoder.gate = asyncio.Event()
+        cluster.publish()
+        await settled(lambda: len(encoder.requests) == FIRST_ON_THE_WAY)
+        begun, encoder.gate = encoder.gate, asyncio.Event()
+        begun.set()
+        for stream in streams[:FIRST_ON_THE_WAY]:
+            assert (await read(stream))[0] == [answer(stream)]
+        await settled(lambda: len(encoder.requests) == 3 * FIRST_ON_THE_WAY)
+        await turns(200)
+        assert len(encoder.requests) == 3 * FIRST_ON_THE_WAY, "twice as many as before are on the way"
+        encoder.gate.set()
+        for stream in streams[FIRST_ON_THE_WAY:]:
+            assert (await read(stream))[0] == [answer(stream)]
