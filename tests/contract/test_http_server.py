@@ -95,7 +95,7 @@ async def no_longer_listening(port: int) -> None:
 async def test_a_stop_lets_an_answer_be_read_that_is_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the sockets hold: some of it is still the server's when it takes no connection any more."""
     monkeypatch.setattr(deploy.http_server, "CLOSE_S", 30 * deploy.http_server.CLOSE_S)  # however busy the machine is
-    app = NamedApp("x", num_pieces=64, piece_bytes=1 << 17)
+    app = NamedApp("x", num_pieces=256, piece_bytes=1 << 17)
     server = HttpServer(app, HOST, 0)  # type: ignore[arg-type]
     port = server.port
     await server.start()
@@ -109,8 +109,8 @@ async def test_a_stop_lets_an_answer_be_read_that_is_under_way(monkeypatch: pyte
     await no_longer_listening(port)
     assert not stopping.done()
     answer = await reader.read(-1)
-    assert answer.count(b"x") == 64
-    assert len(answer) > 64 << 17
+    assert answer.count(b"x") == 256
+    assert len(answer) > 256 << 17
     await stopping
     writer.close()
 
