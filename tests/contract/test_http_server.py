@@ -87,14 +87,15 @@ async def test_a_stop_waits_for_answers_that_are_under_way(monkeypatch: pytest.M
     app.goes_on.clear()
     server = HttpServer(app, HOST, 0)  # type: ignore[arg-type]
     await server.start()
-    reader, writer = await asyncio.open_connection(HOST, server.port)
+    port = server.port
+    reader, writer = await asyncio.open_connection(HOST, port)
     writer.write(b"GET / HTTP/1.1\r\nHost: weft\r\nConnection: close\r\n\r\n")
     await reader.readuntil(b"x")
     stopping = asyncio.create_task(server.stop())
     ended, _ = await asyncio.wait({stopping}, timeout=0.5)
     assert not ended, "it went away with an answer half written"
     with pytest.raises(ConnectionRefusedError):
-        await asyncio.to_thread(get, server.port)
+        await asyncio.to_thread(get, port)
     app.goes_on.set()
     assert (await reader.read(-1)).endswith(b"x\r\n0\r\n\r\n")
     await stopping
