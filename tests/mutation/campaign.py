@@ -118,6 +118,21 @@ def _forget_stale_copies(source: Path) -> None:
                 copy.with_name(copy.name + note).unlink(missing_ok=True)
 
 
+def forget_old_stats() -> None:
+    """Drops mutmut's notes of which tests enter which function if code or tests have changed since: it would only add
+    what new tests enter, and a new function would seem to be entered by none of the old ones."""
+    from mutmut.configuration import config
+
+    digest = hashlib.blake2b(digest_size=16)
+    for folder in (*config().source_paths, Path("tests")):
+        for path in sorted(Path(folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    note = Path("mutants/stats-are-of")
+    if not note.exists() or note.read_text() != digest.hexdigest():
+        Path("mutants/mutmut-stats.json").unlink(missing_ok=True)
+        note.write_text(digest.hexdigest())
+
+
 def read_mutants() -> list[Mutant]:
     """All mutants there are, with the result of the last run."""
     from mutmut.configuration import config
@@ -238,15 +253,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--again", action="store_true", help="run survivors and timeouts once more")
     parser.add_argument("--report", action="store_true", help="run nothing")
-    parser.add_argument("--fresh-stats", action="store_true", help="note anew which tests enter which function")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args(arguments)
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     if not given.report:
         make_mutants()
-        if given.fresh_stats:
-            Path("mutants/mutmut-stats.json").unlink(missing_ok=True)
+        forget_old_stats()
         wanted = {"not checked", "survived", "timeout", "no tests"} if given.again else {"not checked"}
         sample = sample_of(read_mutants(), given.sample, given.seed)
         names = [mutant.name for mutant in sample if mutant.status in wanted and fnmatch(mutant.name, given.only)]

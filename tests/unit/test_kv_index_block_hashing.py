@@ -104,3 +104,19 @@ def test_work_grows_with_blocks_plus_runs_not_with_their_product(num_runs):
     runs = CountedRuns(PlaceholderRange(16 * i, 8, 0, 0, 0) for i in range(num_runs))
     prompt_block_hashes([1] * (16 * num_runs), 16, runs, [image(0, "a")])
     assert CountedRuns.seen == num_runs
+
+
+def test_a_run_counts_for_the_blocks_that_it_lies_in_and_for_no_neighbour():
+    run = (PlaceholderRange(offset=8, length=8, item=0, unit=0, row=0),)
+    media = [image(0, "a", 8)]
+    has_keys = [bool(extra_keys(index, 4, run, media)) for index in range(6)]
+    assert has_keys == [False, False, True, True, False, False]
+    assert sorted(keys_of_blocks(0, 6, 4, run, media)) == [2, 3]
+    assert sorted(keys_of_blocks(3, 6, 4, run, media)) == [0]
+
+
+def test_a_salt_is_a_key_of_the_first_block_alone():
+    assert keys_of_blocks(0, 2, 4, (), (), "tenant") == {0: extra_keys(0, 4, (), (), "tenant")}
+    assert keys_of_blocks(0, 2, 4, (), ()) == {}
+    assert keys_of_blocks(0, 0, 4, (), (), "tenant") == {}
+    assert keys_of_blocks(1, 3, 4, (), (), "tenant") == {}

@@ -73,3 +73,14 @@ def test_the_buffer_is_bounded_and_loses_the_oldest():
     assert feed.num_buffered == 3
     assert feed.restart(1, 6) is ApplyResult.OK
     assert list(feed.resume()) == ["7", "8", "9"]
+
+
+def test_a_source_that_was_never_heard_is_older_than_any_epoch():
+    feed: EventFeed[str] = EventFeed(100)
+    assert feed.is_newer(0)
+    assert not feed.is_in_step
+    assert feed.offer(0, 0, ["a"]) == (ApplyResult.GAP, [])
+    assert not feed.is_newer(0)
+    assert feed.is_newer(1)
+    assert feed.restart(0, -1) is ApplyResult.OK
+    assert list(feed.resume()) == ["a"]

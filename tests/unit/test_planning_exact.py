@@ -1,0 +1,228 @@
+"""Each number of a plan and of what is learned from it, by name: what a trace shows and `/metrics` sums."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from planning_samples import (
+    BLOCK_SIZE,
+    ENCODE,
+    LINK,
+    PREPARE,
+    ROW_BYTES,
+    SHAPE,
+    encoder,
+    encoder_member,
+    image,
+    query,
+    snapshot,
+    worker,
+    worker_member,
+    worker_report,
+)
+
+from fabric.ids import AttemptId, MemberId, RequestId
+from fabric.messages import EncodeResult, GenerateResult, ItemResult, StageTimes
+from router.planning.ageing import CONFIRMED, HALF_LIFE_S, AgeingCost, Estimate, believed
+from router.planning.cluster import ClusterState
+from router.planning.cost import LinearCost
+from router.planning.landing import land_items
+from router.planning.links import LinkClass
+from router.planning.member_state import Freshness
+from router.planning.plan import plan_encoding, plan_route
+from router.planning.views import ItemTerms, Line
+
+HERE, THERE = Line(0.001, 1e-9), Line(0.1, 1e-7)
+"""Links to two encoders."""
+
+
+def cluster() -> ClusterState:
+    """One worker, one encoder."""
+    state = ClusterState(SHAPE, BLOCK_SIZE, random.Random(3))
+    state.update_members([worker_member("w0"), encoder_member("e0")])
+    return state
+
+
+def landed(*items, **encoders):
+    views = [encoder(name, **changes) for name, changes in encoders.items()]
+    options = {item.index: views for item in items}
+    links = dict(zip((view.encoder_id for view in views), (HERE, THERE), strict=False))
+    return land_items(items, options, links, ROW_BYTES)
+
+
+def test_terms_of_an_item_that_is_encoded():
+    item = image(0, num_tokens=64, cost=256)
+    (terms,) = landed(item, near={"queued_cost": 100}).items
+    queued_s, prepared_s = ENCODE.at(100), PREPARE.at(256)
+    assert queued_s > prepared_s
+    transfer_s = HERE.at(64 * ROW_BYTES)
+    assert terms == ItemTerms(
+        item_index=0,
+        mm_hash=item.mm_hash,
+        encoder_id="near",
+        is_cached=False,
+        wait_s=pytest.approx(queued_s),
+        prepare_s=pytest.approx(prepared_s),
+        encode_s=pytest.approx(ENCODE.at(256)),
+        transfer_s=pytest.approx(transfer_s),
+        landing_s=pytest.approx(queued_s + ENCODE.at(256) + transfer_s),
+        cost=256,
+        num_bytes=64 * ROW_BYTES,
+        modality="image",
+    )
+    assert terms.load == 256
+
+
+def test_terms_of_an_item_that_an_encoder_holds():
+    item = image(3, num_tokens=64, cost=256, modality="audio")
+    (terms,) = landed(item, near={"cached": frozenset({item.mm_hash}), "queued_cost": 10_000}).items
+    transfer_s = pytest.approx(HERE.at(64 * ROW_BYTES))
+    assert terms == ItemTerms(
+        3, item.mm_hash, "near", True, 0.0, 0.0, 0.0, transfer_s, transfer_s, 256, 64 * ROW_BYTES, "audio"
+    )
+    assert terms.load == 0
+
+
+def test_terms_of_a_medium_that_appears_twice():
+    first, again = image(0, digit="a"), image(1, digit="a")
+    landings = landed(first, again, near={})
+    one, two = landings.items
+    assert two == ItemTerms(1, first.mm_hash, "near", True, 0.0, 0.0, 0.0, 0.0, one.landing_s, 256, 0, "image")
+    assert landings.unit_to_landing_s[1, 0] == landings.unit_to_landing_s[0, 0] == pytest.approx(one.landing_s)
+
+
+def test_an_encoding_planned_later_counts_from_the_workers_own_host():
+    """The worker is fixed by then; another's host must not say which link features take."""
+    workers = [worker("w-far", host="h-9"), worker("w", host="h-0")]
+    encoders = [encoder("e-far", host="h-9"), encoder("e", host="h-0")]
+    links = {LinkClass.SAME_PROCESS: LINK, LinkClass.SAME_HOST: LINK, LinkClass.NETWORK: THERE}
+    seen = snapshot(workers, encoders)
+    seen = type(seen)(seen.block_size, seen.workers, seen.encoders, links)
+    request = query(image(0), 10)
+    assert [each.encoder_id for each in plan_encoding(request, MemberId("w"), [0], seen)] == ["e"]
+    assert [each.encoder_id for each in plan_encoding(request, MemberId("w-far"), [0], seen)] == ["e-far"]
+
+
+def test_every_stage_is_held_against_what_came():
+    """Predictions are the plan's own terms; what came differs from each by an amount of its own."""
+    state = cluster()
+    plan = plan_route(query(image(0), 100), state.snapshot(query(image(0), 100), 0.0), 0.0)
+    winner = plan.explanation.winner
+    (item,) = winner.items
+    result = GenerateResult(
+        MemberId("w0"), (), 164, 32, queue_s=0.5, prefill_s=2.0, held_s=0.25, first_token_s=3.0, trace=()
+    )
+    state.observe_generate(plan, result, 0.0)
+    times = StageTimes(queue_s=0.125, decode_s=0.5, preprocess_s=0.25, encode_s=4.0, batch_cost=300)
+    costs = state.snapshot(query(image(0), 100), 0.0).encoders[0].costs
+    state.observe_encode(plan, EncodeResult(MemberId("e0"), (ItemResult(0, times),)), 0.0)
+    stages = state.accuracy()
+    expected = {
+        "queue": (winner.queue_s, 0.5),
+        "prefill": (winner.prefill_s + winner.first_token_s, 2.0),
+        "held": (winner.held_s, 0.25),
+        "ttft": (plan.predicted_ttft_s, 3.0),
+        "lower_bound": (plan.lower_bound_s, 3.0),
+        "prefix_tokens": (0.0, 32.0),
+        "cached_items": (0.0, 0.0),
+        "encoder_wait": (item.wait_s, 0.125),
+        "prepare": (costs.prepare.at(256), 0.75),
+        "encode": (costs.encode.at(300), 4.0),
+    }
+    assert set(stages) == set(expected)
+    for stage, (predicted, actual) in expected.items():
+        error = stages[stage]
+        assert (error.num_observations, error.actual) == (1, actual), stage
+        assert error.predicted == pytest.approx(predicted), stage
+        assert error.abs_error == pytest.approx(abs(actual - predicted)), stage
+
+
+def test_an_item_that_another_encoder_made_says_nothing_of_the_prediction():
+    state = cluster()
+    request = query(image(0), 100)
+    plan = plan_route(request, state.snapshot(request, 0.0), 0.0)
+    state.update_members([worker_member("w0"), encoder_member("e0"), encoder_member("e1")])
+    times = StageTimes(decode_s=0.5, encode_s=4.0, batch_cost=256)
+    state.observe_encode(plan, EncodeResult(MemberId("e1"), (ItemResult(0, times),)), 0.0)
+    assert state.accuracy() == {}
+    found = StageTimes(is_cache_hit=True)
+    state.observe_encode(plan, EncodeResult(MemberId("e0"), (ItemResult(0, found),)), 0.0)
+    assert set(state.accuracy()) == {"cached_items"}
+    assert state.accuracy()["cached_items"].actual == 1.0
+
+
+@pytest.mark.parametrize(
+    ("factor", "is_confirmed"), [(1.0, True), (1.45, True), (1 / 1.45, True), (1.55, False), (1 / 1.55, False)]
+)
+def test_what_is_found_again_within_a_factor_is_believed_longer(factor: float, is_confirmed: bool):
+    assert CONFIRMED == 1.5
+    cost = AgeingCost(Line(0.01, 0.0))
+    cost.observe(0.0, 0.01, 0.0)
+    cost.observe(0.0, 0.01 * factor, 2 * HALF_LIFE_S)
+    trust = cost.estimate(4 * HALF_LIFE_S).trust
+    assert trust == pytest.approx(0.5 if is_confirmed else 0.25)
+
+
+def test_a_report_that_confirms_is_believed_longer_and_one_that_does_not_is_not():
+    for slope, trust in ((1.4e-3, 0.5), (1.6e-3, 0.25)):
+        cost = AgeingCost(Line(1.0, 1.0))
+        cost.anchor(Line(0.001, 1e-3), 0.0)
+        cost.anchor(Line(0.001, slope), 2 * HALF_LIFE_S)
+        assert cost.estimate(4 * HALF_LIFE_S).trust == pytest.approx(trust)
+
+
+def test_a_price_of_nothing_is_not_drawn_to_others():
+    own = Estimate(Line(0.0, 1e-3), 0.5)
+    assert believed(own, Line(0.01, 1e-3)).base_s == 0.0
+    assert believed(Estimate(Line(0.01, 1e-3), 0.5), Line(0.0, 1e-3)).base_s == 0.01
+
+
+def test_small_amounts_teach_too():
+    cost = LinearCost(Line(0.01, 0.01))
+    cost.observe(0.5, 1.0)
+    assert cost.line.at(0.5) > 0.015
+
+
+@pytest.mark.parametrize(("learned_factor", "anchored"), [(4.0, 2.0), (0.25, 0.5)])
+def test_a_correction_that_the_member_catches_up_with_is_halved_not_counted_twice(learned_factor, anchored):
+    """Learned: four times as dear (or cheap); then the member reports twice (or half) of what it said."""
+    cost = LinearCost(Line(0.01, 1e-3))
+    cost.anchor(Line(0.01, 1e-3))
+    for _ in range(60):
+        cost.observe(1000.0, learned_factor * (0.01 + 1.0))
+    assert cost.line.per_unit_s == pytest.approx(learned_factor * 1e-3, rel=0.05)
+    cost.anchor(Line(0.01, anchored * 1e-3))
+    assert cost.line.per_unit_s == pytest.approx(learned_factor * 1e-3, rel=0.05)
+
+
+def test_a_reports_age_is_the_time_since_it_came():
+    freshness = Freshness()
+    assert freshness.accept(1, 1, 40.0)
+    assert freshness.age_s(42.5) == 2.5
+    assert freshness.age_s(39.0) == 0.0
+    assert not freshness.accept(1, 1, 50.0)
+    assert not freshness.accept(0, 9, 50.0)
+    assert freshness.accept(2, 0, 50.0)
+    assert freshness.age_s(50.0) == 0.0
+
+
+def test_a_worker_whose_places_are_all_but_taken_is_waited_for_only_when_they_are():
+    for num_running, waits_s in ((7, 0.0), (8, 0.5), (9, 1.0)):
+        state = cluster()
+        report = worker_report("w0", 1, max_sequences=8, num_running=num_running, residence_s=4.0)
+        state.apply(report, 0.0)
+        view = state.snapshot(query(10), 0.0).workers[0]
+        assert view.place_wait_s == pytest.approx(waits_s)
+
+
+def test_blocks_dispatched_add_up_until_they_are_reported():
+    state = cluster()
+    state.apply(worker_report("w0", 1, kv_blocks_total=100, kv_blocks_used=10), 0.0)
+    for number, num_free in enumerate((90, 83, 76)):
+        request = query(100, attempt=f"r{number}")
+        assert state.snapshot(request, 0.0).workers[0].kv_blocks_free == num_free
+        plan = plan_route(request, state.snapshot(request, 0.0), 0.0)
+        state.note_dispatched(request, plan, 0.0)
+    state.note_ended(AttemptId(RequestId("r0"), 0))
+    assert state.snapshot(query(10), 0.0).workers[0].kv_blocks_free == 76
