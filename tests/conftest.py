@@ -36,7 +36,7 @@ settings.register_profile(
 settings.load_profile("same")
 
 # What a property of `make mutants` may draw: what survives is killed by a unit test, not by the 300th example.
-MUTANT_EXAMPLES = 20
+MUTANT_EXAMPLES = int(os.environ.get("WEFT_MUTANT_EXAMPLES", "20"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -122,12 +122,12 @@ def test_a_ticket_survives_the_wire(peer, sink):
 def test_a_slot_given_to_something_else_is_a_lost_lease(peer, sink):
     freed, reused = peer.offer(1, SHAPE), peer.offer(2, SHAPE)
     peer.free(1)
-    with pytest.raises(LeaseLost):
+    with pytest.raises(LeaseLost, match="gave the slot to something else"):
         sink.pull(freed, TIMEOUT_S).result(PATIENCE_S)
     peer.free(2)
     fresh = peer.offer(3, SHAPE)
     for old in (freed, reused):
-        with pytest.raises(LeaseLost):
+        with pytest.raises(LeaseLost, match="gave the slot to something else"):
             sink.pull(old, TIMEOUT_S).result(PATIENCE_S)
     assert is_empty(sink)
     landed = sink.pull(fresh, TIMEOUT_S).result(PATIENCE_S)

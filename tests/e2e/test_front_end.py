@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
 import socket
 from typing import Any
@@ -50,13 +51,29 @@ def test_http_listens_on_loopback_only(cluster: ClusterProcess) -> None:
 
 
 def test_planes_and_transfers_stay_on_loopback(cluster: ClusterProcess) -> None:
-    """What authenticates no peer (ZeroMQ, NIXL) must not be reachable from outside. Ray's own ports listen on every
-    interface, and ask for the cluster's token."""
+    """What moves messages and features between members must not be reachable from outside. Ray's own server, one in
+    each of its processes, listens on every interface and asks for the cluster's token: a member has that one and no
+    other, as a process of Ray's has that is no member."""
     with cluster.client() as client:
         members = client.get("/weft/members").json()["members"]
-    ours = {connection.laddr.ip for member in members for connection in listening(psutil.Process(member["pid"]))}
-    assert "127.0.0.1" in ours
-    assert ours <= {"127.0.0.1", "::"}
+    pid_to_listeners = {member["pid"]: listening(psutil.Process(member["pid"])) for member in members}
+    others = [process for process in ray_workers(cluster) if process.pid not in pid_to_listeners]
+    assert min(len(outside(listening(process))) for process in others) == 1
+    for member in members:
+        ours = pid_to_listeners[member["pid"]]
+        assert len(outside(ours)) == 1, (member["kind"], ours)
+        assert len(ours) > 1, "its plane listens somewhere"
+
+
+def ray_workers(cluster: ClusterProcess) -> list[psutil.Process]:
+    """Processes in which Ray runs actors."""
+    found = psutil.Process(cluster.process.pid).children(recursive=True)
+    return [process for process in found if process.name().startswith("ray::") and listening(process)]
+
+
+def outside(listeners: list[Any]) -> list[Any]:
+    """Those that are reachable from another machine."""
+    return [each for each in listeners if not ipaddress.ip_address(each.laddr.ip).is_loopback]
 
 
 def test_a_declared_gigabyte_is_refused_before_it_is_read(cluster: ClusterProcess) -> None:

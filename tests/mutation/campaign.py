@@ -6,7 +6,8 @@ those, the fastest first. Its results lie in `mutants/` and outlive an interrupt
 the results of its own mutants and no others.
 
     python tests/mutation/campaign.py                 draw, run what has no result, write SURVIVORS.md
-    python tests/mutation/campaign.py --again         run the survivors and the timeouts of the sample once more
+    python tests/mutation/campaign.py --again         run the survivors and the timeouts of the sample once
+                                                     more, with more examples of each property
     python tests/mutation/campaign.py --only 'fabric.*'
     python tests/mutation/campaign.py --report        only write SURVIVORS.md
 
@@ -159,13 +160,14 @@ def sample_of(mutants: Iterable[Mutant], size: int, seed: int) -> list[Mutant]:
     return [by_name[name] for name in draw(module_to_names, size, seed)]
 
 
-def run(names: Sequence[str], num_workers: int) -> None:
-    """Runs these mutants; mutmut saves each result as it comes."""
+def run(names: Sequence[str], num_workers: int, num_examples: int) -> None:
+    """Runs these mutants, with so many examples of each property; mutmut saves each result as it comes."""
     os.nice(10)
+    environment = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "WEFT_MUTANT_EXAMPLES": str(num_examples)}
     subprocess.run(
         [sys.executable, "-m", "mutmut", "run", "--max-children", str(num_workers), *names],
         check=True,
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"},
+        env=os.environ | environment,
     )
 
 
@@ -265,7 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         names = [mutant.name for mutant in sample if mutant.status in wanted and fnmatch(mutant.name, given.only)]
         print(f"{len(names)} of {len(sample)} mutants to run", flush=True)
         if names:
-            run(names, given.workers)
+            run(names, given.workers, num_examples=60 if given.again else 20)
     mutants = read_mutants()
     REPORT.write_text(render(sample_of(mutants, given.sample, given.seed), len(mutants), given.seed))
     print(f"written: {REPORT.relative_to(ROOT)}")

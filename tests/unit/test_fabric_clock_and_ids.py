@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from fabric.clock import ManualClock, SystemClock
@@ -35,7 +37,7 @@ def test_minted_ids_are_distinct_and_say_what_they_are():
     assert all(request.startswith("req-") for request in requests)
     members = {mint_member_id("worker") for _ in range(100)}
     assert len(members) == 100
-    assert all(member.startswith("worker-") for member in members)
+    assert all(re.fullmatch("worker-[0-9a-f]{8}", member) for member in members)
 
 
 def test_a_sequence_knows_its_attempt():

@@ -33,6 +33,13 @@ def test_lookup_counts_leading_blocks_per_worker():
     assert index.lookup([]) == {}
 
 
+def test_a_prefix_may_end_anywhere_also_where_the_walk_goes_on_in_another_piece():
+    blocks = chain(10 * FIRST_PIECE_BLOCKS)
+    for length in range(1, 5 * FIRST_PIECE_BLOCKS):
+        index = index_with(all=blocks, some=blocks[:length])
+        assert index.lookup(blocks) == {"all": len(blocks), "some": length}, length
+
+
 def test_a_hole_ends_the_prefix_until_it_is_filled():
     blocks = chain(30)
     index = index_with(a=blocks)

@@ -9,11 +9,13 @@ from planning_samples import (
     BLOCK_SIZE,
     ENCODE,
     LINK,
+    PREFILL,
     PREPARE,
     ROW_BYTES,
     SHAPE,
     encoder,
     encoder_member,
+    encoder_report,
     image,
     query,
     snapshot,
@@ -22,16 +24,19 @@ from planning_samples import (
     worker_report,
 )
 
+from fabric.errors import NoCapacity
 from fabric.ids import AttemptId, MemberId, RequestId
-from fabric.messages import EncodeResult, GenerateResult, ItemResult, StageTimes
+from fabric.messages import EncodeResult, FeatureEvents, GenerateResult, ItemResult, MediaItem, StageTimes
 from router.planning.ageing import CONFIRMED, HALF_LIFE_S, AgeingCost, Estimate, believed
 from router.planning.cluster import ClusterState
 from router.planning.cost import LinearCost
+from router.planning.in_flight import InFlight
 from router.planning.landing import land_items
 from router.planning.links import LinkClass
 from router.planning.member_state import Freshness
 from router.planning.plan import plan_encoding, plan_route
 from router.planning.views import ItemTerms, Line
+from router.planning.waiting import Need, waiting
 
 HERE, THERE = Line(0.001, 1e-9), Line(0.1, 1e-7)
 """Links to two encoders."""
@@ -226,3 +231,158 @@ def test_blocks_dispatched_add_up_until_they_are_reported():
         state.note_dispatched(request, plan, 0.0)
     state.note_ended(AttemptId(RequestId("r0"), 0))
     assert state.snapshot(query(10), 0.0).workers[0].kv_blocks_free == 76
+
+
+def test_a_workers_report_becomes_its_view_number_by_number():
+    state = cluster()
+    report = worker_report(
+        "w0",
+        1,
+        num_running=9,
+        num_waiting=2,
+        queued_tokens=500,
+        queued_flat_tokens=650.0,
+        num_decoding=7,
+        kv_blocks_total=100,
+        kv_blocks_used=40,
+        prefill_s_per_token=1e-3,
+        step_overhead_s=0.01,
+        decode_s_per_sequence=2e-4,
+        residence_s=4.0,
+        max_step_tokens=512,
+        max_sequences=8,
+    )
+    state.apply(report, 10.0)
+    (view,) = state.snapshot(query(10), 12.5).workers
+    assert (view.worker_id, view.address, view.host) == ("w0", "address-w0", "h-0")
+    assert (view.covered_blocks, view.queued_tokens, view.num_decoding, view.num_open) == (0, 650.0, 7, 0)
+    assert view.kv_blocks_free == 60
+    assert view.prefill == pytest.approx(Line(0.01, 1e-3))
+    assert view.decode_s == pytest.approx(2e-4)
+    assert (view.pending_tokens, view.num_pending) == (0.0, 0)
+    assert view.report_age_s == 2.5
+    assert view.max_step_tokens == 512
+    assert view.place_wait_s == pytest.approx(4.0 * (9 + 2 + 1 - 8) / 8)
+    assert view.kv_blocks_per_s == pytest.approx(10.0)
+
+
+@pytest.mark.parametrize(("changes", "free", "per_s"), [({"kv_blocks_total": 1}, 1, 0.0), ({}, None, 0.0)])
+def test_a_pool_of_any_size_is_known_and_one_of_none_is_not(changes, free, per_s):
+    state = cluster()
+    state.apply(worker_report("w0", 1, **changes), 0.0)
+    (view,) = state.snapshot(query(10), 0.0).workers
+    assert (view.kv_blocks_free, view.kv_blocks_per_s) == (free, per_s)
+    assert view.queued_tokens == 0.0
+
+
+def test_decodes_cost_what_was_reported_where_no_step_has_an_overhead():
+    state = cluster()
+    report = worker_report("w0", 1, prefill_s_per_token=1e-3, step_overhead_s=0.0, decode_s_per_sequence=2e-4)
+    state.apply(report, 0.0)
+    assert state.snapshot(query(10), 0.0).workers[0].decode_s == pytest.approx(2e-4)
+
+
+def test_reports_are_stale_after_their_time_and_not_at_it():
+    freshness = Freshness()
+    assert not freshness.is_stale(1e9, 5.0), "what never came is not stale"
+    freshness.accept(1, 1, 10.0)
+    assert not freshness.is_stale(15.0, 5.0)
+    assert freshness.is_stale(15.1, 5.0)
+
+
+def test_an_encoders_report_of_an_older_life_is_void():
+    state = cluster()
+    request = query(image(0))
+    state.apply(encoder_report("e0", 5, epoch=2, queued_cost=70), 0.0)
+    state.apply(encoder_report("e0", 9, epoch=1, queued_cost=900), 0.0)
+    assert state.snapshot(request, 0.0).encoders[0].queued_cost == 70
+    state.apply(encoder_report("e0", 4, epoch=2, queued_cost=900), 0.0)
+    assert state.snapshot(request, 0.0).encoders[0].queued_cost == 70
+    state.apply(encoder_report("e0", 1, epoch=3, queued_cost=30), 0.0)
+    assert state.snapshot(request, 0.0).encoders[0].queued_cost == 30
+
+
+def test_every_item_that_an_encoder_holds_is_seen():
+    state = cluster()
+    items = [image(0), image(1), image(2)]
+    held = tuple(item.mm_hash for item in items[:2])
+    state.apply(FeatureEvents(MemberId("e0"), 1, 1, held, is_snapshot=True), 0.0)
+    assert state.snapshot(query(*items), 0.0).encoders[0].cached == frozenset(held)
+
+
+def test_exclusions_that_end_now_are_over():
+    state = cluster()
+    assert state.next_return_s(0.0) is None
+    state.exclude(MemberId("w0"), until=10.0)
+    state.exclude(MemberId("e0"), until=20.0)
+    assert [state.next_return_s(now) for now in (0.0, 9.9, 10.0, 20.0)] == [10.0, 10.0, 20.0, None]
+
+
+def test_a_cached_prompt_leaves_one_token_to_compute():
+    for num_tokens, num_covered in ((32, 16), (33, 32), (34, 32)):
+        seen = snapshot([worker("w", covered_blocks=2)])
+        plan = plan_route(query(num_tokens), seen, 0.0)
+        assert plan.explanation.winner.covered_tokens == num_covered
+        assert plan.explanation.winner.num_prefill_tokens == num_tokens - num_covered
+
+
+def test_blocks_that_are_there_already_need_no_room():
+    full = {"kv_blocks_free": 1, "kv_blocks_per_s": 0.5}
+    covered = plan_route(query(64), snapshot([worker("w", covered_blocks=3, **full)]), 0.0)
+    assert covered.explanation.winner.queue_s == 0.0
+    lacking = plan_route(query(64), snapshot([worker("w", covered_blocks=0, **full)]), 0.0)
+    assert lacking.explanation.winner.queue_s == pytest.approx(3 / 0.5)
+
+
+def test_each_modality_that_nobody_encodes_is_named():
+    request = query(image(0), image(1, modality="audio"), image(2, modality="video"), image(3, modality="audio"))
+    with pytest.raises(NoCapacity, match=r"^no encoder is available for audio, video$"):
+        plan_route(request, snapshot([worker("w")], [encoder("e")]), 0.0)
+
+
+def test_near_equal_workers_are_all_candidates():
+    """Within the tolerance above the best and not beyond; which one is taken is the tie's."""
+    workers = [worker(f"w{number}", queued_tokens=number) for number in range(4)]
+    seen = [snapshot(workers, tie_break=tie, tolerance=0.02) for tie in (0.0, 0.34, 0.67, 0.99)]
+    plans = [plan_route(query(95), each, 0.0) for each in seen]
+    assert {plan.explanation.num_near_equal for plan in plans} == {1}
+    wide = [snapshot(workers, tie_break=tie, tolerance=0.075) for tie in (0.0, 0.34, 0.67, 0.99)]
+    plans = [plan_route(query(95), each, 0.0) for each in wide]
+    assert {plan.explanation.num_near_equal for plan in plans} == {3}
+    assert {plan.worker_id for plan in plans} == {"w0", "w1", "w2"}
+
+
+def test_room_that_is_made_by_computing_again_costs_whole_steps():
+    """Of eight blocks, 128 tokens: two full steps of 64, and no third of nothing."""
+    need = Need(num_tokens=64, flat_tokens=64.0, num_blocks=8)
+    busy = worker("w", max_step_tokens=64, kv_blocks_free=0)
+    found = waiting(busy, need, BLOCK_SIZE)
+    assert found.queue_s == pytest.approx(2 * PREFILL.at(64))
+
+
+def test_rows_of_the_units_before_count_for_a_units_landing():
+    """Three units of one item that is cached share the link: the last lands when all rows have."""
+    item = image(0, num_tokens=30)
+    item = MediaItem(0, "image", item.mm_hash, item.grid, (10, 10, 10), item.cost, item.part)
+    landings = landed(item, near={"cached": frozenset({item.mm_hash})})
+    found = [landings.unit_to_landing_s[0, unit] for unit in range(3)]
+    assert found == pytest.approx([HERE.at(rows * ROW_BYTES) for rows in (10, 20, 30)])
+
+
+def test_reports_and_results_of_nothing_in_flight_change_nothing():
+    load = InFlight()
+    load.acknowledge(MemberId("w0"), [AttemptId(RequestId("nobody's"), 0)])
+    assert load.load(MemberId("w0")).num_open == 0
+
+
+def test_a_correction_stays_when_the_member_reports_an_overhead_of_nothing():
+    cost = LinearCost(Line(0.01, 1e-3))
+    cost.anchor(Line(0.01, 1e-3))
+    for _ in range(20):
+        cost.observe(1.0, 0.1)
+    learned = cost.line.base_s
+    assert learned > 0.05
+    cost.anchor(Line(0.0, 1e-3))
+    assert cost.line.base_s == 0.0
+    cost.anchor(Line(0.01, 1e-3))
+    assert cost.line.base_s == pytest.approx(learned)
