@@ -290,9 +290,8 @@ class Flight:
 
     async def _stand_in_line(self, reason: str) -> bool:
         """False if the time was over before the members were there."""
-        need = Need(
-            frozenset(item.modality for item in self._prompt.media), dict(self._setbacks.member_to_exclusion_end_s)
-        )
+        modalities = frozenset(item.modality for item in self._prompt.media)
+        need = Need(modalities, self._setbacks.exclusions(self._parts.clock.now()))
         self._trace.add("waiting", reason=reason)
         self._wait = wait = self._gate.join(self._age, need, self._left_to_wait_s)
         is_served = False

@@ -5,7 +5,7 @@ Shared by the request's attempts. Decides when a request is given up; knows neit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 
 from fabric.errors import Busy, EncodeFailed, EncoderLost, EngineFailed, WeftError, WorkerLost
 from fabric.ids import MemberId
@@ -14,6 +14,8 @@ NUM_WORKERS_TO_BLAME = 2
 """So many workers lost with one request on them: it is taken for the cause, and clients are told not to retry."""
 NUM_ENCODERS_TO_BLAME = 3
 """The same of encoders, for a medium. One more, because an encoder has many requests' items in one forward."""
+EXCLUSION_GRID_S = 0.25
+"""Ends of exclusions that a request waits for are multiples of this."""
 
 
 class Setbacks:
@@ -30,9 +32,11 @@ class Setbacks:
 
     # ------------------------------------------------------------ members
 
-    @property
-    def member_to_exclusion_end_s(self) -> Mapping[MemberId, float]:
-        return self._member_to_end_s
+    def exclusions(self, now: float) -> frozenset[tuple[MemberId, float]]:
+        """Those that have not ended, each with its end. Ends are rounded up, so that requests that lost a member
+        together wait for the same."""
+        ends_s = ((each, math.ceil(until / EXCLUSION_GRID_S) * EXCLUSION_GRID_S) for each, until in self._ends(now))
+        return frozenset(ends_s)
 
     def exclude(self, member_id: MemberId, error: WeftError, now: float) -> None:
         """The member failed this request: for a while another is preferred, or waited for. One that is busy has said
@@ -41,7 +45,10 @@ class Setbacks:
         self._member_to_end_s[member_id] = now + (error.retry_after_s or 0.0 if is_told else self._exclusion_s)
 
     def excluded(self, now: float) -> frozenset[MemberId]:
-        return frozenset(member_id for member_id, until in self._member_to_end_s.items() if until > now)
+        return frozenset(member_id for member_id, _ in self._ends(now))
+
+    def _ends(self, now: float) -> list[tuple[MemberId, float]]:
+        return [(member_id, until) for member_id, until in self._member_to_end_s.items() if until > now]
 
     def encoder_failed(self, error: WeftError) -> None:
         """An encoder failed with items of this request. Raises EncodeFailed once too many died of them."""

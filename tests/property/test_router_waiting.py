@@ -65,7 +65,7 @@ class Waiting(RuleBasedStateMachine):
     )
     def join(self, modalities: frozenset[str], limit_s: float, excluded: dict[MemberId, float]) -> None:
         self.num_joined += 1
-        ends_s = {member_id: self.now + seconds for member_id, seconds in excluded.items()}
+        ends_s = frozenset((member_id, self.now + seconds) for member_id, seconds in excluded.items())
         waiter = Waiter((float(self.num_joined), ""), Need(modalities, ends_s), self.now + limit_s)
         would_overtake = any(self.is_served(other) for other in self.waiting)
         assert self.queue.must_wait(waiter.age, self.now) == would_overtake
