@@ -9,7 +9,7 @@ from router_chats import chat, expected, image, read, text
 from router_fakes import FakeCluster, FakeEncoder, fake_cluster, reply_text, settled
 
 from fabric.clock import ManualClock
-from fabric.errors import Aborted, EncodeFailed, EncoderLost, NoCapacity, Overloaded, WorkerLost
+from fabric.errors import Aborted, EncodeFailed, EncoderLost, NoCapacity, Overloaded, UnsupportedModality, WorkerLost
 from fabric.messages import AbortAttempt, FeatureNeeded, TokenFrame
 from router.api.errors import http_error
 from router.planning.capacity import FIRST_ON_THE_WAY
@@ -233,6 +233,14 @@ async def test_a_router_that_stops_ends_those_that_wait() -> None:
         for stream in streams:
             with pytest.raises(Aborted):
                 await read(stream)
+        assert waiting(cluster) == 0
+
+
+async def test_what_no_encoder_serves_by_config_is_refused_at_once() -> None:
+    """A cluster with `encoders.replicas: 0` takes no pictures: nothing that could be waited for will come."""
+    async with fake_cluster(num_encoders=0, capacity_wait_s=WAIT_S, max_items_per_prompt={"image": 0}) as cluster:
+        with pytest.raises(UnsupportedModality):
+            await cluster.service.open(chat([image()]))
         assert waiting(cluster) == 0
 
 
