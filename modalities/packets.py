@@ -7,9 +7,11 @@ taken from them but what the packets can be held against: a file that has less t
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,9 +50,9 @@ class Tally:
     """Cut away by the decoder at the start (an encoder's delay)."""
     num_padded_samples: int = 0
     """Cut away at the end."""
-    presented: list[int] = field(default_factory=list)
+    presented: array[int] = field(default_factory=partial(array, "q"))
     """Presentation times of the pictures that are shown, in the order of the file, as far as the packets have some."""
-    decoded: list[int] = field(default_factory=list)
+    decoded: array[int] = field(default_factory=partial(array, "q"))
     """Decoding times of the same packets, as far as they have some."""
 
     @property

@@ -98,9 +98,9 @@ def _compressed(section: Mapping[str, Any]) -> Quantisation:
     if section.get("transform_config"):
         raise _refusal(f"{name} with transforms")
     blocks = set()
-    groups = list((section.get("config_groups") or {}).values())
+    groups = [group for group in (section.get("config_groups") or {}).values() if group.get("weights")]
     for group in groups:
-        weights = group.get("weights") or {}
+        weights = group["weights"]
         form = str(group.get("format") or section.get("format") or "float-quantized")
         values = f"{weights.get('type', 'int')}{weights.get('num_bits', 8)}"
         if values != "float8" or form not in _FLOAT8_FORMATS:
@@ -113,7 +113,7 @@ def _compressed(section: Mapping[str, Any]) -> Quantisation:
         if strategy == "block":
             blocks.add(_block(weights.get("block_structure")))
     if not groups or len(blocks) > 1:
-        raise _refusal(f"{name} with {'several sizes of blocks' if groups else 'no config_groups'}")
+        raise _refusal(f"{name} with {'several sizes of blocks' if groups else 'no config_groups for weights'}")
     return Quantisation(name, next(iter(blocks), None), tuple(map(str, section.get("ignore") or ())))
 
 
