@@ -27,6 +27,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,11 +165,12 @@ def run(names: Sequence[str], num_workers: int, num_examples: int) -> None:
     """Runs these mutants, with so many examples of each property; mutmut saves each result as it comes."""
     os.nice(10)
     environment = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "WEFT_MUTANT_EXAMPLES": str(num_examples)}
-    subprocess.run(
-        [sys.executable, "-m", "mutmut", "run", "--max-children", str(num_workers), *names],
-        check=True,
-        env=os.environ | environment,
-    )
+    with tempfile.TemporaryDirectory(prefix="w-", ignore_cleanup_errors=True) as folder:
+        subprocess.run(
+            [sys.executable, "-m", "mutmut", "run", "--max-children", str(num_workers), *names],
+            check=True,
+            env=os.environ | environment | {"TMPDIR": folder},
+        )
 
 
 def change_of(mutant: Mutant) -> tuple[str, str]:
