@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from router_chats import chat, chat_body, expected, read, text
 from router_fakes import AUDIO, IMAGE, VIDEO, FakeCluster, settled
 from router_media_fakes import SOUND, audio, image, media_cluster, video
 
+import router.supply
 from fabric.errors import DeadlineExceeded, EncodeFailed, EncoderLost, ErrorInfo, InvalidMedia, WeftError
 from fabric.messages import FeatureNeeded, MediaItem
 from modalities.family import MediaOptions
@@ -169,6 +171,34 @@ async def test_steps_do_not_use_up_attempts_and_draw_the_same() -> None:
 
 
 # ---------------------------------------------------------------- deadlines
+
+
+@pytest.mark.parametrize(
+    ("content", "limit_s"),
+    [
+        ([image(1)], 10.0),
+        ([image(1), image(2)], 20.0),
+        ([audio()], 20.0),
+        ([video()], 60.0),
+        ([video(sound=SOUND), image(1)], 60.0 + 20.0 + 10.0),
+    ],
+    ids=["picture", "pictures", "sound", "video", "film-and-picture"],
+)
+async def test_a_call_has_the_time_of_its_items_together(
+    content: list[object], limit_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default 10 s for a picture, 20 s for a sound, 60 s for a video, as the documentation says."""
+    limits_s = []
+
+    class Watched(SimpleNamespace):
+        def timeout(self, delay_s: float) -> asyncio.Timeout:
+            limits_s.append(delay_s)
+            return asyncio.timeout(delay_s)
+
+    monkeypatch.setattr(router.supply, "asyncio", Watched(**{k: v for k, v in vars(asyncio).items() if k != "timeout"}))
+    async with media_cluster() as cluster:
+        await answered(cluster, content)
+    assert limits_s == [limit_s]
 
 
 async def test_an_encoding_past_its_deadline_is_cancelled_there() -> None:

@@ -1,0 +1,68 @@
+"""The router that a config describes, composed on the demo model's files: what is written there reaches it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from router_fakes import FakePools
+
+from deploy.compose import build_router, load_model
+from deploy.config import ClusterConfig, check_config
+from deploy.demo.build import write_all_but_weights
+from fabric.ids import MemberId
+from fabric.plane_local import LocalHub, LocalPlane
+from router.config import RouterConfig
+from router.pools import Pools
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("demo")
+    write_all_but_weights(directory)
+    return directory
+
+
+@pytest.fixture
+def plane() -> Iterator[LocalPlane]:
+    made = LocalPlane(LocalHub(), "local://router")
+    yield made
+    made.close()
+
+
+def composed(directory: Path, plane: LocalPlane, **sections: object) -> RouterConfig:
+    text = yaml.safe_dump({"model": {"path": str(directory)}, "media": {"probe_processes": 0}} | sections)
+    config, problems = check_config(text)
+    assert isinstance(config, ClusterConfig), problems
+    pools = Pools(FakePools(), FakePools())
+    return build_router(config, load_model(config, directory), MemberId("router-0"), plane, pools).config
+
+
+def test_a_modality_keeps_its_time_to_be_encoded_unless_it_is_given_another(model_dir: Path, plane: LocalPlane) -> None:
+    media = {"probe_processes": 0, "encode_timeout_ms": {"video": 120_000}}
+    config = composed(model_dir, plane, media=media)
+    found = [config.encode_timeout_s(modality) for modality in ("image", "audio", "video", "point_cloud")]
+    assert found == [10.0, 20.0, 120.0, 60.0]
+    config = composed(model_dir, plane)
+    assert [config.encode_timeout_s(modality) for modality in ("image", "audio", "video")] == [10.0, 20.0, 60.0]
+
+
+def test_what_is_written_reaches_the_router(model_dir: Path, plane: LocalPlane) -> None:
+    server = {"max_body_bytes": "3MiB"}
+    router = {
+        "max_in_flight": 7,
+        "max_num_choices": 3,
+        "heartbeat_s": 0.25,
+        "lease_s": 9.0,
+        "dispatch_timeout_s": 33.0,
+        "capacity_wait_s": 44.0,
+    }
+    media = {"probe_processes": 0, "on_encode_failure": "reduce", "max_frames": 11, "limit_mm_per_prompt": {"image": 2}}
+    config = composed(model_dir, plane, server=server, router=router, media=media, workers={"block_size": 32})
+    for name, value in router.items():
+        assert getattr(config, name) == value, name
+    assert config.max_body_bytes == 3 * 2**20
+    assert (config.block_size, config.on_encode_failure, config.video_options.max_frames) == (32, "reduce", 11)
+    assert config.max_items_per_prompt["image"] == 2
