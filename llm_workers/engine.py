@@ -41,7 +41,8 @@ class Executor(Protocol):
     """The runner, as the engine sees it."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """May be called again for a part of the same plan. A negative last token marks a sequence that broke.
+        """May be called again for a part of the same plan. A negative last token marks a sequence that broke, and so
+        does `not_finite`.
         WorkerLost: nothing will ever work again, and it was no request's fault."""
         ...
 
@@ -236,6 +237,7 @@ class Engine:
             for attempt, error in failed.items():
                 self._scheduler.abort(attempt)
                 update.failed.append(Failed(attempt, error))
+            self._distrust(plan, result, update)
         else:
             update.events = self._scheduler.commit(plan, result)
             update.step_work, update.step_s = self._scheduler.work(plan), self._clock.now() - planned_at_s
@@ -243,6 +245,14 @@ class Engine:
             self.times.num_tokens += plan.num_tokens
         self.times.execute_s += executed_s - started_s
         self.times.commit_s += self._clock.now() - executed_s
+
+    def _distrust(self, plan: StepPlan, result: StepResult, update: Update) -> None:
+        """Features that a chunk read which is not finite may be why: nobody else may read them. Who needs them asks
+        for them again."""
+        chunks = [chunk for chunk in plan.others if chunk.sequence_id in result.not_finite]
+        for unit in dict.fromkeys(splice.unit for chunk in chunks for splice in chunk.splices):
+            update.distrusted.append(unit)
+            self._evict(unit, update)
 
     def _execute(self, plan: StepPlan) -> tuple[StepResult, dict[AttemptId, WeftError]]:
         """The result, and what went wrong for which attempt. Raises WorkerLost when the device fails."""
@@ -258,10 +268,13 @@ class Engine:
                 alone = self._execute_alone(plan, chunk, failed)
                 result.token_ids.update(alone.token_ids)
                 result.logprobs.update(alone.logprobs)
+                result.not_finite.update(alone.not_finite)
         is_broken = bool(failed)
         for sequence_id, tokens in result.token_ids.items():
             if tokens[-1] < 0:
                 failed[sequence_id.attempt_id] = TOKEN_TO_FAILURE[tokens[-1]]
+        for sequence_id in result.not_finite:
+            failed[sequence_id.attempt_id] = TOKEN_TO_FAILURE[NOT_FINITE_TOKEN]
         self._count_failures(plan, failed, is_probed=is_broken)
         return result, failed
 
@@ -289,7 +302,7 @@ class Engine:
             raise
         except Exception as error:  # nothing of a request was in it
             raise WorkerLost(f"the device fails every step: {ErrorInfo.of(error).message}") from error
-        if any(tokens[-1] == NOT_FINITE_TOKEN for tokens in result.token_ids.values()):
+        if result.not_finite or any(tokens[-1] == NOT_FINITE_TOKEN for tokens in result.token_ids.values()):
             raise WorkerLost("the device gives numbers that are not finite, whatever it computes")
 
     def _count_failures(self, plan: StepPlan, failed: dict[AttemptId, WeftError], is_probed: bool) -> None:

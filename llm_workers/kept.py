@@ -33,6 +33,8 @@ class KeptFeatures:
         self._lent: dict[UnitKey, LandedFeature] = {}
         self._lent_bytes = 0
         self._seen: OrderedDict[UnitKey, None] = OrderedDict()
+        self._distrusted: set[UnitKey] = set()
+        """Lent, or in the inbox: they are not kept when they come back."""
         is_kept(mode, FeatureUse())  # raises ConfigError for an unknown mode at start
 
     def __contains__(self, unit: UnitKey) -> bool:
@@ -45,6 +47,9 @@ class KeptFeatures:
     def offer(self, unit: UnitKey, feature: LandedFeature) -> bool:
         """A feature is about to leave the inbox: it is copied if the policy keeps it and the budget allows. True if
         it was."""
+        if unit in self._distrusted and unit not in self._lent:
+            self._distrusted.remove(unit)
+            return False
         use = FeatureUse(unit in self._seen, self._is_prefix_cached, has_drafts=self._has_drafts)
         self._remember(unit)
         if not is_kept(self._mode, use) or unit in self._lent:
@@ -67,10 +72,21 @@ class KeptFeatures:
         """It is the most recently used one."""
         feature = self._features[unit] = self._lent.pop(unit)
         self._lent_bytes -= feature.buffer.nbytes
+        if unit in self._distrusted:
+            self._distrusted.remove(unit)
+            self._drop(unit)
+
+    def distrust(self, unit: UnitKey, is_in_use: bool) -> None:
+        """What was read of it may be wrong: it is not lent any more, and if it is lent or in the inbox, not kept when
+        it comes back."""
+        self._drop(unit)
+        if is_in_use:
+            self._distrusted.add(unit)
 
     def clear(self) -> None:
         self._features.clear()
         self._lent.clear()
+        self._distrusted.clear()
         self.used_bytes = self._lent_bytes = 0
 
     def _make_room(self, nbytes: int) -> bool:

@@ -142,6 +142,14 @@ class Receiver:
         """The engine does not read the unit any more, of which it was told `num_told` times."""
         self._intake.let_go(unit, num_told, missed_by)
 
+    def distrust(self, units: Iterable[UnitKey]) -> None:
+        """These may hold what they should not: as soon as the engine has let go of them they are freed and not kept.
+        Who misses them gets another copy."""
+        for unit in units:
+            self.kept.distrust(unit, unit in self.landed)
+            if unit in self.landed:
+                self._intake.begin_evict(unit)
+
     def read_by(self, reads: Mapping[UnitKey, Mapping[AttemptId, NextRead | None]]) -> None:
         """What changed in the engine's word on who still has to read what, and where next; None: not any more."""
         self._intake.read_by(reads)

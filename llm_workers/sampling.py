@@ -21,8 +21,14 @@ Draw = tuple[SamplingParams, int, int]
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """One token id per row. `logits` `(n, vocab)` float32, left unchanged; `draws` has n entries. A row that is not
-    finite gives NOT_FINITE_TOKEN: its sequence can't go on, the others can."""
+    """As `draw_tokens`, on the host."""
+    tokens: list[int] = draw_tokens(logits, draws).tolist()
+    return tokens
+
+
+def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """One token id per row, int64 `(n,)` on the device. `logits` `(n, vocab)` float32, left unchanged; `draws` has n
+    entries. A row that is not finite gives NOT_FINITE_TOKEN: its sequence can't go on, the others can."""
     most, tokens = logits.max(dim=-1)  # the first of equals, in a third of the time of argmax
     rows = [row for row, (params, _, _) in enumerate(draws) if params.temperature > 0]
     is_plain = [draws[row][0].top_k <= 0 and draws[row][0].top_p >= 1 for row in rows]
@@ -31,7 +37,7 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
         if chosen:
             at = torch.tensor(chosen, device=logits.device)
             tokens.index_copy_(0, at, draw(logits.index_select(0, at), [draws[row] for row in chosen]))
-    return torch.where(torch.isfinite(most), tokens, NOT_FINITE_TOKEN).tolist()
+    return torch.where(torch.isfinite(most), tokens, NOT_FINITE_TOKEN)
 
 
 def _weights(logits: torch.Tensor, draws: Sequence[Draw], most: torch.Tensor) -> torch.Tensor:

@@ -276,6 +276,7 @@ class WorkerService:
         if update.death is not None:
             self.lose(update.death)
             return
+        self._receiver.distrust(update.distrusted)
         for let_go in update.let_go:
             self._receiver.let_go(*let_go)
         self._receiver.read_by(update.reads)

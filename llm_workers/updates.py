@@ -60,6 +60,8 @@ class Update:
     events: StepEvents | None = None
     aborted: list[AbortedSequence] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
+    distrusted: list[UnitKey] = field(default_factory=list)
+    """Units that a failed sequence read and that may be why: they are let go of, and must not be used again."""
     kv_first_seq: int = 0
     kv_events: list[KvEvent] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)

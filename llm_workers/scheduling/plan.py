@@ -176,3 +176,6 @@ class StepResult:
 
     token_ids: dict[SequenceId, tuple[int, ...]]
     logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    not_finite: set[SequenceId] = field(default_factory=set)
+    """Sequences whose chunk, drawn from or not, gave numbers that are not finite. Such a step must not be committed:
+    its blocks would be found by others."""

@@ -135,6 +135,7 @@ class Steps:
     # ------------------------------------------------------------ end
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepEvents:
+        assert not result.not_finite, "what is not finite must not be found by others"
         now_s = self._clock.now()
         tokens: list[SequenceTokens] = []
         finished: list[FinishedSequence] = []

@@ -169,6 +169,37 @@ def test_a_block_that_choices_share_is_copied_on_every_rank(qwen2: LoadedFamily)
     assert len({tuple(tokens[:2]) for tokens in found}) == 3
 
 
+def test_what_was_not_finite_is_found_on_no_rank(qwen2: LoadedFamily) -> None:
+    """One embedding of a chunk in the middle of a prompt is NaN, once. Its request fails; three more of the same
+    prompt are answered as if it had not been."""
+    of = qwen2.prompt(Text(6, 43))
+
+    async def answers(parallel: Parallel) -> list[list[int]]:
+        embed, calls = parallel.model.embed, []
+
+        def poisoned(token_ids: torch.Tensor) -> torch.Tensor:
+            calls.append(len(token_ids))
+            embedded = embed(token_ids).clone()
+            if len(calls) == 2:
+                embedded[3] = float("nan")
+            return embedded
+
+        async with worker(parallel, max_step_tokens=16, max_sequences=4) as r:
+            parallel.model.embed = poisoned  # type: ignore[method-assign]
+            failing = await asyncio.wait_for(r.service.generate(r.request(of, NUM_TOKENS)), 60)
+            assert failing.error is not None
+            assert failing.error.code == "engine_failed"
+            return [await answer(r, qwen2, Text(6, 43)) for _ in range(3)]
+
+    async def alone() -> list[int]:
+        async with rig(parts=qwen2, block_size=8) as r:
+            return await answer(r, qwen2, Text(6, 43))
+
+    with two_ranks(qwen2) as parallel:
+        found = asyncio.run(answers(parallel))
+    assert found == [asyncio.run(alone())] * 3
+
+
 def test_each_rank_holds_half_of_the_layers(qwen2: LoadedFamily) -> None:
     part = load_text_half(qwen2.directory, "cpu", "float32", register_attention())
     whole = {name: p.shape for name, p in part.named_parameters()}

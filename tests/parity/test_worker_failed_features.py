@@ -52,6 +52,49 @@ async def test_a_poisoned_feature_fails_its_request_alone():
         r.service.check_health()
 
 
+@pytest.mark.parametrize("keep_features", ["always", "never"])
+@pytest.mark.parametrize("step_tokens", [16, 512])
+async def test_nothing_that_was_not_finite_is_found_again(keep_features, step_tokens):
+    """In steps of 16 tokens the poisoned chunk is not drawn from, so no token tells. Identical prompts hit the cached
+    prefix and, where features are kept, the feature: both must be as they would be without the poisoned one."""
+    of, text = prompt(*IMAGE), prompt("Only text.")
+    bad = feature(of, 0).clone()
+    bad[0, 3, 5] = float("nan")
+    async with rig(block_size=4, max_step_tokens=step_tokens, max_sequences=8, keep_features=keep_features) as r:
+        r.heartbeat()
+        poisoned, other = r.request(of), r.request(text, stop=StopConditions(30, ignore_eos=True))
+        calls = [asyncio.ensure_future(r.service.generate(one)) for one in (poisoned, other)]
+        r.publish(poisoned, of, 0, bad)
+        results = await asyncio.gather(*calls)
+        assert [result.error and result.error.code for result in results] == ["engine_failed", None]
+        assert r.tokens(other) == reference_of(text, 30)
+        assert r.tokens(poisoned) == []
+        for _ in range(3):
+            again = r.request(of)
+            result = await r.run(again, of)
+            assert result.error is None
+            assert r.tokens(again) == reference(of, 8)[0]
+        await r.assert_idle()
+
+
+async def test_a_poisoned_feature_that_others_wait_for_is_fetched_again():
+    """Three requests share the picture; the first to read it fails, and the others read another copy."""
+    of = prompt(*IMAGE)
+    bad = torch.full_like(feature(of, 0), float("inf"))
+    async with rig(block_size=4, max_step_tokens=16, max_sequences=1) as r:
+        first, *others = requests = [r.request(of) for _ in range(3)]
+        r.router.on_needed = lambda message: r.publish(
+            next(one for one in requests if one.request_id == message.request_id), of, 0
+        )
+        calls = [asyncio.ensure_future(r.service.generate(one)) for one in requests]
+        r.publish(first, of, 0, bad)
+        results = await asyncio.gather(*calls)
+        assert [result.error and result.error.code for result in results] == ["engine_failed", None, None]
+        for one in others:
+            assert r.tokens(one) == reference(of, 8)[0]
+        await r.assert_idle()
+
+
 def reference_of(of: Prompt, num_tokens: int) -> list[int]:
     out = loaded().reference.generate(
         input_ids=torch.tensor([of.token_ids]),

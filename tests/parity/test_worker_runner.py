@@ -138,10 +138,32 @@ def test_executing_a_plan_again_gives_the_same(model, features):
     assert again[0] == again[2] == first[1]
 
 
+@pytest.mark.parametrize("chunk_size", [1, 4, 16])
+def test_chunks_that_are_not_drawn_from_are_marked_from_the_broken_row_on(model, features, chunk_size):
+    """One value of one row is infinite, and only a deeper level: the chunk that it lies in and every later one of the
+    sequence are marked, no earlier one and no neighbour."""
+    features[UnitKey(MmHash("cat"), 0)][NUM_LEVELS - 1, 4, 2] = float("inf")
+    runner, scripts = runner_of(model, features), scripts_of(features)
+    broken_at = {scripts[1].sequence_id: 5 + 4, scripts[2].sequence_id: 20 + 4}
+    for start in range(0, 40, chunk_size):
+        chunks = tuple(
+            script.chunk(start, min(start + chunk_size, len(script.ids) - 1))
+            for script in scripts
+            if start < len(script.ids) - 1
+        )
+        result = runner.execute(StepPlan(0, chunks))
+        assert result.token_ids == {}
+        assert result.not_finite == {
+            chunk.sequence_id for chunk in chunks if chunk.end > broken_at.get(chunk.sequence_id, 1000)
+        }
+
+
 def test_a_broken_feature_marks_its_sequence_alone(model, features):
     next(iter(features.values()))[0, 3, 1] = float("nan")
     runner, scripts = runner_of(model, features), scripts_of(features)
     plan = StepPlan(0, tuple(script.chunk(0, len(script.ids)) for script in scripts))
-    drawn = runner.execute(plan).token_ids
+    result = runner.execute(plan)
+    drawn = result.token_ids
+    assert result.not_finite == {scripts[1].sequence_id, scripts[2].sequence_id}
     assert [drawn[script.sequence_id] == (NOT_FINITE_TOKEN,) for script in scripts] == [False, True, True, False]
     assert drawn[scripts[0].sequence_id] == (int(last_logits(model, scripts[0], features).argmax()),)

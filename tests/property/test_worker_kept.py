@@ -34,6 +34,7 @@ class Store(RuleBasedStateMachine):
         self.free: list[tuple[str, int, int]] = []
         """(name, value, bytes), the least recently used first."""
         self.lent: list[tuple[str, int, int]] = []
+        self.distrusted: set[str] = set()
         self.num_hits = 0
 
     @rule(name=names, value=st.integers(0, 255), nbytes=st.integers(1, 12))
@@ -52,6 +53,20 @@ class Store(RuleBasedStateMachine):
                 self.free.pop(0)
             self.free.append((name, value, nbytes))
 
+    @rule(name=names)
+    def distrust(self, name):
+        """Of one that is lent: it goes when it comes back."""
+        self.kept.distrust(unit_of(name), any(one[0] == name for one in self.lent))
+        self.free = [one for one in self.free if one[0] != name]
+        self.distrusted |= {one[0] for one in self.lent if one[0] == name}
+
+    @rule(name=names, nbytes=st.integers(1, 10))
+    def distrust_in_the_inbox(self, name, nbytes):
+        if all(one[0] != name for one in self.lent):
+            self.kept.distrust(unit_of(name), True)
+            self.free = [one for one in self.free if one[0] != name]
+            assert not self.kept.offer(unit_of(name), landed(1, nbytes))
+
     @precondition(lambda self: self.free)
     @rule(number=st.integers(0, 99))
     def lend(self, number):
@@ -68,7 +83,10 @@ class Store(RuleBasedStateMachine):
     def give_back(self, number):
         one = self.lent.pop(number % len(self.lent))
         self.kept.give_back(unit_of(one[0]))
-        self.free.append(one)
+        if one[0] in self.distrusted:
+            self.distrusted.remove(one[0])
+        else:
+            self.free.append(one)
 
     @invariant()
     def agrees(self):

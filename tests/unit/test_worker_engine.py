@@ -51,6 +51,8 @@ class Executor:
 
     def __init__(self):
         self.broken, self.infinite = set(), set()
+        self.not_finite = {}
+        """Request ids -> the position that spoils their chunks."""
         self.fails = lambda plan: None
         self.plans = []
 
@@ -64,7 +66,12 @@ class Executor:
                 chunk.sequence_id: (-1 if chunk.sequence_id.request_id in self.infinite else 100 + chunk.draw_index,)
                 for chunk in plan.chunks
                 if chunk.sampling is not None
-            }
+            },
+            not_finite={
+                chunk.sequence_id
+                for chunk in plan.chunks
+                if chunk.end > self.not_finite.get(chunk.sequence_id.request_id, 1000)
+            },
         )
 
     @property
@@ -222,6 +229,41 @@ def test_one_answer_that_is_not_finite_is_probed_and_ends_alone(watched):
     watched.until(watched.failed)
     assert watched.executor.num_probes == 1
     watched.engine.check_health()
+
+
+def test_a_chunk_that_is_not_finite_is_not_found_though_nothing_was_drawn_from_it():
+    """The prompt is computed in chunks of 8: the second is spoiled. What the first wrote may be found, and the
+    neighbour goes on; the unit that the spoiled chunk read is let go of for good."""
+    watched = Watched(max_step_tokens=8, max_sequences=2)
+    watched.executor.not_finite = {"a": 9}
+    watched.engine.add(request("a", with_unit=True), POSITIONS)
+    watched.engine.unit_landed(UNIT)
+    watched.engine.start()
+    try:
+        watched.until(watched.failed)
+        assert watched.executor.num_probes == 1
+        (update,) = [update for update in watched.seen if update.failed]
+        assert update.distrusted == [UNIT]
+        assert [let_go.unit for let_go in watched.let_go()] == [UNIT]
+        stored = [block for u in watched.seen for event in u.kv_events for block in event.hashes]
+        assert len(stored) == 2
+        watched.executor.not_finite = {}
+        watched.engine.add(request("b"), POSITIONS)
+        watched.until(watched.finished)
+        assert watched.tokens("b") == [100, 101, 102]
+        watched.engine.check_health()
+    finally:
+        watched.engine.stop()
+
+
+def test_a_neighbour_of_a_chunk_that_is_not_finite_goes_on(watched):
+    watched.executor.not_finite = {"b": 0}
+    for name in "abc":
+        watched.engine.add(request(name), POSITIONS)
+    watched.until(lambda: len(watched.finished()) == 2 and watched.failed())
+    assert watched.finished() == {"a": "length", "c": "length"}
+    assert watched.tokens("a") == watched.tokens("c") == [100, 101, 102]
+    assert list(watched.failed()) == ["b"]
 
 
 def test_a_device_that_gives_no_finite_number_loses_the_worker(watched):
