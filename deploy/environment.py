@@ -22,6 +22,11 @@ SWITCHES = {
 }
 
 
+def switches_of_actors() -> dict[str, str]:
+    """For actors on machines of a Ray that others have started: this process's environment does not reach them."""
+    return {name: os.environ.get(name, value) for name, value in SWITCHES.items()}
+
+
 def set_local_switches() -> None:
     """For a Ray of our own on this machine: NIXL stays on the loopback, and Ray's ports (which listen on every
     interface) ask for a token that only this cluster knows."""

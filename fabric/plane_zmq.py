@@ -1,8 +1,8 @@
 """The message plane between processes, over ZeroMQ: one PULL socket bound here, one PUSH socket for each peer.
 
 All sockets belong to one I/O thread; `send` puts bytes into a queue and wakes it at most once per round, so a burst
-costs one system call. Bound to the loopback unless told otherwise: nothing here authenticates a peer, so the
-interface has to be the cluster's own.
+costs one system call. Every connection is authenticated and encrypted by the cluster's keys (`plane_keys`): who lacks
+them gets nothing in and nothing out. Bound to the loopback unless told otherwise.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from fabric.errors import ConfigError, ProtocolError
 from fabric.mailbox import Mailbox
 from fabric.messages import PlaneMessage, decode_message, encode_message
 from fabric.plane import Handler
+from fabric.plane_keys import ZAP_ENDPOINT, PlaneKeys
 
 _LOG = logging.getLogger(__name__)
 _RECEIVED_PER_ROUND = 256
@@ -28,14 +29,22 @@ class ZmqPlane:
     """Keeps `fabric.plane.Plane`."""
 
     def __init__(
-        self, bind_host: str = "127.0.0.1", max_queued_messages: int = 10_000, max_message_bytes: int = 256 << 20
+        self,
+        keys: PlaneKeys,
+        bind_host: str = "127.0.0.1",
+        max_queued_messages: int = 10_000,
+        max_message_bytes: int = 256 << 20,
     ) -> None:
         """Binds a free port of `bind_host` (an address that peers can reach) and starts the I/O thread.
         `max_queued_messages` is for each peer, and again for what has arrived and was not handled; more than that
         waits in the sender. Raises ConfigError when the host can't be bound."""
         self._max_queued_messages = max_queued_messages
+        self._keys = keys
         self._context = zmq.Context()
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.bind(ZAP_ENDPOINT)
         self._pull = self._context.socket(zmq.PULL)
+        keys.secure_receiver(self._pull)
         self._pull.setsockopt(zmq.LINGER, 0)
         self._pull.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         try:
@@ -120,12 +129,14 @@ class ZmqPlane:
 
     def _run(self) -> None:
         self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._poller.register(self._zap, zmq.POLLIN)
         try:
             while not self._is_closed:
                 self._watch_arrivals()
                 for socket, _ in self._poller.poll():
                     if socket == self._wake_fd:
                         self._sleep_again()
+                self._authenticate()
                 self._close_forgotten()
                 self._receive()
                 with self._lock:
@@ -149,6 +160,15 @@ class ZmqPlane:
         with self._lock:
             os.eventfd_read(self._wake_fd)
             self._is_awake = False
+
+    def _authenticate(self) -> None:
+        """Answers libzmq, which asks once for each peer that connects with some key."""
+        while True:
+            try:
+                question = self._zap.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._zap.send_multipart(self._keys.zap_reply(question))
 
     def _receive(self) -> None:
         for _ in range(_RECEIVED_PER_ROUND):
@@ -186,6 +206,7 @@ class ZmqPlane:
     def _connect(self, address: str) -> zmq.Socket[bytes] | None:
         """None when that is no address at all: peers name their own, and a bad one must not end this thread."""
         push = self._context.socket(zmq.PUSH)
+        self._keys.secure_sender(push)
         push.setsockopt(zmq.LINGER, 0)
         push.setsockopt(zmq.IMMEDIATE, 1)  # a peer that is not there fills our own queue, which is counted
         try:
@@ -218,6 +239,7 @@ class ZmqPlane:
                 push.close()
             self._pushes.clear()
             self._pull.close()
+            self._zap.close()
             self._context.term()
             self._is_awake = True
             os.close(self._wake_fd)

@@ -18,11 +18,12 @@ from ray.serve.handle import DeploymentHandle
 
 from deploy import compose
 from deploy.config import ClusterConfig
+from deploy.environment import switches_of_actors
 from deploy.http_server import HttpServer
 from deploy.logs import configure_logs
 from deploy.memory import arena_bytes, inbox_bytes
 from deploy.ranks import Endpoint, open_worker
-from deploy.serving.directory import Heartbeat
+from deploy.serving.directory import Heartbeat, plane_keys
 from deploy.serving.followers import launch_actor, rank_bundles
 from deploy.serving.pinning import PinnedRequestRouter
 from deploy.serving.pools import NoEncoders, RayEncoderPool, RayWorkerPool
@@ -47,6 +48,12 @@ def node_address(config: ClusterConfig) -> str:
     return "127.0.0.1" if config.ray.address is None else str(ray.util.get_node_ip_address())
 
 
+def actor_environment(config: ClusterConfig) -> dict[str, Any]:
+    """Ray's `runtime_env` of every actor of ours. A Ray of our own inherits the environment, and starts actors without
+    one sooner."""
+    return {} if config.ray.address is None else {"env_vars": switches_of_actors()}
+
+
 class EncoderReplica:
     """One encoder process on one device."""
 
@@ -58,7 +65,7 @@ class EncoderReplica:
         configure_logs(config.logging, f"encoder-{member_id}", member_id)
         compose.prepare_process(config)
         model = compose.load_model(config, Path(model_dir))
-        self._plane = ZmqPlane(node_address(config))
+        self._plane = ZmqPlane(await plane_keys(), node_address(config))
         self._source = NixlFeatureSource(str(member_id), arena_bytes(config))
         self._service = compose.build_encoder(config, model, member_id, self._plane, self._source)
         modalities = compose.loaded_modalities(config, model.family)
@@ -97,7 +104,7 @@ class WorkerReplica:
         configure_logs(config.logging, f"worker-{member_id}", member_id)
         compose.prepare_process(config)
         model = compose.load_model(config, Path(model_dir))
-        self._plane = ZmqPlane(node_address(config))
+        self._plane = ZmqPlane(await plane_keys(), node_address(config))
         self._sink = NixlFeatureSink(str(member_id), inbox_bytes(config))
         endpoint, address = Endpoint(member_id, self._plane, self._sink), node_address(config)
         self._worker = await asyncio.to_thread(open_worker, config, model, endpoint, address, launch_actor)
@@ -141,7 +148,7 @@ class RouterReplica:
         member_id = replica_id()
         configure_logs(config.logging, f"router-{member_id}", member_id)
         model = compose.load_model(config, Path(model_dir))
-        self._plane = ZmqPlane(node_address(config))
+        self._plane = ZmqPlane(await plane_keys(), node_address(config))
         pools = Pools(RayWorkerPool(workers), RayEncoderPool(encoders) if encoders else NoEncoders())
         self._service = compose.build_router(config, model, member_id, self._plane, pools)
         record = compose.member("router", member_id, self._plane.address, node_address(config))
@@ -196,6 +203,6 @@ def _deployment(replica: type, name: str, config: ClusterConfig, num_replicas: i
         graceful_shutdown_timeout_s=config.server.drain_s + STOP_S,
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
-        ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus},
+        ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": actor_environment(config)},
         request_router_config=RequestRouterConfig(request_router_class=PinnedRequestRouter),
     )

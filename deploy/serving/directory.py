@@ -17,6 +17,7 @@ from fabric.clock import Clock, SystemClock
 from fabric.ids import MemberId
 from fabric.membership import Directory, View
 from fabric.messages import Member
+from fabric.plane_keys import PlaneKeys
 
 logger = logging.getLogger("weft.directory")
 
@@ -28,12 +29,17 @@ PERIOD_S = 0.5
 class DirectoryActor:
     """`fabric.membership.Directory` behind an actor. Answers carry the actor's epoch: it forgets when it restarts."""
 
-    def __init__(self, lease_s: float) -> None:
+    def __init__(self, lease_s: float, plane_keys: PlaneKeys) -> None:
+        self._plane_keys = plane_keys
         self._directory = Directory(SystemClock(), lease_s)
         self._epoch = time.time_ns()
 
     def heartbeat(self, member: Member) -> tuple[int, View]:
         return self._epoch, self._directory.heartbeat(member)
+
+    def plane_keys(self) -> PlaneKeys:
+        """The same after a restart, which gives the constructor what it was first given."""
+        return self._plane_keys
 
     def leave(self, member_id: MemberId) -> None:
         self._directory.leave(member_id)
@@ -43,10 +49,16 @@ class DirectoryActor:
 
 
 def directory_actor() -> ray.actor.ActorHandle:
-    """The cluster's directory; the first caller makes it."""
+    """The cluster's directory; the first caller makes it, and the cluster's keys."""
     return DirectoryActor.options(  # type: ignore[attr-defined]
         name="weft-directory", namespace="weft", get_if_exists=True, lifetime="detached"
-    ).remote(LEASE_S)
+    ).remote(LEASE_S, PlaneKeys.make())
+
+
+async def plane_keys() -> PlaneKeys:
+    """The cluster's, from its directory. Ray's own token guards the way."""
+    keys: PlaneKeys = await directory_actor().plane_keys.remote()
+    return keys
 
 
 class Membership:

@@ -15,6 +15,7 @@ from fabric.errors import ConfigError
 from fabric.ids import MemberId, RequestId
 from fabric.messages import AbortAttempt, PlaneMessage, RouterHeartbeat, TokenFrame, TokenFrames
 from fabric.plane import Plane
+from fabric.plane_keys import PlaneKeys
 from fabric.plane_local import LocalHub, LocalPlane
 from fabric.plane_zmq import ZmqPlane
 
@@ -22,6 +23,7 @@ PATIENCE_S = 30.0
 QUEUE = 64
 """Room for each peer in the planes of this suite; sockets add their own."""
 MORE_THAN_ANY_QUEUE = 20_000
+KEYS = PlaneKeys.make()
 
 
 def message(number: int, request: str = "r") -> AbortAttempt:
@@ -58,7 +60,7 @@ def make_plane(request: pytest.FixtureRequest) -> Iterator[Callable[..., Plane]]
         if request.param == "local":
             planes.append(LocalPlane(hub, f"local-{next(numbers)}"))
         else:
-            planes.append(ZmqPlane(max_queued_messages=QUEUE * 20))
+            planes.append(ZmqPlane(KEYS, max_queued_messages=QUEUE * 20))
         return planes[-1]
 
     yield make
@@ -235,7 +237,7 @@ def zmq_planes() -> Iterator[Callable[..., ZmqPlane]]:
     planes: list[ZmqPlane] = []
 
     def make(**options: int) -> ZmqPlane:
-        planes.append(ZmqPlane(**options))
+        planes.append(ZmqPlane(KEYS, **options))
         return planes[-1]
 
     yield make
@@ -246,17 +248,18 @@ def zmq_planes() -> Iterator[Callable[..., ZmqPlane]]:
 async def test_zmq_binds_the_loopback_unless_told_otherwise(zmq_planes):
     assert zmq_planes().address.startswith("tcp://127.0.0.1:")
     with pytest.raises(ConfigError, match="can't bind"):
-        ZmqPlane(bind_host="198.51.100.7")
+        ZmqPlane(KEYS, bind_host="198.51.100.7")
 
 
 async def test_zmq_counts_and_drops_what_is_no_message(zmq_planes):
     receiver, inbox = zmq_planes(), Inbox()
     receiver.start(inbox)
-    with zmq.Context() as context, context.socket(zmq.PUSH) as stranger:
-        stranger.connect(receiver.address)
-        stranger.send(b"\x80\x04 not for you")
-        stranger.send(msgspec.msgpack.encode(["AbortAttempt", "r", "one"]))
-        stranger.send(msgspec.msgpack.encode(["AbortAttempt", "r", 1]))
+    with zmq.Context() as context, context.socket(zmq.PUSH) as member:
+        KEYS.secure_sender(member)
+        member.connect(receiver.address)
+        member.send(b"\x80\x04 not for you")
+        member.send(msgspec.msgpack.encode(["AbortAttempt", "r", "one"]))
+        member.send(msgspec.msgpack.encode(["AbortAttempt", "r", 1]))
         assert await inbox.wait_for(1) == [message(1)]
     assert receiver.num_malformed == 2
 
