@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import count
 
 from encoder_pool.announcer import Announcer
@@ -140,7 +141,9 @@ class Pipeline:
             if flight is None or not self._has_memory_for(flight.item):
                 break
             self.flights.decode_started(flight)
-            self._flight_to_task[flight] = asyncio.create_task(self._decode(flight))
+            task = self._flight_to_task[flight] = asyncio.create_task(self._decode(flight))
+            # Not at the end of the coroutine: a task that is cancelled before it began runs none of it.
+            task.add_done_callback(partial(self._decode_ended, flight))
         self.lane.start(self.pump)
         self.lane.busy.roll(self._clock.now())
         self._on_change()
@@ -247,9 +250,10 @@ class Pipeline:
                 self.flights.decoded(flight, decoded.inputs)
             else:
                 self.flights.decoded_sound(flight, decoded.waveform)
-        finally:
-            del self._flight_to_task[flight]
-            self.pump()
+
+    def _decode_ended(self, flight: Flight, task: asyncio.Task[None]) -> None:
+        del self._flight_to_task[flight]
+        self.pump()
 
     def _decoded(self, flight: Flight, inputs: list[EncoderInput]) -> None:
         """The next units of a flight are ready, others are still to come."""

@@ -111,8 +111,10 @@ class PipelineMachine(RuleBasedStateMachine):
     @rule(
         media=st.lists(st.tuples(st.sampled_from(sorted(KINDS)), st.integers(0, 1)), min_size=1, max_size=3),
         worker=st.sampled_from(["worker-1", "worker-2"]),
+        is_aborted=st.sampled_from([False, False, False, True]),
     )
-    def call(self, media: list[tuple[str, int]], worker: str) -> None:
+    def call(self, media: list[tuple[str, int]], worker: str, is_aborted: bool = False) -> None:
+        """`is_aborted`: in the very turn of the event loop in which it came."""
         self.num_calls += 1
         items = []
         for index, (kind, number) in enumerate(media):
@@ -131,6 +133,8 @@ class PipelineMachine(RuleBasedStateMachine):
         )
         before = self.pipeline.flights.totals.queued_cost
         task = self.loop.create_task(self.pipeline.encode(request, [b"file"] * len(items)))
+        if is_aborted:
+            self.loop.call_soon(self.pipeline.end_calls, lambda one: one is request, Aborted("aborted"))
         self.settle()
         if task.done() and isinstance(task.exception(), Overloaded):
             assert 0 < before == self.pipeline.flights.totals.queued_cost, "refused before any work, and not when idle"
@@ -371,4 +375,18 @@ def test_sounds_are_heard_together_and_one_that_fails_alone() -> None:
     assert good.times.preprocess_s > 0
     assert bad.error is not None
     assert bad.error.code == "encode_failed"
+    machine.teardown()
+
+
+def test_a_call_that_ends_before_its_decoding_began_leaves_the_decoder_free() -> None:
+    machine = PipelineMachine()
+    machine.build(0.01)
+    for number in range(machine.decoder.num_parallel):
+        machine.call([("small", number)], "worker-1", is_aborted=True)
+        assert machine.calls[-1].task.done()
+        assert not machine.decoder.open, "it never began"
+    assert machine.pipeline.num_decoding == 0
+    machine.call([("small", 0)], "worker-1")
+    machine.work_well(2)
+    assert machine.calls[-1].task.result().items[0].error is None
     machine.teardown()
