@@ -26,16 +26,17 @@ from planning_samples import (
 
 from fabric.errors import NoCapacity
 from fabric.ids import AttemptId, MemberId, RequestId
-from fabric.messages import EncodeResult, FeatureEvents, GenerateResult, ItemResult, MediaItem, StageTimes
+from fabric.messages import EncodeCost, EncodeResult, FeatureEvents, GenerateResult, ItemResult, MediaItem, StageTimes
 from router.planning.ageing import CONFIRMED, HALF_LIFE_S, AgeingCost, Estimate, believed
 from router.planning.cluster import ClusterState
 from router.planning.cost import LinearCost
+from router.planning.encoder_cost import GENERAL, EncoderCost
 from router.planning.in_flight import InFlight
 from router.planning.landing import land_items
 from router.planning.links import LinkClass
 from router.planning.member_state import Freshness
 from router.planning.plan import plan_encoding, plan_route
-from router.planning.views import ItemTerms, Line
+from router.planning.views import EncoderCosts, ItemTerms, Line
 from router.planning.waiting import Need, waiting
 
 HERE, THERE = Line(0.001, 1e-9), Line(0.1, 1e-7)
@@ -386,3 +387,14 @@ def test_a_correction_stays_when_the_member_reports_an_overhead_of_nothing():
     assert cost.line.base_s == 0.0
     cost.anchor(Line(0.01, 1e-3))
     assert cost.line.base_s == pytest.approx(learned)
+
+
+def test_what_an_encoder_reports_of_all_its_forwards_ages_from_then():
+    cost = EncoderCost(EncoderCosts(PREPARE, ENCODE))
+    assert cost.estimates(0.0)[GENERAL].encode.trust == 0.0
+    costs = (EncodeCost("audio", 1e-3, 0.2),)
+    report = encoder_report("e0", 1, encode_s_per_cost=1e-4, batch_overhead_s=0.01, costs=costs)
+    cost.anchor(report, 10.0)
+    estimates = cost.estimates(10.0 + HALF_LIFE_S)
+    assert estimates[GENERAL].encode == (Line(0.01, 1e-4), pytest.approx(0.5))
+    assert estimates["audio"].encode == (Line(0.2, 1e-3), pytest.approx(0.5))
