@@ -51,21 +51,24 @@ def block_hash(parent: BlockHash | None, token_ids: bytes, extra_keys: Iterable[
     return BlockHash(xxhash.xxh3_128_digest(frame([b"weft-kv-1", parent or b"", token_ids, extra])))
 
 
+# The framed parts of a block that are the same in most blocks.
+_BLOCK_HEAD, _NOTHING, _HASH_SIZE = frame([b"weft-kv-1"]), frame([b""]), struct.pack("<Q", 16)
+
+
 def block_hashes(
     parent: BlockHash | None, token_ids: bytes, block_bytes: int, index_to_keys: Mapping[int, Iterable[bytes]]
 ) -> list[BlockHash]:
     """Identities of all full blocks of a chain, `block_bytes` of `token_ids` each: those that `block_hash` gives one
     after the other, in a fraction of its time. `index_to_keys`: extra keys of the blocks that have any."""
-    head, size = frame([b"weft-kv-1"]), struct.pack("<Q", block_bytes)
-    root, link, no_keys = frame([b""]), struct.pack("<Q", 16), frame([b""])
+    size = struct.pack("<Q", block_bytes)
     hashes: list[BlockHash] = []
-    last = root if parent is None else link + parent
+    last = _NOTHING if parent is None else _HASH_SIZE + parent
     for index in range(len(token_ids) // block_bytes):
         content = token_ids[index * block_bytes : (index + 1) * block_bytes]
-        tail = frame([frame(index_to_keys[index])]) if index in index_to_keys else no_keys
-        digest = xxhash.xxh3_128_digest(b"".join((head, last, size, content, tail)))
+        tail = frame([frame(index_to_keys[index])]) if index in index_to_keys else _NOTHING
+        digest = xxhash.xxh3_128_digest(b"".join((_BLOCK_HEAD, last, size, content, tail)))
         hashes.append(BlockHash(digest))
-        last = link + digest
+        last = _HASH_SIZE + digest
     return hashes
 
 

@@ -91,6 +91,8 @@ class PromptLayout:
         """Extra keys of the hashes of blocks `[first, last)` that have any, by their index counted from `first`; only
         the runs near them are looked at."""
         begin = bisect_right(self._run_ends, first * block_size)
+        if begin == len(self._runs) and first:
+            return {}  # behind the last medium, as every generated block is
         end = bisect_left(self._runs, last * block_size, lo=begin, key=lambda run: run.offset)
         return keys_of_blocks(first, last, block_size, self._runs[begin:end], self._media, self._cache_salt)
 

@@ -193,7 +193,7 @@ class BusyPipeline:
     def __init__(self, num_queued: int) -> None:
         self._loop = asyncio.new_event_loop()
         self._numbers = count()
-        config = EncoderConfig(num_decode_processes=0, max_queue_cost=2**40)
+        config = EncoderConfig(("image",), num_decode_processes=0, max_queue_cost=2**40)
         clock, self._forward = ManualClock(), HeldForward()
         source = MemorySource(2**20)
         self._table = FeatureTable(source, clock, 60.0, FeatureLog(MemberId("encoder"), 1))
