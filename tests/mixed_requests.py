@@ -34,6 +34,7 @@ KIND_TO_TASKS = {
 }
 MAX_TOKENS = 32
 TIMEOUT_S = 300.0
+FROZEN_S = 0.3
 LEAST_RIGHT = 0.95
 """Share of the answers that must be right without asking again: else the model is not what it was."""
 
@@ -160,14 +161,17 @@ def assert_all_right(cluster: ClusterProcess, outcome: Outcome) -> None:
 
 
 def kill_at_work(cluster: ClusterProcess, kind: str, gauge: str) -> str:
-    """SIGKILL to the process of a member of a kind, as soon as its `gauge` says that it is at work. Returns its name.
-    Reports are a little late: whether it really was at work is what the router lost with it."""
+    """SIGKILL to the process of a member of a kind that is at work by its `gauge`. Returns its name. Reports are a
+    little late, so it is frozen first for a moment, in which the router gives it more: it dies with work in its hands,
+    which the router counts as lost."""
     name_to_pid = pids(cluster, kind)
     deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
         metrics = cluster.metrics()
         for name, pid in name_to_pid.items():
             if any(value > 0 for sample, value in metrics.items() if sample.startswith(gauge) and name in sample):
+                os.kill(pid, signal.SIGSTOP)
+                time.sleep(FROZEN_S)
                 os.kill(pid, signal.SIGKILL)
                 return name
         time.sleep(0.005)
