@@ -105,7 +105,7 @@ class Pipeline:
             raise ProtocolError(f"{len(request.items)} items came with {len(media)} media")
         if len({item.index for item in request.items}) != len(request.items):
             raise ProtocolError("two items of one request have the same index")
-        turn = Turn(next(self._numbers), request.age, self._clock.now())
+        turn = Turn(next(self._numbers), request.age, self._clock.now(), priority=request.priority)
         call = Call(turn, request, asyncio.get_running_loop().create_future())
         wanted = self._admit(call, media)
         self._number_to_call[call.number] = call

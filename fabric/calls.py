@@ -128,6 +128,8 @@ class EncodeRequest(Wire, frozen=True):
     destination: Destination
     age: tuple[float, str]
     """Age order over all requests (wall time of admission, request id): the oldest may evict the youngest."""
+    priority: int = 0
+    """The request's: the lowest number first."""
 
 
 class StageTimes(Wire, frozen=True):

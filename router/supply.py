@@ -206,6 +206,7 @@ class FeatureSupply:
             items=tuple(self._prompt.media[index] for index in items),
             destination=Destination(plan.worker_id, plan.worker_address),
             age=age,
+            priority=self._prompt.priority,
         )
         media = [self._prompt.media_bytes[index] for index in items]
         task = self._parts.tasks.spawn(self._encode(encoder_id, request, media), f"encode {request_id}/{attempt}")

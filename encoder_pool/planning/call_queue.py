@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from encoder_pool.planning.turns import Rank
 
-_Entry = tuple[float, tuple[float, str], int]
+_Entry = tuple[int, float, tuple[float, str], int]
 _LEAST_STALE = 16
 
 
@@ -24,7 +24,7 @@ class CallQueue:
 
     def put(self, call: int, rank: Rank) -> None:
         """Adds a call, or corrects its rank."""
-        entry = (rank.virtual_s, rank.age, call)
+        entry = (rank.priority, rank.virtual_s, rank.age, call)
         if self._call_to_entry.get(call) == entry:
             return
         self._call_to_entry[call] = entry
@@ -51,7 +51,7 @@ class CallQueue:
                 if child < len(heap):
                     heapq.heappush(ahead, (heap[child], child))
             if self._is_valid(entry):
-                yield entry[2]
+                yield entry[-1]
 
     def _drop_stale(self) -> None:
         if len(self._heap) > 2 * len(self._call_to_entry) + _LEAST_STALE:
@@ -59,4 +59,4 @@ class CallQueue:
             heapq.heapify(self._heap)
 
     def _is_valid(self, entry: _Entry) -> bool:
-        return self._call_to_entry.get(entry[2]) is entry  # an equal one may be left of an earlier stay
+        return self._call_to_entry.get(entry[-1]) is entry  # an equal one may be left of an earlier stay

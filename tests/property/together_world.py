@@ -216,7 +216,9 @@ class World:
         worker = self._requests[request.request_id][1]
         destination = Destination(worker.member_id, worker.plane.address)
         order = tuple(sorted(items, key=lambda item: item.index))
-        call = EncodeRequest(request.request_id, 0, MemberId("router"), order, destination, request.age)
+        call = EncodeRequest(
+            request.request_id, 0, MemberId("router"), order, destination, request.age, request.priority
+        )
         self._spawn(self.encoders[encoder].pipeline.encode(call, [b"file"] * len(order)))
 
     def _on_message(self, message: PlaneMessage) -> None:

@@ -348,6 +348,16 @@ class TestFlights:
         assert flights.next_to_decode(room) is not None, "what is in the forward is prepared no more"
         assert flights.totals.num_in_flight == 2
 
+    def test_priority_comes_before_length_and_age(self) -> None:
+        flights = Flights(patience=4.0, to_seconds=lambda _, cost: float(cost))
+        for number, (name, cost, priority) in enumerate([("old", 4, 1), ("long", 400, 0), ("short", 40, 0)]):
+            one = turn(number)
+            one.priority = priority
+            flight = flights.join(follower_of(request(item(name, cost)), one, item(name, cost), b"", 0.0))
+            flights.decode_started(flight)
+            flights.decoded(flight, [EncoderInput("image", np.zeros((1, 3), np.float32), (1, 1, cost))])
+        assert [unit.key.mm_hash for unit in flights.queued_units()] == ["short", "long", "old"]
+
     def test_a_video_and_its_sound_track_take_turns(self) -> None:
         flights = Flights(patience=4.0, to_seconds=free)
         video = item("video", 16, (4, 4), "video", index=1)

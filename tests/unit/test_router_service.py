@@ -45,7 +45,7 @@ async def test_a_dead_plane_is_ill_health() -> None:
 
 async def test_image_goes_to_the_encoder_and_the_request_to_the_worker() -> None:
     async with fake_cluster() as cluster:
-        stream = await cluster.service.open(chat([text("what is "), image(1), text(" and "), image(2)]))
+        stream = await cluster.service.open(chat([text("what is "), image(1), text(" and "), image(2)], priority=3))
         texts, _, usage = await read(stream)
         request = cluster.workers[0].requests[0]
         encode = cluster.encoders[0].requests[0]
@@ -55,6 +55,7 @@ async def test_image_goes_to_the_encoder_and_the_request_to_the_worker() -> None
         assert encode.destination.worker_id == cluster.workers[0].member_id
         assert [item.part for item in encode.items] == ["messages.0.content.1", "messages.0.content.3"]
         assert (encode.request_id, encode.attempt, encode.age) == (request.request_id, request.attempt, request.age)
+        assert encode.priority == request.priority == 3
         assert [run.length for run in request.placeholders] == [9, 9]
         assert usage.modality_to_tokens == {"image": 18}
         assert all(data.startswith(b"\x89PNG") for data in cluster.encoders[0].media)
