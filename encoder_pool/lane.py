@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from math import inf
 
+from encoder_pool.config import EncoderConfig
 from encoder_pool.planning.batcher import QueuedSound, QueuedUnit, choose_batch, choose_sounds
 from encoder_pool.planning.cost import ForwardCosts
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
@@ -34,7 +36,7 @@ class Lane:
 
     def __init__(
         self,
-        max_batch_cost: int,
+        config: EncoderConfig,
         flights: Flights,
         table: FeatureTable,
         forward: Forward,
@@ -42,7 +44,8 @@ class Lane:
         tally: Tally,
         ended: tuple[UnitEnded, SoundEnded],
     ) -> None:
-        self._max_batch_cost = max_batch_cost
+        self._max_batch_cost = config.max_batch_cost
+        self._max_passed_s = config.lease_s
         self._flights = flights
         self._table = table
         self._forward = forward
@@ -50,6 +53,8 @@ class Lane:
         self._tally = tally
         self._unit_ended, self._sound_ended = ended
         self._is_busy = False
+        self._unit_to_refused_s: dict[UnitKey, float] = {}
+        """Since when units wait for room; few, for few lie decoded."""
         self.spec: FeatureSpec | None = None
         self.batch: list[QueuedUnit] = []
         """What is in the forward now; empty when there is none."""
@@ -60,17 +65,21 @@ class Lane:
         """Starts a forward if the device is idle and something waits that has room, or the batch of sounds that is
         next in line; `done` is called after it ended and everybody was told.
 
-        Room is reserved in order of rank. Who has none waits for leases to end, and no unit passes it, for else a
-        large feature might wait for ever."""
+        Room is reserved in order of rank. A unit beyond its worker's share waits for leases of its worker to end, and
+        others pass it. One for which there is no room in one piece waits for leases to end, and is passed by smaller
+        ones for as long as a lease takes: by then every lease that was in its way has ended. After that no unit behind
+        it passes, for else it might wait for ever."""
+        refused_bytes: float = inf
         while not self._is_busy:
             sounds = choose_sounds(self._flights.queued_sounds(), self._max_batch_cost)
-            batch = self._choose()
+            batch = self._choose(refused_bytes)
             is_sound_first = bool(sounds) and (not batch or sounds[0].rank < batch[0].rank)
-            if not is_sound_first and batch and self._take(batch, done):
-                continue
-            if not sounds:
+            if batch and not is_sound_first:
+                refused_bytes = self._take(batch, refused_bytes, done)
+            elif sounds:
+                self._hear(sounds, done)
+            else:
                 return
-            self._hear(sounds, done)
 
     def _hear(self, sounds: list[QueuedSound], done: Callable[[], None]) -> None:
         started = [self._flights.sound_started(sound.mm_hash) for sound in sounds]
@@ -98,16 +107,18 @@ class Lane:
         self._is_busy = False
         self.busy.ended(self._clock.now())
 
-    def _choose(self) -> list[QueuedUnit]:
-        return choose_batch(self._flights.queued_units(), self._max_batch_cost, self.costs.estimate)
+    def _choose(self, refused_bytes: float) -> list[QueuedUnit]:
+        """The next batch, of units smaller than what found no room."""
+        units = self._flights.queued_units(lambda unit: self._nbytes(unit) < refused_bytes, self._is_within_share)
+        return choose_batch(units, self._max_batch_cost, self.costs.estimate)
 
-    def _take(self, batch: list[QueuedUnit], done: Callable[[], None]) -> bool:
-        """Submits what has room. False if the first in line waits for it."""
+    def _take(self, batch: list[QueuedUnit], refused_bytes: float, done: Callable[[], None]) -> float:
+        """Submits what has room, if anything has; returns the size from which on nothing has."""
         units: list[ForwardUnit] = []
         taken: list[QueuedUnit] = []
         for unit in batch:
-            if not self._flights.is_queued(unit.key):
-                continue  # it left with another of this batch, that can never be stored
+            if not self._flights.is_queued(unit.key) or (taken and not self._is_within_share(unit)):
+                continue  # it left with another of this batch, that can never be stored; or that took the share
             try:
                 slot = self._reserve(unit)
             except UnitTooLarge as error:
@@ -115,15 +126,33 @@ class Lane:
                 self._unit_ended(unit.key, error)
                 continue
             if slot is None:
-                if not taken:
-                    return False
-                break
+                is_passed = self._is_passed(unit)
+                refused_bytes = min(refused_bytes, self._nbytes(unit)) if is_passed else 0
+                if not is_passed:
+                    break
+                continue
+            self._unit_to_refused_s.pop(unit.key, None)
             num_levels = self._num_levels(unit)
             units.append(ForwardUnit(self._flights.forward_started(unit.key), unit.num_tokens, slot.buffer, num_levels))
             taken.append(unit)
         if taken:
             self._submit(taken, units, done)
-        return True
+        return refused_bytes
+
+    def _is_passed(self, unit: QueuedUnit) -> bool:
+        """Whether others may go before a unit that found no room."""
+        now_s = self._clock.now()
+        self._unit_to_refused_s = {
+            key: at for key, at in self._unit_to_refused_s.items() if self._flights.is_queued(key)
+        }
+        return now_s - self._unit_to_refused_s.setdefault(unit.key, now_s) < self._max_passed_s
+
+    def _is_within_share(self, unit: QueuedUnit) -> bool:
+        return self._table.may_take(unit.worker_id, self._nbytes(unit))
+
+    def _nbytes(self, unit: QueuedUnit) -> int:
+        assert self.spec is not None
+        return self.spec.nbytes(unit.num_tokens, self._num_levels(unit))
 
     def _submit(self, batch: list[QueuedUnit], units: list[ForwardUnit], done: Callable[[], None]) -> None:
         self.batch = batch
@@ -137,10 +166,8 @@ class Lane:
 
     def _reserve(self, unit: QueuedUnit) -> SourceSlot | None:
         flight = self._flights.find(unit.key.mm_hash)
-        assert self.spec is not None
         assert flight is not None
-        nbytes = self.spec.nbytes(unit.num_tokens, flight.item.num_levels)
-        return self._table.reserve(unit.key, nbytes, len(flight.item.unit_tokens))
+        return self._table.reserve(unit.key, self._nbytes(unit), len(flight.item.unit_tokens), unit.worker_id)
 
     def _num_levels(self, unit: QueuedUnit) -> int:
         """Of the feature, as in `MediaItem`; the unit has not been submitted yet."""

@@ -60,6 +60,8 @@ class Pipeline:
         self._numbers = count()
         self._number_to_call: dict[int, Call] = {}
         self._flight_to_task: dict[Flight, asyncio.Task[None]] = {}
+        self._held_back: dict[MemberId, dict[Follower, None]] = {}
+        """By worker: followers of which a unit is ready that would pass the worker's share of the arena."""
         self.flights = Flights(config.patience, lambda modality, cost: self.costs.work_s(modality, cost))
         self._room = DecodeRoom(
             max_cost=config.max_decoded_cost,
@@ -69,7 +71,7 @@ class Pipeline:
         )
         self.tally = Tally()
         ended = (self._unit_ended, self._sound_ended)
-        self.lane = Lane(config.max_batch_cost, self.flights, table, forward, clock, self.tally, ended)
+        self.lane = Lane(config, self.flights, table, forward, clock, self.tally, ended)
 
     def open(self, spec: FeatureSpec) -> None:
         """From now on calls are accepted; `spec` is what features of this model look like."""
@@ -136,8 +138,9 @@ class Pipeline:
 
     def pump(self) -> None:
         """Starts every decoding and the forward, if they can start. To be called whenever something has ended."""
+        self._announce_held_back()
         while len(self._flight_to_task) < self._decoder.num_parallel:
-            flight = self.flights.next_to_decode(self._room)
+            flight = self.flights.next_to_decode(self._room, has_shares=self._table.has_shares)
             if flight is None or not self._has_memory_for(flight.item):
                 break
             self.flights.decode_started(flight)
@@ -164,7 +167,8 @@ class Pipeline:
             else:
                 wanted.setdefault(item.mm_hash, (item, data))
         items = [item for item, _ in wanted.values()]
-        check_budget(items, self.flights, self._table.is_ready, self._config.max_queue_cost)
+        worker_id = call.request.destination.worker_id if self._table.has_shares else None
+        check_budget(items, self.flights, self._table.is_ready, self._config.max_queue_cost, worker_id)
         return list(wanted.values())
 
     def _follow(self, call: Call, item: MediaItem, data: bytes) -> None:
@@ -181,11 +185,36 @@ class Pipeline:
         """Announces what is ready and joins a flight for the rest. True if nothing is missing any more."""
         for unit in sorted(follower.missing):
             key = UnitKey(follower.item.mm_hash, unit)
-            if self._table.is_ready(key) and not self._announce(follower, key):
+            if not self._table.is_ready(key):
+                continue
+            if not self._may_announce(follower, key):
+                self._held_back.setdefault(follower.destination.worker_id, {})[follower] = None
+                return False
+            if not self._announce(follower, key):
                 return False
         if follower.missing:
             self.flights.join(follower)
         return not follower.missing
+
+    def _may_announce(self, follower: Follower, key: UnitKey) -> bool:
+        return self._table.may_lease(follower.destination.worker_id, key)
+
+    def _announce_held_back(self) -> None:
+        """Followers that were held back because their worker leases its share, and now leases less."""
+        for worker_id in list(self._held_back):
+            followers = self._held_back[worker_id]
+            while (follower := next(iter(followers), None)) and self._may_enter(follower):
+                del followers[follower]
+                if self._enter(follower):
+                    self._number_to_call[follower.call].succeed(follower, self._clock.now(), is_cache_hit=True)
+            if not followers:
+                del self._held_back[worker_id]
+
+    def _may_enter(self, follower: Follower) -> bool:
+        """Whether the first unit that it misses may be announced, or must be made."""
+        keys = (UnitKey(follower.item.mm_hash, unit) for unit in sorted(follower.missing))
+        ready = next((key for key in keys if self._table.is_ready(key)), None)
+        return ready is None or self._may_announce(follower, ready)
 
     def _announce(self, follower: Follower, key: UnitKey) -> bool:
         """False if the worker can't be told: then the follower has failed."""
@@ -204,6 +233,7 @@ class Pipeline:
         self._leave(follower)
 
     def _leave(self, follower: Follower) -> None:
+        self._held_back.get(follower.destination.worker_id, {}).pop(follower, None)
         ended = self.flights.leave(follower)
         if ended is not None:
             self._flight_ended(ended)
@@ -302,6 +332,10 @@ class Pipeline:
             return
         call = self._number_to_call[follower.call]
         self._trace(call, "unit_encoded", {"item": follower.item.index, "unit": key.unit})
+        if not self._may_announce(follower, key):
+            self._leave(follower)
+            self._held_back.setdefault(follower.destination.worker_id, {})[follower] = None
+            return
         if self._announce(follower, key) and not follower.missing:
             call.succeed(follower, self._clock.now(), is_cache_hit=False)
             self._leave(follower)

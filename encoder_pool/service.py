@@ -140,6 +140,9 @@ class EncoderService:
         present = {member.member_id: member for member in members}
         left = [member for member_id, member in self._members.items() if member_id not in present]
         self._members = present
+        for member in members:
+            if member.kind == "worker":
+                self._table.worker_came(member.member_id)
         for member in left:
             if member.kind == "worker":
                 self._worker_left(member.member_id)

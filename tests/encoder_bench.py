@@ -126,7 +126,7 @@ class Bench:
     async def queued(self, num_units: int) -> None:
         """Waits until so many units lie decoded."""
         pipeline = self.service._pipeline
-        await self.until(lambda: len(list(pipeline.flights.queued_units())) == num_units)
+        await self.until(lambda: sum(len(flight.unit_to_input) for flight in pipeline.flights) == num_units)
 
     async def pull(self, message: UnitReady) -> bytes:
         landed = await asyncio.wrap_future(self.sink.pull(message.ticket, 10.0))

@@ -1,7 +1,8 @@
 """The feature table: which units lie in the arena, who holds them, and what may be evicted for another.
 
 A feature that somebody may still read is never evicted: when the arena is full of leased features, the next one
-waits (back-pressure). Cached features, which nobody leases, are idle slots of the arena, which says which of them must
+waits (back-pressure). Where there are several workers, none may hold more than what it leaves free
+(`planning/shares.py`). Cached features, which nobody leases, are idle slots of the arena, which says which of them must
 go for another. A lease ends by release, by its expiry, or with its worker, attempt or router. No operation's time grows
 with what is stored. Not thread-safe: it lives in the service's event loop; only the bytes of a reserved slot are
 written by another thread. Knows nothing of models, requests' contents or the message plane.
@@ -16,6 +17,7 @@ from typing import NamedTuple
 from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.lease_book import Holder, LeaseBook, LeaseKey
 from encoder_pool.planning.lifecycle import FeatureState, advance
+from encoder_pool.planning.shares import is_within_share
 from fabric.channel import FeatureSource, SourceSlot
 from fabric.clock import Clock
 from fabric.errors import ArenaFull
@@ -71,6 +73,9 @@ class FeatureEntry:
     num_units: int
     state: FeatureState = FeatureState.ENCODING
     leases: set[LeaseKey] = field(default_factory=set)
+    worker_to_num_leases: Counter[MemberId] = field(default_factory=Counter)
+    made_for: MemberId | None = None
+    """The worker whose share it was reserved from, until that has leased it."""
 
 
 class FeatureTable:
@@ -82,6 +87,10 @@ class FeatureTable:
         self._unit_to_entry: dict[UnitKey, FeatureEntry] = {}
         self._slot_id_to_unit: dict[int, UnitKey] = {}
         self._leases = LeaseBook(clock, lease_s)
+        self._worker_to_bytes: Counter[MemberId] = Counter()
+        """Of what each worker leases, or is being written for it."""
+        self._workers: set[MemberId] = set()
+        """Those that are known, with or without leases; one that leases something counts too."""
         self._state_to_bytes: Counter[FeatureState] = Counter()
         self._state_to_count: Counter[FeatureState] = Counter()
         self.sums = TableSums()
@@ -91,8 +100,33 @@ class FeatureTable:
         entry = self._unit_to_entry.get(unit)
         return entry is not None and entry.state in (FeatureState.ENCODED, FeatureState.STAGED)
 
-    def reserve(self, unit: UnitKey, nbytes: int, num_units: int) -> SourceSlot | None:
-        """Makes room for a unit that is about to be encoded, evicting cached ones as needed.
+    @property
+    def has_shares(self) -> bool:
+        """Whether there are several workers, none of which may take all."""
+        return len(self._workers | self._worker_to_bytes.keys()) > 1
+
+    def worker_came(self, worker_id: MemberId) -> None:
+        """There is this worker, until `end_worker`."""
+        self._workers.add(worker_id)
+
+    def may_take(self, worker_id: MemberId, nbytes: int) -> bool:
+        """Whether so many bytes more are within a worker's share of the arena."""
+        used_bytes = self._state_to_bytes[FeatureState.ENCODING] + self._state_to_bytes[FeatureState.STAGED]
+        free_bytes = self._source.usage().total_bytes - used_bytes
+        return not self.has_shares or is_within_share(self._worker_to_bytes[worker_id], nbytes, free_bytes)
+
+    def may_lease(self, worker_id: MemberId, unit: UnitKey) -> bool:
+        """Whether a lease of a ready unit is within a worker's share: so is what was made for it, or it leases
+        already."""
+        entry = self._unit_to_entry[unit]
+        is_its_own = entry.made_for == worker_id or worker_id in entry.worker_to_num_leases
+        return is_its_own or self.may_take(worker_id, entry.slot.nbytes)
+
+    def reserve(
+        self, unit: UnitKey, nbytes: int, num_units: int, worker_id: MemberId | None = None
+    ) -> SourceSlot | None:
+        """Makes room for a unit that is about to be encoded, evicting cached ones as needed. It counts against the
+        share of `worker_id` while it is written.
 
         None when leased features and ones being written leave no room in one piece: nothing was evicted then. Raises
         UnitTooLarge for what can't ever fit.
@@ -100,7 +134,8 @@ class FeatureTable:
         assert unit not in self._unit_to_entry, f"{unit} has its memory already"
         slot = self._allocate(nbytes)
         if slot is not None:
-            entry = self._unit_to_entry[unit] = FeatureEntry(slot, num_units)
+            entry = self._unit_to_entry[unit] = FeatureEntry(slot, num_units, made_for=worker_id)
+            self._hold(worker_id, slot.nbytes)
             self._slot_id_to_unit[slot.slot_id] = unit
             self._count(entry, 1)
         return slot
@@ -109,11 +144,13 @@ class FeatureTable:
         """The slot's bytes are written: the unit can be leased, and evicted while it is not."""
         entry = self._unit_to_entry[unit]
         self._advance(entry, FeatureState.ENCODED)
+        self._hold(entry.made_for, -entry.slot.nbytes)
         self._source.set_idle(entry.slot)
         self._log.unit_ready(unit, entry.num_units)
 
     def fail(self, unit: UnitKey) -> None:
         """The forward failed on this unit: its memory is free again."""
+        self._hold(self._unit_to_entry[unit].made_for, -self._unit_to_entry[unit].slot.nbytes)
         self._take_out(unit, FeatureState.FAILED)
 
     def lease(self, key: LeaseKey, router_id: MemberId) -> SourceSlot:
@@ -122,7 +159,13 @@ class FeatureTable:
         if entry.state is not FeatureState.STAGED:
             self._advance(entry, FeatureState.STAGED)
             self._source.set_busy(entry.slot)
-        entry.leases.add(key)
+        if key not in entry.leases:
+            entry.leases.add(key)
+            entry.worker_to_num_leases[key.worker_id] += 1
+            if entry.worker_to_num_leases[key.worker_id] == 1:
+                self._hold(key.worker_id, entry.slot.nbytes)
+        if entry.made_for == key.worker_id:
+            entry.made_for = None
         self._leases.take(key, router_id)
         return entry.slot
 
@@ -143,6 +186,8 @@ class FeatureTable:
         return self._end_held(attempt_id)
 
     def end_worker(self, worker_id: MemberId) -> int:
+        """The worker has left."""
+        self._workers.discard(worker_id)
         return self._end_held(worker_id)
 
     def end_router(self, router_id: MemberId) -> int:
@@ -166,15 +211,23 @@ class FeatureTable:
         leases: set[LeaseKey] = set()
         nbytes: Counter[FeatureState] = Counter()
         count: Counter[FeatureState] = Counter()
+        held: Counter[MemberId] = Counter()
         for unit, entry in self._unit_to_entry.items():
             assert (entry.state is FeatureState.STAGED) == bool(entry.leases), f"{unit}: {entry.state} {entry.leases}"
             assert all(key.unit == unit for key in entry.leases)
             assert self._slot_id_to_unit[entry.slot.slot_id] == unit
             leases |= entry.leases
+            assert entry.worker_to_num_leases == Counter(key.worker_id for key in entry.leases)
+            holders = set(entry.worker_to_num_leases)
+            if entry.state is FeatureState.ENCODING and entry.made_for is not None:
+                holders.add(entry.made_for)
+            for worker_id in holders:
+                held[worker_id] += entry.slot.nbytes
             nbytes[entry.state] += entry.slot.nbytes
             count[entry.state] += 1
         assert nbytes == self._state_to_bytes
         assert count == self._state_to_count
+        assert held == self._worker_to_bytes
         assert leases == self._leases.keys()
         self._leases.check_invariants()
         usage, arena = self.usage(), self._source.usage()
@@ -218,11 +271,23 @@ class FeatureTable:
     def _end(self, key: LeaseKey) -> float:
         """Ends a lease; returns the seconds that it was held."""
         entry = self._unit_to_entry[key.unit]
-        entry.leases.discard(key)
+        entry.leases.remove(key)
+        entry.worker_to_num_leases[key.worker_id] -= 1
+        if not entry.worker_to_num_leases[key.worker_id]:
+            del entry.worker_to_num_leases[key.worker_id]
+            self._hold(key.worker_id, -entry.slot.nbytes)
         if not entry.leases:
             self._advance(entry, FeatureState.ENCODED)
             self._source.set_idle(entry.slot)
         return self._leases.drop(key)
+
+    def _hold(self, worker_id: MemberId | None, nbytes: int) -> None:
+        """So many bytes more, or less, count against a worker's share."""
+        if worker_id is None:
+            return
+        self._worker_to_bytes[worker_id] += nbytes
+        if not self._worker_to_bytes[worker_id]:
+            del self._worker_to_bytes[worker_id]
 
     def _advance(self, entry: FeatureEntry, target: FeatureState) -> None:
         self._count(entry, -1)

@@ -11,7 +11,7 @@ stand in, and corrected when something of the call changes. So an event costs th
 from __future__ import annotations
 
 import heapq
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ from itertools import accumulate, takewhile
 from encoder_pool.planning.batcher import QueuedSound, QueuedUnit, place_in_line, split_cost
 from encoder_pool.planning.call_queue import CallQueue
 from encoder_pool.planning.flight import DecodeRoom, Flight, FlightTotals, Follower, Phase, Stage
+from encoder_pool.planning.shares import is_within_share
 from encoder_pool.planning.sizes import InputSizes
 from encoder_pool.planning.turns import Rank, Turn
 from fabric.ids import MemberId, MmHash, UnitKey
@@ -28,6 +29,7 @@ from modalities.waveform import Waveform
 
 ToSeconds = Callable[[str, int], float]
 """(modality, cost) -> what that adds to a forward; proportional to the cost."""
+IsFreeToGo = Callable[[QueuedUnit], bool]
 PRICED_COST = 2**20
 """Whose seconds are asked for, to learn the price of one."""
 PRICE_TOLERANCE = 0.1
@@ -49,6 +51,15 @@ class _Waiting:
     stage_to_flights: dict[Stage, dict[Flight, Follower]] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Held:
+    """What lies decoded for one worker, or waits to be made for it; what several of its calls want counts for each."""
+
+    num_decoded: int = 0
+    modality_to_decoded_cost: Counter[str] = field(default_factory=Counter)
+    queued_cost: int = 0
+
+
 class Flights:
     """All flights of one encoder, at most one per `mm_hash`. Not thread-safe."""
 
@@ -64,6 +75,7 @@ class Flights:
         self._num_forwards = 0
         """Since all ranks were made of new prices."""
         self._sizes = InputSizes()
+        self._worker_to_held: defaultdict[MemberId, _Held] = defaultdict(_Held)
         self.totals = FlightTotals()
 
     def __iter__(self) -> Iterator[Flight]:
@@ -125,26 +137,44 @@ class Flights:
 
     # ------------------------------------------------------------ decoding
 
-    def next_to_decode(
-        self, room: DecodeRoom, is_worker_free: Callable[[MemberId], bool] = lambda worker_id: True
-    ) -> Flight | None:
+    def next_to_decode(self, room: DecodeRoom, *, has_shares: bool = False) -> Flight | None:
         """The first waiting flight by rank, if there is room for its pixels beside those that lie decoded. Nobody
-        passes it but short items, when it is a long one and enough of those are being decoded. What only workers wait
-        for that are not free to get more is left where it is."""
+        passes it but short items, when it is a long one and enough of those are being decoded; and, if `has_shares`,
+        what is wanted by a worker for which less lies decoded than stays free, while for its own worker more does."""
         if self.totals.num_prepared >= room.max_items:
             return None
         may_be_long = self.totals.num_long_decoding < max(1, room.max_long_items)
-        stages = [Stage("decoding", is_long=is_long) for is_long in ((False, True) if may_be_long else (False,))]
-        waiting = [first for stage in stages if (first := next(self._in_line(stage, is_worker_free), None))]
+        waiting = [
+            first
+            for is_long in ((False, True) if may_be_long else (False,))
+            for worker_id in self._stage_to_queues.get(Stage("decoding", is_long=is_long), ())
+            if (first := next(self._flights_of(Stage("decoding", is_long=is_long), worker_id)))
+            and (not has_shares or self._is_decoding_shared(worker_id, first[1], room))
+        ]
         if not waiting:
             return None
         _, flight = min(waiting, key=lambda one: one[0])
         decoded_cost = self.decoded_cost
         max_cost = room.max_long_cost if flight.is_long else room.max_cost
-        own_cost = self._sizes.in_patches(flight.item.modality, flight.remaining_cost)
-        if decoded_cost and decoded_cost + own_cost > max_cost:
+        if decoded_cost and decoded_cost + self._in_patches(flight) > max_cost:
             return None
         return flight
+
+    def _is_decoding_shared(self, worker_id: MemberId, flight: Flight, room: DecodeRoom) -> bool:
+        """Whether a worker may have one more item decoded."""
+        held = self._worker_to_held.get(worker_id)
+        if held is None:
+            return True
+        held_cost = sum(self._sizes.in_patches(*one) for one in held.modality_to_decoded_cost.items())
+        free_cost = room.max_cost - self.decoded_cost
+        return is_within_share(held.num_decoded, 1, room.max_items - self.totals.num_prepared) and is_within_share(
+            held_cost, self._in_patches(flight), free_cost
+        )
+
+    def queued_cost_of(self, worker_id: MemberId) -> int:
+        """Patches accepted for a worker and not yet encoded; what several of its calls want counts for each."""
+        held = self._worker_to_held.get(worker_id)
+        return held.queued_cost if held else 0
 
     def decode_started(self, flight: Flight) -> None:
         assert flight.phase is Phase.WAITING
@@ -192,17 +222,19 @@ class Flights:
 
     # ------------------------------------------------------------ forwards
 
-    def queued_units(self, is_free_to_go: Callable[[QueuedUnit], bool] = lambda unit: True) -> Iterator[QueuedUnit]:
+    def queued_units(
+        self, has_room: IsFreeToGo = lambda unit: True, is_within_share: IsFreeToGo = lambda unit: True
+    ) -> Iterator[QueuedUnit]:
         """Decoded units that wait for their forward, in line: the first of all, then others of its modality. A unit
-        that is not free to go holds up those of its worker behind it, and no others. To be read before the flights
-        change."""
+        without room is left out; one that is beyond its worker's share holds up those of its worker behind it, and no
+        others. To be read before the flights change."""
         modality_to_first: dict[str, QueuedUnit] = {}
         for stage in self._stage_to_queues:
-            if stage.name == "unit" and (first := next(self._units_in_line(stage, is_free_to_go), None)):
+            if stage.name == "unit" and (first := next(self._units_in_line(stage, has_room, is_within_share), None)):
                 modality_to_first[stage.modality] = first
         if modality_to_first:
             modality = min(modality_to_first, key=lambda one: place_in_line(modality_to_first[one]))
-            yield from self._units_in_line(Stage("unit", modality), is_free_to_go)
+            yield from self._units_in_line(Stage("unit", modality), has_room, is_within_share)
 
     def served(self, units: Iterable[UnitKey], seconds: float, now_s: float) -> None:
         """A forward over `units` ended: who waited for one of them has had a turn. To be told before its units."""
@@ -260,6 +292,7 @@ class Flights:
     def check_invariants(self) -> None:
         """Asserts that flights, sums, ranks and queues tell one story. Walks everything."""
         totals, call_to_cost = FlightTotals(), dict[int, Counter[str]]()
+        worker_to_held: defaultdict[MemberId, _Held] = defaultdict(_Held)
         queued: set[tuple[Stage, int]] = set()
         for flight in self:
             assert flight.unit_to_cost, "a flight with nothing to make must end"
@@ -275,10 +308,16 @@ class Flights:
             totals.count(flight, 1)
             for one in flight.followers:
                 call_to_cost.setdefault(one.call, Counter())[flight.item.modality] += flight.remaining_cost
+                held = worker_to_held[one.destination.worker_id]
+                held.queued_cost += flight.remaining_cost
+                if (flight.unit_to_input and flight.phase is not Phase.WAITING) or flight.waveform:
+                    held.num_decoded += 1
+                    held.modality_to_decoded_cost[flight.item.modality] += flight.remaining_cost
                 if stage := flight.stage:
                     assert self._call_to_waiting[one.call].stage_to_flights[stage][flight] is one
                     queued.add((stage, one.call))
         assert totals == self.totals
+        assert worker_to_held == self._worker_to_held
         assert call_to_cost.keys() == self._call_to_waiting.keys()
         for call, waiting in self._call_to_waiting.items():
             assert waiting.modality_to_cost == call_to_cost[call]
@@ -303,8 +342,12 @@ class Flights:
         if self.is_live(flight):
             self.totals.count(flight, 1)
         new_stage, more_cost = flight.stage, flight.remaining_cost - cost
+        if new_stage == stage and not more_cost:
+            return
         for follower in flight.followers:
             waiting = self._call_to_waiting[follower.call]
+            self._hold(waiting.worker_id, flight, stage, cost, -1)
+            self._hold(waiting.worker_id, flight, new_stage, flight.remaining_cost, 1)
             if more_cost:
                 waiting.modality_to_cost[flight.item.modality] += more_cost
                 self._rank(waiting)
@@ -321,6 +364,7 @@ class Flights:
             self._call_to_waiting[follower.call] = waiting
         waiting.num_followers += 1
         waiting.modality_to_cost[flight.item.modality] += flight.remaining_cost
+        self._hold(waiting.worker_id, flight, flight.stage, flight.remaining_cost, 1)
         self._rank(waiting)
         self._enter_stage(waiting, flight, follower, flight.stage)
 
@@ -328,12 +372,23 @@ class Flights:
         del flight.followers[follower]
         waiting = self._call_to_waiting[follower.call]
         self._leave_stage(waiting, flight, flight.stage)
+        self._hold(waiting.worker_id, flight, flight.stage, flight.remaining_cost, -1)
         waiting.num_followers -= 1
         waiting.modality_to_cost[flight.item.modality] -= flight.remaining_cost
         if waiting.num_followers:
             self._rank(waiting)
         else:
             del self._call_to_waiting[follower.call]
+
+    def _hold(self, worker_id: MemberId, flight: Flight, stage: Stage | None, cost: int, sign: int) -> None:
+        """A flight of that cost, in that stage, is or is no more waited for by a call of a worker."""
+        held = self._worker_to_held[worker_id]
+        held.queued_cost += sign * cost
+        if stage is not None and stage.name != "decoding":
+            held.num_decoded += sign
+            held.modality_to_decoded_cost[flight.item.modality] += sign * cost
+        if not held.queued_cost:
+            del self._worker_to_held[worker_id]
 
     def _enter_stage(self, waiting: _Waiting, flight: Flight, follower: Follower, stage: Stage | None) -> None:
         if stage is not None:
@@ -387,13 +442,10 @@ class Flights:
 
     # ------------------------------------------------------------ lines
 
-    def _in_line(
-        self, stage: Stage, is_worker_free: Callable[[MemberId], bool] = lambda worker_id: True
-    ) -> Iterator[tuple[Rank, Flight]]:
+    def _in_line(self, stage: Stage) -> Iterator[tuple[Rank, Flight]]:
         """Flights of a stage with their ranks: each where the first of its followers stands. A sound track stands where
         its video does, so that their units take turns."""
-        workers = [worker_id for worker_id in self._stage_to_queues.get(stage, ()) if is_worker_free(worker_id)]
-        lines = [self._flights_of(stage, worker_id) for worker_id in workers]
+        lines = [self._flights_of(stage, worker_id) for worker_id in self._stage_to_queues.get(stage, ())]
         seen: set[Flight] = set()
         for rank, flight in heapq.merge(*lines, key=lambda one: one[0]):
             if flight not in seen:
@@ -409,9 +461,10 @@ class Flights:
             ]
             yield from sorted(ranked, key=lambda one: one[0])
 
-    def _units_in_line(self, stage: Stage, is_free_to_go: Callable[[QueuedUnit], bool]) -> Iterator[QueuedUnit]:
+    def _units_in_line(self, stage: Stage, has_room: IsFreeToGo, is_within_share: IsFreeToGo) -> Iterator[QueuedUnit]:
         lines = [
-            takewhile(is_free_to_go, self._units_of(stage, worker_id)) for worker_id in self._stage_to_queues[stage]
+            takewhile(is_within_share, filter(has_room, self._units_of(stage, worker_id)))
+            for worker_id in self._stage_to_queues[stage]
         ]
         seen: set[UnitKey] = set()
         for unit in heapq.merge(*lines, key=place_in_line):
@@ -427,6 +480,9 @@ class Flights:
                 for flight, follower in waiting.stage_to_flights[stage].items()
             ]
             yield from heapq.merge(*lines, key=place_in_line)
+
+    def _in_patches(self, flight: Flight) -> float:
+        return self._sizes.in_patches(flight.item.modality, flight.remaining_cost)
 
     def _take_inputs(self, flight: Flight, inputs: list[EncoderInput]) -> None:
         for unit, one in enumerate(inputs, flight.num_decoded):

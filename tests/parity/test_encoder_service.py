@@ -45,7 +45,7 @@ async def queue_behind(bench: Bench, calls: Sequence[Sequence[bytes]]) -> list[a
     tasks += [asyncio.create_task(bench.service.encode(bench.request(files), files)) for files in calls]
     num_queued = len({data for files in calls for data in files})
     pipeline = bench.service._pipeline
-    await bench.until(lambda: len(list(pipeline.flights.queued_units())) == num_queued)
+    await bench.until(lambda: sum(len(flight.unit_to_input) for flight in pipeline.flights) == num_queued)
     return tasks
 
 

@@ -83,6 +83,8 @@ class PipelineMachine(RuleBasedStateMachine):
         encoder_id = MemberId("encoder-1")
         self.source = LocalFeatureSource(LocalChannelHub(), "encoder-1", ARENA_BYTES)
         self.table = FeatureTable(self.source, self.clock, CONFIG.lease_s, FeatureLog(encoder_id, 1))
+        for worker_id in ("worker-1", "worker-2"):
+            self.table.worker_came(MemberId(worker_id))
         announcer = Announcer(encoder_id, self.plane, self.source, self.table, CONFIG.lease_s)
         self.pipeline = Pipeline(
             encoder_id, CONFIG, self.table, announcer, self.decoder, self.forward, self.clock, lambda: None
@@ -322,10 +324,11 @@ def test_units_evicted_before_a_follower_came_are_made_again() -> None:
     making them. It takes what the flight still makes, then starts another for the rest."""
     machine = PipelineMachine()
     machine.build(0.01)
+    machine.table.end_worker(MemberId("worker-2"))  # the other may take all of the arena
     machine.call([("film", 0)], "worker-1")
     machine.work_well(2)
     machine.pass_time(CONFIG.lease_s)
-    machine.call([("film", 0)], "worker-2")
+    machine.call([("film", 0)], "worker-1")
     machine.work_well(1)
     first, second = machine.calls
     assert first.task.done()
