@@ -14,10 +14,12 @@ from deploy.demo.build import demo_checkpoint
 from deploy.local import serving
 from fabric.errors import ConfigError
 from fabric.ids import UnitKey
+from llm_workers.runner import Runner
 from llm_workers.scheduling.plan import Splice
 from llm_workers.splice import PlacedSplice, splice_features
 from loadtest.benches.chat_load import picture_messages, run_chats, transformers_body, weft_body, word_messages
 from loadtest.benches.engine import options, start_peers
+from loadtest.benches.engine_host import NUM_STEPS, measure
 from loadtest.benches.engine_parts import forward_shares
 from loadtest.benches.worker_load import Load
 
@@ -110,3 +112,16 @@ def test_features_with_and_without_deeper_levels_share_a_step() -> None:
     assert rows.tolist() == [0, 1]
     assert levels is not None
     assert levels.shape == (0, 2, 5)
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_the_hosts_share_is_timed_around_steps_of_rows(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+    prepare = Runner.prepare
+    monkeypatch.setattr(Runner, "prepare", lambda runner, plan: plans.append(plan) or prepare(runner, plan))
+    times = measure(5, block_size)
+    assert min(times) > 0
+    assert times.total_s == pytest.approx(sum(times))
+    timed = plans[-2 * NUM_STEPS :]  # each is prepared alone, to be timed, and then executed
+    assert {(plan.num_decodes, plan.others) for plan in timed} == {(5, ())}
+    assert len({plan.step for plan in timed}) == NUM_STEPS
