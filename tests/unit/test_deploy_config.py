@@ -10,9 +10,11 @@ import pytest
 import deploy.config
 from deploy.compose import max_items_per_prompt, media_limits, mel_device, video_options
 from deploy.config import ClusterConfig, check_config, load_config, parse_bytes
+from encoder_pool.decode_limits import DEFAULT_LIMITS
 from fabric.errors import ConfigError
 from modalities.family import MediaOptions
 from modalities.plugin import MediaLimits
+from router.config import MODALITY_TO_ENCODE_TIMEOUT_MS
 
 
 def problems(text: str) -> list[str]:
@@ -151,3 +153,19 @@ def test_a_missing_file_is_a_config_error(tmp_path: object) -> None:
 
     with pytest.raises(ConfigError, match="cannot read"):
         load_config(Path(str(tmp_path)) / "none.yaml")
+
+
+def test_limits_of_decoding_are_by_modality_or_one_for_all() -> None:
+    config, problems = check_config("encoders: {decode_timeout_s: 7, decode_cpu_s: {video: 90}}")
+    assert not problems
+    assert config is not None
+    assert config.encoders.decode_timeout_s == {"image": 7.0, "audio": 7.0, "video": 7.0}
+    assert config.encoders.decode_cpu_s == {"video": 90.0}
+    for text in ("{decode_cpu_s: 0}", "{decode_cpu_s: true}", "{decode_timeout_s: {smell: 3}}"):
+        assert check_config(f"encoders: {text}")[0] is None
+
+
+def test_an_item_runs_out_of_processor_time_before_it_is_late_and_is_late_before_its_router_gives_up() -> None:
+    for modality, timeout_ms in MODALITY_TO_ENCODE_TIMEOUT_MS.items():
+        cpu_s, timeout_s = DEFAULT_LIMITS.cpu_s(modality), DEFAULT_LIMITS.timeout_s(modality)
+        assert cpu_s < timeout_s < timeout_ms / 1000
