@@ -32,7 +32,7 @@ units = st.lists(
     max_size=20,
     unique_by=lambda unit: unit.key,
 )
-estimates = st.builds(CostEstimate, st.just(SECONDS_PER_COST), st.floats(0, 1))
+estimates = st.builds(CostEstimate, st.just(SECONDS_PER_COST), st.floats(0, 1), st.just(0.0))
 
 
 @settings(deadline=None, max_examples=200)

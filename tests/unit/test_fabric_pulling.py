@@ -21,6 +21,7 @@ from fabric.pulling import PullingSink, ReadState
 from fabric.slots import HEADER_BYTES, SlotMemory
 
 WAIT_S = 20.0
+SLOT_BYTES = 64 + HEADER_BYTES
 
 
 class ScriptedReader:
@@ -33,8 +34,10 @@ class ScriptedReader:
         self.released: list[int] = []
         self.disconnected: list[str] = []
         self.is_refusing = False
-        self.is_closed = False
+        self.is_closed = self.is_broken = False
         self.changed = threading.Condition()
+        self.goes_on = threading.Event()
+        self.goes_on.set()
 
     def post(self, ticket: FeatureTicket, address: int, offset: int, nbytes: int) -> int:
         with self.changed:
@@ -42,9 +45,12 @@ class ScriptedReader:
                 raise TransferFailed("no way there")
             self.posted.append((ticket.source, address, offset, nbytes))
             self.changed.notify_all()
-            return len(self.posted) - 1
+        assert self.goes_on.wait(WAIT_S)
+        return len(self.posted) - 1
 
     def state(self, read: int) -> ReadState:
+        if self.is_broken:
+            raise RuntimeError("a bug")
         return self.state_of.get(read, ReadState.PENDING)
 
     def release(self, read: int) -> None:
@@ -186,6 +192,38 @@ def test_looks_at_open_reads_are_spaced_by_doubling_up_to_a_limit(sink: PullingS
     sink._pulls[0].is_given_up = True
     assert sink._pause_s() == pulling._QUARANTINE_PAUSE_S
     sink._pulls = []
+
+
+def test_a_pull_that_is_cancelled_before_it_begins_is_never_read(reader: ScriptedReader, sink: PullingSink) -> None:
+    reader.goes_on.clear()
+    reader.state_of = {0: ReadState.FAILED}
+    first = sink.pull(ticket(), 5.0)
+    reader.wait_for(1)  # the thread stands in it
+    second = sink.pull(ticket(), 5.0)
+    assert second.cancel()
+    reader.goes_on.set()
+    error_of(first)
+    third = sink.pull(ticket("encoder-3"), 5.0)
+    reader.wait_for(2)
+    assert [source for source, *_ in reader.posted] == ["encoder-1", "encoder-3"]
+    assert sink.usage().used_bytes == SLOT_BYTES
+    third.cancel()
+
+
+def test_a_bug_in_a_reader_closes_the_sink_and_ends_what_is_open(
+    reader: ScriptedReader, sink: PullingSink, caplog: pytest.LogCaptureFixture
+) -> None:
+    future = sink.pull(ticket(), 50.0)
+    reader.wait_for(1)
+    reader.is_broken = True
+    assert str(error_of(future)) == "the sink was closed"
+    sink.close()
+    assert not sink.is_alive
+    assert reader.is_closed
+    assert sink.usage().used_bytes == 0
+    (record,) = caplog.records
+    assert record.getMessage() == "the transfer thread failed; its sink is closed"
+    assert record.exc_info is not None
 
 
 def test_sources_of_one_process_have_names_of_their_own() -> None:
