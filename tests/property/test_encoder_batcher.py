@@ -27,7 +27,7 @@ units = st.lists(
         st.integers(0, 20),
         st.integers(0, 3),
         st.sampled_from(["image", "audio"]),
-        st.integers(0, 60),
+        st.integers(1, 60),
     ),
     max_size=20,
     unique_by=lambda unit: unit.key,
