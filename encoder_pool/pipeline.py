@@ -59,6 +59,7 @@ class Pipeline:
         self._on_change = on_change
         self._numbers = count()
         self._number_to_call: dict[int, Call] = {}
+        self._attempt_to_calls: dict[AttemptId, list[Call]] = {}
         self._flight_to_task: dict[Flight, asyncio.Task[None]] = {}
         self._held_back: dict[MemberId, dict[Follower, None]] = {}
         """By worker: followers of which a unit is ready that would pass the worker's share of the arena."""
@@ -111,6 +112,7 @@ class Pipeline:
         call = Call(turn, request, asyncio.get_running_loop().create_future())
         wanted = self._admit(call, media)
         self._number_to_call[call.number] = call
+        self._attempt_to_calls.setdefault(call.attempt_id, []).append(call)
         self._trace(call, "received", {"items": len(request.items)})
         try:
             for item, data in wanted:
@@ -121,13 +123,22 @@ class Pipeline:
             return call.result(self._encoder_id)
         finally:
             del self._number_to_call[call.number]
+            self._attempt_to_calls[call.attempt_id].remove(call)
+            if not self._attempt_to_calls[call.attempt_id]:
+                del self._attempt_to_calls[call.attempt_id]
             for follower in call.followers:
                 self._leave(follower)
             self.pump()
 
     def end_calls(self, is_meant: Callable[[EncodeRequest], bool], error: WeftError) -> int:
         """Fails what the calls that are meant still wait for; returns how many calls."""
-        calls = [call for call in self._number_to_call.values() if is_meant(call.request)]
+        return self._end([call for call in self._number_to_call.values() if is_meant(call.request)], error)
+
+    def end_attempt(self, attempt_id: AttemptId, error: WeftError) -> int:
+        """The same for the calls of one attempt, without looking at the others."""
+        return self._end(list(self._attempt_to_calls.get(attempt_id, ())), error)
+
+    def _end(self, calls: Sequence[Call], error: WeftError) -> int:
         for call in calls:
             for follower in call.followers:
                 if call.is_open(follower):

@@ -240,9 +240,7 @@ class EncoderService:
                 logger.warning("an encoder takes no %s", type(message).__name__)
 
     def _abort(self, attempt_id: AttemptId) -> None:
-        self._pipeline.end_calls(
-            lambda request: (request.request_id, request.attempt) == attempt_id, Aborted("the attempt was aborted")
-        )
+        self._pipeline.end_attempt(attempt_id, Aborted("the attempt was aborted"))
         if self._table.end_attempt(attempt_id):
             self._pipeline.pump()
 

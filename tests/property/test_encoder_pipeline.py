@@ -233,8 +233,9 @@ class PipelineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.calls)).request
-        self.in_loop(lambda: self.pipeline.end_calls(lambda one: one is request, Aborted("aborted")))
-        self.table.end_attempt(AttemptId(request.request_id, request.attempt))
+        attempt_id = AttemptId(request.request_id, request.attempt)
+        self.in_loop(lambda: self.pipeline.end_attempt(attempt_id, Aborted("aborted")))
+        self.table.end_attempt(attempt_id)
         self.in_loop(self.pipeline.pump)
 
     @rule()
