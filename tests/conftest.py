@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from deploy.environment import set_local_switches, set_switches
 # at the end but for pytest's own. A short name: Ray puts sockets below it.
 TEMP_DIR = tempfile.mkdtemp(prefix="w-")
 os.environ["TMPDIR"] = tempfile.tempdir = TEMP_DIR
+atexit.register(shutil.rmtree, TEMP_DIR, ignore_errors=True)  # where a run ends before its session does
 
 # Read by libraries at import; set before any test module imports them.
 set_switches()
@@ -62,6 +65,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     its forks, which share the folder; the campaign removes it.)"""
     if settings.get_current_profile_name() == "mutants":
         return
+    if (rig := sys.modules.get("worker_rig")) is not None:
+        rig.remove_folder()
     left = sorted(path.name for path in Path(TEMP_DIR).iterdir() if not path.name.startswith("pytest-of-"))
     shutil.rmtree(TEMP_DIR, ignore_errors=True)
     if left:

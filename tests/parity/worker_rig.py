@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import shutil
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -73,6 +74,12 @@ class Loaded:
 @functools.cache
 def loaded() -> Loaded:
     return Loaded()
+
+
+def remove_folder() -> None:
+    """At the end of the run (see `conftest.py`): every test uses the one checkpoint."""
+    if loaded.cache_info().currsize:
+        shutil.rmtree(loaded().directory)
 
 
 @dataclass(frozen=True, eq=False)
