@@ -26,7 +26,7 @@ class Setbacks:
         self._exclusion_s = exclusion_s
         self._member_to_end_s: dict[MemberId, float] = {}
         self._losses: list[WeftError] = []
-        self._num_encoders_lost = 0
+        self._lost_encoders: set[MemberId] = set()
         self.num_failed_attempts = 0
         """Those that count against `max_attempts`."""
 
@@ -50,11 +50,13 @@ class Setbacks:
     def _ends(self, now: float) -> list[tuple[MemberId, float]]:
         return [(member_id, until) for member_id, until in self._member_to_end_s.items() if until > now]
 
-    def encoder_failed(self, error: WeftError) -> None:
-        """An encoder failed with items of this request. Raises EncodeFailed once too many died of them."""
-        self._num_encoders_lost += isinstance(error, EncoderLost)
-        if self._num_encoders_lost >= NUM_ENCODERS_TO_BLAME:
-            raise EncodeFailed(f"it was given up: {self._num_encoders_lost} encoders were lost while they encoded it")
+    def encoder_failed(self, encoder_id: MemberId, error: WeftError) -> None:
+        """The encoder failed with items of this request: one that is lost counts once, however many items it had.
+        Raises EncodeFailed once too many encoders died of them."""
+        if isinstance(error, EncoderLost):
+            self._lost_encoders.add(encoder_id)
+        if len(self._lost_encoders) >= NUM_ENCODERS_TO_BLAME:
+            raise EncodeFailed(f"it was given up: {len(self._lost_encoders)} encoders were lost while they encoded it")
 
     # ------------------------------------------------------------ attempts
 

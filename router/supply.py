@@ -158,7 +158,7 @@ class FeatureSupply:
             self._parts.exclude(encoder_id)
         self._setbacks.exclude(encoder_id, error, self._parts.clock.now())
         try:
-            self._setbacks.encoder_failed(error)
+            self._setbacks.encoder_failed(encoder_id, error)
         except EncodeFailed as end:
             self._give_up(items, end)
         self._again(items, error)

@@ -10,9 +10,11 @@ from router_fakes import FakeCluster, FakeEncoder, fake_cluster, reply_text, set
 
 from fabric.clock import ManualClock
 from fabric.errors import Aborted, EncodeFailed, EncoderLost, NoCapacity, Overloaded, UnsupportedModality, WorkerLost
+from fabric.ids import MemberId
 from fabric.messages import AbortAttempt, FeatureNeeded, TokenFrame
 from router.api.errors import http_error
 from router.planning.capacity import FIRST_ON_THE_WAY
+from router.setbacks import Setbacks
 from router.streams import RequestStream
 
 WAIT_S = 120.0
@@ -378,3 +380,12 @@ async def test_a_line_moves_faster_with_each_that_arrives() -> None:
         encoder.gate.set()
         for stream in streams[FIRST_ON_THE_WAY:]:
             assert (await read(stream))[0] == [answer(stream)]
+
+
+def test_an_encoder_lost_with_many_items_of_a_request_counts_once() -> None:
+    setbacks = Setbacks(exclusion_s=7.0)
+    for _ in range(5):
+        setbacks.encoder_failed(MemberId("encoder-1"), EncoderLost("its device fails"))
+    setbacks.encoder_failed(MemberId("encoder-2"), EncoderLost("its device fails"))
+    with pytest.raises(EncodeFailed, match="3 encoders were lost"):
+        setbacks.encoder_failed(MemberId("encoder-3"), EncoderLost("its device fails"))
