@@ -6,6 +6,7 @@ Lives in one event loop. Knows nothing of what the bytes are for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 
 
@@ -41,7 +42,8 @@ class ByteBudget:
                 if turn.done() and not turn.cancelled():
                     self.num_taken -= num_bytes
                 else:
-                    self._waiting.remove((num_bytes, turn))
+                    with contextlib.suppress(ValueError):  # `_serve` may have passed it over in the same turn
+                        self._waiting.remove((num_bytes, turn))
                 self._serve()
                 raise
         else:

@@ -77,3 +77,19 @@ def test_bytes_are_never_more_than_there_are_and_none_are_lost(steps: list[tuple
         assert world.budget.num_taken == 0
 
     asyncio.run(run())
+
+
+def test_who_leaves_in_the_turn_in_which_bytes_come_free_is_only_cancelled() -> None:
+    async def run() -> None:
+        budget = ByteBudget(TOTAL)
+        hold = await budget.take(TOTAL)
+        leaving, next_one = (asyncio.create_task(budget.take(number)) for number in (5, 6))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        hold.release()
+        done = await asyncio.gather(leaving, next_one, return_exceptions=True)
+        assert isinstance(done[0], asyncio.CancelledError)
+        assert isinstance(done[1], Hold)
+        assert budget.num_taken == 6
+
+    asyncio.run(run())
