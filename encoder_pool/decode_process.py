@@ -250,6 +250,8 @@ def _serve(pipe: Connection, model_dir: str, parent_pid: int, limits: DecodeLimi
                 answer(outcome)
             except MemoryError:  # of what it is sent as
                 answer(_too_large(message[1]))
+            del work, outcome  # what is left here would be counted against the next item's memory
+        del message
 
 
 def _answer(pipe: Connection, number: int, outcome: object) -> None:
@@ -265,7 +267,8 @@ def _decode_within(
         with limited(limits.cpu_s(item.modality), item.decode_bytes):
             return decode_item(family, data, item, on_units, is_raw)
     except WeftError as error:
-        return error
+        error.__cause__ = error.__context__ = None  # their frames hold what was decoded, and outlive this item
+        return error.with_traceback(None)
 
 
 def _enter(model_dir: str, parent_pid: int, memory_bytes: int) -> Family:
