@@ -59,7 +59,7 @@ class Server:
                 budget -= num_tokens
                 if not budget:
                     break
-        self.queue.end_step(chunks)
+        self.queue.end_step(chunks, {})
         given_tokens = dict.fromkeys(TENANTS, 0)
         for prompt, end in chunks:
             given_tokens[prompt.tenant] += end - prompt.num_computed
@@ -134,7 +134,7 @@ def test_so_does_one_that_asks_again_before_it_got_what_it_asked_for():
         first, second = itertools.islice(queue.in_turn(), 2)
         assert {first.tenant, second.tenant} == {"a", "b"}
         a = first if first.tenant == "a" else second
-        queue.end_step([(prompt, 1), (a, a.num_computed + STEP_TOKENS)])
+        queue.end_step([(prompt, 1), (a, a.num_computed + STEP_TOKENS)], {})
         a.num_computed += STEP_TOKENS
         following = Prompt("b", 1, next(ages))
         queue.put(following, True)
@@ -142,6 +142,18 @@ def test_so_does_one_that_asks_again_before_it_got_what_it_asked_for():
         prompt = following
     queue.begin_step()
     assert abs(queue._shares.served("a") - queue._shares.served("b")) <= STEP_TOKENS + 1
+
+
+def test_a_tenant_is_charged_for_what_it_decodes():
+    """One with a sequence that decodes beside its prompt comes behind one that waited as long without."""
+    queue, ages = PrefillQueue(STEP_TOKENS), itertools.count()
+    for tenant in ("a", "b"):
+        queue.put(Prompt(tenant, 10_000, next(ages)), True)
+    queue.begin_step()
+    queue.end_step([], {"a": 5})
+    queue.begin_step()
+    assert [prompt.tenant for prompt in queue.in_turn()] == ["b", "a"]
+    assert queue._shares.served("a") - queue._shares.served("b") == 5
 
 
 def test_a_debt_is_remembered_while_it_is_owed():
@@ -219,7 +231,7 @@ class QueueMachine(RuleBasedStateMachine):
         with closing(self.queue.in_turn()) as in_turn:
             chosen = list(itertools.islice(in_turn, count))
         chunks = [(prompt, min(prompt.num_tokens, prompt.num_computed + STEP_TOKENS)) for prompt in chosen]
-        self.queue.end_step(chunks)
+        self.queue.end_step(chunks, {})
         for prompt, end in chunks:
             prompt.num_computed = end
             if end == prompt.num_tokens:
