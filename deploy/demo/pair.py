@@ -25,7 +25,14 @@ def run_together(learn: Callable[..., None], arguments: Sequence[Any], scratch: 
     """Calls `learn(learner, *arguments)` in each process, learners numbered from 0, and waits for all of them.
 
     `scratch` is an empty directory where they meet. Raises what one of them raised, and ends the others."""
-    torch.multiprocessing.spawn(_join, (learn, scratch / "meeting", *arguments), nprocs=NUM_LEARNERS)
+    arguments = (learn, scratch / "meeting", *arguments)
+    learners = torch.multiprocessing.spawn(_join, arguments, nprocs=NUM_LEARNERS, join=False)
+    try:
+        while not learners.join():
+            pass
+    finally:
+        for name in learners.error_files:  # torch leaves what it was told in the temporary folder
+            Path(name).unlink(missing_ok=True)
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
