@@ -35,10 +35,10 @@ def is_device_error(error: BaseException) -> bool:
     return bool(names & DEVICE_ERROR_NAMES) or any(mark in str(error) for mark in DEVICE_ERROR_MARKS)
 
 
-def probe_plan(plan: StepPlan, chunk: Chunk) -> StepPlan:
+def probe_plan(plan: StepPlan, chunk: Chunk, block: int) -> StepPlan:
     """A step that nothing of a request can spoil: one token of id 0 at position 0, without features, penalties or
-    grammar. It writes to the last block that `chunk` was to write, which no other sequence reads: the chunk's sequence
-    has failed, and its block is freed unpublished."""
+    grammar. It writes to `block`, which must hold nothing that anyone reads: a block of `chunk` itself may be shared
+    with others, when its whole prompt was found in the prefix cache."""
     probe = replace(
         chunk,
         sequence_id=PROBE_ID,
@@ -46,7 +46,7 @@ def probe_plan(plan: StepPlan, chunk: Chunk) -> StepPlan:
         num_tokens=1,
         token_ids=np.zeros(1, dtype=np.int64),
         positions=np.zeros_like(chunk.positions[:, :1]),
-        block_ids=chunk.block_ids[-1:],
+        block_ids=np.array([block], dtype=chunk.block_ids.dtype),
         splices=(),
         sampling=SamplingParams(temperature=0.0),
         draw_index=0,

@@ -295,9 +295,13 @@ class Engine:
             return StepResult({})
 
     def _probe(self, plan: StepPlan, chunk: Chunk) -> None:
-        """Raises WorkerLost if the device can't compute even one harmless token, in the place of `chunk`."""
+        """Raises WorkerLost if the device can't compute even one harmless token, in the place of `chunk`. Without a
+        free block there is no probe, and the request is blamed: its end frees some."""
+        block = self._scheduler.empty_block()
+        if block is None:
+            return
         try:
-            result = self._executor.execute(probe_plan(plan, chunk))
+            result = self._executor.execute(probe_plan(plan, chunk, block))
         except WorkerLost:
             raise
         except Exception as error:  # nothing of a request was in it
@@ -306,8 +310,10 @@ class Engine:
             raise WorkerLost("the device gives numbers that are not finite, whatever it computes")
 
     def _count_failures(self, plan: StepPlan, failed: dict[AttemptId, WeftError], is_probed: bool) -> None:
-        """Raises WorkerLost if no request of a step could be computed and the device is why, or too often in a row."""
-        is_all_failed = bool(failed) and {chunk.sequence_id.attempt_id for chunk in plan.chunks} <= failed.keys()
+        """Raises WorkerLost if no request of a step could be computed and the device is why, or too often in a row. A
+        broken grammar is the client's mistake: its step was computed."""
+        uncomputed = {attempt for attempt, error in failed.items() if not isinstance(error, InvalidRequest)}
+        is_all_failed = bool(uncomputed) and {chunk.sequence_id.attempt_id for chunk in plan.chunks} <= uncomputed
         if is_all_failed and not is_probed:
             self._probe(plan, plan.chunks[0])
         self._num_failed_steps = self._num_failed_steps + 1 if is_all_failed else 0

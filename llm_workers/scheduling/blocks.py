@@ -127,6 +127,16 @@ class BlockPool:
             self._log.append(BlocksRemoved(tuple(removed)))
         return blocks
 
+    def empty_one(self) -> int | None:
+        """The block at the front of the free queue, which stays there; what was cached in it is evicted (an event).
+        None if no block is free."""
+        block = next(iter(self._queue), None)
+        block_hash = None if block is None else self._block_to_hash[block]
+        if block is not None and block_hash is not None:
+            self._forget_hash(block, block_hash)
+            self._log.append(BlocksRemoved((block_hash,)))
+        return block
+
     def free(self, sequence_id: SequenceId, blocks: SequenceOf[int]) -> None:
         """Drops the sequence's references, the tail first. Blocks it does not refer to are left alone."""
         for block in reversed(blocks):

@@ -185,6 +185,11 @@ class Scheduler:
         """Number of the newest event (drained or not), and all findable blocks as of it."""
         return self._pool.snapshot()
 
+    def empty_block(self) -> int | None:
+        """A block that no sequence reads and nobody finds, to be written to until the next step is planned; None if
+        every block is in use. Side effect: what was cached in it is evicted."""
+        return self._pool.empty_one()
+
     def clear_cache(self) -> bool:
         """Forgets all cached blocks; False, and nothing happens, while a sequence holds a block."""
         return self._pool.clear()

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from fabric.clock import SystemClock
-from fabric.errors import EngineFailed, WorkerLost
+from fabric.errors import EngineFailed, InvalidRequest, WorkerLost
 from fabric.ids import AttemptId, MemberId, MmHash, RequestId, UnitKey
 from fabric.messages import GenerateRequest, MediaItem, PlaceholderRange, SamplingParams, StopConditions
 from llm_workers.config import WorkerConfig
 from llm_workers.device_errors import PROBE_ID, is_device_error, probe_plan
 from llm_workers.engine import MAX_FAILED_STEPS, Engine
-from llm_workers.scheduling.plan import Splice, StepResult
+from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, Splice, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
 from modalities.family import Positions
 
@@ -324,7 +324,7 @@ def test_errors_of_the_device_are_told_from_others(error, is_devices):
     assert is_device_error(error) == is_devices
 
 
-def test_a_probe_has_nothing_of_the_request_and_writes_where_it_was_to_write():
+def test_a_probe_has_nothing_of_the_request_and_writes_where_nobody_reads():
     watched = Watched()
     watched.executor.broken = {"a"}
     watched.engine.add(request("a", with_unit=True), POSITIONS)
@@ -336,8 +336,39 @@ def test_a_probe_has_nothing_of_the_request_and_writes_where_it_was_to_write():
     assert failed.splices == (Splice(6, 4, UNIT, 0),)
     assert probe.splices == ()
     assert (probe.start, probe.num_tokens, probe.token_ids.tolist(), probe.positions.tolist()) == (0, 1, [0], [[0]])
-    assert probe.block_ids.tolist() == failed.block_ids[-1:].tolist()
-    assert probe_plan(watched.executor.plans[-2], failed).chunks[0].sampling == SamplingParams(temperature=0.0)
+    assert len(probe.block_ids) == 1
+    assert probe.block_ids[0] not in failed.block_ids
+    assert probe_plan(watched.executor.plans[-2], failed, 3).chunks[0].sampling == SamplingParams(temperature=0.0)
+
+
+def test_a_probe_leaves_the_prefix_cache_alone():
+    """The last token of a prompt that is wholly found is computed into a block that others read."""
+    watched = Watched()
+    watched.engine.start()
+    watched.engine.add(request("a"), POSITIONS)
+    watched.until(lambda: "a" in watched.finished())
+    watched.executor.broken = {"b"}
+    watched.engine.add(request("b"), POSITIONS)
+    watched.until(lambda: "b" in watched.failed())
+    watched.engine.stop()
+    failed, probe = watched.executor.plans[-2].chunks[0], watched.executor.plans[-1].chunks[0]
+    published = watched.executor.plans[0].chunks[0].block_ids
+    assert failed.block_ids[0] == published[0], "the prompt was found"
+    assert probe.sequence_id == PROBE_ID
+    assert probe.block_ids[0] not in published
+
+
+def test_grammars_that_break_in_a_row_are_not_the_workers_fault(watched):
+    watched.executor.execute = lambda plan: StepResult(
+        {chunk.sequence_id: (BROKEN_GRAMMAR_TOKEN,) for chunk in plan.chunks}
+    )
+    for number in range(2 * MAX_FAILED_STEPS):
+        name = f"r{number}"
+        watched.engine.add(request(name), POSITIONS)
+        watched.until(lambda name=name: name in watched.failed())
+    assert {type(error) for error in watched.failed().values()} == {InvalidRequest}
+    assert watched.deaths() == []
+    watched.engine.check_health()
 
 
 def test_a_refused_request_is_answered(watched):
