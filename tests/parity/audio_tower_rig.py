@@ -128,7 +128,7 @@ def build_qwen2_5_omni(directory: Path, dtype: str = "float32") -> Tower:
         },
     )
     model = _saved(directory, spread(Qwen2_5OmniThinkerForConditionalGeneration(config)), chunk_length=10)
-    encoder = qwen2_5_omni.load_encoder(directory, model.config.audio_config, 1, ("cpu", dtype))
+    encoder = qwen2_5_omni.load_encoder(directory, model.config.audio_config, ("cpu", dtype))
     return Tower(
         model,
         qwen2_5_omni_sound(directory, _QWEN2_5, HIDDEN),
