@@ -6,6 +6,7 @@ media are the intake's.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, field_validator
@@ -134,10 +135,16 @@ def _refusal(error: ValidationError) -> InvalidRequest:
     first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']}")
-    param = ".".join(str(step)[:64] for step in first["loc"]) or None
+    param = ".".join(map(_quoted, first["loc"])) or None
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is required", param=param)
     if first["type"] == "extra_forbidden":
         return InvalidRequest(f"{param} is not supported by this server", param=param)
     subject = "the body" if param is None else param
     return InvalidRequest(f"{subject}: {first['msg']}", param=param)
+
+
+def _quoted(step: int | str) -> str:
+    """A step of a place in the body. A key that a client made up is escaped: it must not look like a line of a log."""
+    is_plain = isinstance(step, int) or re.fullmatch(r"[\w-]{1,64}", step) is not None
+    return str(step) if is_plain else repr(step[:64])
