@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import shutil
 import signal
 import sys
@@ -17,7 +18,7 @@ from deploy.budget import budget_lines, check_budget
 from deploy.config import ClusterConfig, check_config, load_config
 from deploy.environment import set_switches
 from deploy.logs import configure_logs, where_logs_are, with_run_folder
-from deploy.supervisor import Lifeline, supervise
+from deploy.supervisor import FOLDER_PREFIX, Lifeline, supervise
 from fabric.errors import WeftError
 
 VERSION = "0.1.0"
@@ -96,7 +97,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         },
     )
     if arguments.supervised is None:
-        command = [sys.executable, "-m", "deploy.cli", *arguments.argv, "--supervised"]
+        # -P: what lies in the current directory is not ours to import.
+        command = [sys.executable, "-P", "-m", "deploy.cli", *arguments.argv, "--supervised"]
         return supervise(command, config.server.drain_s + STOP_S)
     config = with_run_folder(config)
     configure_logs(config.logging, "serve", terminal_level=logging.WARNING)
@@ -109,8 +111,9 @@ def _serve(arguments: argparse.Namespace) -> int:
         else:
             _serve_on_ray(config, lifeline)
     finally:
-        if lifeline.is_cut:
-            shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)  # the supervisor made it for this process
+        folder = Path(os.environ.get("TMPDIR", ""))
+        if lifeline.is_cut and folder.name.startswith(FOLDER_PREFIX):  # the supervisor made it for this process
+            shutil.rmtree(folder, ignore_errors=True)
     return 0
 
 

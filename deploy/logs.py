@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import threading
@@ -127,7 +128,8 @@ def with_run_folder(config: ClusterConfig) -> ClusterConfig:
     `NUM_KEPT_RUNS` are removed."""
     above = config.logging.dir or _state_folder() / "logs"
     name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
-    for old in sorted(path for path in above.glob("[0-9]*-[0-9]*-[0-9]*") if path.is_dir())[: 1 - NUM_KEPT_RUNS]:
+    runs = [path for path in above.glob("*") if re.fullmatch(r"\d{8}-\d{6}-\d+", path.name) and path.is_dir()]
+    for old in sorted(runs)[: 1 - NUM_KEPT_RUNS]:
         shutil.rmtree(old, ignore_errors=True)
     logs = config.logging.model_copy(update={"dir": above.absolute() / name})
     return config.model_copy(update={"logging": logs})

@@ -29,6 +29,8 @@ from pathlib import Path
 PR_SET_CHILD_SUBREAPER = 36
 """prctl(2)."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FOLDER_PREFIX = "weft-"
+"""Of the name of the folder for temporary files."""
 _READY = b"r"
 _DRAIN = b"d"
 _END_S = 10.0
@@ -68,7 +70,8 @@ def supervise(command: Sequence[str], stop_limit_s: float) -> int:
 def _temporary_folder() -> str:
     """A new one where the environment says, or in /tmp where that path is too long for Ray's sockets."""
     usual = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="weft-", dir=usual if len(os.fsencode(usual)) <= _MAX_TEMP_DIR_BYTES else "/tmp")
+    folder = usual if len(os.fsencode(usual)) <= _MAX_TEMP_DIR_BYTES else "/tmp"
+    return tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=folder)
 
 
 def _watch(server: subprocess.Popen[bytes], line: socket.socket, signals: socket.socket, stop_limit_s: float) -> int:
@@ -120,7 +123,8 @@ def _signals_as_bytes() -> Iterator[socket.socket]:
     """A socket that delivers the numbers of the signals that arrive, a byte each."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    numbers = (*STOP_SIGNALS, signal.SIGCHLD)
+    # What we were started to ignore stays ignored: `nohup` and background jobs of a script rely on it.
+    numbers = [signal.SIGCHLD, *(number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN)]
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
     try:
