@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -19,6 +20,11 @@ from deploy.environment import set_local_switches, set_switches
 TEMP_DIR = tempfile.mkdtemp(prefix="w-")
 os.environ["TMPDIR"] = tempfile.tempdir = TEMP_DIR
 atexit.register(shutil.rmtree, TEMP_DIR, ignore_errors=True)  # where a run ends before its session does
+
+# A run may have been started to ignore them, and what it starts would inherit that: `weft serve` does as it is told.
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 # Read by libraries at import; set before any test module imports them.
 set_switches()
