@@ -26,7 +26,7 @@ GROUP_BYTES = 2**20
 equally fast, a whole batch of 32 contexts of 300 tokens takes twice as long."""
 
 
-class DecodeBatch(NamedTuple):
+class GatheredDecodes(NamedTuple):
     """One-token rows of similar context, `[first, last)` of the step's in order of context: `slots` int64
     `((last - first) * width,)`, `mask` `(last - first, 1, 1, width)` in the KV's dtype, -inf where nothing is, or None
     when all contexts are equally long. `gathered`: where keys and values go, each
@@ -58,7 +58,7 @@ class SdpaStep:
         self._kv, self.rows = kv, step
         self._write = write_slots(kv, step)
         self._native: NativeDecode | None = None
-        self._decodes: list[DecodeBatch] = []
+        self._decodes: list[GatheredDecodes] = []
         if is_native(kv):
             singles = step.singles()
             self._native = NativeDecode(kv, singles) if len(singles.at) else None
@@ -121,17 +121,17 @@ def _groups(kv: PagedKV, rows: Sequence[Rows]) -> list[list[Rows]]:
     return [group for bucket in cut for group in groups(bucket, max_tokens)]
 
 
-def _decode_batches(kv: PagedKV, cut: Sequence[Sequence[Rows]]) -> list[DecodeBatch]:
+def _decode_batches(kv: PagedKV, cut: Sequence[Sequence[Rows]]) -> list[GatheredDecodes]:
     most = max((len(group) * max(row.context for row in group) for group in cut), default=0)
     keys, _ = kv.layer(0)
     gathered = torch.empty((2, most, *keys.shape[1:]), dtype=kv.dtype, device=kv.device)
-    batches: list[DecodeBatch] = []
+    batches: list[GatheredDecodes] = []
     for group in cut:
         batches.append(_decode_batch(kv, group, batches[-1].last if batches else 0, gathered))
     return batches
 
 
-def _decode_batch(kv: PagedKV, rows: Sequence[Rows], first: int, gathered: torch.Tensor) -> DecodeBatch:
+def _decode_batch(kv: PagedKV, rows: Sequence[Rows], first: int, gathered: torch.Tensor) -> GatheredDecodes:
     contexts = np.array([row.context for row in rows])
     width = int(contexts.max())
     slots = np.empty((len(rows), width), dtype=np.int64)
@@ -142,7 +142,7 @@ def _decode_batch(kv: PagedKV, rows: Sequence[Rows], first: int, gathered: torch
     if (contexts != width).any():
         mask = _mask(kv, (np.arange(width) < contexts[:, None])[:, None, None, :])
     flat = torch.from_numpy(slots.reshape(-1)).to(kv.device)
-    return DecodeBatch(first, first + len(rows), flat, width, mask, gathered[:, : len(flat)])
+    return GatheredDecodes(first, first + len(rows), flat, width, mask, gathered[:, : len(flat)])
 
 
 def _prefill_chunk(kv: PagedKV, row: Rows) -> PrefillChunk:
@@ -161,7 +161,7 @@ def _mask(kv: PagedKV, is_seen: npt.NDArray[np.bool_]) -> torch.Tensor:
 
 
 def _attend_decode(
-    batch: DecodeBatch, queries: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], scaling: float
+    batch: GatheredDecodes, queries: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], scaling: float
 ) -> torch.Tensor:
     """`queries` `(num_decoded, num_heads, head_dim)` -> `(last - first, num_heads, head_dim)`. The heads of one KV
     head's group stand as its queries, so keys and values are never repeated."""
