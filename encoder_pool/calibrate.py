@@ -25,7 +25,7 @@ def calibrate(family: Family, model: EncoderModel, modality: str, costs: Forward
     """Runs `model` on two sizes of one modality and puts what they took into `costs`. Blocks for a few forwards.
 
     `delay_s` is the injected pause, which each real forward will take too. Raises ConfigError if the model's features
-    are not of the family's shape, or nothing can be made to calibrate `modality` with.
+    are not of the family's shape or not finite, or nothing can be made to calibrate `modality` with.
     """
     if modality not in MODALITY_TO_SAMPLES:
         raise ConfigError(f"no sample to calibrate the modality {modality!r} with")
@@ -42,6 +42,8 @@ def calibrate(family: Family, model: EncoderModel, modality: str, costs: Forward
         expected = spec.shape(item.unit_tokens[0], item.num_levels)
         if tuple(feature.shape) != expected:
             raise ConfigError(f"{modality} features are {tuple(feature.shape)}, the family says {expected}")
+        if not bool(feature.isfinite().all()):
+            raise ConfigError(f"{modality} features of a sample are not finite: the encoder's weights can't be used")
         for _ in range(NUM_RUNS):
             costs.observe(modality, item.cost, _forward(model, inputs)[1] + delay_s)
     if not costs.has_spread(modality):

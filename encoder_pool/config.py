@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from encoder_pool.decode_limits import DEFAULT_LIMITS, DecodeLimits
 from fabric.errors import ConfigError
 
+PASSED_SHARE = 0.1
+"""Of what an item may take, by the clock."""
+
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
@@ -30,6 +33,8 @@ class EncoderConfig:
     mel_device: str = ""
     """Where sounds are resampled and transformed, as torch names it: the encoder's device, or empty for the decode
     processes."""
+    max_forward_s: float = 300.0
+    """No batch takes as long on the device: then it hangs, and the encoder is to be replaced."""
     encode_delay_s: float = 0.0
     """Fault injection for tests: the forward thread sleeps this long before each forward."""
     num_decode_processes: int = 2
@@ -40,6 +45,12 @@ class EncoderConfig:
     """Where decode processes load the family from; needed if there are any."""
     patience: float = 4.0
     """A request is overtaken only by ones that come within `patience` times its own encoding time."""
+
+    @property
+    def passed_s(self) -> float:
+        """How long others pass what finds no room: a part of the time that the shortest-lived item has, so that what
+        must wait for room has most of its time left when room is kept for it."""
+        return PASSED_SHARE * min(self.decode_limits.timeout_s(modality) for modality in self.modalities)
 
     def __post_init__(self) -> None:
         if not self.modalities:
@@ -53,6 +64,7 @@ class EncoderConfig:
             "max_decoded_cost",
             "lease_s",
             "report_interval_s",
+            "max_forward_s",
         )
         for name in positive:
             if getattr(self, name) <= 0:

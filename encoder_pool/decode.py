@@ -58,7 +58,8 @@ class Decoder(Protocol):
     async def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
         """Decodes and preprocesses one item into the units that were planned; `on_units` is called in the event loop
         with those that are ready before the last. A sound may come as a waveform, to be made into units on the
-        encoder's device. Cancelling it frees what it takes.
+        encoder's device. Cancelling it frees what it takes. An item that takes more memory than all of them have
+        together must not be given to it.
 
         Raises InvalidMedia (broken, not what was planned, or too much work), MachineBusy (not done in time),
         EncodeFailed (our own failure on it), or DecodeBroke: the item may be tried once more.
@@ -124,8 +125,6 @@ class DecodePool:
             loop.call_soon_threadsafe(on_units, units)
 
         is_raw = item.modality == "audio" and item.cost <= self._max_raw_cost
-        if item.decode_bytes > self._memory.num_bytes:
-            raise _too_large(item, self._memory.num_bytes)
         while True:
             hold = await self._memory.take(item.decode_bytes)
             if self._num_processes == 0:
@@ -238,8 +237,3 @@ class DecodePool:
 
     def _run(self, work: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
-
-
-def _too_large(item: MediaItem, most_bytes: int) -> InvalidMedia:
-    message = f"decoding it takes {item.decode_bytes} bytes of memory, and all items together have {most_bytes}"
-    return InvalidMedia(message, param=item.part)

@@ -11,7 +11,8 @@ from fabric.errors import ConfigError
 MODALITY_TO_CPU_S = {"image": 8.0, "audio": 16.0, "video": 48.0}
 """Processor time: four fifths of what a router waits for an encoding. The largest picture, RGBA, takes about five."""
 MODALITY_TO_TIMEOUT_S = {"image": 9.0, "audio": 18.0, "video": 54.0}
-"""By the clock: nine tenths of it, so that an item that is late is told apart from an encoder that is gone."""
+"""By the clock, from its begin: nine tenths of it, so that a process that is stopped is replaced, and an item goes
+elsewhere, before the time of the whole call is over (`EncodeRequest.time_left_s`)."""
 OTHER_CPU_S = 48.0
 OTHER_TIMEOUT_S = 54.0
 

@@ -3,13 +3,15 @@ touches the device.
 
 A batch that fails is tried again one by one, so that a poisoned unit or sound fails alone; one that runs out of device
 memory is split in halves. If a harmless forward fails behind that one too, it is the device: the encoder is lost, and
-so is all that it is given from then on. What comes out is held against the plan before it may be announced. Knows
-nothing of queues, leases or requests: it is given a batch, and says what became of each.
+so is all that it is given from then on. What comes out is held against the plan before it may be announced, and a
+feature whose numbers are not all finite is a failure: it would stay in the arena and spoil every request that reads it.
+Knows nothing of queues, leases or requests: it is given a batch, and says what became of each.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -100,16 +102,28 @@ class ForwardThread:
     def _probe(self) -> None:
         """Raises EncoderLost if the device can't encode what it could at the start."""
         try:
-            for feature in self._model.encode(self._probe_inputs) if self._probe_inputs else ():
-                feature.cpu()  # waits for the device
+            if self._probe_inputs:
+                self._features(self._probe_inputs)
         except Exception as error:  # nothing of a request was in it
             raise EncoderLost(f"the encoder's device fails every forward ({type(error).__name__})") from error
 
     def _encode(self, units: Sequence[ForwardUnit]) -> list[WeftError | None]:
-        features = self._model.encode([unit.input for unit in units])
+        features = self._features([unit.input for unit in units])
         if len(features) != len(units):
             raise FeatureMismatch(f"the encoder gave {len(features)} features for {len(units)} units")
         return [self._store(unit, feature) for unit, feature in zip(units, features, strict=True)]
+
+    def _features(self, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:
+        """Computed again once if the numbers are not finite, for a fault of the device may pass. Raises
+        FloatingPointError if they are not finite again."""
+        features = self._model.encode(inputs)
+        if is_finite(features):
+            return features
+        logger.warning("a batch of %d gave numbers that are not finite; it is computed again", len(inputs))
+        features = self._model.encode(inputs)
+        if not is_finite(features):
+            raise FloatingPointError("the encoder's numbers are not finite")
+        return features
 
     def _units(self, sounds: Sequence[SoundJob]) -> list[list[EncoderInput]]:
         assert self._spectrograms is not None
@@ -129,6 +143,17 @@ class ForwardThread:
         payload = feature.contiguous().view(torch.uint8).reshape(-1)
         torch.from_numpy(unit.buffer).copy_(payload)
         return None
+
+
+def is_finite(features: Sequence[torch.Tensor]) -> bool:
+    """Whether every number of the features is finite. Waits for the device once; the features' way into the arena
+    waits for it anyway."""
+    # What is not finite stays so in a sum, which takes a fraction of the time of a look at each number. A sum may
+    # itself be too large, so each number is looked at before a feature is blamed.
+    if not features:
+        return True
+    sums = torch.stack([feature.sum(dtype=torch.float32) for feature in features])
+    return all(map(math.isfinite, sums.tolist())) or all(bool(feature.isfinite().all()) for feature in features)
 
 
 def fail_alone(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import chain
 from math import inf
 
 from encoder_pool.config import EncoderConfig
@@ -18,11 +19,12 @@ from encoder_pool.planning.features import FeatureSpec, FeatureTable
 from encoder_pool.planning.flight import Flight
 from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.forward_job import Forward, ForwardResult, ForwardUnit, SoundJob, SoundResult
+from encoder_pool.planning.shares import FirstRefused
 from encoder_pool.planning.tally import BusyTime, Tally
 from fabric.channel import SourceSlot
 from fabric.clock import Clock
 from fabric.errors import UnitTooLarge, WeftError
-from fabric.ids import UnitKey
+from fabric.ids import MemberId, UnitKey
 from modalities.family import EncoderInput
 
 UnitEnded = Callable[[UnitKey, WeftError | None], None]
@@ -45,7 +47,7 @@ class Lane:
         ended: tuple[UnitEnded, SoundEnded],
     ) -> None:
         self._max_batch_cost = config.max_batch_cost
-        self._max_passed_s = config.lease_s
+        self._refused: FirstRefused[QueuedUnit] = FirstRefused(config.passed_s)
         self._flights = flights
         self._table = table
         self._forward = forward
@@ -53,13 +55,16 @@ class Lane:
         self._tally = tally
         self._unit_ended, self._sound_ended = ended
         self._is_busy = False
-        self._unit_to_refused_s: dict[UnitKey, float] = {}
-        """Since when units wait for room; few, for few lie decoded."""
         self.spec: FeatureSpec | None = None
         self.batch: list[QueuedUnit] = []
         """What is in the forward now; empty when there is none."""
         self.costs = ForwardCosts()
         self.busy = BusyTime()
+
+    @property
+    def forward_s(self) -> float:
+        """How long the batch has been on the device that is there now; 0 if there is none."""
+        return self.busy.current_s(self._clock.now())
 
     def start(self, done: Callable[[], None]) -> None:
         """Starts a forward if the device is idle and something waits that has room, or the batch of sounds that is
@@ -67,9 +72,9 @@ class Lane:
 
         Room is reserved in order of rank. A unit beyond its worker's share waits for leases of its worker to end, and
         others pass it. One for which there is no room in one piece waits for leases to end, and is passed by smaller
-        ones for as long as a lease takes: by then every lease that was in its way has ended. After that no unit behind
-        it passes, for else it might wait for ever."""
+        ones. When it was passed for a while it claims a range, and they pass it beside that."""
         refused_bytes: float = inf
+        self._forget_gone()
         while not self._is_busy:
             sounds = choose_sounds(self._flights.queued_sounds(), self._max_batch_cost)
             batch = self._choose(refused_bytes)
@@ -108,8 +113,11 @@ class Lane:
         self.busy.ended(self._clock.now())
 
     def _choose(self, refused_bytes: float) -> list[QueuedUnit]:
-        """The next batch, of units smaller than what found no room."""
+        """The next batch, of units smaller than what found no room. The one that room is kept for goes first."""
         units = self._flights.queued_units(lambda unit: self._nbytes(unit) < refused_bytes, self._is_within_share)
+        first = self._refused.thing
+        if first is not None and self._nbytes(first) < refused_bytes:
+            units = chain([first], (unit for unit in units if unit.key != first.key))
         return choose_batch(units, self._max_batch_cost, self.costs.estimate)
 
     def _take(self, batch: list[QueuedUnit], refused_bytes: float, done: Callable[[], None]) -> float:
@@ -126,12 +134,13 @@ class Lane:
                 self._unit_ended(unit.key, error)
                 continue
             if slot is None:
-                is_passed = self._is_passed(unit)
-                refused_bytes = min(refused_bytes, self._nbytes(unit)) if is_passed else 0
-                if not is_passed:
-                    break
+                refused_bytes = min(refused_bytes, self._nbytes(unit))
+                self._refused.refuse(unit, self._clock.now())
+                if not taken:
+                    break  # the batch was chosen around it: the next one is chosen without it
                 continue
-            self._unit_to_refused_s.pop(unit.key, None)
+            if self._is_first_refused(unit):
+                self._refused.forget()
             num_levels = self._num_levels(unit)
             units.append(ForwardUnit(self._flights.forward_started(unit.key), unit.num_tokens, slot.buffer, num_levels))
             taken.append(unit)
@@ -139,16 +148,23 @@ class Lane:
             self._submit(taken, units, done)
         return refused_bytes
 
-    def _is_passed(self, unit: QueuedUnit) -> bool:
-        """Whether others may go before a unit that found no room."""
-        now_s = self._clock.now()
-        self._unit_to_refused_s = {
-            key: at for key, at in self._unit_to_refused_s.items() if self._flights.is_queued(key)
-        }
-        return now_s - self._unit_to_refused_s.setdefault(unit.key, now_s) < self._max_passed_s
+    def _forget_gone(self) -> None:
+        """Nothing is kept for a unit that nobody waits for any more."""
+        if self._refused.thing is not None and not self._flights.is_queued(self._refused.thing.key):
+            self._table.end_claim()
+            self._refused.forget()
+
+    def _is_first_refused(self, unit: QueuedUnit) -> bool:
+        return self._refused.thing is not None and self._refused.thing.key == unit.key
+
+    def is_blocked(self, worker_id: MemberId) -> bool:
+        """Whether decoded units wait for a worker whose share of the arena is used up."""
+        if self._refused.thing is not None and self._refused.thing.worker_id == worker_id:
+            return False  # it waits for room, not for its worker
+        return any(not self._is_within_share(unit) for unit in self._flights.first_unit(worker_id))
 
     def _is_within_share(self, unit: QueuedUnit) -> bool:
-        return self._table.may_take(unit.worker_id, self._nbytes(unit))
+        return self._is_first_refused(unit) or self._table.may_take(unit.worker_id, self._nbytes(unit))
 
     def _nbytes(self, unit: QueuedUnit) -> int:
         assert self.spec is not None
@@ -167,7 +183,9 @@ class Lane:
     def _reserve(self, unit: QueuedUnit) -> SourceSlot | None:
         flight = self._flights.find(unit.key.mm_hash)
         assert flight is not None
-        return self._table.reserve(unit.key, self._nbytes(unit), len(flight.item.unit_tokens), unit.worker_id)
+        is_due = self._is_first_refused(unit) and self._refused.is_due(self._clock.now())
+        num_units = len(flight.item.unit_tokens)
+        return self._table.reserve(unit.key, self._nbytes(unit), num_units, unit.worker_id, is_due=is_due)
 
     def _num_levels(self, unit: QueuedUnit) -> int:
         """Of the feature, as in `MediaItem`; the unit has not been submitted yet."""

@@ -1,7 +1,8 @@
 """Leads media through the encoder: join a flight, decode, batch, forward, stage, announce. Lives in one event loop.
 
 Every change ends in `pump`, which starts what can start: decoders that are free, and the forward if it is idle. There
-is no timer in it. What each step decides is in `planning/`; what it costs is in `decode` and `forward`.
+is no timer in it: its owner calls `end_late` for the calls whose time is over. What each step decides is in
+`planning/`; what it costs is in `decode` and `forward`.
 
 Knows nothing of routers' subscriptions and of membership (that is the service's).
 """
@@ -9,6 +10,7 @@ Knows nothing of routers' subscriptions and of membership (that is the service's
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +23,7 @@ from encoder_pool.decode import DecodeBroke, Decoder
 from encoder_pool.lane import Lane
 from encoder_pool.planning.admission import check_budget, refusal
 from encoder_pool.planning.cost import ForwardCosts
+from encoder_pool.planning.decode_line import DecodeLine
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
 from encoder_pool.planning.flight import DecodeRoom, Flight, Follower, follower_of
 from encoder_pool.planning.flights import Flights
@@ -28,12 +31,15 @@ from encoder_pool.planning.forward_job import Forward
 from encoder_pool.planning.tally import Tally
 from encoder_pool.planning.turns import Turn
 from fabric.clock import Clock
-from fabric.errors import EncodeFailed, ProtocolError, TransferFailed, WeftError
+from fabric.errors import EncodeFailed, MachineBusy, ProtocolError, WeftError, WorkerBackedUp
 from fabric.ids import AttemptId, MemberId, MmHash, UnitKey
 from fabric.messages import EncodeRequest, EncodeResult, MediaItem, TraceEvent
 from modalities.family import EncoderInput
 
 logger = logging.getLogger(__name__)
+
+LEAST_RETRY_AFTER_S = 1.0
+"""After a call that was late: forwards may be quick, but something was slow."""
 
 
 class Pipeline:
@@ -60,19 +66,23 @@ class Pipeline:
         self._numbers = count()
         self._number_to_call: dict[int, Call] = {}
         self._attempt_to_calls: dict[AttemptId, list[Call]] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        """A heap of when the time of a call is over, and its number; some of the calls have ended since."""
         self._flight_to_task: dict[Flight, asyncio.Task[None]] = {}
         self._held_back: dict[MemberId, dict[Follower, None]] = {}
         """By worker: followers of which a unit is ready that would pass the worker's share of the arena."""
         self.flights = Flights(config.patience, lambda modality, cost: self.costs.work_s(modality, cost))
-        self._room = DecodeRoom(
+        self.tally = Tally()
+        ended = (self._unit_ended, self._sound_ended)
+        self.lane = Lane(config, self.flights, table, forward, clock, self.tally, ended)
+        room = DecodeRoom(
             max_cost=config.max_decoded_cost,
             max_items=config.max_items_in_flight,
             max_long_cost=config.max_decoded_cost - config.max_batch_cost,
             max_long_items=decoder.num_parallel - 1,
+            max_decode_bytes=config.decode_limits.total_bytes,
         )
-        self.tally = Tally()
-        ended = (self._unit_ended, self._sound_ended)
-        self.lane = Lane(config, self.flights, table, forward, clock, self.tally, ended)
+        self._line = DecodeLine(self.flights, room, self._flight_to_task.keys(), config.passed_s, self.lane.is_blocked)
 
     def open(self, spec: FeatureSpec) -> None:
         """From now on calls are accepted; `spec` is what features of this model look like."""
@@ -100,19 +110,23 @@ class Pipeline:
         return [call.attempt_id for call in self._number_to_call.values()]
 
     async def encode(self, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
-        """Until every item was announced or has failed. Cancelling it drops what the call still waits for.
+        """Until every item was announced or has failed. Cancelling it drops what the call still waits for, and so does
+        the end of its time (`EncodeRequest.time_left_s`).
 
-        Raises Overloaded before any work was done, or ProtocolError.
+        Raises Overloaded or WorkerBackedUp before any work was done, or ProtocolError.
         """
         if len(media) != len(request.items):
             raise ProtocolError(f"{len(request.items)} items came with {len(media)} media")
         if len({item.index for item in request.items}) != len(request.items):
             raise ProtocolError("two items of one request have the same index")
-        turn = Turn(next(self._numbers), request.age, self._clock.now(), priority=request.priority)
+        now_s = self._clock.now()
+        turn = Turn(next(self._numbers), request.age, now_s, priority=request.priority)
         call = Call(turn, request, asyncio.get_running_loop().create_future())
         wanted = self._admit(call, media)
         self._number_to_call[call.number] = call
         self._attempt_to_calls.setdefault(call.attempt_id, []).append(call)
+        if request.time_left_s > 0:
+            heapq.heappush(self._deadlines, (now_s + request.time_left_s, call.number))
         self._trace(call, "received", {"items": len(request.items)})
         try:
             for item, data in wanted:
@@ -138,6 +152,35 @@ class Pipeline:
         """The same for the calls of one attempt, without looking at the others."""
         return self._end(list(self._attempt_to_calls.get(attempt_id, ())), error)
 
+    def end_late(self) -> None:
+        """Fails what calls still wait for whose time is over, wherever it stands: the encoder is too busy for it, or
+        its worker does not take what it has. To be called often."""
+        now_s = self._clock.now()
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, number = heapq.heappop(self._deadlines)
+            if call := self._number_to_call.get(number):
+                retry_after_s = max(LEAST_RETRY_AFTER_S, self.flights.queued_s)
+                for follower in call.followers:
+                    if call.is_open(follower):
+                        self._fail(follower, self._lateness(follower, call.request.time_left_s, retry_after_s))
+                self.pump()
+
+    def _lateness(self, follower: Follower, limit_s: float, retry_after_s: float) -> WeftError:
+        """Whose fault it is that an item was not done in time."""
+        worker_id = follower.destination.worker_id
+        if self._is_beyond_share(follower):
+            message = f"{worker_id} has not taken within {limit_s:g} s what is held for it, and its share is used up"
+            return WorkerBackedUp(message, retry_after_s=retry_after_s)
+        message = f"this encoder is too busy to encode it within {limit_s:g} s"
+        return MachineBusy(message, retry_after_s=retry_after_s)
+
+    def _is_beyond_share(self, follower: Follower) -> bool:
+        """Whether what it misses is held back, or not made, for the sake of its worker's share of the arena."""
+        worker_id, spec = follower.destination.worker_id, self.lane.spec
+        assert spec is not None
+        nbytes = spec.nbytes(follower.item.unit_tokens[min(follower.missing)], follower.item.num_levels)
+        return follower in self._held_back.get(worker_id, ()) or not self._table.may_take(worker_id, nbytes)
+
     def _end(self, calls: Sequence[Call], error: WeftError) -> int:
         for call in calls:
             for follower in call.followers:
@@ -151,8 +194,11 @@ class Pipeline:
         """Starts every decoding and the forward, if they can start. To be called whenever something has ended."""
         self._announce_held_back()
         while len(self._flight_to_task) < self._decoder.num_parallel:
-            flight = self.flights.next_to_decode(self._room, has_shares=self._table.has_shares)
-            if flight is None or not self._has_memory_for(flight.item):
+            flight = self._line.next(self._clock.now(), has_shares=self._table.has_shares)
+            if flight is None and (in_the_way := self._line.in_the_way(self._clock.now())):
+                self._put_back(in_the_way)
+                continue
+            if flight is None:
                 break
             self.flights.decode_started(flight)
             task = self._flight_to_task[flight] = asyncio.create_task(self._decode(flight))
@@ -165,13 +211,15 @@ class Pipeline:
     # ------------------------------------------------------------ followers
 
     def _admit(self, call: Call, media: Sequence[bytes]) -> list[tuple[MediaItem, bytes]]:
-        """The items to encode, each content once. Those that can't be get their result here. Raises Overloaded."""
+        """The items to encode, each content once. Those that can't be get their result here. Raises Overloaded,
+        WorkerBackedUp."""
         spec = self.lane.spec
         assert spec is not None, "the service opens the pipeline before it takes calls"
         arena_bytes = self._table.usage().total_bytes
         wanted: dict[MmHash, tuple[MediaItem, bytes]] = {}
         for item, data in zip(call.request.items, media, strict=True):
-            if error := refusal(item, self._config.modalities, spec, arena_bytes):
+            max_decode_bytes = self._config.decode_limits.total_bytes
+            if error := refusal(item, self._config.modalities, spec, arena_bytes, max_decode_bytes):
                 call.fail(item, error)
                 self.tally.num_items += 1
                 self.tally.num_items_failed += 1
@@ -193,7 +241,8 @@ class Pipeline:
             call.succeed(follower, self._clock.now(), is_cache_hit=True)
 
     def _enter(self, follower: Follower) -> bool:
-        """Announces what is ready and joins a flight for the rest. True if nothing is missing any more."""
+        """Announces what is ready and joins a flight for the rest, unless it follows one. True if nothing is missing
+        any more."""
         for unit in sorted(follower.missing):
             key = UnitKey(follower.item.mm_hash, unit)
             if not self._table.is_ready(key):
@@ -203,7 +252,7 @@ class Pipeline:
                 return False
             if not self._announce(follower, key):
                 return False
-        if follower.missing:
+        if follower.missing and not self.flights.is_followed(follower):
             self.flights.join(follower)
         return not follower.missing
 
@@ -217,7 +266,7 @@ class Pipeline:
             while (follower := next(iter(followers), None)) and self._may_enter(follower):
                 del followers[follower]
                 if self._enter(follower):
-                    self._number_to_call[follower.call].succeed(follower, self._clock.now(), is_cache_hit=True)
+                    self._succeed(follower)
             if not followers:
                 del self._held_back[worker_id]
 
@@ -232,11 +281,17 @@ class Pipeline:
         call = self._number_to_call[follower.call]
         assert self.lane.spec is not None
         if not self._announcer.announce(follower, key, self.lane.spec):
-            self._fail(follower, TransferFailed(f"worker {follower.destination.worker_id} takes no announcements"))
+            self._fail(follower, WorkerBackedUp(f"{follower.destination.worker_id} takes no announcements"))
             return False
         follower.missing.remove(key.unit)
         self._trace(call, "unit_announced", {"item": follower.item.index, "unit": key.unit})
         return True
+
+    def _succeed(self, follower: Follower) -> None:
+        """It misses nothing any more."""
+        is_cache_hit = not follower.encode_s  # else a forward made units while it followed a flight
+        self._number_to_call[follower.call].succeed(follower, self._clock.now(), is_cache_hit=is_cache_hit)
+        self._leave(follower)
 
     def _fail(self, follower: Follower, error: WeftError) -> None:
         self._number_to_call[follower.call].fail(follower.item, error)
@@ -256,19 +311,13 @@ class Pipeline:
         self._stop_decoding(flight)
         for follower in self.flights.take_followers(flight):
             if self._enter(follower):
-                self._number_to_call[follower.call].succeed(follower, self._clock.now(), is_cache_hit=False)
+                self._succeed(follower)
 
     def _stop_decoding(self, flight: Flight) -> None:
         if task := self._flight_to_task.get(flight):
             task.cancel()
 
     # ------------------------------------------------------------ decoding
-
-    def _has_memory_for(self, item: MediaItem) -> bool:
-        """Whether it can be decoded beside what is being decoded; alone it always may try. The decoder keeps the
-        budget: this keeps its processes from being held by items that wait for it."""
-        num_taken = sum(flight.item.decode_bytes for flight in self._flight_to_task)
-        return not num_taken or num_taken + item.decode_bytes <= self._config.decode_limits.total_bytes
 
     async def _decode(self, flight: Flight) -> None:
         try:
@@ -325,31 +374,39 @@ class Pipeline:
             follower.num_retries_left -= 1
             self.flights.join(follower)
 
+    def _put_back(self, flight: Flight) -> None:
+        """What was decoded of a flight gives way to others; its followers wait for another."""
+        followers = self.flights.end(flight)
+        self._stop_decoding(flight)
+        for follower in followers:
+            if self._enter(follower):
+                self._succeed(follower)
+
     # ------------------------------------------------------------ units that were made
 
     def _unit_ended(self, key: UnitKey, error: WeftError | None) -> None:
         """A unit was made, or failed: everybody who misses it is told, and its flight ends with its last unit."""
         for follower in self.flights.followers_missing(key):
             self._deliver(follower, key, error)
+        self._table.told(key)
         flight = self.flights.forward_ended(key)
         if flight is not None:
             self.tally.num_items_encoded += error is None and not flight.is_broken
             self._flight_ended(flight)
 
     def _deliver(self, follower: Follower, key: UnitKey, error: WeftError | None) -> None:
-        """A unit that the follower misses was made, or failed."""
+        """A unit that the follower misses was made, or failed. Whom it can't be announced to yet stays in the flight:
+        its other units are made meanwhile."""
         if error is not None:
             self._fail(follower, error)
             return
         call = self._number_to_call[follower.call]
         self._trace(call, "unit_encoded", {"item": follower.item.index, "unit": key.unit})
         if not self._may_announce(follower, key):
-            self._leave(follower)
             self._held_back.setdefault(follower.destination.worker_id, {})[follower] = None
             return
         if self._announce(follower, key) and not follower.missing:
-            call.succeed(follower, self._clock.now(), is_cache_hit=False)
-            self._leave(follower)
+            self._succeed(follower)
 
     def _trace(self, call: Call, name: str, detail: dict[str, object]) -> None:
         call.trace.append(TraceEvent(self._clock.now(), self._encoder_id, name, detail))

@@ -122,10 +122,12 @@ class EncoderService:
 
     async def encode(self, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
         """Encodes the items and announces each unit to `request.destination` as soon as it is done. Returns when all
-        were announced or have failed; an item's failure is in its result and fails no other.
+        were announced or have failed, at the latest when the request's time is over (to within a report interval); an
+        item's failure is in its result and fails no other.
 
         `media`: one encoded file per item. Cancelling the call drops what is not done; units that were announced stay
-        leased to the worker. Raises Overloaded before any work was done, EncoderLost when stopped, ProtocolError.
+        leased to the worker. Raises Overloaded or WorkerBackedUp before any work was done, EncoderLost when stopped,
+        ProtocolError.
         """
         if not self._is_open:
             raise EncoderLost("the encoder is not serving")
@@ -171,12 +173,14 @@ class EncoderService:
 
     def check_health(self) -> None:
         """Raises EncodeFailed if the forward thread died, or the loop that ends leases, or decode processes can't be
-        started or die before they are needed; EncoderLost if the device fails, or no worker can be told of features, or
-        read them."""
+        started or die before they are needed; EncoderLost if the device fails or hangs, or no worker can be told of
+        features, or read them."""
         if not self._is_open:
             return
         if self._forward.loss is not None:
             raise self._forward.loss
+        if self._pipeline.lane.forward_s > self._config.max_forward_s:
+            raise EncoderLost(f"the device has not ended a batch within {self._config.max_forward_s:g} s")
         if not self._forward.is_alive:
             raise EncodeFailed("the forward thread has died")
         if not self._decoder.is_alive:
@@ -197,6 +201,7 @@ class EncoderService:
         for router_id in self._reporter.expired_routers():
             logger.warning("the lease of %s has expired; its requests end", router_id)
             self._router_left(router_id)
+        self._pipeline.end_late()
         self._pipeline.pump()
         self._publish()
 

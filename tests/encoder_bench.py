@@ -32,7 +32,7 @@ ENCODER = MemberId("encoder-1")
 
 class GatedModel:
     """The real encoder behind a gate, so that a test decides what queues meanwhile; it keeps the size of each batch.
-    A unit whose patches number is in `poison_patches` breaks its batch."""
+    A unit whose patches number is in `poison_patches` breaks its batch, one in `spoilt_patches` spoils its features."""
 
     def __init__(self, model: EncoderModel) -> None:
         self._model = model
@@ -44,6 +44,10 @@ class GatedModel:
         self.is_stepped = False
         """The gate closes behind each forward."""
         self.poison_patches: set[int] = set()
+        self.spoilt_patches: set[int] = set()
+        self.num_spoilt_forwards = 0
+        """So many of the next forwards give what is not finite, whatever is in them."""
+        self.spoils_with = float("nan")
         self.max_units: int | None = None
         """More units than that run out of memory."""
 
@@ -57,7 +61,14 @@ class GatedModel:
             raise torch.OutOfMemoryError("too many units")
         if any(unit.pixels.shape[0] in self.poison_patches for unit in inputs):
             raise RuntimeError("poisoned")
-        return self._model.encode(inputs)
+        features = self._model.encode(inputs)
+        if self.num_spoilt_forwards:
+            self.num_spoilt_forwards -= 1
+            features[0].view(-1)[7] = self.spoils_with
+        for feature, unit in zip(features, inputs, strict=True):
+            if unit.pixels.shape[0] in self.spoilt_patches:
+                feature.view(-1)[-1] = self.spoils_with
+        return features
 
 
 class KnownCosts(ForwardCosts):

@@ -8,13 +8,24 @@ from encoder_pool.planning.batcher import split_cost
 from encoder_pool.planning.features import FeatureSpec
 from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.shares import is_within_share
-from fabric.errors import Overloaded, ProtocolError, UnitTooLarge, UnsupportedModality, WeftError
+from fabric.errors import (
+    InvalidMedia,
+    Overloaded,
+    ProtocolError,
+    UnitTooLarge,
+    UnsupportedModality,
+    WeftError,
+    WorkerBackedUp,
+)
 from fabric.ids import MemberId, UnitKey
 from fabric.messages import MediaItem
 
 
-def refusal(item: MediaItem, modalities: Sequence[str], spec: FeatureSpec, arena_bytes: int) -> WeftError | None:
-    """Why this encoder can never encode the item, or None."""
+def refusal(
+    item: MediaItem, modalities: Sequence[str], spec: FeatureSpec, arena_bytes: int, max_decode_bytes: int
+) -> WeftError | None:
+    """Why this encoder can never encode the item, or None. `max_decode_bytes`: what items may take together while they
+    are decoded."""
     if item.modality not in modalities:
         return UnsupportedModality(f"this encoder has not loaded {item.modality}")
     if not item.unit_tokens or min(item.unit_tokens) < 1 or item.cost < 1:
@@ -22,6 +33,9 @@ def refusal(item: MediaItem, modalities: Sequence[str], spec: FeatureSpec, arena
     nbytes = spec.nbytes(max(item.unit_tokens), item.num_levels)
     if nbytes > arena_bytes:
         return UnitTooLarge(f"a feature of {nbytes} bytes never fits the arena of {arena_bytes}")
+    if item.decode_bytes > max_decode_bytes:
+        message = f"decoding it takes {item.decode_bytes} bytes of memory, and all items together have "
+        return InvalidMedia(f"{message}{max_decode_bytes}", param=item.part)
     return None
 
 
@@ -32,9 +46,9 @@ def check_budget(
     max_queue_cost: int,
     sharing_worker_id: MemberId | None = None,
 ) -> None:
-    """Raises Overloaded if what is new in these items would pass the budget in patches, or the share of it of
-    `sharing_worker_id`, a worker among several; what is cached or in flight costs nothing, and an empty queue takes
-    anything. To be tried again when the queue has been encoded."""
+    """Raises Overloaded if what is new in these items would pass the budget in patches, to be tried again when the
+    queue has been encoded; WorkerBackedUp if only the share of `sharing_worker_id`, a worker among several, is too
+    small for it. What is cached or in flight costs nothing, and an empty queue takes anything."""
     new = {item.mm_hash: item for item in items if flights.find(item.mm_hash) is None}
     new_cost = sum(
         cost
@@ -43,13 +57,12 @@ def check_budget(
         if not is_ready(unit)
     )
     queued_cost = flights.totals.queued_cost
-    is_full = queued_cost > 0 and queued_cost + new_cost > max_queue_cost
-    if sharing_worker_id is not None and not is_full:
-        held_cost = flights.queued_cost_of(sharing_worker_id)
-        is_full = not is_within_share(held_cost, new_cost, max_queue_cost - queued_cost)
-    if new_cost and is_full:
-        raise Overloaded(
-            f"{queued_cost} patches wait; {new_cost} more would pass the budget of {max_queue_cost}, or its worker's "
-            "share of it",
-            retry_after_s=max(0.1, flights.queued_s),
-        )
+    if not new_cost:
+        return
+    if queued_cost and queued_cost + new_cost > max_queue_cost:
+        message = f"{queued_cost} patches wait; {new_cost} more would pass the budget of {max_queue_cost}"
+        raise Overloaded(message, retry_after_s=max(0.1, flights.queued_s))
+    held_cost = flights.queued_cost_of(sharing_worker_id) if sharing_worker_id is not None else 0
+    if not is_within_share(held_cost, new_cost, max_queue_cost - queued_cost):
+        message = f"{held_cost} patches wait for {sharing_worker_id}; {new_cost} more would pass its share"
+        raise WorkerBackedUp(message)

@@ -9,7 +9,7 @@ time is passed in.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import exp2
+from math import exp2, inf
 from typing import NamedTuple
 
 FORGETTING = 0.97
@@ -106,8 +106,9 @@ class ForwardCost:
 
 
 def is_alike(cost: float, other: float) -> bool:
-    """Whether forwards of these two sizes say nothing about overhead and slope apart."""
-    return abs(cost - other) <= LEAST_SPREAD * other
+    """Whether forwards of these two sizes say nothing about overhead and slope apart. No size is like `other` where
+    that is 0, which stands for none, or infinite."""
+    return 0.0 < other < inf and abs(cost - other) <= LEAST_SPREAD * other
 
 
 class ForwardCosts:

@@ -107,6 +107,17 @@ class Flight:
         return len(self.item.unit_tokens) > 1
 
     @property
+    def is_prepared(self) -> bool:
+        """Whether it is being decoded, or lies decoded, or has a unit that does."""
+        is_begun = self.phase in (Phase.DECODING, Phase.DECODED) or bool(self.unit_to_input)
+        return is_begun and bool(self.unit_to_cost)
+
+    @property
+    def lies_decoded(self) -> bool:
+        """Whether something of it is decoded and waits."""
+        return bool(self.unit_to_input) or self.waveform is not None
+
+    @property
     def stage(self) -> Stage | None:
         """None while it is being worked on and none of its units waits."""
         if self.phase is Phase.WAITING:
@@ -154,7 +165,7 @@ class FlightTotals:
         self.num_units_queued += sign * num_queued
         self.num_items_queued += sign * (num_queued > 0)
         self.num_in_flight += sign * is_begun
-        self.num_prepared += sign * (flight.phase in (Phase.DECODING, Phase.DECODED) or bool(flight.unit_to_input))
+        self.num_prepared += sign * flight.is_prepared
         self.num_long_decoding += sign * (flight.is_long and flight.phase is Phase.DECODING)
         self.modality_to_cost[flight.item.modality] += sign * flight.remaining_cost
         self.modality_to_decoded_cost[flight.item.modality] += sign * is_begun * flight.remaining_cost
@@ -171,3 +182,6 @@ class DecodeRoom(NamedTuple):
     """Patches of which the last to be added is a long item: the rest is kept for short ones."""
     max_long_items: int
     """Long items being decoded at once; at least one."""
+    max_decode_bytes: int = 2**63
+    """Of memory that items take while they are being decoded, by their headers; none takes more alone. The decoder
+    keeps that budget itself: this keeps its processes from being held by items that wait for it."""

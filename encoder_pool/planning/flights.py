@@ -15,12 +15,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import accumulate, takewhile
+from itertools import accumulate, islice, takewhile
 
 from encoder_pool.planning.batcher import QueuedSound, QueuedUnit, place_in_line, split_cost
 from encoder_pool.planning.call_queue import CallQueue
-from encoder_pool.planning.flight import DecodeRoom, Flight, FlightTotals, Follower, Phase, Stage
-from encoder_pool.planning.shares import is_within_share
+from encoder_pool.planning.flight import Flight, FlightTotals, Follower, Phase, Stage
 from encoder_pool.planning.sizes import InputSizes
 from encoder_pool.planning.turns import Rank, Turn
 from fabric.ids import MemberId, MmHash, UnitKey
@@ -30,6 +29,10 @@ from modalities.waveform import Waveform
 ToSeconds = Callable[[str, int], float]
 """(modality, cost) -> what that adds to a forward; proportional to the cost."""
 IsFreeToGo = Callable[[QueuedUnit], bool]
+MayHave = Callable[[MemberId, Flight], bool]
+"""Whether a worker may have a flight decoded."""
+LOOK_AHEAD = 4
+"""Flights of one worker that wait to be decoded: so many of each kind are looked at for one that has room."""
 PRICED_COST = 2**20
 """Whose seconds are asked for, to learn the price of one."""
 PRICE_TOLERANCE = 0.1
@@ -75,6 +78,7 @@ class Flights:
         self._num_forwards = 0
         """Since all ranks were made of new prices."""
         self._sizes = InputSizes()
+        self._prepared: dict[Flight, None] = {}
         self._worker_to_held: defaultdict[MemberId, _Held] = defaultdict(_Held)
         self.totals = FlightTotals()
 
@@ -111,6 +115,11 @@ class Flights:
                         flight.want(unit, costs[unit])
         return flight
 
+    def is_followed(self, follower: Follower) -> bool:
+        """Whether it has joined a flight, and neither left it nor was taken from it."""
+        flight = self._hash_to_flight.get(follower.item.mm_hash)
+        return flight is not None and follower in flight.followers
+
     def leave(self, follower: Follower) -> Flight | None:
         """Takes a follower away; harmless if it is gone. Units that nobody misses any more leave the queue at once,
         unless they are in the forward. Returns the flight if that ended it: its decoding can be cancelled, and
@@ -137,39 +146,40 @@ class Flights:
 
     # ------------------------------------------------------------ decoding
 
-    def next_to_decode(self, room: DecodeRoom, *, has_shares: bool = False) -> Flight | None:
-        """The first waiting flight by rank, if there is room for its pixels beside those that lie decoded. Nobody
-        passes it but short items, when it is a long one and enough of those are being decoded; and, if `has_shares`,
-        what is wanted by a worker for which less lies decoded than stays free, while for its own worker more does."""
-        if self.totals.num_prepared >= room.max_items:
-            return None
-        may_be_long = self.totals.num_long_decoding < max(1, room.max_long_items)
-        waiting = [
-            first
-            for is_long in ((False, True) if may_be_long else (False,))
-            for worker_id in self._stage_to_queues.get(Stage("decoding", is_long=is_long), ())
-            if (first := next(self._flights_of(Stage("decoding", is_long=is_long), worker_id)))
-            and (not has_shares or self._is_decoding_shared(worker_id, first[1], room))
+    def to_decode(self, may_have: MayHave, *, may_be_long: bool) -> Iterator[tuple[MemberId, Flight]]:
+        """Flights that wait to be decoded, in line, each with the worker for which it stands there. One that its worker
+        may not have holds up those of its worker behind it, and no others; of each worker, few are looked at. To be
+        read before the flights change."""
+        stages = [Stage("decoding", is_long=is_long) for is_long in ((False, True) if may_be_long else (False,))]
+        lines = [
+            islice(self._waiting_for(stage, worker_id), LOOK_AHEAD)
+            for stage in stages
+            for worker_id in self._stage_to_queues.get(stage, ())
         ]
-        if not waiting:
-            return None
-        _, flight = min(waiting, key=lambda one: one[0])
-        decoded_cost = self.decoded_cost
-        max_cost = room.max_long_cost if flight.is_long else room.max_cost
-        if decoded_cost and decoded_cost + self._in_patches(flight) > max_cost:
-            return None
-        return flight
+        seen: set[Flight] = set()
+        held_up: set[tuple[MemberId, bool]] = set()
+        for _, worker_id, flight in heapq.merge(*lines, key=lambda one: one[0]):
+            if flight in seen or (worker_id, flight.is_long) in held_up:
+                continue
+            if may_have(worker_id, flight):
+                seen.add(flight)
+                yield worker_id, flight
+            else:
+                held_up.add((worker_id, flight.is_long))
 
-    def _is_decoding_shared(self, worker_id: MemberId, flight: Flight, room: DecodeRoom) -> bool:
-        """Whether a worker may have one more item decoded."""
+    def _waiting_for(self, stage: Stage, worker_id: MemberId) -> Iterator[tuple[Rank, MemberId, Flight]]:
+        return ((rank, worker_id, flight) for rank, flight in self._flights_of(stage, worker_id))
+
+    def in_patches(self, flight: Flight) -> float:
+        """What a flight takes, or will take, while it lies decoded: as many patches as take that memory."""
+        return self._sizes.in_patches(flight.item.modality, flight.remaining_cost)
+
+    def held_by(self, worker_id: MemberId) -> tuple[int, float]:
+        """Items that lie decoded for a worker, and as many patches as take their memory."""
         held = self._worker_to_held.get(worker_id)
         if held is None:
-            return True
-        held_cost = sum(self._sizes.in_patches(*one) for one in held.modality_to_decoded_cost.items())
-        free_cost = room.max_cost - self.decoded_cost
-        return is_within_share(held.num_decoded, 1, room.max_items - self.totals.num_prepared) and is_within_share(
-            held_cost, self._in_patches(flight), free_cost
-        )
+            return 0, 0.0
+        return held.num_decoded, sum(self._sizes.in_patches(*one) for one in held.modality_to_decoded_cost.items())
 
     def queued_cost_of(self, worker_id: MemberId) -> int:
         """Patches accepted for a worker and not yet encoded; what several of its calls want counts for each."""
@@ -220,6 +230,22 @@ class Flights:
         assert waveform is not None
         return flight, waveform
 
+    def blocked(self, is_blocked: Callable[[MemberId], bool]) -> list[Flight]:
+        """Flights that are prepared, and wanted by calls of blocked workers alone: none of their units can go on. Last
+        in line first. Those with a unit in the forward are left out."""
+        found = [
+            flight
+            for flight in self._prepared
+            if flight.followers and not flight.forwarding and all(map(is_blocked, self._workers_of(flight)))
+        ]
+        return sorted(found, key=self._rank_of_flight, reverse=True)
+
+    def _workers_of(self, flight: Flight) -> set[MemberId]:
+        return {follower.destination.worker_id for follower in flight.followers}
+
+    def _rank_of_flight(self, flight: Flight) -> Rank:
+        return min(self._call_to_waiting[follower.call].rank for follower in flight.followers)
+
     # ------------------------------------------------------------ forwards
 
     def queued_units(
@@ -235,6 +261,12 @@ class Flights:
         if modality_to_first:
             modality = min(modality_to_first, key=lambda one: place_in_line(modality_to_first[one]))
             yield from self._units_in_line(Stage("unit", modality), has_room, is_within_share)
+
+    def first_unit(self, worker_id: MemberId) -> Iterator[QueuedUnit]:
+        """The next decoded unit that waits for a worker, of each modality that has one."""
+        for stage, queues in self._stage_to_queues.items():
+            if stage.name == "unit" and worker_id in queues:
+                yield from islice(self._units_of(stage, worker_id), 1)
 
     def served(self, units: Iterable[UnitKey], seconds: float, now_s: float) -> None:
         """A forward over `units` ended: who waited for one of them has had a turn. To be told before its units."""
@@ -310,13 +342,14 @@ class Flights:
                 call_to_cost.setdefault(one.call, Counter())[flight.item.modality] += flight.remaining_cost
                 held = worker_to_held[one.destination.worker_id]
                 held.queued_cost += flight.remaining_cost
-                if (flight.unit_to_input and flight.phase is not Phase.WAITING) or flight.waveform:
+                if flight.lies_decoded:
                     held.num_decoded += 1
                     held.modality_to_decoded_cost[flight.item.modality] += flight.remaining_cost
                 if stage := flight.stage:
                     assert self._call_to_waiting[one.call].stage_to_flights[stage][flight] is one
                     queued.add((stage, one.call))
         assert totals == self.totals
+        assert self._prepared.keys() == {flight for flight in self if flight.is_prepared}
         assert worker_to_held == self._worker_to_held
         assert call_to_cost.keys() == self._call_to_waiting.keys()
         for call, waiting in self._call_to_waiting.items():
@@ -336,18 +369,21 @@ class Flights:
     @contextmanager
     def _changing(self, flight: Flight) -> Iterator[None]:
         """Around every change of a flight: sums, and what the calls of its followers wait for, follow it."""
-        stage, cost = flight.stage, flight.remaining_cost
+        stage, cost, was_decoded = flight.stage, flight.remaining_cost, flight.lies_decoded
         self.totals.count(flight, -1)
         yield
+        self._prepared.pop(flight, None)
         if self.is_live(flight):
             self.totals.count(flight, 1)
+            if flight.is_prepared:
+                self._prepared[flight] = None
         new_stage, more_cost = flight.stage, flight.remaining_cost - cost
         if new_stage == stage and not more_cost:
             return
         for follower in flight.followers:
             waiting = self._call_to_waiting[follower.call]
-            self._hold(waiting.worker_id, flight, stage, cost, -1)
-            self._hold(waiting.worker_id, flight, new_stage, flight.remaining_cost, 1)
+            self._hold(waiting.worker_id, flight, cost, -1, is_decoded=was_decoded)
+            self._hold(waiting.worker_id, flight, flight.remaining_cost, 1, is_decoded=flight.lies_decoded)
             if more_cost:
                 waiting.modality_to_cost[flight.item.modality] += more_cost
                 self._rank(waiting)
@@ -364,7 +400,7 @@ class Flights:
             self._call_to_waiting[follower.call] = waiting
         waiting.num_followers += 1
         waiting.modality_to_cost[flight.item.modality] += flight.remaining_cost
-        self._hold(waiting.worker_id, flight, flight.stage, flight.remaining_cost, 1)
+        self._hold(waiting.worker_id, flight, flight.remaining_cost, 1, is_decoded=flight.lies_decoded)
         self._rank(waiting)
         self._enter_stage(waiting, flight, follower, flight.stage)
 
@@ -372,7 +408,7 @@ class Flights:
         del flight.followers[follower]
         waiting = self._call_to_waiting[follower.call]
         self._leave_stage(waiting, flight, flight.stage)
-        self._hold(waiting.worker_id, flight, flight.stage, flight.remaining_cost, -1)
+        self._hold(waiting.worker_id, flight, flight.remaining_cost, -1, is_decoded=flight.lies_decoded)
         waiting.num_followers -= 1
         waiting.modality_to_cost[flight.item.modality] -= flight.remaining_cost
         if waiting.num_followers:
@@ -380,11 +416,11 @@ class Flights:
         else:
             del self._call_to_waiting[follower.call]
 
-    def _hold(self, worker_id: MemberId, flight: Flight, stage: Stage | None, cost: int, sign: int) -> None:
-        """A flight of that cost, in that stage, is or is no more waited for by a call of a worker."""
+    def _hold(self, worker_id: MemberId, flight: Flight, cost: int, sign: int, *, is_decoded: bool) -> None:
+        """A flight of that cost is or is no more waited for by a call of a worker."""
         held = self._worker_to_held[worker_id]
         held.queued_cost += sign * cost
-        if stage is not None and stage.name != "decoding":
+        if is_decoded:
             held.num_decoded += sign
             held.modality_to_decoded_cost[flight.item.modality] += sign * cost
         if not held.queued_cost:
@@ -480,9 +516,6 @@ class Flights:
                 for flight, follower in waiting.stage_to_flights[stage].items()
             ]
             yield from heapq.merge(*lines, key=place_in_line)
-
-    def _in_patches(self, flight: Flight) -> float:
-        return self._sizes.in_patches(flight.item.modality, flight.remaining_cost)
 
     def _take_inputs(self, flight: Flight, inputs: list[EncoderInput]) -> None:
         for unit, one in enumerate(inputs, flight.num_decoded):

@@ -54,6 +54,10 @@ class BusyTime:
         self._done_s += now_s - self._since_s
         self._since_s = None
 
+    def current_s(self, now_s: float) -> float:
+        """How long the forward has been busy by now; 0 if it is idle."""
+        return 0.0 if self._since_s is None else now_s - self._since_s
+
     def roll(self, now_s: float) -> None:
         """Begins a new window if the last is over. To be called often."""
         busy_s = self._done_s + (now_s - self._since_s if self._since_s is not None else 0.0)

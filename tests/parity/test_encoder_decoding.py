@@ -27,7 +27,7 @@ from encoder_pool.decode import DecodePool
 from encoder_pool.decode_limits import DEFAULT_LIMITS
 from encoder_pool.decode_process import Decoded, DecodeProcess, decode_item
 from fabric.errors import EncodeFailed, ErrorInfo
-from fabric.messages import EncodeResult, MediaItem
+from fabric.messages import EncodeRequest, EncodeResult, MediaItem
 from modalities.family import EncoderInput, EncoderModel, Family
 from modalities.identify import plan_media
 from modalities.registry import REGISTRY
@@ -133,6 +133,47 @@ async def test_an_item_that_is_late_through_no_fault_of_its_own_may_come_again(
         assert not is_running(pid)
         assert pool._memory.num_taken == 0
         await bench.is_idle()
+
+
+async def test_items_behind_others_are_answered_in_the_time_that_they_have(
+    family: Family, encoder: EncoderModel
+) -> None:
+    """One waits for the only decode process, which hangs in another's file; one is decoded and waits for the forward.
+    Neither is its file's fault, and both are well as soon as the encoder is."""
+    async with running_bench(family, encoder, limited_to()) as bench:
+        pool, service = bench.service._decoder, bench.service
+        bench.model.gate.clear()
+        forwarded, decoded, large, waiting = [picture(1)], [picture(2)], [flat_picture(9_400)], [picture(3)]
+        calls = []
+        for files in (forwarded, decoded):
+            calls.append(asyncio.create_task(service.encode(in_time(bench.request(files), 4.0), files)))
+            await bench.until(lambda: service.report().items_decoded == len(calls))
+        calls.append(asyncio.create_task(service.encode(bench.request(large), large)))
+        await bench.until(lambda: any(process.is_at_work for process in pool._processes))
+        (pid,) = pool.pids()
+        os.kill(pid, signal.SIGSTOP)
+        calls.append(asyncio.create_task(service.encode(in_time(bench.request(waiting), 4.0), waiting)))
+        await bench.until(lambda: service.report().num_items_pending == 4)
+        bench.clock.advance(3.9)
+        service.tick()
+        assert service.report().num_items_pending == 4
+        bench.clock.advance(0.1)
+        for call in (calls[0], calls[1], calls[3]):
+            (error,) = errors(await call)
+            assert error is not None
+            assert (error.code, error.param) == ("machine_busy", "messages.0.content.1")
+        assert not calls[2].done(), "it has no limit"
+        os.kill(pid, signal.SIGCONT)
+        bench.model.gate.set()
+        assert errors(await calls[2]) == [None]
+        assert pool.pids() == [pid]
+        for files in (forwarded, decoded, waiting):
+            assert errors(await service.encode(in_time(bench.request(files), 4.0), files)) == [None]
+        await bench.is_idle()
+
+
+def in_time(request: EncodeRequest, time_left_s: float) -> EncodeRequest:
+    return msgspec.structs.replace(request, time_left_s=time_left_s)
 
 
 async def test_an_item_that_takes_more_than_its_header_says_is_refused_alone(

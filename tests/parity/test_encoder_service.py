@@ -9,13 +9,14 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 import pytest
+import torch
 from encoder_bench import ROUTER, WORKER, Bench, picture, running_bench
 
 from deploy.demo.build import demo_checkpoint
 from encoder_pool.config import EncoderConfig
-from fabric.errors import EncoderLost, ErrorInfo, Overloaded, ProtocolError
+from fabric.errors import ConfigError, EncoderLost, ErrorInfo, Overloaded, ProtocolError
 from fabric.messages import AbortAttempt, EncodeResult, EncoderReport, FeatureEvents, RouterHeartbeat, SnapshotRequest
-from modalities.family import EncoderModel, Family
+from modalities.family import EncoderInput, EncoderModel, Family
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch
@@ -208,6 +209,71 @@ async def test_a_device_that_fails_everything_loses_the_encoder_and_blames_no_pi
         await bench.is_idle()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+async def test_a_spoilt_feature_fails_alone_and_is_never_stored(
+    family: Family, encoder: EncoderModel, value: float
+) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        spoilt = picture(9, 256, 128)
+        bench.model.spoilt_patches, bench.model.spoils_with = {bench.item(spoilt).cost}, value
+        tasks = await queue_behind(bench, [[picture(1), spoilt], [picture(2)]])
+        bench.model.gate.set()
+        results = await asyncio.gather(*tasks)
+        codes = [[error.code if error else None for error in errors(result)] for result in results]
+        assert codes == [[None], [None, "encode_failed"], [None]]
+        assert bench.model.batch_sizes == [1, 3, 3, 1, 1, 1, 1, 1], (
+            "twice each, and a harmless forward behind the failure"
+        )
+        assert bench.item(spoilt).mm_hash not in {message.unit.mm_hash for message in bench.ready}
+        bench.model.spoilt_patches = set()
+        result = await bench.service.encode(bench.request([spoilt]), [spoilt])
+        assert errors(result) == [None], "nothing of it was kept"
+        (payload,) = bench.expected([spoilt])
+        np.testing.assert_allclose(
+            np.frombuffer(await bench.pull(bench.ready[-1]), np.float32), np.frombuffer(payload, np.float32), atol=1e-5
+        )
+        bench.service.check_health()
+        await bench.is_idle()
+
+
+async def test_a_forward_that_was_spoilt_once_is_computed_again(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        files = [picture(1), picture(2)]
+        bench.model.num_spoilt_forwards = 1
+        result = await bench.service.encode(bench.request(files), files)
+        assert errors(result) == [None, None]
+        pulled = {message.unit.mm_hash: await bench.pull(message) for message in bench.ready}
+        for data, reference in zip(files, bench.expected(files), strict=True):
+            found = np.frombuffer(pulled[bench.item(data).mm_hash], np.float32)
+            np.testing.assert_allclose(found, np.frombuffer(reference, np.float32), atol=1e-5)
+        bench.service.check_health()
+        await bench.is_idle()
+
+
+async def test_a_device_whose_numbers_are_never_finite_loses_the_encoder(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        bench.model.num_spoilt_forwards = 1_000
+        files = [picture(1), picture(2)]
+        result = await bench.service.encode(bench.request(files), files)
+        assert [error.code if error else None for error in errors(result)] == ["encoder_lost"] * 2, "retried elsewhere"
+        with pytest.raises(EncoderLost):
+            bench.service.check_health()
+        assert bench.ready == []
+        await bench.is_idle()
+
+
+async def test_weights_that_compute_nothing_finite_are_refused_at_the_start(
+    family: Family, encoder: EncoderModel
+) -> None:
+    class Spoilt:
+        def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+            return [feature * float("nan") for feature in encoder.encode(inputs)]
+
+    with pytest.raises(ConfigError, match="not finite"):
+        async with running_bench(family, Spoilt(), CONFIG):
+            pass
+
+
 async def test_a_cancelled_call_takes_its_units_out_of_the_queue(family: Family, encoder: EncoderModel) -> None:
     async with running_bench(family, encoder, CONFIG) as bench:
         files = [picture(1), picture(2)]
@@ -369,3 +435,27 @@ async def test_stopping_ends_open_calls(family: Family, encoder: EncoderModel) -
         with pytest.raises(EncoderLost):
             await bench.service.encode(bench.request([]), [])
         bench.service.check_health()
+
+
+async def test_a_device_that_hangs_is_found_out_though_the_encoder_answers(
+    family: Family, encoder: EncoderModel
+) -> None:
+    """It answers each call in its time, as one that is only busy would."""
+    async with running_bench(family, encoder, EncoderConfig(("image",), num_decode_processes=0)) as bench:
+        bench.model.gate.clear()
+        files = [picture(1)]
+        request = msgspec.structs.replace(bench.request(files), time_left_s=10.0)
+        call = asyncio.create_task(bench.service.encode(request, files))
+        await bench.until(lambda: bench.service.report().num_encoding == 1)
+        bench.clock.advance(10.0)
+        (result,) = (await call).items
+        assert result.error is not None
+        assert result.error.code == "machine_busy"
+        bench.service.check_health()
+        bench.clock.advance(EncoderConfig(("image",), num_decode_processes=0).max_forward_s)
+        with pytest.raises(EncoderLost, match="300 s"):
+            bench.service.check_health()
+        bench.model.gate.set()
+        await bench.until(lambda: bench.service.report().num_encoding == 0)
+        bench.service.check_health()
+        await bench.is_idle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -39,6 +40,7 @@ class HandDecoder:
 
     def __init__(self) -> None:
         self.open: list[OpenDecode] = []
+        self.hash_to_num_started: Counter[str] = Counter()
 
     @property
     def num_parallel(self) -> int:
@@ -48,6 +50,7 @@ class HandDecoder:
         assert data, "the file must be there for as long as somebody wants it"
         entry = OpenDecode(item, on_units, asyncio.get_running_loop().create_future())
         self.open.append(entry)
+        self.hash_to_num_started[item.mm_hash] += 1
         try:
             return await entry.future
         finally:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from math import inf
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_pool.planning.batcher import QueuedUnit, choose_batch
-from encoder_pool.planning.cost import ForwardCosts
+from encoder_pool.planning.cost import ForwardCosts, is_alike
 from encoder_pool.planning.turns import Turn
 from fabric.ids import MmHash, UnitKey
 
@@ -71,6 +72,16 @@ def drain(costs: ForwardCosts, forward_s: ForwardSeconds) -> list[int]:
         sizes.append(len(batch))
         queue = queue[len(batch) :]
     return sizes
+
+
+@pytest.mark.parametrize(("cost", "other"), [(0, 0.0), (COST, 0.0), (0, inf), (COST, inf)])
+def test_no_size_is_like_none_or_an_infinite_one(cost: int, other: float) -> None:
+    assert not is_alike(cost, other)
+
+
+@pytest.mark.parametrize(("cost", "is_like"), [(895, False), (922, True), (1024, True), (1126, True), (1152, False)])
+def test_sizes_are_alike_within_a_tenth(cost: int, is_like: bool) -> None:
+    assert is_alike(cost, 1024.0) == is_like
 
 
 @pytest.mark.parametrize("is_calibrated", [True, False])

@@ -74,14 +74,14 @@ class FeatureTableMachine(RuleBasedStateMachine):
             end = after
         return sizes
 
-    @rule(unit=units, nbytes=st.integers(1, 900))
-    def reserve(self, unit: UnitKey, nbytes: int) -> None:
+    @rule(unit=units, nbytes=st.integers(1, 900), made_for=st.none() | workers)
+    def reserve(self, unit: UnitKey, nbytes: int, made_for: MemberId | None) -> None:
         if unit in self.encoding or unit in self.ready:
             return
         held = [*self.encoding.values(), *(self.ready[one] for one in self.leased())]
         is_free = max(self.runs_without([*self.encoding.values(), *self.ready.values()])) >= num_units(nbytes)
         can_be_had = max(self.runs_without(held)) >= num_units(nbytes)
-        slot = self.table.reserve(unit, nbytes, NUM_UNITS)
+        slot = self.table.reserve(unit, nbytes, NUM_UNITS, made_for)
         gone = {one: self.ready[one] for one in self.ready if not self.table.is_ready(one)}
         assert not gone.keys() & self.leased(), "a leased feature was evicted"
         assert (slot is not None) == can_be_had, "what is cached and free in one piece is enough, or it is not"
@@ -266,3 +266,55 @@ def test_a_large_feature_among_small_ones_evicts_what_it_takes() -> None:
     assert table.sums.num_evictions == 64
     assert not table.is_ready(stored[0])
     table.check_invariants()
+
+
+def test_what_is_due_claims_a_range_that_its_leases_leave_and_nobody_takes() -> None:
+    """What is cached there goes, what is leased there is found no more and goes with its last lease; others go on
+    beside it, and read what was set aside from a place of its own once it is made again."""
+    table, stored = packed_table(16, 1024)
+    attempts = [AttemptId(RequestId(f"req-{number}"), 0) for number in range(2)]
+    for number, unit in enumerate(stored):
+        if number % 4 == 0:
+            table.lease(LeaseKey(MemberId("worker-1"), attempts[0], unit), MemberId("router-1"))
+    wanted, nbytes = UnitKey(MmHash("wanted"), 0), 8 * 1024 - UNIT_BYTES
+    assert table.reserve(wanted, nbytes, 1) is None
+    assert table.sums.num_evictions == 0, "nothing is claimed before it is due"
+    assert table.reserve(wanted, nbytes, 1, is_due=True) is None
+    table.check_invariants()
+    aside = [unit for number, unit in enumerate(stored) if number % 4 == 0 and not table.is_ready(unit)]
+    assert len(aside) == 2
+    assert table.sums.num_evictions == 6
+    assert table.usage().num_leases == 4
+    other = UnitKey(MmHash("other"), 0)
+    assert table.reserve(other, nbytes, 1, is_due=True) is None, "one range is claimed at a time"
+    assert table.reserve(other, 3 * 1024 - UNIT_BYTES, 1) is not None, "there is room beside it"
+    table.complete(other)
+    again = aside[0]
+    old = LeaseKey(MemberId("worker-1"), attempts[0], again)
+    assert table.reserve(again, 1024 - UNIT_BYTES, 1) is not None
+    table.complete(again)
+    table.lease(LeaseKey(MemberId("worker-2"), attempts[1], again), MemberId("router-1"))
+    slot = table.lease(old, MemberId("router-1"))
+    table.check_invariants()
+    assert table.usage().num_leases == 5, "a lease is on one of the two, the newer"
+    assert table.release(old, slot.generation)
+    assert table.is_ready(again)
+    assert table.reserve(wanted, nbytes, 1, is_due=True) is None
+    table.end_attempt(attempts[0])
+    assert table.reserve(wanted, nbytes, 1, is_due=True) is not None
+    table.check_invariants()
+    assert table.usage().num_leases == 1
+    assert table.reserve(UnitKey(MmHash("next"), 0), 1024 - UNIT_BYTES, 1) is not None
+
+
+def test_a_claim_that_is_given_up_leaves_its_range_to_others() -> None:
+    table, stored = packed_table(4, 1024)
+    for unit in stored[::2]:
+        table.lease(lease_of(unit), MemberId("router-1"))
+    wanted = UnitKey(MmHash("wanted"), 0)
+    assert table.reserve(wanted, 3 * 1024 - UNIT_BYTES, 1, is_due=True) is None
+    assert table.reserve(UnitKey(MmHash("large"), 0), 2 * 1024 - UNIT_BYTES, 1, is_due=True) is None
+    table.end_attempt(AttemptId(RequestId("req"), 0))
+    table.end_claim()
+    table.check_invariants()
+    assert table.reserve(UnitKey(MmHash("whole"), 0), 4 * 1024 - UNIT_BYTES, 1) is not None

@@ -40,6 +40,26 @@ def test_no_more_items_lie_decoded_than_may_be_in_flight(max_items: int, monkeyp
     machine.teardown()
 
 
+def test_an_item_beyond_the_whole_decode_budget_is_refused_before_anything_queues(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though a decoder is free; the other item of its call goes on."""
+    monkeypatch.setitem(rig.MODALITY_TO_DECODE_BYTES, "video", rig.TOTAL_BYTES + 1)
+    machine = rig.PipelineMachine()
+    machine.build(0.01)
+    machine.call([("clip", 0), ("small", 0)], "worker-1")
+    assert [one.item.mm_hash for one in machine.decoder.open] == ["small-0"]
+    assert (machine.pipeline.num_pending, machine.pipeline.flights.totals.num_items_queued) == (1, 1)
+    machine.work_well(2)
+    large, small = machine.calls[0].task.result().items
+    assert small.error is None
+    assert large.error is not None
+    assert (large.error.code, large.error.param) == ("invalid_media", "part.1.0")
+    assert f"takes {rig.TOTAL_BYTES + 1} bytes" in large.error.message
+    assert f"have {rig.TOTAL_BYTES}" in large.error.message
+    machine.teardown()
+
+
 def test_the_busy_share_of_the_device_is_reported() -> None:
     machine = rig.PipelineMachine()
     machine.build(0.01)

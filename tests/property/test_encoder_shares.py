@@ -5,14 +5,17 @@ The real pipeline and feature table, driven by hand on a fake clock.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_encoder_pipeline import CONFIG, PipelineMachine
+from test_encoder_pipeline import CONFIG, OpenCall, PipelineMachine
 
 from encoder_pool.planning.lease_book import LeaseKey
 from encoder_pool.planning.shares import is_within_share
-from fabric.ids import AttemptId, MemberId
+from fabric.ids import AttemptId, MemberId, MmHash, UnitKey
 from fabric.messages import UnitReady
 
 STUCK, WELL = "worker-1", "worker-2"
@@ -115,6 +118,134 @@ def test_a_call_that_is_held_back_can_be_aborted() -> None:
     assert not machine.pipeline._held_back
 
 
+def test_what_was_made_for_a_worker_that_left_is_leased_within_its_share() -> None:
+    """A unit is exempt from the share that it was reserved from while those that waited for it are told, not for
+    good."""
+    machine = machine_of_two()
+    machine.call([("small", 0)], STUCK)
+    machine._end_decode(machine.decoder.open[0], "ok")
+    machine.calls[-1].task.cancel()
+    machine.work_well(1)
+    assert machine.table.is_ready(UnitKey(MmHash("small-0"), 0))
+    for number in range(1, 6):
+        machine.call([("small", number)], STUCK)
+        machine.work_well(2)
+    num_sent = len(machine.plane.sent)
+    assert 0 < num_sent < 5, "its share is used up"
+    machine.call([("small", 0)], STUCK)
+    assert len(machine.plane.sent) == num_sent
+    machine.teardown()
+
+
+def test_a_video_that_is_held_back_keeps_what_was_decoded_of_it() -> None:
+    """It was wanted by a worker that left while the first unit was made, and by one whose share is used up."""
+    machine = machine_of_two()
+    for number in range(4):
+        machine.call([("small", number)], STUCK)
+        machine.work_well(2)
+    num_sent = len(machine.plane.sent)
+    machine.call([("clip", 0)], WELL)
+    leaving = machine.calls[-1]
+    machine.call([("clip", 0)], STUCK)
+    staying = machine.calls[-1]
+    machine._end_decode(next(one for one in machine.decoder.open if one.item.mm_hash == "clip-0"), "ok")
+    leaving.task.cancel()
+    machine.settle()
+    machine._end_forward(set())
+    assert len(machine.plane.sent) == num_sent, "it is held back"
+    assert not staying.task.done()
+    machine.everything_is_accounted_for()
+    for _ in range(4):
+        release(machine, STUCK, machine.plane.sent)
+        machine.work_well(3)
+        machine.everything_is_accounted_for()
+    result = staying.task.result().items[0]
+    assert result.error is None
+    assert not result.times.is_cache_hit
+    assert machine.decoder.hash_to_num_started["clip-0"] == 1
+    machine.teardown()
+
+
+@pytest.mark.parametrize("kind", ["small", "clip", "word"])
+def test_what_lies_decoded_for_a_stuck_worker_holds_up_no_other(kind: str) -> None:
+    """A video finds no room beside it: others pass at once, and soon it gets the room."""
+    machine = machine_of_two()
+    for number in range(8):
+        machine.call([(kind, number)], STUCK)
+        machine.work_well(2)
+    assert machine.pipeline.flights.totals.num_units_queued
+    machine.call([("film", 0)], WELL)
+    film = machine.calls[-1]
+    assert not any(one.item.mm_hash == "film-0" for one in machine.decoder.open), "it has no room"
+    for number in range(100, 104):
+        assert is_served(machine, "worker-3", "small", number), f"number {number} waits behind the video"
+    machine.pass_time(CONFIG.passed_s)
+    for _ in range(8):
+        machine.work_well(1)
+        release(machine, WELL, machine.plane.sent)
+    assert film.task.result().items[0].error is None
+    assert any(not call.task.done() for call in machine.calls), "the stuck worker's items wait on"
+    machine.teardown()
+
+
+def test_what_was_put_back_is_made_once_its_worker_takes_features_again() -> None:
+    machine = machine_of_two()
+    for number in range(6):
+        machine.call([("small", number)], STUCK)
+        machine.work_well(2)
+    decoded = {hash_: number for hash_, number in machine.decoder.hash_to_num_started.items() if number}
+    machine.call([("film", 0)], WELL)
+    machine.pass_time(CONFIG.passed_s)
+    assert any(one.item.mm_hash == "film-0" for one in machine.decoder.open)
+    for _ in range(8):
+        machine.work_well(1)
+        release(machine, WELL, machine.plane.sent)
+        release(machine, STUCK, machine.plane.sent)
+    assert all(call.task.result().items[0].error is None for call in machine.calls)
+    again = [hash_ for hash_, number in machine.decoder.hash_to_num_started.items() if number > 1]
+    assert len(again) == 1
+    assert set(again) <= decoded.keys()
+    machine.teardown()
+
+
+def test_all_that_is_late_for_a_stuck_worker_is_its_fault_and_no_other_item() -> None:
+    """Also what was not decoded, because it could not be encoded anyway."""
+    machine = machine_of_two()
+    for number in range(12):
+        machine.call([("small", number)], STUCK, time_left_s=5.0)
+        machine.work_well(2)
+    machine.call([("small", 100)], WELL, time_left_s=5.0)
+    late = [call for call in machine.calls if not call.task.done()]
+    assert len(late) > 3
+    assert [one.item.mm_hash for one in machine.decoder.open] == ["small-100"]
+    machine.clock.advance(5.0)
+    machine.in_loop(machine.pipeline.end_late)
+    codes = [call.task.result().items[0].error.code for call in late]
+    assert codes == ["worker_backed_up"] * (len(late) - 1) + ["machine_busy"]
+    machine.teardown()
+
+
+def test_a_worker_that_takes_no_announcements_is_at_fault_and_holds_nothing() -> None:
+    machine = machine_of_two()
+    machine.worker_stops_or_begins_to_listen()
+    machine.call([("small", 0)], STUCK)
+    machine.work_well(2)
+    error = machine.calls[-1].task.result().items[0].error
+    assert error is not None
+    assert (error.code, STUCK in error.message) == ("worker_backed_up", True)
+    assert machine.table.usage().num_leases == 0
+    machine.teardown()
+
+
+def test_what_has_no_memory_to_be_decoded_in_is_passed_by_what_has() -> None:
+    machine = machine_of_two()
+    machine.call([("small", 0)], WELL)
+    machine.call([("clip", 0)], WELL)
+    machine.call([("word", 0)], STUCK)
+    assert sorted(one.item.mm_hash for one in machine.decoder.open) == ["small-0", "word-0"]
+    machine.teardown()
+
+
 def test_the_only_worker_may_have_all() -> None:
     machine = machine_of_two()
     machine.table.end_worker(MemberId(WELL))
@@ -122,6 +253,13 @@ def test_the_only_worker_may_have_all() -> None:
         machine.call([("small", number)], STUCK)
         machine.work_well(2)
     assert machine.table.usage().num_leases == 6, "as many as the arena holds"
+    for number in range(6, 21):
+        machine.call([("small", number)], STUCK)
+        while machine.decoder.open:
+            machine._end_decode(machine.decoder.open[0], "ok")
+    totals = machine.pipeline.flights.totals
+    assert totals.num_prepared == CONFIG.max_items_in_flight, "as many as may lie decoded"
+    assert totals.queued_cost == CONFIG.max_queue_cost, "as much as may wait"
     machine.teardown()
 
 
@@ -174,3 +312,131 @@ def test_a_large_feature_is_passed_by_small_ones_but_not_for_ever(held_s: int, s
     assert large.task.done(), "a large feature is starved"
     assert now_s - large_s <= 2 * CONFIG.lease_s + 2 * step_s
     machine.teardown()
+
+
+class Crowd:
+    """Workers of which one takes nothing, and asks for more all the time; the others have one request each at a time
+    and release at once what they are told of. A tick is a turn of decoders and forward."""
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        self.machine = machine_of_two()
+        self.machine.table.worker_came(MemberId("worker-3"))
+        self.kinds = kinds
+        self.worker_to_open: dict[str, tuple[OpenCall, int, str]] = {}
+        self.kind_to_waits: dict[str, list[int]] = {}
+        """In ticks."""
+        self.num_items = self.num_ticks = self.num_sent = 0
+        self.refused: list[str] = []
+
+    def ask(self, worker: str, kind: str, time_left_s: float = 0.0) -> OpenCall | None:
+        num_calls = len(self.machine.calls)
+        self.num_items += 1
+        self.machine.call([(kind, self.num_items)], worker, time_left_s=time_left_s)
+        return self.machine.calls[-1] if len(self.machine.calls) > num_calls else None
+
+    def tick(self, stuck_kinds: Sequence[str], kinds: Sequence[str]) -> None:
+        for kind in stuck_kinds:
+            self.ask(STUCK, kind, time_left_s=CONFIG.lease_s)
+        for worker, kind in zip((WELL, "worker-3"), kinds, strict=True):
+            if worker not in self.worker_to_open and (call := self.ask(worker, kind)) is not None:
+                self.worker_to_open[worker] = call, self.num_ticks, kind
+        self.machine.work_well(1)
+        told = self.machine.plane.sent[self.num_sent :]
+        self.num_sent = len(self.machine.plane.sent)
+        request_to_worker = {one.request_id: one.destination.worker_id for one in self.machine.all_requests()}
+        for worker in (WELL, "worker-3"):
+            release(self.machine, worker, [one for one in told if request_to_worker[one.request_id] == worker])
+        self.num_ticks += 1
+        self.machine.pass_time(TICK_S)
+        self.machine.everything_is_accounted_for()
+        for worker, (call, since, kind) in list(self.worker_to_open.items()):
+            if call.task.done():
+                assert call.task.result().items[0].error is None
+                self.kind_to_waits.setdefault(kind, []).append(self.num_ticks - since)
+                del self.worker_to_open[worker]
+
+    def longest_wait(self) -> int:
+        waits = [wait for waits in self.kind_to_waits.values() for wait in waits]
+        return max([*waits, *(self.num_ticks - since for _, since, _ in self.worker_to_open.values())])
+
+    def close(self) -> None:
+        self.machine.teardown()
+
+
+TICK_S = 0.25
+WORK_TICKS = 8
+"""A film takes six forwards, and others take turns with it."""
+
+
+def test_smaller_features_of_its_own_worker_do_not_keep_the_largest_from_its_turn() -> None:
+    """A worker that asks for small ones all the time is never without any: the share that it may have all at once must
+    be kept for the largest."""
+    machine = machine_of_two()
+    machine.call([("small", 0)], STUCK)
+    machine.work_well(2)
+    machine.call([("wide", 0)], WELL)
+    wide = machine.calls[-1]
+    for number in range(1, 3 * ticks_of(CONFIG.lease_s)):
+        for each in (2 * number, 2 * number + 1):
+            machine.call([("small", each)], WELL, time_left_s=2.0)
+        num_sent = len(machine.plane.sent)
+        machine.work_well(1)
+        release(machine, WELL, machine.plane.sent[: num_sent - 1])  # it is a little late each time
+        machine.pass_time(TICK_S)
+        machine.in_loop(machine.pipeline.end_late)
+        if wide.task.done():
+            break
+    assert wide.task.result().items[0].error is None
+    machine.teardown()
+
+
+def test_what_waits_for_room_takes_no_place_in_the_forwards_of_others() -> None:
+    """The batch is chosen anew without it, so that it is as full as it can be."""
+    machine = PipelineMachine()
+    machine.build(0.01)  # so long that it is worth to share it
+    for number in range(2):
+        machine.call([("small", number)], STUCK)
+        machine.work_well(2)
+    machine.call([("wide", 0)], WELL)
+    machine.call([("small", 100)], "worker-3")
+    while machine.decoder.open:
+        machine._end_decode(machine.decoder.open[0], "ok")
+    assert machine.forward.job is not None
+    for number in range(101, 103):
+        machine.call([("small", number)], "worker-3")
+    while machine.decoder.open:
+        machine._end_decode(machine.decoder.open[0], "ok")
+    machine._end_forward(set())
+    assert machine.forward.job is not None
+    assert len(machine.forward.job[0]) == 2
+    machine.teardown()
+
+
+def ticks_of(seconds: float) -> int:
+    return math.ceil(seconds / TICK_S)
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.data())
+def test_with_room_for_its_features_nobody_waits_for_a_stuck_worker(data: st.DataObject) -> None:
+    """All features are of one size, so that what is free can be had. Then others wait for the time that they are passed
+    by others, and for no lease to end: also for pictures that need most of the room for decoded ones."""
+    crowd = Crowd(["small", "dear", "word"])
+    kinds = st.sampled_from(crowd.kinds)
+    for _ in range(ticks_of(3 * CONFIG.lease_s)):
+        crowd.tick(data.draw(st.lists(kinds, max_size=2)), (data.draw(kinds), data.draw(kinds)))
+        assert crowd.longest_wait() <= ticks_of(CONFIG.passed_s) + WORK_TICKS, crowd.kind_to_waits
+    crowd.close()
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.data())
+def test_the_largest_feature_has_its_turn_while_a_worker_is_stuck(data: st.DataObject) -> None:
+    """Leases of a stuck worker may leave no room in one piece. Then the largest waits for those that there are, and
+    another that finds none for those that came meanwhile."""
+    crowd = Crowd(["small", "wide", "film", "clip", "song", "dear"])
+    kinds = st.sampled_from(crowd.kinds)
+    for _ in range(ticks_of(4 * CONFIG.lease_s)):
+        crowd.tick(data.draw(st.lists(kinds, max_size=2)), (data.draw(kinds), data.draw(kinds)))
+        assert crowd.longest_wait() <= ticks_of(3 * CONFIG.lease_s + CONFIG.passed_s) + WORK_TICKS, crowd.kind_to_waits
+    crowd.close()

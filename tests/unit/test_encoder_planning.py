@@ -13,6 +13,7 @@ from encoder_pool.decode_process import check_inputs
 from encoder_pool.planning.admission import check_budget, refusal
 from encoder_pool.planning.batcher import choose_batch, split_cost
 from encoder_pool.planning.cost import CostEstimate, ForwardCost, ForwardCosts
+from encoder_pool.planning.decode_line import DecodeLine
 from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.features import FeatureSpec
 from encoder_pool.planning.flight import DecodeRoom, Flight, Phase, follower_of
@@ -20,7 +21,7 @@ from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.lifecycle import FeatureState, advance
 from encoder_pool.planning.tally import BusyTime
 from encoder_pool.planning.turns import Turn
-from fabric.errors import ConfigError, EncodeFailed, InvalidMedia, Overloaded
+from fabric.errors import ConfigError, EncodeFailed, InvalidMedia, Overloaded, WorkerBackedUp
 from fabric.ids import MemberId, MmHash, RequestId, UnitKey
 from fabric.messages import Destination, EncodeRequest, FeatureEvents, MediaItem
 from modalities.family import EncoderInput, MediaOptions
@@ -132,6 +133,16 @@ class TestForwardCosts:
         assert ForwardCosts().estimate("video") == CostEstimate(0.0, 0.0)
         assert ForwardCosts().work_s("video", 10) == 0.0
 
+    def test_each_modality_has_seen_sizes_that_differ_or_not(self) -> None:
+        costs = ForwardCosts()
+        assert not costs.has_spread("image")
+        for size in (100, 1000):
+            costs.observe("image", size, 0.01)
+            costs.observe("audio", 500, 0.01)
+        assert costs.has_spread("image")
+        assert not costs.has_spread("audio")
+        assert not costs.has_spread("video")
+
 
 class TestBusyTime:
     def test_a_fraction_of_each_window(self) -> None:
@@ -183,10 +194,18 @@ class TestAdmission:
             "unit_too_large": item("a", units=(4, 17)),
         }
         for code, refused_item in refused.items():
-            error = refusal(refused_item, ("image",), SPEC, arena_bytes=1024)
+            error = refusal(refused_item, ("image",), SPEC, arena_bytes=1024, max_decode_bytes=100)
             assert error is not None
             assert error.code == code
-        assert refusal(item("a", units=(16,)), ("image",), SPEC, arena_bytes=1024) is None
+        assert refusal(item("a", units=(16,)), ("image",), SPEC, arena_bytes=1024, max_decode_bytes=100) is None
+
+    def test_what_can_never_be_decoded_is_refused_with_what_it_takes_and_what_there_is(self) -> None:
+        large = msgspec.structs.replace(item("a"), decode_bytes=101)
+        error = refusal(large, ("image",), SPEC, arena_bytes=1024, max_decode_bytes=100)
+        assert isinstance(error, InvalidMedia)
+        assert error.message == "decoding it takes 101 bytes of memory, and all items together have 100"
+        assert error.param == large.part
+        assert refusal(large, ("image",), SPEC, arena_bytes=1024, max_decode_bytes=101) is None
 
     def test_the_budget_counts_only_what_is_new(self) -> None:
         flights = Flights(patience=4.0, to_seconds=lambda _, cost: 0.075 * cost)
@@ -202,6 +221,20 @@ class TestAdmission:
         with pytest.raises(Overloaded) as caught:
             check(item("b", cost=13))
         assert caught.value.retry_after_s == 1.5
+
+    def test_what_only_the_share_of_a_worker_is_too_small_for_names_the_worker(self) -> None:
+        flights = Flights(patience=4.0, to_seconds=lambda _, cost: 0.075 * cost)
+        wanted = request(item("a", cost=20))
+        flights.join(follower_of(wanted, turn(1), item("a", cost=20), b"", 0.0))
+        stuck, well = wanted.destination.worker_id, MemberId("another")
+        new = [item("b", cost=6)]
+        check_budget(new, flights, lambda _: False, 32)
+        check_budget(new, flights, lambda _: False, 32, well)
+        with pytest.raises(WorkerBackedUp, match=stuck):
+            check_budget(new, flights, lambda _: False, 32, stuck)
+        check_budget(new, flights, lambda _: True, 32, stuck)
+        with pytest.raises(Overloaded):
+            check_budget([item("b", cost=13)], flights, lambda _: False, 32, stuck)
 
     def test_an_items_cost_is_split_over_its_units(self) -> None:
         assert split_cost(16, (4,)) == [16]
@@ -264,13 +297,50 @@ class TestFlights:
         assert flights.forward_ended(UnitKey(MmHash("a"), 0)) is flight
         assert flights.totals.queued_cost == 0
 
+    def test_what_a_decoder_still_gives_for_nobody_is_not_taken(self) -> None:
+        """Of an item whose last follower left while a unit was in the forward, and of one that has ended since."""
+        flights = Flights(patience=4.0, to_seconds=free)
+        wanted = item("a", cost=32, units=(4, 4))
+        follower = follower_of(request(wanted), turn(1), wanted, b"png", 0.0)
+        flight = flights.join(follower)
+        flights.decode_started(flight)
+        pixels = EncoderInput("image", np.zeros((16, 3), np.float32), (1, 4, 4))
+        assert flights.decoded_part(flight, [pixels])
+        flights.forward_started(UnitKey(MmHash("a"), 0))
+        assert flights.leave(follower) is None
+        assert not flights.decoded_part(flight, [pixels])
+        assert flights.forward_ended(UnitKey(MmHash("a"), 0)) is flight
+        assert not flights.decoded_part(flight, [pixels])
+        assert flight.num_decoded == 1
+        flights.check_invariants()
+
+    def test_a_flight_that_made_all_that_is_missed_ends_while_it_is_decoded(self) -> None:
+        """Its last follower misses the unit before: it joins another flight, into which this one puts nothing."""
+        flights = Flights(patience=4.0, to_seconds=free)
+        wanted = item("a", cost=32, units=(4, 4))
+        first, second = (follower_of(request(wanted, number=n), turn(n), wanted, b"png", 0.0) for n in (1, 2))
+        flight = flights.join(first)
+        flights.decode_started(flight)
+        pixels = EncoderInput("image", np.zeros((16, 3), np.float32), (1, 4, 4))
+        assert flights.decoded_part(flight, [pixels])
+        flights.forward_started(UnitKey(MmHash("a"), 0))
+        first.missing.discard(0)
+        assert flights.forward_ended(UnitKey(MmHash("a"), 0)) is None
+        second.missing.discard(1)
+        flights.join(second)
+        assert flights.leave(first) is flight
+        assert not flights.decoded_part(flight, [pixels])
+        assert flights.take_followers(flight) == [second]
+        flights.check_invariants()
+        assert flights.totals.queued_cost == 0
+
     def test_pixels_lie_decoded_within_their_budget_but_one_item_always_may(self) -> None:
         flights = Flights(patience=4.0, to_seconds=free)
         for number, cost in enumerate((40, 8, 8)):
             wanted = item(f"item-{number}", cost=cost)
             flights.join(follower_of(request(wanted, number=number), turn(number), wanted, b"png", 0.0))
         order = []
-        while flight := flights.next_to_decode(ROOM):
+        while flight := DecodeLine(flights, ROOM).next():
             flights.decode_started(flight)
             order.append(flight.item.mm_hash)
         assert order == ["item-0"]
@@ -279,7 +349,7 @@ class TestFlights:
         for number, cost in enumerate((40, 8, 8)):
             wanted = item(f"item-{number}", cost=cost)
             shortest_first.join(follower_of(request(wanted, number=number), turn(number), wanted, b"png", 0.0))
-        while flight := shortest_first.next_to_decode(ROOM):
+        while flight := DecodeLine(shortest_first, ROOM).next():
             shortest_first.decode_started(flight)
             order.append(flight.item.mm_hash)
         assert order == ["item-1", "item-2"]
@@ -303,7 +373,7 @@ class TestFlights:
             join(f"sound-{number}", "audio", 40)
         flight = join("picture", "image", 1)
         order = []
-        while found := flights.next_to_decode(ROOM):
+        while found := DecodeLine(flights, ROOM).next():
             flights.decode_started(found)
             order.append(found.item.modality)
         assert order == ["audio"] * 4
@@ -315,19 +385,19 @@ class TestFlights:
         wanted = [item("film", 8, (2, 2)), item("clip", 8, (2, 2)), item("picture", 8)]
         for number, one in enumerate(wanted):
             flights.join(follower_of(request(one, number=number), turn(number), one, b"file", 0.0))
-        first = flights.next_to_decode(ROOM)
+        first = DecodeLine(flights, ROOM).next()
         assert first is not None
         assert first.item.mm_hash == "film"
         flights.decode_started(first)
-        second = flights.next_to_decode(ROOM)
+        second = DecodeLine(flights, ROOM).next()
         assert second is not None
         assert second.item.mm_hash == "picture"
         flights.decode_started(second)
-        assert flights.next_to_decode(ROOM) is None, "one long item is being decoded"
+        assert DecodeLine(flights, ROOM).next() is None, "one long item is being decoded"
         flights.decoded(first, [EncoderInput("video", np.zeros((4, 3), np.float32), (1, 2, 2))] * 2)
-        assert flights.next_to_decode(ROOM) is None, "a long item leaves room for a short one"
+        assert DecodeLine(flights, ROOM).next() is None, "a long item leaves room for a short one"
         flights.leave(next(iter(first.followers)))
-        third = flights.next_to_decode(ROOM._replace(max_long_cost=16))
+        third = DecodeLine(flights, ROOM._replace(max_long_cost=16)).next()
         assert third is not None
         assert third.item.mm_hash == "clip"
 
@@ -338,14 +408,14 @@ class TestFlights:
             flights.join(follower_of(request(one, number=number), turn(number), one, b"png", 0.0))
         room = ROOM._replace(max_items=2)
         for _ in range(2):
-            flight = flights.next_to_decode(room)
+            flight = DecodeLine(flights, room).next()
             assert flight is not None
             flights.decode_started(flight)
-        assert flights.next_to_decode(room) is None
+        assert DecodeLine(flights, room).next() is None
         flights.decoded(flight, [EncoderInput("image", np.zeros((1, 3), np.float32), (1, 1, 1))])
-        assert flights.next_to_decode(room) is None
+        assert DecodeLine(flights, room).next() is None
         flights.forward_started(UnitKey(flight.item.mm_hash, 0))
-        assert flights.next_to_decode(room) is not None, "what is in the forward is prepared no more"
+        assert DecodeLine(flights, room).next() is not None, "what is in the forward is prepared no more"
         assert flights.totals.num_in_flight == 2
 
     def test_priority_comes_before_length_and_age(self) -> None:

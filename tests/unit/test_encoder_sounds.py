@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_pool.planning.batcher import QueuedSound, choose_sounds
+from encoder_pool.planning.decode_line import DecodeLine
 from encoder_pool.planning.flight import DecodeRoom, Flight, Follower, Phase, follower_of
 from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.turns import Turn
@@ -135,7 +136,7 @@ def test_a_waveform_counts_by_its_bytes_and_holds_no_decoder() -> None:
     flights = Flights(patience=4.0, to_seconds=free)
     flights.join(wish(sound("next"), 2))
     flight, _ = decoded(flights, sound("a"))
-    following = flights.next_to_decode(ROOM)
+    following = DecodeLine(flights, ROOM).next()
     assert following is not None, "no long item is being decoded"
     before = flights.decoded_cost
     picture = MediaItem(0, "image", MmHash("p"), (1, 1, 10), (4,), 10, "part.p")

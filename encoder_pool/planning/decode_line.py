@@ -1,0 +1,181 @@
+"""What is decoded next: who is first in line, what has room beside what lies decoded, and what gives way to it.
+
+A worker that takes nothing can hold up nobody else here. It has its share of the room and no more; of what it can't use
+one item is decoded ahead; and what finds no room for long, and is within its own worker's share, gets the room of items
+that lie decoded for workers whose share of the arena is used up: they are decoded again later.
+
+Pure: the time is an argument. Knows nothing of processes, files or the arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import cache
+from typing import NamedTuple
+
+from encoder_pool.planning.flight import DecodeRoom, Flight, Phase
+from encoder_pool.planning.flights import Flights
+from encoder_pool.planning.shares import FirstRefused, is_within_share
+from fabric.ids import MemberId, MmHash
+
+IsBlocked = Callable[[MemberId], bool]
+"""Whether a worker's decoded units can't be encoded now, because its share of the arena is used up."""
+
+
+class _Taken(NamedTuple):
+    """What decoded items take, and those that are being decoded."""
+
+    num_items: int
+    cost: float
+    nbytes: int
+
+
+class DecodeLine:
+    """Belongs to one encoder's event loop."""
+
+    def __init__(
+        self,
+        flights: Flights,
+        room: DecodeRoom,
+        being_decoded: Collection[Flight] = (),
+        passed_s: float = 0.0,
+        is_blocked: IsBlocked = lambda worker_id: False,
+    ) -> None:
+        """`being_decoded` is looked at anew each time: flights, and those that have ended while their decoding has not.
+        `passed_s`: how long an item without room is passed by all others."""
+        self._flights = flights
+        self._room = room
+        self._being_decoded = being_decoded
+        self._is_blocked = is_blocked
+        self._refused: FirstRefused[tuple[Flight, MemberId]] = FirstRefused(passed_s)
+        self._blocked: FirstRefused[MemberId] = FirstRefused(passed_s)
+        """The worker of the one that was refused, while it is blocked."""
+        self._passed: set[Flight] = set()
+        """Begun since the one that was refused was due."""
+        self._gave_way: set[MmHash] = set()
+        """Put back for the sake of the one that was refused: not begun again before it."""
+
+    def next(self, now_s: float = 0.0, *, has_shares: bool = False) -> Flight | None:
+        """The first flight in line that has room, for the caller to begin. Long items leave a decoder, and some of the
+        room, to short ones. With `has_shares`, what a worker may have is limited."""
+        self._forget_gone(now_s, has_shares=has_shares)
+        taken = self._taken()
+        if self._first is not None and taken.num_items >= self._room.max_items:
+            return None  # the usual case while forwards are what takes the time
+        is_due = self._refused.is_due(now_s)
+        may_be_long = self._flights.totals.num_long_decoding < max(1, self._room.max_long_items)
+        is_blocked = cache(lambda worker_id: has_shares and self._is_blocked(worker_id))
+
+        def may_have(worker_id: MemberId, flight: Flight) -> bool:
+            return not has_shares or self._is_within_share(worker_id, flight, is_blocked(worker_id))
+
+        first, can_go_on = self._first, self._blocked.thing is None
+        if first and can_go_on and (may_be_long or not first.is_long) and self._has_room(taken, first):
+            self._forget_first()
+            return first
+        for worker_id, flight in self._flights.to_decode(may_have, may_be_long=may_be_long):
+            if flight is first or flight.item.mm_hash in self._gave_way:
+                continue
+            if not self._has_room(taken, flight):
+                if not is_blocked(worker_id):
+                    self._refused.refuse((flight, worker_id), now_s)
+                if taken.num_items >= self._room.max_items:
+                    return None
+            elif not is_due or self._leaves_room(flight):
+                if is_due:
+                    self._passed = {one for one in self._passed if self._counts(one)} | {flight}
+                return flight
+        return None
+
+    def in_the_way(self, now_s: float) -> Flight | None:
+        """A flight that the caller is to put back into the line, because what is due finds no room for it; None if
+        there is nothing that is due, or if it would find none then either."""
+        if not self._refused.is_due(now_s):
+            return None
+        self._forget_gone(now_s, has_shares=True)
+        first = self._first
+        if first is None or self._blocked.thing is not None:
+            return None
+        ending_bytes = sum(one.item.decode_bytes for one in self._being_decoded if not self._flights.is_live(one))
+        taken = self._taken()
+        taken = taken._replace(nbytes=taken.nbytes - ending_bytes)
+        if self._has_room(taken, first):
+            return None
+        # Memory is given back only by what is being decoded.
+        has_memory = taken.nbytes + first.item.decode_bytes <= self._room.max_decode_bytes
+        blocked = self._flights.blocked(self._is_blocked)
+        helpful = [flight for flight in blocked if has_memory or flight in self._being_decoded]
+        for flight in blocked:
+            nbytes = flight.item.decode_bytes if flight in self._being_decoded else 0
+            cost = max(0.0, taken.cost - self._flights.in_patches(flight))
+            taken = _Taken(taken.num_items - 1, cost, taken.nbytes - nbytes)
+        if not helpful or not self._has_room(taken, first):
+            return None
+        self._gave_way.add(helpful[0].item.mm_hash)
+        return helpful[0]
+
+    @property
+    def _first(self) -> Flight | None:
+        """The one that room is kept for."""
+        return self._refused.thing[0] if self._refused.thing is not None else None
+
+    def _forget_gone(self, now_s: float, *, has_shares: bool) -> None:
+        """No room is kept for what waits no more, or could not be encoded anyway: not when its worker is blocked for a
+        moment, as the worker of a busy encoder often is."""
+        if self._refused.thing is None:
+            return
+        first, worker_id = self._refused.thing
+        if has_shares and self._is_blocked(worker_id):
+            self._blocked.refuse(worker_id, now_s)
+        else:
+            self._blocked.forget()
+        is_waiting = first.phase is Phase.WAITING and self._flights.is_live(first)
+        if not is_waiting or self._blocked.is_due(now_s):
+            self._forget_first()
+
+    def _forget_first(self) -> None:
+        self._refused.forget()
+        self._blocked.forget()
+        self._passed.clear()
+        self._gave_way.clear()
+
+    def _is_within_share(self, worker_id: MemberId, flight: Flight, is_blocked: bool) -> bool:
+        """Whether a worker may have one more item decoded."""
+        num_held, held_cost = self._flights.held_by(worker_id)
+        if is_blocked:
+            return num_held == 0
+        free_items = self._room.max_items - self._flights.totals.num_prepared
+        free_cost = self._room.max_cost - self._flights.decoded_cost
+        is_cost_shared = is_within_share(held_cost, self._flights.in_patches(flight), free_cost)
+        return is_cost_shared and is_within_share(num_held, 1, free_items)
+
+    def _taken(self) -> _Taken:
+        nbytes = sum(flight.item.decode_bytes for flight in self._being_decoded)
+        return _Taken(self._flights.totals.num_prepared, self._flights.decoded_cost, nbytes)
+
+    def _leaves_room(self, flight: Flight) -> bool:
+        """Whether there will be room for what is due beside a flight, and beside those that passed it before, once what
+        was there earlier has gone."""
+        first = self._first
+        assert first is not None
+        passed = [one for one in self._passed if self._lies_here(one)] + [flight]
+        cost = sum(map(self._flights.in_patches, passed))
+        nbytes = sum(one.item.decode_bytes for one in self._passed if one in self._being_decoded)
+        return self._has_room(_Taken(len(passed), cost, nbytes + flight.item.decode_bytes), first)
+
+    def _lies_here(self, flight: Flight) -> bool:
+        return flight.is_prepared and self._flights.is_live(flight)
+
+    def _counts(self, flight: Flight) -> bool:
+        """Whether a flight that has begun takes anything still."""
+        return flight in self._being_decoded or self._lies_here(flight)
+
+    def _has_room(self, taken: _Taken, flight: Flight) -> bool:
+        """Whether a flight can be decoded beside what others take; alone it always can, or it would not be here."""
+        room = self._room
+        max_cost = room.max_long_cost if flight.is_long else room.max_cost
+        return (
+            taken.num_items < room.max_items
+            and (not taken.cost or taken.cost + self._flights.in_patches(flight) <= max_cost)
+            and taken.nbytes + flight.item.decode_bytes <= room.max_decode_bytes
+        )

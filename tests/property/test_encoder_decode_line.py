@@ -1,0 +1,246 @@
+"""The line before the decoders: what has no room is passed, and then waits for nothing that came after it was due."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from encoder_pool.planning.decode_line import DecodeLine
+from encoder_pool.planning.flight import DecodeRoom, Flight, Phase, follower_of
+from encoder_pool.planning.flights import Flights
+from encoder_pool.planning.turns import Turn
+from fabric.ids import MemberId, MmHash, RequestId, UnitKey
+from fabric.messages import Destination, EncodeRequest, MediaItem
+from modalities.family import EncoderInput
+
+PASSED_S = 3.0
+ROOM = DecodeRoom(max_cost=20, max_items=6, max_long_cost=14, max_long_items=2, max_decode_bytes=100)
+PIXELS = np.zeros((1, 1), np.float32)
+
+
+class World:
+    """Flights, what is being decoded, and the line; all that is decoded is encoded when the test says so."""
+
+    def __init__(self, passed_s: float = PASSED_S) -> None:
+        self.flights = Flights(4.0, lambda modality, cost: float(cost))
+        self.being_decoded: dict[Flight, None] = {}
+        self.blocked: set[MemberId] = set()
+        self.line = DecodeLine(
+            self.flights, ROOM, self.being_decoded.keys(), passed_s, lambda worker_id: worker_id in self.blocked
+        )
+        self.now_s = 0.0
+        self.num_arrived = 0
+
+    def arrive(self, worker: str, cost: int, decode_bytes: int = 0, num_units: int = 1) -> Flight:
+        self.num_arrived += 1
+        name = f"item-{self.num_arrived}"
+        item = MediaItem(0, "image", MmHash(name), (1, 1, 1), (1,) * num_units, cost, "part")
+        item = msgspec.structs.replace(item, decode_bytes=decode_bytes)
+        age, destination = (self.now_s, name), Destination(MemberId(worker), f"local://{worker}")
+        request = EncodeRequest(RequestId(name), 0, MemberId("router"), (item,), destination, age)
+        turn = Turn(self.num_arrived, age, self.now_s)
+        return self.flights.join(follower_of(request, turn, item, b"file", self.now_s))
+
+    def begin(self) -> list[Flight]:
+        """All that have room now."""
+        begun = []
+        while flight := self.line.next(self.now_s, has_shares=True):
+            assert flight.phase is Phase.WAITING
+            self.flights.decode_started(flight)
+            self.being_decoded[flight] = None
+            begun.append(flight)
+            self.check_room()
+        return begun
+
+    def check_room(self) -> None:
+        totals = self.flights.totals
+        assert totals.num_prepared <= ROOM.max_items
+        assert totals.num_prepared == 1 or self.flights.decoded_cost <= ROOM.max_cost
+        nbytes = sum(flight.item.decode_bytes for flight in self.being_decoded)
+        assert len(self.being_decoded) == 1 or nbytes <= ROOM.max_decode_bytes
+
+    def decode(self, flight: Flight) -> None:
+        del self.being_decoded[flight]
+        inputs = [EncoderInput("image", PIXELS, (1, 1, 1)) for _ in flight.item.unit_tokens]
+        self.flights.decoded(flight, inputs)
+
+    def encode(self, flight: Flight) -> None:
+        """To its end, when it is decoded."""
+        if flight in self.being_decoded:
+            self.decode(flight)
+        for follower in list(flight.followers):
+            self.flights.leave(follower)
+        self.flights.check_invariants()
+
+
+ARRIVALS = st.tuples(
+    st.sampled_from(["w-1", "w-2", "w-3"]), st.integers(1, 24), st.sampled_from([0, 10, 40, 90]), st.integers(1, 2)
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_nothing_that_is_due_waits_for_what_began_after_it_was(data: st.DataObject) -> None:
+    """Room is kept within its budgets, others go on while there is room beside what is due, and what is due begins
+    when what was there before it has gone."""
+    world = World()
+    active: list[Flight] = []
+    due: tuple[Flight, set[Flight]] | None = None
+    for _ in range(data.draw(st.integers(5, 40))):
+        for arrival in data.draw(st.lists(ARRIVALS, max_size=3)):
+            world.arrive(*arrival)
+        begun = world.begin()
+        active += begun
+        first = world.line._first
+        if due is not None and (due[0] in begun or due[0] is not first):
+            assert due[0] in begun, "room is kept for it until it begins"
+            due = None
+        if due is None and first is not None and world.line._refused.is_due(world.now_s):
+            due = (first, set(active))
+        if due is not None:
+            due[1].intersection_update(active)
+            may_be_long = world.flights.totals.num_long_decoding < ROOM.max_long_items
+            assert due[1] or (due[0].is_long and not may_be_long), "what was there before it is gone, and it waits"
+        world.now_s += 1.0
+        for flight in data.draw(st.lists(st.sampled_from(active), unique=True)) if active else ():
+            world.encode(flight)
+            active.remove(flight)
+    for _ in range(2 * world.num_arrived):
+        world.now_s += PASSED_S
+        active += world.begin()
+        while active:
+            world.encode(active.pop())
+    assert not list(world.flights), "an item waits for ever"
+
+
+def test_what_is_due_gets_the_room_of_what_can_not_go_on() -> None:
+    """Items that lie decoded for a blocked worker are named, last in line first, until there is room; never those that
+    another worker wants too, nor those with a unit in the forward, nor before the time."""
+    world = World()
+    held = [world.arrive("stuck", 4) for _ in range(2)]
+    shared = world.arrive("stuck", 3)
+    follower = next(iter(shared.followers))
+    assert world.begin() == [shared, *held]
+    for flight in held:
+        world.decode(flight)
+    world.decode(shared)
+    world.blocked.add(MemberId("stuck"))
+    large = world.arrive("well", 16)
+    assert world.begin() == []
+    assert world.line.in_the_way(world.now_s) is None, "it is not due"
+    assert world.begin() == []
+    small = world.arrive("well", 1)
+    world.now_s += PASSED_S / 2
+    assert world.begin() == [small]
+    world.encode(small)
+    world.now_s += PASSED_S / 2
+    world.flights.forward_started(UnitKey(shared.item.mm_hash, 0))
+    for flight in reversed(held):
+        assert world.line.in_the_way(world.now_s) is flight
+        world.flights.end(flight)
+        assert world.begin() == ([] if flight is held[1] else [large])
+    assert world.line.in_the_way(world.now_s) is None
+    assert follower in shared.followers
+
+
+def test_one_item_is_decoded_ahead_for_a_worker_that_can_not_use_it() -> None:
+    world = World()
+    world.blocked.add(MemberId("stuck"))
+    ahead = world.arrive("stuck", 1)
+    assert world.begin() == [ahead]
+    world.decode(ahead)
+    waiting = world.arrive("stuck", 1)
+    other = world.arrive("well", 1)
+    assert world.begin() == [other]
+    world.blocked.clear()
+    assert world.begin() == [waiting]
+
+
+def put_back(world: World, flight: Flight) -> Flight:
+    """As the pipeline does it: its followers wait for another flight."""
+    world.being_decoded.pop(flight, None)
+    followers = world.flights.end(flight)
+    (again,) = [world.flights.join(follower) for follower in followers]
+    return again
+
+
+def test_nothing_gives_way_in_vain() -> None:
+    """What is due would find no room without the stuck worker's items either: a healthy one's is in its way too."""
+    world = World()
+    stuck, healthy = world.arrive("stuck", 4), world.arrive("busy", 12)
+    assert world.begin() == [stuck, healthy]
+    for flight in (stuck, healthy):
+        world.decode(flight)
+    world.blocked.add(MemberId("stuck"))
+    due = world.arrive("well", 10)
+    assert world.begin() == []
+    world.now_s += PASSED_S
+    assert world.line.in_the_way(world.now_s) is None
+    world.encode(healthy)
+    assert world.begin() == [due]
+
+
+def test_what_gave_way_is_not_begun_again_before_what_it_gave_way_to() -> None:
+    world = World()
+    held = [world.arrive("stuck", 4) for _ in range(2)]
+    assert world.begin() == held
+    for flight in held:
+        world.decode(flight)
+    world.blocked.add(MemberId("stuck"))
+    due = world.arrive("well", 18)
+    assert world.begin() == []
+    world.now_s += PASSED_S
+    first = world.line.in_the_way(world.now_s)
+    assert first is held[1]
+    put_back(world, first)
+    assert world.begin() == []
+    second = world.line.in_the_way(world.now_s)
+    assert second is held[0]
+    again = put_back(world, second)
+    assert world.begin() == [due]
+    world.encode(due)
+    assert again in world.begin()
+
+
+def test_memory_is_given_back_by_what_is_being_decoded_alone() -> None:
+    world = World()
+    decoded, decoding = world.arrive("stuck", 1, decode_bytes=60), world.arrive("stuck", 1, decode_bytes=30)
+    assert world.begin() == [decoded, decoding]
+    world.decode(decoded)
+    world.blocked.add(MemberId("stuck"))
+    due = world.arrive("well", 1, decode_bytes=90)
+    assert world.begin() == []
+    world.now_s += PASSED_S
+    assert world.line.in_the_way(world.now_s) is decoding
+    put_back(world, decoding)
+    assert world.line.in_the_way(world.now_s) is None
+    assert world.begin() == [due]
+
+
+def test_a_worker_that_is_blocked_for_a_moment_keeps_its_place() -> None:
+    """The time until an item is due goes on meanwhile; that of a worker which stays blocked gives its place up."""
+    world = World()
+    others = [world.arrive("busy", 6) for _ in range(3)]
+    assert world.begin() == others
+    large = world.arrive("well", 14)
+    assert world.begin() == []
+    for _ in range(2):
+        world.now_s += PASSED_S / 3
+        world.blocked.add(MemberId("well"))
+        assert world.begin() == []
+        world.blocked.clear()
+        assert world.begin() == []
+    world.now_s += PASSED_S / 3
+    world.encode(others.pop())
+    small = world.arrive("busy", 7)
+    assert world.begin() == [], "the item is due, and there is no room for both"
+    world.blocked.add(MemberId("well"))
+    assert world.begin() == []
+    world.now_s += PASSED_S
+    assert world.begin() == [small], "room is kept for it no longer"
+    world.blocked.clear()
+    for flight in (*others, small):
+        world.encode(flight)
+    assert world.begin() == [large]
