@@ -10,6 +10,9 @@ quarantined (given up by its owner, but something may still be written there, so
 A request that no free range holds can be had exactly if it fits an open range: what is idle or free between two
 slots that must stay. `victims` says which idle slots to give up for it, and names none that would not help. No
 operation's time grows with the number of slots (`docs/adr/0029-arena-by-ranges.md`).
+
+For a request that fits no open range, one range may be *claimed*: nothing else is placed there, so that it comes free
+once the slots that lie there have been freed.
 """
 
 from __future__ import annotations
@@ -63,14 +66,23 @@ class Arena:
         """Free or idle."""
         self._free.add(0, num_units)
         self._open.add(0, num_units)
+        self._claim: tuple[int, int] | None = None
+        self._claimed_slots: dict[int, tuple[int, int]] = {}
+        """Slots that lie in the claimed range, in part at least, in use or quarantined -> their places."""
 
-    def allocate(self, nbytes: int) -> Slot:
-        """A busy slot in the smallest free range that fits, lowest offset first. Raises ArenaFull, or UnitTooLarge
-        when it could not fit an empty arena either; ValueError for less than one byte."""
+    def allocate(self, nbytes: int, *, is_claimed: bool = False) -> Slot:
+        """A busy slot in the smallest free range that fits, lowest offset first. `is_claimed`: in the claimed range,
+        which is then claimed no more. Raises ArenaFull, or UnitTooLarge when it could not fit an empty arena either;
+        ValueError for less than one byte."""
         num_units = self._num_units(nbytes)
         if num_units * self.alignment > self.total_bytes:
             raise UnitTooLarge(f"{nbytes} bytes never fit an arena of {self.total_bytes}")
-        found = self._free.best_fit(num_units)
+        if is_claimed and (self._claim is None or self._claimed_slots):
+            raise ArenaFull("the claimed range is in use still")
+        claim = self._claim
+        if is_claimed:
+            self.unclaim()
+        found = claim if is_claimed else self._free.best_fit(num_units)
         if found is None:
             raise ArenaFull(f"no {nbytes} contiguous bytes are free of {self.total_bytes}")
         start, end = found[0], found[0] + num_units
@@ -84,15 +96,57 @@ class Arena:
         self._used_bytes += num_units * self.alignment
         return slot
 
+    def claim(self, nbytes: int) -> list[int] | None:
+        """Nothing is placed any more in a range for `nbytes`, until that is allocated there or `unclaim`. Returns the
+        slots in use that lie there, at least in part: it comes free when they are. It is the largest open range with
+        what lies beside it, the smaller neighbour first. None, and nothing is claimed, if quarantined slots leave no
+        such range. Not while there is another claim, nor if an open range is large enough."""
+        assert self._claim is None, "one range is claimed at a time"
+        num_units = self._num_units(nbytes)
+        start, end = self._open.largest() or (0, 0)
+        is_grown_up = True
+        while end - start < num_units:
+            before, after = self._open.ending_at(start), self._open.starting_at(end)
+            if before is not None or after is not None:
+                start, end = start if before is None else before, end if after is None else after
+                continue
+            sides = [self._end_to_slot_id.get(start), self._start_to_slot_id.get(end)]
+            near = [self._used[slot_id] for slot_id in sides if slot_id is not None]
+            if not near:
+                return None
+            place = self._place(min(near, key=lambda slot: slot.nbytes))
+            is_grown_up = place[0] == end
+            start, end = min(start, place[0]), max(end, place[1])
+        self._claimed_slots = self._slots_between(start, end)
+        self._claim = (start, start + num_units) if is_grown_up else (end - num_units, end)
+        self._claimed_slots = {one: place for one, place in self._claimed_slots.items() if self._is_in_claim(*place)}
+        for slot_id, place in self._claimed_slots.items():
+            if slot_id in self._idle:
+                self._open.remove(*place)
+        for gap in self._gaps_in_claim():
+            self._free.remove(*gap)
+            self._open.remove(*gap)
+        return list(self._claimed_slots)
+
+    def unclaim(self) -> None:
+        """Ends the claim, if there is one: what is free of its range, or idle, is as any other."""
+        if self._claim is None:
+            return
+        for gap in self._gaps_in_claim():
+            self._free.add(*gap)
+            self._open.add(*gap)
+        for slot_id, place in self._claimed_slots.items():
+            if slot_id in self._idle:
+                self._open.add(*place)
+        self._claim, self._claimed_slots = None, {}
+
     def free(self, slot_id: int) -> bool:
         """Makes a used slot's memory reusable. False, and nothing happens, for one that is not in use (freed
         before, or quarantined)."""
         slot = self._take_out(slot_id)
         if slot is None:
             return False
-        start, end = self._place(slot)
-        self._free.add(start, end)
-        self._open.add(start, end)
+        self._give(slot)
         return True
 
     def quarantine(self, slot_id: int) -> bool:
@@ -110,21 +164,19 @@ class Arena:
         if slot is None:
             return False
         self._quarantined_bytes -= self._padded(slot.nbytes)
-        start, end = self._place(slot)
-        self._free.add(start, end)
-        self._open.add(start, end)
+        self._give(slot)
         return True
 
     def set_idle(self, slot_id: int) -> None:
         """The slot in use may be given up for another from now on; it is the most recently used of these."""
-        if self._idle.pop(slot_id, None) is None:
+        if self._idle.pop(slot_id, None) is None and slot_id not in self._claimed_slots:
             self._open.add(*self._place(self._used[slot_id]))
         self._num_idled += 1
         self._idle[slot_id] = self._num_idled
 
     def set_busy(self, slot_id: int) -> None:
         """The slot in use must stay. Harmless for one that is busy."""
-        if self._idle.pop(slot_id, None) is not None:
+        if self._idle.pop(slot_id, None) is not None and slot_id not in self._claimed_slots:
             self._open.remove(*self._place(self._used[slot_id]))
 
     def victims(self, nbytes: int) -> list[int] | None:
@@ -140,6 +192,8 @@ class Arena:
             return None
         found: tuple[int, int] | None = None
         for slot_id in islice(self._idle, min(NUM_OLDEST, 1 + len(self._idle) // 8)):
+            if slot_id in self._claimed_slots:
+                continue
             start, end = self._open.around(self._place(self._used[slot_id])[0])
             if end - start >= num_units and (found is None or end - start < found[0]):
                 found = (end - start, slot_id)
@@ -164,12 +218,16 @@ class Arena:
         )
 
     def check_invariants(self) -> None:
-        """Asserts that free, used and quarantined ranges tile the arena, that no two free ranges touch, and that open
-        ranges are what is free or idle. Walks everything."""
+        """Asserts that free, claimed, used and quarantined ranges tile the arena, that no two free ranges touch, and
+        that open ranges are what is free or idle, and not claimed. Walks everything."""
         ranges = [(start, end, "free") for start, end in self._free]
-        ranges += [
-            (*self._place(slot), "idle" if self.is_idle(slot.slot_id) else "busy") for slot in self._used.values()
-        ]
+        ranges += [(start, end, "busy") for start, end in self._gaps_in_claim()]
+        for slot in self._used.values():
+            is_open = self.is_idle(slot.slot_id) and slot.slot_id not in self._claimed_slots
+            ranges.append((*self._place(slot), "idle" if is_open else "busy"))
+        held = (*self._used.values(), *self._quarantined.values())
+        in_claim = {slot.slot_id: self._place(slot) for slot in held if self._is_in_claim(*self._place(slot))}
+        assert in_claim == self._claimed_slots
         ranges += [(*self._place(slot), "busy") for slot in self._quarantined.values()]
         at, previous = 0, "busy"
         open_ranges: list[tuple[int, int]] = []
@@ -209,7 +267,49 @@ class Arena:
 
     def _idle_at(self, place_to_slot_id: dict[int, int], place: int) -> int | None:
         slot_id = place_to_slot_id.get(place)
-        return slot_id if slot_id in self._idle else None
+        return slot_id if slot_id in self._idle and slot_id not in self._claimed_slots else None
+
+    def _is_in_claim(self, start: int, end: int) -> bool:
+        return self._claim is not None and start < self._claim[1] and self._claim[0] < end
+
+    def _gaps_in_claim(self) -> list[tuple[int, int]]:
+        """What of the claimed range is neither in use nor quarantined."""
+        if self._claim is None:
+            return []
+        at, end = self._claim
+        gaps = []
+        for slot_start, slot_end in [*sorted(self._claimed_slots.values()), (end, end)]:
+            if slot_start > at:
+                gaps.append((at, slot_start))
+            at = max(at, slot_end)
+        return gaps
+
+    def _slots_between(self, at: int, end: int) -> dict[int, tuple[int, int]]:
+        """Slots in use from one edge of slots to another, nothing between them being quarantined -> their places."""
+        found = {}
+        while at < end:
+            slot_id = self._start_to_slot_id.get(at)
+            if slot_id is not None:
+                found[slot_id] = self._place(self._used[slot_id])
+                at = found[slot_id][1]
+            else:
+                free_end = self._free.starting_at(at)
+                assert free_end is not None
+                at = free_end
+        return found
+
+    def _give(self, slot: Slot) -> None:
+        """The place of a slot that was taken out is free, but for what of it is claimed."""
+        start, end = self._place(slot)
+        if self._claimed_slots.pop(slot.slot_id, None) is None:
+            self._free.add(start, end)
+            self._open.add(start, end)
+            return
+        assert self._claim is not None
+        for piece in ((start, min(end, self._claim[0])), (max(start, self._claim[1]), end)):
+            if piece[0] < piece[1]:
+                self._free.add(*piece)
+                self._open.add(*piece)
 
     def _take_out(self, slot_id: int) -> Slot | None:
         """Of use; what was open of it is not any more."""

@@ -130,6 +130,9 @@ class EncodeRequest(Wire, frozen=True):
     """Age order over all requests (wall time of admission, request id): the oldest may evict the youngest."""
     priority: int = 0
     """The request's: the lowest number first."""
+    time_left_s: float = 0.0
+    """From the moment in which the encoder receives the call, for clocks differ between machines: items that are not
+    done by then fail with MachineBusy. 0: no limit."""
 
 
 class StageTimes(Wire, frozen=True):

@@ -49,8 +49,9 @@ class ArenaUsage(NamedTuple):
 class FeatureSource(Protocol):
     """The encoder's side: an arena of registered memory. Thread-safe."""
 
-    def allocate(self, nbytes: int) -> SourceSlot:
-        """Raises ArenaFull (no room now; the caller evicts or waits) or UnitTooLarge (never)."""
+    def allocate(self, nbytes: int, *, is_claimed: bool = False) -> SourceSlot:
+        """`is_claimed`: in the range that `claim` was asked for, which ends the claim. Raises ArenaFull (no room now;
+        the caller evicts or waits) or UnitTooLarge (never)."""
         ...
 
     def ticket(self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float) -> FeatureTicket:
@@ -73,6 +74,16 @@ class FeatureSource(Protocol):
     def victims(self, nbytes: int) -> list[int] | None:
         """Ids of idle slots: when these are freed, `allocate(nbytes)` finds room. None when no choice of idle slots
         makes room, empty when there is room already. Changes nothing."""
+        ...
+
+    def claim(self, nbytes: int) -> list[int] | None:
+        """For what neither `allocate` nor `victims` finds room: keeps a range for it, in which nothing else is placed
+        from now on. Returns the ids of the slots in use there, which must be freed first; None if there is no such
+        range. One claim at a time."""
+        ...
+
+    def unclaim(self) -> None:
+        """Ends the claim. Harmless without one."""
         ...
 
     def usage(self) -> ArenaUsage: ...

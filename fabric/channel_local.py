@@ -64,8 +64,8 @@ class LocalFeatureSource:
         self._memory = SourceMemory(name, total_bytes)
         hub.register(self._memory)
 
-    def allocate(self, nbytes: int) -> SourceSlot:
-        return self._memory.allocate(nbytes)
+    def allocate(self, nbytes: int, *, is_claimed: bool = False) -> SourceSlot:
+        return self._memory.allocate(nbytes, is_claimed=is_claimed)
 
     def ticket(self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float) -> FeatureTicket:
         return self._memory.ticket(slot, shape, dtype, lease_s, metadata=b"")
@@ -81,6 +81,12 @@ class LocalFeatureSource:
 
     def victims(self, nbytes: int) -> list[int] | None:
         return self._memory.victims(nbytes)
+
+    def claim(self, nbytes: int) -> list[int] | None:
+        return self._memory.claim(nbytes)
+
+    def unclaim(self) -> None:
+        self._memory.unclaim()
 
     def usage(self) -> ArenaUsage:
         return self._memory.usage()

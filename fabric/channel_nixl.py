@@ -91,8 +91,8 @@ class NixlFeatureSource:
         self._thread = threading.Thread(target=self._serve, name=f"{name}-progress", daemon=True)
         self._thread.start()
 
-    def allocate(self, nbytes: int) -> SourceSlot:
-        return self._memory.allocate(nbytes)
+    def allocate(self, nbytes: int, *, is_claimed: bool = False) -> SourceSlot:
+        return self._memory.allocate(nbytes, is_claimed=is_claimed)
 
     def ticket(self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float) -> FeatureTicket:
         ticket = self._memory.ticket(slot, shape, dtype, lease_s, self._metadata)
@@ -111,6 +111,12 @@ class NixlFeatureSource:
 
     def victims(self, nbytes: int) -> list[int] | None:
         return self._memory.victims(nbytes)
+
+    def claim(self, nbytes: int) -> list[int] | None:
+        return self._memory.claim(nbytes)
+
+    def unclaim(self) -> None:
+        self._memory.unclaim()
 
     def usage(self) -> ArenaUsage:
         return self._memory.usage()

@@ -11,7 +11,8 @@
     │   └── Unauthorized
     ├── Busy                      later may work; Retry-After is sent
     │   ├── Overloaded                a budget is full
-    │   └── MachineBusy               work was not done in time because the machine did not get to it
+    │   ├── MachineBusy               work was not done in time because the machine did not get to it
+    │   └── WorkerBackedUp            an encoder holds more for the named worker than its share; another may take it
     ├── Unavailable               a part is missing
     │   ├── NoCapacity                no worker or no encoder is there at all
     │   ├── Draining                  the cluster was told to stop and takes nothing new
@@ -105,6 +106,10 @@ class Overloaded(Busy):
 
 class MachineBusy(Busy):
     code = "machine_busy"
+
+
+class WorkerBackedUp(Busy):
+    code = "worker_backed_up"
 
 
 class Unavailable(WeftError):

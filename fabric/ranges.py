@@ -66,6 +66,14 @@ class Ranges:
         start = found % self._span
         return start, self._start_to_end[start]
 
+    def largest(self) -> tuple[int, int] | None:
+        """The largest range, the last of equal ones; None if the set is empty."""
+        found = self._sizes.at_most(self._span * self._span - 1)
+        if found is None:
+            return None
+        start = found % self._span
+        return start, self._start_to_end[start]
+
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """In order of place. For checks; walks all."""
         return iter(sorted(self._start_to_end.items()))

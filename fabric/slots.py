@@ -43,12 +43,22 @@ class SlotMemory:
         self.address: int = self.memory.ctypes.data
         self._words = self.memory.view(np.uint64)
 
-    def reserve(self, nbytes: int) -> Slot:
-        """A slot with `nbytes` of payload. Raises ArenaFull or UnitTooLarge; both count the header too."""
+    def reserve(self, nbytes: int, *, is_claimed: bool = False) -> Slot:
+        """A slot with `nbytes` of payload, `is_claimed` in the claimed range. Raises ArenaFull or UnitTooLarge; both
+        count the header too."""
         if nbytes < 1:
             raise ValueError(f"a payload of {nbytes} bytes")
         with self._lock:
-            return self._arena.allocate(HEADER_BYTES + nbytes)
+            return self._arena.allocate(HEADER_BYTES + nbytes, is_claimed=is_claimed)
+
+    def claim(self, nbytes: int) -> list[int] | None:
+        """Keeps a range for `nbytes` of payload; returns the slots in use there, or None if there is no such range."""
+        with self._lock:
+            return self._arena.claim(HEADER_BYTES + nbytes)
+
+    def unclaim(self) -> None:
+        with self._lock:
+            self._arena.unclaim()
 
     def payload(self, slot: Slot) -> npt.NDArray[np.uint8]:
         """A writable view, uint8 `(slot.nbytes - HEADER_BYTES,)`."""

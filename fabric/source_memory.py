@@ -26,9 +26,9 @@ class SourceMemory:
         self.slots = SlotMemory(total_bytes, first_generation=1 + secrets.randbits(62))
         self._slot_id_to_slot: dict[int, Slot] = {}
 
-    def allocate(self, nbytes: int) -> SourceSlot:
+    def allocate(self, nbytes: int, *, is_claimed: bool = False) -> SourceSlot:
         """Raises ArenaFull or UnitTooLarge. A slot takes 64 bytes more than its payload."""
-        slot = self.slots.reserve(nbytes)
+        slot = self.slots.reserve(nbytes, is_claimed=is_claimed)
         self.slots.set_word(slot, slot.generation)
         self._slot_id_to_slot[slot.slot_id] = slot
         return SourceSlot(slot.slot_id, slot.generation, nbytes, self.slots.payload(slot))
@@ -69,6 +69,12 @@ class SourceMemory:
 
     def victims(self, nbytes: int) -> list[int] | None:
         return self.slots.victims(nbytes)
+
+    def claim(self, nbytes: int) -> list[int] | None:
+        return self.slots.claim(nbytes)
+
+    def unclaim(self) -> None:
+        self.slots.unclaim()
 
     def usage(self) -> ArenaUsage:
         return self.slots.usage()

@@ -34,9 +34,9 @@ class Stock:
         self._source = source
         self._slots: dict[int, SourceSlot] = {}
 
-    def offer(self, seed: int, shape: Shape) -> FeatureTicket:
+    def offer(self, seed: int, shape: Shape, is_claimed: bool = False) -> FeatureTicket:
         nbytes = 4 * shape[0] * shape[1] * shape[2]
-        slot = self._source.allocate(nbytes)
+        slot = self._source.allocate(nbytes, is_claimed=is_claimed)
         slot.buffer[:] = payload(seed, nbytes)
         self._slots[seed] = slot
         return self._source.ticket(slot, shape, "float32", lease_s=60.0)
@@ -49,9 +49,18 @@ class Stock:
 
     def victims(self, nbytes: int) -> list[int] | None:
         """Seeds of the slots that would have to go."""
-        victims = self._source.victims(nbytes)
+        return self._seeds(self._source.victims(nbytes))
+
+    def claim(self, nbytes: int) -> list[int] | None:
+        """Seeds of the slots that lie in the claimed range."""
+        return self._seeds(self._source.claim(nbytes))
+
+    def unclaim(self) -> None:
+        self._source.unclaim()
+
+    def _seeds(self, slot_ids: list[int] | None) -> list[int] | None:
         slot_id_to_seed = {slot.slot_id: seed for seed, slot in self._slots.items()}
-        return None if victims is None else [slot_id_to_seed[slot_id] for slot_id in victims]
+        return None if slot_ids is None else [slot_id_to_seed[slot_id] for slot_id in slot_ids]
 
     def clear(self) -> None:
         """Frees everything, for the next test."""
@@ -67,13 +76,17 @@ class Peer(Protocol):
     name: str
     """Of its transfer agent."""
 
-    def offer(self, seed: int, shape: Shape) -> FeatureTicket: ...
+    def offer(self, seed: int, shape: Shape, is_claimed: bool = False) -> FeatureTicket: ...
 
     def free(self, seed: int) -> None: ...
 
     def set_idle(self, seed: int, is_idle: bool) -> None: ...
 
     def victims(self, nbytes: int) -> list[int] | None: ...
+
+    def claim(self, nbytes: int) -> list[int] | None: ...
+
+    def unclaim(self) -> None: ...
 
     def clear(self) -> None: ...
 
@@ -131,8 +144,8 @@ class ProcessPeer:
         self._process.start()
         theirs.close()
 
-    def offer(self, seed: int, shape: Shape) -> FeatureTicket:
-        return self._ask("offer", seed, shape)
+    def offer(self, seed: int, shape: Shape, is_claimed: bool = False) -> FeatureTicket:
+        return self._ask("offer", seed, shape, is_claimed)
 
     def free(self, seed: int) -> None:
         self._ask("free", seed)
@@ -142,6 +155,12 @@ class ProcessPeer:
 
     def victims(self, nbytes: int) -> list[int] | None:
         return self._ask("victims", nbytes)
+
+    def claim(self, nbytes: int) -> list[int] | None:
+        return self._ask("claim", nbytes)
+
+    def unclaim(self) -> None:
+        self._ask("unclaim")
 
     def clear(self) -> None:
         self._ask("clear")

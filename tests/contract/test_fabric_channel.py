@@ -168,6 +168,27 @@ def test_a_source_names_idle_slots_where_giving_them_up_makes_room(peer):
     peer.offer(5, quarter)
 
 
+def test_a_source_keeps_a_claimed_range_for_what_it_was_claimed_for(peer):
+    """Nothing else is placed there, and it can be had once those that lie there are freed."""
+    quarter, half = (1, ARENA_BYTES // 256 - 1, 16), (1, ARENA_BYTES // 128 - 1, 16)
+    for seed in range(3):
+        peer.offer(seed, quarter)
+    (in_the_way,) = peer.claim(ARENA_BYTES // 2 - 64)
+    assert in_the_way == 2, "beside what is free"
+    with pytest.raises(ArenaFull):
+        peer.offer(4, quarter)
+    with pytest.raises(ArenaFull):
+        peer.offer(4, half, is_claimed=True)
+    peer.free(2)
+    with pytest.raises(ArenaFull):
+        peer.offer(4, quarter)
+    assert peer.offer(4, half, is_claimed=True).nbytes == ARENA_BYTES // 2 - 64
+    peer.free(4)
+    assert peer.claim(3 * ARENA_BYTES // 4 - 64) == [1]
+    peer.unclaim()
+    peer.offer(5, half)
+
+
 def test_a_full_inbox_refuses_at_once_and_takes_again_after_a_free(peer, sink):
     tickets = [peer.offer(seed, SHAPE) for seed in range(INBOX_SLOTS)]
     landed = [sink.pull(ticket, TIMEOUT_S).result(PATIENCE_S) for ticket in tickets]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -33,6 +33,8 @@ class ArenaModel(RuleBasedStateMachine):
         self.quarantined: dict[int, Slot] = {}
         self.idle: dict[int, None] = {}
         """Least recently used first."""
+        self.claimed: int | None = None
+        """Units that a range is claimed for."""
         self.last_generation = first - 1
         self.ids: set[int] = set()
 
@@ -43,12 +45,25 @@ class ArenaModel(RuleBasedStateMachine):
         """Free ranges (size, offset), joined, by the model's own account, once these slots are given up."""
         end, gaps = 0, []
         used = [slot for slot in self.used.values() if slot.slot_id not in given_up]
-        held = sorted((*used, *self.quarantined.values()), key=lambda slot: slot.offset)
-        for offset, size in [(slot.offset, self.padded(slot.nbytes)) for slot in held] + [(UNITS * self.alignment, 0)]:
+        held = [(slot.offset, self.padded(slot.nbytes)) for slot in (*used, *self.quarantined.values())]
+        held += [self.claimed_place()] if self.claimed else []
+        for offset, size in [*sorted(held), (UNITS * self.alignment, 0)]:
             if offset > end:
                 gaps.append((offset - end, end))
-            end = offset + size
+            end = max(end, offset + size)
         return gaps
+
+    def claimed_place(self) -> tuple[int, int]:
+        """Its offset and size."""
+        start, end = self.arena._claim
+        assert end - start == self.claimed
+        return start * self.alignment, (end - start) * self.alignment
+
+    def in_claim(self, slot: Slot) -> bool:
+        if not self.claimed:
+            return False
+        offset, size = self.claimed_place()
+        return slot.offset < offset + size and offset < slot.offset + self.padded(slot.nbytes)
 
     @rule(target=slots, units=st.integers(1, UNITS // 2), short=st.integers(0, 63))
     def allocate(self, units: int, short: int):
@@ -97,11 +112,12 @@ class ArenaModel(RuleBasedStateMachine):
     def make_room(self, units: int, does_free: bool) -> None:
         nbytes = units * self.alignment
         victims = self.arena.victims(nbytes)
-        can_be_had = any(size >= nbytes for size, _ in self.gaps(self.idle))
+        given_up = {slot_id for slot_id in self.idle if not self.in_claim(self.used[slot_id])}
+        can_be_had = any(size >= nbytes for size, _ in self.gaps(given_up))
         assert (victims is not None) == can_be_had, "an answer where and only where giving up helps"
         if victims is None:
             return
-        assert set(victims) <= self.idle.keys()
+        assert set(victims) <= given_up
         assert len(set(victims)) == len(victims)
         assert bool(victims) == all(size < nbytes for size, _ in self.gaps()), "nothing goes that need not"
         assert any(size >= nbytes for size, _ in self.gaps(victims)), "what goes makes room"
@@ -111,6 +127,40 @@ class ArenaModel(RuleBasedStateMachine):
         if does_free:
             for slot_id in victims:
                 self.free(self.used[slot_id])
+
+    @rule(units=st.integers(1, UNITS))
+    def claim(self, units: int) -> None:
+        """For what finds no room: a range that no more is placed in. It is named which slots are to go."""
+        if self.claimed or self.arena.victims(units * self.alignment) is not None:
+            return
+        found = self.arena.claim(units * self.alignment)
+        if found is None:
+            assert self.quarantined
+            return
+        self.claimed = units
+        assert set(found) == {slot.slot_id for slot in self.used.values() if self.in_claim(slot)}
+        assert found
+        assert not any(self.in_claim(slot) for slot in self.quarantined.values())
+
+    @rule()
+    def unclaim(self) -> None:
+        self.arena.unclaim()
+        self.claimed = None
+
+    @rule(target=slots)
+    def take_claimed(self):
+        held = (*self.used.values(), *self.quarantined.values())
+        if not self.claimed or any(map(self.in_claim, held)):
+            with pytest.raises(ArenaFull):
+                self.arena.allocate(self.alignment, is_claimed=True)
+            return multiple()
+        offset, size = self.claimed_place()
+        slot = self.arena.allocate(size, is_claimed=True)
+        assert slot.offset == offset
+        self.claimed, self.last_generation = None, slot.generation
+        self.ids.add(slot.slot_id)
+        self.used[slot.slot_id] = slot
+        return slot
 
     @rule(slot=consumes(slots))
     def release_quarantine(self, slot: Slot) -> None:
@@ -141,6 +191,7 @@ class ArenaModel(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "arena"):
             return
+        self.arena.unclaim()
         for slot_id in list(self.used):
             assert self.arena.free(slot_id)
         for slot_id in list(self.quarantined):
@@ -205,6 +256,10 @@ def test_ranges_are_those_of_a_set_of_numbers(steps: list[tuple[int, int]], size
     assert list(ranges) == expected
     assert all(ranges.around(number) in expected for number in model)
     assert all(ranges.starting_at(start) == end and ranges.ending_at(end) == start for start, end in expected)
+    largest = ranges.largest()
+    sizes = [end - start for start, end in expected]
+    assert (largest is None) == (not expected)
+    assert largest is None or (largest in expected and largest[1] - largest[0] == max(sizes))
     fitting = [(end - start, start, end) for start, end in expected if end - start >= size]
     assert ranges.best_fit(size) == (min(fitting)[1:] if fitting else None)
 
@@ -222,3 +277,24 @@ def test_the_oldest_slot_goes_with_as_many_neighbours_as_it_takes():
     assert arena.victims(4) == [slots[0].slot_id]
     assert arena.victims(36) == [slots[0].slot_id, slots[1].slot_id]
     assert arena.victims(37) is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda arena: arena._free.remove(2, 3), "gap or overlap at 2..3"),
+        (lambda arena: arena._free.remove(7, 8), "the tail from 7 is lost"),
+        (lambda arena: arena._free.add(0, 0), "empty range at 0"),
+        (lambda arena: arena._open.remove(6, 8), "open ranges are not what is free or idle"),
+    ],
+)
+def test_a_check_names_what_is_wrong(damage: Callable[[Arena], None], named: str) -> None:
+    """Units `[0, 2)` are busy, `[2, 4)` and `[6, 8)` free, `[4, 6)` idle; then one of the accounts is spoilt."""
+    arena = Arena(8 * 64)
+    slots = [arena.allocate(num_units * 64) for num_units in (2, 2, 2)]
+    arena.free(slots[1].slot_id)
+    arena.set_idle(slots[2].slot_id)
+    arena.check_invariants()
+    damage(arena)
+    with pytest.raises(AssertionError, match=named):
+        arena.check_invariants()

@@ -94,13 +94,19 @@ def test_what_others_own_is_not_loaded(
     assert load_c_library(source) is None
 
 
-def test_a_broken_library_is_made_again(source: Path, cache: Path) -> None:
+def test_a_broken_library_is_made_again(
+    source: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broken where none was loaded from: what is loaded is found by its path, whatever lies there since."""
     load_c_library(source)
     (library,) = kept(cache)
-    library.unlink()  # the loaded one stays as it is
-    library.write_bytes(b"cut short")
-    library.chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    broken = tmp_path / "other" / "weft" / library.name
+    broken.parent.mkdir(mode=0o700, parents=True)
+    broken.write_bytes(b"cut short")
+    broken.chmod(0o700)
     assert answer(load_c_library(source)) == 42
+    assert broken.read_bytes() == library.read_bytes()
 
 
 def test_what_the_compiler_says_is_logged(source: Path, caplog: pytest.LogCaptureFixture) -> None:

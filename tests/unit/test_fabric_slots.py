@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fabric.arena import Arena
 from fabric.errors import ArenaFull, LeaseLost, UnitTooLarge
 from fabric.slots import HEADER_BYTES, SlotMemory, feature_nbytes
 from fabric.source_memory import SourceMemory
@@ -95,3 +96,16 @@ def test_two_lives_of_a_name_have_different_generations():
 def test_feature_sizes():
     assert feature_nbytes((4, 10, 8), "float32") == 1280
     assert feature_nbytes((4, 10, 8), "float16") == feature_nbytes((4, 10, 8), "bfloat16") == 640
+
+
+@pytest.mark.parametrize(("is_low", "offset"), [(True, 0), (False, 64)])
+def test_a_claim_takes_all_that_is_free_and_only_what_it_lacks_of_a_neighbour(is_low: bool, offset: int):
+    """Four units, of which the lower or the upper two are free and the others one slot: a claim for three."""
+    arena = Arena(4 * 64, alignment=64)
+    low, high = arena.allocate(2 * 64), arena.allocate(2 * 64)
+    gone, neighbour = (low, high) if is_low else (high, low)
+    arena.free(gone.slot_id)
+    assert arena.claim(3 * 64) == [neighbour.slot_id]
+    arena.check_invariants()
+    arena.free(neighbour.slot_id)
+    assert arena.allocate(3 * 64, is_claimed=True).offset == offset

@@ -1,0 +1,34 @@
+"""A mailbox in its event loop: one turn at a time, between which others get theirs."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fabric.ids import RequestId
+from fabric.mailbox import Mailbox
+from fabric.messages import AbortAttempt, PlaneMessage
+
+NUM_MESSAGES = 600
+"""More than two turns deliver."""
+
+
+def message(number: int) -> AbortAttempt:
+    return AbortAttempt(RequestId(str(number)), 1)
+
+
+def test_a_burst_takes_turns_with_other_callbacks() -> None:
+    async def deliver() -> tuple[list[PlaneMessage], int]:
+        received: list[PlaneMessage] = []
+        mailbox = Mailbox(NUM_MESSAGES)
+        mailbox.open(received.append)
+        for number in range(NUM_MESSAGES):
+            assert mailbox.put(message(number))
+        await asyncio.sleep(0)
+        num_after_a_turn = len(received)
+        for _ in range(NUM_MESSAGES):
+            await asyncio.sleep(0)
+        return received, num_after_a_turn
+
+    received, num_after_a_turn = asyncio.run(deliver())
+    assert 0 < num_after_a_turn <= NUM_MESSAGES // 2
+    assert received == [message(number) for number in range(NUM_MESSAGES)]
