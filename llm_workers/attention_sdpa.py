@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from llm_workers.native_attention import NativeDecode, is_native
+from llm_workers.native_attention import NativeChunks, NativeDecode, is_native, is_native_for_chunks
 from llm_workers.paged_kv import PagedKV, Rows, StepRows, write_slots
 
 MIN_BUCKET_TOKENS = 64
@@ -68,7 +68,8 @@ class SdpaStep:
             self._decodes = _decode_batches(kv, groups)
             decoded = np.array([row.at for group in groups for row in group], dtype=np.int64)
         self._decoded = torch.from_numpy(decoded).to(kv.device)
-        self._prefills = [_prefill_chunk(kv, row) for row in step.others if row.num_tokens > 1]
+        self._chunk_rows = [row for row in step.others if row.num_tokens > 1]
+        self._chunks: NativeChunks | list[PrefillChunk] | None = None
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """Rows behind the step's own give zeros."""
@@ -85,12 +86,22 @@ class SdpaStep:
             queries = q.index_select(0, self._decoded)
             attended = [_attend_decode(batch, queries, (keys, values), scaling) for batch in self._decodes]
             out.index_copy_(0, self._decoded, torch.cat(attended))
-        for chunk in self._prefills:
+        if self._chunks is None:
+            self._chunks = self._prepare_chunks(q.shape[1])
+        if isinstance(self._chunks, NativeChunks):
+            self._chunks.attend(layer, q, out, scaling)
+            return out
+        for chunk in self._chunks:
             end = chunk.at + chunk.num_tokens
             out[chunk.at : end] = _attend_prefill(
                 chunk, q[chunk.at : end], k[chunk.at : end], v[chunk.at : end], (keys, values), scaling
             )
         return out
+
+    def _prepare_chunks(self, num_heads: int) -> NativeChunks | list[PrefillChunk]:
+        if self._chunk_rows and is_native_for_chunks(self._kv, num_heads):
+            return NativeChunks(self._kv, self._chunk_rows)
+        return [_prefill_chunk(self._kv, row) for row in self._chunk_rows]
 
 
 def buckets(rows: Iterable[Rows]) -> list[list[Rows]]:

@@ -110,10 +110,11 @@ class GraphedModel:
         attention: Any,
         feature_rows: torch.Tensor | None,
         feature_levels: torch.Tensor | None,
+        wanted_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         size = graph_size(attention.rows)
-        if size is None or feature_rows is not None or self._is_refused:
-            return self._model.forward(embeddings, positions, attention, feature_rows, feature_levels)
+        if size is None or feature_rows is not None or wanted_rows is not None or self._is_refused:
+            return self._model.forward(embeddings, positions, attention, feature_rows, feature_levels, wanted_rows)
         if size not in self._graphs:
             try:
                 self._graphs[size] = self._record(size, embeddings, positions, attention.rows)

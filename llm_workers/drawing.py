@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from fabric.ids import SequenceId
@@ -35,21 +36,35 @@ class Drawn(NamedTuple):
         return range(self.first, self.first + self.chunk.num_drafts + 1)
 
 
-def draw(model: LanguageModel, hidden: torch.Tensor, plan: StepPlan, starts: np.ndarray) -> StepResult:
-    """Draws for all of the plan's `decodes`, whose rows of `hidden` `(num_tokens, hidden_size)` come first, and for
-    each of its `others` that has `sampling`; the i-th of these has the rows `[starts[i], starts[i + 1])`. A token is
-    negative where the logits are not finite or the grammar is broken.
+def rows_to_finish(plan: StepPlan, starts: np.ndarray) -> npt.NDArray[np.int64]:
+    """The rows of a step whose last hidden states `draw` needs: those of all `decodes`, and of each of the `others`,
+    whose i-th has the rows `[starts[i], starts[i + 1])`, those that are drawn at, or the last."""
+    ends = starts[1:]
+    if not any(chunk.num_drafts for chunk in plan.others):
+        return np.concatenate([np.arange(plan.num_decodes), ends - 1])
+    rows = [np.arange(end - _num_rows(chunk), end) for end, chunk in zip(ends, plan.others, strict=True)]
+    return np.concatenate([np.arange(plan.num_decodes), *rows])
 
-    Says also of each of the `others`, drawn from or not, whether its rows are finite: a token attends to itself in
-    every layer, so a row is finite only if what it wrote to the pages is. Of a decode its token says so. Tokens and
-    flags come to the host in one transfer."""
+
+def draw(model: LanguageModel, hidden: torch.Tensor, plan: StepPlan) -> StepResult:
+    """Draws for all of the plan's `decodes`, and for each of its `others` that has `sampling`. `hidden`
+    `(n, hidden_size)`: the last hidden states of `rows_to_finish`, in that order. A token is negative where the logits
+    are not finite or the grammar is broken.
+
+    Says also of each of the `others`, drawn from or not, whether its rows are finite. Its last row tells: in every
+    layer it attends to all of them, and what is not finite stays so at any weight, zero included. Of a decode its token
+    says so. Tokens and flags come to the host in one transfer."""
     drawn: list[Drawn] = []
     at = list(range(plan.num_decodes))
-    for end, chunk in zip(starts[1:].tolist(), plan.others, strict=True):
+    last_rows: list[int] = []
+    num_rows = len(at)
+    for chunk in plan.others:
+        first, num_rows = num_rows, num_rows + _num_rows(chunk)
+        last_rows.append(num_rows - 1)
         if chunk.sampling is not None:
             drawn.append(Drawn(chunk, chunk.sampling, len(at)))
-            at += range(end - 1 - chunk.num_drafts, end)
-    spoiled = _spoiled(hidden, starts)
+            at += range(first, num_rows)
+    spoiled = _spoiled(hidden, last_rows)
     if not at:
         return StepResult({}, not_finite=_named(plan.others, spoiled.tolist()))
     if len(at) < len(hidden):
@@ -86,17 +101,17 @@ def _draws(plan: StepPlan, drawn: Sequence[Drawn]) -> list[Draw]:
     return draws
 
 
-def _spoiled(hidden: torch.Tensor, starts: np.ndarray) -> torch.Tensor:
-    """Rows that are not finite, of each chunk: int64 `(num_chunks,)` on the device. `starts` as in `draw`."""
-    first, last = int(starts[0]), int(starts[-1])
+def _num_rows(chunk: Chunk) -> int:
+    """That a chunk has in `rows_to_finish`."""
+    return 1 + chunk.num_drafts if chunk.sampling is not None else 1
+
+
+def _spoiled(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """1 for each of these rows that is not finite: int64 `(len(rows),)` on the device."""
+    chosen = hidden.index_select(0, torch.tensor(rows, dtype=torch.int64, device=hidden.device))
     # What is not finite stays so in a sum; sums of normalised rows are far from the largest float32. A tenth of the
     # time of `aminmax`.
-    is_spoiled = ~hidden[first:last].sum(dim=-1, dtype=torch.float32).isfinite()
-    if len(is_spoiled) == len(starts) - 1:
-        return is_spoiled.long()
-    running = is_spoiled.cumsum(0)
-    ends = running.index_select(0, torch.from_numpy(starts[1:] - first - 1).to(hidden.device))
-    return ends.diff(prepend=ends.new_zeros(1))
+    return (~chosen.sum(dim=-1, dtype=torch.float32).isfinite()).long()
 
 
 def _named(chunks: Sequence[Chunk], flags: Sequence[int]) -> set[SequenceId]:

@@ -1,6 +1,6 @@
-"""Attention of decoding rows in C, on processors with AVX512-BF16: pages are read where they lie, once.
+"""Attention in C, on processors with AVX512-BF16: pages are read where they lie.
 
-`decode_attention.c` is compiled at first use (about a second). Where that can't be done, attention goes by torch:
+`paged_attention.c` is compiled at first use (about a second). Where that can't be done, attention goes by torch:
 results differ by rounding alone. Knows nothing of requests and models.
 """
 
@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from fabric.c_library import load_c_library
-from llm_workers.paged_kv import PagedKV, SingleRows
+from llm_workers.paged_kv import PagedKV, Rows, SingleRows, padded_tables
 
-SOURCE = Path(__file__).with_name("decode_attention.c")
+SOURCE = Path(__file__).with_name("paged_attention.c")
 _LANES, _DIM_MULTIPLE = 16, 32
 """Of the C source: tokens at a time, values at a time."""
+_MAX_DIM, _MAX_GROUP = 256, 96
+"""Of the C source, for chunks: values of a head, query heads of a head of keys."""
 
 
 class _Step(ctypes.Structure):
@@ -29,6 +32,30 @@ class _Step(ctypes.Structure):
         *(
             (name, ctypes.c_int64)
             for name in ("num_rows", "num_heads", "num_kv_heads", "head_dim", "block_size", "max_blocks")
+        ),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class _Chunks(ctypes.Structure):
+    """As in the C source."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("queries", "keys", "values", "tables", "firsts", "starts", "ends", "out")
+        ),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "query_stride",
+                "num_chunks",
+                "num_heads",
+                "num_kv_heads",
+                "head_dim",
+                "block_size",
+                "max_blocks",
+            )
         ),
         ("scale", ctypes.c_float),
     ]
@@ -68,6 +95,50 @@ class NativeDecode:
         return out
 
 
+class NativeChunks:
+    """The chunks of prompts of one step. Their keys and values must lie in the pages already."""
+
+    def __init__(self, kv: PagedKV, rows: Sequence[Rows]) -> None:
+        """`rows`: one at least."""
+        self._kv = kv
+        self._tables = padded_tables([row.block_ids for row in rows])
+        self._places = np.array([(row.at, row.start, row.context) for row in rows], dtype=np.int64).T.copy()
+
+    def attend(self, layer: int, queries: torch.Tensor, out: torch.Tensor, scaling: float) -> None:
+        """`queries` `(num_tokens, num_heads, head_dim)`, the packed rows of the step; fills the chunks' rows of `out`,
+        which is as large and contiguous."""
+        library = _library()
+        assert library is not None
+        assert out.is_contiguous()
+        assert queries.dtype == out.dtype == torch.bfloat16
+        assert scaling > 0
+        if queries.stride(2) != 1 or queries.stride(1) != queries.shape[2]:
+            queries = queries.contiguous()
+        keys, values = self._kv.layer(layer)
+        chunks = _Chunks(
+            *(each.data_ptr() for each in (queries, keys, values)),
+            *(each.ctypes.data for each in (self._tables, *self._places)),
+            out.data_ptr(),
+            queries.stride(0),
+            len(self._tables),
+            queries.shape[1],
+            *keys.shape[1:],
+            self._kv.block_size,
+            self._tables.shape[1],
+            scaling,
+        )
+        if library.weft_chunk_attention(ctypes.byref(chunks), torch.get_num_threads()):
+            raise MemoryError(f"no room to attend {len(self._tables)} chunks")
+
+
+def is_native_for_chunks(kv: PagedKV, num_heads: int) -> bool:
+    """Whether chunks of prompts are attended to faster by the C code: not where torch has the matrix units of AMX."""
+    if not is_native(kv) or torch.cpu._is_amx_tile_supported():
+        return False
+    _, num_kv_heads, head_dim = kv.layer(0)[0].shape
+    return head_dim <= _MAX_DIM and num_heads <= _MAX_GROUP * num_kv_heads
+
+
 def is_native(kv: PagedKV) -> bool:
     """Whether these pages can be read by the C code."""
     if kv.device.type != "cpu" or kv.dtype != torch.bfloat16:
@@ -82,5 +153,6 @@ def _library() -> ctypes.CDLL | None:
     library = load_c_library(SOURCE) if torch.cpu._is_avx512_bf16_supported() else None
     if library is not None:
         library.weft_decode_attention.argtypes = [ctypes.POINTER(_Step), ctypes.c_int]
-        library.weft_decode_attention.restype = ctypes.c_int
+        library.weft_chunk_attention.argtypes = [ctypes.POINTER(_Chunks), ctypes.c_int]
+        library.weft_decode_attention.restype = library.weft_chunk_attention.restype = ctypes.c_int
     return library

@@ -110,6 +110,9 @@ def padded_tables(tables: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int
     return padded
 
 
+_SLOTS_AT_ONCE = 512
+
+
 class PagedKV:
     """Keys and values of one worker: per layer a flat `(num_blocks * block_size, num_kv_heads, head_dim)` view of
     pages. Zeroed at birth, so that what is masked out is at least finite."""
@@ -148,6 +151,13 @@ class PagedKV:
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """All at once: no target may be another's source."""
         copy_pages(self._pages.flatten(0, 1), self.block_size, sources, targets)
+
+    def are_spoiled(self, slots: torch.Tensor) -> torch.Tensor:
+        """Whether a slot holds a number that is not finite, in any layer: bool `(len(slots),)` on the device. Reads
+        every layer of the slots once, a few of them at a time."""
+        pages = (self._pages.index_select(2, some) for some in slots.split(_SLOTS_AT_ONCE))
+        # What is not finite stays so in a sum; sums of half precision are far from the largest float32.
+        return ~torch.cat([page.sum(dim=(0, 1, 3, 4), dtype=torch.float32) for page in pages]).isfinite()
 
     def slots(self, block_ids: npt.NDArray[np.int64], start: int, end: int) -> npt.NDArray[np.int64]:
         """Where positions `[start, end)` of a sequence lie: int64 `(end - start,)`."""

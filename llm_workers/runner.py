@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 
 from llm_workers.attention import AttentionStep, Backend
-from llm_workers.drawing import draw
-from llm_workers.paged_kv import DecodeRows, PagedKV, Rows, StepRows, copy_blocks
+from llm_workers.drawing import draw, rows_to_finish
+from llm_workers.paged_kv import DecodeRows, PagedKV, Rows, StepRows, copy_blocks, write_slots
 from llm_workers.scheduling.plan import Chunk, StepPlan, StepResult
 from llm_workers.side_rows import SideRows
 from llm_workers.splice import FeatureReader, PlacedSplice, splice_features
@@ -48,6 +48,8 @@ class StepInputs(NamedTuple):
     starts: npt.NDArray[np.int64]
     """First rows of the others, and the number of all rows."""
     attention: AttentionStep
+    rows: StepRows
+    """Where the pages are read and written."""
 
 
 class Runner:
@@ -73,16 +75,25 @@ class Runner:
         are not finite or the grammar is broken. The plan must have chunks."""
         times = self.times
         begun_s = time.perf_counter()
-        token_ids, positions, starts, step = self.prepare(plan)
+        token_ids, positions, starts, step, rows = self.prepare(plan)
         inputs_s = time.perf_counter()
         embeddings = self._model.embed(token_ids)
         embedded_s = time.perf_counter()
         feature_rows, feature_levels = splice_features(embeddings, list(_placed(plan.others, starts)), self._features)
         spliced_s = time.perf_counter()
+        wanted = _wanted_rows(plan, starts, self._model.device)
+        # A hidden layer that is asked for is stored whole, and may be the last.
+        is_whole = any(chunk.side_names for chunk in plan.others)
         with self._side.storing(plan.others, starts) if self._side else nullcontext():
-            hidden = self._model.forward(embeddings, positions, step, feature_rows, feature_levels)
+            early = None if is_whole else wanted
+            hidden = self._model.forward(embeddings, positions, step, feature_rows, feature_levels, early)
+        spoiled = self._spoiled_rows(hidden, rows, is_whole=is_whole)
+        if is_whole and wanted is not None:
+            hidden = hidden.index_select(0, wanted)
+        if spoiled is not None:
+            hidden = _without_numbers(hidden, spoiled, plan, starts)
         forward_s = time.perf_counter()
-        result = draw(self._model, hidden, plan, starts)
+        result = draw(self._model, hidden, plan)
         times.inputs_s += inputs_s - begun_s
         times.splice_s += spliced_s - embedded_s
         times.forward_s += embedded_s - inputs_s + forward_s - spliced_s
@@ -113,7 +124,38 @@ class Runner:
             torch.from_numpy(np.concatenate(positions, axis=1)).to(device),
             starts,
             self._backend(self._kv, rows),
+            rows,
         )
+
+    def _spoiled_rows(self, hidden: torch.Tensor, rows: StepRows, *, is_whole: bool) -> torch.Tensor | None:
+        """Rows of the step, bool `(num_tokens,)`, that have stored what is not finite, which may not show in the last
+        row of their chunk; None where it always does. A side tensor of the last layer lies behind all attention. An
+        infinite key has a weight of zero in its own row, which stays finite; a later query meets it, and only half
+        precision overflows so."""
+        spoiled = ~hidden.sum(dim=-1, dtype=torch.float32).isfinite() if is_whole else None
+        if self._kv.dtype is torch.float16:
+            stored = self._kv.are_spoiled(write_slots(self._kv, rows))
+            spoiled = stored if spoiled is None else spoiled | stored
+        return spoiled
+
+
+def _without_numbers(
+    hidden: torch.Tensor, spoiled: torch.Tensor, plan: StepPlan, starts: npt.NDArray[np.int64]
+) -> torch.Tensor:
+    """The hidden states that `draw` is given, all NaN in those of a sequence with a spoiled row."""
+    num_tokens = np.diff(starts, prepend=0)[1:]
+    owners = np.repeat(np.arange(plan.num_sequences), [*[1] * plan.num_decodes, *num_tokens])
+    finished = np.arange(len(owners)) if len(hidden) == len(owners) else rows_to_finish(plan, starts)
+    owner_of_row = torch.from_numpy(owners).to(hidden.device)
+    flags = torch.zeros(plan.num_sequences, device=hidden.device).index_add_(0, owner_of_row, spoiled.float())
+    of_hidden = owner_of_row.index_select(0, torch.from_numpy(finished).to(hidden.device))
+    return hidden.masked_fill((flags > 0).index_select(0, of_hidden)[:, None], torch.nan)
+
+
+def _wanted_rows(plan: StepPlan, starts: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor | None:
+    """Those whose last hidden states are needed; None for all of them."""
+    rows = rows_to_finish(plan, starts)
+    return torch.from_numpy(rows).to(device) if len(rows) < starts[-1] else None
 
 
 def _placed(chunks: Sequence[Chunk], starts: np.ndarray) -> Iterator[PlacedSplice]:

@@ -81,7 +81,8 @@ def _draw_truncated(logits: torch.Tensor, draws: Sequence[Draw], width: int = HE
     tokens = ids.gather(1, _invert(left, draws)[:, None])[:, 0]
     if width == logits.shape[-1]:
         return tokens
-    last_left = values.gather(1, (left > 0).sum(dim=-1, keepdim=True) - 1)
+    num_left = (left > 0).sum(dim=-1, keepdim=True)  # 0 where the row is not finite
+    last_left = values.gather(1, (num_left - 1).clamp_(min=0))
     top_k = torch.tensor([params.top_k for params, _, _ in draws], device=logits.device).clamp_(max=width + 1)
     open_rows = ((last_left <= values[:, -1:])[:, 0] | (top_k > width)).nonzero()[:, 0]
     if len(open_rows):

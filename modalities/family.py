@@ -213,8 +213,11 @@ class LanguageModel(Protocol):
         attention: Any,
         feature_rows: torch.Tensor | None,
         feature_levels: torch.Tensor | None,
+        wanted_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One step over packed tokens of many sequences -> last hidden states `(num_tokens, hidden)`.
+        """One step over packed tokens of many sequences -> last hidden states `(num_tokens, hidden)`, or with
+        `wanted_rows` (int64, ascending, not empty) those of these tokens alone: `(len(wanted_rows), hidden)`. The keys
+        and values of all tokens are written either way.
 
         `embeddings` `(num_tokens, hidden)`, level 0 of the features already spliced in. `positions`
         `(num_axes, num_tokens)`. `attention` is handed through to the registered attention function as the keyword

@@ -79,10 +79,6 @@ class Inbox:
         entry = self._entries.get(unit)
         return entry is not None and sequence_id in entry.wanted_by
 
-    def wanted_by(self, unit: UnitKey) -> frozenset[SequenceId]:
-        entry = self._entries.get(unit)
-        return frozenset(entry.wanted_by) if entry else frozenset()
-
     def check_counts(self, unit_to_tokens: Mapping[UnitKey, int]) -> None:
         """Raises FeatureMismatch if another request was promised another size for one of the units: this request
         alone fails, not those that came before."""

@@ -31,6 +31,7 @@ class ParallelLanguageModel:
         attention: Any,
         feature_rows: torch.Tensor | None,
         feature_levels: torch.Tensor | None,
+        wanted_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As the contract says. `attention` must say its `rows`. Raises WorkerLost when a rank is gone, too late or
         broken, and ever after."""
@@ -40,7 +41,7 @@ class ParallelLanguageModel:
         header = step_header(attention.rows, (embeddings.shape[0], embeddings.shape[1]), positions.shape[0], features)
         with self._ranks.step(header):
             send_step(StepTensors(embeddings, positions, feature_rows, feature_levels))
-            return self._share.forward(embeddings, positions, attention, feature_rows, feature_levels)
+            return self._share.forward(embeddings, positions, attention, feature_rows, feature_levels, wanted_rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`(n, hidden)` -> float32 `(n, vocab)`."""

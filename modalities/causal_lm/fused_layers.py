@@ -57,19 +57,22 @@ def fused(part: PreTrainedModel) -> PreTrainedModel:
     model = part.model
     for index, layer in enumerate(model.layers):
         if type(layer).__name__ in LAYERS:
-            model.layers[index] = FusedLayer(layer, model.config.hidden_act)
+            is_last = index + 1 == len(model.layers)
+            model.layers[index] = FusedLayer(layer, model.config.hidden_act, is_last=is_last)
     model.norm = RowNorm(model.norm)
     part.lm_head = project(part.lm_head)
     return part
 
 
-def run_layers(model: Any, embeddings: torch.Tensor, positions: torch.Tensor, attention: Any) -> torch.Tensor:
+def run_layers(
+    model: Any, embeddings: torch.Tensor, positions: torch.Tensor, attention: Any, last_rows: torch.Tensor | None
+) -> torch.Tensor:
     """What a plain text model does around its layers, and nothing else: `embeddings` `(num_tokens, hidden)`, positions
-    `(1, num_tokens)` -> last hidden states, normed. All layers must be fused."""
+    `(1, num_tokens)` -> last hidden states, normed; of `last_rows` alone if given. All layers must be fused."""
     hidden = embeddings[None]
     table = model.rotary_emb(hidden, positions)
     for layer in model.layers:
-        hidden = layer(hidden, position_embeddings=table, weft=attention)
+        hidden = layer(hidden, position_embeddings=table, weft=attention, last_rows=last_rows)
     return model.norm(hidden[0])
 
 
@@ -78,11 +81,17 @@ def is_packed(part: PreTrainedModel) -> bool:
     return isinstance(part.lm_head, PackedProjection)
 
 
+def can_end_early(part: PreTrainedModel) -> bool:
+    """Whether its last layer takes `last_rows`."""
+    return isinstance(part.model.layers[-1], FusedLayer)
+
+
 class FusedLayer(nn.Module):
     """One decoder layer. Its input is left unchanged."""
 
-    def __init__(self, layer: Any, activation: str) -> None:
+    def __init__(self, layer: Any, activation: str, *, is_last: bool = False) -> None:
         super().__init__()
+        self.is_last = is_last
         self.before_attention = RowNorm(layer.input_layernorm)
         self.attention = FusedAttention(layer.self_attn, type(layer).__name__.startswith(_WITH_HEAD_NORMS))
         self.before_mlp = RowNorm(layer.post_attention_layernorm)
@@ -90,11 +99,19 @@ class FusedLayer(nn.Module):
         self.mlp = GatedMlp(layer.mlp) if is_known else OtherMlp(layer.mlp)
 
     def forward(
-        self, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], weft: Any, **_: Any
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        weft: Any,
+        last_rows: torch.Tensor | None = None,
+        **_: Any,
     ) -> torch.Tensor:
-        """`(1, num_tokens, hidden)` and the step's rotary table (cos, sin), each `(1, num_tokens, head_dim)`."""
+        """`(1, num_tokens, hidden)` and the step's rotary table (cos, sin), each `(1, num_tokens, head_dim)`. The last
+        layer computes what comes behind its attention for `last_rows` alone, and returns these: of a prompt's other
+        tokens nobody needs more than keys and values."""
         hidden = hidden_states[0]
-        hidden = self.attention(self.before_attention(hidden), hidden, position_embeddings, weft)
+        rows = last_rows if self.is_last else None
+        hidden = self.attention(self.before_attention(hidden), hidden, position_embeddings, weft, rows)
         return self.mlp(self.before_mlp(hidden), hidden)[None]
 
 
@@ -111,16 +128,25 @@ class FusedAttention(nn.Module):
         self.head_norm = self._head_norm(attention) if has_head_norms else None
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor], weft: Any
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        table: tuple[torch.Tensor, torch.Tensor],
+        weft: Any,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`(num_tokens, hidden)`; rows behind those of the step's attention are of no meaning."""
+        """`(num_tokens, hidden)`, or `(len(rows), hidden)`; rows behind those of the step's attention are of no
+        meaning."""
         heads = self.inputs(x).view(x.shape[0], -1, self.head_dim)
         rotated, v = heads.split([self._num_heads + self._num_kv_heads, self._num_kv_heads], dim=1)
         if self.head_norm is not None:
             rotated = self.head_norm(rotated)
         q, k = rotate(rotated, *table).split([self._num_heads, self._num_kv_heads], dim=1)
         attended = weft.attend(self.layer_idx, q, k, v, self.scaling)
-        return self.output.plus(attended.reshape(x.shape[0], -1), residual)
+        attended = attended.reshape(x.shape[0], -1)
+        if rows is not None:
+            attended, residual = attended.index_select(0, rows), residual.index_select(0, rows)
+        return self.output.plus(attended, residual)
 
     def _head_norm(self, attention: Any) -> RowNorm:
         """Of queries and keys at once: a row of weights per head."""

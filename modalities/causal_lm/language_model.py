@@ -14,7 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fabric.errors import ConfigError
 from modalities.causal_lm.checkpoint import load_text_half
-from modalities.causal_lm.fused_layers import FusedLayer, fused, is_packed, run_layers
+from modalities.causal_lm.fused_layers import FusedLayer, can_end_early, fused, is_packed, run_layers
+from modalities.causal_lm.last_rows import LastRows
 from modalities.causal_lm.step_sizes import pad_step
 
 
@@ -41,18 +42,27 @@ class CausalLM:
         attention: Any,
         feature_rows: torch.Tensor | None,
         feature_levels: torch.Tensor | None,
+        wanted_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`(num_tokens, hidden)`, positions `(1, num_tokens)` -> last hidden states `(num_tokens, hidden)`, normed.
-        Features have one level, which is spliced in already."""
+        """`(num_tokens, hidden)`, positions `(1, num_tokens)` -> last hidden states `(num_tokens, hidden)`, normed;
+        of `wanted_rows` alone if given. Features have one level, which is spliced in already."""
         num_tokens = len(embeddings)
         if self._is_padded:
             embeddings, positions = pad_step(embeddings, positions)
-        if self._is_fused:
-            return run_layers(self._part.model, embeddings, positions, attention)[:num_tokens]
-        output = self._part.model(
-            inputs_embeds=embeddings[None], position_ids=positions, use_cache=False, weft=attention
+        rows = LastRows(
+            wanted_rows, len(embeddings), is_padded=self._is_padded, can_end_early=can_end_early(self._part)
         )
-        return output.last_hidden_state[0, :num_tokens]
+        if self._is_fused:
+            hidden = run_layers(self._part.model, embeddings, positions, attention, rows.finished)
+            return rows.of(hidden, num_tokens)
+        output = self._part.model(
+            inputs_embeds=embeddings[None],
+            position_ids=positions,
+            use_cache=False,
+            weft=attention,
+            last_rows=rows.finished,
+        )
+        return rows.of(output.last_hidden_state[0], num_tokens)
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fabric.errors import ConfigError
-from modalities.causal_lm.fused_layers import fused, is_packed
+from modalities.causal_lm.fused_layers import can_end_early, fused, is_packed
+from modalities.causal_lm.last_rows import LastRows
 from modalities.causal_lm.step_sizes import pad_step
 from modalities.qwen_vl.checkpoint import Checkpoint
 from modalities.qwen_vl.config import QwenVLConfig
@@ -46,25 +47,30 @@ class TextModel:
         attention: Any,
         feature_rows: torch.Tensor | None,
         feature_levels: torch.Tensor | None,
+        wanted_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`(num_tokens, hidden)`, positions `(3, num_tokens)` -> last hidden states `(num_tokens, hidden)`, normed.
-        `feature_levels[i]` is added behind layer i at `feature_rows` (DeepStack)."""
+        """`(num_tokens, hidden)`, positions `(3, num_tokens)` -> last hidden states `(num_tokens, hidden)`, normed;
+        of `wanted_rows` alone if given. `feature_levels[i]` is added behind layer i at `feature_rows` (DeepStack)."""
         num_tokens = len(embeddings)
         if self._is_padded:
             embeddings, positions = pad_step(embeddings, positions)
+        is_early = can_end_early(self._part)
         deepstack: dict[str, Any] = {}  # not every family's model takes it
         if feature_rows is not None and feature_levels is not None and len(feature_rows) and len(feature_levels):
             mask = torch.zeros((1, embeddings.shape[0]), dtype=torch.bool, device=embeddings.device)
             mask[0, feature_rows] = True
             deepstack = {"visual_pos_masks": mask, "deepstack_visual_embeds": list(feature_levels.unbind(0))}
+            is_early = is_early and len(feature_levels) < len(self._part.model.layers)  # the last gets none
+        rows = LastRows(wanted_rows, len(embeddings), is_padded=self._is_padded, can_end_early=is_early)
         output = self._part.model(
             inputs_embeds=embeddings[None],
             position_ids=positions[:, None],
             use_cache=False,
             weft=attention,
+            last_rows=rows.finished,
             **deepstack,
         )
-        return output.last_hidden_state[0, :num_tokens]
+        return rows.of(output.last_hidden_state[0], num_tokens)
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

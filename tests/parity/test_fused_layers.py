@@ -108,6 +108,29 @@ def test_what_is_not_known_stays_as_it_is() -> None:
     assert [isinstance(layer, FusedLayer) for layer in after] == [True, False, True]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_that_are_wanted_alone_are_as_among_all(name: str, dtype: torch.dtype) -> None:
+    """The last layer finishes them alone; pages are written for all."""
+    part = part_of(name, dtype)
+    model = CausalLM(fused(part))
+    ids = torch.arange(40) % 61
+    rows = [Rows(0, 0, 13, np.array([3, 1])), Rows(13, 0, 27, np.array([0, 2, 4, 5]))]
+    seen, pages, finished = [], [], []
+    part.model.layers[-1].mlp.register_forward_hook(lambda module, inputs, output: finished.append(len(output)))
+    for wanted in (None, torch.tensor([12, 39]), torch.arange(40)):
+        kv = PagedKV(3, 8, 8, (2, part.model.layers[0].attention.head_dim), dtype, torch.device("cpu"))
+        with torch.inference_mode():
+            hidden = model.forward(model.embed(ids), torch.arange(40)[None], SdpaStep(kv, rows), None, None, wanted)
+        seen.append(hidden)
+        pages.append(torch.stack(kv.layer(2)))
+    assert finished == [40, 2, 40]
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.05}
+    torch.testing.assert_close(seen[1], seen[0][[12, 39]], **tolerance)
+    torch.testing.assert_close(seen[2], seen[0], **tolerance)
+    assert all(torch.equal(each, pages[0]) for each in pages)
+
+
 def test_rounded_steps_are_few_and_little_larger() -> None:
     sizes = [rounded_size(num_tokens) for num_tokens in range(1, 4097)]
     assert all(num_tokens <= size < num_tokens * 1.125 for num_tokens, size in enumerate(sizes, start=1))

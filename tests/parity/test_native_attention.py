@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fabric import c_library
 from llm_workers import native_attention
 from llm_workers.attention_sdpa import SdpaStep
-from llm_workers.native_attention import NativeDecode, is_native
+from llm_workers.native_attention import NativeChunks, NativeDecode, is_native, is_native_for_chunks
 from llm_workers.paged_kv import PagedKV, Rows, StepRows
 
 NUM_BLOCKS = 120
@@ -64,6 +64,69 @@ def test_as_written_out(num_heads, num_kv_heads, head_dim, contexts, block_size,
 
 
 @needs_native
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 32), (8, 2, 64), (14, 2, 96), (11, 1, 128), (96, 1, 32)]
+)
+@settings(deadline=None, max_examples=15)
+@given(
+    sizes=st.lists(st.tuples(st.integers(0, 300), st.integers(2, 200)), min_size=1, max_size=3),
+    block_size=st.sampled_from([16, 48]),
+    num_threads=st.integers(1, 2),
+    seed=st.integers(0, 99),
+)
+def test_chunks_as_written_out(num_heads, num_kv_heads, head_dim, sizes, block_size, num_threads, seed) -> None:
+    torch.manual_seed(seed)
+    kv = pages_of((num_kv_heads, head_dim), block_size)
+    free, rows, num_tokens = np.random.default_rng(seed).permutation(NUM_BLOCKS), [], 1  # a row that decodes in front
+    for start, size in sizes:
+        needed = -(-(start + size) // block_size)
+        rows.append(Rows(num_tokens, start, size, free[:needed].astype(np.int64)))
+        free, num_tokens = free[needed:], num_tokens + size
+    packed = (torch.randn(num_tokens, num_heads + num_kv_heads, head_dim) * 2).bfloat16()
+    queries, expected = packed[:, :num_heads], torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64)
+    for row in rows:
+        keys, values = torch.randn(2, row.context, num_kv_heads, head_dim).bfloat16()
+        slots = torch.from_numpy(kv.slots(row.block_ids, 0, row.context))
+        for pages, written in zip(kv.layer(1), (keys, values), strict=True):
+            pages[slots] = written
+        group = num_heads // num_kv_heads
+        keys, values = (each.double().repeat_interleave(group, dim=1) for each in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", queries[row.at : row.at + row.num_tokens].double(), keys) * 0.2
+        is_seen = torch.arange(row.context) <= torch.arange(row.start, row.context)[:, None]
+        weights = scores.masked_fill(~is_seen, float("-inf")).softmax(dim=-1)
+        expected[row.at : row.at + row.num_tokens] = torch.einsum("hqk,khd->qhd", weights, values)
+    ours = torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.bfloat16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        NativeChunks(kv, rows).attend(1, queries, ours, 0.2)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(ours.double(), expected, atol=4e-3, rtol=1e-2)
+
+
+@needs_native
+@pytest.mark.parametrize("is_chunk", [True, False], ids=["chunk", "decode"])
+@pytest.mark.parametrize("of", [0, 1], ids=["key", "value"])
+def test_a_nan_shows_in_the_last_row_and_in_no_neighbours(of: int, is_chunk: bool) -> None:
+    torch.manual_seed(0)
+    kv, rows = pages_of((2, 64)), [Rows(0, 0, 150, np.arange(10)), Rows(150, 0, 150, np.arange(20, 30))]
+    for pages in kv.layer(1):
+        pages.copy_(torch.randn_like(pages))
+    kv.layer(1)[of][5, 1, 7] = float("nan")
+    queries = torch.randn(300, 2, 64).bfloat16()
+    if is_chunk:
+        out = torch.zeros_like(queries)
+        NativeChunks(kv, rows).attend(1, queries, out, 0.2)
+        first, second = out[149], out[150:]
+    else:
+        singles = StepRows([Rows(at, 149, 1, row.block_ids) for at, row in enumerate(rows)]).singles()
+        first, second = NativeDecode(kv, singles).attend(1, queries[:2].contiguous(), 0.2)
+    assert not first[1].isfinite().any() if of == 0 else not first[1].isfinite().all()
+    assert second.isfinite().all()
+
+
+@needs_native
 def test_a_step_gives_the_same_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for is_on in (True, False):
@@ -90,6 +153,8 @@ def test_other_pages_go_by_torch() -> None:
     assert not is_native(pages_of((1, 32), dtype=torch.float32))
     assert not is_native(pages_of((1, 24)))
     assert not is_native(pages_of((1, 32), block_size=8))
+    assert not is_native_for_chunks(pages_of((1, 288)), 1)
+    assert not is_native_for_chunks(pages_of((1, 32)), 97)
 
 
 def test_without_a_compiler_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from fabric.messages import SamplingParams
 from llm_workers.attention import select_backend
 from llm_workers.paged_kv import PagedKV
 from llm_workers.runner import Runner
-from llm_workers.scheduling.plan import NOT_FINITE_TOKEN, Chunk, Splice, StepPlan
+from llm_workers.scheduling.plan import NOT_FINITE_TOKEN, Chunk, Decodes, Splice, StepPlan
 
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0.0)
@@ -167,3 +167,47 @@ def test_a_broken_feature_marks_its_sequence_alone(model, features):
     assert result.not_finite == {scripts[1].sequence_id, scripts[2].sequence_id}
     assert [drawn[script.sequence_id] == (NOT_FINITE_TOKEN,) for script in scripts] == [False, True, True, False]
     assert drawn[scripts[0].sequence_id] == (int(last_logits(model, scripts[0], features).argmax()),)
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("inf")])
+@pytest.mark.parametrize("layer", [0, NUM_LAYERS - 1])
+def test_an_infinite_key_in_half_precision_marks_who_wrote_it(features, value, layer):
+    """It overflows on its way into the pages: the hidden states of its own step stay finite."""
+    half = TinyModel(torch.float16)
+    kv = PagedKV(NUM_LAYERS, 100, BLOCK_SIZE, (NUM_KV_HEADS, HEAD_DIM), torch.float16, torch.device("cpu"))
+    features = Features({unit: feature.half() for unit, feature in features.items()})
+    runner, scripts = Runner(half, kv, features, select_backend("sdpa", kv)), scripts_of(features)
+    forward, overflowing = half.forward, []
+
+    def overflow(*inputs):
+        hidden = forward(*inputs)
+        assert hidden.isfinite().all()
+        for slot in overflowing:
+            kv.layer(layer)[0][slot, 0, 3] = value
+        return hidden
+
+    half.forward = overflow
+    plan = StepPlan(0, tuple(script.chunk(0, 3) for script in scripts))
+    assert runner.execute(plan).not_finite == set()
+    victim = scripts[2]
+    overflowing += kv.slots(victim.block_ids, 5, 6).tolist()
+    later = StepPlan(1, tuple(script.chunk(3, 9) for script in scripts[:3]))
+    assert runner.execute(later).not_finite == {victim.sequence_id}
+    kv.layer(layer)[0][overflowing] = 0.0
+    overflowing.clear()
+    assert runner.execute(later).not_finite == set()
+
+    rows = [scripts[0], victim, scripts[1]]
+    decodes = Decodes(
+        tuple(script.sequence_id for script in rows),
+        (GREEDY,) * 3,
+        np.array([script.ids[9] for script in rows]),
+        np.full(3, 9),
+        np.stack([script.positions[:, 9] for script in rows], axis=1),
+        np.stack([script.block_ids[:3] for script in rows]),
+        np.full(3, 3),
+        np.zeros(3, dtype=np.int64),
+    )
+    overflowing += kv.slots(victim.block_ids, 9, 10).tolist()
+    drawn = runner.execute(StepPlan(2, (), decodes)).token_ids
+    assert [drawn[script.sequence_id] == (NOT_FINITE_TOKEN,) for script in rows] == [False, True, False]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -142,3 +143,16 @@ def test_masked_and_broken_rows():
     assert drawn[0] == 3
     assert drawn[1] == -1
     assert 0 <= drawn[2] < 4
+
+
+@pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "min_p": 0.1}, {}])
+def test_a_row_that_is_not_finite_gives_no_token_in_a_large_vocabulary(params):
+    """Its neighbour draws what it draws alone."""
+    torch.manual_seed(0)
+    logits = torch.randn(5, 5000)
+    logits[0] = float("nan")
+    logits[1, 77] = float("nan")
+    logits[2, 4000] = float("inf")
+    logits[3] = float("-inf")
+    draws = [(SamplingParams(seed=i, **params), 0, i) for i in range(5)]
+    assert sample(logits, draws) == [-1, -1, -1, -1, *sample(logits[4:], draws[4:])]

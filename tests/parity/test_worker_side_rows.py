@@ -111,6 +111,19 @@ def test_hooks_leave_with_a_step_that_fails(model: LayeredTiny, monkeypatch: pyt
     assert not model.layer(0)._forward_hooks
 
 
+def test_a_row_that_is_stored_and_not_finite_marks_its_chunk(model: LayeredTiny) -> None:
+    """What the last layer makes of it behind its attention reaches no other row."""
+    runner, _ = runner_of(model)
+    chunks = tuple(replace(script.chunk(0, 20), side_names=frozenset({"high"})) for script in scripts(20, 20))
+
+    def spoil(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+        return output.index_fill(1, torch.tensor([25]), float("inf"))
+
+    with model.layer(NUM_LAYERS - 1).register_forward_hook(spoil):
+        result = runner.execute(StepPlan(0, chunks))
+    assert result.not_finite == {chunks[1].sequence_id}
+
+
 def test_a_layer_that_is_not_there_is_refused(model: LayeredTiny) -> None:
     kv = PagedKV(NUM_LAYERS, 4, BLOCK_SIZE, (NUM_KV_HEADS, HEAD_DIM), torch.float32, torch.device("cpu"))
     with pytest.raises(ConfigError, match="no such layers"):

@@ -57,13 +57,13 @@ class TinyModel:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._model.embed_tokens(token_ids)
 
-    def forward(self, embeddings, positions, attention, feature_rows, feature_levels):
+    def forward(self, embeddings, positions, attention, feature_rows, feature_levels, wanted_rows=None):
         mask, levels = None, None
         if feature_rows is not None:
             mask = torch.zeros(1, len(embeddings), dtype=torch.bool)
             mask[0, feature_rows] = True
             levels = list(feature_levels)
-        return self._model(
+        hidden = self._model(
             inputs_embeds=embeddings[None],
             position_ids=positions[:, None],
             use_cache=False,
@@ -71,6 +71,7 @@ class TinyModel:
             visual_pos_masks=mask,
             deepstack_visual_embeds=levels,
         ).last_hidden_state[0]
+        return hidden if wanted_rows is None else hidden[wanted_rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return (hidden @ self.head.T).float()

@@ -60,6 +60,16 @@ def test_blocks_without_content_go_first_then_the_oldest_tail() -> None:
     assert pool.lookup(hashes("uv")) == [second[0]]
 
 
+def test_a_block_that_was_freed_without_content_is_given_away_before_cached_ones() -> None:
+    pool = BlockPool(3)
+    cached = stored(pool, A, "xy")
+    plain = pool.allocate(B, 1)
+    pool.free(A, cached)
+    pool.free(B, plain)
+    assert pool.allocate(A, 1) == plain
+    assert pool.lookup(hashes("xy")) == cached
+
+
 def test_equal_content_is_kept_once() -> None:
     pool = BlockPool(4)
     first = stored(pool, A, "xy")

@@ -74,7 +74,8 @@ def test_what_the_context_can_not_hold_needs_no_room() -> None:
     short = SHAPE._replace(max_model_len=41)
     needed = slot_bytes(feature_bytes(short, 40, "float32"))
     assert shortfalls(short, blocks(10), needed, "float32", [PICTURE]) == []
-    assert len(shortfalls(short, blocks(9), needed - 1, "float32", [PICTURE])) == 2
+    blocks_problem, _ = shortfalls(short, blocks(9), needed - 1, "float32", [PICTURE])
+    assert "the largest image takes 100, with text 40: num_blocks must be at least 10" in blocks_problem
 
 
 def test_a_medium_in_one_piece_needs_a_step_of_its_length() -> None:

@@ -172,3 +172,54 @@ def test_many_rows_come_and_go() -> None:
         bench.scheduler.abort(attempt_id(name))
         bench.scheduler.check_invariants()
     assert bench.plan().num_sequences == 0
+
+
+def test_tokens_of_rows_are_counted_over_all_steps() -> None:
+    bench = decoding("a", "b")
+    for _ in range(3):
+        bench.commit(bench.plan())
+    assert bench.scheduler.stats().tokens_generated == 2 * 4
+
+
+def test_a_block_that_a_row_has_filled_is_found_by_others() -> None:
+    bench = decoding("a")
+    for _ in range(3):
+        bench.commit(bench.plan())
+    prompt = [*request("a", 9).token_ids, 7, 7, 7]
+    assert bench.add(request("again", [*prompt, 1])).num_cached_tokens == 12
+
+
+def test_a_row_ends_by_its_own_count_when_another_was_aborted_in_flight() -> None:
+    bench = Bench(**ROOMY)
+    for age, (name, max_tokens) in enumerate((("gone", 50), ("last", 2), ("long", 50))):
+        bench.add(request(name, 9, age=age, max_tokens=max_tokens))
+    bench.step()
+    plan = bench.plan()
+    bench.scheduler.abort(attempt_id("gone"))
+    events = bench.scheduler.commit(plan, drawn(plan))
+    assert [(one.sequence_id, one.finish_reason) for one in events.finished] == [(sequence_id("last"), "length")]
+
+
+def test_a_row_that_begins_does_not_stand_for_one_that_was_aborted_in_flight() -> None:
+    """A migrated choice whose tokens but the last one are cached has a row once the step is planned. So there are as
+    many rows as the step had, but not the same ones."""
+    bench = decoding("old", "gone")
+    known = request("old", 9).token_ids
+    bench.add(request("moved", known[:8], age=2, emitted=((known[8],),)))
+    plan = bench.plan()
+    assert sorted(names_of(plan)) == ["gone", "old"]
+    bench.scheduler.abort(attempt_id("gone"))
+    events = bench.scheduler.commit(plan, drawn(plan))
+    bench.scheduler.check_invariants()
+    assert {one.sequence_id: one.first_index for one in events.tokens} == {
+        sequence_id("old"): 1,
+        sequence_id("moved"): 1,
+    }
+
+
+def test_ids_that_may_be_drawn_are_not_barred_below_min_tokens() -> None:
+    bench = Bench(**ROOMY)
+    stop = StopConditions(9, eos_token_ids=(1,), stop_token_ids=(2,), min_tokens=3, ignore_eos=True)
+    bench.add(request("a", 9, stop=stop))
+    (chunk,) = bench.plan().chunks
+    assert chunk.barred == (2,)

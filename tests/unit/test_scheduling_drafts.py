@@ -84,6 +84,18 @@ def test_drafts_are_computed_behind_the_last_token_and_right_ones_go_out_togethe
     assert stats.kv_blocks_used == 4, "the block that only the wrong draft reached is given back"
 
 
+def test_guesses_are_counted_over_all_steps() -> None:
+    bench = Bench(speculation=THREE, block_size=4)
+    decoding(bench)
+    num_guessed = 0
+    for tokens in ((4, 5, 6, 7), (8, 1, 2, 3)):
+        plan = bench.plan()
+        num_guessed += plan.chunks[0].num_drafts
+        answer(bench, plan, *tokens)
+    assert num_guessed == 6
+    assert bench.scheduler.stats().drafts_proposed == num_guessed
+
+
 def test_a_block_is_found_by_others_only_with_accepted_tokens() -> None:
     bench = Bench(speculation=THREE, block_size=4)
     decoding(bench)

@@ -7,7 +7,7 @@ import pytest
 from scheduling_cases import Bench, attempt_id, positions, request, sequence_id, unit
 
 from fabric.errors import FeatureMismatch, ProtocolError
-from fabric.messages import StopConditions
+from fabric.messages import SamplingParams, StopConditions
 from kv_index.block_hashing import prompt_block_hashes
 from llm_workers.scheduling.plan import NO_BLOCK, StepResult
 
@@ -253,3 +253,18 @@ def test_commit_of_an_empty_plan_reports_what_became_free() -> None:
     plan = bench.plan()
     assert plan.chunks == ()
     assert bench.scheduler.commit(plan, StepResult({})).units_done == (unit("image"),)
+
+
+def test_penalties_count_what_was_generated_and_the_prompt_as_seen_only() -> None:
+    """Of a first attempt and of one that goes on where another ended."""
+    penalised = SamplingParams(frequency_penalty=0.5)
+    for emitted, expected in (((), {}), (((6, 5, 5),), {5: 2, 6: 1})):
+        bench = Bench()
+        bench.add(request("a", [4, 5, 4, 7], sampling=penalised, emitted=emitted))
+        for num_more in range(3):
+            plan = bench.plan()
+            counts = plan.chunks[0].counts
+            assert counts is not None
+            found = dict(zip(counts.ids.tolist(), counts.num_generated.tolist(), strict=True))
+            assert found == {4: 0, 5: 0, 7: 0} | expected | ({7: num_more} if num_more else {})
+            bench.commit(plan, token=7)

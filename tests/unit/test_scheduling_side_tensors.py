@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduling_cases import Bench, request, sequence_id
+from scheduling_cases import Bench, attempt_id, request, sequence_id
 
 from fabric.errors import ProtocolError
 from fabric.ids import BlockHash
@@ -115,3 +115,17 @@ def test_names_that_nobody_keeps_are_refused() -> None:
     bench = Bench(block_size=4, num_blocks=64, side_layers=(("talker", 2),))
     with pytest.raises(ProtocolError, match="keeps no side tensors other"):
         bench.add(request("r", 8, side_names=("other",)))
+
+
+def test_a_choice_keeps_private_what_it_took_over_from_a_private_one() -> None:
+    """The prompt's blocks were in use without the rows when the first choice had them; that has ended since."""
+    bench = Bench(block_size=4, num_blocks=64, side_layers=(("talker", 2),))
+    prompt = list(range(40))
+    bench.add(request("plain", prompt))
+    bench.step()
+    bench.add(request("speech", prompt, num_choices=2, side_names=("talker",)))
+    bench.step()
+    bench.scheduler.abort(attempt_id("plain"))
+    for _ in range(6):
+        bench.step()
+    assert bench.add(request("speech again", prompt, side_names=("talker",))).num_cached_tokens == 0

@@ -1,13 +1,15 @@
-/* Attention of one query per sequence over paged keys and values in bfloat16, read where they lie.
+/* Attention over paged keys and values in bfloat16, read where they lie: of one query per sequence (decoding), and of a
+ * chunk of a prompt.
  *
  * For processors with AVX512-BF16; compiled at first use by `native_attention.py`, which checks every precondition.
- * Scores of sixteen tokens at a time: their keys are transposed in registers, so that a lane is a token and no sum runs
- * across lanes. Softmax and sums are in float32. What lies behind a sequence's last token is never added up.
+ * Softmax and sums are in float32. What lies behind a sequence's last token is never added up, and what is not finite
+ * among its tokens shows in every result that sees it, but for a key whose score is -inf.
  */
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 
 #ifndef __AVX512BF16__
 #error "needs AVX512-BF16"
@@ -17,7 +19,7 @@
 #define MAX_GROUP 8
 
 typedef struct {
-  const uint16_t *queries;              /* (num_rows, num_heads, head_dim) */
+  const uint16_t *queries;              /* (num_rows, num_heads, head_dim), rows dense */
   const uint16_t *keys, *values;        /* (num_slots, num_kv_heads, head_dim) */
   const int64_t *blocks, *contexts;     /* (num_rows, max_blocks), (num_rows) */
   uint16_t *out;                        /* as queries */
@@ -52,7 +54,8 @@ static inline void transpose(__m512i r[LANES]) {
 }
 
 static inline __m512 exponential(__m512 x) {
-  x = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _mm512_set1_ps(-126.0f));
+  /* In this order NaN stays NaN. */
+  x = _mm512_max_ps(_mm512_set1_ps(-126.0f), _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)));
   __m512 whole = _mm512_roundscale_ps(x, 0), part = _mm512_sub_ps(x, whole);
   __m512 sum = _mm512_set1_ps(1.33335581e-3f);
   sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(9.61812911e-3f));
@@ -62,6 +65,9 @@ static inline __m512 exponential(__m512 x) {
   sum = _mm512_fmadd_ps(sum, part, _mm512_set1_ps(1.0f));
   return _mm512_scalef_ps(sum, whole);
 }
+
+/* ---- Decoding. Scores of sixteen tokens at a time: their keys are transposed in registers, so that a lane is a token and
+ * no sum runs across lanes. ---- */
 
 /* Computes scores[g * width + 0..15] of sixteen tokens from `keys` on, `stride` values apart. `ahead` is what the same
  * head reads next: it is fetched meanwhile, a line at a time and not into the first-level cache, whose few outstanding
@@ -147,7 +153,7 @@ static float soften(float *scores, int64_t context, float scale) {
   __m512 most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
   for (int64_t at = 0; at < context; at += LANES) {
     __mmask16 seen = context - at >= LANES ? 0xffff : (__mmask16)((1u << (context - at)) - 1);
-    most = _mm512_mask_max_ps(most, seen, most, _mm512_loadu_ps(scores + at));
+    most = _mm512_mask_max_ps(most, seen, _mm512_loadu_ps(scores + at), most); /* leaves NaN out */
   }
   /* A negative scale would want the least: `native_attention.py` lets none pass. */
   __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most)), factor = _mm512_set1_ps(scale);
@@ -240,6 +246,200 @@ int weft_decode_attention(const Step *step, int num_threads) {
       if (room == NULL) continue;
       const int64_t first = task % parts * heads;
       attend_row(step, task / parts, first, first + heads, room, room + heads * group * width);
+    }
+    free(room);
+  }
+  return is_full;
+}
+
+/* ---- Chunks of prompts. Keys and values of BLOCK tokens at a time are laid out once for many queries; then both
+ * products run over pairs of values, twelve rows by 32 columns in registers, and the softmax goes along. ---- */
+
+#define BLOCK 128
+#define TILE 32
+#define ROWS 12
+#define MAX_ROWS 96
+#define MAX_DIM 256
+
+typedef struct {
+  const uint16_t *queries;              /* (num_tokens, num_heads, head_dim), tokens `query_stride` values apart */
+  const uint16_t *keys, *values;        /* as in Step */
+  const int64_t *tables;                /* (num_chunks, max_blocks) */
+  const int64_t *firsts, *starts, *ends; /* (num_chunks): first row of the packed step, positions [start, end) */
+  uint16_t *out;                        /* (num_tokens, num_heads, head_dim), dense */
+  int64_t query_stride, num_chunks, num_heads, num_kv_heads, head_dim, block_size, max_blocks;
+  float scale;
+} Chunks;
+
+typedef struct {
+  uint16_t queries[MAX_ROWS * MAX_DIM];        /* of one row MAX_DIM apart */
+  uint16_t keys[BLOCK * MAX_DIM];              /* (BLOCK / TILE, head_dim / 2, TILE, 2) */
+  uint16_t values[BLOCK * MAX_DIM];            /* (head_dim / TILE, BLOCK / 2, TILE, 2), columns as unpacked */
+  float scores[ROWS * BLOCK];
+  uint16_t weights[ROWS * BLOCK];
+  float sums[MAX_ROWS * MAX_DIM];              /* of one row head_dim apart, columns as in `values` */
+  float most[MAX_ROWS], totals[MAX_ROWS];
+} __attribute__((aligned(64))) Room;
+
+/* c (ROWS, TILE) = or += a (ROWS, 2 * num_pairs) times b (num_pairs, TILE, 2). */
+static inline __attribute__((always_inline)) void multiply(
+    const uint16_t *a, const int64_t a_stride, const uint16_t *b, int64_t num_pairs, float *c, int64_t c_stride,
+    const int adds) {
+  __m512 low[ROWS], high[ROWS];
+  for (int row = 0; row < ROWS; row++) {
+    low[row] = adds ? _mm512_loadu_ps(c + row * c_stride) : _mm512_setzero_ps();
+    high[row] = adds ? _mm512_loadu_ps(c + row * c_stride + LANES) : _mm512_setzero_ps();
+  }
+  for (int64_t pair = 0; pair < num_pairs; pair++) {
+    const __m512bh first = (__m512bh)_mm512_loadu_si512(b + pair * 2 * TILE);
+    const __m512bh second = (__m512bh)_mm512_loadu_si512(b + pair * 2 * TILE + TILE);
+    for (int row = 0; row < ROWS; row++) {
+      const __m512bh each = (__m512bh)_mm512_set1_epi32(*(const int32_t *)(a + row * a_stride + 2 * pair));
+      low[row] = _mm512_dpbf16_ps(low[row], first, each);
+      high[row] = _mm512_dpbf16_ps(high[row], second, each);
+    }
+  }
+  for (int row = 0; row < ROWS; row++) {
+    _mm512_storeu_ps(c + row * c_stride, low[row]);
+    _mm512_storeu_ps(c + row * c_stride + LANES, high[row]);
+  }
+}
+
+/* Lays out keys and values of one head, positions [at, end) with `end` at most BLOCK further. Values behind `end` are
+ * zero up to the next TILE; keys there are whatever they are. */
+static void lay_out(const Chunks *step, const int64_t *blocks, int64_t head, int64_t at, int64_t end, Room *room) {
+  const int64_t dim = step->head_dim, stride = step->num_kv_heads * dim;
+  for (int64_t first = 0; first < end - at; first += LANES) {
+    const int64_t block = blocks[(at + first) / step->block_size], place = (at + first) % step->block_size;
+    const int64_t slot = (block * step->block_size + place) * stride + head * dim;
+    const uint16_t *keys = step->keys + slot, *values = step->values + slot;
+    for (int64_t d = 0; d < dim; d += TILE) {
+      __m512i rows[LANES];
+      for (int token = 0; token < LANES; token++) rows[token] = _mm512_loadu_si512(keys + token * stride + d);
+      transpose(rows);
+      uint16_t *tile = room->keys + first / TILE * TILE * dim + d * TILE + first % TILE * 2;
+      for (int pair = 0; pair < LANES; pair++) _mm512_storeu_si512(tile + pair * 2 * TILE, rows[pair]);
+      uint16_t *to = room->values + d * BLOCK + first * TILE;
+      for (int token = 0; token < LANES; token += 2) {
+        const int64_t left = end - at - first - token;
+        const __m512i even = left > 0 ? _mm512_loadu_si512(values + token * stride + d) : _mm512_setzero_si512();
+        const __m512i odd = left > 1 ? _mm512_loadu_si512(values + (token + 1) * stride + d) : _mm512_setzero_si512();
+        _mm512_storeu_si512(to + token * TILE, _mm512_unpacklo_epi16(even, odd));
+        _mm512_storeu_si512(to + token * TILE + TILE, _mm512_unpackhi_epi16(even, odd));
+      }
+    }
+  }
+  const int64_t laid = (end - at + LANES - 1) / LANES * LANES, wanted = (end - at + TILE - 1) / TILE * TILE;
+  for (int64_t d = 0; d < dim && laid < wanted; d += TILE)
+    for (int64_t token = laid; token < wanted; token++)
+      _mm512_storeu_si512(room->values + d * BLOCK + token * TILE, _mm512_setzero_si512());
+}
+
+/* One row's scores of `seen` tokens of a block become weights, zero up to `width`; what was summed before is scaled to
+ * the new largest score. */
+static inline void soften_along(
+    const float *scores, uint16_t *weights, int64_t seen, int64_t width, float scale, float *most, float *total,
+    float *sums, int64_t dim) {
+  __m512 top = _mm512_set1_ps(*most), sum = _mm512_setzero_ps();
+  const __m512 factor = _mm512_set1_ps(scale);
+  for (int64_t at = 0; at < seen; at += LANES) {
+    const __mmask16 mask = seen - at >= LANES ? 0xffff : (__mmask16)((1u << (seen - at)) - 1);
+    top = _mm512_mask_max_ps(top, mask, _mm512_loadu_ps(scores + at), top); /* leaves NaN out */
+  }
+  const float largest = _mm512_reduce_max_ps(top);
+  top = _mm512_set1_ps(largest);
+  for (int64_t at = 0; at < width; at += LANES) {
+    const __mmask16 mask =
+        seen - at >= LANES ? 0xffff : seen > at ? (__mmask16)((1u << (seen - at)) - 1) : (__mmask16)0;
+    const __m512 shifted = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + at), top), factor);
+    const __m256i weight = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_mov_ps(mask, exponential(shifted)));
+    _mm256_storeu_si256((__m256i *)(weights + at), weight);
+    sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(weight), 16)));
+  }
+  if (largest != *most) {
+    const __m512 shrunk = exponential(_mm512_mul_ps(_mm512_set1_ps(*most - largest), factor));
+    for (int64_t d = 0; d < dim; d += LANES)
+      _mm512_storeu_ps(sums + d, _mm512_mul_ps(_mm512_loadu_ps(sums + d), shrunk));
+    *total *= _mm512_cvtss_f32(shrunk);
+    *most = largest;
+  }
+  *total += _mm512_reduce_add_ps(sum);
+}
+
+/* Attends `num_tokens` tokens of a chunk, from position `start` on and from row `first` of the step, with the query heads
+ * of one head of keys. A row of the room is a token's head: heads of a token side by side. */
+static void attend_piece(
+    const Chunks *step, const int64_t *blocks, int64_t first, int64_t start, int64_t num_tokens, int64_t head,
+    Room *room) {
+  const int64_t dim = step->head_dim, group = step->num_heads / step->num_kv_heads;
+  const int64_t num_rows = num_tokens * group, padded = (num_rows + ROWS - 1) / ROWS * ROWS;
+  memset(room->queries + num_rows * MAX_DIM, 0, (padded - num_rows) * MAX_DIM * sizeof(uint16_t));
+  memset(room->sums, 0, padded * dim * sizeof(float));
+  for (int64_t row = 0; row < padded; row++) {
+    room->most[row] = -INFINITY;
+    room->totals[row] = 0.0f;
+    if (row < num_rows) {
+      const uint16_t *query = step->queries + (first + row / group) * step->query_stride;
+      memcpy(room->queries + row * MAX_DIM, query + (head * group + row % group) * dim, dim * sizeof(uint16_t));
+    }
+  }
+  const int64_t end = start + num_tokens;
+  for (int64_t at = 0; at < end; at += BLOCK) {
+    lay_out(step, blocks, head, at, end - at < BLOCK ? end : at + BLOCK, room);
+    for (int64_t row = 0; row < padded; row += ROWS) {
+      const int64_t last = row + ROWS < num_rows ? row + ROWS - 1 : num_rows - 1;
+      int64_t width = start + last / group + 1 - at;
+      if (width <= 0) continue;
+      width = width < BLOCK ? (width + TILE - 1) / TILE * TILE : BLOCK;
+      for (int64_t tile = 0; tile < width; tile += TILE)
+        multiply(room->queries + row * MAX_DIM, MAX_DIM, room->keys + tile * dim, dim / 2, room->scores + tile, BLOCK, 0);
+      for (int64_t each = row; each < row + ROWS; each++) {
+        const int64_t place = each - row, sees = start + each / group + 1 - at;
+        const int64_t seen = each >= num_rows || sees < 0 ? 0 : sees < width ? sees : width;
+        uint16_t *weights = room->weights + place * BLOCK;
+        if (seen > 0)
+          soften_along(
+              room->scores + place * BLOCK, weights, seen, width, step->scale, room->most + each, room->totals + each,
+              room->sums + each * dim, dim);
+        else
+          memset(weights, 0, width * sizeof(uint16_t));
+      }
+      for (int64_t d = 0; d < dim; d += TILE)
+        multiply(room->weights, BLOCK, room->values + d * BLOCK, width / 2, room->sums + row * dim + d, dim, 1);
+    }
+  }
+  for (int64_t row = 0; row < num_rows; row++) {
+    uint16_t *out = step->out + ((first + row / group) * step->num_heads + head * group + row % group) * dim;
+    const __m512 share = _mm512_set1_ps(1.0f / room->totals[row]);
+    for (int64_t d = 0; d < dim; d += TILE) _mm512_storeu_si512(out + d, unwoven(room->sums + row * dim + d, share));
+  }
+}
+
+/* 0, or 1 when there is no memory to work in. */
+int weft_chunk_attention(const Chunks *step, int num_threads) {
+  const int64_t group = step->num_heads / step->num_kv_heads, at_once = group < MAX_ROWS ? MAX_ROWS / group : 1;
+  int64_t num_tasks = 0;
+  int is_full = 0;
+  for (int64_t chunk = 0; chunk < step->num_chunks; chunk++)
+    num_tasks += (step->ends[chunk] - step->starts[chunk] + at_once - 1) / at_once * step->num_kv_heads;
+#pragma omp parallel num_threads(num_threads) reduction(| : is_full)
+  {
+    Room *room = aligned_alloc(64, sizeof(Room));
+    if (room == NULL) is_full = 1;
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < num_tasks; task++) {
+      if (room == NULL) continue;
+      /* The last pieces see most: they come first, so that no thread is left alone with one. */
+      int64_t left = num_tasks - 1 - task, chunk = 0, pieces;
+      for (;; chunk++, left -= pieces * step->num_kv_heads) {
+        pieces = (step->ends[chunk] - step->starts[chunk] + at_once - 1) / at_once;
+        if (left < pieces * step->num_kv_heads) break;
+      }
+      const int64_t skipped = left / step->num_kv_heads * at_once, start = step->starts[chunk] + skipped;
+      const int64_t num_tokens = step->ends[chunk] - start < at_once ? step->ends[chunk] - start : at_once;
+      attend_piece(
+          step, step->tables + chunk * step->max_blocks, step->firsts[chunk] + skipped, start, num_tokens,
+          left % step->num_kv_heads, room);
     }
     free(room);
   }
