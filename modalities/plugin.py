@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 from fabric.errors import InvalidMedia, InvalidRequest
 from modalities.family import MediaHeader
 
+_SCHEME, _BASE64 = "data:", ";base64"
 PIECE_CHARS = 2**18
 """Of base64 that are decoded in one call, about half a millisecond; a multiple of 4."""
 
@@ -91,13 +92,12 @@ def decode_data_url(url: str, param: str, max_bytes: int) -> bytes:
 
     The declared type is not looked at: the bytes say what they are. Raises InvalidRequest for other URLs, InvalidMedia
     for a payload that is not base64, empty or larger than `max_bytes`."""
-    scheme, colon, rest = url.partition(":")
-    if not colon or scheme.lower() != "data":
+    if url[: len(_SCHEME)].lower() != _SCHEME:
         raise InvalidRequest(f"{param}: only data: URLs are enabled", param=param)
-    head, comma, payload = rest.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
+    comma = url.find(",")
+    if comma < 0 or url[max(len(_SCHEME), comma - len(_BASE64)) : comma].lower() != _BASE64:
         raise InvalidRequest(f"{param}: a data: URL must read data:<type>;base64,<payload>", param=param)
-    return decode_base64(payload, param, max_bytes)
+    return decode_base64(url[comma + 1 :], param, max_bytes)
 
 
 def decode_base64(payload: str, param: str, max_bytes: int) -> bytes:

@@ -9,15 +9,17 @@ requests and models.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from fabric.errors import InvalidMedia, MachineBusy, NoCapacity, Overloaded, WeftError
 from fabric.helper_process import bind_to_parent, is_killed_by_system, is_out_of_cpu, limit_memory, limited
@@ -26,6 +28,7 @@ from modalities.plugin import ModalityPlugin
 from modalities.registry import REGISTRY, Registry
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 START_TIMEOUT_S = 60.0
 """For a helper's interpreter and imports, on a machine under load."""
@@ -61,6 +64,40 @@ def shipped_registry() -> Registry:
     return REGISTRY
 
 
+class InTurn(Generic[T]):
+    """Things that one at a time may have, handed to those who wait for one in the order in which they came. (The queue
+    of asyncio wakes the first of them, and lets a newcomer take what it was woken for.) Lives in one event loop."""
+
+    def __init__(self, free: Iterable[T]) -> None:
+        self._free = list(free)
+        self._waiting: deque[asyncio.Future[T]] = deque()
+
+    async def take(self, timeout_s: float) -> T:
+        """The one that was given back last, or the next that is. Raises TimeoutError."""
+        if self._free:
+            return self._free.pop()
+        turn: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await turn
+        except BaseException:
+            if turn.done() and not turn.cancelled():
+                self.give_back(turn.result())
+            else:
+                with contextlib.suppress(ValueError):  # `give_back` may have passed it over in the same turn
+                    self._waiting.remove(turn)
+            raise
+
+    def give_back(self, one: T) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(one)
+                return
+        self._free.append(one)
+
+
 class ProbePool:
     """Probes with `num_processes` helpers (0: in one thread of this process). Lives in one event loop.
 
@@ -78,9 +115,7 @@ class ProbePool:
         # A helper belongs to the thread that spawned it, and dies with that: threads are never given up before close.
         self._threads = ThreadPoolExecutor(max(1, num_processes), thread_name_prefix="probe")
         self._helpers = [_Helper(limits, registry) for _ in range(num_processes)]
-        self._idle: asyncio.LifoQueue[_Helper] = asyncio.LifoQueue()
-        for helper in self._helpers:
-            self._idle.put_nowait(helper)
+        self._idle = InTurn(self._helpers)
 
     async def start(self) -> None:
         """Starts every helper, so that the first request doesn't wait for it. Raises NoCapacity if one can't be
@@ -91,10 +126,10 @@ class ProbePool:
     async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
         """What the plugin of `modality` finds; in a helper if the plugin needs one, else at once.
 
-        Waits for a helper that is idle. Raises UnsupportedModality, InvalidMedia (naming `param`) for a file that is
-        broken, kills its helper, or takes it too much processor time or memory; Overloaded if no helper becomes idle
-        within the limit, MachineBusy if the helper was not given its processor time within the limit; NoCapacity if
-        none can be started."""
+        Waits for a helper that is idle, in the order of the calls. Raises UnsupportedModality, InvalidMedia (naming
+        `param`) for a file that is broken, kills its helper, or takes it too much processor time or memory; Overloaded
+        if no helper becomes idle within the limit, MachineBusy if the helper was not given its processor time within
+        the limit; NoCapacity if none can be started."""
         plugin = self._registry.modality(modality)
         if not plugin.needs_process:
             return plugin.probe(data, param)
@@ -104,7 +139,7 @@ class ProbePool:
         helper = await self._idle_helper()
         gone = threading.Event()
         work = loop.run_in_executor(self._threads, helper.probe, modality, data, param, gone)
-        work.add_done_callback(lambda _: self._idle.put_nowait(helper))
+        work.add_done_callback(lambda _: self._idle.give_back(helper))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:
@@ -124,8 +159,7 @@ class ProbePool:
     async def _idle_helper(self) -> _Helper:
         """Raises Overloaded."""
         try:
-            async with asyncio.timeout(self._limits.wait_s):
-                return await self._idle.get()
+            return await self._idle.take(self._limits.wait_s)
         except TimeoutError as error:
             message = f"no helper was free to read a file within {self._limits.wait_s:g} s"
             raise Overloaded(message, retry_after_s=self._limits.timeout_s) from error

@@ -69,7 +69,7 @@ class Attempt:
         self._generate = parts.tasks.spawn(call, f"generate {request_id}/{attempt}")
         self._generate.add_done_callback(self._ended.put_nowait)
         self._trace.add("dispatched", to=plan.worker_id, attempt=attempt)
-        dispatch = Dispatch(self.attempt_id, self._age, self._query, plan)
+        dispatch = Dispatch(self.attempt_id, self._age, self._query, plan, now + parts.config.dispatch_timeout_s)
         self._supply = FeatureSupply(parts, self._prompt, dispatch, self._setbacks, self._trace, self._ended.put_nowait)
         self._supply.start()
         return plan

@@ -15,6 +15,8 @@ def check_limits(chat: ChatRequest, config: RouterConfig, vocab_size: int) -> No
         raise InvalidRequest(f"n may be at most {config.max_num_choices}, not {chat.num_choices}", param="n")
     if len(chat.messages) > config.max_messages:
         raise InvalidRequest(f"at most {config.max_messages} messages", param="messages")
+    if chat.priority is not None and chat.priority < config.min_priority:
+        raise InvalidRequest(f"priority may be {config.min_priority} or more, not {chat.priority}", param="priority")
     _check_stops(chat, config, vocab_size)
 
 

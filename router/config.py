@@ -34,6 +34,8 @@ class RouterConfig:
     """Bodies (and the media cut from them) of all requests in flight together."""
     max_in_flight: int = 256
     max_num_choices: int = 8
+    min_priority: int = -(2**31)
+    """Most urgent that a request may be: a lower number is served first, always."""
     max_stop_strings: int = 16
     max_stop_chars: int = 256
     max_stop_token_ids: int = 64
@@ -49,7 +51,10 @@ class RouterConfig:
     on_encode_failure: Policy = "error"
     """For requests that do not say."""
     encode_timeout_ms: Mapping[str, int] = field(default_factory=lambda: dict(MODALITY_TO_ENCODE_TIMEOUT_MS))
-    """Modality -> how long the encoding of an item may take, its wait at the encoder included."""
+    """Modality -> how long the encoding of an item may take, its wait at the encoder included. The items of a call have
+    theirs together. It travels with the call; an encoder that is too busy says so before it is over."""
+    encode_grace_s: float = 5.0
+    """How much later the answer of an encoder may come: its media have to get there. Then it is taken for silent."""
     heartbeat_s: float = 0.5
     lease_s: float = 5.0
     dispatch_timeout_s: float = 600.0

@@ -15,6 +15,8 @@ from starlette.types import Receive, Scope, Send
 from fabric.errors import Aborted, BodyTooLarge, InvalidRequest
 
 T = TypeVar("T")
+MAX_LENGTH_DIGITS = 19
+"""Of a Content-Length: more than any memory has."""
 LINGER_S = 10.0
 LINGER_BYTES = 64 * 2**20
 """What is still read of a refused body, so that its sender gets to read the refusal instead of a reset."""
@@ -27,26 +29,24 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, reserve: Cal
     declared = _content_length(scope)
     if declared is not None and declared > max_bytes:
         raise BodyTooLarge(f"the body has {declared} bytes, the limit is {max_bytes}")
-    pieces: list[bytes] = []
-    num_bytes = 0
+    body = bytearray()  # a list of pieces takes many times their bytes, if they are small
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise Aborted("the client left while it sent its request")
         piece = message.get("body", b"")
-        num_bytes += len(piece)
-        if num_bytes > max_bytes:
+        if len(body) + len(piece) > max_bytes:
             raise BodyTooLarge(f"the body has more than {max_bytes} bytes")
         reserve(len(piece))
-        pieces.append(piece)
+        body += piece
         if not message.get("more_body", False):
-            return b"".join(pieces)
+            return bytes(body)
 
 
 def _content_length(scope: Scope) -> int | None:
     for name, value in scope["headers"]:
         if name == b"content-length":
-            if not value.isdigit():
+            if not value.isdigit() or len(value) > MAX_LENGTH_DIGITS:
                 raise InvalidRequest("Content-Length is not a number")
             return int(value)
     return None

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from fabric.errors import (
     Aborted,
     Busy,
+    MachineBusy,
     NoCapacity,
     ProtocolError,
     TargetGone,
@@ -39,7 +40,8 @@ from router.traces import RequestTrace
 logger = logging.getLogger(__name__)
 
 RETRIED = (Unavailable, TransferError, Busy)
-"""What another attempt may survive."""
+"""What another attempt may survive. Not MachineBusy, though it is a `Busy`: the request has had its time with every
+encoder that there was time for."""
 
 
 class Flight:
@@ -185,7 +187,7 @@ class Flight:
                 if await self._steps_down(attempt, error):
                     number += 1
                     continue
-                if not isinstance(error, RETRIED):
+                if not isinstance(error, RETRIED) or isinstance(error, MachineBusy):
                     raise
                 if attempt.plan is None:
                     await self._await_capacity(error)

@@ -22,7 +22,8 @@ from router.prompt import Prompt
 
 REDUCED, REMOVED = "reduced", "removed"
 FAILURES = (EncodeFailed, DeadlineExceeded)
-"""What an encoder may not have with less work. Never a broken medium, nor a member that was lost."""
+"""What an encoder may not have with less work; a deadline is one that a silent encoder let pass. Never a broken medium,
+nor a member that was lost, nor an encoder that says that it is busy."""
 MAX_REDUCTIONS = 1
 
 

@@ -1,7 +1,8 @@
 """The media of a request, read as far as their headers: counted, parsed, probed, held against the limits.
 
 Types and counts first, before a byte is decoded. What the first bytes of a file do not say plainly is read in a process
-that may be killed. Knows no model but by what it takes (modality -> most items), and no tokens.
+that may be killed, one file of a request at a time: so requests take turns there, and one that has many costly files
+holds up no other. Knows no model but by what it takes (modality -> most items), and no tokens.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ class Prober(Protocol):
     async def close(self) -> None: ...
 
     async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
-        """`ModalityPlugin.probe`, in a process of its own. Raises InvalidMedia, NoCapacity if there is none,
-        Overloaded if none is free in time, MachineBusy if it is not done in time."""
+        """`ModalityPlugin.probe`, in a process of its own; files that wait for one are read in the order in which they
+        came. Raises InvalidMedia, NoCapacity if there is none, Overloaded if none is free in time, MachineBusy if it is
+        not done in time."""
         ...
 
 
@@ -87,20 +89,17 @@ class MediaReader:
 
     async def read(self, parts: Sequence[MediaPart], hears_videos: bool | None = None) -> list[ProbedMedium]:
         """One per part, in order. `hears_videos`: whether sound tracks count; by default they do if the model takes
-        both. Raises UnsupportedModality, InvalidRequest, InvalidMedia, naming the first part that is at fault; and what
-        a prober raises."""
+        both. Raises UnsupportedModality, InvalidRequest, InvalidMedia, naming the first part that is at fault, behind
+        which nothing is probed; and what a prober raises."""
         plugins = self._check_types(parts)
         has_hearing = self._has_hearing(hears_videos)
         if not parts:
             return []
         files = await self._threads.run(Work.MEDIA, self._parse, parts, plugins)
-        probes = (self._probe(part, plugin, file) for part, plugin, file in zip(parts, plugins, files, strict=True))
-        outcomes = await asyncio.gather(*probes, return_exceptions=True)
         media: list[ProbedMedium] = []
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            media.append(outcome._replace(sound=self._sound(outcome) if has_hearing else None))
+        for part, plugin, file in zip(parts, plugins, files, strict=True):
+            medium = await self._probe(part, plugin, file)
+            media.append(medium._replace(sound=self._sound(medium) if has_hearing else None))
         self._check_counts([(medium.part, SOUND) for medium in media if medium.sound], media)
         return media
 

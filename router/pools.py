@@ -22,7 +22,7 @@ class WorkerPool(Protocol):
 class EncoderPool(Protocol):
     async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
         """`media` is one encoded file per item of the request. Raises TargetGone, EncoderLost, or what the encoder
-        raised (Overloaded when its queue is full)."""
+        raised (Overloaded when its queue is full, WorkerBackedUp when only the share of the request's worker is)."""
         ...
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from fabric.errors import Busy, EncodeFailed, EncoderLost, EngineFailed, WeftError, WorkerLost
+from fabric.errors import Busy, EncodeFailed, EncoderLost, EngineFailed, WeftError, WorkerBackedUp, WorkerLost
 from fabric.ids import MemberId
 
 NUM_WORKERS_TO_BLAME = 2
@@ -27,6 +27,7 @@ class Setbacks:
         self._member_to_end_s: dict[MemberId, float] = {}
         self._losses: list[WeftError] = []
         self._lost_encoders: set[MemberId] = set()
+        self._backed_up_workers: set[MemberId] = set()
         self.num_failed_attempts = 0
         """Those that count against `max_attempts`."""
 
@@ -38,11 +39,12 @@ class Setbacks:
         ends_s = ((each, math.ceil(until / EXCLUSION_GRID_S) * EXCLUSION_GRID_S) for each, until in self._ends(now))
         return frozenset(ends_s)
 
-    def exclude(self, member_id: MemberId, error: WeftError, now: float) -> None:
-        """The member failed this request: for a while another is preferred, or waited for. One that is busy has said
-        itself when to come back."""
+    def exclude(self, member_id: MemberId, error: WeftError, now: float, least_s: float = 0.0) -> None:
+        """The member failed this request: for a while, and for `least_s`, another is preferred, or waited for. One that
+        is busy has said itself when to come back."""
         is_told = isinstance(error, Busy) and error.retry_after_s is not None
-        self._member_to_end_s[member_id] = now + (error.retry_after_s or 0.0 if is_told else self._exclusion_s)
+        exclusion_s = error.retry_after_s or 0.0 if is_told else self._exclusion_s
+        self._member_to_end_s[member_id] = now + max(least_s, exclusion_s)
 
     def excluded(self, now: float) -> frozenset[MemberId]:
         return frozenset(member_id for member_id, _ in self._ends(now))
@@ -58,12 +60,21 @@ class Setbacks:
         if len(self._lost_encoders) >= NUM_ENCODERS_TO_BLAME:
             raise EncodeFailed(f"it was given up: {len(self._lost_encoders)} encoders were lost while they encoded it")
 
+    def worker_refused(self, worker_id: MemberId) -> None:
+        """An encoder refused the request at once for its worker's sake. One that was taken, and was late for its
+        worker's sake, has cost the request its time and is not told here."""
+        self._backed_up_workers.add(worker_id)
+
     # ------------------------------------------------------------ attempts
 
     def attempt_lost(self, error: WeftError, is_counted: bool) -> None:
         """An attempt ended with what another may survive. One is not counted if all that it lacked was an encoder:
-        what the wait for one may take is limited already."""
+        what the wait for one may take is limited already; nor the first that an encoder refused at once for its
+        worker's sake, for every worker may be tried."""
         self._losses.append(error)
+        if isinstance(error, WorkerBackedUp):
+            num_refused = sum(isinstance(one, WorkerBackedUp) for one in self._losses)
+            is_counted = num_refused > len(self._backed_up_workers)
         self.num_failed_attempts += is_counted
 
     @property

@@ -92,7 +92,7 @@ def _of_schema(schema: object, param: str) -> str:
             raise InvalidRequest(f"{param} is not JSON", param=param) from None
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{param} has to be a JSON schema (an object)", param=param)
-    _check_depth(schema, param)
+    _check_shape(schema, param)
     # Options of the library may not come from outside.
     text = json.dumps({key: value for key, value in schema.items() if key != "x-guidance"})
     _check_size(text, param)
@@ -112,6 +112,8 @@ def _of_choice(choices: object, param: str) -> str:
         raise InvalidRequest(f"{param} has to be a list of strings, none of them empty", param=param)
     if len(choices) > MAX_CHOICES:
         raise InvalidRequest(f"{param}: at most {MAX_CHOICES} choices", param=param)
+    if sum(map(len, choices)) > MAX_GRAMMAR_BYTES:
+        raise _too_large(param)
     lark = "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
     _check_size(lark, param)
     return LLMatcher.grammar_from_lark(lark)
@@ -129,9 +131,19 @@ def _check_size(text: str, param: str) -> None:
         raise InvalidRequest(f"{param} has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES}", param=param)
 
 
-def _check_depth(schema: object, param: str) -> None:
+def _too_large(param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} has more than {MAX_GRAMMAR_BYTES} bytes", param=param)
+
+
+def _check_shape(schema: object, param: str) -> None:
+    """Its depth, and the length of its strings: before it is written out as text."""
     level: list[object] = [schema]
+    num_chars = 0
     for _ in range(MAX_SCHEMA_DEPTH):
+        num_chars += sum(len(one) for one in level if isinstance(one, str))
+        num_chars += sum(len(key) for one in level if isinstance(one, dict) for key in one)
+        if num_chars > MAX_GRAMMAR_BYTES:
+            raise _too_large(param)
         level = [
             inner
             for outer in level

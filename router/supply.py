@@ -14,11 +14,13 @@ from fabric.errors import (
     DeadlineExceeded,
     EncodeFailed,
     EncoderLost,
+    MachineBusy,
     NoCapacity,
     TargetGone,
     TransferError,
     Unavailable,
     WeftError,
+    WorkerBackedUp,
     WorkerLost,
 )
 from fabric.ids import AttemptId, MemberId
@@ -34,6 +36,8 @@ from router.traces import RequestTrace
 ELSEWHERE = (Unavailable, Busy, TransferError)
 """Failures of one member that another may not have."""
 NOT_COVERED, LOST = "not_covered", "lost"
+SHORTEST_CALL_S = 0.1
+"""What an encoder is given if the attempt has less left than that: no call is sent without a limit."""
 
 
 class OpenCall(NamedTuple):
@@ -48,6 +52,8 @@ class Dispatch(NamedTuple):
     age: tuple[float, str]
     query: Callable[[], RouteQuery]
     plan: RoutePlan
+    deadline_s: float
+    """When the attempt ends, on the router's clock."""
 
 
 class FeatureSupply:
@@ -86,6 +92,9 @@ class FeatureSupply:
             if task.cancelled():
                 raise EncoderLost(f"the call to {encoder_id} was cancelled")
             result = task.result()
+        except WorkerBackedUp as error:
+            self._setbacks.worker_refused(self._dispatch.plan.worker_id)
+            self._worker_backed_up(error)
         except ELSEWHERE as error:
             self._encoder_failed(encoder_id, items, error)
             return
@@ -94,12 +103,19 @@ class FeatureSupply:
         self._trace.extend(result.trace)
         self._parts.cluster.observe_encode(self._dispatch.plan, result, self._parts.clock.now())
         failed: dict[int, WeftError] = {}
+        code_to_moved: dict[str, tuple[WeftError, list[int]]] = {}
         for each in result.items:
-            if each.error is not None and (error := self._item_failed(encoder_id, each, each.error.to_error())):
+            if each.error is None or (error := self._item_failed(encoder_id, each, each.error.to_error())) is None:
+                continue
+            if isinstance(error, ELSEWHERE):
+                code_to_moved.setdefault(error.code, (error, []))[1].append(each.index)
+            else:
                 failed[each.index] = error
         if failed:
             refused = [index for index, error in failed.items() if not isinstance(error, FAILURES)]
             self._give_up(refused or list(failed), failed[refused[0] if refused else min(failed)])
+        for error, moved in code_to_moved.values():
+            self._encoder_failed(encoder_id, moved, error)
 
     def needed(self, message: FeatureNeeded) -> None:
         """The worker lacks units after all. What an open call will still deliver is not asked for twice. Raises
@@ -138,7 +154,7 @@ class FeatureSupply:
         raise error
 
     def _item_failed(self, encoder_id: MemberId, item: ItemResult, error: WeftError) -> WeftError | None:
-        """The error, if no other encoder may do better. Raises what ends the request for another reason."""
+        """The error, if the encoder is not asked again. Raises what ends the request for another reason."""
         error.param = error.param or self._prompt.media[item.index].part
         if isinstance(error, Aborted):  # our lease had lapsed there: the encoder itself is well
             self._again((item.index,), TargetGone(f"{encoder_id} gave the attempt up"))
@@ -146,17 +162,29 @@ class FeatureSupply:
         if isinstance(error, WorkerLost):  # it knows before we do that our worker has left: no encoder's fault
             self._parts.exclude(self._dispatch.plan.worker_id)
             raise error
-        if isinstance(error, ELSEWHERE):
-            self._encoder_failed(encoder_id, (item.index,), error)
-            return None
+        if isinstance(error, WorkerBackedUp):
+            self._worker_backed_up(error)
         return error
+
+    def _worker_backed_up(self, error: WorkerBackedUp) -> NoReturn:
+        """Ends the attempt: our worker does not take what the encoder holds for it, which another worker would."""
+        worker_id = self._dispatch.plan.worker_id
+        self._parts.metrics.dispatch_errors.labels("encode", error.code).inc()
+        self._trace.add("worker_backed_up", worker=worker_id)
+        # It looks idle, and is tried again only when the others were.
+        least_s = self._asked_s(range(len(self._prompt.media))) * self._parts.config.max_encodes_per_item
+        self._setbacks.exclude(worker_id, error, self._parts.clock.now(), least_s)
+        raise error
 
     def _encoder_failed(self, encoder_id: MemberId, items: Sequence[int], error: WeftError) -> None:
         self._parts.metrics.dispatch_errors.labels("encode", error.code).inc()
         self._trace.add("encode_failed", encoder=encoder_id, code=error.code, items=list(items))
         if isinstance(error, Unavailable):
             self._parts.exclude(encoder_id)
-        self._setbacks.exclude(encoder_id, error, self._parts.clock.now())
+        # One that had its time is asked again only when the others had theirs.
+        least_s = self._asked_s(items) * self._parts.config.max_encodes_per_item
+        least_s = least_s if isinstance(error, MachineBusy) else 0.0
+        self._setbacks.exclude(encoder_id, error, self._parts.clock.now(), least_s)
         try:
             self._setbacks.encoder_failed(encoder_id, error)
         except EncodeFailed as end:
@@ -164,10 +192,12 @@ class FeatureSupply:
         self._again(items, error)
 
     def _again(self, items: Sequence[int], cause: WeftError) -> None:
-        """On whichever encoders the planner finds best now. Raises `cause` when none is left, EncodeFailed when an
-        item was tried too often."""
+        """On whichever encoders the planner finds best now. Raises `cause` when none is left, or no time; EncodeFailed
+        when an item was tried too often, and not because encoders are busy."""
         most = self._parts.config.max_encodes_per_item
         spent = next((index for index in items if self._num_encodes[index] >= most), None)
+        if isinstance(cause, Busy) and (spent is not None or self._left_s() <= 0):
+            raise cause
         if spent is not None:
             message = f"its feature could not be delivered in {most} tries ({cause.code})"
             self._give_up((spent,), EncodeFailed(message))
@@ -196,7 +226,7 @@ class FeatureSupply:
             self._call(encoder_id, tuple(items))
 
     def _call(self, encoder_id: MemberId, items: tuple[int, ...]) -> None:
-        (request_id, attempt), age, _, plan = self._dispatch
+        (request_id, attempt), age, _, plan, _ = self._dispatch
         for index in items:
             self._num_encodes[index] += 1
         request = EncodeRequest(
@@ -207,6 +237,7 @@ class FeatureSupply:
             destination=Destination(plan.worker_id, plan.worker_address),
             age=age,
             priority=self._prompt.priority,
+            time_left_s=min(self._asked_s(items), max(SHORTEST_CALL_S, self._left_s())),
         )
         media = [self._prompt.media_bytes[index] for index in items]
         task = self._parts.tasks.spawn(self._encode(encoder_id, request, media), f"encode {request_id}/{attempt}")
@@ -214,12 +245,23 @@ class FeatureSupply:
         task.add_done_callback(self._ended)
         self._trace.add("dispatched", to=encoder_id, attempt=attempt, items=list(items))
 
+    def _asked_s(self, items: Iterable[int]) -> float:
+        """A call has the time of all its items together."""
+        return sum(self._parts.config.encode_timeout_s(self._prompt.media[index].modality) for index in items)
+
+    def _left_s(self) -> float:
+        """Until an encoder must have answered, if its answer is to be heard in this attempt."""
+        return self._dispatch.deadline_s - self._parts.clock.now() - self._parts.config.encode_grace_s
+
     async def _encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
-        """The call has the time of all its items together, then it is cancelled, which frees what it holds there.
-        Raises DeadlineExceeded."""
-        limit_s = sum(self._parts.config.encode_timeout_s(item.modality) for item in request.items)
+        """The encoder answers within the time that the call has left, however busy it is; one that does not is silent,
+        and its call is cancelled, which frees what it holds there. Raises DeadlineExceeded."""
+        limit_s = request.time_left_s + self._parts.config.encode_grace_s
+        call = self._parts.tasks.spawn(self._parts.pools.encoders.encode(encoder_id, request, media), "encode call")
         try:
-            async with asyncio.timeout(limit_s):
-                return await self._parts.pools.encoders.encode(encoder_id, request, media)
-        except TimeoutError:
-            raise DeadlineExceeded(f"it could not be encoded within {limit_s:g} s") from None
+            await asyncio.wait([call], timeout=limit_s)
+            if call.done():  # an answer that is there counts, also if this loop comes to it late
+                return call.result()
+            raise DeadlineExceeded(f"its encoder has not answered within {limit_s:g} s")
+        finally:
+            call.cancel()

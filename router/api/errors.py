@@ -32,6 +32,7 @@ ERROR_TO_STATUS: dict[type[WeftError], int] = {
     errors.Unauthorized: 401,
     errors.Overloaded: 429,
     errors.MachineBusy: 503,
+    errors.WorkerBackedUp: 503,
     errors.NoCapacity: 503,
     errors.Draining: 503,
     errors.TargetGone: 503,

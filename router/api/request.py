@@ -6,6 +6,7 @@ media are the intake's.
 
 from __future__ import annotations
 
+import heapq
 import re
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from router.api.refusals import refuse_unsupported
 INT64_MAX = 2**63 - 1
 MAX_BIASED_TOKENS = 1024
 """A bound on work per step; OpenAI takes 300."""
+MAX_LISTED_FIELDS = 64
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -111,8 +113,12 @@ class ChatRequest(BaseModel):
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Fields that were sent and change nothing here, sorted."""
-        return sorted(self.model_extra or ())
+        """Fields that were sent and change nothing here, sorted; of very many the first, and how many more. They are
+        kept with the request's trace."""
+        names = self.model_extra or {}
+        listed = [_quoted(name) for name in heapq.nsmallest(MAX_LISTED_FIELDS, names)]
+        num_more = len(names) - len(listed)
+        return [*listed, f"and {num_more} more"] if num_more else listed
 
 
 def parse_chat(body: bytes) -> ChatRequest:

@@ -10,6 +10,7 @@ from cluster_process import ClusterProcess, start_cluster
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ClusterProcess]:
-    encoders = {"replicas": 2, "decode_processes": 1, "encode_delay_s": 0.05}  # one with work is nearly always at it
+    # One with work is nearly always at it. Its arena holds a third of the features of the mixed questions.
+    encoders = {"replicas": 2, "decode_processes": 1, "encode_delay_s": 0.05, "arena_bytes": 2**20}
     with start_cluster(encoders=encoders, workers={"replicas": 2}) as running:
         yield running

@@ -21,9 +21,13 @@ WORKER_LOST = 'weft_router_attempts_total{outcome="worker_lost"}'
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ClusterProcess]:
-    with start_cluster(
-        encoders={"replicas": 1, "decode_processes": 1, "encode_delay_s": ENCODE_DELAY_S}, workers={"replicas": 2}
-    ) as running:
+    encoders = {
+        "replicas": 1,
+        "decode_processes": 1,
+        "encode_delay_s": ENCODE_DELAY_S,
+        "arena_bytes": 8 * 2**20,  # a third of the features of 500 questions
+    }
+    with start_cluster(encoders=encoders, workers={"replicas": 2}) as running:
         yield running
 
 

@@ -260,3 +260,46 @@ async def test_pictures_that_take_long_to_read_hold_up_no_others() -> None:
 def own_cpu_s() -> float:
     """Processor time of this process, all threads together."""
     return time.process_time()
+
+
+class Listed:
+    """A pool that keeps the parts whose headers were read, in order."""
+
+    def __init__(self, pool: ProbePool) -> None:
+        self.read: list[str] = []
+        self._pool = pool
+
+    async def start(self) -> None:
+        await self._pool.start()
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
+        header = await self._pool.probe(modality, data, param)
+        self.read.append(param)
+        return header
+
+
+async def test_a_request_of_many_costly_files_takes_turns_with_others() -> None:
+    """64 pictures behind as many comments as their helper's time allows, in one request, on the only helper."""
+    costly = b"\xff\xd8" + comment_markers(2**18)[2:] + encode(picture(9, 7), "JPEG")[2:]
+    threads, pool = RequestThreads(), Listed(ProbePool(1, NO_HURRY))
+    await pool.start()
+    reader = MediaReader("m", {"image": 64}, MediaLimits(), REGISTRY, pool, threads)
+    large = asyncio.create_task(reader.read([image_part(costly, f"large.{number}") for number in range(64)]))
+    async with asyncio.timeout(60):
+        while not pool.read:  # noqa: ASYNC110 - nothing tells when a helper has read a file
+            await asyncio.sleep(0.001)
+    for number in range(8):
+        (found,) = await reader.read([image_part(encode(picture(number + 1, 7), "TIFF"), f"small.{number}")])
+        assert (found.header.width, found.header.height) == (number + 1, 7)  # type: ignore[union-attr]
+    before_last = pool.read[: pool.read.index("small.7")]
+    num_large = sum(name.startswith("large") for name in before_last)
+    assert num_large <= 1 + 2 * 8, "two of its files, at most, for each of theirs"
+    assert not large.done()
+    large.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await large
+    await pool.close()
+    threads.close()

@@ -11,7 +11,7 @@ from planning_samples import BLOCK_SIZE, SHAPE, encoder_member, image, query, wo
 
 from fabric.errors import NoCapacity
 from fabric.ids import MemberId
-from router.planning.capacity import CapacityQueue, Need, Waiter
+from router.planning.capacity import MIN_DROPPED, CapacityQueue, Need, Waiter
 from router.planning.cluster import ClusterState
 from router.planning.plan import plan_route
 
@@ -175,3 +175,24 @@ def test_who_is_released_finds_a_route(
     assert state.can_serve(frozenset(wanted), request.excluded, now) == has_route
     returns_s = [until for name, until in aside.items() if name in there and until > now]
     assert state.next_return_s(now) == min(returns_s, default=None)
+
+
+def test_a_line_that_most_have_left_forgets_them_and_keeps_its_order():
+    members = Members()
+    queue = CapacityQueue(members, 100)
+    waiters = [Waiter((float(age), ""), Need(), 1000.0 - age) for age in range(100)]
+    random.Random(3).shuffle(waiters)
+    for waiter in waiters:
+        queue.join(waiter)
+    leaving, staying = waiters[:80], waiters[80:]
+    for waiter in leaving:
+        queue.leave(waiter)
+    late = Waiter((-1.0, ""), Need(), 2000.0)
+    queue.join(late)
+    assert queue.num_waiting == 21
+    for line in (queue._by_deadline, *queue._need_to_line.values()):
+        assert len(line._entries) <= 2 * 21 + MIN_DROPPED
+    assert queue.next_at_s(0.0) == min(waiter.deadline_s for waiter in staying)
+    members.there[MEMBERS[0]] = frozenset()
+    released = [queue.take(0.0) for _ in range(21)]
+    assert [turn.waiter for turn in released if turn] == [late, *sorted(staying)]

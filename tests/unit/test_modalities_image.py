@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import struct
+import tracemalloc
 import zlib
 
 import numpy as np
@@ -63,6 +64,18 @@ def test_parts_of_the_wrong_form_are_refused(value: object) -> None:
 def test_data_urls_must_be_base64(url: str) -> None:
     with pytest.raises(InvalidRequest, match="base64"):
         PLUGIN.parse(part(url), PARAM, LIMITS)
+
+
+@pytest.mark.parametrize("url", ["İ" * 2**20 + ":", "data:" + "İ" * 2**20, "data:" + "A" * 2**20 + ","])
+def test_what_stands_in_front_of_a_payload_is_looked_at_but_for_a_few_characters(url: str) -> None:
+    """No copy of it is made: it may have as many characters as a body, and changing their case takes its time."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequest):
+            PLUGIN.parse(part(url), PARAM, LIMITS)
+        assert tracemalloc.get_traced_memory()[1] < 2**16
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("payload", ["AAA", "AA AA", "AAAA\n", "AA-_", "AA==AAAA", "AAAA====", "ÄÄÄÄ", "A"])

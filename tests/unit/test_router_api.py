@@ -68,6 +68,15 @@ def test_unknown_fields_are_tolerated_and_listed() -> None:
     assert chat.ignored_fields == ["continuous_usage_stats", "session_id", "tools"]
 
 
+def test_few_of_very_many_ignored_fields_are_listed() -> None:
+    """They are kept with the request's trace, for a long time."""
+    listed = parse(**{f"field\n{number:05}" + "x" * 500: 1 for number in range(5_000)}).ignored_fields
+    assert len(listed) == 65
+    assert listed[0].startswith(r"'field\n00000xxx")
+    assert listed[-1] == "and 4936 more"
+    assert max(map(len, listed)) < 80
+
+
 def test_newer_name_of_the_token_limit_wins() -> None:
     assert parse(max_tokens=5).token_limit == 5
     assert parse(max_tokens=5, max_completion_tokens=7).token_limit == 7

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from router_chats import chat, expected, image, read, text
@@ -18,11 +19,13 @@ from fabric.errors import (
     MachineBusy,
     NoCapacity,
     Overloaded,
+    WorkerBackedUp,
     WorkerLost,
 )
 from fabric.ids import MemberId, UnitKey
 from fabric.messages import FeatureNeeded, GenerateRequest, GenerateResult
 from router.api.errors import http_error
+from router.setbacks import Setbacks
 from router.supply import FeatureSupply
 
 
@@ -42,6 +45,75 @@ async def test_an_item_that_is_late_is_tried_elsewhere_and_may_come_again() -> N
         assert caught.value.param == "messages.0.content.0"
         answer = http_error(caught.value)
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+
+
+async def test_every_encoder_is_asked_once_before_the_request_is_told_that_all_are_busy() -> None:
+    """Each has the whole time, and is asked again by none of the request's attempts."""
+    late = ErrorInfo.of(MachineBusy("this encoder is too busy", retry_after_s=0.001))
+    async with fake_cluster(num_encoders=5, max_encodes_per_item=8) as cluster:
+        for encoder in cluster.encoders:
+            encoder.failures = [late] * 9
+        with pytest.raises(MachineBusy):
+            await read(await cluster.service.open(chat([image(1)])))
+        asked = [request.time_left_s for encoder in cluster.encoders for request in encoder.requests]
+        assert asked == [10.0] * 5
+        assert {len(encoder.requests) for encoder in cluster.encoders} == {1}
+        assert len(cluster.workers[0].requests) == 1
+    async with fake_cluster(num_encoders=5, max_encodes_per_item=3) as cluster:
+        for encoder in cluster.encoders:
+            encoder.failures = [late] * 9
+        with pytest.raises(MachineBusy):
+            await read(await cluster.service.open(chat([image(1)])))
+        assert sum(len(encoder.requests) for encoder in cluster.encoders) == 3
+
+
+async def test_an_encoder_that_was_busy_for_one_request_is_asked_by_the_next() -> None:
+    async with fake_cluster() as cluster:
+        cluster.encoders[0].failures = [ErrorInfo.of(MachineBusy("this encoder is too busy"))]
+        with pytest.raises(MachineBusy):
+            await read(await cluster.service.open(chat([image(1)])))
+        assert (await read(await cluster.service.open(chat([image(1)]))))[0] == [expected(cluster)]
+
+
+async def test_an_item_that_was_late_goes_elsewhere_while_the_attempt_has_time() -> None:
+    """Not when the answer would come after the attempt's end."""
+    late = ErrorInfo.of(MachineBusy("this encoder is too busy"))
+    for timeout_s, num_asked in ((600.0, 2), (5.0, 1)):
+        async with fake_cluster(num_encoders=2, dispatch_timeout_s=timeout_s, encode_grace_s=5.0) as cluster:
+            for encoder in cluster.encoders:
+                encoder.failures = [late] * 9
+            with pytest.raises(MachineBusy):
+                await read(await cluster.service.open(chat([image(1)])))
+            assert sum(len(encoder.requests) for encoder in cluster.encoders) == num_asked
+
+
+async def test_items_of_a_call_that_were_late_together_go_elsewhere_together() -> None:
+    """So that they have the time of all of them there, too."""
+    async with fake_cluster() as cluster:
+        first = cluster.encoders[0]
+        first.failures, first.gate = [ErrorInfo.of(MachineBusy("this encoder is too busy"))], asyncio.Event()
+        stream = await cluster.service.open(chat([image(1), image(2)]))
+        await settled(lambda: len(first.requests) == 1)
+        second = cluster.add_encoder()
+        cluster.publish()
+        first.gate.set()
+        assert (await read(stream))[0] == [expected(cluster)]
+        (request,) = second.requests
+        assert ([item.index for item in request.items], request.time_left_s) == ([0, 1], 20.0)
+
+
+async def test_an_answer_that_is_there_counts_though_the_router_comes_to_it_late() -> None:
+    """On a busy machine the router's loop stands still for longer than the encoder may take."""
+    async with fake_cluster(encode_timeout_ms={"image": 50}, encode_grace_s=0.0) as cluster:
+        encoder = cluster.encoders[0]
+        encoder.gate = asyncio.Event()
+        stream = await cluster.service.open(chat([image(1)]))
+        await settled(lambda: len(encoder.requests) == 1)
+        encoder.gate.set()
+        began_s = time.monotonic()
+        while time.monotonic() < began_s + 0.1:  # nothing of this loop runs
+            pass
+        assert (await read(stream))[0] == [expected(cluster)]
 
 
 async def test_encoder_that_is_lost_hands_its_items_to_another() -> None:
@@ -118,6 +190,55 @@ async def test_encoder_that_saw_our_worker_leave_is_not_blamed() -> None:
         first, second = encoder.requests
         assert second.attempt == 1
         assert second.destination.worker_id != first.destination.worker_id
+
+
+@pytest.mark.parametrize("is_refused_whole", [True, False])
+@pytest.mark.parametrize("retry_after_s", [None, 0.0])
+async def test_a_worker_that_is_backed_up_is_left_for_another_and_the_encoder_is_kept(
+    is_refused_whole: bool, retry_after_s: float | None
+) -> None:
+    """However many such workers there are: each is tried once, and the request does not come back to one, though it
+    looks idle, before it was with the others. A refusal at once does not count as an attempt that failed; one of an
+    item that was taken does, for it has cost the request time."""
+    max_attempts = 2 if is_refused_whole else 5
+    error = WorkerBackedUp("the worker takes nothing", retry_after_s=retry_after_s)
+    async with fake_cluster(num_workers=5, num_encoders=1, max_attempts=max_attempts, capacity_wait_s=0.0) as cluster:
+        encoder = cluster.encoders[0]
+        encoder.failures = [error if is_refused_whole else ErrorInfo.of(error)] * 4
+        assert (await read(await cluster.service.open(chat([image()]))))[0] == [expected(cluster)]
+        assert len({one.destination.worker_id for one in encoder.requests}) == 5
+        assert [one.attempt for one in encoder.requests] == [0, 1, 2, 3, 4]
+        assert (await read(await cluster.service.open(chat([image(1)]))))[1] == ["stop"], "the encoder is in use"
+
+
+async def test_without_another_worker_a_backed_up_one_is_told_at_once() -> None:
+    async with fake_cluster(num_workers=2, num_encoders=2, capacity_wait_s=3600.0) as cluster:
+        for encoder in cluster.encoders:
+            encoder.failures = [WorkerBackedUp("the worker takes nothing")] * 9
+        stream = await cluster.service.open(chat([image()]))
+        async with asyncio.timeout(10.0):
+            with pytest.raises(WorkerBackedUp) as caught:
+                await read(stream)
+        answer = http_error(caught.value)
+        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+        assert sum(len(encoder.requests) for encoder in cluster.encoders) == 2, "once for each worker"
+
+
+def test_a_worker_that_backs_up_again_and_again_uses_up_attempts() -> None:
+    setbacks, error = Setbacks(exclusion_s=7.0), WorkerBackedUp("the worker takes nothing")
+    for worker in ("worker-0", "worker-1", "worker-0", "worker-1"):
+        setbacks.worker_refused(MemberId(worker))
+        setbacks.attempt_lost(error, is_counted=True)
+    assert setbacks.num_failed_attempts == 2
+    assert setbacks.is_only_busy
+
+
+def test_an_item_that_was_late_for_its_workers_sake_counts_each_time() -> None:
+    setbacks, error = Setbacks(exclusion_s=7.0), WorkerBackedUp("the worker takes nothing")
+    for worker in ("worker-0", "worker-1", "worker-2"):
+        setbacks.exclude(MemberId(worker), error, now=0.0)
+        setbacks.attempt_lost(error, is_counted=True)
+    assert setbacks.num_failed_attempts == 3
 
 
 async def test_the_only_encoder_being_busy_is_told_at_once() -> None:

@@ -253,6 +253,15 @@ async def test_declared_length_over_the_limit_is_refused_before_reading() -> Non
         await one.ended()
 
 
+async def test_a_length_of_thousands_of_digits_is_no_number() -> None:
+    async with fake_cluster() as cluster:
+        one = Exchange(create_app(cluster.service), "POST", CHAT, {"content-length": "9" * 5000})
+        await one.until(lambda: len(one.sent) == 2)
+        assert (one.status, json.loads(one.body)["error"]["code"]) == (400, "invalid_request")
+        one.leave()
+        await one.ended()
+
+
 async def test_chunked_body_over_the_limit_is_refused_while_it_comes() -> None:
     async with fake_cluster(max_body_bytes=1000) as cluster:
         one = Exchange(create_app(cluster.service), "POST", CHAT)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -15,12 +14,12 @@ from router_chats import chat, chat_body, expected, read, text
 from router_fakes import AUDIO, IMAGE, VIDEO, FakeCluster, settled
 from router_media_fakes import SOUND, audio, image, media_cluster, video
 
-import router.supply
 from fabric.errors import DeadlineExceeded, EncodeFailed, EncoderLost, ErrorInfo, InvalidMedia, WeftError
 from fabric.messages import FeatureNeeded, MediaItem
 from modalities.family import MediaOptions
 from router.http import create_app
 from router.streams import RequestStream
+from router.supply import SHORTEST_CALL_S
 
 BROKE = ErrorInfo("encode_failed", "out of device memory")
 
@@ -184,34 +183,39 @@ async def test_steps_do_not_use_up_attempts_and_draw_the_same() -> None:
     ],
     ids=["picture", "pictures", "sound", "video", "film-and-picture"],
 )
-async def test_a_call_has_the_time_of_its_items_together(
-    content: list[object], limit_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By default 10 s for a picture, 20 s for a sound, 60 s for a video, as the documentation says."""
-    limits_s = []
-
-    class Watched(SimpleNamespace):
-        def timeout(self, delay_s: float) -> asyncio.Timeout:
-            limits_s.append(delay_s)
-            return asyncio.timeout(delay_s)
-
-    monkeypatch.setattr(router.supply, "asyncio", Watched(**{k: v for k, v in vars(asyncio).items() if k != "timeout"}))
+async def test_a_call_has_the_time_of_its_items_together(content: list[object], limit_s: float) -> None:
+    """By default 10 s for a picture, 20 s for a sound, 60 s for a video, as the documentation says. The encoder is told
+    how much that is."""
     async with media_cluster() as cluster:
         await answered(cluster, content)
-    assert limits_s == [limit_s]
+        (request,) = cluster.encoders[0].requests
+        assert request.time_left_s == limit_s
+
+
+async def test_a_call_has_no_more_time_than_its_attempt() -> None:
+    """The encoder is to answer while somebody listens."""
+    async with media_cluster(dispatch_timeout_s=15.0, encode_grace_s=5.0) as cluster:
+        await answered(cluster, [image(1), image(2)])
+        (request,) = cluster.encoders[0].requests
+        assert 0 < request.time_left_s <= 10.0
+    async with media_cluster(dispatch_timeout_s=2.0, encode_grace_s=5.0) as cluster:
+        await answered(cluster, [image(1)])
+        assert cluster.encoders[0].requests[0].time_left_s == SHORTEST_CALL_S
 
 
 async def test_an_encoding_past_its_deadline_is_cancelled_there() -> None:
-    async with media_cluster(encode_timeout_ms={"image": 20}) as cluster:
+    """An encoder that lives would have said that it is busy: this one is silent, and that is a failure."""
+    async with media_cluster(encode_timeout_ms={"image": 20}, encode_grace_s=0.01) as cluster:
         cluster.encoders[0].gate = asyncio.Event()
-        with pytest.raises(DeadlineExceeded, match=r"within 0\.04 s") as caught:
+        with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s") as caught:
             await read(await cluster.service.open(chat([text("?"), image(1), image(2)])))
         assert caught.value.param == "messages.0.content.1"
         await settled(lambda: cluster.encoders[0].num_cancelled == 1)
 
 
 async def test_a_deadline_takes_the_ladder() -> None:
-    async with media_cluster(encode_timeout_ms={"audio": 20, "video": 60_000}, num_encoders=2) as cluster:
+    times = {"audio": 20, "video": 60_000}
+    async with media_cluster(encode_timeout_ms=times, encode_grace_s=0.0, num_encoders=2) as cluster:
         eyes, ears = cluster.encoders
         eyes.modalities, ears.modalities = ("video",), ("audio",)
         cluster.service.update_members([])
@@ -224,6 +228,20 @@ async def test_a_deadline_takes_the_ladder() -> None:
 
 
 # ---------------------------------------------------------------- what never takes it
+
+
+async def test_a_busy_encoder_does_not_take_the_ladder() -> None:
+    """Its item is well, and so is the encoder: a smaller picture would be another answer to the same question."""
+    async with media_cluster(num_encoders=2) as cluster:
+        for encoder in cluster.encoders:
+            encoder.fails = lambda item: ErrorInfo("machine_busy", "this encoder is too busy", retry_after_s=7.0)
+        response = await post(cluster, chat_body([image(1)], on_encode_failure="text_only"))
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (503, "machine_busy", "messages.0.content.0")
+        assert response.headers["retry-after"] == "7"
+        assert [len(encoder.requests) for encoder in cluster.encoders] == [1, 1]
+        assert len(cluster.workers[0].requests) == 1
+        assert counter(cluster, "degraded", modality="image", action="removed", reason="machine_busy") == 0
 
 
 @pytest.mark.parametrize("error", [ErrorInfo("invalid_media", "broken"), ErrorInfo("feature_mismatch", "odd")])

@@ -219,6 +219,16 @@ async def test_sampling_parameters_reach_the_worker_as_they_were_meant() -> None
     assert sent.priority == -3
 
 
+async def test_no_request_is_more_urgent_than_the_operator_allows() -> None:
+    async with fake_cluster(min_priority=-1) as cluster:
+        with pytest.raises(InvalidRequest, match="priority may be -1 or more, not -2") as refused:
+            await cluster.service.open(chat("x", priority=-2))
+        assert refused.value.param == "priority"
+        for allowed in (-1, 0, 5, None):
+            await read(await cluster.service.open(chat("x", priority=allowed)))
+        assert [call.priority for call in cluster.workers[0].requests] == [-1, 0, 5, 0]
+
+
 async def test_in_flight_limit_refuses_and_recovers() -> None:
     async with fake_cluster(max_in_flight=1) as cluster:
         cluster.workers[0].script.pause_at = 3

@@ -7,6 +7,7 @@ import json
 import pytest
 from router_chats import chat
 
+import router.structured
 from fabric.errors import InvalidRequest
 from router.structured import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH, grammar_of
 
@@ -30,6 +31,22 @@ def as_schema(schema: object) -> dict[str, object]:
 )
 def test_asking_for_nothing_gives_no_grammar(fields: dict[str, object]) -> None:
     assert grammar_of(chat(**fields)) == ""
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        as_schema({"type": "object", "description": "x" * MAX_GRAMMAR_BYTES}),
+        as_schema({"type": "object", "x" * MAX_GRAMMAR_BYTES: 1}),
+        as_schema({"enum": ["xx" * (MAX_GRAMMAR_BYTES // 64)] * 64}),
+        {"guided_choice": ["x" * MAX_GRAMMAR_BYTES, "y"]},
+    ],
+)
+def test_what_is_too_large_is_not_written_out_first(fields: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = chat(**fields)
+    monkeypatch.setattr(router.structured, "json", None)
+    with pytest.raises(InvalidRequest, match=f"more than {MAX_GRAMMAR_BYTES} bytes"):
+        grammar_of(asked)
 
 
 def test_one_meaning_has_one_grammar_however_it_is_asked_for() -> None:
