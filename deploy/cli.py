@@ -14,6 +14,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from deploy.allocator import freeze_what_lives
 from deploy.budget import budget_lines, check_budget
 from deploy.config import ClusterConfig, check_config, load_config
 from deploy.environment import set_switches
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--log-dir", type=Path, help="where a folder for this run's files is made")
     serve.add_argument("--in-process", action="store_true", help="one process, without Ray")
     serve.add_argument("--supervised", type=int, help=argparse.SUPPRESS)  # the server's own start, by its supervisor
+    serve.add_argument("--remove-left", action="store_true", help=argparse.SUPPRESS)  # the supervisor's, afterwards
     serve.set_defaults(run=_serve)
 
     check = commands.add_parser(
@@ -96,10 +98,17 @@ def _serve(arguments: argparse.Namespace) -> int:
             ("logging", "dir"): arguments.log_dir,
         },
     )
+    if arguments.remove_left:
+        from deploy.serving.runtime import remove_left
+
+        remove_left(config)
+        return 0
     if arguments.supervised is None:
         # -P: what lies in the current directory is not ours to import.
-        command = [sys.executable, "-P", "-m", "deploy.cli", *arguments.argv, "--supervised"]
-        return supervise(command, config.server.drain_s + STOP_S)
+        command = [sys.executable, "-P", "-m", "deploy.cli", *arguments.argv]
+        is_joined = config.ray.address is not None and not arguments.in_process
+        clean_up = [*command, "--remove-left"] if is_joined else []
+        return supervise([*command, "--supervised"], config.server.drain_s + STOP_S, clean_up)
     config = with_run_folder(config)
     configure_logs(config.logging, "serve", terminal_level=logging.WARNING)
     lifeline = Lifeline(arguments.supervised)
@@ -135,6 +144,7 @@ async def _serve_in_process(config: ClusterConfig, lifeline: Lifeline) -> None:
 
     print(f"weft: starting in one process; {where_logs_are(config.logging)} ...", flush=True)
     async with serving(config) as (cluster, port):
+        freeze_what_lives()
         lifeline.tell_ready()
         print(banner(f"http://{config.server.host}:{port}", cluster.model.name), flush=True)
         await asyncio.to_thread(lifeline.wait)

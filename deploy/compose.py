@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from deploy.allocator import ask_for_large_pages, keep_freed_memory
 from deploy.config import ClusterConfig, EncoderSection
+from deploy.logs import collect_library_logs
 from encoder_pool.config import EncoderConfig
 from encoder_pool.decode_limits import MODALITY_TO_CPU_S, MODALITY_TO_TIMEOUT_S, DecodeLimits
 from fabric.channel import FeatureSink, FeatureSource
@@ -94,7 +95,8 @@ def host_name() -> str:
 
 def prepare_process(config: ClusterConfig) -> None:
     """Side effects on this process: compute threads limited (replicas on one machine would fight), no gradients,
-    freed memory kept, large pages, and no lines that a client's file could make a library print."""
+    freed memory kept, large pages, the libraries' lines in our log, and no lines that a client's file could make a
+    library print."""
     import torch
     from transformers.utils import logging as transformers_logging
 
@@ -103,6 +105,7 @@ def prepare_process(config: ClusterConfig) -> None:
     keep_freed_memory()
     ask_for_large_pages()
     transformers_logging.disable_progress_bar()
+    collect_library_logs(config.logging)
     warnings.filterwarnings("ignore", module="PIL")
 
 
@@ -253,6 +256,7 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
             max_index_blocks=config.router.max_index_blocks, max_index_items=config.router.max_index_items
         ),
         max_num_choices=config.router.max_num_choices,
+        min_priority=config.router.min_priority,
         heartbeat_s=config.router.heartbeat_s,
         lease_s=config.router.lease_s,
         dispatch_timeout_s=config.router.dispatch_timeout_s,

@@ -86,6 +86,9 @@ class RouterSection(_Section):
     max_index_items: int = Field(default_of(PlannerSettings, "max_index_items"), ge=1)
     """Media whose encoders each router knows."""
     max_num_choices: int = Field(default_of(RouterConfig, "max_num_choices"), ge=1)
+    min_priority: int = Field(default_of(RouterConfig, "min_priority"), ge=-(2**31), lt=2**31)
+    """Most urgent `priority` of a request. Lower numbers go first at encoders and workers, always, and starve others;
+    with 0 no request goes before those that ask for nothing."""
     heartbeat_s: float = Field(default_of(RouterConfig, "heartbeat_s"), gt=0)
     lease_s: float = Field(default_of(RouterConfig, "lease_s"), gt=0)
     dispatch_timeout_s: float = Field(default_of(RouterConfig, "dispatch_timeout_s"), gt=0)
@@ -137,7 +140,7 @@ class MediaSection(_Section):
     """`reduce`: once more with every other frame, or half the sides; `text_only`: and then without the medium."""
     encode_timeout_ms: dict[Modality, Annotated[int, Field(ge=1)]] = {}
     """How long encoding an item may take, its wait at the encoder included; by default 10 s of a picture, 20 s of a
-    sound, 60 s of a video."""
+    sound, 60 s of a video. An encoder that is too busy says so by then, and another is tried."""
 
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -246,6 +249,8 @@ class LoggingSection(_Section):
 class RaySection(_Section):
     address: str | None = None
     """An existing cluster; none starts one on this machine for as long as `weft serve` runs."""
+    cluster_name: str = Field("weft", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Of this cluster on that Ray, where it names the Serve application and the directory. Each cluster has its own."""
     temp_dir: Path | None = None
 
 

@@ -2,6 +2,9 @@
 
 Serve's proxy is not in front (docs/adr/0001-front-end.md): it takes whole bodies before our limit and has no
 back-pressure for slow readers. SO_REUSEPORT lets several router replicas of one host share the port.
+
+The parser runs in the event loop, so what a client's bytes may cost it is bounded: the size of headers, and the number
+of chunks of a body.
 """
 
 from __future__ import annotations
@@ -9,9 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from typing import Any
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fabric.errors import ConfigError
 
@@ -20,6 +26,10 @@ CLOSE_S = 2
 would hold up the end for ever."""
 MAX_HEADER_BYTES = 64 * 1024
 """Request line and headers together."""
+MAX_SMALL_CHUNKS = 4096
+"""Of a body. Each takes the parser some five microseconds, so that 32 MiB of single bytes would take it minutes."""
+LARGE_CHUNK_BYTES = 256
+"""A body may have as many more chunks as it has times so many bytes."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -35,6 +45,42 @@ def bind(host: str, port: int) -> socket.socket:
         sock.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return sock
+
+
+class _Connection(h11.Connection):
+    """Refuses a body in very many small chunks, as a breach of the protocol."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEADER_BYTES)
+        self._num_chunks = self._num_bytes = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_bytes += len(event.data)
+            if self._num_chunks > MAX_SMALL_CHUNKS + self._num_bytes // LARGE_CHUNK_BYTES:
+                raise h11.RemoteProtocolError("a body in too many chunks")
+        return event
+
+
+class _Protocol(H11Protocol):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = _Connection()
+
+    def send_400_response(self, msg: str) -> None:
+        """For what is not HTTP; where an answer has begun, the connection is only closed. The app, if it has been given
+        the request, is told that its client left: what it still sends goes nowhere."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:
+            self.transport.close()
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
 
 class _Server(uvicorn.Server):
@@ -56,9 +102,9 @@ class HttpServer:
             log_level="warning",
             access_log=False,
             lifespan="off",
-            http="h11",  # the other parser takes headers of any size
+            http=_Protocol,  # uvicorn's other parser takes headers of any size
+            ws="none",
             timeout_graceful_shutdown=CLOSE_S,
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None

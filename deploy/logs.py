@@ -24,6 +24,8 @@ from fabric import log_context
 
 logger = logging.getLogger(__name__)
 OUR_PACKAGES = ("fabric", "modalities", "kv_index", "encoder_pool", "llm_workers", "router", "deploy", "loadtest")
+OWN_HANDLERS = ("torch", "transformers", "huggingface_hub")
+"""Libraries whose loggers get handlers of their own when they are imported, and then pass no lines on."""
 NUM_KEPT_FILES = 3
 NUM_KEPT_RUNS = 20
 _STANDARD_FIELDS = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -42,7 +44,9 @@ def configure_logs(
     why_not = None
     if section.to == "files" and section.dir is not None:
         try:
-            section.dir.mkdir(parents=True, exist_ok=True)
+            if not section.dir.is_dir():
+                section.dir.mkdir(parents=True, exist_ok=True)
+                _remove_oldest_runs(section.dir)
             file = section.dir / f"{process}.log"
             handlers.append(
                 RotatingFileHandler(file, maxBytes=section.max_file_bytes, backupCount=NUM_KEPT_FILES, encoding="utf-8")
@@ -61,14 +65,28 @@ def configure_logs(
             kind = JsonFormatter if section.format == "json" else TextFormatter
             handler.setFormatter(kind(member_id))
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
-    levels = dict.fromkeys(OUR_PACKAGES, section.level) | section.levels
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level.upper())
+    for name in OUR_PACKAGES:
+        logging.getLogger(name).setLevel(section.level.upper())
+    collect_library_logs(section)
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
     threading.excepthook = lambda args: _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
     if why_not is not None:
         logger.warning("can't write to %s: %s", section.dir, why_not)
+
+
+def collect_library_logs(section: LoggingSection) -> None:
+    """Sends what libraries log where all lines go, from the levels in `section.levels` on. Side effect: libraries that
+    were imported with handlers of their own (`OWN_HANDLERS`) lose those that write to a stream. Call it again after a
+    library was imported, because that sets its handlers and level anew."""
+    for name, each in list(logging.root.manager.loggerDict.items()):
+        if name.partition(".")[0] not in OWN_HANDLERS or not isinstance(each, logging.Logger):
+            continue
+        for handler in [one for one in each.handlers if type(one) is logging.StreamHandler]:
+            each.removeHandler(handler)
+            each.propagate = True
+    for name, level in section.levels.items():
+        logging.getLogger(name).setLevel(level.upper())
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException | None, trace: object) -> None:
@@ -124,15 +142,26 @@ def _trace(record: logging.LogRecord) -> str:
 
 
 def with_run_folder(config: ClusterConfig) -> ClusterConfig:
-    """The config whose `logging.dir` is a folder for this run alone. Side effect: the oldest runs beyond
-    `NUM_KEPT_RUNS` are removed."""
+    """The config whose `logging.dir` is a folder for this run alone; it is made by the first process on a machine that
+    logs there."""
     above = config.logging.dir or _state_folder() / "logs"
     name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
-    runs = [path for path in above.glob("*") if re.fullmatch(r"\d{8}-\d{6}-\d+", path.name) and path.is_dir()]
-    for old in sorted(runs)[: 1 - NUM_KEPT_RUNS]:
-        shutil.rmtree(old, ignore_errors=True)
     logs = config.logging.model_copy(update={"dir": above.absolute() / name})
     return config.model_copy(update={"logging": logs})
+
+
+def _remove_oldest_runs(folder: Path) -> None:
+    """Removes the folders of the oldest runs beside a run's own beyond `NUM_KEPT_RUNS`, on this machine. Several
+    processes of a run may do so at the same time."""
+    if not _is_run(folder):
+        return
+    others = sorted(path for path in folder.parent.glob("*") if _is_run(path) and path != folder)
+    for old in others[: max(0, len(others) + 1 - NUM_KEPT_RUNS)]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _is_run(path: Path) -> bool:
+    return re.fullmatch(r"\d{8}-\d{6}-\d+", path.name) is not None and path.is_dir()
 
 
 def where_logs_are(section: LoggingSection) -> str:

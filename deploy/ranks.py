@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from deploy import compose
+from deploy.allocator import freeze_what_lives
 from deploy.config import ClusterConfig
 from deploy.environment import keep_ranks_on_loopback, use_cuda_device
 from deploy.logs import configure_logs
@@ -92,7 +93,13 @@ def run_follower(config: ClusterConfig, model_dir: Path, invitation: Invitation)
 
     configure_logs(config.logging, f"rank-{invitation.rank}-{os.getpid()}")
     compose.prepare_process(config)
-    follow(invitation, lambda: load_share(config, compose.load_model(config, model_dir)))
+
+    def load() -> Share:
+        share = load_share(config, compose.load_model(config, model_dir))
+        freeze_what_lives()
+        return share
+
+    follow(invitation, load)
 
 
 def load_share(config: ClusterConfig, model: compose.Model) -> Share:

@@ -6,7 +6,8 @@ supervisor imports no Ray and keeps its handlers. It starts the server in a sess
 terminal does not reach it, and adopts every process whose parent dies, so that it can end them all.
 
 The first signal asks the server to drain, up to a time limit. A second signal, or the limit, ends every process at
-once. Either way the folder for temporary files of all of them is removed. Knows nothing of what is served.
+once. Either way the folder for temporary files of all of them is removed. What the server may have left elsewhere, when
+it did not end by itself, is removed by a command that the caller gives. Knows nothing of what is served.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ PR_SET_CHILD_SUBREAPER = 36
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FOLDER_PREFIX = "weft-"
 """Of the name of the folder for temporary files."""
+CLEAN_UP_S = 40.0
+"""How long removing what a killed server has left may take."""
 _READY = b"r"
 _DRAIN = b"d"
 _END_S = 10.0
@@ -40,12 +43,13 @@ _MAX_TEMP_DIR_BYTES = 28
 """The path of a Unix socket has 107 bytes at most; Ray's take 62 of it below its folder, whose own name takes 14."""
 
 
-def supervise(command: Sequence[str], stop_limit_s: float) -> int:
+def supervise(command: Sequence[str], stop_limit_s: float, clean_up: Sequence[str] = ()) -> int:
     """Runs `command`, with the number of its end of the line appended, until it ends or a signal asks for the end.
 
-    `stop_limit_s` is how long the server may take from the first signal to its end. Returns the server's exit status,
-    or 0 when a signal asked for the end. Side effects: handlers of this process, a folder for temporary files that
-    exists for as long as this runs and is the server's TMPDIR."""
+    `stop_limit_s` is how long the server may take from the first signal to its end. `clean_up` is run, for
+    `CLEAN_UP_S` at most or until the next signal, behind a server that was killed or failed. Returns the server's exit
+    status, or 0 when a signal asked for the end. Side effects: handlers of this process, a folder for temporary files
+    that exists for as long as this runs and is the server's TMPDIR."""
     _adopt_orphans()
     folder = _temporary_folder()
     ours, theirs = socket.socketpair()
@@ -62,6 +66,8 @@ def supervise(command: Sequence[str], stop_limit_s: float) -> int:
                 return _watch(server, ours, signals, stop_limit_s)
             finally:
                 end_descendants()
+                if clean_up and server.returncode != 0:
+                    _run_briefly(clean_up, signals, folder)
     finally:
         ours.close()
         shutil.rmtree(folder, ignore_errors=True)
@@ -100,6 +106,18 @@ def _watch(server: subprocess.Popen[bytes], line: socket.socket, signals: socket
         elif left_s == 0.0:
             print("weft: the time to stop is up; ending every process", file=sys.stderr, flush=True)
             return 0
+
+
+def _run_briefly(command: Sequence[str], signals: socket.socket, folder: str) -> None:
+    """Runs a command until it ends, `CLEAN_UP_S` are over or a further signal arrives."""
+    process = subprocess.Popen(command, start_new_session=True, env=os.environ | {"TMPDIR": folder})
+    deadline_s = time.monotonic() + CLEAN_UP_S
+    while process.returncode is None and (left_s := deadline_s - time.monotonic()) > 0:
+        readable, _, _ = select.select([signals], [], [], left_s)
+        if readable and any(number in STOP_SIGNALS for number in signals.recv(64)):
+            break
+        _reap(process)
+    end_descendants()
 
 
 def _exit_status(returncode: int) -> int:

@@ -17,6 +17,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from deploy import compose
+from deploy.allocator import freeze_what_lives
 from deploy.config import ClusterConfig
 from deploy.environment import switches_of_actors
 from deploy.http_server import HttpServer
@@ -31,7 +32,6 @@ from fabric.ids import MemberId
 from fabric.log_context import enter_request
 from fabric.messages import EncodeRequest, EncodeResult, GenerateRequest, GenerateResult
 
-APP_NAME = "weft"
 UNBOUNDED = 1_000_000
 """A full replica queues inside Serve and blocks the calls behind it, so admission is ours and Serve's limit is off."""
 STOP_S = 15.0
@@ -65,15 +65,16 @@ class EncoderReplica:
         configure_logs(config.logging, f"encoder-{member_id}", member_id)
         compose.prepare_process(config)
         model = compose.load_model(config, Path(model_dir))
-        self._plane = ZmqPlane(await plane_keys(), node_address(config))
+        self._plane = ZmqPlane(await plane_keys(config.ray.cluster_name), node_address(config))
         self._source = NixlFeatureSource(str(member_id), arena_bytes(config))
         self._service = compose.build_encoder(config, model, member_id, self._plane, self._source)
         modalities = compose.loaded_modalities(config, model.family)
         record = compose.member("encoder", member_id, self._plane.address, node_address(config), modalities)
         await self._service.start()
-        self._heartbeat = Heartbeat(record, self._service.update_members)
+        self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)
         await self._heartbeat.start()
         self._service.on_lost(self._leave)
+        freeze_what_lives()
 
     def _leave(self) -> None:
         """Out of the directory at once; Serve replaces the replica when its health checks have failed."""
@@ -104,7 +105,7 @@ class WorkerReplica:
         configure_logs(config.logging, f"worker-{member_id}", member_id)
         compose.prepare_process(config)
         model = compose.load_model(config, Path(model_dir))
-        self._plane = ZmqPlane(await plane_keys(), node_address(config))
+        self._plane = ZmqPlane(await plane_keys(config.ray.cluster_name), node_address(config))
         self._sink = NixlFeatureSink(str(member_id), inbox_bytes(config))
         endpoint, address = Endpoint(member_id, self._plane, self._sink), node_address(config)
         self._worker = await asyncio.to_thread(open_worker, config, model, endpoint, address, launch_actor)
@@ -112,9 +113,10 @@ class WorkerReplica:
         record = compose.member("worker", member_id, self._plane.address, address)
         await self._service.start()
         self._worker.end_when_lost(asyncio.get_running_loop())
-        self._heartbeat = Heartbeat(record, self._service.update_members)
+        self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)
         await self._heartbeat.start()
         self._service.on_lost(self._leave)
+        freeze_what_lives()
 
     def _leave(self) -> None:
         """Out of the directory at once; Serve replaces the replica when its health checks have failed."""
@@ -148,16 +150,17 @@ class RouterReplica:
         member_id = replica_id()
         configure_logs(config.logging, f"router-{member_id}", member_id)
         model = compose.load_model(config, Path(model_dir))
-        self._plane = ZmqPlane(await plane_keys(), node_address(config))
+        self._plane = ZmqPlane(await plane_keys(config.ray.cluster_name), node_address(config))
         pools = Pools(RayWorkerPool(workers), RayEncoderPool(encoders) if encoders else NoEncoders())
         self._service = compose.build_router(config, model, member_id, self._plane, pools)
         record = compose.member("router", member_id, self._plane.address, node_address(config))
         await self._service.start()
-        self._heartbeat = Heartbeat(record, self._service.update_members)
+        self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)
         await self._heartbeat.start()
         self._drain_s = config.server.drain_s
         self._http = HttpServer(create_app(self._service), config.server.host, config.server.port)
         await self._http.start()
+        freeze_what_lives()
 
     async def port(self) -> int:
         """The port that it listens on (the config may have asked for any)."""

@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import RayError
 
 from fabric.clock import Clock, SystemClock
+from fabric.errors import ConfigError
 from fabric.ids import MemberId
 from fabric.membership import Directory, View
 from fabric.messages import Member
@@ -21,8 +22,11 @@ from fabric.plane_keys import PlaneKeys
 
 logger = logging.getLogger("weft.directory")
 
+NAMESPACE = "weft"
+"""Of Ray, for the named actors of every cluster."""
 LEASE_S = 5.0
 PERIOD_S = 0.5
+CLAIM_S = 5.0
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)
@@ -48,16 +52,31 @@ class DirectoryActor:
         return self._directory.view().members
 
 
-def directory_actor() -> ray.actor.ActorHandle:
-    """The cluster's directory; the first caller makes it, and the cluster's keys."""
-    return DirectoryActor.options(  # type: ignore[attr-defined]
-        name="weft-directory", namespace="weft", get_if_exists=True, lifetime="detached"
-    ).remote(LEASE_S, PlaneKeys.make())
+def claim_name(cluster: str, patience_s: float = CLAIM_S) -> ray.actor.ActorHandle:
+    """Makes the directory of a cluster of that name, and the cluster's keys. It lives for as long as this process and
+    the handle: so the name is free again when the process has ended, however it ended. Raises ConfigError if a cluster
+    of that name lives on this Ray for `patience_s`: Ray takes a moment to see that a process has died."""
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        try:
+            return DirectoryActor.options(  # type: ignore[attr-defined]
+                name=f"{cluster}-directory", namespace=NAMESPACE
+            ).remote(LEASE_S, PlaneKeys.make())
+        except ValueError as error:  # the name is taken
+            if time.monotonic() > deadline_s:
+                message = f"a cluster named {cluster!r} is on this Ray already; give this one another ray.cluster_name"
+                raise ConfigError(message) from error
+        time.sleep(PERIOD_S)
 
 
-async def plane_keys() -> PlaneKeys:
+def directory_actor(cluster: str) -> ray.actor.ActorHandle:
+    """The directory of the cluster of that name. Raises ValueError if there is none."""
+    return ray.get_actor(f"{cluster}-directory", namespace=NAMESPACE)
+
+
+async def plane_keys(cluster: str) -> PlaneKeys:
     """The cluster's, from its directory. Ray's own token guards the way."""
-    keys: PlaneKeys = await directory_actor().plane_keys.remote()
+    keys: PlaneKeys = await directory_actor(cluster).plane_keys.remote()
     return keys
 
 
@@ -89,16 +108,17 @@ class Membership:
 
 
 class Heartbeat:
-    """Keeps one member in the directory and hands every change of the members to `on_change`."""
+    """Keeps one member in its cluster's directory and hands every change of the members to `on_change`."""
 
-    def __init__(self, member: Member, on_change: Callable[[Sequence[Member]], None]) -> None:
+    def __init__(self, cluster: str, member: Member, on_change: Callable[[Sequence[Member]], None]) -> None:
+        self._cluster = cluster
         self._member = member
         self._on_change = on_change
         self._membership = Membership(SystemClock(), LEASE_S)
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._actor = directory_actor()
+        self._actor = directory_actor(self._cluster)
         await self._beat()
         self._task = asyncio.create_task(self._run(), name="weft-heartbeat")
 

@@ -25,6 +25,8 @@ from fabric.errors import ConfigError, Unavailable
 logger = logging.getLogger(__name__)
 ANSWER_S = 5.0
 """How long the directory and the routers may take to answer, beyond what they are asked to wait for."""
+REMOVAL_S = 20.0
+"""How long it may take to remove what an earlier cluster has left on a Ray."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,33 +62,64 @@ def run_cluster(
     if config.logging.to == "terminal":
         show_logs_as_written()
     with _ray(config, config.ray.temp_dir or temp_dir):
+        import ray
         from ray import serve
 
-        from deploy.serving.app import APP_NAME, build_app
+        from deploy.serving.app import build_app
+        from deploy.serving.directory import claim_name
 
+        name = config.ray.cluster_name
+        directory = claim_name(name)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+        if config.ray.address is not None:
+            _remove_left(name)
         try:
-            handle = serve.run(build_app(config, model_dir), name=APP_NAME, route_prefix=None)
+            handle = serve.run(build_app(config, model_dir), name=name, route_prefix=None)
             port = handle.port.remote().result(timeout_s=ready_timeout_s)
             host = "127.0.0.1" if config.server.host in ("0.0.0.0", "::") else config.server.host
-            cluster = RunningCluster(host, port, model.name, partial(drain_routers, handle))
+            cluster = RunningCluster(host, port, model.name, partial(drain_routers, handle, directory))
             wait_ready(cluster, ready_timeout_s)
             try:
                 yield cluster
             finally:
                 cluster.drain(config.server.drain_s)
         finally:
-            _remove_app(APP_NAME)
+            # Serve itself stays: on a shared Ray it may have others' applications, and one of our own ends with it.
+            serve.delete(name)
+            ray.kill(directory)
 
 
-def drain_routers(handle: Any, limit_s: float) -> None:
+def remove_left(config: ClusterConfig) -> None:
+    """Removes from a Ray that goes on what a cluster of the config's name has left there when it was ended at once.
+    Does nothing if a cluster of that name lives. Raises Unavailable if it takes longer than `REMOVAL_S`."""
+    import ray
+
+    from deploy.serving.directory import claim_name
+
+    with _ray(config, None):
+        try:
+            directory = claim_name(config.ray.cluster_name)
+        except ConfigError:
+            return
+        _remove_left(config.ray.cluster_name)
+        ray.kill(directory)
+
+
+def _remove_left(name: str) -> None:
+    """The caller has claimed the name, so what has it is nobody's any more."""
+    from deploy.serving.removal import has_application, remove_at_once
+
+    if has_application(name):
+        logger.warning("the application %r of a cluster that has ended is still on this Ray; it is removed", name)
+        remove_at_once(name, REMOVAL_S)
+
+
+def drain_routers(handle: Any, directory: Any, limit_s: float) -> None:
     """Workers and encoders go on meanwhile: what was accepted needs them. A router that does not answer is logged."""
     import ray
 
-    from deploy.serving.directory import directory_actor
-
-    members = ray.get(directory_actor().members.remote(), timeout=ANSWER_S)
+    members = ray.get(directory.members.remote(), timeout=ANSWER_S)
     routers = [member.member_id for member in members if member.kind == "router"]
     deadline_s = time.monotonic() + limit_s + ANSWER_S
     drains = [handle.options(session_id=str(member_id)).drain.remote(limit_s) for member_id in routers]
@@ -118,12 +151,14 @@ def _own_handlers() -> Iterator[None]:
 def _ray(config: ClusterConfig, temp_dir: Path | None) -> Iterator[None]:
     import ray
 
+    from deploy.serving.directory import NAMESPACE
+
     is_carried = config.logging.to == "terminal"
     if config.ray.address is not None:
         with _own_handlers():
             ray.init(
                 address=config.ray.address,
-                namespace="weft",
+                namespace=NAMESPACE,
                 log_to_driver=is_carried,
                 logging_level="WARNING",
             )
@@ -138,7 +173,7 @@ def _ray(config: ClusterConfig, temp_dir: Path | None) -> Iterator[None]:
         with _own_handlers():
             ray.init(
                 address="local",
-                namespace="weft",
+                namespace=NAMESPACE,
                 include_dashboard=False,
                 log_to_driver=is_carried,
                 logging_level="ERROR",
@@ -161,18 +196,6 @@ def _keep_ray_logs(config: ClusterConfig, folder: Path) -> None:
     if config.logging.to == "files" and config.logging.dir is not None and logs.is_dir():
         with contextlib.suppress(OSError):
             shutil.copytree(logs, config.logging.dir / "ray", dirs_exist_ok=True)
-
-
-def _remove_app(name: str) -> None:
-    """Drains and removes our application and directory. Serve itself stays: on a shared Ray it may have others', and
-    one of our own ends with it."""
-    import ray
-    from ray import serve
-
-    from deploy.serving.directory import directory_actor
-
-    serve.delete(name)
-    ray.kill(directory_actor())
 
 
 def _check_port(host: str, port: int) -> None:

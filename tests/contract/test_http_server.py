@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 from router_chats import chat_body
@@ -120,3 +122,110 @@ async def test_a_stop_tells_open_streams_how_they_end() -> None:
         assert b'"code": "aborted"' in rest or b'"code":"aborted"' in rest
         assert rest.endswith(b"0\r\n\r\n"), "the answer was ended, not cut"
         writer.close()
+
+
+# ---------------------------------------------------------------- what a client may cost the event loop
+
+
+class BodyApp:
+    """Reads the body, and answers how long it was; or answers at once, and reads it then."""
+
+    def __init__(self) -> None:
+        self.num_bytes: list[int] = []
+        self.is_early = False
+        self.kinds: list[str] = []
+
+    async def __call__(self, scope: dict[str, object], receive: Callable[[], Awaitable[Any]], send: Send) -> None:
+        self.kinds.append(str(scope["type"]))
+        self.num_bytes.append(0)
+        if self.is_early:
+            await send({"type": "http.response.start", "status": 413, "headers": []})
+            await send({"type": "http.response.body", "body": b"early", "more_body": True})
+        is_more = True
+        while is_more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            self.num_bytes[-1] += len(message.get("body", b""))
+            is_more = message.get("more_body", False)
+        if not self.is_early:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def chunked(body: bytes, num_bytes: int) -> bytes:
+    """In chunks of that size."""
+    pieces = [body[at : at + num_bytes] for at in range(0, len(body), num_bytes)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+def post(port: int, *parts: bytes, head: bytes = b"Transfer-Encoding: chunked") -> bytes:
+    """What is answered until the server closes, or has answered in full."""
+    with socket.create_connection((HOST, port), timeout=60) as client:
+        with contextlib.suppress(ConnectionError):
+            client.sendall(b"POST / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n" + head + b"\r\n\r\n")
+            for part in parts:
+                client.sendall(part)
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while piece := client.recv(65536):
+                answer += piece
+        return answer
+
+
+@pytest.fixture
+async def body_server() -> AsyncIterator[tuple[BodyApp, int]]:
+    app = BodyApp()
+    server = HttpServer(app, HOST, 0)  # type: ignore[arg-type]
+    await server.start()
+    yield app, server.port
+    await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "num_chunk_bytes"), [(4_000, 1), (2**20, 1024), (2**22, 2**16), (2**21, 256), (0, 1)]
+)
+async def test_bodies_in_ordinary_chunks_are_read(
+    body_server: tuple[BodyApp, int], num_bytes: int, num_chunk_bytes: int
+) -> None:
+    app, port = body_server
+    answer = await asyncio.to_thread(post, port, chunked(bytes(num_bytes), num_chunk_bytes))
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert app.num_bytes == [num_bytes]
+
+
+@pytest.mark.parametrize("num_chunk_bytes", [1, 16, 100])
+@pytest.mark.parametrize("is_early", [False, True])
+async def test_a_body_in_very_many_chunks_is_refused_before_it_is_parsed_whole(
+    body_server: tuple[BodyApp, int], num_chunk_bytes: int, is_early: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each takes the event loop some microseconds: 32 MiB of single bytes took minutes of it. Also a body that is only
+    read to be dropped, for it was refused."""
+    app, port = body_server
+    app.is_early = is_early
+    answer = await asyncio.to_thread(post, port, chunked(bytes(2**16 * num_chunk_bytes), num_chunk_bytes))
+    early = (b"HTTP/1.1 413", b"HTTP/1.1 400")  # the second if all came before the app was asked
+    assert answer.startswith(early if is_early else b"HTTP/1.1 400")
+    (num_bytes,) = app.num_bytes
+    assert num_bytes <= 10_000 * num_chunk_bytes
+    assert not [line for line in caplog.records if line.levelname == "ERROR"]
+    app.is_early = False
+    answer = await asyncio.to_thread(post, port, chunked(bytes(10), 5))
+    assert answer.startswith(b"HTTP/1.1 200")
+
+
+async def test_no_other_protocol_is_taken(body_server: tuple[BodyApp, int]) -> None:
+    """A parser of web sockets would be one more that clients' bytes reach."""
+    app, port = body_server
+    head = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\nContent-Length: 3\r\n"
+    head += b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA=="
+    answer = await asyncio.to_thread(post, port, b"abc", head=head)
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert (app.kinds, app.num_bytes) == (["http"], [3])
+
+
+async def test_headers_of_any_size_are_refused(body_server: tuple[BodyApp, int]) -> None:
+    app, port = body_server
+    answer = await asyncio.to_thread(post, port, head=b"x: " + b"y" * 2**17)
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert app.num_bytes == []

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
-import socket
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 from chat_media import image_part, user
-from cluster_process import eventually, start_cluster
+from cluster_process import ClusterProcess, eventually, launched, start_cluster, wait_ready
 from reference_model import ReferenceModel
 
 from deploy.demo.build import demo_checkpoint
@@ -25,18 +27,26 @@ from deploy.environment import SWITCHES
 pytestmark = [pytest.mark.ray, pytest.mark.nixl, pytest.mark.torch]
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+PATIENCE = ("RAY_gcs_rpc_server_reconnect_timeout_s", "300")
+"""Ray's processes end themselves when its head has not answered for so long, of itself 60 s: on a machine whose cores
+are all taken it may only be slow. A head that is dead still fails the tests, by their own times."""
 
 
-@contextmanager
-def foreign_ray() -> Iterator[tuple[str, psutil.Process]]:
-    """A Ray of its own: address and process. It has the token of this run, and no switch of Weft's."""
-    kept = ("PATH", "HOME", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN")
+@pytest.fixture(scope="module", autouse=True)
+def _patience() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(*PATIENCE)
+        yield
+
+
+@pytest.fixture(scope="module")
+def foreign_ray(_patience: None) -> Iterator[tuple[str, psutil.Process]]:
+    """A Ray of its own: address and process. It has the token of this run, and no switch of Weft's. It chooses its port
+    itself: a port that somebody else has chosen and let go may be another's by the time that Ray listens on it."""
+    kept = ("PATH", "HOME", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", PATIENCE[0])
     environment = {name: os.environ[name] for name in kept if name in os.environ}
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = chosen.getsockname()[1]
     folder = Path(tempfile.mkdtemp(prefix="r-"))
-    options = [f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false", f"--temp-dir={folder}"]
+    options = ["--port=0", "--node-ip-address=127.0.0.1", "--include-dashboard=false", f"--temp-dir={folder}"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [*RAY, "start", "--head", "--block", "--num-cpus=4", "--disable-usage-stats", *options],
@@ -47,8 +57,12 @@ def foreign_ray() -> Iterator[tuple[str, psutil.Process]]:
         )
     try:
         eventually(lambda: "Ray runtime started" in (folder / "log").read_text() or process.poll() is not None)
-        assert process.poll() is None, (folder / "log").read_text()
-        yield f"127.0.0.1:{port}", psutil.Process(process.pid)
+        said = (folder / "log").read_text()
+        assert process.poll() is None, said
+        address = re.search(r"ray start --address='([^']+)'", said)
+        assert address is not None, said
+        yield address[1], psutil.Process(process.pid)
+        assert process.poll() is None, f"the Ray ended by itself:\n{last_words(folder)}"
     finally:
         tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
         for each in tree:  # asked to end, it would drain for half a minute
@@ -57,6 +71,14 @@ def foreign_ray() -> Iterator[tuple[str, psutil.Process]]:
         process.wait()
         psutil.wait_procs(tree, timeout=10)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def last_words(folder: Path) -> str:
+    """The ends of what the parts of a Ray wrote before it ended."""
+    logs = folder / "session_latest" / "logs"
+    names = ("ray_process_exit.log", "gcs_server.out", "raylet.out", "dashboard_agent.log", "runtime_env_agent.log")
+    files = [folder / "log", *(logs / name for name in names)]
+    return "\n".join(f"--- {file.name}\n{file.read_text()[-1500:]}" for file in files if file.is_file())
 
 
 def actors(ray: psutil.Process, name: str) -> list[psutil.Process]:
@@ -71,19 +93,98 @@ def actors(ray: psutil.Process, name: str) -> list[psutil.Process]:
     return found
 
 
-def test_a_picture_is_understood_and_the_switches_reach_the_replicas() -> None:
+def is_clear(ray: psutil.Process, cluster: str = "weft") -> bool:
+    """Whether nothing of a cluster of that name is left on the Ray, nor any directory."""
+    return not actors(ray, f"ServeReplica:{cluster}:") and not actors(ray, "DirectoryActor")
+
+
+def sections(address: str, **ray: str) -> dict[str, Any]:
+    return {"ray": {"address": address} | ray, "workers": {"replicas": 1}}
+
+
+def answer(cluster: ClusterProcess, max_tokens: int = 12, **fields: Any) -> dict[str, Any]:
+    messages = user("What is in this picture?", image_part(21))
+    body = {"model": cluster.model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+    with cluster.client() as client:
+        found: dict[str, Any] = client.post("/v1/chat/completions", json=body | fields).json()
+    return found
+
+
+def kill_at_once(cluster: ClusterProcess) -> None:
+    """Supervisor and server, by a signal that neither hears."""
+    tree = [psutil.Process(cluster.process.pid), *psutil.Process(cluster.process.pid).children(recursive=True)]
+    for each in tree:
+        each.suspend()
+    for each in tree:
+        each.kill()
+    cluster.process.wait()
+    for left in cluster.temp_dir.iterdir():
+        shutil.rmtree(left)
+
+
+def test_a_picture_is_understood_and_the_switches_reach_the_replicas(foreign_ray: tuple[str, psutil.Process]) -> None:
     messages = user("What is in this picture?", image_part(21))
     expected = ReferenceModel(demo_checkpoint()).answer(messages, 12)
-    with foreign_ray() as (address, ray):
-        assert not ray.environ().keys() & SWITCHES.keys(), "the test would prove nothing"
-        with start_cluster(ray={"address": address}, workers={"replicas": 1}) as cluster:
-            body = {"model": cluster.model, "messages": messages, "max_tokens": 12, "temperature": 0}
+    address, ray = foreign_ray
+    assert not ray.environ().keys() & SWITCHES.keys(), "the test would prove nothing"
+    with start_cluster(**sections(address)) as cluster:
+        (choice,) = answer(cluster, return_token_ids=True)["choices"]
+        assert choice["token_ids"] == expected.token_ids
+        for kind in ("encoder", "worker", "router"):
+            (replica,) = actors(ray, f"ServeReplica:weft:{kind}")
+            seen = {name: replica.environ().get(name) for name in SWITCHES}
+            assert seen == SWITCHES, kind
+    eventually(lambda: is_clear(ray), 30)
+    assert ray.is_running(), "the Ray is not ours to end"
+
+
+def test_a_second_signal_leaves_nothing_on_the_ray(foreign_ray: tuple[str, psutil.Process]) -> None:
+    address, ray = foreign_ray
+    with start_cluster(**sections(address), server={"port": 0, "drain_s": 3600}) as cluster:
+        body = {"model": cluster.model, "messages": user("Go on"), "max_tokens": 3000, "ignore_eos": True}
+        with cluster.client() as client:
+            request = client.build_request("POST", "/v1/chat/completions", json=body | {"stream": True})
+            response = client.send(request, stream=True)
+            cluster.process.send_signal(signal.SIGTERM)
+            eventually(lambda: httpx.get(f"{cluster.url}/health/ready").status_code == 503)
+            cluster.process.send_signal(signal.SIGTERM)
+            assert cluster.process.wait(timeout=60) == 0
+            assert is_clear(ray), "at once: also what was being answered"
+            response.close()
+
+
+def test_a_signal_while_it_starts_leaves_nothing_on_the_ray(foreign_ray: tuple[str, psutil.Process]) -> None:
+    address, ray = foreign_ray
+    with launched(**sections(address)) as starting:
+        eventually(lambda: bool(actors(ray, "ServeReplica:weft:")))
+        assert "ready at" not in starting.log.read_text()
+        starting.process.send_signal(signal.SIGTERM)
+        assert starting.process.wait(timeout=60) == 0
+        eventually(lambda: is_clear(ray), 10)
+
+
+def test_clusters_share_a_ray_by_their_names_and_the_next_removes_what_is_left(
+    foreign_ray: tuple[str, psutil.Process],
+) -> None:
+    address, ray = foreign_ray
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(start_cluster(**sections(address)))
+        expected = answer(first)["choices"]
+        with launched(**sections(address)) as refused:
+            assert refused.process.wait(timeout=60) == 1
+            assert "a cluster named 'weft' is on this Ray already" in refused.log.read_text()
+            assert "ray.cluster_name" in refused.log.read_text()
+        other = stack.enter_context(start_cluster(**sections(address, cluster_name="other")))
+        for cluster in (first, other):
+            assert answer(cluster)["choices"] == expected
             with cluster.client() as client:
-                answer = client.post("/v1/chat/completions", json=body | {"return_token_ids": True}).json()
-            assert answer["choices"][0]["token_ids"] == expected.token_ids
-            for kind in ("encoder", "worker", "router"):
-                (replica,) = actors(ray, f"ServeReplica:weft:{kind}")
-                seen = {name: replica.environ().get(name) for name in SWITCHES}
-                assert seen == SWITCHES, kind
-        eventually(lambda: not actors(ray, "ServeReplica:weft"), 30)
-        assert ray.is_running(), "the Ray is not ours to end"
+                members = client.get("/weft/members").json()["members"]
+            assert sorted(member["kind"] for member in members) == ["encoder", "worker"], "its own alone"
+        kill_at_once(first)
+        orphans = {process.pid for process in actors(ray, "ServeReplica:weft:")}
+        assert orphans, "the replicas belong to Serve"
+        again = stack.enter_context(launched(**sections(address)))
+        again = wait_ready(again)
+        assert not orphans & {process.pid for process in actors(ray, "ServeReplica:weft:")}
+        assert answer(again)["choices"] == answer(other)["choices"] == expected
+    eventually(lambda: is_clear(ray) and is_clear(ray, "other"), 30)

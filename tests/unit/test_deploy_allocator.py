@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import resource
 import subprocess
@@ -9,7 +10,7 @@ import sys
 
 import pytest
 
-from deploy.allocator import keep_freed_memory
+from deploy.allocator import freeze_what_lives, keep_freed_memory
 
 FAULTS = """
 import ctypes, resource
@@ -46,3 +47,16 @@ def test_freed_blocks_bring_no_new_pages() -> None:
 
 def test_it_can_be_called_again() -> None:
     assert keep_freed_memory() == keep_freed_memory() == is_glibc
+
+
+def test_the_collector_looks_at_nothing_that_was_there_before_the_first_request() -> None:
+    kept = [[number] for number in range(1_000)]
+    try:
+        freeze_what_lives()
+        assert gc.get_freeze_count() > len(kept)
+        later = [[]]
+        seen = {id(each) for each in gc.get_objects()}
+        assert id(later) in seen
+        assert not seen & {id(each) for each in kept}
+    finally:
+        gc.unfreeze()

@@ -13,7 +13,14 @@ from pathlib import Path
 import pytest
 
 from deploy.config import ClusterConfig, LoggingSection
-from deploy.logs import JsonFormatter, TextFormatter, configure_logs, where_logs_are, with_run_folder
+from deploy.logs import (
+    JsonFormatter,
+    TextFormatter,
+    collect_library_logs,
+    configure_logs,
+    where_logs_are,
+    with_run_folder,
+)
 from fabric.log_context import as_member, enter_request
 
 
@@ -22,15 +29,16 @@ def _untouched() -> Iterator[None]:
     """Puts back what `configure_logs` sets in this process."""
     loggers = [logging.getLogger(), *(each for each in logging.root.manager.loggerDict.values())]
     named = [each for each in loggers if isinstance(each, logging.Logger)]
-    before = [(each, each.level, list(each.handlers)) for each in named]
+    before = [(each, each.level, each.propagate, list(each.handlers)) for each in named]
     hooks = sys.excepthook, threading.excepthook
     yield
     logging.captureWarnings(False)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
             handler.close()
-    for each, level, handlers in before:
+    for each, level, propagate, handlers in before:
         each.setLevel(level)
+        each.propagate = propagate
         each.handlers = handlers
     sys.excepthook, threading.excepthook = hooks
 
@@ -97,6 +105,35 @@ def test_levels_are_ours_by_config_and_a_library_is_heard_from_warning_on(tmp_pa
     assert {line["member_id"] for line in lines(tmp_path, "router-1")} == {"m1"}
 
 
+@pytest.mark.parametrize("is_imported_first", [True, False])
+def test_a_library_with_handlers_of_its_own_writes_to_our_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_imported_first: bool
+) -> None:
+    def import_it() -> None:
+        """What `import torch` does to the loggers of torch."""
+        for name in ("torch", "torch.part"):
+            library = logging.getLogger(name)
+            library.propagate = False
+            library.setLevel(logging.WARNING)
+            library.addHandler(logging.StreamHandler())
+
+    section = LoggingSection(format="json", dir=tmp_path, levels={"torch.part": "info"})
+    if is_imported_first:
+        import_it()
+    configure_logs(section, "p")
+    if not is_imported_first:
+        import_it()
+        collect_library_logs(section)
+    logging.getLogger("torch").info("not asked for")
+    logging.getLogger("torch").warning("first")
+    logging.getLogger("torch.part").info("second")
+    assert [(line["logger"], line["message"]) for line in lines(tmp_path, "p")] == [
+        ("torch", "first"),
+        ("torch.part", "second"),
+    ]
+    assert capsys.readouterr().err == ""
+
+
 def test_what_ends_a_thread_is_logged_with_its_trace(tmp_path: Path) -> None:
     configure_logs(LoggingSection(format="json", dir=tmp_path), "p")
     thread = threading.Thread(target=lambda: [][0])
@@ -116,13 +153,42 @@ def test_a_folder_that_can_not_be_written_stops_nothing(tmp_path: Path, capsys: 
     assert "still heard" in said
 
 
+def make_runs(above: Path, days: range) -> None:
+    for day in days:
+        (above / f"202001{day}-000000-1" / "ray").mkdir(parents=True)
+    (above / "mine").mkdir()
+
+
+def names(above: Path) -> list[str]:
+    return sorted(path.name for path in above.iterdir())
+
+
 def test_each_run_has_a_folder_and_the_oldest_go(tmp_path: Path) -> None:
-    for day in range(10, 35):
-        (tmp_path / f"202001{day}-000000-1").mkdir()
-    (tmp_path / "mine").mkdir()
+    make_runs(tmp_path, range(10, 35))
     config = with_run_folder(ClusterConfig.model_validate({"logging": {"dir": str(tmp_path)}}))
     assert config.logging.dir is not None
     assert config.logging.dir.parent == tmp_path
     assert str(config.logging.dir) in where_logs_are(config.logging)
-    kept = sorted(path.name for path in tmp_path.iterdir())
-    assert kept == [f"202001{day}-000000-1" for day in range(16, 35)] + ["mine"]
+    configure_logs(config.logging, "serve")
+    kept = [f"202001{day}-000000-1" for day in range(16, 35)]
+    assert names(tmp_path) == [*kept, config.logging.dir.name, "mine"]
+
+
+def test_the_oldest_runs_go_on_every_machine_where_a_member_logs(tmp_path: Path) -> None:
+    """A member of a joined Ray is told the folder of the run; on its machine there may be others, and newer ones."""
+    make_runs(tmp_path, range(10, 35))
+    section = LoggingSection(dir=tmp_path / "20200120-120000-7")
+    configure_logs(section, "worker-1")
+    kept = ["20200120-120000-7", *(f"202001{day}-000000-1" for day in range(16, 35))]
+    assert names(tmp_path) == sorted([*kept, "mine"])
+    (tmp_path / "20200109-000000-1").mkdir()
+    configure_logs(section, "encoder-1")
+    assert "20200109-000000-1" in names(tmp_path), "once for each run and machine"
+    assert {path.name for path in (tmp_path / "20200120-120000-7").iterdir()} == {"worker-1.log", "encoder-1.log"}
+
+
+def test_a_folder_that_is_no_runs_is_left_alone(tmp_path: Path) -> None:
+    make_runs(tmp_path, range(10, 35))
+    before = names(tmp_path)
+    configure_logs(LoggingSection(dir=tmp_path / "logs"), "worker-1")
+    assert names(tmp_path) == sorted([*before, "logs"])

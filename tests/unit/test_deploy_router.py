@@ -54,6 +54,7 @@ def test_what_is_written_reaches_the_router(model_dir: Path, plane: LocalPlane) 
     router = {
         "max_in_flight": 7,
         "max_num_choices": 3,
+        "min_priority": -2,
         "heartbeat_s": 0.25,
         "lease_s": 9.0,
         "dispatch_timeout_s": 33.0,
