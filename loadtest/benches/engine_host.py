@@ -84,8 +84,9 @@ class _Nothing:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._torch.zeros(len(token_ids), 1)
 
-    def forward(self, embeddings: torch.Tensor, *_: Any) -> torch.Tensor:
-        return embeddings
+    def forward(self, embeddings: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        *_, wanted_rows = arguments
+        return embeddings if wanted_rows is None else embeddings[wanted_rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._torch.zeros(len(hidden), 2)

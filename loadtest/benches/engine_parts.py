@@ -99,7 +99,9 @@ def forward_shares(
     def forward(rows: list[Rows]) -> None:
         positions = np.concatenate([np.arange(row.start, row.context) for row in rows])[None]
         embeddings = language_model.embed(torch.zeros(positions.shape[1], dtype=torch.int64))
-        language_model.forward(embeddings, torch.from_numpy(positions), backend(kv, rows), None, None)
+        last_rows = torch.tensor([row.at + row.num_tokens - 1 for row in rows])
+        wanted = last_rows if len(last_rows) < len(embeddings) else None
+        language_model.forward(embeddings, torch.from_numpy(positions), backend(kv, rows), None, None, wanted)
 
     return {name: _shares(lambda rows=rows: forward(rows)) for name, rows in steps.items()}
 

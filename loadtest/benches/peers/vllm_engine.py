@@ -1,4 +1,8 @@
-"""vLLM's engine (its CPU build on a machine without a GPU), prefix cache off as every prompt is new."""
+"""vLLM's engine (its CPU build on a machine without a GPU), prefix cache off as every prompt is new.
+
+It is given the first `num_threads` cores and one process: by itself it leaves one core to its other processes, which on
+two cores halves its speed.
+"""
 
 import os
 import sys
@@ -12,11 +16,21 @@ from protocol import Prompts, serve_rounds
 def main(model_dir: str, dtype: str, num_threads: int) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
+    # The bench's own process has one thread for OpenMP in its environment: it sets its threads by torch.
+    os.environ["OMP_NUM_THREADS"] = str(num_threads)
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{num_threads - 1}"
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
     out, sys.stdout = sys.stdout, sys.stderr
-    llm = LLM(model_dir, dtype=dtype, max_model_len=1024, enable_prefix_caching=False, skip_tokenizer_init=True)
+    llm = LLM(
+        model_dir,
+        dtype=dtype,
+        max_model_len=1024,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        distributed_executor_backend="uni",
+    )
     sys.stdout = out
 
     def generate(prompts: Prompts, output_tokens: int) -> int:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from itertools import count
 
+import msgspec
 import numpy as np
 
 from encoder_pool.announcer import Announcer
@@ -15,9 +16,10 @@ from encoder_pool.decode_process import OnUnits
 from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning.batcher import choose_batch
 from encoder_pool.planning.cost import CostEstimate
+from encoder_pool.planning.decode_line import DecodeLine
 from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
-from encoder_pool.planning.flight import follower_of
+from encoder_pool.planning.flight import DecodeRoom, follower_of
 from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit, SoundJob, SoundResult
 from encoder_pool.planning.lease_book import LeaseKey
@@ -51,6 +53,7 @@ class MemorySource:
         self.allocate, self.free = self._memory.allocate, self._memory.free
         self.set_idle, self.set_busy = self._memory.set_idle, self._memory.set_busy
         self.victims = self._memory.victims
+        self.claim, self.unclaim = self._memory.claim, self._memory.unclaim
         self.is_alive = True
 
     def usage(self) -> ArenaUsage:
@@ -68,7 +71,8 @@ class FullTable:
     def __init__(self, num_slots: int, is_leased: bool = False) -> None:
         self.numbers = count()
         log = FeatureLog(MemberId("encoder"), 1)
-        self.table = FeatureTable(MemorySource(num_slots * SLOT_BYTES), ManualClock(), 60.0, log)
+        self.source = MemorySource(num_slots * SLOT_BYTES)
+        self.table = FeatureTable(self.source, ManualClock(), 60.0, log)
         self.log = log
         for number in range(num_slots):
             unit = self.store(1)
@@ -116,6 +120,18 @@ def _refuse(num_slots: int) -> Callable[[], int]:
     def run() -> int:
         for _ in range(NUM_EVENTS):
             assert full.table.reserve(wanted, 8 * SLOT_BYTES, 1) is None
+        return NUM_EVENTS
+
+    return run
+
+
+def _claim(num_slots: int) -> Callable[[], int]:
+    full = FullTable(num_slots, is_leased=True)
+
+    def run() -> int:
+        for _ in range(NUM_EVENTS):
+            assert len(full.source.claim(16 * SLOT_BYTES - HEADER_BYTES) or ()) == 16
+            full.source.unclaim()
         return NUM_EVENTS
 
     return run
@@ -195,6 +211,7 @@ class BusyPipeline:
         self._numbers = count()
         config = EncoderConfig(("image",), num_decode_processes=0, max_queue_cost=2**40)
         clock, self._forward = ManualClock(), HeldForward()
+        self._clock = clock
         source = MemorySource(2**20)
         self._table = FeatureTable(source, clock, 60.0, FeatureLog(MemberId("encoder"), 1))
         announcer = Announcer(MemberId("encoder"), SilentPlane(), source, self._table, 60.0)
@@ -222,18 +239,33 @@ class BusyPipeline:
             num_done += 1
         return num_done
 
+    def run_late(self) -> int:
+        """Calls come whose time is over before they had their turn."""
+        for _ in range(NUM_PUMPED):
+            self._come(time_left_s=1.0)
+            self._settle()
+            self._clock.advance(1.0)
+            self._pipeline.end_late()
+            self._settle()
+        late = {task for task in self._tasks if task.done()}
+        self._tasks -= late
+        assert len(late) == NUM_PUMPED
+        assert all(one.error is not None for task in late for one in task.result().items)
+        return NUM_PUMPED
+
     def __del__(self) -> None:
         for task in self._tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
         self._loop.close()
 
-    def _come(self) -> None:
+    def _come(self, time_left_s: float = 0.0) -> None:
         number = next(self._numbers)
         item = MediaItem(0, "image", MmHash(f"{number:032x}"), (1, 32, 32), (4,), COST, "part")
         request_id = RequestId(f"req-{number}")
         destination = Destination(WORKER, "local://worker")
         request = EncodeRequest(request_id, 0, ROUTER, (item,), destination, (float(number), request_id))
+        request = msgspec.structs.replace(request, time_left_s=time_left_s)
         self._tasks.add(self._loop.create_task(self._pipeline.encode(request, [b"file"])))
 
     def _settle(self) -> None:
@@ -245,6 +277,10 @@ class BusyPipeline:
 
 def _pump(num_queued: int) -> Callable[[], int]:
     return BusyPipeline(num_queued).run
+
+
+def _late(num_queued: int) -> Callable[[], int]:
+    return BusyPipeline(num_queued).run_late
 
 
 def _choose_batch(num_queued: int) -> Callable[[], int]:
@@ -268,12 +304,39 @@ def _choose_batch(num_queued: int) -> Callable[[], int]:
     return run
 
 
+def _find_to_decode(num_waiting: int) -> Callable[[], int]:
+    """One item lies decoded, and none that waits has room beside it, or beside what is due."""
+    flights = Flights(4.0, lambda modality, cost: 1e-5 * cost)
+    room = DecodeRoom(max_cost=2 * COST, max_items=32, max_long_cost=2 * COST, max_long_items=1)
+    line = DecodeLine(flights, room)
+    for number in range(num_waiting):
+        cost = COST if number == 0 else 2 * COST
+        item = MediaItem(0, "image", MmHash(f"{number:032x}"), (1, 32, 32), (4,), cost, "part")
+        age, worker_id = (float(number), f"req-{number}"), MemberId(f"worker-{number % 8}")
+        request = EncodeRequest(RequestId(age[1]), 0, ROUTER, (item,), Destination(worker_id, "local://worker"), age)
+        flights.join(follower_of(request, Turn(number, age, 0.0), item, b"file", 0.0))
+    first = line.next(0.0)
+    assert first is not None
+    flights.decode_started(first)
+
+    def run() -> int:
+        for _ in range(NUM_EVENTS // 4):
+            assert line.next(1.0, has_shares=True) is None
+            assert line.in_the_way(1.0) is None
+        return NUM_EVENTS // 4
+
+    return run
+
+
 CASES = (
     ScaleCase("encoder: encode a picture, pictures queued", 200, _pump),
+    ScaleCase("encoder: answer a call that is late, pictures queued", 200, _late),
     ScaleCase("encoder: choose a batch, units queued", 200, _choose_batch),
     ScaleCase("encoder: evict a feature for another, slots stored", 1600, _evict_one),
     ScaleCase("encoder: evict neighbours for a large feature, slots stored", 1600, _evict_neighbours),
     ScaleCase("encoder: refuse what leases leave no room for, slots stored", 1600, _refuse),
+    ScaleCase("encoder: claim a range among leases and give it up, slots stored", 1600, _claim),
+    ScaleCase("encoder: look for an item that has room to be decoded, items waiting", 200, _find_to_decode),
     ScaleCase("encoder: read the arena's usage, slots stored", 1600, _usage),
     ScaleCase("encoder: lease a feature and end its attempt, slots stored", 1600, _end_attempt),
 )
