@@ -91,11 +91,19 @@ def test_terms_of_an_item_that_an_encoder_holds():
 
 
 def test_terms_of_a_medium_that_appears_twice():
-    first, again = image(0, digit="a"), image(1, digit="a")
-    landings = landed(first, again, near={})
-    one, two = landings.items
+    first, again, other = image(0, digit="a"), image(1, digit="a"), image(2, digit="b")
+    landings = landed(first, again, other, near={})
+    one, two, three = landings.items
     assert two == ItemTerms(1, first.mm_hash, "near", True, 0.0, 0.0, 0.0, 0.0, one.landing_s, 256, 0, "image")
     assert landings.unit_to_landing_s[1, 0] == landings.unit_to_landing_s[0, 0] == pytest.approx(one.landing_s)
+    assert (three.item_index, three.mm_hash, three.is_cached) == (2, other.mm_hash, False)
+    assert three.encode_s == pytest.approx(ENCODE.at(256 + 256)), "behind the first, which is encoded once"
+
+
+def test_of_encoders_that_are_equal_the_first_is_taken():
+    views = [encoder(name) for name in ("b", "a", "c")]
+    landings = land_items([image(0)], {0: views}, dict.fromkeys(("a", "b", "c"), HERE), ROW_BYTES)
+    assert [terms.encoder_id for terms in landings.items] == ["b"]
 
 
 def test_an_encoding_planned_later_counts_from_the_workers_own_host():
@@ -374,6 +382,16 @@ def test_reports_and_results_of_nothing_in_flight_change_nothing():
     load = InFlight()
     load.acknowledge(MemberId("w0"), [AttemptId(RequestId("nobody's"), 0)])
     assert load.load(MemberId("w0")).num_open == 0
+
+
+def test_blocks_dispatched_in_two_parts_are_pending_until_they_are_acknowledged():
+    load, attempt, member = InFlight(), AttemptId(RequestId("r"), 1), MemberId("w0")
+    load.add(attempt, member, 10, num_blocks=3)
+    load.add(attempt, member, 10, num_blocks=2)
+    assert load.load(member).pending_blocks == 5
+    load.acknowledge(member, [attempt])
+    assert load.load(member).pending_blocks == 0
+    load.check_invariants()
 
 
 def test_a_correction_stays_when_the_member_reports_an_overhead_of_nothing():
