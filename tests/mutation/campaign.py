@@ -167,7 +167,7 @@ def run(names: Sequence[str], num_workers: int, num_examples: int) -> None:
     environment = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "WEFT_MUTANT_EXAMPLES": str(num_examples)}
     with tempfile.TemporaryDirectory(prefix="w-", ignore_cleanup_errors=True) as folder:
         subprocess.run(
-            [sys.executable, "-m", "mutmut", "run", "--max-children", str(num_workers), *names],
+            [sys.executable, str(HERE / "run_mutmut.py"), "run", "--max-children", str(num_workers), *names],
             check=True,
             env=os.environ | environment | {"TMPDIR": folder},
         )
