@@ -5,15 +5,18 @@ Runs before the scheduler owns any block, so it may write anywhere in the KV pag
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 
 from fabric.clock import Clock
+from fabric.errors import ConfigError
 from fabric.flat_tokens import context_scale_tokens
 from fabric.ids import RequestId, SequenceId
 from fabric.messages import SamplingParams
 from llm_workers.config import WorkerConfig
 from llm_workers.runner import Runner
-from llm_workers.scheduling.plan import Chunk, StepPlan
+from llm_workers.scheduling.plan import NOT_FINITE_TOKEN, Chunk, StepPlan
 from llm_workers.step_costs import StepCosts
 from modalities.family import Family
 
@@ -26,12 +29,20 @@ NUM_RUNS = 3
 
 def calibrate(runner: Runner, family: Family, config: WorkerConfig, costs: StepCosts, clock: Clock) -> None:
     """Fits `costs` to a few steps of each kind that fits. Of a kind the first run warms up and the fastest counts: a
-    pause is no property of the step."""
+    pause is no property of the step.
+
+    Raises ConfigError if the logits of a made-up prompt are not finite: a worker with such weights would be lost with
+    its first request, and replaced by another like it.
+    """
     most = min(config.max_step_tokens, config.num_blocks * config.block_size, family.shape.max_model_len)
     sizes = sorted({min(size, most) for size in SIZES})
     at = min(config.block_size, most - 1)  # behind tokens of a prompt that was computed just before
     numbers = sorted({min(number, most, config.max_sequences) for number in DECODES}) if at else []
     plans = [StepPlan(0, (_chunk(family, config.block_size, 0, 0, size),)) for size in sizes]
+    for plan in plans:
+        result = runner.execute(plan)
+        if result.not_finite or NOT_FINITE_TOKEN in chain.from_iterable(result.token_ids.values()):
+            raise ConfigError("logits of a made-up prompt are not finite: the weights can't be used in this dtype")
     plans += [
         StepPlan(0, tuple(_chunk(family, config.block_size, row, at, 1) for row in range(number))) for number in numbers
     ]

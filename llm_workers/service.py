@@ -106,7 +106,8 @@ class WorkerService:
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Calibrates (a few forwards, in a thread), then takes requests. ConfigError: no room for the largest step."""
+        """Calibrates (a few forwards, in a thread), then takes requests. Raises ConfigError if the model's numbers are
+        not finite, or there is no room for the largest step."""
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(calibrate, self._runner, self._family, self._config, self._reporter.costs, self._clock)
         if self._config.is_workspace_measured:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from types import SimpleNamespace
 
 import pytest
-from worker_rig import ROUTER, WORKER, feature, prompt, reference, rig
+from worker_rig import ROUTER, WORKER, feature, loaded, prompt, reference, rig
 
 from fabric.clock import ManualClock
-from fabric.errors import EngineFailed, WorkerLost
+from fabric.errors import ConfigError, EngineFailed, WorkerLost
 from fabric.messages import (
     AbortAttempt,
     KvEvents,
@@ -300,3 +301,19 @@ async def test_a_broken_engine_ends_every_request_and_the_health_check(monkeypat
         assert (await r.service.generate(r.request(of))).error.code == "worker_lost"
         assert r.service.report().is_lost is True
         assert told == ["lost"]
+
+
+async def test_weights_that_compute_nothing_finite_are_refused_at_the_start():
+    """A worker with them would be lost at its first request, and its replacement at the next."""
+
+    class Spoilt:
+        def __getattr__(self, name):
+            return getattr(loaded().model, name)
+
+        def logits(self, hidden):
+            return loaded().model.logits(hidden) * float("nan")
+
+    parts = SimpleNamespace(family=loaded().family, model=Spoilt(), eos_token_ids=())
+    with pytest.raises(ConfigError, match="logits of a made-up prompt are not finite"):
+        async with rig(parts=parts):
+            pass
