@@ -91,7 +91,10 @@ class RouterSection(_Section):
     with 0 no request goes before those that ask for nothing."""
     heartbeat_s: float = Field(default_of(RouterConfig, "heartbeat_s"), gt=0)
     lease_s: float = Field(default_of(RouterConfig, "lease_s"), gt=0)
-    dispatch_timeout_s: float = Field(default_of(RouterConfig, "dispatch_timeout_s"), gt=0)
+    dispatch_timeout_s: float = Field(
+        default_of(RouterConfig, "dispatch_timeout_s"), gt=default_of(RouterConfig, "encode_grace_s")
+    )
+    """Of one attempt. Of it, `encode_grace_s` are for media on their way to an encoder, and no encoder's time."""
     capacity_wait_s: float = Field(120.0, ge=0)
     """How long a request waits for a worker, or an encoder of its media, to come back; then it is answered 503."""
 

@@ -61,7 +61,8 @@ class RouterConfig:
     """One attempt, from dispatch to its terminal event."""
     max_attempts: int = 3
     max_encodes_per_item: int = 8
-    """Encodings of one item within one attempt: evictions and lost encoders may ask for more than one."""
+    """Encodings of one item within one attempt: evictions and lost encoders may ask for more than one. Refusals of busy
+    encoders are counted apart, up to the same number."""
     exclusion_s: float = 7.0
     """How long nothing is planned onto a member that was gone or lost. Longer than the directory takes to notice."""
     gap_timeout_s: float = 2.0

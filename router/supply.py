@@ -80,6 +80,8 @@ class FeatureSupply:
         """Whether what ended the attempt is that no encoder was left for an item."""
         self._calls: dict[asyncio.Task[EncodeResult], OpenCall] = {}
         self._num_encodes = [0] * len(prompt.media)
+        self._num_refusals = [0] * len(prompt.media)
+        """Of these encodings: an encoder was too busy."""
 
     def start(self) -> None:
         """Everything that the plan assigns. Awaits nothing."""
@@ -181,6 +183,8 @@ class FeatureSupply:
         self._trace.add("encode_failed", encoder=encoder_id, code=error.code, items=list(items))
         if isinstance(error, Unavailable):
             self._parts.exclude(encoder_id)
+        for index in items if isinstance(error, Busy) else ():
+            self._num_refusals[index] += 1
         # One that had its time is asked again only when the others had theirs.
         least_s = self._asked_s(items) * self._parts.config.max_encodes_per_item
         least_s = least_s if isinstance(error, MachineBusy) else 0.0
@@ -192,12 +196,13 @@ class FeatureSupply:
         self._again(items, error)
 
     def _again(self, items: Sequence[int], cause: WeftError) -> None:
-        """On whichever encoders the planner finds best now. Raises `cause` when none is left, or no time; EncodeFailed
-        when an item was tried too often, and not because encoders are busy."""
+        """On whichever encoders the planner finds best now. Raises `cause` when none is left, or no time, or encoders
+        were too busy too often; EncodeFailed when an item was lost too often."""
         most = self._parts.config.max_encodes_per_item
-        spent = next((index for index in items if self._num_encodes[index] >= most), None)
-        if isinstance(cause, Busy) and (spent is not None or self._left_s() <= 0):
+        is_refused = any(self._num_refusals[index] >= most for index in items)
+        if isinstance(cause, Busy) and (is_refused or self._left_s() <= 0):
             raise cause
+        spent = next((index for index in items if self._num_encodes[index] - self._num_refusals[index] >= most), None)
         if spent is not None:
             message = f"its feature could not be delivered in {most} tries ({cause.code})"
             self._give_up((spent,), EncodeFailed(message))

@@ -48,6 +48,10 @@ def test_shipped_configs_are_sound() -> None:
     ("text", "expected"),
     [
         ("router:\n  replicas: 0\n", "line 2, column 3: router.replicas: Input should be greater than or equal to 1"),
+        (
+            "router:\n  dispatch_timeout_s: 5\n",
+            "line 2, column 3: router.dispatch_timeout_s: Input should be greater than 5",
+        ),
         ("wrokers: {}\n", "line 1, column 1: wrokers: unknown key; did you mean workers?"),
         ("encoders:\n  device: tpu\n", "line 2, column 3: encoders.device: Input should be 'cpu' or 'cuda'"),
         ("model: {}\nmodel: {}\n", "line 2, column 1: (file): duplicate key 'model'"),

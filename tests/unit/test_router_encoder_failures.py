@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import pytest
 from router_chats import chat, expected, image, read, text
@@ -23,7 +24,7 @@ from fabric.errors import (
     WorkerLost,
 )
 from fabric.ids import MemberId, UnitKey
-from fabric.messages import FeatureNeeded, GenerateRequest, GenerateResult
+from fabric.messages import EncodeRequest, EncodeResult, FeatureNeeded, GenerateRequest, GenerateResult
 from router.api.errors import http_error
 from router.setbacks import Setbacks
 from router.supply import FeatureSupply
@@ -85,6 +86,22 @@ async def test_an_item_that_was_late_goes_elsewhere_while_the_attempt_has_time()
             with pytest.raises(MachineBusy):
                 await read(await cluster.service.open(chat([image(1)])))
             assert sum(len(encoder.requests) for encoder in cluster.encoders) == num_asked
+
+
+async def test_refusals_of_busy_encoders_are_not_tries_that_failed() -> None:
+    """An encoder that dies after as many others were busy as an item has tries leaves it all its tries."""
+    async with fake_cluster(num_encoders=5, max_encodes_per_item=4) as cluster:
+        busy, lost = MachineBusy("this encoder is too busy"), EncoderLost("died")
+        answers = iter([busy, busy, busy, lost])
+        encode = cluster.pools.encode
+
+        async def answer(encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+            if (error := next(answers, None)) is not None:
+                raise error
+            return await encode(encoder_id, request, media)
+
+        cluster.pools.encode = answer  # type: ignore[method-assign]
+        assert (await read(await cluster.service.open(chat([image(1)]))))[0] == [expected(cluster)]
 
 
 async def test_items_of_a_call_that_were_late_together_go_elsewhere_together() -> None:
