@@ -81,7 +81,7 @@ def refuse_if_too_small(config: ClusterConfig, model: compose.Model) -> None:
 def check_budget(config: ClusterConfig) -> tuple[Budget | None, str]:
     """For `weft check`: the budget, or None and why the model's config can't be read. Reads no weights."""
     try:
-        model = compose.load_model(config, compose.resolve_model_dir(config))
+        config, model = compose.open_model(config)
     except ConfigError as error:
         return None, error.message
     return plan_budget(config, model, read_stored_weights(model.directory)), ""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.allocator import ask_for_large_pages, keep_freed_memory
+from deploy.compute_dtype import with_dtype
 from deploy.config import ClusterConfig, EncoderSection
 from deploy.logs import collect_library_logs
 from encoder_pool.config import EncoderConfig
@@ -26,6 +27,7 @@ from fabric.ids import MemberId
 from fabric.messages import Member
 from fabric.plane import Plane
 from llm_workers.config import Speculation, WorkerConfig
+from llm_workers.scheduling.budget import DTYPE_BYTES
 from llm_workers.tensor_parallel.shares import check_shares
 from modalities.family import Family, LanguageModel, MediaOptions
 from modalities.plugin import MediaLimits
@@ -64,6 +66,14 @@ def resolve_model_dir(config: ClusterConfig) -> Path:
     if not (directory / "config.json").is_file():
         raise ConfigError(f"model.path {directory} has no config.json: not a transformers model directory")
     return directory
+
+
+def open_model(config: ClusterConfig) -> tuple[ClusterConfig, Model]:
+    """The configured checkpoint, and the config with what `auto` stands for: once, where a cluster is started. Raises
+    ConfigError as `resolve_model_dir` and `load_model` do."""
+    directory = resolve_model_dir(config)
+    config = with_dtype(config, directory)
+    return config, load_model(config, directory)
 
 
 def load_model(config: ClusterConfig, directory: Path) -> Model:
@@ -249,6 +259,7 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
     router_config = RouterConfig(
         model_name=model.name,
         block_size=config.workers.block_size,
+        feature_itemsize=DTYPE_BYTES[config.model.dtype],
         max_body_bytes=config.server.max_body_bytes,
         max_bodies_bytes=config.router.max_bodies_bytes,
         max_in_flight=config.router.max_in_flight,

@@ -65,7 +65,9 @@ class ModelSection(_Section):
     """A transformers model directory; none means the demo model."""
     name: str | None = None
     """What clients call it; default: the directory's name."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    """Of weights, KV pages and features. `auto`: the checkpoint's own, or float32 where all runs on CPUs that have no
+    products of that (`deploy/compute_dtype.py`)."""
 
 
 class ServerSection(_Section):

@@ -62,8 +62,8 @@ class LocalCluster:
 
     def __init__(self, config: ClusterConfig) -> None:
         compose.prepare_process(config)
+        config, self.model = compose.open_model(config)
         self.config = config
-        self.model = compose.load_model(config, compose.resolve_model_dir(config))
         refuse_if_too_small(config, self.model)
         self.workers, self.encoders = DirectWorkers(), DirectEncoders()
         self._members: list[Member] = []

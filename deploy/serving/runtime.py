@@ -52,8 +52,7 @@ def run_cluster(
     """A cluster for the time of the block; at its end it drains. Side effects: starts a local Ray unless
     `config.ray.address` names one, with its files in `config.ray.temp_dir`, or `temp_dir`, or a folder that is
     removed at the end. Raises ConfigError or Unavailable (with Serve's own message) if it can't start."""
-    model_dir = compose.resolve_model_dir(config)
-    model = compose.load_model(config, model_dir)
+    config, model = compose.open_model(config)
     refuse_if_too_small(config, model)
     if config.server.port and config.ray.address is None:
         _check_port(config.server.host, config.server.port)
@@ -75,7 +74,7 @@ def run_cluster(
         if config.ray.address is not None:
             _remove_left(name)
         try:
-            handle = serve.run(build_app(config, model_dir), name=name, route_prefix=None)
+            handle = serve.run(build_app(config, model.directory), name=name, route_prefix=None)
             port = handle.port.remote().result(timeout_s=ready_timeout_s)
             host = "127.0.0.1" if config.server.host in ("0.0.0.0", "::") else config.server.host
             cluster = RunningCluster(host, port, model.name, partial(drain_routers, handle, directory))

@@ -1,5 +1,6 @@
 """`weft bench engine`: tokens per second of one worker, where a step's time goes, and the same work on what a user
-would pick instead (`--against transformers,transformers-serve,vllm`), in turn, in one run, medians of the rounds.
+would pick instead (`--against transformers,transformers-serve,vllm`), in turn, in one run, medians of the rounds. Each
+chooses its own dtype for the bfloat16 weights, unless `--dtype` says which; `vllm-float32` is vLLM that was told that.
 `--images N`: N requests at once that bring a picture each, through a whole cluster over HTTP. `--host`: the host's
 share of a decode step alone, with a model that does nothing."""
 
@@ -29,7 +30,7 @@ MAX_STEP_TOKENS = 1024
 BLOCK_SIZE = 16
 MANY = Load(64, 64, 32)
 """Many short sequences running at once: what a step costs beside its forward shows most."""
-NAME_TO_BAR = {"transformers": 1.0, "vllm": 1.2}
+NAME_TO_BAR = {"transformers": 1.0, "vllm": 1.2, "vllm-float32": 1.2}
 """Times the peer's tokens per second."""
 SPLICE_BAR_S, SPLICE_BAR_RATIO = 0.3e-3, 4 / 0.3
 """The seed's, for a prompt of 5,000 tokens, against 4 ms in a loop; it does not say how wide the rows are."""
@@ -40,7 +41,7 @@ Split = dict[str, float]
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="weft bench engine")
     parser.add_argument("--model", type=Path, help="model directory (default: random, of 180M parameters)")
-    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--prompt-tokens", type=int, default=256)
@@ -50,7 +51,9 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--host", action="store_true", help="time plan, inputs and commit with a model that does nothing"
     )
-    parser.add_argument("--against", default="", help="comma list of transformers, transformers-serve, vllm")
+    parser.add_argument(
+        "--against", default="", help="comma list of transformers, transformers-serve, vllm, vllm-float32"
+    )
     parser.add_argument("--vllm-python", default=sys.executable, help="Python of the environment that has vLLM")
     parser.add_argument("--transformers-python", default=sys.executable, help="of one with transformers[serving]")
     return parser.parse_args(arguments)
@@ -66,7 +69,7 @@ def run(arguments: Sequence[str] = ()) -> BenchResult:
     if chosen.images:
         from loadtest.benches.engine_pictures import run_pictures
 
-        model_dir = chosen.model or (qwen2_5_vl_180m() if "vllm" in chosen.against.split(",") else llava_180m())
+        model_dir = chosen.model or (qwen2_5_vl_180m() if "vllm" in chosen.against else llava_180m())
         peers = start_peers(chosen, model_dir, has_pictures=True)
         return asyncio.run(run_pictures(chosen, model_dir, peers))
     model_dir = chosen.model or qwen2_180m()
@@ -90,17 +93,18 @@ def _peer(name: str, chosen: argparse.Namespace, model_dir: Path, has_pictures: 
     if name == "transformers-serve":
         python = chosen.transformers_python
         return transformers_serve(python, model_dir, chosen.dtype, chosen.threads, has_pictures=has_pictures)
-    if name == "vllm" and has_pictures:
-        return vllm_serve(chosen.vllm_python, model_dir, chosen.dtype, chosen.threads)
+    dtype = "float32" if name == "vllm-float32" else chosen.dtype
+    if name in ("vllm", "vllm-float32") and has_pictures:
+        return vllm_serve(name, chosen.vllm_python, model_dir, dtype, chosen.threads)
     name_to_command = {
         "transformers": [sys.executable, str(PEERS / "transformers_static.py")],
         "vllm": [chosen.vllm_python, str(PEERS / "vllm_engine.py")],
+        "vllm-float32": [chosen.vllm_python, str(PEERS / "vllm_engine.py")],
     }
     if name not in name_to_command or has_pictures:
-        raise ConfigError(
-            f"no peer {name!r} here; with pictures: transformers-serve and vllm, without transformers too"
-        )
-    return RoundsPeer(name, [*name_to_command[name], str(model_dir), chosen.dtype, str(chosen.threads)])
+        known = "transformers-serve, vllm, vllm-float32, and without pictures transformers"
+        raise ConfigError(f"no peer {name!r} here; there are {known}")
+    return RoundsPeer(name, [*name_to_command[name], str(model_dir), dtype, str(chosen.threads)])
 
 
 async def _run(chosen: argparse.Namespace, model_dir: Path, peers: Sequence[Peer]) -> BenchResult:

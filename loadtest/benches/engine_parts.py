@@ -81,7 +81,7 @@ def forward_shares(
     from llm_workers.paged_kv import PagedKV, Rows
 
     compose.prepare_process(config)
-    model = compose.load_model(config, compose.resolve_model_dir(config))
+    config, model = compose.open_model(config)
     language_model = compose.load_language_model(config, model)
     shape, block_size = model.family.shape, config.workers.block_size
     per_sequence = -(-max(context, prompt_tokens) // block_size)

@@ -17,7 +17,7 @@ from loadtest.benches.report import Bar, BenchResult
 from loadtest.benches.synthetic import IMAGE_SIDE, IMAGE_TOKENS
 from loadtest.benches.worker_load import Load
 
-NAME_TO_BAR = {"transformers-serve": 5.0, "vllm": 1.2}
+NAME_TO_BAR = {"transformers-serve": 5.0, "vllm": 1.2, "vllm-float32": 1.2}
 """Times the peer. `transformers serve` takes one request with a picture after the other; vLLM runs a Qwen2.5-VL."""
 
 
@@ -59,7 +59,8 @@ async def run_pictures(chosen: argparse.Namespace, model_dir: Path, peers: Seque
         f"{load.concurrency} requests at once, each with a {IMAGE_SIDE}-pixel picture ({IMAGE_TOKENS} tokens) that "
         f"nobody has seen before and {load.output_tokens} output tokens, over HTTP; medians."
     ]
-    return BenchResult(rows, bars, notes, variant="images-vllm" if "vllm" in rates else "images")
+    is_beside_vllm = any(name.startswith("vllm") for name in rates)
+    return BenchResult(rows, bars, notes, variant="images-vllm" if is_beside_vllm else "images")
 
 
 async def _round(url: str, load: Load, seed: int) -> float:

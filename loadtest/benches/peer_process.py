@@ -133,7 +133,7 @@ def transformers_serve(python: str, model_dir: Path, dtype: str, num_threads: in
     return ServePeer("transformers-serve", command, {"OMP_NUM_THREADS": str(num_threads)}, make_bodies)
 
 
-def vllm_serve(python: str, model_dir: Path, dtype: str, num_threads: int) -> ServePeer:
+def vllm_serve(name: str, python: str, model_dir: Path, dtype: str, num_threads: int) -> ServePeer:
     """vLLM's own server, for requests with pictures; its caches of prompts and of pictures are on, as ours are. It is
     given the first `num_threads` cores: by itself it leaves one to its other processes."""
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir), "--dtype", dtype]
@@ -148,7 +148,7 @@ def vllm_serve(python: str, model_dir: Path, dtype: str, num_threads: int) -> Se
     def make_bodies(load: Load, seed: int) -> list[Body]:
         return [weft_body("bench", messages, load.output_tokens) for messages in picture_messages(load, seed)]
 
-    return ServePeer("vllm", command, environment, make_bodies)
+    return ServePeer(name, command, environment, make_bodies)
 
 
 def _end(process: subprocess.Popen[str] | subprocess.Popen[bytes]) -> None:

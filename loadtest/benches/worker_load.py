@@ -48,7 +48,7 @@ class Measured(NamedTuple):
 async def worker_of(config: ClusterConfig) -> AsyncIterator[WorkerService]:
     """A started worker of the configured model, alone."""
     compose.prepare_process(config)
-    model = compose.load_model(config, compose.resolve_model_dir(config))
+    config, model = compose.open_model(config)
     hub = LocalHub()
     plane, router = LocalPlane(hub, "local://bench"), LocalPlane(hub, ROUTER_ADDRESS)
     sink = LocalFeatureSink(LocalChannelHub(), "bench", 2**20)

@@ -178,8 +178,8 @@ def test_products_and_what_follows_them(dtype: torch.dtype, has_bias: bool) -> N
 
 
 @pytest.mark.skipif(not is_packable(torch.zeros(1, dtype=torch.bfloat16)), reason="no bfloat16 in oneDNN here")
-def test_deepstack_levels_meet_their_rows_in_a_rounded_step() -> None:
-    """The demo model, in half precision and in single, where steps are not rounded."""
+def test_deepstack_levels_meet_their_rows_in_a_rounded_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The demo model: half precision in a rounded step, beside single precision in one that is not."""
     family, hidden = REGISTRY.load_family(demo_checkpoint()), []
     shape = family.shape
     torch.manual_seed(1)
@@ -188,6 +188,7 @@ def test_deepstack_levels_meet_their_rows_in_a_rounded_step() -> None:
     assert len(levels)
     for dtype in ("float32", "bfloat16"):
         model = family.load_language_model(demo_checkpoint(), "cpu", dtype, register_attention())
+        monkeypatch.setattr(model, "_is_padded", dtype == "bfloat16")
         kv = PagedKV(shape.num_layers, 9, 8, (shape.num_kv_heads, shape.head_dim), model.dtype, model.device)
         step = SdpaStep(kv, [Rows(0, 0, 70, np.arange(9, dtype=np.int64))])
         with torch.inference_mode():

@@ -67,3 +67,11 @@ def test_what_is_written_reaches_the_router(model_dir: Path, plane: LocalPlane) 
     assert config.max_body_bytes == 3 * 2**20
     assert (config.block_size, config.on_encode_failure, config.video_options.max_frames) == (32, "reduce", 11)
     assert config.max_items_per_prompt["image"] == 2
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
+def test_transfers_are_estimated_for_features_of_the_models_dtype(
+    model_dir: Path, plane: LocalPlane, dtype: str, itemsize: int
+) -> None:
+    config = composed(model_dir, plane, model={"path": str(model_dir), "dtype": dtype})
+    assert config.feature_itemsize == itemsize

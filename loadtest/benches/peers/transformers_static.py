@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 def main(model_dir: str, dtype: str, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype)).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
 
     @torch.inference_mode()
     def generate(prompts: Prompts, output_tokens: int) -> int:

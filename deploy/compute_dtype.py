@@ -1,0 +1,62 @@
+"""What `model.dtype: auto` stands for: the dtype that the weights are stored in, or float32 where they would only be
+computed slowly. A CPU without instructions for a half-precision dtype emulates its products: those of bfloat16 took
+five times as long as float32's on a processor with AVX-512 alone.
+
+Reads config.json and /proc/cpuinfo of this machine. Imports no torch: the process that starts a cluster needs none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deploy.config import ClusterConfig
+
+logger = logging.getLogger(__name__)
+
+CPUINFO = Path("/proc/cpuinfo")
+DTYPE_TO_FLAGS = {
+    "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
+    "float16": frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
+}
+"""Half-precision dtype -> flags of processors that multiply it; Linux names them so, the last one of each on Arm."""
+_NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
+"""Where a multimodal checkpoint's config has the language model's."""
+
+
+def with_dtype(config: ClusterConfig, model_dir: Path) -> ClusterConfig:
+    """The config with a dtype in place of `auto`. What this machine's processor can stands for all machines."""
+    if config.model.dtype != "auto":
+        return config
+    stored = stored_dtype(json.loads((model_dir / "config.json").read_text()))
+    devices = {section.device for section in (config.workers, config.encoders) if section.replicas}
+    flags = processor_flags(CPUINFO)
+    is_emulated = devices <= {"cpu"} and stored in DTYPE_TO_FLAGS and not DTYPE_TO_FLAGS[stored] & flags
+    dtype = "float32" if is_emulated else stored
+    if is_emulated:
+        logger.info("the %s weights are computed in float32: this processor has no products of %s", stored, stored)
+    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
+
+
+def stored_dtype(checkpoint: Mapping[str, Any]) -> str:
+    """What a checkpoint's config.json says of its weights; float32 if that is nothing, or a dtype that is not
+    computed in."""
+    for key in ("dtype", "torch_dtype"):
+        if (named := checkpoint.get(key)) in ("float32", *DTYPE_TO_FLAGS):
+            return str(named)
+    nested = next((checkpoint[key] for key in _NESTED if isinstance(checkpoint.get(key), dict)), None)
+    return stored_dtype(nested) if nested is not None else "float32"
+
+
+def processor_flags(cpuinfo: Path) -> frozenset[str]:
+    """Of the first processor; none where the file is not there (macOS)."""
+    if not cpuinfo.exists():
+        return frozenset()
+    for line in cpuinfo.read_text().splitlines():
+        name, _, flags = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(flags.split())
+    return frozenset()
