@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -204,10 +205,12 @@ def test_what_gave_way_is_not_begun_again_before_what_it_gave_way_to() -> None:
     assert again in world.begin()
 
 
-def test_memory_is_given_back_by_what_is_being_decoded_alone() -> None:
+@pytest.mark.parametrize("is_decoding_older", [False, True])
+def test_memory_is_given_back_by_what_is_being_decoded_alone(is_decoding_older: bool) -> None:
     world = World()
-    decoded, decoding = world.arrive("stuck", 1, decode_bytes=60), world.arrive("stuck", 1, decode_bytes=30)
-    assert world.begin() == [decoded, decoding]
+    pair = [world.arrive("stuck", 1, decode_bytes=nbytes) for nbytes in (60, 30)]
+    assert world.begin() == pair
+    decoding, decoded = pair if is_decoding_older else reversed(pair)
     world.decode(decoded)
     world.blocked.add(MemberId("stuck"))
     due = world.arrive("well", 1, decode_bytes=90)

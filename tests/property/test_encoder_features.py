@@ -213,10 +213,12 @@ TestFeatureTable = FeatureTableMachine.TestCase
 TestFeatureTable.settings = settings(deadline=None, max_examples=120, stateful_step_count=40)
 
 
-def packed_table(num_slots: int, slot_bytes: int, lease_s: float = LEASE_S) -> tuple[FeatureTable, list[UnitKey]]:
+def packed_table(
+    num_slots: int, slot_bytes: int, lease_s: float = LEASE_S, clock: ManualClock | None = None
+) -> tuple[FeatureTable, list[UnitKey]]:
     """A table whose arena is full of equal cached units, the first of them the least recently used."""
     source = LocalFeatureSource(LocalChannelHub(), "encoder-1", num_slots * slot_bytes)
-    table = FeatureTable(source, ManualClock(), lease_s, FeatureLog(MemberId("encoder-1"), 1))
+    table = FeatureTable(source, clock or ManualClock(), lease_s, FeatureLog(MemberId("encoder-1"), 1))
     stored = [UnitKey(MmHash(f"{number:05}"), 0) for number in range(num_slots)]
     for unit in stored:
         assert table.reserve(unit, slot_bytes - UNIT_BYTES, 1) is not None
@@ -226,6 +228,21 @@ def packed_table(num_slots: int, slot_bytes: int, lease_s: float = LEASE_S) -> t
 
 def lease_of(unit: UnitKey) -> LeaseKey:
     return LeaseKey(MemberId("worker-1"), AttemptId(RequestId("req"), 0), unit)
+
+
+def test_transfers_are_summed_from_lease_to_release() -> None:
+    """Of leases that their worker released; one that ran out says nothing of the link."""
+    clock = ManualClock()
+    table, stored = packed_table(4, 1024, clock=clock)
+    generations = [table.lease(lease_of(unit), MemberId("router-1")).generation for unit in stored[:3]]
+    for unit, generation, seconds in zip(stored[:2], generations, (2.0, 3.0), strict=False):
+        clock.advance(seconds)
+        assert table.release(lease_of(unit), generation)
+        assert not table.release(lease_of(unit), generation), "it is released once"
+    assert (table.sums.num_transfers, table.sums.transfer_s) == (2, 2.0 + 5.0)
+    clock.advance(LEASE_S)
+    assert table.expire() == 1
+    assert (table.sums.num_transfers, table.sums.transfer_s) == (2, 7.0)
 
 
 def test_one_slot_in_eight_leased_costs_a_large_request_no_cached_feature() -> None:

@@ -279,6 +279,23 @@ def test_the_oldest_slot_goes_with_as_many_neighbours_as_it_takes():
     assert arena.victims(37) is None
 
 
+def test_of_the_oldest_slots_the_one_in_the_smallest_range_goes():
+    """So that large ranges stay for large requests. Of few idle slots only the very oldest is looked at."""
+    arena = Arena(64, alignment=1)
+    first, wall = arena.allocate(20), arena.allocate(1)
+    small = [arena.allocate(1) for _ in range(7)]
+    arena.allocate(36)
+    assert arena.victims(1) is None
+    for slot in (first, *small[:-1]):
+        arena.set_idle(slot.slot_id)
+    assert arena.victims(1) == [first.slot_id], "seven are idle"
+    arena.set_idle(small[-1].slot_id)
+    assert arena.victims(1) == [small[0].slot_id], "7 bytes between those that stay, where the oldest has 20"
+    arena.set_busy(wall.slot_id)
+    arena.set_idle(wall.slot_id)
+    assert arena.victims(1) == [first.slot_id], "now they lie in one range"
+
+
 @pytest.mark.parametrize(
     ("damage", "named"),
     [

@@ -19,7 +19,7 @@ from encoder_pool.planning.features import FeatureSpec
 from encoder_pool.planning.flight import DecodeRoom, Flight, Phase, follower_of
 from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.lifecycle import FeatureState, advance
-from encoder_pool.planning.tally import BusyTime
+from encoder_pool.planning.tally import BusyTime, Tally
 from encoder_pool.planning.turns import Turn
 from fabric.errors import ConfigError, EncodeFailed, InvalidMedia, Overloaded, WorkerBackedUp
 from fabric.ids import MemberId, MmHash, RequestId, UnitKey
@@ -186,6 +186,20 @@ class TestFeatureLog:
         assert log.snapshot() == FeatureEvents(ENCODER, 1, 4, stored=(MmHash("b"), MmHash("a")), is_snapshot=True)
 
 
+class TestFeatureSpec:
+    def test_an_item_has_the_models_levels_unless_it_says_how_many(self) -> None:
+        assert (SPEC.shape(5), SPEC.nbytes(5)) == ((2, 5, 8), 2 * 5 * 8 * 4)
+        assert (SPEC.shape(5, 1), SPEC.nbytes(5, 1)) == ((1, 5, 8), 5 * 8 * 4)
+
+
+class TestTally:
+    def test_forwards_are_summed(self) -> None:
+        tally = Tally()
+        tally.batch_ended(num_units=3, cost=100, seconds=0.5)
+        tally.batch_ended(num_units=1, cost=20, seconds=0.25)
+        assert (tally.num_batches, tally.num_units, tally.encoded_cost, tally.forward_s) == (2, 4, 120, 0.75)
+
+
 class TestAdmission:
     def test_what_can_never_be_encoded_is_named(self) -> None:
         refused = {
@@ -197,6 +211,11 @@ class TestAdmission:
             error = refusal(refused_item, ("image",), SPEC, arena_bytes=1024, max_decode_bytes=100)
             assert error is not None
             assert error.code == code
+            assert error.message == {
+                "unsupported_modality": "this encoder has not loaded video",
+                "protocol_error": "an item was planned without tokens",
+                "unit_too_large": "a feature of 1088 bytes never fits the arena of 1024",
+            }[code]
         assert refusal(item("a", units=(16,)), ("image",), SPEC, arena_bytes=1024, max_decode_bytes=100) is None
 
     def test_what_can_never_be_decoded_is_refused_with_what_it_takes_and_what_there_is(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from encoder_pool.planning.batcher import QueuedSound, choose_sounds
@@ -53,6 +53,7 @@ def inputs(item: MediaItem) -> list[EncoderInput]:
 
 @settings(deadline=None, max_examples=50)
 @given(costs=st.lists(st.integers(1, 60), max_size=12), max_cost=st.integers(1, 100))
+@example(costs=[4, 6], max_cost=10)
 def test_a_batch_is_led_by_the_first_and_filled_within_its_cost(costs: list[int], max_cost: int) -> None:
     turns = [Turn(number, (float(number), ""), 0.0) for number in range(len(costs))]
     queued = [
