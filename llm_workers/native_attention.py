@@ -1,7 +1,8 @@
-"""Attention in C, on processors with AVX512-BF16: pages are read where they lie.
+"""Attention in C, on a CPU: pages are read where they lie. Of bfloat16 on processors with AVX512-BF16, where chunks of
+prompts are attended to as well; of float32, rows that decode, on any processor.
 
-`paged_attention.c` is compiled at first use (about a second). Where that can't be done, attention goes by torch:
-results differ by rounding alone. Knows nothing of requests and models.
+The sources are compiled at first use (about a second). Where that can't be done, attention goes by torch: results
+differ by rounding alone. Knows nothing of requests and models.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ import torch
 from fabric.c_library import load_c_library
 from llm_workers.paged_kv import PagedKV, Rows, SingleRows, padded_tables
 
-SOURCE = Path(__file__).with_name("paged_attention.c")
+DTYPE_TO_SOURCE = {
+    torch.bfloat16: Path(__file__).with_name("paged_attention.c"),
+    torch.float32: Path(__file__).with_name("paged_attention_float32.c"),
+}
 _LANES, _DIM_MULTIPLE = 16, 32
-"""Of the C source: tokens at a time, values at a time."""
+"""Of the C sources: tokens at a time, values at a time."""
 _MAX_DIM, _MAX_GROUP = 256, 96
 """Of the C source, for chunks: values of a head, query heads of a head of keys."""
 
@@ -70,10 +74,10 @@ class NativeDecode:
 
     def attend(self, layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:
         """`queries` `(num_rows, num_heads, head_dim)`, in order of the rows and contiguous -> the same shape."""
-        library = _library()
+        library = _library(self._kv.dtype)
         assert library is not None
         assert queries.is_contiguous()
-        assert queries.dtype == torch.bfloat16
+        assert queries.dtype == self._kv.dtype
         assert scaling > 0
         out = torch.empty_like(queries)
         keys, values = self._kv.layer(layer)
@@ -107,7 +111,7 @@ class NativeChunks:
     def attend(self, layer: int, queries: torch.Tensor, out: torch.Tensor, scaling: float) -> None:
         """`queries` `(num_tokens, num_heads, head_dim)`, the packed rows of the step; fills the chunks' rows of `out`,
         which is as large and contiguous."""
-        library = _library()
+        library = _library(torch.bfloat16)
         assert library is not None
         assert out.is_contiguous()
         assert queries.dtype == out.dtype == torch.bfloat16
@@ -132,27 +136,34 @@ class NativeChunks:
 
 
 def is_native_for_chunks(kv: PagedKV, num_heads: int) -> bool:
-    """Whether chunks of prompts are attended to faster by the C code: not where torch has the matrix units of AMX."""
-    if not is_native(kv) or torch.cpu._is_amx_tile_supported():
+    """Whether chunks of prompts are attended to faster by the C code: not where torch has the matrix units of AMX, nor
+    in float32."""
+    if kv.dtype != torch.bfloat16 or not is_native(kv) or torch.cpu._is_amx_tile_supported():
         return False
     _, num_kv_heads, head_dim = kv.layer(0)[0].shape
     return head_dim <= _MAX_DIM and num_heads <= _MAX_GROUP * num_kv_heads
 
 
 def is_native(kv: PagedKV) -> bool:
-    """Whether these pages can be read by the C code."""
-    if kv.device.type != "cpu" or kv.dtype != torch.bfloat16:
+    """Whether decoding rows of these pages can be attended to by the C code."""
+    if kv.device.type != "cpu" or kv.dtype not in DTYPE_TO_SOURCE:
         return False
     keys, _ = kv.layer(0)
-    return kv.block_size % _LANES == 0 and keys.shape[-1] % _DIM_MULTIPLE == 0 and _library() is not None
+    is_of_size = kv.block_size % _LANES == 0 and keys.shape[-1] % _DIM_MULTIPLE == 0
+    return is_of_size and _library(kv.dtype) is not None
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
+def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """None where it can't be had."""
-    library = load_c_library(SOURCE) if torch.cpu._is_avx512_bf16_supported() else None
+    is_half = dtype == torch.bfloat16
+    if is_half and not torch.cpu._is_avx512_bf16_supported():
+        return None
+    library = load_c_library(DTYPE_TO_SOURCE[dtype])
     if library is not None:
         library.weft_decode_attention.argtypes = [ctypes.POINTER(_Step), ctypes.c_int]
-        library.weft_chunk_attention.argtypes = [ctypes.POINTER(_Chunks), ctypes.c_int]
-        library.weft_decode_attention.restype = library.weft_chunk_attention.restype = ctypes.c_int
+        library.weft_decode_attention.restype = ctypes.c_int
+        if is_half:
+            library.weft_chunk_attention.argtypes = [ctypes.POINTER(_Chunks), ctypes.c_int]
+            library.weft_chunk_attention.restype = ctypes.c_int
     return library

@@ -25,9 +25,18 @@ def pages_of(heads: tuple[int, int], block_size: int = 16, dtype: torch.dtype = 
 
 
 needs_native = pytest.mark.skipif(not is_native(pages_of((1, 32))), reason="no compiler, or no AVX512-BF16")
+DTYPES = [
+    pytest.param(torch.bfloat16, marks=needs_native, id="bfloat16"),
+    pytest.param(
+        torch.float32,
+        marks=pytest.mark.skipif(not is_native(pages_of((1, 32), dtype=torch.float32)), reason="no compiler"),
+        id="float32",
+    ),
+]
+DTYPE_TO_TOLERANCE = {torch.bfloat16: {"atol": 4e-3, "rtol": 1e-2}, torch.float32: {"atol": 2e-6, "rtol": 1e-5}}
 
 
-@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 32), (8, 2, 64), (14, 2, 96), (11, 1, 128)])
 @settings(deadline=None, max_examples=15)
 @given(
@@ -36,16 +45,16 @@ needs_native = pytest.mark.skipif(not is_native(pages_of((1, 32))), reason="no c
     num_threads=st.integers(1, 2),
     seed=st.integers(0, 99),
 )
-def test_as_written_out(num_heads, num_kv_heads, head_dim, contexts, block_size, num_threads, seed) -> None:
+def test_as_written_out(num_heads, num_kv_heads, head_dim, dtype, contexts, block_size, num_threads, seed) -> None:
     torch.manual_seed(seed)
-    kv = pages_of((num_kv_heads, head_dim), block_size)
+    kv = pages_of((num_kv_heads, head_dim), block_size, dtype)
     free, rows, expected = np.random.default_rng(seed).permutation(NUM_BLOCKS), [], []
-    queries = (torch.randn(len(contexts), num_heads, head_dim) * 2).bfloat16()
+    queries = (torch.randn(len(contexts), num_heads, head_dim) * 2).to(dtype)
     for at, context in enumerate(contexts):
         needed = -(-context // block_size)
         row = Rows(at, context - 1, 1, free[:needed].astype(np.int64))
         free = free[needed:]
-        keys, values = torch.randn(2, context, num_kv_heads, head_dim).bfloat16()
+        keys, values = torch.randn(2, context, num_kv_heads, head_dim).to(dtype)
         slots = torch.from_numpy(kv.slots(row.block_ids, 0, context))
         for pages, written in zip(kv.layer(1), (keys, values), strict=True):
             pages[slots] = written
@@ -60,7 +69,7 @@ def test_as_written_out(num_heads, num_kv_heads, head_dim, contexts, block_size,
         ours = NativeDecode(kv, StepRows(rows).singles()).attend(1, queries, 0.2)
     finally:
         torch.set_num_threads(before)
-    torch.testing.assert_close(ours.double(), torch.stack(expected), atol=4e-3, rtol=1e-2)
+    torch.testing.assert_close(ours.double(), torch.stack(expected), **DTYPE_TO_TOLERANCE[dtype])
 
 
 @needs_native
@@ -102,19 +111,22 @@ def test_chunks_as_written_out(num_heads, num_kv_heads, head_dim, sizes, block_s
         NativeChunks(kv, rows).attend(1, queries, ours, 0.2)
     finally:
         torch.set_num_threads(before)
-    torch.testing.assert_close(ours.double(), expected, atol=4e-3, rtol=1e-2)
+    torch.testing.assert_close(ours.double(), expected, **DTYPE_TO_TOLERANCE[torch.bfloat16])
 
 
-@needs_native
-@pytest.mark.parametrize("is_chunk", [True, False], ids=["chunk", "decode"])
+@pytest.mark.parametrize(
+    ("is_chunk", "dtype"),
+    [pytest.param(True, torch.bfloat16, marks=needs_native, id="chunk")]
+    + [pytest.param(False, *each.values, marks=each.marks, id=f"decode-{each.id}") for each in DTYPES],
+)
 @pytest.mark.parametrize("of", [0, 1], ids=["key", "value"])
-def test_a_nan_shows_in_the_last_row_and_in_no_neighbours(of: int, is_chunk: bool) -> None:
+def test_a_nan_shows_in_the_last_row_and_in_no_neighbours(of: int, is_chunk: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    kv, rows = pages_of((2, 64)), [Rows(0, 0, 150, np.arange(10)), Rows(150, 0, 150, np.arange(20, 30))]
+    kv, rows = pages_of((2, 64), dtype=dtype), [Rows(0, 0, 150, np.arange(10)), Rows(150, 0, 150, np.arange(20, 30))]
     for pages in kv.layer(1):
         pages.copy_(torch.randn_like(pages))
     kv.layer(1)[of][5, 1, 7] = float("nan")
-    queries = torch.randn(300, 2, 64).bfloat16()
+    queries = torch.randn(300, 2, 64).to(dtype)
     if is_chunk:
         out = torch.zeros_like(queries)
         NativeChunks(kv, rows).attend(1, queries, out, 0.2)
@@ -126,12 +138,28 @@ def test_a_nan_shows_in_the_last_row_and_in_no_neighbours(of: int, is_chunk: boo
     assert second.isfinite().all()
 
 
-@needs_native
-def test_a_step_gives_the_same_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [0.0, 1.0, 30.0, 1e4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_of_any_size_make_weights(dtype: torch.dtype, size: float) -> None:
+    """Weights of all tokens alike, of some, and of one alone; a score of -inf makes none."""
+    torch.manual_seed(0)
+    kv, row = pages_of((1, 32), dtype=dtype), Rows(0, 99, 1, np.arange(7))
+    keys, values = (torch.randn(100, 1, 32) * size).to(dtype), torch.randn(100, 1, 32).to(dtype)
+    keys[17, 0, 3] = float("-inf")
+    for pages, written in zip(kv.layer(1), (keys, values), strict=True):
+        pages[:100] = written
+    query = torch.randn(1, 1, 32).abs().to(dtype)
+    ours = NativeDecode(kv, StepRows([row]).singles()).attend(1, query, 0.2)
+    weights = ((query[0].double() @ keys[:, 0].double().T) * 0.2).softmax(dim=-1)
+    torch.testing.assert_close(ours[0].double(), weights @ values[:, 0].double(), **DTYPE_TO_TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_gives_the_same_either_way(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     results = []
     for is_on in (True, False):
         torch.manual_seed(0)
-        kv = pages_of((2, 64))
+        kv = pages_of((2, 64), dtype=dtype)
         free = torch.randperm(NUM_BLOCKS).numpy()
         rows = [
             Rows(0, 30, 1, free[:2]),
@@ -141,18 +169,21 @@ def test_a_step_gives_the_same_either_way(monkeypatch: pytest.MonkeyPatch) -> No
         ]
         for pages in kv.layer(1):
             pages.normal_()
-        q, k, v = torch.randn(23, 8, 64).bfloat16(), *torch.randn(2, 23, 2, 64).bfloat16()
+        q, k, v = torch.randn(23, 8, 64).to(dtype), *torch.randn(2, 23, 2, 64).to(dtype)
         with monkeypatch.context() as patched:
             if not is_on:
-                patched.setattr(native_attention, "_library", lambda: None)
+                patched.setattr(native_attention, "_library", lambda _: None)
             results.append(SdpaStep(kv, rows).attend(1, q, k, v, 0.125))
-    torch.testing.assert_close(results[0], results[1], atol=2e-2, rtol=2e-2)
+    tolerance = {"atol": 2e-2, "rtol": 2e-2} if dtype == torch.bfloat16 else DTYPE_TO_TOLERANCE[dtype]
+    torch.testing.assert_close(*results, **tolerance)
 
 
 def test_other_pages_go_by_torch() -> None:
-    assert not is_native(pages_of((1, 32), dtype=torch.float32))
-    assert not is_native(pages_of((1, 24)))
-    assert not is_native(pages_of((1, 32), block_size=8))
+    assert not is_native(pages_of((1, 32), dtype=torch.float16))
+    for dtype in (torch.bfloat16, torch.float32):
+        assert not is_native(pages_of((1, 24), dtype=dtype))
+        assert not is_native(pages_of((1, 32), block_size=8, dtype=dtype))
+    assert not is_native_for_chunks(pages_of((1, 32), dtype=torch.float32), 1)
     assert not is_native_for_chunks(pages_of((1, 288)), 1)
     assert not is_native_for_chunks(pages_of((1, 32)), 97)
 
@@ -162,5 +193,6 @@ def test_without_a_compiler_there_is_none(monkeypatch: pytest.MonkeyPatch) -> No
     native_attention._library.cache_clear()
     try:
         assert not is_native(pages_of((1, 32)))
+        assert not is_native(pages_of((1, 32), dtype=torch.float32))
     finally:
         native_attention._library.cache_clear()

@@ -211,11 +211,14 @@ class TestAdmission:
             error = refusal(refused_item, ("image",), SPEC, arena_bytes=1024, max_decode_bytes=100)
             assert error is not None
             assert error.code == code
-            assert error.message == {
-                "unsupported_modality": "this encoder has not loaded video",
-                "protocol_error": "an item was planned without tokens",
-                "unit_too_large": "a feature of 1088 bytes never fits the arena of 1024",
-            }[code]
+            assert (
+                error.message
+                == {
+                    "unsupported_modality": "this encoder has not loaded video",
+                    "protocol_error": "an item was planned without tokens",
+                    "unit_too_large": "a feature of 1088 bytes never fits the arena of 1024",
+                }[code]
+            )
         assert refusal(item("a", units=(16,)), ("image",), SPEC, arena_bytes=1024, max_decode_bytes=100) is None
 
     def test_what_can_never_be_decoded_is_refused_with_what_it_takes_and_what_there_is(self) -> None:

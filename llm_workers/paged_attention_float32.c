@@ -1,0 +1,217 @@
+/* Attention of one query per sequence (decoding) over paged keys and values in float32, read where they lie.
+ *
+ * For any processor: the vectors are the compiler's own (GCC's and Clang's vector extensions). Compiled at first use by
+ * `native_attention.py`, which checks every precondition. What lies behind a sequence's last token is never read, and
+ * what is not finite among its tokens shows in every result that sees it, but for a key whose score is -inf.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16 /* values of a vector, and tokens at a time, which lie in one block */
+#define MAX_GROUP 8
+
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef float unaligned_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float half_lanes __attribute__((vector_size(2 * LANES)));
+typedef float quarter_lanes __attribute__((vector_size(LANES)));
+typedef int32_t whole_lanes __attribute__((vector_size(4 * LANES)));
+
+typedef struct {
+  const float *queries;             /* (num_rows, num_heads, head_dim), dense */
+  const float *keys, *values;       /* (num_slots, num_kv_heads, head_dim) */
+  const int64_t *blocks, *contexts; /* (num_rows, max_blocks), (num_rows) */
+  float *out;                       /* as queries */
+  int64_t num_rows, num_heads, num_kv_heads, head_dim, block_size, max_blocks;
+  float scale;
+} Step;
+
+static inline lanes load(const float *from) { return *(const unaligned_lanes *)from; }
+static inline void store(float *to, lanes x) { *(unaligned_lanes *)to = x; }
+static inline lanes chosen(whole_lanes is_first, lanes first, lanes second) {
+  return (lanes)((is_first & (whole_lanes)first) | (~is_first & (whole_lanes)second));
+}
+
+static inline float sum_of(lanes x) {
+  const union {
+    lanes all;
+    half_lanes halves[2];
+  } sixteen = {.all = x};
+  const union {
+    half_lanes all;
+    quarter_lanes halves[2];
+  } eight = {.all = sixteen.halves[0] + sixteen.halves[1]};
+  const quarter_lanes four = eight.halves[0] + eight.halves[1];
+  return (four[0] + four[1]) + (four[2] + four[3]);
+}
+
+/* e to the x, for x <= 0; NaN stays NaN. 2 to the whole part by its bits, to the rest by a polynomial (6e-9 off). */
+static inline lanes exponential(lanes x) {
+  x *= 1.44269504f;
+  x = chosen(x < -126.0f, (lanes){0} - 126.0f, x);
+  const lanes shifted = x + 12582912.0f; /* 1.5 * 2^23: rounds to whole numbers, which stand in the low bits */
+  const lanes part = x - (shifted - 12582912.0f);
+  lanes sum = part * 1.52527338e-5f + 1.54035304e-4f;
+  sum = sum * part + 1.33335581e-3f;
+  sum = sum * part + 9.61812911e-3f;
+  sum = sum * part + 5.55041087e-2f;
+  sum = sum * part + 2.40226507e-1f;
+  sum = sum * part + 6.93147181e-1f;
+  sum = sum * part + 1.0f;
+  return sum * (lanes)(((whole_lanes)shifted - 0x4b400000 + 127) << 23);
+}
+
+/* The first of the tokens from position `at` on in `pages`. */
+static inline const float *tokens_at(const Step *step, const float *pages, const int64_t *blocks, int64_t at) {
+  return pages + (blocks[at / step->block_size] * step->block_size + at % step->block_size) *
+                     step->num_kv_heads * step->head_dim;
+}
+
+/* scores[g * width + token] of `num_tokens` tokens for the `group` query heads of one head of keys. `ahead` is what the
+ * same head reads next, for the second-level cache. */
+static inline __attribute__((always_inline)) void score(
+    const float *queries, const float *keys, const float *ahead, int64_t stride, int64_t dim, int64_t num_tokens,
+    float *scores, int64_t width, const int group) {
+  for (int64_t token = 0; token < num_tokens; token++) {
+    const float *key = keys + token * stride;
+    lanes sums[MAX_GROUP];
+    for (int g = 0; g < group; g++) sums[g] = (lanes){0};
+    for (int64_t d = 0; d < dim; d += LANES) {
+      const lanes values = load(key + d);
+      __builtin_prefetch(ahead + token * stride + d, 0, 2);
+      for (int g = 0; g < group; g++) sums[g] += load(queries + g * dim + d) * values;
+    }
+    for (int g = 0; g < group; g++) scores[g * width + token] = sum_of(sums[g]);
+  }
+}
+
+/* sums[g * dim ...] += weights[g * width + token] * values of `num_tokens` tokens. */
+static inline __attribute__((always_inline)) void gather(
+    const float *values, const float *ahead, int64_t stride, int64_t dim, int64_t num_tokens, const float *weights,
+    int64_t width, float *sums, const int group) {
+  for (int64_t d = 0; d < dim; d += 2 * LANES) {
+    lanes low[MAX_GROUP], high[MAX_GROUP];
+    for (int g = 0; g < group; g++) {
+      low[g] = load(sums + g * dim + d);
+      high[g] = load(sums + g * dim + d + LANES);
+    }
+    for (int64_t token = 0; token < num_tokens; token++) {
+      const float *at = values + token * stride + d;
+      const lanes first = load(at), second = load(at + LANES);
+      __builtin_prefetch(ahead + token * stride + d, 0, 2);
+      __builtin_prefetch(ahead + token * stride + d + LANES, 0, 2);
+      for (int g = 0; g < group; g++) {
+        const float weight = weights[g * width + token];
+        low[g] += weight * first;
+        high[g] += weight * second;
+      }
+    }
+    for (int g = 0; g < group; g++) {
+      store(sums + g * dim + d, low[g]);
+      store(sums + g * dim + d + LANES, high[g]);
+    }
+  }
+}
+
+#define FOR_GROUP(group, call)                                                                                         \
+  switch (group) {                                                                                                     \
+    case 1: call(1); break;                                                                                            \
+    case 2: call(2); break;                                                                                            \
+    case 3: call(3); break;                                                                                            \
+    case 4: call(4); break;                                                                                            \
+    case 5: call(5); break;                                                                                            \
+    case 6: call(6); break;                                                                                            \
+    case 7: call(7); break;                                                                                            \
+    default: call(8);                                                                                                  \
+  }
+
+/* Turns `context` scores, with room behind them up to a multiple of LANES, into weights; returns one over their sum.
+ * `scale` is above zero. */
+static float soften(float *scores, int64_t context, float scale) {
+  lanes top = (lanes){0} - INFINITY, total = (lanes){0};
+  for (int64_t at = context; at % LANES; at++) scores[at] = -INFINITY;
+  for (int64_t at = 0; at < context; at += LANES) {
+    const lanes x = load(scores + at);
+    top = chosen(x > top, x, top); /* leaves NaN out */
+  }
+  float most = -INFINITY;
+  for (int i = 0; i < LANES; i++) most = top[i] > most ? top[i] : most;
+  for (int64_t at = 0; at < context; at += LANES) {
+    const lanes weights = exponential((load(scores + at) - most) * scale);
+    store(scores + at, weights); /* 1e-38 behind the last token: no part of a sum, and read no more */
+    total += weights;
+  }
+  return 1.0f / sum_of(total);
+}
+
+/* Attends the heads [first, last) of keys and values of one row. While some tokens are computed, the second-level cache
+ * fetches the next ones: behind the keys come the values, and behind those the next row's keys. */
+static void attend_row(const Step *step, int64_t row, int64_t first, int64_t last, float *scores, int64_t width) {
+  const int64_t dim = step->head_dim, stride = step->num_kv_heads * dim;
+  const int64_t group = step->num_heads / step->num_kv_heads, context = step->contexts[row];
+  const int64_t *blocks = step->blocks + row * step->max_blocks;
+  const int64_t *followers = step->blocks + (row + 1 < step->num_rows ? row + 1 : row) * step->max_blocks;
+  const float *queries = step->queries + row * step->num_heads * dim;
+  float *out = step->out + row * step->num_heads * dim;
+  for (int64_t at = 0; at < context; at += LANES) {
+    const int64_t num_tokens = context - at < LANES ? context - at : LANES;
+    const float *keys = tokens_at(step, step->keys, blocks, at);
+    const float *ahead =
+        at + LANES < context ? tokens_at(step, step->keys, blocks, at + LANES) : tokens_at(step, step->values, blocks, 0);
+    for (int64_t head = first; head < last; head++) {
+      for (int64_t part = 0; part < group; part += MAX_GROUP) {
+        const float *query = queries + (head * group + part) * dim;
+        float *score_at = scores + ((head - first) * group + part) * width + at;
+#define CALL(n) score(query, keys + head * dim, ahead + head * dim, stride, dim, num_tokens, score_at, width, n)
+        FOR_GROUP(group - part, CALL)
+#undef CALL
+      }
+    }
+  }
+  float shares[(last - first) * group];
+  for (int64_t head = 0; head < (last - first) * group; head++)
+    shares[head] = soften(scores + head * width, context, step->scale);
+  memset(out + first * group * dim, 0, (last - first) * group * dim * sizeof(float));
+  for (int64_t at = 0; at < context; at += LANES) {
+    const int64_t num_tokens = context - at < LANES ? context - at : LANES;
+    const float *values = tokens_at(step, step->values, blocks, at);
+    const float *ahead = at + LANES < context ? tokens_at(step, step->values, blocks, at + LANES)
+                                              : tokens_at(step, step->keys, followers, 0);
+    for (int64_t head = first; head < last; head++) {
+      for (int64_t part = 0; part < group; part += MAX_GROUP) {
+        const float *weights = scores + ((head - first) * group + part) * width + at;
+        float *sums = out + (head * group + part) * dim;
+#define CALL(n) gather(values + head * dim, ahead + head * dim, stride, dim, num_tokens, weights, width, sums, n)
+        FOR_GROUP(group - part, CALL)
+#undef CALL
+      }
+    }
+  }
+  for (int64_t head = first * group; head < last * group; head++)
+    for (int64_t d = 0; d < dim; d++) out[head * dim + d] *= shares[head - first * group];
+}
+
+/* 0, or 1 when there is no memory for the scores. */
+int weft_decode_attention(const Step *step, int num_threads) {
+  const int64_t parts = step->num_rows < 4 * num_threads ? step->num_kv_heads : 1;
+  const int64_t heads = step->num_kv_heads / parts, group = step->num_heads / step->num_kv_heads;
+  int64_t longest = 0;
+  int is_full = 0;
+  for (int64_t row = 0; row < step->num_rows; row++)
+    if (step->contexts[row] > longest) longest = step->contexts[row];
+  const int64_t width = (longest + LANES - 1) / LANES * LANES;
+#pragma omp parallel num_threads(num_threads) reduction(| : is_full)
+  {
+    float *scores = malloc(sizeof(float) * heads * group * width);
+    if (scores == NULL) is_full = 1;
+#pragma omp for schedule(dynamic)
+    for (int64_t task = 0; task < step->num_rows * parts; task++) {
+      if (scores == NULL) continue;
+      const int64_t first = task % parts * heads;
+      attend_row(step, task / parts, first, first + heads, scores, width);
+    }
+    free(scores);
+  }
+  return is_full;
+}
