@@ -55,7 +55,7 @@ class DecodeLine:
         self._gave_way: set[MmHash] = set()
         """Put back for the sake of the one that was refused: not begun again before it."""
 
-    def next(self, now_s: float = 0.0, *, has_shares: bool = False) -> Flight | None:
+    def next(self, now_s: float, *, has_shares: bool = False) -> Flight | None:
         """The first flight in line that has room, for the caller to begin. Long items leave a decoder, and some of the
         room, to short ones. With `has_shares`, what a worker may have is limited."""
         self._forget_gone(now_s, has_shares=has_shares)
@@ -129,8 +129,7 @@ class DecodeLine:
             self._blocked.refuse(worker_id, now_s)
         else:
             self._blocked.forget()
-        is_waiting = first.phase is Phase.WAITING and self._flights.is_live(first)
-        if not is_waiting or self._blocked.is_due(now_s):
+        if first.phase is not Phase.WAITING or self._blocked.is_due(now_s):
             self._forget_first()
 
     def _forget_first(self) -> None:

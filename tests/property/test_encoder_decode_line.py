@@ -205,6 +205,42 @@ def test_what_gave_way_is_not_begun_again_before_what_it_gave_way_to() -> None:
     assert again in world.begin()
 
 
+def test_what_gave_way_does_not_take_the_room_that_it_gave() -> None:
+    """It would fit beside what is due, for which another has to give way too: they would take turns for ever."""
+    world = World()
+    held = [world.arrive("stuck-1", 4)]
+    world.now_s += 100.0
+    held.append(world.arrive("stuck-2", 2))
+    assert world.begin() == held, "the older one is first in line"
+    for flight in held:
+        world.decode(flight)
+        world.blocked.update(follower.destination.worker_id for follower in flight.followers)
+    due = world.arrive("well", 18)
+    assert world.begin() == []
+    world.now_s += PASSED_S
+    assert world.line.in_the_way(world.now_s) is held[1]
+    again = put_back(world, held[1])
+    assert world.begin() == []
+    assert world.line.in_the_way(world.now_s) is held[0]
+    put_back(world, held[0])
+    assert world.begin() == [due, again]
+
+
+def test_what_is_due_is_passed_by_no_more_than_fits_beside_it_together() -> None:
+    world = World()
+    before = world.arrive("w-1", 8)
+    assert world.begin() == [before]
+    due = world.arrive("w-2", 14)
+    assert world.begin() == []
+    world.now_s += PASSED_S
+    small = [world.arrive(worker, 4) for worker in ("w-3", "w-4")]
+    assert world.begin() == small[:1], "each alone leaves 14 of 20, both do not"
+    world.encode(before)
+    assert world.begin() == [due]
+    world.encode(small[0])
+    assert world.begin() == small[1:]
+
+
 @pytest.mark.parametrize("is_decoding_older", [False, True])
 def test_memory_is_given_back_by_what_is_being_decoded_alone(is_decoding_older: bool) -> None:
     world = World()

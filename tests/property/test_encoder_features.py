@@ -234,6 +234,7 @@ def test_transfers_are_summed_from_lease_to_release() -> None:
     """Of leases that their worker released; one that ran out says nothing of the link."""
     clock = ManualClock()
     table, stored = packed_table(4, 1024, clock=clock)
+    clock.advance(100.0)
     generations = [table.lease(lease_of(unit), MemberId("router-1")).generation for unit in stored[:3]]
     for unit, generation, seconds in zip(stored[:2], generations, (2.0, 3.0), strict=False):
         clock.advance(seconds)

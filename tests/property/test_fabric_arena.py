@@ -234,6 +234,13 @@ def test_the_nearest_integer_is_that_of_a_sorted_list(
         assert found.at_most(number) == max((one for one in model if one <= number), default=None)
 
 
+def test_the_nearest_integer_far_away_is_the_nearest_of_its_neighbours():
+    found = OrderedIntegers(2**18)
+    for number in (100_001, 100_000, 100_002):
+        found.add(number)
+    assert (found.at_least(7), found.at_most(2**18)) == (100_000, 100_002)
+
+
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 39), st.integers(1, 8)), max_size=40), st.integers(1, 40))
 def test_ranges_are_those_of_a_set_of_numbers(steps: list[tuple[int, int]], size: int) -> None:

@@ -19,6 +19,7 @@ from encoder_pool.planning.features import FeatureSpec
 from encoder_pool.planning.flight import DecodeRoom, Flight, Phase, follower_of
 from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.lifecycle import FeatureState, advance
+from encoder_pool.planning.sizes import InputSizes
 from encoder_pool.planning.tally import BusyTime, Tally
 from encoder_pool.planning.turns import Turn
 from fabric.errors import ConfigError, EncodeFailed, InvalidMedia, Overloaded, WorkerBackedUp
@@ -128,6 +129,16 @@ class TestForwardCosts:
         assert costs.estimate("audio") == pytest.approx((1e-6, 0.001, 0.0))
         assert costs.work_s("audio", 500) == pytest.approx(5e-4)
         assert 1e-6 < costs.mixed().seconds_per_cost < 1e-5
+
+    def test_all_modalities_together_age_as_each_does(self) -> None:
+        costs = ForwardCosts()
+        for number in range(60):
+            size = (100, 400)[number % 2]
+            costs.observe("image", size, 3.0 * (0.004 + 2e-5 * size), 0.01 * number)
+        for number in range(8):
+            size = (100, 400)[number % 2]
+            costs.observe("image", size, 0.004 + 2e-5 * size, 101.0 + 0.01 * number)
+        assert costs.mixed() == costs.estimate("image")
 
     def test_what_was_never_seen_costs_nothing_yet(self) -> None:
         assert ForwardCosts().estimate("video") == CostEstimate(0.0, 0.0)
@@ -290,7 +301,33 @@ class TestDecodedInputs:
         check_inputs(units(3, 4), msgspec.structs.replace(planned, options=""))
 
 
+class TestInputSizes:
+    def test_what_takes_less_memory_counts_for_less(self) -> None:
+        sizes = InputSizes()
+        sizes.observe("image", 1, 1000)
+        sizes.observe("audio", 10, 100)
+        assert (sizes.in_patches("image", 3), sizes.in_patches("audio", 10)) == (3, 0.1)
+        assert sizes.in_patches("video", 7) == 7, "none was seen"
+
+
 class TestFlights:
+    def test_units_stand_where_the_rows_before_them_end(self) -> None:
+        flights = Flights(patience=4.0, to_seconds=free)
+        wanted = item("film", cost=16, units=(1, 3, 4))
+        flight = flights.join(follower_of(request(wanted), turn(1), wanted, b"film", 0.0))
+        assert flight.places == (0.0, 0.125, 0.5, 1.0)
+
+    def test_long_items_are_left_out_where_none_may_begin(self) -> None:
+        flights = Flights(patience=4.0, to_seconds=free)
+        for number, one in enumerate((item("film", 8, (2, 2)), item("picture", 8))):
+            flights.join(follower_of(request(one, number=number), turn(number), one, b"file", 0.0))
+
+        def found(*, may_be_long: bool) -> list[str]:
+            in_line = flights.to_decode(lambda worker_id, flight: True, may_be_long=may_be_long)
+            return [flight.item.mm_hash for _, flight in in_line]
+
+        assert (found(may_be_long=True), found(may_be_long=False)) == (["film", "picture"], ["picture"])
+
     def test_followers_share_a_flight_and_its_last_one_ends_it(self) -> None:
         flights = Flights(patience=4.0, to_seconds=free)
         one, two = (follower_of(request(item("a"), number=n), turn(n), item("a"), b"png", 0.0) for n in (1, 2))
@@ -362,7 +399,7 @@ class TestFlights:
             wanted = item(f"item-{number}", cost=cost)
             flights.join(follower_of(request(wanted, number=number), turn(number), wanted, b"png", 0.0))
         order = []
-        while flight := DecodeLine(flights, ROOM).next():
+        while flight := DecodeLine(flights, ROOM).next(0.0):
             flights.decode_started(flight)
             order.append(flight.item.mm_hash)
         assert order == ["item-0"]
@@ -371,7 +408,7 @@ class TestFlights:
         for number, cost in enumerate((40, 8, 8)):
             wanted = item(f"item-{number}", cost=cost)
             shortest_first.join(follower_of(request(wanted, number=number), turn(number), wanted, b"png", 0.0))
-        while flight := DecodeLine(shortest_first, ROOM).next():
+        while flight := DecodeLine(shortest_first, ROOM).next(0.0):
             shortest_first.decode_started(flight)
             order.append(flight.item.mm_hash)
         assert order == ["item-1", "item-2"]
@@ -395,7 +432,7 @@ class TestFlights:
             join(f"sound-{number}", "audio", 40)
         flight = join("picture", "image", 1)
         order = []
-        while found := DecodeLine(flights, ROOM).next():
+        while found := DecodeLine(flights, ROOM).next(0.0):
             flights.decode_started(found)
             order.append(found.item.modality)
         assert order == ["audio"] * 4
@@ -407,19 +444,19 @@ class TestFlights:
         wanted = [item("film", 8, (2, 2)), item("clip", 8, (2, 2)), item("picture", 8)]
         for number, one in enumerate(wanted):
             flights.join(follower_of(request(one, number=number), turn(number), one, b"file", 0.0))
-        first = DecodeLine(flights, ROOM).next()
+        first = DecodeLine(flights, ROOM).next(0.0)
         assert first is not None
         assert first.item.mm_hash == "film"
         flights.decode_started(first)
-        second = DecodeLine(flights, ROOM).next()
+        second = DecodeLine(flights, ROOM).next(0.0)
         assert second is not None
         assert second.item.mm_hash == "picture"
         flights.decode_started(second)
-        assert DecodeLine(flights, ROOM).next() is None, "one long item is being decoded"
+        assert DecodeLine(flights, ROOM).next(0.0) is None, "one long item is being decoded"
         flights.decoded(first, [EncoderInput("video", np.zeros((4, 3), np.float32), (1, 2, 2))] * 2)
-        assert DecodeLine(flights, ROOM).next() is None, "a long item leaves room for a short one"
+        assert DecodeLine(flights, ROOM).next(0.0) is None, "a long item leaves room for a short one"
         flights.leave(next(iter(first.followers)))
-        third = DecodeLine(flights, ROOM._replace(max_long_cost=16)).next()
+        third = DecodeLine(flights, ROOM._replace(max_long_cost=16)).next(0.0)
         assert third is not None
         assert third.item.mm_hash == "clip"
 
@@ -430,14 +467,14 @@ class TestFlights:
             flights.join(follower_of(request(one, number=number), turn(number), one, b"png", 0.0))
         room = ROOM._replace(max_items=2)
         for _ in range(2):
-            flight = DecodeLine(flights, room).next()
+            flight = DecodeLine(flights, room).next(0.0)
             assert flight is not None
             flights.decode_started(flight)
-        assert DecodeLine(flights, room).next() is None
+        assert DecodeLine(flights, room).next(0.0) is None
         flights.decoded(flight, [EncoderInput("image", np.zeros((1, 3), np.float32), (1, 1, 1))])
-        assert DecodeLine(flights, room).next() is None
+        assert DecodeLine(flights, room).next(0.0) is None
         flights.forward_started(UnitKey(flight.item.mm_hash, 0))
-        assert DecodeLine(flights, room).next() is not None, "what is in the forward is prepared no more"
+        assert DecodeLine(flights, room).next(0.0) is not None, "what is in the forward is prepared no more"
         assert flights.totals.num_in_flight == 2
 
     def test_priority_comes_before_length_and_age(self) -> None:

@@ -137,7 +137,7 @@ def test_a_waveform_counts_by_its_bytes_and_holds_no_decoder() -> None:
     flights = Flights(patience=4.0, to_seconds=free)
     flights.join(wish(sound("next"), 2))
     flight, _ = decoded(flights, sound("a"))
-    following = DecodeLine(flights, ROOM).next()
+    following = DecodeLine(flights, ROOM).next(0.0)
     assert following is not None, "no long item is being decoded"
     before = flights.decoded_cost
     picture = MediaItem(0, "image", MmHash("p"), (1, 1, 10), (4,), 10, "part.p")

@@ -10,6 +10,7 @@ from fabric.errors import FeatureMismatch, ProtocolError
 from fabric.messages import SamplingParams, StopConditions
 from kv_index.block_hashing import prompt_block_hashes
 from llm_workers.scheduling.plan import NO_BLOCK, StepResult
+from llm_workers.scheduling.timing import Stopwatch
 
 
 def finish(bench: Bench, token: int = 7):
@@ -229,6 +230,16 @@ def test_times_of_a_finished_sequence() -> None:
     bench.clock.advance(0.5)
     (ended,) = bench.commit(plan).finished
     assert tuple(ended.times) == (1.0, 0.75, 3.0, 4.75, 4.75)
+    assert (ended.num_prompt_tokens, ended.num_tokens, ended.num_cached_tokens) == (20, 1, 0)
+
+
+def test_times_of_a_sequence_that_still_stands_at_its_doorstep() -> None:
+    stopwatch = Stopwatch(1.0)
+    stopwatch.begin(2.0)
+    stopwatch.hold(True, 5.0)
+    stopwatch.hold(False, 6.0)
+    stopwatch.hold(True, 7.0)
+    assert tuple(stopwatch.times(9.0)) == (1.0, 0.0, 1.0 + 2.0, 0.0, 8.0)
 
 
 def test_contradictions_are_refused_and_nothing_changes() -> None:
