@@ -124,6 +124,32 @@ def test_those_that_find_no_room_do_not_keep_one_that_has_begun_waiting() -> Non
     assert computed == [9] * 6 + [7]
 
 
+@pytest.mark.parametrize("num_large", [MAX_PASSED_OVER - 1, MAX_PASSED_OVER])
+def test_a_small_request_begins_behind_so_many_large_ones_and_no_more(num_large: int) -> None:
+    bench = Bench(block_size=4, num_blocks=20, max_sequences=4)
+    bench.add(request("decodes", 8, age=0, max_tokens=60))
+    bench.step()
+    for number in range(num_large):
+        bench.add(request(f"large-{number}", 76, age=1 + number))
+    bench.add(request("small", 8, age=100))
+    assert bench.step() == {"decodes": 1} | ({"small": 8} if num_large < MAX_PASSED_OVER else {})
+
+
+def test_tokens_that_a_tenant_decodes_count_as_its_share() -> None:
+    """Half of each step decodes for one tenant, so the other half is the other's."""
+    bench = Bench(block_size=4, num_blocks=200, max_step_tokens=10, max_sequences=16)
+    for number in range(5):
+        bench.add(request(f"decodes-{number}", 2, age=number, cache_salt="a"))
+    bench.step()
+    bench.add(request("long-a", 100, age=10, cache_salt="a"))
+    bench.add(request("long-b", 100, age=11, cache_salt="b"))
+    computed: Counter[str] = Counter()
+    for _ in range(10):
+        computed.update(bench.step())
+    assert computed["long-a"] + computed["long-b"] == 10 * 5
+    assert computed["long-b"] >= 9 * 5
+
+
 def test_when_nothing_else_can_be_done_the_first_in_rank_is_tried() -> None:
     """A request at its doorstep holds most blocks, and the tenant whose turn it is has only prompts that are too large;
     behind them, of the other tenant, waits the oldest."""

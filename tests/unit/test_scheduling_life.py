@@ -156,6 +156,7 @@ def test_a_migrated_choice_goes_on_where_it_was() -> None:
     (chunk,) = plan.chunks
     assert (chunk.num_tokens, chunk.draw_index, chunk.token_ids[-3:].tolist()) == (23, 3, [5, 6, 7])
     assert chunk.positions.tolist() == [[*range(20), 17, 18, 19]]
+    assert chunk.positions.dtype == np.int64
     events = bench.commit(plan, token=9)
     assert [tuple(one) for one in events.tokens] == [(sequence_id("a", 0), 3, (9,), "length", ())]
 
@@ -231,6 +232,18 @@ def test_times_of_a_finished_sequence() -> None:
     (ended,) = bench.commit(plan).finished
     assert tuple(ended.times) == (1.0, 0.75, 3.0, 4.75, 4.75)
     assert (ended.num_prompt_tokens, ended.num_tokens, ended.num_cached_tokens) == (20, 1, 0)
+
+
+def test_who_waits_for_a_turn_stands_at_no_doorstep() -> None:
+    bench = Bench(max_step_tokens=10)
+    for number, name in enumerate(("a", "b")):
+        bench.add(request(name, 20, age=number))
+    plans = []
+    for _ in range(3):
+        plans.append(bench.plan())
+        assert bench.commit(plans[-1]).at_doorstep == ()
+    assert [plan.step for plan in plans] == [1, 2, 3]
+    assert bench.scheduler.stats().num_at_doorstep == 0
 
 
 def test_times_of_a_sequence_that_still_stands_at_its_doorstep() -> None:
