@@ -40,7 +40,7 @@ def is_plain(sequence: Sequence) -> bool:
 class DecodeBatch:
     """Rows are in no order."""
 
-    def __init__(self, block_size: int, is_used: bool = True) -> None:
+    def __init__(self, block_size: int, *, is_used: bool) -> None:
         """If it is not used, no sequence ever has a row: with drafts, every step is made of chunks."""
         self._block_size, self._is_used = block_size, is_used
         self.sequences: list[Sequence] = []

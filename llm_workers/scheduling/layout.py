@@ -16,10 +16,9 @@ from llm_workers.scheduling.plan import Splice
 
 
 class UnitSpan(NamedTuple):
-    """From the first position that takes rows of a unit to the end of its last run, over all occurrences."""
+    """A unit, and where its last run ends, over all occurrences."""
 
     unit: UnitKey
-    start: int
     end: int
 
 
@@ -37,7 +36,7 @@ class PromptLayout:
         self.unit_to_tokens = _unit_tokens(self._media, self._run_units)
         spans: dict[UnitKey, UnitSpan] = {}
         for run, unit in zip(self._runs, self._run_units, strict=True):
-            spans[unit] = UnitSpan(unit, spans[unit].start if unit in spans else run.offset, run.end)
+            spans[unit] = UnitSpan(unit, run.end)
         self._unit_to_runs: dict[UnitKey, list[PlaceholderRange]] = {}
         for run, unit in zip(self._runs, self._run_units, strict=True):
             self._unit_to_runs.setdefault(unit, []).append(run)

@@ -1,0 +1,104 @@
+"""What is refused before anything is taken, in words that name it; and what a layout says of its media."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from scheduling_cases import image, positions, request, unit
+
+from fabric.errors import ContextLengthExceeded, FeatureMismatch, InvalidRequest, ProtocolError, WeftError
+from fabric.messages import GenerateRequest, PlaceholderRange, StopConditions
+from llm_workers.config import WorkerConfig
+from llm_workers.scheduling.arrival import prepare
+from llm_workers.scheduling.layout import PromptLayout
+
+CONFIG = WorkerConfig(block_size=4, num_blocks=16)
+MAX_MODEL_LEN = 100
+
+
+def arrive(of: GenerateRequest, config: WorkerConfig = CONFIG):
+    return prepare(of, positions(of), config, MAX_MODEL_LEN, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("of", "kind", "message", "param"),
+    [
+        (request("a", []), InvalidRequest, "the prompt is empty", None),
+        (request("a", 5, num_choices=0), InvalidRequest, "n must be at least 1, not 0", "n"),
+        (
+            request("a", 5, stop=StopConditions(max_tokens=0)),
+            InvalidRequest,
+            "max_tokens must be at least 1, not 0",
+            "max_tokens",
+        ),
+        (request("a", 100), ContextLengthExceeded, "the prompt has 100 tokens, the context 100", "messages"),
+        (request("a", 65), ContextLengthExceeded, "the prompt has 65 tokens, a worker has room for 64", "messages"),
+        (
+            request("a", 5, num_choices=2, emitted=((1,),)),
+            ProtocolError,
+            "tokens of 1 choices were sent for 2",
+            None,
+        ),
+    ],
+)
+def test_what_can_never_run_is_refused_by_name(
+    of: GenerateRequest, kind: type[WeftError], message: str, param: str | None
+) -> None:
+    with pytest.raises(kind) as caught:
+        arrive(of)
+    assert (caught.value.message, caught.value.param) == (message, param)
+
+
+def test_choices_share_the_prompts_hashes_and_none_of_their_lists() -> None:
+    arrival = arrive(request("a", 10, num_choices=3))
+    hashes = [sequence.hashes for sequence in arrival.sequences]
+    assert [len(one) for one in hashes] == [2, 2, 2]
+    assert hashes[0] == hashes[1] == hashes[2]
+    assert len({id(one) for one in hashes}) == 3
+    alone = arrive(request("a", 10, num_choices=1))
+    assert alone.sequences[0].hashes == hashes[0]
+
+
+def run(offset: int, length: int, item: int = 0, unit_index: int = 0, row: int = 0) -> PlaceholderRange:
+    return PlaceholderRange(offset, length, item, unit_index, row)
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ((run(4, 0),), "placeholders [4, 4) overlap or leave the prompt of 20"),
+        ((run(4, 3), run(6, 1, row=3)), "placeholders [6, 7) overlap or leave the prompt of 20"),
+        ((run(18, 3),), "placeholders [18, 21) overlap or leave the prompt of 20"),
+        ((run(4, 3, item=1),), "placeholders [4, 7) name media item 1, which is not there"),
+        ((run(4, 3, item=-1),), "placeholders [4, 7) name media item -1, which is not there"),
+        ((run(4, 9),), "placeholders [4, 13) take rows that item 0 has not"),
+        ((run(4, 3, unit_index=1),), "placeholders [4, 7) take rows that item 0 has not"),
+    ],
+)
+def test_placeholders_that_contradict_the_prompt_are_refused(runs: tuple[PlaceholderRange, ...], message: str) -> None:
+    of = msgspec.structs.replace(request("a", 20, [("picture", 4, 8)]), placeholders=runs)
+    with pytest.raises(ProtocolError) as caught:
+        PromptLayout(of)
+    assert caught.value.message == message
+
+
+def test_an_item_with_anothers_index_is_not_there() -> None:
+    of = msgspec.structs.replace(request("a", 20, [("picture", 4, 8)]), media=(image("picture", 3, 8),))
+    with pytest.raises(ProtocolError, match="name media item 0, which is not there"):
+        PromptLayout(of)
+
+
+def test_one_medium_of_two_sizes_is_refused_with_its_part() -> None:
+    with pytest.raises(FeatureMismatch) as caught:
+        PromptLayout(request("a", 40, [("picture", 4, 8), ("picture", 20, 9)]))
+    assert (caught.value.message, caught.value.param) == ("one medium with 8 and with 9 tokens", "messages.0.1")
+
+
+def test_units_are_named_when_their_last_run_ends() -> None:
+    """Once, by the chunk that it ends in; a run may be a single token."""
+    layout = PromptLayout(request("a", 60, [("one", 2, 1), ("two", 10, 5), ("two", 30, 5), ("three", 40, 2)]))
+    assert layout.units_completed(0, 3) == [unit("one")]
+    assert layout.units_completed(3, 20) == []
+    assert layout.units_completed(20, 42) == [unit("two"), unit("three")]
+    assert layout.units_completed(42, 60) == []
+    assert layout.units_after(3) == [unit("two"), unit("three")]
