@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy import compose
 from deploy.config import ClusterConfig
 from fabric.errors import ConfigError
 from loadtest.benches.engine_parts import PROMPT_TOKENS, forward_shares, splice_times
@@ -109,7 +110,7 @@ def _peer(name: str, chosen: argparse.Namespace, model_dir: Path, has_pictures: 
 
 async def _run(chosen: argparse.Namespace, model_dir: Path, peers: Sequence[Peer]) -> BenchResult:
     load = Load(chosen.concurrency, chosen.prompt_tokens, chosen.output_tokens)
-    config = _config(chosen, model_dir, load)
+    config, _ = compose.open_model(_config(chosen, model_dir, load))
     ours: list[Measured] = []
     rates: dict[str, list[float]] = {peer.name: [] for peer in peers}
     try:
@@ -132,6 +133,7 @@ async def _run(chosen: argparse.Namespace, model_dir: Path, peers: Sequence[Peer
             peer.close()
     medians = {name: statistics.median(taken) for name, taken in rates.items()}
     result = _result(load, Measured(*map(statistics.median, zip(*ours, strict=True))), medians)
+    result.variant = "" if config.model.dtype == "bfloat16" else config.model.dtype
     _add_splits(result, split, many)
     _add_parts(result, config, load)
     return result
