@@ -11,6 +11,7 @@ import asyncio
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,10 +134,9 @@ async def _run(chosen: argparse.Namespace, model_dir: Path, peers: Sequence[Peer
             peer.close()
     medians = {name: statistics.median(taken) for name, taken in rates.items()}
     result = _result(load, Measured(*map(statistics.median, zip(*ours, strict=True))), medians)
-    result.variant = "" if config.model.dtype == "bfloat16" else config.model.dtype
     _add_splits(result, split, many)
     _add_parts(result, config, load)
-    return result
+    return replace(result, variant="" if config.model.dtype == "bfloat16" else config.model.dtype)
 
 
 def _config(chosen: argparse.Namespace, model_dir: Path, load: Load) -> ClusterConfig:
