@@ -69,8 +69,8 @@ def resolve_model_dir(config: ClusterConfig) -> Path:
 
 
 def open_model(config: ClusterConfig) -> tuple[ClusterConfig, Model]:
-    """The configured checkpoint, and the config with what `auto` stands for: once, where a cluster is started. Raises
-    ConfigError as `resolve_model_dir` and `load_model` do."""
+    """Returns the config with what `auto` stands for, and the configured checkpoint. Called once, where a cluster is
+    started. Raises ConfigError as `resolve_model_dir` and `load_model` do."""
     directory = resolve_model_dir(config)
     config = with_dtype(config, directory)
     return config, load_model(config, directory)

@@ -28,7 +28,7 @@ _NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 
 
 def with_dtype(config: ClusterConfig, model_dir: Path) -> ClusterConfig:
-    """The config with a dtype in place of `auto`. What this machine's processor can stands for all machines."""
+    """Returns the config with a dtype in place of `auto`. This machine's processor stands for those of all machines."""
     if config.model.dtype != "auto":
         return config
     stored = stored_dtype(json.loads((model_dir / "config.json").read_text()))
@@ -42,8 +42,8 @@ def with_dtype(config: ClusterConfig, model_dir: Path) -> ClusterConfig:
 
 
 def stored_dtype(checkpoint: Mapping[str, Any]) -> str:
-    """What a checkpoint's config.json says of its weights; float32 if that is nothing, or a dtype that is not
-    computed in."""
+    """Returns the dtype that a checkpoint's config.json names for its weights; float32 if it names none, or one that
+    Weft does not compute in."""
     for key in ("dtype", "torch_dtype"):
         if (named := checkpoint.get(key)) in ("float32", *DTYPE_TO_FLAGS):
             return str(named)
@@ -52,7 +52,7 @@ def stored_dtype(checkpoint: Mapping[str, Any]) -> str:
 
 
 def processor_flags(cpuinfo: Path) -> frozenset[str]:
-    """Of the first processor; none where the file is not there (macOS)."""
+    """Returns the flags of the first processor; none where the file is not there (macOS)."""
     if not cpuinfo.exists():
         return frozenset()
     for line in cpuinfo.read_text().splitlines():
