@@ -123,6 +123,7 @@ async def test_the_keys_let_one_in(make_plane, make_socket) -> None:
     third.send(encode_message(FORGED))
     plane.start(inbox)
     await inbox.wait_for(FORGED)
+    assert inbox.messages == [FORGED]
 
 
 @pytest.mark.parametrize("keys", [None, OTHERS], ids=["no keys", "another cluster's"])
