@@ -1,6 +1,7 @@
 """`weft bench engine`: tokens per second of one worker, where a step's time goes, and the same work on what a user
 would pick instead (`--against transformers,transformers-serve,vllm`), in turn, in one run, medians of the rounds. Each
 chooses its own dtype for the bfloat16 weights, unless `--dtype` says which; `vllm-float32` is vLLM that was told that.
+It runs on a CUDA device where there is one; `--size 7b` is of a size that a GPU is for.
 `--images N`: N requests at once that bring a picture each, through a whole cluster over HTTP. `--host`: the host's
 share of a decode step alone, with a model that does nothing."""
 
@@ -21,15 +22,16 @@ from fabric.errors import ConfigError
 from loadtest.benches.engine_parts import PROMPT_TOKENS, forward_shares, splice_times
 from loadtest.benches.peer_process import Peer, RoundsPeer, transformers_serve, vllm_serve
 from loadtest.benches.report import Bar, BenchResult
-from loadtest.benches.synthetic import VOCAB, llava_180m, qwen2_5_vl_180m, qwen2_180m
+from loadtest.benches.synthetic import VOCAB, llava_180m, qwen2_5_vl_180m, qwen2_7b, qwen2_180m
 from loadtest.benches.worker_load import Load, Measured, run_load, worker_of
 
 if TYPE_CHECKING:
     from llm_workers.service import WorkerService
 
 PEERS = Path(__file__).parent / "peers"
-MAX_STEP_TOKENS = 1024
-BLOCK_SIZE = 16
+MAX_STEP_TOKENS, GPU_MAX_STEP_TOKENS = 1024, 8192
+BLOCK_SIZE, GPU_BLOCK_SIZE = 16, 256
+"""The kernel that reads pages in place on a GPU wants blocks of 256 tokens."""
 MANY = Load(64, 64, 32)
 """Many short sequences running at once: what a step costs beside its forward shows most."""
 NAME_TO_BAR = {"transformers": 1.0, "vllm": 1.2, "vllm-float32": 1.2}
@@ -40,9 +42,17 @@ SPLICE_BAR_S, SPLICE_BAR_RATIO = 0.3e-3, 4 / 0.3
 Split = dict[str, float]
 
 
+def default_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="weft bench engine")
-    parser.add_argument("--model", type=Path, help="model directory (default: random, of 180M parameters)")
+    parser.add_argument("--model", type=Path, help="model directory (default: random weights of --size)")
+    parser.add_argument("--size", default="180m", choices=["180m", "7b"], help="of the random weights of a Qwen2")
+    parser.add_argument("--device", default=default_device(), choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--concurrency", type=int, default=32)
@@ -74,7 +84,7 @@ def run(arguments: Sequence[str] = ()) -> BenchResult:
         model_dir = chosen.model or (qwen2_5_vl_180m() if "vllm" in chosen.against else llava_180m())
         peers = start_peers(chosen, model_dir, has_pictures=True)
         return asyncio.run(run_pictures(chosen, model_dir, peers))
-    model_dir = chosen.model or qwen2_180m()
+    model_dir = chosen.model or (qwen2_7b() if chosen.size == "7b" else qwen2_180m())
     return asyncio.run(_run(chosen, model_dir, start_peers(chosen, model_dir)))
 
 
@@ -106,7 +116,9 @@ def _peer(name: str, chosen: argparse.Namespace, model_dir: Path, has_pictures: 
     if name not in name_to_command or has_pictures:
         known = "transformers-serve, vllm, vllm-float32, and without pictures transformers"
         raise ConfigError(f"no peer {name!r} here; there are {known}")
-    return RoundsPeer(name, [*name_to_command[name], str(model_dir), dtype, str(chosen.threads)])
+    if chosen.device == "cuda" and name != "transformers":
+        raise ConfigError(f"the peer {name!r} runs on a CPU here; take --device cpu, or transformers")
+    return RoundsPeer(name, [*name_to_command[name], str(model_dir), dtype, str(chosen.threads), chosen.device])
 
 
 async def _run(chosen: argparse.Namespace, model_dir: Path, peers: Sequence[Peer]) -> BenchResult:
@@ -136,16 +148,30 @@ async def _run(chosen: argparse.Namespace, model_dir: Path, peers: Sequence[Peer
     result = _result(load, Measured(*map(statistics.median, zip(*ours, strict=True))), medians)
     _add_splits(result, split, many)
     _add_parts(result, config, load)
-    return replace(result, variant="" if config.model.dtype == "bfloat16" else config.model.dtype)
+    return replace(result, variant=_variant(chosen, config.model.dtype))
+
+
+def _variant(chosen: argparse.Namespace, dtype: str) -> str:
+    """Names the file of results after what is not the default: `h100-7b-bfloat16`, `float32`."""
+    if chosen.device == "cpu":
+        return "" if dtype == "bfloat16" else dtype
+    import torch
+
+    return f"{torch.cuda.get_device_name().split()[1].lower()}-{chosen.size}-{dtype}"
 
 
 def _config(chosen: argparse.Namespace, model_dir: Path, load: Load) -> ClusterConfig:
     most = max(load.concurrency * (load.prompt_tokens + load.output_tokens), MANY.concurrency * 96)
+    is_gpu = chosen.device == "cuda"
+    block_size = GPU_BLOCK_SIZE if is_gpu else BLOCK_SIZE
     workers = {
-        "num_blocks": 2 * (most // BLOCK_SIZE + 2 * max(load.concurrency, MANY.concurrency)),
-        "block_size": BLOCK_SIZE,
-        "max_step_tokens": MAX_STEP_TOKENS,
+        "num_blocks": 2 * (most // block_size + 2 * max(load.concurrency, MANY.concurrency)),
+        "block_size": block_size,
+        "max_step_tokens": GPU_MAX_STEP_TOKENS if is_gpu else MAX_STEP_TOKENS,
         "max_sequences": max(MANY.concurrency, load.concurrency),
+        "device": chosen.device,
+        "gpus_per_replica": int(is_gpu),
+        "cuda_graphs": "auto" if is_gpu else "off",
     }
     model = {"path": model_dir, "dtype": chosen.dtype}
     return ClusterConfig.model_validate({"model": model, "workers": workers, "threads_per_replica": chosen.threads})

@@ -24,6 +24,8 @@ _KIND_TO_OPERATIONS: Mapping[str, tuple[str, ...]] = {
     "attention": (
         "aten::_scaled_dot_product_flash_attention_for_cpu",
         "aten::_scaled_dot_product_flash_attention",
+        "aten::_flash_attention_forward",
+        "aten::_efficient_attention_forward",
         "aten::_softmax",
     ),
     "pages": ("aten::index_select", "aten::index_copy_"),
@@ -98,28 +100,41 @@ def forward_shares(
     @torch.inference_mode()
     def forward(rows: list[Rows]) -> None:
         positions = np.concatenate([np.arange(row.start, row.context) for row in rows])[None]
-        embeddings = language_model.embed(torch.zeros(positions.shape[1], dtype=torch.int64))
-        last_rows = torch.tensor([row.at + row.num_tokens - 1 for row in rows])
+        device = language_model.device
+        embeddings = language_model.embed(torch.zeros(positions.shape[1], dtype=torch.int64, device=device))
+        last_rows = torch.tensor([row.at + row.num_tokens - 1 for row in rows], device=device)
         wanted = last_rows if len(last_rows) < len(embeddings) else None
-        language_model.forward(embeddings, torch.from_numpy(positions), backend(kv, rows), None, None, wanted)
+        places = torch.from_numpy(positions).to(device)
+        language_model.forward(embeddings, places, backend(kv, rows), None, None, wanted)
 
-    return {name: _shares(lambda rows=rows: forward(rows)) for name, rows in steps.items()}
+    is_gpu = language_model.device.type == "cuda"
+    return {name: _shares(lambda rows=rows: forward(rows), is_gpu=is_gpu) for name, rows in steps.items()}
 
 
-def _shares(forward: Callable[[], Any]) -> dict[str, float]:
+def _shares(forward: Callable[[], Any], *, is_gpu: bool) -> dict[str, float]:
+    """On a GPU the time of its kernels counts, by the operation that started them; what the host adds is idle time."""
+    import torch
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     forward()
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_gpu else [])]
+    with profile(activities=activities) as seen:
         begun = time.perf_counter()
         forward()
+        if is_gpu:
+            torch.cuda.synchronize()
         whole_us = (time.perf_counter() - begun) * 1e6
     operation_to_kind = {name: kind for kind, names in _KIND_TO_OPERATIONS.items() for name in names}
     kind_to_us: dict[str, float] = {}
     for event in seen.key_averages():
+        if event.device_type != DeviceType.CPU:
+            continue  # a kernel, which counts with the operation that started it
         kind = operation_to_kind.get(event.key, "norms, rotary and the rest")
-        kind_to_us[kind] = kind_to_us.get(kind, 0.0) + event.self_cpu_time_total
-    kind_to_us["outside torch (loops in C, Python)"] = max(0.0, whole_us - sum(kind_to_us.values()))
+        own_us = event.self_device_time_total if is_gpu else event.self_cpu_time_total
+        kind_to_us[kind] = kind_to_us.get(kind, 0.0) + own_us
+    outside = "waiting for the host" if is_gpu else "outside torch (loops in C, Python)"
+    kind_to_us[outside] = max(0.0, whole_us - sum(kind_to_us.values()))
     total = sum(kind_to_us.values())
     return {kind: us / total for kind, us in sorted(kind_to_us.items(), key=lambda item: -item[1])}
 

@@ -70,7 +70,16 @@ def machine() -> dict[str, object]:
         "cores": os.cpu_count(),
         "memory_gib": round(memory_gib, 1),
         "python": platform.python_version(),
+        **_gpu(),
     }
+
+
+def _gpu() -> dict[str, str]:
+    """Nothing where the bench did not import torch, or torch sees no CUDA device."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return {}
+    return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
 
 
 def commit() -> str:

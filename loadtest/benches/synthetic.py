@@ -43,6 +43,12 @@ def qwen2_180m() -> Path:
     return _cached("bench-qwen2-180m-2", _write_qwen2)
 
 
+def qwen2_7b() -> Path:
+    """A Qwen2 with the layers of Qwen2.5-7B and the small vocabulary of the others: 6.8 billion random parameters in
+    bfloat16, 13 GB. Cached; seeded."""
+    return _cached("bench-qwen2-7b-1", _write_qwen2_7b)
+
+
 def llava_180m() -> Path:
     """The same language model behind a small CLIP tower (12M parameters): a picture of 448 pixels is one tile of 256
     tokens. LLaVA, as its processor runs without torchvision in transformers too. Cached; seeded."""
@@ -71,6 +77,24 @@ def _write_qwen2(directory: Path) -> None:
 
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(**_TEXT)).to(torch.bfloat16).save_pretrained(directory)
+    _write_tokenizer(directory)
+
+
+def _write_qwen2_7b(directory: Path) -> None:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    }
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = Qwen2ForCausalLM._from_config(Qwen2Config(**_TEXT | sizes), dtype=torch.bfloat16)
+    model.save_pretrained(directory)
     _write_tokenizer(directory)
 
 

@@ -10,13 +10,13 @@ from protocol import Prompts, serve_rounds
 from transformers import AutoModelForCausalLM
 
 
-def main(model_dir: str, dtype: str, num_threads: int) -> None:
+def main(model_dir: str, dtype: str, num_threads: int, device: str) -> None:
     torch.set_num_threads(num_threads)
-    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).to(device).eval()
 
     @torch.inference_mode()
     def generate(prompts: Prompts, output_tokens: int) -> int:
-        ids = torch.tensor(prompts)
+        ids = torch.tensor(prompts, device=device)
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -31,4 +31,4 @@ def main(model_dir: str, dtype: str, num_threads: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
