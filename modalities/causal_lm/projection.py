@@ -1,8 +1,7 @@
-"""Matrix products with weights that are laid out once, at load, with what follows them done in the same pass.
+"""Matrix products with weights that are laid out once, at load, and what follows them.
 
-On a CPU oneDNN's own layout, which torch would make anew at every call; everywhere else the weights as they are. In
-float32 a product of 4 to 64 rows takes half to three quarters of the time then, one of a single row a fifth more.
-Knows nothing of models.
+On a CPU float32 is multiplied by a loop of our own (`native_product.py`), half precision by oneDNN in its own layout,
+which torch would make anew at every call; everywhere else the weights are as they were. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -13,15 +12,14 @@ import torch
 from torch import nn
 from torch.nn.functional import linear, silu
 
+from modalities.causal_lm.native_product import NativeWeights, is_native
+
 
 class Projection(nn.Module):
-    """`x W^T + b` for the weights of one or several `nn.Linear` over the same input, outputs side by side. Each call
-    takes `(n, in_features)` and returns a new `(n, out_features)`."""
+    """`x W^T + b`. Each call takes `(n, in_features)` and returns a new `(n, out_features)`."""
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        """The linears' weights are copied if there are several, else shared. All have a bias, or none has."""
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        weight, bias = _joined(linears)
         self.register_buffer("weight", weight, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
 
@@ -40,12 +38,32 @@ class Projection(nn.Module):
         return self(x).add_(summand)
 
 
+class NativeProjection(nn.Module):
+    """A Projection of float32 by `native_product.py`."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.weights = NativeWeights(weight)
+        self.register_buffer("bias", bias, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weights.multiply(x, self.bias)
+
+    def silu(self, x: torch.Tensor) -> torch.Tensor:
+        return silu(self(x), inplace=True)
+
+    def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return self(x).mul_(factor)
+
+    def plus(self, x: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
+        return self.weights.multiply(x, summand) if self.bias is None else self(x).add_(summand)
+
+
 class PackedProjection(nn.Module):
     """A Projection in oneDNN's layout. What follows a product is done before it is rounded."""
 
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        weight, bias = _joined(linears)
         self.register_buffer("weight", torch.ops.mkldnn._reorder_linear_weight(weight), persistent=False)
         self.register_buffer("bias", bias, persistent=False)
 
@@ -62,9 +80,13 @@ class PackedProjection(nn.Module):
         return torch.ops.mkldnn._linear_pointwise.binary(x, summand, self.weight, self.bias, "add")
 
 
-def project(*linears: nn.Linear) -> Projection | PackedProjection:
-    """The faster kind for these weights on their device."""
-    return PackedProjection(linears) if is_packable(linears[0].weight) else Projection(linears)
+def project(*linears: nn.Linear) -> Projection | NativeProjection | PackedProjection:
+    """Returns the linear layers over one input as one, outputs side by side, of the fastest kind for their weights on
+    their device. Weights of several are copied, those of one may be shared. All have a bias, or none has."""
+    weight, bias = _joined(linears)
+    if is_native(weight):
+        return NativeProjection(weight, bias)
+    return PackedProjection(weight, bias) if is_packable(weight) else Projection(weight, bias)
 
 
 def is_packable(weight: torch.Tensor) -> bool:

@@ -1,0 +1,166 @@
+/* Products of float32 rows with the weights of a linear layer, y = x W^T, the weights laid out once. They are kept in
+ * bfloat16 where that loses nothing, and widened on the way: a product of few rows takes as long as reading its weights.
+ *
+ * For any processor: the vectors are the compiler's own (GCC's and Clang's vector extensions). Compiled at first use by
+ * `native_product.py`, which checks every precondition. A row is computed alike whatever other rows are there.
+ */
+#include <stdint.h>
+#include <stdlib.h>
+
+#if defined(__AVX512F__)
+#define LANES 16 /* values of a vector */
+#define ROWS 12  /* rows at a time: their sums, two vectors each, stay in registers */
+#elif defined(__aarch64__)
+#define LANES 4
+#define ROWS 12
+#elif defined(__AVX__)
+#define LANES 8
+#define ROWS 6
+#else
+#define LANES 4
+#define ROWS 6
+#endif
+#define PANEL (2 * LANES)  /* outputs at a time */
+#define DEPTH 1024         /* inputs at a time, */
+#define ROWS_AT_ONCE 240   /* and so many rows of them: both of a panel and of the rows stay in second-level cache */
+#define PREFETCH_DEPTH 32  /* inputs ahead */
+
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+typedef float unaligned_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t whole_lanes __attribute__((vector_size(4 * LANES)));
+typedef uint32_t unaligned_whole_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+
+typedef struct {
+  const float *x;      /* (num_rows, num_in), dense */
+  const void *panels;  /* as `weft_lay_out` fills them */
+  const float *addend; /* NULL, or what is added: rows of num_out values, `addend_stride` values apart (0: one for all) */
+  float *y;            /* (num_rows, num_out), dense */
+  int64_t num_rows, num_in, num_out, addend_stride;
+  int32_t is_narrow;   /* the weights are kept in bfloat16 */
+} Product;
+
+static inline lanes load(const float *from) { return *(const unaligned_lanes *)from; }
+static inline void store(float *to, lanes x) { *(unaligned_lanes *)to = x; }
+
+/* Outputs that are computed at a time: `num_out` is a multiple. */
+int64_t weft_panel_width(void) { return PANEL; }
+
+/* `weight` (num_out, num_in) -> panels of PANEL outputs, each (num_in, PANEL): as they are, or in bfloat16, where one
+ * word holds output i in its low half and output LANES + i in its high half. All values must be bfloat16's then. */
+void weft_lay_out(const uint32_t *weight, int64_t num_out, int64_t num_in, int is_narrow, uint32_t *panels) {
+  const int64_t words = is_narrow ? LANES : PANEL;
+#pragma omp parallel for
+  for (int64_t panel = 0; panel < num_out / PANEL; panel++) {
+    const uint32_t *from = weight + panel * PANEL * num_in;
+    uint32_t *to = panels + panel * num_in * words;
+    for (int64_t in = 0; in < num_in; in++)
+      for (int64_t word = 0; word < words; word++) {
+        const uint32_t first = from[word * num_in + in];
+        to[in * words + word] = is_narrow ? first >> 16 | from[(word + LANES) * num_in + in] : first;
+      }
+  }
+}
+
+/* y of `num_rows` rows (at most ROWS) and one panel, from `depth` inputs: the first ones, or added to what y holds. */
+static inline __attribute__((always_inline)) void tile(
+    const float *x, const uint32_t *panel, int64_t depth, int is_first, const float *addend, int64_t addend_stride,
+    float *y, int64_t y_stride, const int num_rows, const int is_narrow) {
+  lanes low[ROWS], high[ROWS];
+  for (int row = 0; row < num_rows; row++) low[row] = high[row] = (lanes){0};
+  for (int64_t in = 0; in < depth; in++) {
+    lanes first, second;
+    if (is_narrow) {
+      const whole_lanes both = *(const unaligned_whole_lanes *)(panel + in * LANES);
+      first = (lanes)(both << 16);
+      second = (lanes)(both & 0xffff0000u);
+      __builtin_prefetch(panel + (in + PREFETCH_DEPTH) * LANES, 0, 3);
+    } else {
+      first = load((const float *)panel + in * PANEL);
+      second = load((const float *)panel + in * PANEL + LANES);
+      __builtin_prefetch(panel + (in + PREFETCH_DEPTH) * PANEL, 0, 3);
+      __builtin_prefetch(panel + (in + PREFETCH_DEPTH) * PANEL + LANES, 0, 3);
+    }
+    __builtin_prefetch(x + (in + PREFETCH_DEPTH) * ROWS, 0, 3);
+    for (int row = 0; row < num_rows; row++) {
+      const float value = x[in * ROWS + row];
+      low[row] += value * first;
+      high[row] += value * second;
+    }
+  }
+  for (int row = 0; row < num_rows; row++) {
+    if (!is_first) {
+      low[row] += load(y + row * y_stride);
+      high[row] += load(y + row * y_stride + LANES);
+    }
+    if (addend) {
+      low[row] += load(addend + row * addend_stride);
+      high[row] += load(addend + row * addend_stride + LANES);
+    }
+    store(y + row * y_stride, low[row]);
+    store(y + row * y_stride + LANES, high[row]);
+  }
+}
+
+#define FOR_ROWS(num_rows, call)                                                                                       \
+  switch (num_rows) {                                                                                                  \
+    case 1: call(1); break;                                                                                            \
+    case 2: call(2); break;                                                                                            \
+    case 3: call(3); break;                                                                                            \
+    case 4: call(4); break;                                                                                            \
+    case 5: call(5); break;                                                                                            \
+    case 6: call(6); break;                                                                                            \
+    case 7: call(7 < ROWS ? 7 : ROWS); break;                                                                          \
+    case 8: call(8 < ROWS ? 8 : ROWS); break;                                                                          \
+    case 9: call(9 < ROWS ? 9 : ROWS); break;                                                                          \
+    case 10: call(10 < ROWS ? 10 : ROWS); break;                                                                       \
+    case 11: call(11 < ROWS ? 11 : ROWS); break;                                                                       \
+    default: call(ROWS);                                                                                               \
+  }
+
+/* One panel of the rows [first, last), which lie in `laid` as `lay_rows` leaves them. */
+static void fill_panel(const Product *product, int64_t panel, int64_t first, int64_t last, const float *laid) {
+  const int64_t num_in = product->num_in, num_out = product->num_out, stride = product->addend_stride;
+  const uint32_t *weights = (const uint32_t *)product->panels + panel * num_in * (product->is_narrow ? LANES : PANEL);
+  for (int64_t in = 0; in < num_in; in += DEPTH) {
+    const int64_t depth = num_in - in < DEPTH ? num_in - in : DEPTH;
+    const int is_last = in + depth == num_in;
+    for (int64_t row = first; row < last; row += ROWS) {
+      const float *x = laid + (row - first) * num_in + in * ROWS;
+      float *y = product->y + row * num_out + panel * PANEL;
+      const float *addend = product->addend && is_last ? product->addend + row * stride + panel * PANEL : NULL;
+#define NARROW(n) tile(x, weights + in * LANES, depth, in == 0, addend, stride, y, num_out, n, 1)
+#define WIDE(n) tile(x, weights + in * PANEL, depth, in == 0, addend, stride, y, num_out, n, 0)
+      if (product->is_narrow)
+        FOR_ROWS(last - row, NARROW)
+      else
+        FOR_ROWS(last - row, WIDE)
+#undef NARROW
+#undef WIDE
+    }
+  }
+}
+
+/* The rows from `first` on, ROWS at most, input by input. */
+static void lay_rows(const Product *product, int64_t first, int64_t last, float *laid) {
+  const int64_t num_in = product->num_in, num_rows = last - first < ROWS ? last - first : ROWS;
+  for (int64_t row = 0; row < num_rows; row++)
+    for (int64_t in = 0; in < num_in; in++) laid[in * ROWS + row] = product->x[(first + row) * num_in + in];
+}
+
+/* 0, or 1 when there is no memory for rows laid out. */
+int weft_product(const Product *product, int num_threads) {
+  const int64_t num_rows = product->num_rows, num_in = product->num_in;
+  const int64_t at_once = num_rows < ROWS_AT_ONCE ? (num_rows + ROWS - 1) / ROWS * ROWS : ROWS_AT_ONCE;
+  float *laid = malloc(sizeof(float) * at_once * num_in);
+  if (laid == NULL) return 1;
+#pragma omp parallel num_threads(num_threads)
+  for (int64_t first = 0; first < num_rows; first += at_once) {
+    const int64_t last = first + at_once < num_rows ? first + at_once : num_rows;
+#pragma omp for schedule(static)
+    for (int64_t row = first; row < last; row += ROWS) lay_rows(product, row, last, laid + (row - first) * num_in);
+#pragma omp for schedule(dynamic)
+    for (int64_t panel = 0; panel < product->num_out / PANEL; panel++) fill_panel(product, panel, first, last, laid);
+  }
+  free(laid);
+  return 0;
+}
