@@ -1,7 +1,7 @@
 """A C source file as a loaded library: compiled by the machine's C compiler at first use, kept in the user's cache.
 
-The name in the cache changes with source, options, compiler and processor, as the code is made for the processor that
-it is compiled on. What others could have written is never loaded. Knows nothing of what the code does.
+The name in the cache changes with the source, the headers beside it, options, compiler and processor, as the code is
+made for the processor that it is compiled on. What others could have written is never loaded. Knows nothing of what the code does.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def _fingerprint(compiler: str, source: Path) -> str:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S).stdout
     processor = Path("/proc/cpuinfo").read_bytes().partition(b"flags")[2].partition(b"\n")[0]
     options = "\0".join((compiler, *COMPILE_OPTIONS, *LINK_OPTIONS)).encode()
-    made_from = b"\0".join((options, version, processor, source.read_bytes()))
+    headers = [header.read_bytes() for header in sorted(source.parent.glob("*.h"))]
+    made_from = b"\0".join((options, version, processor, source.read_bytes(), *headers))
     return hashlib.blake2b(made_from, digest_size=8).hexdigest()
 
 

@@ -1,5 +1,4 @@
-"""Attention in C, on a CPU: pages are read where they lie. Of bfloat16 on processors with AVX512-BF16, where chunks of
-prompts are attended to as well; of float32, rows that decode, on any processor.
+"""Attention in C, on a CPU, over pages: of bfloat16 on processors with AVX512-BF16, of float32 on any processor.
 
 The sources are compiled at first use (about a second). Where that can't be done, attention goes by torch: results
 differ by rounding alone. Knows nothing of requests and models.
@@ -25,7 +24,7 @@ DTYPE_TO_SOURCE = {
 _LANES, _DIM_MULTIPLE = 16, 32
 """Of the C sources: tokens at a time, values at a time."""
 _MAX_DIM, _MAX_GROUP = 256, 96
-"""Of the C source, for chunks: values of a head, query heads of a head of keys."""
+"""Of the C sources, for chunks: values of a head, query heads of a head of keys."""
 
 
 class _Step(ctypes.Structure):
@@ -111,10 +110,10 @@ class NativeChunks:
     def attend(self, layer: int, queries: torch.Tensor, out: torch.Tensor, scaling: float) -> None:
         """`queries` `(num_tokens, num_heads, head_dim)`, the packed rows of the step; fills the chunks' rows of `out`,
         which is as large and contiguous."""
-        library = _library(torch.bfloat16)
+        library = _library(self._kv.dtype)
         assert library is not None
         assert out.is_contiguous()
-        assert queries.dtype == out.dtype == torch.bfloat16
+        assert queries.dtype == out.dtype == self._kv.dtype
         assert scaling > 0
         if queries.stride(2) != 1 or queries.stride(1) != queries.shape[2]:
             queries = queries.contiguous()
@@ -136,9 +135,9 @@ class NativeChunks:
 
 
 def is_native_for_chunks(kv: PagedKV, num_heads: int) -> bool:
-    """Whether chunks of prompts are attended to faster by the C code: not where torch has the matrix units of AMX, nor
-    in float32."""
-    if kv.dtype != torch.bfloat16 or not is_native(kv) or torch.cpu._is_amx_tile_supported():
+    """Whether chunks of prompts are attended to faster by the C code: not in bfloat16 where torch has the matrix units
+    of AMX."""
+    if not is_native(kv) or (kv.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()):
         return False
     _, num_kv_heads, head_dim = kv.layer(0)[0].shape
     return head_dim <= _MAX_DIM and num_heads <= _MAX_GROUP * num_kv_heads
@@ -156,14 +155,12 @@ def is_native(kv: PagedKV) -> bool:
 @functools.cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """None where it can't be had."""
-    is_half = dtype == torch.bfloat16
-    if is_half and not torch.cpu._is_avx512_bf16_supported():
+    if dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
         return None
     library = load_c_library(DTYPE_TO_SOURCE[dtype])
     if library is not None:
         library.weft_decode_attention.argtypes = [ctypes.POINTER(_Step), ctypes.c_int]
         library.weft_decode_attention.restype = ctypes.c_int
-        if is_half:
-            library.weft_chunk_attention.argtypes = [ctypes.POINTER(_Chunks), ctypes.c_int]
-            library.weft_chunk_attention.restype = ctypes.c_int
+        library.weft_chunk_attention.argtypes = [ctypes.POINTER(_Chunks), ctypes.c_int]
+        library.weft_chunk_attention.restype = ctypes.c_int
     return library

@@ -8,24 +8,14 @@
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
 #ifndef __AVX512BF16__
 #error "needs AVX512-BF16"
 #endif
 
-#define LANES 16
-#define MAX_GROUP 8
-
-typedef struct {
-  const uint16_t *queries;              /* (num_rows, num_heads, head_dim), rows dense */
-  const uint16_t *keys, *values;        /* (num_slots, num_kv_heads, head_dim) */
-  const int64_t *blocks, *contexts;     /* (num_rows, max_blocks), (num_rows) */
-  uint16_t *out;                        /* as queries */
-  int64_t num_rows, num_heads, num_kv_heads, head_dim, block_size, max_blocks;
-  float scale;
-} Step;
+typedef uint16_t number;
+#include "paged_steps.h"
 
 static inline void transpose(__m512i r[LANES]) {
   __m512i t[LANES];
@@ -135,18 +125,6 @@ static inline __m512i unwoven(const float *sums, __m512 share) {
       _mm512_permutex2var_ps(low, second, high), _mm512_permutex2var_ps(low, first, high));
 }
 
-#define FOR_GROUP(group, call)                                                                                         \
-  switch (group) {                                                                                                     \
-    case 1: call(1); break;                                                                                            \
-    case 2: call(2); break;                                                                                            \
-    case 3: call(3); break;                                                                                            \
-    case 4: call(4); break;                                                                                            \
-    case 5: call(5); break;                                                                                            \
-    case 6: call(6); break;                                                                                            \
-    case 7: call(7); break;                                                                                            \
-    default: call(8);                                                                                                  \
-  }
-
 /* Turns `context` scores into weights in bfloat16, which take the first half of their place; returns one over the sum
  * of the weights as they were rounded, so that rounding moves no mass. A last odd token is followed by a zero. */
 static float soften(float *scores, int64_t context, float scale) {
@@ -168,15 +146,9 @@ static float soften(float *scores, int64_t context, float scale) {
   return 1.0f / _mm512_reduce_add_ps(total);
 }
 
-/* The first of the sixteen tokens from position `at` on in `pages`. */
-static inline const uint16_t *tokens_at(
-    const Step *step, const uint16_t *pages, const int64_t *blocks, int64_t at) {
-  return pages + (blocks[at / step->block_size] * step->block_size + at % step->block_size) *
-                     step->num_kv_heads * step->head_dim;
-}
-
 /* Attends the heads [first, last) of keys and values of one row. While sixteen tokens are computed, the second-level
- * cache fetches the next ones: behind the keys come the values, and behind those the next row's keys. `scores`: room for their queries' heads times `width`. */
+ * cache fetches the next ones: behind the keys come the values, and behind those the next row's keys. `scores`: room for
+ * their queries' heads times `width`. */
 static void attend_row(const Step *step, int64_t row, int64_t first, int64_t last, float *scores, float *sums) {
   const int64_t follower = row + 1 < step->num_rows ? row + 1 : row;
   const uint16_t *next = tokens_at(step, step->keys, step->blocks + follower * step->max_blocks, 0);
@@ -258,20 +230,7 @@ int weft_decode_attention(const Step *step, int num_threads) {
 #define BLOCK 128
 #define TILE 32
 #define ROWS 12
-#define MAX_ROWS 96
-#define MAX_DIM 256
-
-typedef struct {
-  const uint16_t *queries;              /* (num_tokens, num_heads, head_dim), tokens `query_stride` values apart */
-  const uint16_t *keys, *values;        /* as in Step */
-  const int64_t *tables;                /* (num_chunks, max_blocks) */
-  const int64_t *firsts, *starts, *ends; /* (num_chunks): first row of the packed step, positions [start, end) */
-  uint16_t *out;                        /* (num_tokens, num_heads, head_dim), dense */
-  int64_t query_stride, num_chunks, num_heads, num_kv_heads, head_dim, block_size, max_blocks;
-  float scale;
-} Chunks;
-
-typedef struct {
+struct Room {
   uint16_t queries[MAX_ROWS * MAX_DIM];        /* of one row MAX_DIM apart */
   uint16_t keys[BLOCK * MAX_DIM];              /* (BLOCK / TILE, head_dim / 2, TILE, 2) */
   uint16_t values[BLOCK * MAX_DIM];            /* (head_dim / TILE, BLOCK / 2, TILE, 2), columns as unpacked */
@@ -279,7 +238,7 @@ typedef struct {
   uint16_t weights[ROWS * BLOCK];
   float sums[MAX_ROWS * MAX_DIM];              /* of one row head_dim apart, columns as in `values` */
   float most[MAX_ROWS], totals[MAX_ROWS];
-} __attribute__((aligned(64))) Room;
+} __attribute__((aligned(64)));
 
 /* c (ROWS, TILE) = or += a (ROWS, 2 * num_pairs) times b (num_pairs, TILE, 2). */
 static inline __attribute__((always_inline)) void multiply(
@@ -366,8 +325,7 @@ static inline void soften_along(
   *total += _mm512_reduce_add_ps(sum);
 }
 
-/* Attends `num_tokens` tokens of a chunk, from position `start` on and from row `first` of the step, with the query heads
- * of one head of keys. A row of the room is a token's head: heads of a token side by side. */
+/* A row of the room is a token's head: heads of a token side by side. */
 static void attend_piece(
     const Chunks *step, const int64_t *blocks, int64_t first, int64_t start, int64_t num_tokens, int64_t head,
     Room *room) {
@@ -417,31 +375,5 @@ static void attend_piece(
 
 /* 0, or 1 when there is no memory to work in. */
 int weft_chunk_attention(const Chunks *step, int num_threads) {
-  const int64_t group = step->num_heads / step->num_kv_heads, at_once = group < MAX_ROWS ? MAX_ROWS / group : 1;
-  int64_t num_tasks = 0;
-  int is_full = 0;
-  for (int64_t chunk = 0; chunk < step->num_chunks; chunk++)
-    num_tasks += (step->ends[chunk] - step->starts[chunk] + at_once - 1) / at_once * step->num_kv_heads;
-#pragma omp parallel num_threads(num_threads) reduction(| : is_full)
-  {
-    Room *room = aligned_alloc(64, sizeof(Room));
-    if (room == NULL) is_full = 1;
-#pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < num_tasks; task++) {
-      if (room == NULL) continue;
-      /* The last pieces see most: they come first, so that no thread is left alone with one. */
-      int64_t left = num_tasks - 1 - task, chunk = 0, pieces;
-      for (;; chunk++, left -= pieces * step->num_kv_heads) {
-        pieces = (step->ends[chunk] - step->starts[chunk] + at_once - 1) / at_once;
-        if (left < pieces * step->num_kv_heads) break;
-      }
-      const int64_t skipped = left / step->num_kv_heads * at_once, start = step->starts[chunk] + skipped;
-      const int64_t num_tokens = step->ends[chunk] - start < at_once ? step->ends[chunk] - start : at_once;
-      attend_piece(
-          step, step->tables + chunk * step->max_blocks, step->firsts[chunk] + skipped, start, num_tokens,
-          left % step->num_kv_heads, room);
-    }
-    free(room);
-  }
-  return is_full;
+  return attend_chunks(step, sizeof(Room), num_threads);
 }

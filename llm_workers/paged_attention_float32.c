@@ -1,31 +1,21 @@
-/* Attention of one query per sequence (decoding) over paged keys and values in float32, read where they lie.
+/* Attention over paged keys and values in float32: of one query per sequence (decoding), where they lie, and of a chunk
+ * of a prompt.
  *
  * For any processor: the vectors are the compiler's own (GCC's and Clang's vector extensions). Compiled at first use by
  * `native_attention.py`, which checks every precondition. What lies behind a sequence's last token is never read, and
  * what is not finite among its tokens shows in every result that sees it, but for a key whose score is -inf.
  */
 #include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
-#define LANES 16 /* values of a vector, and tokens at a time, which lie in one block */
-#define MAX_GROUP 8
+typedef float number;
+#include "paged_steps.h"
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef float unaligned_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef float half_lanes __attribute__((vector_size(2 * LANES)));
 typedef float quarter_lanes __attribute__((vector_size(LANES)));
 typedef int32_t whole_lanes __attribute__((vector_size(4 * LANES)));
-
-typedef struct {
-  const float *queries;             /* (num_rows, num_heads, head_dim), dense */
-  const float *keys, *values;       /* (num_slots, num_kv_heads, head_dim) */
-  const int64_t *blocks, *contexts; /* (num_rows, max_blocks), (num_rows) */
-  float *out;                       /* as queries */
-  int64_t num_rows, num_heads, num_kv_heads, head_dim, block_size, max_blocks;
-  float scale;
-} Step;
 
 static inline lanes load(const float *from) { return *(const unaligned_lanes *)from; }
 static inline void store(float *to, lanes x) { *(unaligned_lanes *)to = x; }
@@ -60,12 +50,6 @@ static inline lanes exponential(lanes x) {
   sum = sum * part + 6.93147181e-1f;
   sum = sum * part + 1.0f;
   return sum * (lanes)(((whole_lanes)shifted - 0x4b400000 + 127) << 23);
-}
-
-/* The first of the tokens from position `at` on in `pages`. */
-static inline const float *tokens_at(const Step *step, const float *pages, const int64_t *blocks, int64_t at) {
-  return pages + (blocks[at / step->block_size] * step->block_size + at % step->block_size) *
-                     step->num_kv_heads * step->head_dim;
 }
 
 /* scores[g * width + token] of `num_tokens` tokens for the `group` query heads of one head of keys. `ahead` is what the
@@ -114,20 +98,7 @@ static inline __attribute__((always_inline)) void gather(
   }
 }
 
-#define FOR_GROUP(group, call)                                                                                         \
-  switch (group) {                                                                                                     \
-    case 1: call(1); break;                                                                                            \
-    case 2: call(2); break;                                                                                            \
-    case 3: call(3); break;                                                                                            \
-    case 4: call(4); break;                                                                                            \
-    case 5: call(5); break;                                                                                            \
-    case 6: call(6); break;                                                                                            \
-    case 7: call(7); break;                                                                                            \
-    default: call(8);                                                                                                  \
-  }
-
-/* Turns `context` scores, with room behind them up to a multiple of LANES, into weights; returns one over their sum.
- * `scale` is above zero. */
+/* Turns `context` scores, with room behind them up to a multiple of LANES, into weights; returns one over their sum. */
 static float soften(float *scores, int64_t context, float scale) {
   lanes top = (lanes){0} - INFINITY, total = (lanes){0};
   for (int64_t at = context; at % LANES; at++) scores[at] = -INFINITY;
@@ -214,4 +185,152 @@ int weft_decode_attention(const Step *step, int num_threads) {
     free(scores);
   }
   return is_full;
+}
+
+/* ---- Chunks of prompts. Scores lie token by token, those of all queries side by side: a lane is a query, and neither the
+ * softmax nor a product adds across lanes. Keys and values of BLOCK tokens at a time are copied together once for many
+ * queries. ---- */
+
+#define BLOCK 128
+
+#if defined(__AVX512F__)
+#define PART 16 /* values of the processor's own vector */
+#define ROWS 12 /* rows at a time: their sums, two vectors each, stay in registers */
+#elif defined(__aarch64__)
+#define PART 4
+#define ROWS 12
+#elif defined(__AVX__)
+#define PART 8
+#define ROWS 6
+#else
+#define PART 4
+#define ROWS 6
+#endif
+#define TILE (2 * PART)
+#define PADDED (BLOCK + ROWS - 1)
+
+typedef float part __attribute__((vector_size(4 * PART)));
+typedef float unaligned_part __attribute__((vector_size(4 * PART), aligned(4), may_alias));
+
+struct Room {
+  float queries[MAX_DIM * MAX_ROWS]; /* (head_dim, MAX_ROWS) */
+  float keys[PADDED * MAX_DIM];      /* (PADDED, head_dim), zero behind the last token */
+  float values[BLOCK * MAX_DIM];     /* (BLOCK, head_dim) */
+  float scores[PADDED * MAX_ROWS];   /* (PADDED, MAX_ROWS) */
+  float sums[MAX_ROWS * MAX_DIM];    /* (MAX_ROWS, head_dim) */
+  float most[MAX_ROWS], totals[MAX_ROWS];
+  int32_t ends[MAX_ROWS]; /* the position behind the last that a row sees; 0 for rows that nobody asked for */
+} __attribute__((aligned(64)));
+
+/* c (ROWS, TILE) = or += a times b: `a` (ROWS, depth) with steps of its own in both directions, `b` (depth, TILE). */
+static inline __attribute__((always_inline)) void multiply(
+    const float *a, int64_t a_row, int64_t a_depth, const float *b, int64_t b_stride, int64_t depth, float *c,
+    int64_t c_stride, const int adds) {
+  part low[ROWS], high[ROWS];
+  for (int row = 0; row < ROWS; row++) low[row] = high[row] = (part){0};
+  for (int64_t at = 0; at < depth; at++) {
+    const part first = *(const unaligned_part *)(b + at * b_stride);
+    const part second = *(const unaligned_part *)(b + at * b_stride + PART);
+    for (int row = 0; row < ROWS; row++) {
+      const float each = a[row * a_row + at * a_depth];
+      low[row] += each * first;
+      high[row] += each * second;
+    }
+  }
+  for (int row = 0; row < ROWS; row++) {
+    unaligned_part *to = (unaligned_part *)(c + row * c_stride), *behind = (unaligned_part *)(c + row * c_stride + PART);
+    if (adds) low[row] += *to, high[row] += *behind;
+    *to = low[row];
+    *behind = high[row];
+  }
+}
+
+/* The queries of a piece, input by input, and nothing summed yet. A row is a token's head: heads of a token side by
+ * side. */
+static void lay_queries(
+    const Chunks *step, int64_t first, int64_t start, int64_t num_rows, int64_t head, Room *room) {
+  const int64_t dim = step->head_dim, group = step->num_heads / step->num_kv_heads;
+  for (int64_t row = 0; row < MAX_ROWS; row++) {
+    const int is_asked = row < num_rows;
+    const float *query = step->queries + (first + row / group) * step->query_stride + (head * group + row % group) * dim;
+    for (int64_t d = 0; d < dim; d++) room->queries[d * MAX_ROWS + row] = is_asked ? query[d] : 0.0f;
+    room->most[row] = -INFINITY;
+    room->totals[row] = 0.0f;
+    room->ends[row] = is_asked ? start + row / group + 1 : 0;
+  }
+  memset(room->sums, 0, MAX_ROWS * dim * sizeof(float));
+}
+
+/* Keys and values of one head, positions [at, end). */
+static void copy_tokens(const Chunks *step, const int64_t *blocks, int64_t head, int64_t at, int64_t end, Room *room) {
+  const int64_t dim = step->head_dim, stride = step->num_kv_heads * dim, size = dim * sizeof(float);
+  for (int64_t token = at; token < end; token++) {
+    const int64_t slot = blocks[token / step->block_size] * step->block_size + token % step->block_size;
+    memcpy(room->keys + (token - at) * dim, step->keys + slot * stride + head * dim, size);
+    memcpy(room->values + (token - at) * dim, step->values + slot * stride + head * dim, size);
+  }
+  memset(room->keys + (end - at) * dim, 0, (ROWS - 1) * size);
+}
+
+/* LANES rows' scores of the positions [at, end) become weights, zero where a row does not see; what was summed before is
+ * scaled to the new largest score. */
+static void soften_along(Room *room, int64_t row, int64_t at, int64_t end, int64_t dim, float scale) {
+  float *scores = room->scores + row;
+  const whole_lanes ends = *(const whole_lanes *)(room->ends + row);
+  const lanes before = load(room->most + row);
+  lanes top = before, total = {0};
+  for (int64_t token = at; token < end; token++) {
+    const lanes x = load(scores + (token - at) * MAX_ROWS);
+    top = chosen((ends > (int32_t)token) & (x > top), x, top); /* leaves NaN out */
+  }
+  for (int64_t token = at; token < end; token++) {
+    float *score = scores + (token - at) * MAX_ROWS;
+    const lanes weights = chosen(ends > (int32_t)token, exponential((load(score) - top) * scale), (lanes){0});
+    store(score, weights);
+    total += weights;
+  }
+  const lanes shrunk = chosen(top != before, exponential((before - top) * scale), (lanes){0} + 1.0f);
+  for (int lane = 0; lane < LANES; lane++) {
+    if (top[lane] == before[lane]) continue;
+    float *sums = room->sums + (row + lane) * dim;
+    for (int64_t d = 0; d < dim; d += LANES) store(sums + d, load(sums + d) * shrunk[lane]);
+  }
+  store(room->totals + row, load(room->totals + row) * shrunk + total);
+  store(room->most + row, top);
+}
+
+static void attend_piece(
+    const Chunks *step, const int64_t *blocks, int64_t first, int64_t start, int64_t num_tokens, int64_t head,
+    Room *room) {
+  const int64_t dim = step->head_dim, group = step->num_heads / step->num_kv_heads, num_rows = num_tokens * group;
+  lay_queries(step, first, start, num_rows, head, room);
+  for (int64_t at = 0; at < start + num_tokens; at += BLOCK) {
+    const int64_t end = start + num_tokens - at < BLOCK ? start + num_tokens : at + BLOCK;
+    copy_tokens(step, blocks, head, at, end, room);
+    for (int64_t row = 0; row < num_rows; row += TILE) {
+      const int64_t last = row + TILE < num_rows ? row + TILE : num_rows, seen = room->ends[last - 1];
+      for (int64_t token = at; token < end && token < seen; token += ROWS)
+        multiply(
+            room->keys + (token - at) * dim, dim, 1, room->queries + row, MAX_ROWS, dim,
+            room->scores + (token - at) * MAX_ROWS + row, MAX_ROWS, 0);
+    }
+    for (int64_t row = 0; row < num_rows; row += LANES) soften_along(room, row, at, end, dim, step->scale);
+    for (int64_t row = 0; row < num_rows; row += ROWS) {
+      const int64_t seen = room->ends[row + ROWS < num_rows ? row + ROWS - 1 : num_rows - 1];
+      for (int64_t d = 0; d < dim && seen > at; d += TILE)
+        multiply(
+            room->scores + row, 1, MAX_ROWS, room->values + d, dim, (seen < end ? seen : end) - at,
+            room->sums + row * dim + d, dim, 1);
+    }
+  }
+  for (int64_t row = 0; row < num_rows; row++) {
+    float *out = step->out + ((first + row / group) * step->num_heads + head * group + row % group) * dim;
+    const float share = 1.0f / room->totals[row];
+    for (int64_t d = 0; d < dim; d += LANES) store(out + d, load(room->sums + row * dim + d) * share);
+  }
+}
+
+/* 0, or 1 when there is no memory to work in. */
+int weft_chunk_attention(const Chunks *step, int num_threads) {
+  return attend_chunks(step, sizeof(Room), num_threads);
 }

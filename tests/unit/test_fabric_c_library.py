@@ -48,7 +48,7 @@ def test_it_is_compiled_once(source: Path, cache: Path) -> None:
     assert first.stat().st_mode & 0o022 == cache.stat().st_mode & 0o022 == 0
 
 
-def test_other_sources_options_and_compilers_are_other_libraries(
+def test_other_sources_headers_options_and_compilers_are_other_libraries(
     source: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load_c_library(source)
@@ -63,7 +63,11 @@ def test_other_sources_options_and_compilers_are_other_libraries(
     load_c_library(source)
     source.write_text("int answer(void) { return 43; }\n")
     assert answer(load_c_library(source)) == 43
-    assert len(kept(cache)) == 5
+    source.write_text('#include "number.h"\nint answer(void) { return NUMBER; }\n')
+    for number in (44, 45):
+        source.with_name("number.h").write_text(f"#define NUMBER {number}\n")
+        assert answer(load_c_library(source)) == number
+    assert len(kept(cache)) == 7
 
 
 @pytest.mark.parametrize("is_directory", [True, False])
