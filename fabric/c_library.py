@@ -1,7 +1,8 @@
 """A C source file as a loaded library: compiled by the machine's C compiler at first use, kept in the user's cache.
 
 The name in the cache changes with the source, the headers beside it, options, compiler and processor, as the code is
-made for the processor that it is compiled on. What others could have written is never loaded. Knows nothing of what the code does.
+made for the processor that it is compiled on. What others could have written is never loaded. Knows nothing of what the
+code does.
 """
 
 from __future__ import annotations

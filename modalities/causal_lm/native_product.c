@@ -1,5 +1,6 @@
-/* Products of float32 rows with the weights of a linear layer, y = x W^T, the weights laid out once. They are kept in
- * bfloat16 where that loses nothing, and widened on the way: a product of few rows takes as long as reading its weights.
+/* Products of float32 rows with the weights of a linear layer, y = x W^T, the weights laid out once, and what follows a
+ * product. Weights are kept in bfloat16 where that loses nothing, and widened on the way: a product of few rows takes as
+ * long as reading its weights.
  *
  * For any processor: the vectors are the compiler's own (GCC's and Clang's vector extensions). Compiled at first use by
  * `native_product.py`, which checks every precondition. A row is computed alike whatever other rows are there.
@@ -33,11 +34,16 @@ typedef uint32_t unaligned_whole_lanes __attribute__((vector_size(4 * LANES), al
 typedef struct {
   const float *x;      /* (num_rows, num_in), dense */
   const void *panels;  /* as `weft_lay_out` fills them */
-  const float *addend; /* NULL, or what is added: rows of num_out values, `addend_stride` values apart (0: one for all) */
-  float *y;            /* (num_rows, num_out), dense */
-  int64_t num_rows, num_in, num_out, addend_stride;
-  int32_t is_narrow;   /* the weights are kept in bfloat16 */
+  float *y;            /* (num_rows, num_out), dense: y = x W^T, then in this order + bias, silu, * factor, + addend */
+  const float *bias;   /* NULL, or (num_out) */
+  const float *factor; /* NULL, or as y */
+  const float *addend; /* NULL, or as y */
+  int64_t num_rows, num_in, num_out;
+  int32_t has_silu;  /* y / (1 + exp(-y)) */
+  int32_t is_narrow; /* the weights are kept in bfloat16 */
 } Product;
+
+typedef int32_t signed_lanes __attribute__((vector_size(4 * LANES)));
 
 static inline lanes load(const float *from) { return *(const unaligned_lanes *)from; }
 static inline void store(float *to, lanes x) { *(unaligned_lanes *)to = x; }
@@ -61,12 +67,44 @@ void weft_lay_out(const uint32_t *weight, int64_t num_out, int64_t num_in, int i
   }
 }
 
-/* y of `num_rows` rows (at most ROWS) and one panel, from `depth` inputs: the first ones, or added to what y holds. */
+static inline lanes chosen(signed_lanes is_first, lanes first, lanes second) {
+  return (lanes)((is_first & (signed_lanes)first) | (~is_first & (signed_lanes)second));
+}
+
+/* x / (1 + exp(-x)); NaN stays NaN. 2 to the whole part of the exponent by its bits, to the rest by a polynomial. */
+static inline lanes silu(lanes x) {
+  lanes exponent = x * -1.44269504f;
+  exponent = chosen(exponent < -126.0f, (lanes){0} - 126.0f, exponent);
+  exponent = chosen(exponent > 128.0f, (lanes){0} + 128.0f, exponent); /* 2 to the 128 is infinite */
+  const lanes shifted = exponent + 12582912.0f; /* 1.5 * 2^23: rounds to whole numbers, which stand in the low bits */
+  const lanes part = exponent - (shifted - 12582912.0f);
+  lanes sum = part * 1.52527338e-5f + 1.54035304e-4f;
+  sum = sum * part + 1.33335581e-3f;
+  sum = sum * part + 9.61812911e-3f;
+  sum = sum * part + 5.55041087e-2f;
+  sum = sum * part + 2.40226507e-1f;
+  sum = sum * part + 6.93147181e-1f;
+  sum = sum * part + 1.0f;
+  return x / (sum * (lanes)(((signed_lanes)shifted - 0x4b400000 + 127) << 23) + 1.0f);
+}
+
+/* What follows a product, for LANES values of `row` from output `out` on. */
+static inline lanes followed(const Product *product, int64_t row, int64_t out, lanes y) {
+  const int64_t place = row * product->num_out + out;
+  if (product->bias) y += load(product->bias + out);
+  if (product->has_silu) y = silu(y);
+  if (product->factor) y *= load(product->factor + place);
+  if (product->addend) y += load(product->addend + place);
+  return y;
+}
+
+/* `num_rows` rows (at most ROWS) from `row` on and one panel of outputs from `out` on, over `depth` inputs: the first
+ * ones, the last ones, or some between. */
 static inline __attribute__((always_inline)) void tile(
-    const float *x, const uint32_t *panel, int64_t depth, int is_first, const float *addend, int64_t addend_stride,
-    float *y, int64_t y_stride, const int num_rows, const int is_narrow) {
+    const Product *product, const float *x, const uint32_t *panel, int64_t row, int64_t out, int64_t depth,
+    int is_first, int is_last, const int num_rows, const int is_narrow) {
   lanes low[ROWS], high[ROWS];
-  for (int row = 0; row < num_rows; row++) low[row] = high[row] = (lanes){0};
+  for (int i = 0; i < num_rows; i++) low[i] = high[i] = (lanes){0};
   for (int64_t in = 0; in < depth; in++) {
     lanes first, second;
     if (is_narrow) {
@@ -81,23 +119,20 @@ static inline __attribute__((always_inline)) void tile(
       __builtin_prefetch(panel + (in + PREFETCH_DEPTH) * PANEL + LANES, 0, 3);
     }
     __builtin_prefetch(x + (in + PREFETCH_DEPTH) * ROWS, 0, 3);
-    for (int row = 0; row < num_rows; row++) {
-      const float value = x[in * ROWS + row];
-      low[row] += value * first;
-      high[row] += value * second;
+    for (int i = 0; i < num_rows; i++) {
+      const float value = x[in * ROWS + i];
+      low[i] += value * first;
+      high[i] += value * second;
     }
   }
-  for (int row = 0; row < num_rows; row++) {
+  for (int i = 0; i < num_rows; i++) {
+    float *y = product->y + (row + i) * product->num_out + out;
     if (!is_first) {
-      low[row] += load(y + row * y_stride);
-      high[row] += load(y + row * y_stride + LANES);
+      low[i] += load(y);
+      high[i] += load(y + LANES);
     }
-    if (addend) {
-      low[row] += load(addend + row * addend_stride);
-      high[row] += load(addend + row * addend_stride + LANES);
-    }
-    store(y + row * y_stride, low[row]);
-    store(y + row * y_stride + LANES, high[row]);
+    store(y, is_last ? followed(product, row + i, out, low[i]) : low[i]);
+    store(y + LANES, is_last ? followed(product, row + i, out + LANES, high[i]) : high[i]);
   }
 }
 
@@ -119,17 +154,15 @@ static inline __attribute__((always_inline)) void tile(
 
 /* One panel of the rows [first, last), which lie in `laid` as `lay_rows` leaves them. */
 static void fill_panel(const Product *product, int64_t panel, int64_t first, int64_t last, const float *laid) {
-  const int64_t num_in = product->num_in, num_out = product->num_out, stride = product->addend_stride;
+  const int64_t num_in = product->num_in, out = panel * PANEL;
   const uint32_t *weights = (const uint32_t *)product->panels + panel * num_in * (product->is_narrow ? LANES : PANEL);
   for (int64_t in = 0; in < num_in; in += DEPTH) {
     const int64_t depth = num_in - in < DEPTH ? num_in - in : DEPTH;
-    const int is_last = in + depth == num_in;
+    const int is_first = in == 0, is_last = in + depth == num_in;
     for (int64_t row = first; row < last; row += ROWS) {
       const float *x = laid + (row - first) * num_in + in * ROWS;
-      float *y = product->y + row * num_out + panel * PANEL;
-      const float *addend = product->addend && is_last ? product->addend + row * stride + panel * PANEL : NULL;
-#define NARROW(n) tile(x, weights + in * LANES, depth, in == 0, addend, stride, y, num_out, n, 1)
-#define WIDE(n) tile(x, weights + in * PANEL, depth, in == 0, addend, stride, y, num_out, n, 0)
+#define NARROW(n) tile(product, x, weights + in * LANES, row, out, depth, is_first, is_last, n, 1)
+#define WIDE(n) tile(product, x, weights + in * PANEL, row, out, depth, is_first, is_last, n, 0)
       if (product->is_narrow)
         FOR_ROWS(last - row, NARROW)
       else

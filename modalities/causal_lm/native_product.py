@@ -21,47 +21,52 @@ class _Product(ctypes.Structure):
     """As in the C source."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "panels", "addend", "y")),
-        *((name, ctypes.c_int64) for name in ("num_rows", "num_in", "num_out", "addend_stride")),
-        ("is_narrow", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("x", "panels", "y", "bias", "factor", "addend")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_in", "num_out")),
+        *((name, ctypes.c_int32) for name in ("has_silu", "is_narrow")),
     ]
 
 
 class NativeWeights:
-    """The weights of one linear layer, laid out for the C code. They are a copy."""
+    """The weights and the bias of one linear layer, laid out for the C code. The weights are a copy."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        """`weight` float32 `(num_out, num_in)` for which `is_native` holds."""
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """`weight` float32 `(num_out, num_in)` for which `is_native` holds, `bias` `(num_out,)`."""
         library = _library()
         assert library is not None
         self.num_out, self.num_in = weight.shape
         self.is_narrow = bool((weight == weight.bfloat16()).all())
         """Whether they are kept in bfloat16, which loses nothing."""
+        self._bias = None if bias is None else bias.detach().float().contiguous()
         weight = weight.detach().contiguous()
         self._panels = torch.empty(weight.shape, dtype=torch.bfloat16 if self.is_narrow else torch.float32)
         library.weft_lay_out(weight.data_ptr(), *weight.shape, self.is_narrow, self._panels.data_ptr())
 
-    def multiply(self, x: torch.Tensor, addend: torch.Tensor | None = None) -> torch.Tensor:
-        """`x` `(n, num_in)` times the weights, and `addend`, `(num_out,)` or `(n, num_out)`, added: a new
-        `(n, num_out)`, all float32. A row's result does not depend on the other rows. Raises MemoryError."""
+    def multiply(
+        self,
+        x: torch.Tensor,
+        *,
+        has_silu: bool = False,
+        factor: torch.Tensor | None = None,
+        addend: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`x` `(n, num_in)` times the weights, plus the bias; then silu of it, times `factor`, plus `addend`, each if
+        asked for and `(n, num_out)`. A new `(n, num_out)`; all is float32. A row's result does not depend on the other
+        rows. Raises MemoryError."""
         library = _library()
         assert library is not None
-        assert x.dtype == torch.float32
         assert x.shape[1] == self.num_in
         x, y = x.contiguous(), torch.empty(len(x), self.num_out)
-        if addend is not None:
-            assert addend.dtype == torch.float32
-            assert addend.shape in (y.shape, y.shape[1:])
-            addend = addend.contiguous()
+        factor, addend = (None if each is None else each.contiguous() for each in (factor, addend))
+        assert x.dtype == torch.float32
+        for each in (factor, addend):
+            assert each is None or (each.shape == y.shape and each.dtype == torch.float32)
         product = _Product(
-            x.data_ptr(),
-            self._panels.data_ptr(),
-            None if addend is None else addend.data_ptr(),
-            y.data_ptr(),
+            *(None if each is None else each.data_ptr() for each in (x, self._panels, y, self._bias, factor, addend)),
             len(x),
             self.num_in,
             self.num_out,
-            self.num_out if addend is not None and addend.dim() == 2 else 0,
+            has_silu,
             self.is_narrow,
         )
         if library.weft_product(ctypes.byref(product), torch.get_num_threads()):

@@ -43,20 +43,19 @@ class NativeProjection(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self.weights = NativeWeights(weight)
-        self.register_buffer("bias", bias, persistent=False)
+        self.weights = NativeWeights(weight, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weights.multiply(x, self.bias)
+        return self.weights.multiply(x)
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
-        return silu(self(x), inplace=True)
+        return self.weights.multiply(x, has_silu=True)
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        return self(x).mul_(factor)
+        return self.weights.multiply(x, factor=factor)
 
     def plus(self, x: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
-        return self.weights.multiply(x, summand) if self.bias is None else self(x).add_(summand)
+        return self.weights.multiply(x, addend=summand)
 
 
 class PackedProjection(nn.Module):

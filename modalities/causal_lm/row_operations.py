@@ -1,5 +1,5 @@
-"""RMS norm and rotary positions in C, for bfloat16 on processors that have it; None where they can't be had, and the
-layers do the same by torch. Results differ by rounding alone."""
+"""RMS norm and rotary positions in C, for float32 and, on processors that have it, for bfloat16; None where they can't
+be had, and the layers do the same by torch. Results differ by rounding alone."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import torch
 
 from fabric.c_library import load_c_library
 
-SOURCE = Path(__file__).with_name("row_operations.c")
+DTYPE_TO_SOURCE = {
+    torch.bfloat16: Path(__file__).with_name("row_operations.c"),
+    torch.float32: Path(__file__).with_name("row_operations_float32.c"),
+}
 _LANES = 16
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 
 
 def native_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor | None:
     """`x` `(num_rows, width)`, `weight` `(width,)` -> a new tensor like `x`."""
-    if not _is_native(x) or x.dim() != 2 or weight.dtype != x.dtype or not x.is_contiguous() or x.shape[1] % _LANES:
-        return None
-    library = _library()
-    if library is None:
+    library = _library_for(x)
+    is_dense = x.dim() == 2 and x.is_contiguous() and weight.is_contiguous()
+    if library is None or weight.dtype != x.dtype or not is_dense or x.shape[1] % _LANES:
         return None
     out = torch.empty_like(x)
     place = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
@@ -32,11 +34,9 @@ def native_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.
 def native_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
     """`x` `(num_tokens, num_heads, head_dim)`, heads dense within a row; `cos` and `sin` `(num_tokens, head_dim)` ->
     a new, dense tensor like `x`."""
+    library = _library_for(x)
     is_dense = x.stride(2) == 1 and x.stride(1) == x.shape[2] and cos.is_contiguous() and sin.is_contiguous()
-    if not _is_native(x) or cos.dtype != x.dtype or not is_dense or x.shape[2] % (2 * _LANES):
-        return None
-    library = _library()
-    if library is None:
+    if library is None or cos.dtype != x.dtype or not is_dense or x.shape[2] % (2 * _LANES):
         return None
     out = torch.empty(x.shape, dtype=x.dtype)
     library.weft_rotate(
@@ -51,13 +51,15 @@ def native_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
     return out
 
 
-def _is_native(x: torch.Tensor) -> bool:
-    return x.device.type == "cpu" and x.dtype == torch.bfloat16
+def _library_for(x: torch.Tensor) -> ctypes.CDLL | None:
+    return _library(x.dtype) if x.device.type == "cpu" and x.dtype in DTYPE_TO_SOURCE else None
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    library = load_c_library(SOURCE) if torch.cpu._is_avx512_bf16_supported() else None
+def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    if dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
+        return None
+    library = load_c_library(DTYPE_TO_SOURCE[dtype])
     if library is not None:
         library.weft_row_norm.argtypes = [*[_POINTER] * 3, *[_COUNT] * 2, ctypes.c_float, ctypes.c_int]
         library.weft_rotate.argtypes = [_POINTER, _COUNT, *[_POINTER] * 3, *[_COUNT] * 3, ctypes.c_int]

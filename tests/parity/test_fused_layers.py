@@ -16,9 +16,10 @@ from llm_workers.attention import register_attention
 from llm_workers.attention_sdpa import SdpaStep
 from llm_workers.paged_kv import PagedKV, Rows
 from modalities.causal_lm import row_operations
-from modalities.causal_lm.fused_layers import FusedLayer, GatedMlp, OtherMlp, RowNorm, fused, rotate
+from modalities.causal_lm.fused_layers import FusedLayer, GatedMlp, OtherMlp, fused, rotate
 from modalities.causal_lm.language_model import CausalLM
 from modalities.causal_lm.projection import PackedProjection, Projection, is_packable, project
+from modalities.causal_lm.row_operations import native_norm, native_rotation
 from modalities.causal_lm.step_sizes import rounded_size
 from modalities.registry import REGISTRY
 from modalities.sharding import shard_weights
@@ -199,22 +200,28 @@ def test_deepstack_levels_meet_their_rows_in_a_rounded_step(monkeypatch: pytest.
     assert torch.nn.functional.cosine_similarity(single, half).min() > 0.99
 
 
-@pytest.mark.skipif(row_operations._library() is None, reason="no compiler, or no AVX512-BF16")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("num_rows", [1, 7, 300])
-def test_norm_and_rotation_in_c_are_torchs(monkeypatch: pytest.MonkeyPatch, num_rows: int) -> None:
+def test_norm_and_rotation_in_c_are_torchs(monkeypatch: pytest.MonkeyPatch, num_rows: int, dtype: torch.dtype) -> None:
+    if row_operations._library(dtype) is None:
+        pytest.skip("no compiler, or no AVX512-BF16")
     torch.manual_seed(num_rows)
-    norm = Qwen2RMSNorm(96, eps=1e-6).bfloat16()
+    norm = Qwen2RMSNorm(96, eps=1e-6).to(dtype)
     norm.weight.data.normal_()
-    x = (torch.randn(num_rows, 96) * 3).bfloat16()
-    ours, expected = RowNorm(norm)(x), norm(x)
-    torch.testing.assert_close(ours, expected, atol=0, rtol=2**-7)
-    assert (ours != expected).float().mean() < 0.01, "a sum in another order moves few values to their neighbours"
-    heads = torch.randn(num_rows, 5, 64).bfloat16()[:, :4]
+    x = (torch.randn(num_rows, 96) * 3).to(dtype)
+    ours, expected = native_norm(x, norm.weight.detach(), norm.variance_epsilon), norm(x)
+    assert ours is not None
+    torch.testing.assert_close(ours, expected, atol=0, rtol=2**-7 if dtype == torch.bfloat16 else 1e-6)
+    if dtype == torch.bfloat16:
+        assert (ours != expected).float().mean() < 0.01, "a sum in another order moves few values to their neighbours"
+    heads = torch.randn(num_rows, 5, 64).to(dtype)[:, :4]
     angles = torch.rand(1, num_rows, 32).mul(6).repeat(1, 1, 2)
-    table = (angles.cos().bfloat16(), angles.sin().bfloat16())
-    ours = rotate(heads, *table)
-    with monkeypatch.context() as patched:
-        patched.setattr(row_operations, "_library", lambda: None)
-        expected = rotate(heads, *table)
+    table = (angles.cos().to(dtype), angles.sin().to(dtype))
+    ours = native_rotation(heads, *(each[0] for each in table))
+    assert ours is not None
     assert ours.is_contiguous()
-    torch.testing.assert_close(ours, expected, atol=2e-2, rtol=2e-2)
+    with monkeypatch.context() as patched:
+        patched.setattr(row_operations, "_library", lambda _: None)
+        expected = rotate(heads, *table)
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.nn.functional import silu
 
 from fabric import c_library
 from modalities.causal_lm import native_product
@@ -37,16 +38,28 @@ def drawn(*shape: int, is_narrow: bool = False) -> torch.Tensor:
 @pytest.mark.parametrize("is_narrow", [True, False], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("num_in", [1, 37, 1024, 1025, 2500])
 def test_products_are_those_of_float64(processor: str, num_in: int, is_narrow: bool) -> None:
-    weight = drawn(WIDTH, num_in, is_narrow=is_narrow)
-    weights = NativeWeights(weight)
+    weight, bias = drawn(WIDTH, num_in, is_narrow=is_narrow), drawn(WIDTH)
+    without, weights = NativeWeights(weight), NativeWeights(weight, bias)
     assert weights.is_narrow == is_narrow
     for num_rows in (*range(1, 15), 240, 241, 500):
-        x = drawn(num_rows, num_in)
+        x, other = drawn(num_rows, num_in), drawn(num_rows, WIDTH)
         exact = x.double() @ weight.double().T
-        for addend in (None, drawn(WIDTH), drawn(num_rows, WIDTH)):
-            expected = exact if addend is None else exact + addend.double()
-            found = weights.multiply(x, addend)
-            torch.testing.assert_close(found.double(), expected, atol=1e-5 * num_in**0.5, rtol=0)
+        tolerance = {"atol": 1e-5 * num_in**0.5, "rtol": 1e-5}
+        torch.testing.assert_close(without.multiply(x).double(), exact, **tolerance)
+        exact += bias.double()
+        torch.testing.assert_close(weights.multiply(x).double(), exact, **tolerance)
+        found = weights.multiply(x, has_silu=True, factor=other, addend=other)
+        expected = silu(exact) * other.double() + other.double()
+        torch.testing.assert_close(found.double(), expected, atol=3 * tolerance["atol"], rtol=1e-5)
+
+
+def test_silu_of_any_size(processor: str) -> None:
+    values = torch.cat([torch.linspace(-200, 200, 4001), torch.tensor([float("inf"), 1e30, -1e30, 1e-30, -0.0])])
+    weight = torch.zeros(WIDTH, 1)
+    weight[0] = 1
+    found = NativeWeights(weight).multiply(values[:, None], has_silu=True)[:, 0]
+    torch.testing.assert_close(found, silu(values), atol=1e-36, rtol=1e-5)
+    assert NativeWeights(weight).multiply(torch.tensor([[float("nan")]]), has_silu=True).isnan().all()
 
 
 def test_a_rows_result_is_the_same_in_any_company(processor: str) -> None:
@@ -54,14 +67,13 @@ def test_a_rows_result_is_the_same_in_any_company(processor: str) -> None:
     x = drawn(301, 1100)
     for is_narrow in (True, False):
         weights = NativeWeights(drawn(WIDTH, 1100, is_narrow=is_narrow))
-        together = weights.multiply(x)
+        together, others = weights.multiply(x), [row for row in range(len(x)) if row not in (5, 6)]
         for first, last in ((0, 1), (7, 8), (3, 17), (100, 300), (296, 301)):
             assert torch.equal(weights.multiply(x[first:last]), together[first:last])
         spoilt = x.clone()
         spoilt[5] = float("nan")
         spoilt[6, 0] = float("inf")
         found = weights.multiply(spoilt)
-        others = [row for row in range(len(x)) if row not in (5, 6)]
         assert torch.equal(found[others], together[others])
         assert found[5].isnan().all()
         assert not found[6].isfinite().any()
