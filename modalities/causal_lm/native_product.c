@@ -29,6 +29,7 @@
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef float unaligned_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t whole_lanes __attribute__((vector_size(4 * LANES)));
+typedef int32_t signed_lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t unaligned_whole_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 typedef struct {
@@ -42,8 +43,6 @@ typedef struct {
   int32_t has_silu;  /* y / (1 + exp(-y)) */
   int32_t is_narrow; /* the weights are kept in bfloat16 */
 } Product;
-
-typedef int32_t signed_lanes __attribute__((vector_size(4 * LANES)));
 
 static inline lanes load(const float *from) { return *(const unaligned_lanes *)from; }
 static inline void store(float *to, lanes x) { *(unaligned_lanes *)to = x; }
@@ -183,6 +182,7 @@ static void lay_rows(const Product *product, int64_t first, int64_t last, float 
 /* 0, or 1 when there is no memory for rows laid out. */
 int weft_product(const Product *product, int num_threads) {
   const int64_t num_rows = product->num_rows, num_in = product->num_in;
+  if (num_rows == 0) return 0;
   const int64_t at_once = num_rows < ROWS_AT_ONCE ? (num_rows + ROWS - 1) / ROWS * ROWS : ROWS_AT_ONCE;
   float *laid = malloc(sizeof(float) * at_once * num_in);
   if (laid == NULL) return 1;
