@@ -152,12 +152,13 @@ async def _run(chosen: argparse.Namespace, model_dir: Path, peers: Sequence[Peer
 
 
 def _variant(chosen: argparse.Namespace, dtype: str) -> str:
-    """Names the file of results after what is not the default: `h100-7b-bfloat16`, `float32`."""
-    if chosen.device == "cpu":
-        return "" if dtype == "bfloat16" else dtype
-    import torch
+    """Names the file of results after what is not the default: `h100-7b`, `float32`."""
+    names = [name for name, default in ((chosen.size, "180m"), (dtype, "bfloat16")) if name != default]
+    if chosen.device == "cuda":
+        import torch
 
-    return f"{torch.cuda.get_device_name().split()[1].lower()}-{chosen.size}-{dtype}"
+        names.insert(0, torch.cuda.get_device_name().split()[1].lower())
+    return "-".join(names)
 
 
 def _config(chosen: argparse.Namespace, model_dir: Path, load: Load) -> ClusterConfig:
