@@ -22,7 +22,7 @@ import numpy as np
 from encoder_pool.array_pipe import receive, send
 from encoder_pool.decode_limits import DecodeLimits
 from fabric.errors import EncodeFailed, InvalidMedia, WeftError
-from fabric.helper_process import bind_to_parent, is_out_of_cpu, limit_memory, limited, yielding_thread
+from fabric.helper_process import bind_to_parent, exit_code_of, is_out_of_cpu, limit_memory, limited, yielding_thread
 from fabric.messages import MediaItem
 from modalities.family import EncoderInput, Family, MediaOptions
 from modalities.stopwatch import take_decode_s
@@ -143,8 +143,7 @@ class DecodeProcess:
 
     def _death(self) -> ProcessDied:
         self._process.kill()  # no matter to one that has ended
-        self._process.join()
-        return ProcessDied(is_out_of_cpu(self._process.exitcode))
+        return ProcessDied(is_out_of_cpu(exit_code_of(self._process)))
 
 
 def decode_item(family: Family, data: bytes, item: MediaItem, on_units: OnUnits, is_raw: bool = False) -> Decoded:

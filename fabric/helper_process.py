@@ -10,9 +10,11 @@ import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 
 PR_SET_PDEATHSIG = 1
 """prctl(2)."""
@@ -62,6 +64,19 @@ def data_bytes() -> int:
     """What Linux counts as this process's data now: what RLIMIT_DATA limits."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[5]) * resource.getpagesize()
+
+
+def exit_code_of(process: BaseProcess, timeout_s: float = 5.0) -> int | None:
+    """Blocks until a child process has ended, and returns how: as `Process.exitcode`, None if nobody can tell.
+
+    Each start of a process asks the kernel about all children (`multiprocessing` looks after them then). If a thread
+    that starts one hears first that this one has ended, the thread that waits is told nothing, and the exit code is
+    noted a moment later."""
+    process.join()
+    deadline_s = time.monotonic() + timeout_s
+    while process.exitcode is None and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    return process.exitcode
 
 
 def is_out_of_cpu(exit_code: int | None) -> bool:

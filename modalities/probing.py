@@ -22,7 +22,14 @@ from multiprocessing.process import BaseProcess
 from typing import Generic, NamedTuple, TypeVar
 
 from fabric.errors import InvalidMedia, MachineBusy, NoCapacity, Overloaded, WeftError
-from fabric.helper_process import bind_to_parent, is_killed_by_system, is_out_of_cpu, limit_memory, limited
+from fabric.helper_process import (
+    bind_to_parent,
+    exit_code_of,
+    is_killed_by_system,
+    is_out_of_cpu,
+    limit_memory,
+    limited,
+)
 from modalities.family import MediaHeader
 from modalities.plugin import ModalityPlugin
 from modalities.registry import REGISTRY, Registry
@@ -306,9 +313,9 @@ class _Helper:
         with self._lock:
             self._process = self._pipe = self._item = None
         process.kill()
-        process.join()
+        exit_code = exit_code_of(process)
         pipe.close()
-        return process.exitcode
+        return exit_code
 
 
 def _serve(pipe: Connection, parent_pid: int, limits: ProbeLimits, registry: Callable[[], Registry]) -> None:

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import mmap
+import multiprocessing
+import os
 import sys
+from threading import Timer
 
 import pytest
 
-from fabric.helper_process import data_bytes
+from fabric.helper_process import data_bytes, exit_code_of
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_how_a_process_ended_is_known_when_another_thread_heard_of_it_first(is_noted: bool) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=sys.exit, args=(7,))
+    process.start()
+    _, status = os.waitpid(process.pid, 0)  # the other thread hears of it,
+
+    def note() -> None:
+        process._popen.returncode = os.waitstatus_to_exitcode(status)  # and notes it later
+
+    if is_noted:
+        Timer(0.05, note).start()
+    assert exit_code_of(process, timeout_s=60.0 if is_noted else 0.05) == (7 if is_noted else None)
+    note()
+    assert exit_code_of(process) == 7
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux counts the data of a process in its own way")
