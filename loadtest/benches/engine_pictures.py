@@ -17,6 +17,8 @@ from loadtest.benches.report import Bar, BenchResult
 from loadtest.benches.synthetic import IMAGE_SIDE, IMAGE_TOKENS
 from loadtest.benches.worker_load import Load
 
+ENCODE_TIMEOUT_MS = 120_000
+"""A slow machine takes longer over so many pictures at once than a cluster lets them wait by itself."""
 NAME_TO_BAR = {"transformers-serve": 5.0, "vllm": 1.2, "vllm-float32": 1.2}
 """Times the peer. `transformers serve` takes one request with a picture after the other; vLLM runs a Qwen2.5-VL."""
 
@@ -30,6 +32,7 @@ async def run_pictures(chosen: argparse.Namespace, model_dir: Path, peers: Seque
             "server": {"host": "127.0.0.1", "port": 0},
             "workers": {"replicas": 1, "num_blocks": 64 * load.concurrency, "max_step_tokens": 1024},
             "encoders": {"replicas": 1, "decode_processes": 0, "modalities": ["image"]},
+            "media": {"encode_timeout_ms": {"image": ENCODE_TIMEOUT_MS}},
             "threads_per_replica": chosen.threads,
         }
     )
