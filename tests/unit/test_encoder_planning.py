@@ -74,6 +74,14 @@ class TestForwardCost:
     def test_nothing_is_known_before_the_first_forward(self) -> None:
         assert ForwardCost().estimate() == CostEstimate(0.0, 0.0)
 
+    def test_a_line_below_zero_is_drawn_through_zero(self):
+        cost = ForwardCost()
+        cost.observe(1000, 1.0)
+        cost.observe(2000, 4.0)
+        kept = 0.97
+        slope = (1000 * 1.0 * kept + 2000 * 4.0) / (1000**2 * kept + 2000**2)
+        assert cost.estimate() == CostEstimate(pytest.approx(slope), 0.0)
+
     def test_a_line_is_found_again(self) -> None:
         cost = ForwardCost()
         for patches in (16, 784, 100, 4096):
