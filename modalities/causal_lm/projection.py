@@ -82,7 +82,11 @@ class PackedProjection(nn.Module):
 def project(*linears: nn.Linear) -> Projection | NativeProjection | PackedProjection:
     """Returns the linear layers over one input as one, outputs side by side, of the fastest kind for their weights on
     their device. Weights of several are copied, those of one may be shared. All have a bias, or none has."""
-    weight, bias = _joined(linears)
+    return projection_of(*_joined(linears))
+
+
+def projection_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Projection | NativeProjection | PackedProjection:
+    """As `project`, of `weight` `(out_features, in_features)` and `bias` `(out_features,)`."""
     if is_native(weight):
         return NativeProjection(weight, bias)
     return PackedProjection(weight, bias) if is_packable(weight) else Projection(weight, bias)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from modalities.family import EncoderInput, EncoderModel
 from modalities.qwen_vl.checkpoint import Checkpoint
 from modalities.qwen_vl.config import AUDIO, IMAGE, VIDEO, QwenVLConfig
+from modalities.qwen_vl.fused_tower import fused_tower
 from modalities.video_features import thinned
 from modalities.video_rows import StepRows
 
@@ -63,7 +64,7 @@ def load_encoder(
     if a weight is missing."""
     found: dict[str, EncoderModel] = {}
     if set(modalities) - {AUDIO}:
-        tower = checkpoint.load_vision_tower(model_dir, config, *place)
+        tower = fused_tower(checkpoint.load_vision_tower(model_dir, config, *place))
         vision = VisionEncoder(tower, has_deepstack=config.num_deepstack_levels > 0)
         if AUDIO not in modalities:
             return vision

@@ -23,6 +23,7 @@ from fabric.messages import MediaItem
 from modalities.family import EncoderInput, ExpandedPrompt
 from modalities.identify import plan_media
 from modalities.qwen3_omni.family import Qwen3OmniFamily
+from modalities.qwen_vl import encoder as vision_encoder
 from modalities.qwen_vl import language_model
 from modalities.qwen_vl.encoder import VisionEncoder
 from modalities.qwen_vl.language_model import TextModel
@@ -49,9 +50,11 @@ AttentionInterface.register(CAUSAL, causal)
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_layers() -> Iterator[None]:
-    """Decoder layers as transformers has them; `test_fused_layers` holds the others to these."""
+    """Layers and blocks as transformers has them; `test_fused_layers` and `test_fused_tower` hold the others to
+    these."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(language_model, "fused", lambda part: part)
+        patch.setattr(vision_encoder, "fused_tower", lambda tower: tower)
         yield
 
 

@@ -26,6 +26,7 @@ from fabric.messages import MediaItem
 from llm_workers.attention import register_attention
 from modalities.family import EncoderInput, ExpandedPrompt, Family, ImageHeader, ModelShape
 from modalities.identify import plan_media
+from modalities.qwen_vl import encoder as vision_encoder
 from modalities.qwen_vl import language_model
 from modalities.registry import REGISTRY
 
@@ -42,9 +43,11 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_layers() -> Iterator[None]:
-    """Decoder layers as transformers has them; `test_fused_layers` holds the others to these."""
+    """Layers and blocks as transformers has them; `test_fused_layers` and `test_fused_tower` hold the others to
+    these."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(language_model, "fused", lambda part: part)
+        patch.setattr(vision_encoder, "fused_tower", lambda tower: tower)
         yield
 
 

@@ -1,0 +1,150 @@
+"""Vision towers of the Qwen-VL families, their blocks rebuilt from their own weights with few large operations.
+
+Query, key and value are one product, rotated together; residuals and gate are done in the products; windows of one
+size attend in one call; the convolution over patches that do not overlap is the product that it amounts to. Blocks,
+mergers and patch embedding take and return what they did, so the tower around them stays transformers'.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from modalities.causal_lm.fused_layers import GatedMlp, RowNorm, rotate
+from modalities.causal_lm.projection import project, projection_of
+
+BLOCKS = frozenset(
+    {
+        "Qwen2VLVisionBlock",
+        "Qwen2_5_VLVisionBlock",
+        "Qwen2_5OmniVisionBlock",
+        "Qwen3VLVisionBlock",
+        "Qwen3OmniMoeVisionBlock",
+    }
+)
+"""Classes of transformers 5.23 whose blocks are norm, attention, sum, norm, MLP, sum."""
+
+
+def fused_tower(tower: Any) -> Any:
+    """Replaces the blocks, the patch embedding and the mergers' products of `tower`, a vision tower of transformers,
+    in place; returns it. What is not known here stays as it is."""
+    for index, block in enumerate(tower.blocks):
+        if type(block).__name__ in BLOCKS:
+            tower.blocks[index] = FusedVisionBlock(block)
+    tower.patch_embed = PatchProjection(tower.patch_embed.proj)
+    for merger in (tower.merger, *getattr(tower, "deepstack_merger_list", ())):
+        _project_linears(merger)
+    return tower
+
+
+class FusedVisionBlock(nn.Module):
+    """One block. Its input is left unchanged."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.before_attention, self.before_mlp = _norm(block.norm1), _norm(block.norm2)
+        self.attention = FusedVisionAttention(block.attn)
+        self.mlp = _mlp(block.mlp)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        **_: Any,
+    ) -> torch.Tensor:
+        """`(num_patches, hidden)`; patches attend within the segments that start at `cu_seqlens`
+        `(num_segments + 1,)`; rotary table (cos, sin), each `(num_patches, head_dim)`."""
+        hidden = self.attention(self.before_attention(hidden_states), hidden_states, cu_seqlens, position_embeddings)
+        return self.mlp(self.before_mlp(hidden), hidden)
+
+
+class FusedVisionAttention(nn.Module):
+    """Attention of one block, its residual included."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.scaling = attention.num_heads, attention.head_dim, attention.scaling
+        if hasattr(attention, "qkv"):
+            self.inputs = project(attention.qkv)
+        else:
+            self.inputs = project(attention.q, attention.k, attention.v)
+        self.output = project(attention.proj)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        table: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """`(num_patches, hidden)`."""
+        heads = self.inputs(x).view(x.shape[0], -1, self.head_dim)
+        rotated, v = heads.split([2 * self.num_heads, self.num_heads], dim=1)
+        cos, sin = (each.float()[None] for each in table)
+        q, k = rotate(rotated.float(), cos, sin).to(x.dtype).split(self.num_heads, dim=1)
+        attended = attend_within(q, k, v, cu_seqlens.diff().tolist(), self.scaling)
+        return self.output.plus(attended.flatten(1), residual)
+
+
+def attend_within(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scaling: float
+) -> torch.Tensor:
+    """Attention without a mask within consecutive segments of `lengths` rows; each `(num_rows, num_heads, head_dim)`.
+    Neighbours of one length are computed at once."""
+    done, start = [], 0
+    for length, run in groupby(lengths):
+        end = start + length * len(list(run))
+        segments = [each[start:end].unflatten(0, (-1, length)).transpose(1, 2) for each in (q, k, v)]
+        attended = scaled_dot_product_attention(*segments, scale=scaling)
+        done.append(attended.transpose(1, 2).flatten(0, 1))
+        start = end
+    return done[0] if len(done) == 1 else torch.cat(done)
+
+
+class PlainMlp(nn.Module):
+    """second(activation(first(x))), and the residual."""
+
+    def __init__(self, first: nn.Linear, activation: nn.Module, second: nn.Linear) -> None:
+        super().__init__()
+        self.first, self.activation, self.second = project(first), activation, project(second)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self.second.plus(self.activation(self.first(x)), residual)
+
+
+class PatchProjection(nn.Module):
+    """The patch embedding as a product: its convolution's kernel is as large as a patch, and so are its strides."""
+
+    def __init__(self, convolution: nn.Conv3d) -> None:
+        super().__init__()
+        assert convolution.stride == convolution.kernel_size
+        self.projection = projection_of(convolution.weight.detach().flatten(1), convolution.bias)
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """`(num_patches, values of a patch)` -> `(num_patches, hidden)`."""
+        return self.projection(patches)
+
+
+def _norm(norm: nn.Module) -> nn.Module:
+    return norm if isinstance(norm, nn.LayerNorm) else RowNorm(norm)
+
+
+def _mlp(mlp: Any) -> nn.Module:
+    if hasattr(mlp, "gate_proj"):
+        return GatedMlp(mlp)
+    if hasattr(mlp, "fc1"):
+        return PlainMlp(mlp.fc1, mlp.act, mlp.fc2)
+    return PlainMlp(mlp.linear_fc1, mlp.act_fn, mlp.linear_fc2)
+
+
+def _project_linears(part: nn.Module) -> None:
+    """Replaces the linear layers of `part`, which gives them rows."""
+    for parent in list(part.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, project(child))
