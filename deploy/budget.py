@@ -1,6 +1,7 @@
-"""The memory of each process as the config and the model fix it: a table for people, and a refusal at start.
+"""Computes the memory of each process from the config and the model: it builds a table for people, and refuses a config
+that is too small when a cluster starts.
 
-Reads config files and the headers of weight files; allocates nothing on any device.
+The module reads config files and the headers of weight files; it allocates nothing on any device.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from llm_workers.scheduling.budget import (
 from modalities.family import Family
 
 PATCH_BYTES = 6 * 1024
-"""Of a decoded patch, an estimate: float32, 3 colours, 2 frames, 16 x 16 pixels."""
+"""Estimates the size of a decoded patch: float32, 3 colours, 2 frames, 16 x 16 pixels."""
 
 
 class Row(NamedTuple):
-    """One pool of a process. `nbytes` None: it could not be read. `place` is a device, or `host`."""
+    """A `Row` is one memory pool of a process. `nbytes` is None if its size could not be read. `place` is a device, or
+    `host`."""
 
     name: str
     nbytes: int | None
@@ -40,7 +42,7 @@ class Row(NamedTuple):
 
 
 class ProcessBudget(NamedTuple):
-    """Of one replica; `num_replicas` processes have it."""
+    """Holds the memory pools of one replica; `num_replicas` processes have the same."""
 
     kind: str
     num_replicas: int
@@ -53,11 +55,12 @@ class Budget(NamedTuple):
     largest: tuple[LargestItem, ...]
     processes: tuple[ProcessBudget, ...]
     problems: tuple[str, ...]
-    """Why one request within the limits could never be served; empty when all can."""
+    """Says why the cluster could never serve some request within the limits; it is empty if the cluster can serve
+    all."""
 
 
 def plan_budget(config: ClusterConfig, model: compose.Model, weights: StoredWeights | None) -> Budget:
-    """Of a cluster that serves this model."""
+    """Returns the memory budget of a cluster that serves this model."""
     family = model.family
     modalities = compose.loaded_modalities(config, family)
     largest = largest_items(family, modalities, compose.media_limits(config), compose.video_options(config))
@@ -72,14 +75,16 @@ def plan_budget(config: ClusterConfig, model: compose.Model, weights: StoredWeig
 
 
 def refuse_if_too_small(config: ClusterConfig, model: compose.Model) -> None:
-    """Raises ConfigError, the table in its message, if a request within the limits could never be served."""
+    """Raises ConfigError if the cluster could never serve some request within the limits. The message contains the
+    table."""
     budget = plan_budget(config, model, read_stored_weights(model.directory))
     if budget.problems:
         raise ConfigError("\n".join(["the config can't hold one request:", *budget.problems, *budget_lines(budget)]))
 
 
 def check_budget(config: ClusterConfig) -> tuple[Budget | None, str]:
-    """For `weft check`: the budget, or None and why the model's config can't be read. Reads no weights."""
+    """Returns the budget for `weft check`, or None and the reason why the model's config can't be read. Reads no
+    weights."""
     try:
         config, model = compose.open_model(config)
     except ConfigError as error:
@@ -112,7 +117,8 @@ def _worker(
 def _encoder(
     config: ClusterConfig, family: Family, weights: StoredWeights | None, largest: Sequence[LargestItem]
 ) -> ProcessBudget:
-    """The workspace takes the encoder to be as wide as the language model: its own width is not in the shape."""
+    """Returns the budget of an encoder. The estimate of its workspace assumes that the encoder is as wide as the
+    language model, because the shape does not contain the encoder's own width."""
     section, dtype = config.encoders, config.model.dtype
     place = _place(section.device)
     num_patches = max([section.max_batch_cost, *(item.max_unit_cost for item in largest)])
@@ -140,7 +146,7 @@ def _place(device: str) -> str:
 
 
 def _whole(family: Family) -> int:
-    """Parameters that every rank keeps: embeddings and head (fewer where they are tied)."""
+    """Returns the number of parameters that every rank keeps: embeddings and head (it has fewer if they are tied)."""
     return 2 * family.shape.vocab_size * family.shape.hidden_size
 
 
@@ -168,7 +174,7 @@ def _room(family: Family, arena_bytes: int, dtype: str, largest: Sequence[Larges
 
 
 def budget_lines(budget: Budget) -> list[str]:
-    """One line per pool, sums per place."""
+    """Returns the table: one line per pool, and one sum per place."""
     lines = [f"memory of one replica ({budget.model_name}, {budget.dtype}):"]
     lines += [f"  largest {item.modality}: {item.num_tokens} tokens, {item.cost} patches" for item in budget.largest]
     for process in budget.processes:

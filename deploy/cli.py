@@ -1,4 +1,4 @@
-"""`weft`: serve, check, bench, demo, version."""
+"""Implements the console script `weft` with its commands serve, check, bench, demo and version."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from fabric.errors import WeftError
 
 VERSION = "0.1.0"
 STOP_S = 30.0
-"""From the end of the drain to the end of every process; what lasts longer is killed."""
+"""This is the time from the end of the drain until every process must have ended; processes that last longer are
+killed."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point of the console script. Returns the exit status: 0, 1 for a failure, 2 for wrong usage."""
+    """Runs the console script. Returns the exit status: 0, 1 for a failure, 2 for wrong usage."""
     arguments = _parser().parse_args(argv)
     arguments.argv = sys.argv[1:] if argv is None else argv
     set_switches()
@@ -57,8 +58,10 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--log-to", choices=["files", "terminal"], help="a file for each process, or this terminal")
     serve.add_argument("--log-dir", type=Path, help="where a folder for this run's files is made")
     serve.add_argument("--in-process", action="store_true", help="one process, without Ray")
-    serve.add_argument("--supervised", type=int, help=argparse.SUPPRESS)  # the server's own start, by its supervisor
-    serve.add_argument("--remove-left", action="store_true", help=argparse.SUPPRESS)  # the supervisor's, afterwards
+    # The supervisor passes this option to the server that it starts.
+    serve.add_argument("--supervised", type=int, help=argparse.SUPPRESS)
+    # The supervisor runs this command after a server that was killed or failed.
+    serve.add_argument("--remove-left", action="store_true", help=argparse.SUPPRESS)
     serve.set_defaults(run=_serve)
 
     check = commands.add_parser(
@@ -104,7 +107,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         remove_left(config)
         return 0
     if arguments.supervised is None:
-        # -P: what lies in the current directory is not ours to import.
+        # With -P, Python imports nothing from the current directory.
         command = [sys.executable, "-P", "-m", "deploy.cli", *arguments.argv]
         is_joined = config.ray.address is not None and not arguments.in_process
         clean_up = [*command, "--remove-left"] if is_joined else []
@@ -112,7 +115,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     config = with_run_folder(config)
     configure_logs(config.logging, "serve", terminal_level=logging.WARNING)
     lifeline = Lifeline(arguments.supervised)
-    # Some supervisors signal every process of a service. In a thread: `stop` takes a lock that `wait` may hold here.
+    # Some service managers signal every process of a service. The handler calls `stop` in a thread because `stop` takes
+    # a lock that `wait` may hold in this one.
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=lifeline.stop).start())
     try:
         if arguments.in_process:
@@ -121,7 +125,8 @@ def _serve(arguments: argparse.Namespace) -> int:
             _serve_on_ray(config, lifeline)
     finally:
         folder = Path(os.environ.get("TMPDIR", ""))
-        if lifeline.is_cut and folder.name.startswith(FOLDER_PREFIX):  # the supervisor made it for this process
+        # The supervisor made this folder for this process.
+        if lifeline.is_cut and folder.name.startswith(FOLDER_PREFIX):
             shutil.rmtree(folder, ignore_errors=True)
     return 0
 
@@ -158,7 +163,8 @@ def _say_stopping(config: ClusterConfig) -> None:
 
 
 def apply_overrides(config: ClusterConfig, key_to_value: Mapping[tuple[str, str], object]) -> ClusterConfig:
-    """The config with what the command line says (all that is not None) on top; validated again."""
+    """Returns the config with the values of the command line (all that are not None) in place of its own. Validates the
+    result again."""
     data = config.model_dump()
     for (section, key), value in key_to_value.items():
         if value is not None:
@@ -167,7 +173,7 @@ def apply_overrides(config: ClusterConfig, key_to_value: Mapping[tuple[str, str]
 
 
 def banner(url: str, model_name: str) -> str:
-    """What a user sees when the cluster is ready: where it is, and one command to try."""
+    """Returns the text that a user sees when the cluster is ready: the URL of the cluster and one command to try."""
     body = f'{{"model": "{model_name}", "max_tokens": 32, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     return (
         f"weft: ready at {url} (model {model_name})\n\n"
@@ -206,7 +212,8 @@ def _bench(arguments: argparse.Namespace) -> int:
     from loadtest.benches import run_benches
 
     options = [option for option in arguments.options if option != "--json"]
-    as_json = arguments.json or len(options) < len(arguments.options)  # behind the name it is the remainder's
+    # argparse puts a `--json` that follows the name into `options`.
+    as_json = arguments.json or len(options) < len(arguments.options)
     return run_benches(arguments.name, as_json=as_json, options=options)
 
 

@@ -1,6 +1,6 @@
-"""Builds the services of each part from the cluster config: the same for one process and for Ray.
+"""Builds the services of each part from the cluster config, in the same way for one process and for Ray.
 
-The composition root: the only place where parts of the middle floor meet.
+The module is the composition root: the only place where the encoder pool, the workers and the router meet.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ if TYPE_CHECKING:
 
 ATTENTION_NAME = "weft_paged"
 DECODED_BATCHES = 4
-"""Batches whose pixels may lie decoded at an encoder: long videos may fill all but one, see `DecodeRoom`."""
+"""An encoder may hold the decoded pixels of this many batches; long videos may fill all but one of them, see
+`DecodeRoom`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The checkpoint that a cluster serves."""
+    """A `Model` is the checkpoint that a cluster serves."""
 
     directory: Path
     name: str
@@ -57,7 +58,8 @@ class Model:
 
 
 def resolve_model_dir(config: ClusterConfig) -> Path:
-    """The configured directory, or the demo model. Raises ConfigError if it is none."""
+    """Returns the configured model directory, or that of the demo model if the config names none. Raises ConfigError if
+    the configured one is not a model directory."""
     if config.model.path is None:
         from deploy.demo.build import demo_checkpoint
 
@@ -69,16 +71,16 @@ def resolve_model_dir(config: ClusterConfig) -> Path:
 
 
 def open_model(config: ClusterConfig) -> tuple[ClusterConfig, Model]:
-    """Returns the config with what `auto` stands for, and the configured checkpoint. Called once, where a cluster is
-    started. Raises ConfigError as `resolve_model_dir` and `load_model` do."""
+    """Returns the config with the dtype that `auto` stands for, and the configured checkpoint. The process that starts
+    a cluster calls it once. Raises ConfigError as `resolve_model_dir` and `load_model` do."""
     directory = resolve_model_dir(config)
     config = with_dtype(config, directory)
     return config, load_model(config, directory)
 
 
 def load_model(config: ClusterConfig, directory: Path) -> Model:
-    """Reads config files only. Raises ConfigError for an unknown architecture, and for KV heads that the
-    workers' ranks can't share."""
+    """Loads the description of the checkpoint in `directory`; it reads config files only. Raises ConfigError for an
+    unknown architecture, and for KV heads that the workers' ranks can't share evenly."""
     name = config.model.name or ("weft-demo" if config.model.path is None else directory.name)
     family = REGISTRY.load_family(directory)
     check_shares(family.shape, config.workers.tensor_parallel)
@@ -86,7 +88,8 @@ def load_model(config: ClusterConfig, directory: Path) -> Model:
 
 
 def member(kind: str, member_id: MemberId, address: str, host: str, modalities: tuple[str, ...] = ()) -> Member:
-    """A member record whose epoch is its start time, so a restarted process is never taken for the old one."""
+    """Returns the record of a member. Its epoch is the current time, so other members never take a restarted process
+    for the previous one."""
     return Member(
         member_id=member_id,
         kind=kind,
@@ -104,9 +107,9 @@ def host_name() -> str:
 
 
 def prepare_process(config: ClusterConfig) -> None:
-    """Side effects on this process: compute threads limited (replicas on one machine would fight), no gradients,
-    freed memory kept, large pages, the libraries' lines in our log, and no lines that a client's file could make a
-    library print."""
+    """Prepares this process for computing. Side effects: it limits the compute threads (replicas on one machine would
+    compete), turns gradients off, keeps freed memory, asks for large pages, sends the lines of libraries to our log,
+    and silences the lines that a client's file could make a library print."""
     import torch
     from transformers.utils import logging as transformers_logging
 
@@ -120,7 +123,7 @@ def prepare_process(config: ClusterConfig) -> None:
 
 
 def loaded_modalities(config: ClusterConfig, family: Family) -> tuple[str, ...]:
-    """What each encoder loads."""
+    """Returns the modalities that each encoder loads."""
     section = config.encoders
     if section.replicas == 0:
         return ()
@@ -128,7 +131,8 @@ def loaded_modalities(config: ClusterConfig, family: Family) -> tuple[str, ...]:
 
 
 def mel_device(section: EncoderSection) -> str:
-    """Where spectrograms are made; empty for the decode processes."""
+    """Returns the device on which spectrograms are computed, or an empty string if the decode processes compute
+    them."""
     is_on_device = section.mel_on_device == "on" or (section.mel_on_device == "auto" and section.device == "cuda")
     return section.device if is_on_device else ""
 
@@ -136,7 +140,7 @@ def mel_device(section: EncoderSection) -> str:
 def build_encoder(
     config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, source: FeatureSource
 ) -> EncoderService:
-    """Loads the encoder weights of the configured modalities, and no others."""
+    """Builds an encoder; it loads the encoder weights of the configured modalities, and no others."""
     from encoder_pool.service import EncoderService
 
     section = config.encoders
@@ -164,7 +168,7 @@ def build_encoder(
 
 
 def worker_config(config: ClusterConfig) -> WorkerConfig:
-    """What each worker is told."""
+    """Returns the config of each worker."""
     section = config.workers
     return WorkerConfig(
         block_size=section.block_size,
@@ -184,7 +188,7 @@ def worker_config(config: ClusterConfig) -> WorkerConfig:
 
 
 def load_language_model(config: ClusterConfig, model: Model) -> LanguageModel:
-    """The language model's weights on the workers' device, and no encoder's."""
+    """Loads the language model's weights onto the workers' device, and no encoder's weights."""
     from llm_workers.attention import register_attention
 
     register_attention(ATTENTION_NAME)
@@ -200,7 +204,8 @@ def build_worker(
     sink: FeatureSink,
     wrap: Callable[[LanguageModel], LanguageModel] | None = None,
 ) -> WorkerService:
-    """Loads the language model. `wrap` may put something around it (a bench's clocks, other ranks)."""
+    """Builds a worker; it loads the language model. `wrap` may put a layer around the model (a bench's clocks, other
+    ranks)."""
     from llm_workers.grammar import GrammarCompiler
     from llm_workers.service import WorkerService
 
@@ -214,7 +219,7 @@ def build_worker(
 
 
 def media_limits(config: ClusterConfig) -> MediaLimits:
-    """What a client may send."""
+    """Returns the limits on the media that a client may send."""
     media = config.media
     return MediaLimits(
         max_bytes_per_item=media.max_bytes_per_item,
@@ -227,7 +232,7 @@ def media_limits(config: ClusterConfig) -> MediaLimits:
 
 
 def video_options(config: ClusterConfig) -> MediaOptions:
-    """How videos are sampled where a request does not say."""
+    """Returns how videos are sampled where a request does not say."""
     media = config.media
     return MediaOptions(
         sampling=media.sampling,
@@ -240,7 +245,8 @@ def video_options(config: ClusterConfig) -> MediaOptions:
 
 
 def max_items_per_prompt(config: ClusterConfig, family: Family) -> dict[str, int]:
-    """Modality -> most items of a request. What no encoder of the cluster has loaded is not served."""
+    """Maps each modality to the most items that a request may have. It is 0 for a modality that no encoder of the
+    cluster has loaded."""
     loaded = loaded_modalities(config, family)
     limits = config.media.limit_mm_per_prompt
     return {
@@ -250,7 +256,7 @@ def max_items_per_prompt(config: ClusterConfig, family: Family) -> dict[str, int
 
 
 def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, pools: Pools) -> RouterService:
-    """Reads the tokenizer; needs no torch. Its helper processes start with it."""
+    """Builds a router; it reads the tokenizer and needs no torch. The router's helper processes start with it."""
     from modalities import probing
     from router.intake import Intake
     from router.service import RouterService

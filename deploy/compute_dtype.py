@@ -1,8 +1,9 @@
-"""What `model.dtype: auto` stands for: the dtype that the weights are stored in, or float32 where they would only be
-computed slowly. A CPU without instructions for a half-precision dtype emulates its products: those of bfloat16 took
-five times as long as float32's on a processor with AVX-512 alone.
+"""Decides which dtype `model.dtype: auto` stands for: the dtype of the stored weights, or float32 where computing in
+that dtype would be slow. A CPU without instructions for a half-precision dtype emulates its products: those of bfloat16
+took five times as long as those of float32 on a processor that has AVX-512 but no bfloat16 instructions.
 
-Reads config.json and /proc/cpuinfo of this machine. Imports no torch: the process that starts a cluster needs none.
+The module reads config.json and this machine's /proc/cpuinfo. It imports no torch, because the process that starts a
+cluster needs none.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ DTYPE_TO_FLAGS = {
     "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),
     "float16": frozenset({"avx512_fp16", "amx_fp16", "asimdhp"}),
 }
-"""Half-precision dtype -> flags of processors that multiply it; Linux names them so, the last one of each on Arm."""
+"""Maps a half-precision dtype to the flags of processors that have instructions for its products. The names are those
+of Linux; the last flag of each set is that of Arm processors."""
 _NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
-"""Where a multimodal checkpoint's config has the language model's."""
+"""A multimodal checkpoint's config has the config of its language model under one of these keys."""
 
 
 def with_dtype(config: ClusterConfig, model_dir: Path) -> ClusterConfig:
-    """Returns the config with a dtype in place of `auto`. This machine's processor stands for those of all machines."""
+    """Returns the config with a dtype in place of `auto`. It assumes that all machines have the same processor as this
+    one."""
     if config.model.dtype != "auto":
         return config
     stored = stored_dtype(json.loads((model_dir / "config.json").read_text()))
@@ -42,8 +45,8 @@ def with_dtype(config: ClusterConfig, model_dir: Path) -> ClusterConfig:
 
 
 def stored_dtype(checkpoint: Mapping[str, Any]) -> str:
-    """Returns the dtype that a checkpoint's config.json names for its weights; float32 if it names none, or one that
-    Weft does not compute in."""
+    """Returns the dtype that a checkpoint's config.json names for its weights. Returns float32 if the file names none,
+    or one that Weft does not compute in."""
     for key in ("dtype", "torch_dtype"):
         if (named := checkpoint.get(key)) in ("float32", *DTYPE_TO_FLAGS):
             return str(named)
@@ -52,7 +55,7 @@ def stored_dtype(checkpoint: Mapping[str, Any]) -> str:
 
 
 def processor_flags(cpuinfo: Path) -> frozenset[str]:
-    """Returns the flags of the first processor; none where the file is not there (macOS)."""
+    """Returns the flags of the first processor, or no flags if the file does not exist (macOS)."""
     if not cpuinfo.exists():
         return frozenset()
     for line in cpuinfo.read_text().splitlines():

@@ -1,5 +1,5 @@
-"""The cluster's configuration: YAML in, one frozen tree out. Unknown keys are refused; nothing reads it from the
-environment. What each part needs is handed to it as that part's own small config (see `compose.py`)."""
+"""Defines the cluster's configuration: it parses YAML into one frozen tree and refuses unknown keys. Nothing reads the
+configuration from the environment. `compose.py` hands each part what it needs as a small config of that part."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "M
 
 
 def parse_bytes(value: object) -> object:
-    """`512MiB` -> 536870912; integers pass. Raises ValueError for another unit."""
+    """Converts a size with a unit to bytes (`512MiB` -> 536870912); other values, such as integers, pass unchanged.
+    Raises ValueError for an unknown unit."""
     if not isinstance(value, str):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
@@ -42,7 +43,7 @@ Device = Literal["cpu", "cuda"]
 
 
 def _parse_switch(value: object) -> object:
-    """YAML 1.1 reads a bare `on` or `off` as a boolean."""
+    """Converts a boolean back to `on` or `off`, because YAML 1.1 reads a bare `on` or `off` as a boolean."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
@@ -50,7 +51,8 @@ Switch = BeforeValidator(_parse_switch)
 
 
 def default_of(owner: type, name: str) -> Any:
-    """The default of a field of `owner`, the config of the part that a key is handed to: stated there alone."""
+    """Returns the default of a field of `owner`, the config class of the part that uses the key. That class alone
+    states the default."""
     default = next(field.default for field in dataclasses.fields(owner) if field.name == name)
     assert default is not dataclasses.MISSING, f"{owner.__name__}.{name} has no default"
     return default
@@ -62,12 +64,12 @@ class _Section(BaseModel):
 
 class ModelSection(_Section):
     path: Path | None = None
-    """A transformers model directory; none means the demo model."""
+    """Names a transformers model directory; None means the demo model."""
     name: str | None = None
-    """What clients call it; default: the directory's name."""
+    """Clients use this name for the model; it defaults to the directory's name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    """Of weights, KV pages and features. `auto`: the checkpoint's own, or float32 where all runs on CPUs that have no
-    products of that (`deploy/compute_dtype.py`)."""
+    """Sets the dtype of weights, KV pages and features. `auto` means the checkpoint's own dtype, or float32 if
+    everything runs on CPUs that have no instructions for products of that dtype (`deploy/compute_dtype.py`)."""
 
 
 class ServerSection(_Section):
@@ -75,30 +77,34 @@ class ServerSection(_Section):
     port: int = Field(8000, ge=0, le=65535)
     max_body_bytes: Bytes = default_of(RouterConfig, "max_body_bytes")
     drain_s: float = Field(30.0, ge=0)
-    """How long accepted requests may take to end once the cluster is told to stop; new ones are answered 503."""
+    """Accepted requests may take this many seconds to end after the cluster has been asked to stop; new requests are
+    answered 503."""
 
 
 class RouterSection(_Section):
     replicas: int = Field(1, ge=1)
     max_in_flight: int = Field(default_of(RouterConfig, "max_in_flight"), ge=1)
     max_bodies_bytes: Bytes = default_of(RouterConfig, "max_bodies_bytes")
-    """Bodies of all requests in flight together, of each router."""
+    """Limits the bodies of all requests in flight together, in each router."""
     max_index_blocks: int = Field(default_of(PlannerSettings, "max_index_blocks"), ge=1)
-    """KV blocks whose places each router knows; about 150 bytes each."""
+    """Limits the KV blocks whose places each router knows; each takes about 150 bytes."""
     max_index_items: int = Field(default_of(PlannerSettings, "max_index_items"), ge=1)
-    """Media whose encoders each router knows."""
+    """Limits the media whose encoders each router knows."""
     max_num_choices: int = Field(default_of(RouterConfig, "max_num_choices"), ge=1)
     min_priority: int = Field(default_of(RouterConfig, "min_priority"), ge=-(2**31), lt=2**31)
-    """Most urgent `priority` of a request. Lower numbers go first at encoders and workers, always, and starve others;
-    with 0 no request goes before those that ask for nothing."""
+    """Limits how urgent the `priority` of a request may be; lower numbers are more urgent. Encoders and workers always
+    serve requests with lower numbers first, so such requests can starve others. With 0, no request goes ahead of those
+    that set no priority."""
     heartbeat_s: float = Field(default_of(RouterConfig, "heartbeat_s"), gt=0)
     lease_s: float = Field(default_of(RouterConfig, "lease_s"), gt=0)
     dispatch_timeout_s: float = Field(
         default_of(RouterConfig, "dispatch_timeout_s"), gt=default_of(RouterConfig, "encode_grace_s")
     )
-    """Of one attempt. Of it, `encode_grace_s` are for media on their way to an encoder, and no encoder's time."""
+    """Limits the duration of one attempt to answer a request. `encode_grace_s` seconds of it are reserved for media on
+    their way to an encoder, so the encoder may not use them."""
     capacity_wait_s: float = Field(120.0, ge=0)
-    """How long a request waits for a worker, or an encoder of its media, to come back; then it is answered 503."""
+    """A request waits this many seconds for a worker, or an encoder of its media, to come back; then it is answered
+    503."""
 
 
 def _check_modality(name: str) -> str:
@@ -111,48 +117,53 @@ Modality = Annotated[str, AfterValidator(_check_modality)]
 
 
 class MediaSection(_Section):
-    """What clients may send, how it is sampled where a request does not say, and what happens when it fails."""
+    """Says which media clients may send, how media are sampled where a request does not say, and what happens when
+    encoding fails."""
 
     limit_mm_per_prompt: dict[Modality, Annotated[int, Field(ge=0)]] = {}
-    """Most items of a modality in one request, where it is less than what the model takes; 0 refuses it."""
+    """Limits the items of a modality in one request, where the limit is lower than the model's own; 0 refuses the
+    modality."""
     sampling: Literal["fps", "uniform", "keyframe"] = default_of(MediaOptions, "sampling")
     fps: float = Field(default_of(MediaOptions, "fps"), gt=0)
     max_frames: int = Field(default_of(MediaOptions, "max_frames"), ge=1)
     max_video_tokens: int = Field(default_of(MediaOptions, "max_tokens"), ge=1)
-    """Of all videos of a request together."""
+    """Limits the tokens of all videos of a request together."""
     num_pooled_frames: int = Field(default_of(MediaOptions, "num_pooled_frames"), ge=1)
-    """So many temporal patches are averaged into one; 1 is off."""
+    """Averages this many temporal patches into one; 1 turns this off."""
     keep_fraction: float = Field(default_of(MediaOptions, "keep_fraction"), gt=0, le=1)
-    """Of a temporal patch's rows, so many are kept, evenly spread."""
+    """Keeps this fraction of the rows of a temporal patch, evenly spread."""
     max_bytes_per_item: Bytes = default_of(MediaLimits, "max_bytes_per_item")
     max_image_pixels: int = Field(default_of(MediaLimits, "max_image_pixels"), ge=1)
     max_video_pixels: int = Field(default_of(MediaLimits, "max_video_pixels"), ge=1)
-    """Of one frame."""
+    """Limits the pixels of one frame."""
     max_video_seconds: float = Field(default_of(MediaLimits, "max_video_seconds"), gt=0)
     max_video_frames: int = Field(default_of(MediaLimits, "max_video_frames"), ge=1)
     max_audio_seconds: float = Field(default_of(MediaLimits, "max_audio_seconds"), gt=0)
-    """Of a sound, and of a video's sound track that the model hears."""
+    """Limits the length of a sound, and of the sound track of a video that the model hears."""
     probe_processes: int = Field(2, ge=0)
-    """Helpers of each router that read the headers of videos, of sounds, and of pictures whose first bytes do not say
-    it all; 0: a thread of the router itself."""
+    """Sets the number of helper processes of each router. They read the headers of videos, of sounds, and of pictures
+    whose first bytes do not contain the whole header. With 0, a thread of the router reads them."""
     probe_cpu_s: dict[Modality, Annotated[float, Field(gt=0)]] = {}
-    """Processor time that reading a header may take; by default 1 s of a picture, 5 s of others."""
+    """Limits the processor time for reading a header; the defaults are 1 s for a picture and 5 s for other media."""
     probe_timeout_s: float = Field(PROBE_LIMITS.timeout_s, gt=0)
-    """By the clock: a file that is later than this meets a machine that is too busy (503)."""
+    """Limits the wall-clock time for reading a header. The router takes a file that exceeds it as a sign that the
+    machine is too busy (503)."""
     probe_memory_bytes: Bytes = PROBE_LIMITS.memory_bytes
-    """Most memory of each of these helpers."""
+    """Limits the memory of each of these helper processes."""
     on_encode_failure: Literal["error", "reduce", "text_only"] = default_of(RouterConfig, "on_encode_failure")
-    """`reduce`: once more with every other frame, or half the sides; `text_only`: and then without the medium."""
+    """`reduce` tries again with every other frame, or with half the sides; `text_only` does the same and then answers
+    without the medium. `error` fails the request."""
     encode_timeout_ms: dict[Modality, Annotated[int, Field(ge=1)]] = {}
-    """How long encoding an item may take, its wait at the encoder included; by default 10 s of a picture, 20 s of a
-    sound, 60 s of a video. An encoder that is too busy says so by then, and another is tried."""
+    """Limits the time for encoding an item, its wait at the encoder included; the defaults are 10 s for a picture, 20 s
+    for a sound and 60 s for a video. An encoder that is too busy says so within this time, and the router tries another
+    one."""
 
 
 Seconds = Annotated[float, Field(gt=0)]
 
 
 def _for_all(value: object) -> object:
-    """A number is every modality's."""
+    """Turns a single number into a mapping that gives every modality that number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return dict.fromkeys(REGISTRY.modalities, value) if is_number else value
 
@@ -160,44 +171,49 @@ def _for_all(value: object) -> object:
 class EncoderSection(_Section):
     replicas: int = Field(1, ge=0)
     modalities: tuple[Modality, ...] | None = Field(None, min_length=1)
-    """What each of them loads; none: all that the model takes."""
+    """Lists the modalities that each encoder loads; None means all that the model takes."""
     device: Device = "cpu"
     gpus_per_replica: float = Field(0, ge=0)
     arena_bytes: Bytes | None = None
-    """For features, of each encoder; none: 16 GB over the encoders, or an eighth of the machine's memory."""
+    """Sets the size of each encoder's memory for features. None means an equal share for each encoder of 16 GB, or of
+    an eighth of the machine's memory if that is less."""
     max_batch_cost: int = Field(default_of(EncoderConfig, "max_batch_cost"), ge=1)
-    """Patches (or mel frames) of one forward: 16 pictures of 448 x 448. Four times as many may lie decoded."""
+    """Limits the patches (or mel frames) of one forward pass; the default fits 16 pictures of 448 x 448. An encoder may
+    hold four times as many decoded ones."""
     max_items_in_flight: int = Field(default_of(EncoderConfig, "max_items_in_flight"), ge=1)
-    """Items decoded, or being decoded, that wait for their forward."""
+    """Limits the items that are decoded, or being decoded, and wait for their forward pass."""
     max_queue_cost: int = Field(default_of(EncoderConfig, "max_queue_cost"), ge=1)
     feature_lease_s: float = Field(default_of(EncoderConfig, "lease_s"), gt=0)
     decode_processes: int = Field(default_of(EncoderConfig, "num_decode_processes"), ge=0)
-    """With more than one, a long video never holds up the decoding of a picture."""
+    """Sets the number of decode processes; with more than one, a long video never delays the decoding of a picture."""
     decode_cpu_s: Annotated[dict[Modality, Seconds], BeforeValidator(_for_all)] = {}
-    """Processor time: an item that takes a decode process more is refused (400). By default 8 s of a picture, 16 s of a
-    sound, 48 s of a video; one number is for all."""
+    """Limits the processor time for decoding an item; an item that takes more is refused (400). The defaults are 8 s
+    for a picture, 16 s for a sound and 48 s for a video; a single number applies to all modalities."""
     decode_timeout_s: Annotated[dict[Modality, Seconds], BeforeValidator(_for_all)] = {}
-    """By the clock: an item that is later than this meets a machine that is too busy (503). By default 9 s of a
-    picture, 18 s of a sound, 54 s of a video: less than `media.encode_timeout_ms`."""
+    """Limits the wall-clock time for decoding an item. The encoder takes an item that exceeds it as a sign that the
+    machine is too busy (503). The defaults are 9 s for a picture, 18 s for a sound and 54 s for a video, which is less
+    than `media.encode_timeout_ms`."""
     decode_memory_bytes: Bytes = default_of(DecodeLimits, "memory_bytes")
-    """Most memory of each decode process; an item that takes more is refused."""
+    """Limits the memory of each decode process; an item that takes more is refused."""
     max_decode_bytes: Bytes = default_of(DecodeLimits, "total_bytes")
-    """Most memory that items take together while they are decoded, by their headers: others wait."""
+    """Limits the memory that all items being decoded take together, computed from their headers; further items wait."""
     mel_on_device: Annotated[Literal["auto", "on", "off"], Switch] = "auto"
-    """Whether sounds are resampled and transformed on the encoder's device, not in decode processes; `auto`: on CUDA.
-    Sounds of more than max_batch_cost mel frames never are."""
+    """Says whether the encoder's device resamples and transforms sounds, in place of the decode processes; `auto` means
+    that it does on CUDA. Decode processes always transform sounds of more than max_batch_cost mel frames."""
     encode_delay_s: float = Field(default_of(EncoderConfig, "encode_delay_s"), ge=0)
-    """Fault injection for tests: every forward is preceded by this pause."""
+    """Injects a fault for tests: this pause precedes every forward pass."""
 
 
 class SpeculationSection(_Section):
-    """Prompt lookup: guesses from a request's own text, checked in the same step. It changes no answer."""
+    """Configures prompt lookup: workers guess tokens from a request's own text and check them in the same step. It
+    changes no answer."""
 
     max_tokens: int = Field(default_of(Speculation, "max_tokens"), ge=0, le=64)
-    """Guesses per sequence and step, at most; 0 is off."""
+    """Limits the guesses per sequence and step; 0 turns prompt lookup off."""
     min_ngram: int = Field(default_of(Speculation, "min_ngram"), ge=1)
     max_ngram: int = Field(default_of(Speculation, "max_ngram"), ge=1)
-    """How many of the last tokens must be found again: at least and at most."""
+    """Prompt lookup searches the text for an earlier copy of the last tokens: `min_ngram` of them at least and
+    `max_ngram` at most."""
 
     @model_validator(mode="after")
     def _check_order(self) -> SpeculationSection:
@@ -210,27 +226,30 @@ class WorkerSection(_Section):
     replicas: int = Field(1, ge=1)
     device: Device = "cpu"
     tensor_parallel: int = Field(default_of(WorkerConfig, "num_ranks"), ge=1)
-    """Ranks of each replica, a process and a device each; they share its layers and KV heads."""
+    """Sets the number of ranks of each replica; each rank is a process with a device of its own. The ranks share the
+    layers and KV heads."""
     gpus_per_replica: float = Field(0, ge=0)
-    """Of each rank."""
+    """Sets the number of GPUs of each rank."""
     step_timeout_s: float = Field(60.0, gt=0)
-    """How long the ranks of a replica wait for each other in a step before they give the replica up."""
+    """Each rank of a replica waits this many seconds for the others in a step; then the replica counts as lost."""
     block_size: int = Field(default_of(WorkerConfig, "block_size"), ge=1)
     num_blocks: int = Field(default_of(WorkerConfig, "num_blocks"), ge=2)
     max_step_tokens: int = Field(default_of(WorkerConfig, "max_step_tokens"), ge=1)
     max_sequences: int = Field(default_of(WorkerConfig, "max_sequences"), ge=1)
     prefix_cache: bool = default_of(WorkerConfig, "is_prefix_cache_enabled")
     inbox_bytes: Bytes | None = None
-    """For features, of each worker; none: 4 GB over the workers, or a sixteenth of the machine's memory."""
+    """Sets the size of each worker's memory for features. None means an equal share for each worker of 4 GB, or of a
+    sixteenth of the machine's memory if that is less."""
     keep_features: Literal["auto", "always", "never"] = default_of(WorkerConfig, "keep_features")
-    """Whether features stay in host memory after prefill: `auto` keeps those that were needed before."""
+    """Says whether features stay in host memory after prefill; `auto` keeps those that were needed before."""
     kept_bytes: Bytes = default_of(WorkerConfig, "kept_bytes")
     pull_timeout_s: float = Field(default_of(WorkerConfig, "pull_timeout_s"), gt=0)
     unit_wait_s: float = Field(default_of(WorkerConfig, "unit_wait_s"), gt=0)
-    """How long a worker awaits a feature before it asks the router again."""
+    """A worker waits this many seconds for a feature before it asks the router again."""
     speculation: SpeculationSection = SpeculationSection()
     cuda_graphs: Annotated[Literal["off", "auto"], Switch] = default_of(WorkerConfig, "cuda_graphs")
-    """Whether decode steps are recorded as CUDA graphs; needs blocks of a multiple of 256 tokens."""
+    """Says whether workers record decode steps as CUDA graphs, which needs a block size that is a multiple of 256
+    tokens."""
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -238,29 +257,30 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 
 class LoggingSection(_Section):
     level: LogLevel = "info"
-    """Of Weft's own modules; libraries are heard from `warning` on."""
+    """Sets the level of Weft's own modules; libraries log from `warning` on."""
     levels: dict[str, LogLevel] = {}
-    """Of single loggers, by name: `router`, `llm_workers.engine`, `uvicorn`."""
+    """Sets the levels of single loggers by name, for example `router`, `llm_workers.engine` or `uvicorn`."""
     format: Literal["text", "json"] = "text"
     to: Literal["files", "terminal"] = "files"
-    """A file for each process in a folder of this run, which `weft serve` names when it starts; or the standard error
-    of `weft serve`, where lines of all processes meet."""
+    """With `files`, each process writes a file in a folder of this run, which `weft serve` names when it starts. With
+    `terminal`, the lines of all processes go to the standard error of `weft serve`."""
     dir: Path | None = None
-    """Above the folders of runs, on each machine; none: weft/logs in the user's folder for state."""
+    """Holds the folders of the runs, on each machine; None means weft/logs in the user's folder for state."""
     max_file_bytes: Bytes = 64 * 2**20
-    """A file that grows beyond it is put aside; the last three are kept."""
+    """A log file that grows beyond this size is put aside and a new one begins; the last three are kept."""
 
 
 class RaySection(_Section):
     address: str | None = None
-    """An existing cluster; none starts one on this machine for as long as `weft serve` runs."""
+    """Names an existing Ray cluster; None starts one on this machine for as long as `weft serve` runs."""
     cluster_name: str = Field("weft", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """Of this cluster on that Ray, where it names the Serve application and the directory. Each cluster has its own."""
+    """Names this cluster on its Ray, where the Serve application and the directory carry this name. Each cluster needs
+    its own name."""
     temp_dir: Path | None = None
 
 
 class ClusterConfig(_Section):
-    """One model, its router, encoders and workers."""
+    """Configures one model with its router, encoders and workers."""
 
     model: ModelSection = ModelSection()
     server: ServerSection = ServerSection()
@@ -271,7 +291,7 @@ class ClusterConfig(_Section):
     ray: RaySection = RaySection()
     logging: LoggingSection = LoggingSection()
     allow_shared_gpu: bool = False
-    """Encoders and workers take whole GPUs unless this is set."""
+    """Allows encoders and workers to share a GPU; without it, each takes whole GPUs."""
     threads_per_replica: int = Field(1, ge=1)
 
     @model_validator(mode="after")
@@ -290,7 +310,7 @@ class ClusterConfig(_Section):
 
 
 class Problem(_Section):
-    """One thing that is wrong with a config file, and where."""
+    """A `Problem` is one thing that is wrong with a config file, and where it is."""
 
     mark: Mark | None
     key: str
@@ -302,7 +322,8 @@ class Problem(_Section):
 
 
 def check_config(text: str) -> tuple[ClusterConfig | None, list[Problem]]:
-    """Parses and validates. Returns the config, or every problem that was found with its line and key."""
+    """Parses and validates the text of a config file. Returns the config, or every problem that was found with its line
+    and key."""
     try:
         data, marks = parse_with_marks(text)
     except yaml.MarkedYAMLError as error:
@@ -342,7 +363,8 @@ def _unknown_key(location: tuple[str | int, ...]) -> str:
 
 
 def load_config(path: Path | None) -> ClusterConfig:
-    """From a file, or the laptop default. Raises ConfigError that lists every problem."""
+    """Loads the config from a file, or the laptop default if `path` is None. Raises ConfigError that lists every
+    problem."""
     path = path or Path(__file__).parent / "configs" / "laptop.yaml"
     try:
         text = path.read_text()

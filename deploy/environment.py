@@ -1,5 +1,5 @@
-"""Switches that Ray and other libraries read from the environment. Written here and nowhere else; what the user has
-set stays."""
+"""Sets the switches that Ray and other libraries read from the environment. Only this module writes them; it keeps the
+values that the user has set."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ SWITCHES = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
-    # torch's profiler counts a worker's workspace at boot and would tell of it.
+    # Workers measure their workspace with torch's profiler at start, and without this the profiler would log it.
     "KINETO_LOG_LEVEL": "99",
 }
 
 
 def switches_of_actors() -> dict[str, str]:
-    """For actors on machines of a Ray that others have started: this process's environment does not reach them."""
+    """Returns the switches for actors on machines of a Ray that this process did not start, because its environment
+    does not reach them."""
     return {name: os.environ.get(name, value) for name, value in SWITCHES.items()}
 
 
 def set_local_switches() -> None:
-    """For a Ray of our own on this machine: NIXL stays on the loopback, and Ray's ports (which listen on every
-    interface) ask for a token that only this cluster knows."""
+    """Sets the switches for a Ray that this process starts on this machine: NIXL stays on the loopback interface, and
+    Ray's ports (which listen on every interface) require a token that only this cluster knows."""
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
     keep_ranks_on_loopback()
     os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -37,28 +38,30 @@ def set_local_switches() -> None:
 
 
 def keep_ranks_on_loopback() -> None:
-    """For ranks that are all on this machine."""
+    """Keeps the connections between ranks on the loopback interface; call it if all ranks are on this machine."""
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
 
 
 def show_logs_as_written() -> None:
-    """For replicas whose lines Ray carries to the terminal: without a prefix, and every one. Call before importing
+    """Makes Ray copy every line of the replicas' logs to the terminal, without a prefix. Call it before importing
     Ray."""
     os.environ.setdefault("RAY_DISABLE_WORKER_LOG_PREFIX", "1")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 
 
 def use_cuda_device(index: int) -> None:
-    """Of those that this process may use, it uses that one. Call before torch has touched a device."""
+    """Makes this process use only the device with this index among the devices that it may use. Call it before torch
+    has touched a device."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
 
 
 def set_switches() -> None:
-    """Side effect: environment variables of this process and of what it starts. Call before importing the libraries."""
+    """Sets the switches for this process and for the processes that it starts. Side effect: it changes environment
+    variables. Call it before importing the libraries."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
-    # torch would make a folder in the temporary one, and leave it there.
+    # Without this, torch would create a folder in the one for temporary files, and leave it there.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
     for name, value in SWITCHES.items():
         os.environ.setdefault(name, value)

@@ -1,10 +1,12 @@
-"""The router replica's own HTTP server: uvicorn inside the replica's event loop, on a socket that we bind.
+"""Implements the HTTP server of a router replica: uvicorn inside the replica's event loop, on a socket that this module
+binds.
 
-Serve's proxy is not in front (docs/adr/0001-front-end.md): it takes whole bodies before our limit and has no
-back-pressure for slow readers. SO_REUSEPORT lets several router replicas of one host share the port.
+The replica does not use Ray Serve's proxy (docs/adr/0001-front-end.md), because the proxy reads whole bodies before
+this server can apply its limit, and has no back-pressure for slow readers. SO_REUSEPORT lets several router replicas of
+one host share the port.
 
-The parser runs in the event loop, so what a client's bytes may cost it is bounded: the size of headers, and the number
-of chunks of a body.
+The parser runs in the event loop, so this server limits what a client's bytes may cost it: the size of headers, and the
+number of chunks of a body. The module knows nothing of the app that it serves.
 """
 
 from __future__ import annotations
@@ -22,18 +24,19 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from fabric.errors import ConfigError
 
 CLOSE_S = 2
-"""How long open connections may take to close once every request has ended or was ended: a reader that takes nothing
-would hold up the end for ever."""
+"""Open connections may take this many seconds to close once every request has ended. Without this limit, a client that
+reads nothing would delay the stop for ever."""
 MAX_HEADER_BYTES = 64 * 1024
-"""Request line and headers together."""
+"""Limits the size of the request line and the headers together."""
 MAX_SMALL_CHUNKS = 4096
-"""Of a body. Each takes the parser some five microseconds, so that 32 MiB of single bytes would take it minutes."""
+"""Limits the number of chunks of a body. Each chunk takes the parser about five microseconds, so a body of 32 MiB in
+chunks of a single byte would take it minutes."""
 LARGE_CHUNK_BYTES = 256
-"""A body may have as many more chunks as it has times so many bytes."""
+"""A body may have one chunk beyond `MAX_SMALL_CHUNKS` per this many bytes."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket; port 0 picks a free one. Raises ConfigError if the address can't be had."""
+    """Returns a bound TCP socket; port 0 picks a free one. Raises ConfigError if the address is not available."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -48,7 +51,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Connection(h11.Connection):
-    """Refuses a body in very many small chunks, as a breach of the protocol."""
+    """Refuses a body in very many small chunks as a violation of the protocol."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
@@ -72,8 +75,9 @@ class _Protocol(H11Protocol):
         self.conn = _Connection()
 
     def send_400_response(self, msg: str) -> None:
-        """For what is not HTTP; where an answer has begun, the connection is only closed. The app, if it has been given
-        the request, is told that its client left: what it still sends goes nowhere."""
+        """Answers 400 to bytes that are not HTTP; if an answer has begun, it closes the connection instead. If the app
+        has received the request already, this method signals to the app that its client has disconnected, and what the
+        app still sends is dropped."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
         else:
@@ -84,7 +88,8 @@ class _Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """Signals belong to whoever owns the process, not to one of its tasks."""
+    """Installs no signal handlers, because signals belong to the code that owns the process, not to one of its
+    tasks."""
 
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]
@@ -92,13 +97,14 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves an ASGI app until stopped."""
+    """Serves an ASGI app until `stop` is called."""
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
         self._socket = bind(host, port)
         config = uvicorn.Config(
             app,
-            log_config=None,  # the process's own, see `logs`
+            # The process has its own configuration, see `logs`.
+            log_config=None,
             log_level="warning",
             access_log=False,
             lifespan="off",
@@ -121,8 +127,8 @@ class HttpServer:
             await asyncio.sleep(0.01)
 
     async def stop(self) -> None:
-        """Stops accepting, lets open connections write what they hold for `CLOSE_S`, closes. Requests are the
-        router's to end before this."""
+        """Stops accepting connections, gives open ones `CLOSE_S` seconds to write what they hold, and closes the
+        socket. The caller must end the router's requests before this call."""
         self._server.should_exit = True
         if self._task is not None:
             await self._task

@@ -1,8 +1,10 @@
-"""The largest medium of each modality that passes the limits, found by asking the family what headers would become.
+"""Finds the largest medium of each modality that passes the limits, by asking the model family how it would process
+many possible headers.
 
-Families scale, tile and sample in their own ways, so headers are tried rather than derived: aspect ratios of small
-numbers, at several areas up to the limit; of videos and sounds several lengths. What a family makes of one between
-them may be a row larger; such a request is still refused cleanly when it comes. Decodes nothing.
+Families scale, tile and sample in their own ways, so the module tries headers instead of deriving the largest one: it
+tries aspect ratios of small numbers at several areas up to the limit, and several lengths of videos and sounds. A
+header between those that it tries may need a row more; the cluster still refuses such a request cleanly when it
+arrives. The module decodes nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +29,14 @@ from modalities.plugin import MediaLimits
 
 MAX_RATIO = 16
 MAX_VIDEO_RATIO = 4
-"""Longer videos are tried too, so fewer shapes."""
+"""Limits the aspect ratios of videos. There are fewer than for pictures, because each is tried at several lengths
+too."""
 NUM_AREAS = 8
-"""Each a quarter of the one before: some families make most tokens of a picture that needs no scaling."""
+"""Counts the areas that are tried; each is a quarter of the previous one, because some families make the most tokens of
+a picture that needs no scaling."""
 NUM_LENGTHS = 6
-"""Each half of the one before: some families make frames smaller where there are many."""
+"""Counts the lengths that are tried; each is half of the previous one, because some families make frames smaller when
+there are many."""
 VIDEO_FPS = 25
 SAMPLE_RATE = 16_000
 
@@ -39,8 +44,8 @@ SAMPLE_RATE = 16_000
 def largest_item(
     family: Family, modality: str, limits: MediaLimits, options: MediaOptions = DEFAULT_OPTIONS
 ) -> LargestItem | None:
-    """None for a modality whose headers can't be enumerated here, or that the family does not take. `options` are
-    those of videos."""
+    """Returns the largest item of a modality, or None if this module can't enumerate the modality's headers or the
+    family does not take the modality. `options` are the options of videos."""
     if modality not in family.max_items or modality not in ("image", "video", "audio"):
         return None
     plans = list(_plans(family, _headers(modality, limits, options), options))
@@ -67,7 +72,7 @@ def _plans(family: Family, headers: Iterator[MediaHeader], options: MediaOptions
     for header in headers:
         try:
             yield family.plan(header, options if isinstance(header, VideoHeader) else DEFAULT_OPTIONS)
-        except InvalidMedia:  # an aspect ratio or a length that the family refuses
+        except InvalidMedia:  # The family refuses this aspect ratio or length.
             continue
 
 

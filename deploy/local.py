@@ -1,6 +1,7 @@
-"""The whole cluster in one process and one event loop: for tests, and for machines without Ray.
+"""Runs the whole cluster in one process and one event loop, for tests and for machines without Ray.
 
-The same services, messages and planner; only the transports differ (direct calls, in-process plane and channel).
+The services, the messages and the planner are the same as on Ray; only the transports differ (direct calls, and a
+message plane and a feature channel inside the process).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class DirectWorkers:
-    """`WorkerPool` by direct calls."""
+    """Implements `WorkerPool` by direct calls."""
 
     def __init__(self) -> None:
         self.services: dict[MemberId, WorkerService] = {}
@@ -45,7 +46,7 @@ class DirectWorkers:
 
 
 class DirectEncoders:
-    """`EncoderPool` by direct calls."""
+    """Implements `EncoderPool` by direct calls."""
 
     def __init__(self) -> None:
         self.services: dict[MemberId, EncoderService] = {}
@@ -58,7 +59,7 @@ class DirectEncoders:
 
 
 class LocalCluster:
-    """One router, the configured encoders and workers, in this process. Use `running(...)`."""
+    """Holds one router and the configured encoders and workers in this process. Use `running(...)` to start it."""
 
     def __init__(self, config: ClusterConfig) -> None:
         compose.prepare_process(config)
@@ -111,7 +112,8 @@ class LocalCluster:
             service.update_members(self._members)
 
     def _remove(self, member_id: MemberId) -> None:
-        """A worker or an encoder is lost. Nothing replaces it here: that takes processes."""
+        """Removes a worker or an encoder that is lost. Nothing replaces it, because a replacement needs a process of
+        its own."""
         self._members = [member for member in self._members if member.member_id != member_id]
         self._tell_members()
 
@@ -126,7 +128,8 @@ class LocalCluster:
 
 @contextlib.asynccontextmanager
 async def running(config: ClusterConfig) -> AsyncIterator[LocalCluster]:
-    """A started local cluster, without an HTTP socket: drive `cluster.app` by ASGI or `cluster.router` directly."""
+    """Yields a started local cluster without an HTTP socket; callers use `cluster.app` by ASGI or `cluster.router`
+    directly."""
     cluster = LocalCluster(config)
     await cluster.start()
     try:
@@ -137,7 +140,7 @@ async def running(config: ClusterConfig) -> AsyncIterator[LocalCluster]:
 
 @contextlib.asynccontextmanager
 async def serving(config: ClusterConfig) -> AsyncIterator[tuple[LocalCluster, int]]:
-    """A started local cluster behind its own HTTP server; yields the port too."""
+    """Yields a started local cluster with its own HTTP server, and the port of that server."""
     async with running(config) as cluster:
         server = HttpServer(cluster.app, config.server.host, config.server.port)
         with as_member(cluster.router_id):

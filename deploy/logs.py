@@ -1,8 +1,8 @@
-"""Where the lines of the log go, and what they look like: text for people, JSON for machines.
+"""Sets up where log lines go and how they look: text for people, JSON for machines.
 
-The standard library's `logging`, set up once in each process: there is no dependency, as all that is ours is a
-formatter. Each line has its time, level, logger, member and request. A JSON line is an object whose further fields are
-what its writer added (`extra=`).
+It configures the standard library's `logging` once in each process; there is no further dependency, because the project
+needs only a formatter of its own. Each line has its time, level, logger, member and request. A JSON line is an object;
+its further fields are those that the calling code added (`extra=`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from fabric import log_context
 logger = logging.getLogger(__name__)
 OUR_PACKAGES = ("fabric", "modalities", "kv_index", "encoder_pool", "llm_workers", "router", "deploy", "loadtest")
 OWN_HANDLERS = ("torch", "transformers", "huggingface_hub")
-"""Libraries whose loggers get handlers of their own when they are imported, and then pass no lines on."""
+"""The loggers of these libraries get handlers of their own when the libraries are imported, and then pass no lines
+on."""
 NUM_KEPT_FILES = 3
 NUM_KEPT_RUNS = 20
 _STANDARD_FIELDS = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -34,11 +35,12 @@ _STANDARD_FIELDS = set(vars(logging.makeLogRecord({}))) | {"message", "asctime",
 def configure_logs(
     section: LoggingSection, process: str, member_id: str = "", terminal_level: int | None = None
 ) -> None:
-    """Side effects on this process: the root logger's handlers and levels, and how uncaught exceptions end.
+    """Sets up the log of this process. Side effects: it replaces the root logger's handlers, sets levels, and logs
+    uncaught exceptions.
 
-    `process` names its file; lines that no other member's code writes are `member_id`'s. With `terminal_level`, lines
-    from that level on are written to standard error too, as text. A folder that can't be written to is told of on
-    standard error, where the lines go instead."""
+    `process` names the log file. A line that no other member's code writes carries `member_id`. With `terminal_level`,
+    lines from that level on also go to standard error, as text. If the folder can't be written to, lines go to standard
+    error instead, and one of them says so."""
     member_id = member_id or process
     handlers: list[logging.Handler] = []
     why_not = None
@@ -76,9 +78,9 @@ def configure_logs(
 
 
 def collect_library_logs(section: LoggingSection) -> None:
-    """Sends what libraries log where all lines go, from the levels in `section.levels` on. Side effect: libraries that
-    were imported with handlers of their own (`OWN_HANDLERS`) lose those that write to a stream. Call it again after a
-    library was imported, because that sets its handlers and level anew."""
+    """Sends the lines that libraries log to where all lines go, from the levels in `section.levels` on. Side effect:
+    libraries that were imported with handlers of their own (`OWN_HANDLERS`) lose the handlers that write to a stream.
+    Call it again after importing such a library, because the import sets its handlers and level."""
     for name, each in list(logging.root.manager.loggerDict.items()):
         if name.partition(".")[0] not in OWN_HANDLERS or not isinstance(each, logging.Logger):
             continue
@@ -101,13 +103,14 @@ class _Formatter(logging.Formatter):
         self._member_id = member_id
 
     def origin(self, record: logging.LogRecord) -> tuple[str, str]:
-        """Member and request of a line; called in the thread that wrote it."""
+        """Returns the member and the request of a line. It must run in the thread that wrote the line."""
         named = getattr(record, "request_id", None)
         return log_context.member_id() or self._member_id, str(named or log_context.request_id())
 
 
 class TextFormatter(_Formatter):
-    """`2026-01-31 12:00:00.123 INFO router-x1 req-7f3 router.access_log: POST ... 200 in 12 ms`"""
+    """Formats a record as text, for example
+    `2026-01-31 12:00:00.123 INFO router-x1 req-7f3 router.access_log: POST ... 200 in 12 ms`."""
 
     def format(self, record: logging.LogRecord) -> str:
         member, request = self.origin(record)
@@ -142,8 +145,8 @@ def _trace(record: logging.LogRecord) -> str:
 
 
 def with_run_folder(config: ClusterConfig) -> ClusterConfig:
-    """The config whose `logging.dir` is a folder for this run alone; it is made by the first process on a machine that
-    logs there."""
+    """Returns the config with a `logging.dir` that is a folder for this run alone. The first process on a machine that
+    logs there creates the folder."""
     above = config.logging.dir or _state_folder() / "logs"
     name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
     logs = config.logging.model_copy(update={"dir": above.absolute() / name})
@@ -151,8 +154,8 @@ def with_run_folder(config: ClusterConfig) -> ClusterConfig:
 
 
 def _remove_oldest_runs(folder: Path) -> None:
-    """Removes the folders of the oldest runs beside a run's own beyond `NUM_KEPT_RUNS`, on this machine. Several
-    processes of a run may do so at the same time."""
+    """Removes the folders of the oldest runs next to this run's `folder`, on this machine, until `NUM_KEPT_RUNS` are
+    left. Several processes of a run may do so at the same time."""
     if not _is_run(folder):
         return
     others = sorted(path for path in folder.parent.glob("*") if _is_run(path) and path != folder)
@@ -165,7 +168,7 @@ def _is_run(path: Path) -> bool:
 
 
 def where_logs_are(section: LoggingSection) -> str:
-    """For people, when a cluster starts."""
+    """Returns the sentence that says where the logs are, for people who start a cluster."""
     if section.to == "terminal":
         return f"the log of every process follows ({section.format}, from level {section.level})"
     return f"the log of every process is in {section.dir} ({section.format}, from level {section.level})"

@@ -1,6 +1,8 @@
-"""A worker and its ranks: rank 0's service with the group behind it, and what a follower's process runs.
+"""Builds a worker and its ranks, the processes that share one model. Rank 0 holds the service and the group of the
+ranks; each other rank is a follower, and the module contains what its process runs.
 
-Where followers run is the caller's: processes of this machine here, actors in `serving/followers.py`.
+The caller decides where followers run: this module starts them as processes of this machine, and `serving/followers.py`
+starts them as Ray actors.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ if TYPE_CHECKING:
     LaunchFollower = Callable[[ClusterConfig, Path, Invitation], Follower]
 
 START_TIMEOUT_S = 600.0
-"""For every rank to load its share."""
+"""All ranks together may take this many seconds to load their shares."""
 
 
 class Endpoint(NamedTuple):
-    """A worker's place among the members."""
+    """Holds a worker's place among the members: its id, its endpoint of the message plane and its sink for features."""
 
     member_id: MemberId
     plane: Plane
@@ -45,13 +47,15 @@ class Endpoint(NamedTuple):
 
 
 class RankedWorker(NamedTuple):
-    """A service, and the ranks that it computes with if it has others than its own."""
+    """Holds a worker's service, and the group of ranks that it computes with; `group` is None if rank 0 is the only
+    rank."""
 
     service: WorkerService
     group: RankGroup | None
 
     def end_when_lost(self, loop: asyncio.AbstractEventLoop) -> None:
-        """When a rank is gone the service is lost and stops: its calls end as WorkerLost, its health check fails."""
+        """Makes the service stop as lost when a rank is gone: its calls then end with WorkerLost, and its health check
+        fails."""
         if self.group is not None:
             self.group.on_lost(lambda: asyncio.run_coroutine_threadsafe(self._end_lost(), loop))
 
@@ -60,7 +64,7 @@ class RankedWorker(NamedTuple):
         await self.service.stop()
 
     def stop_ranks(self) -> None:
-        """After the service has stopped. Blocks for a few seconds at most."""
+        """Stops the other ranks; call it after the service has stopped. Blocks for a few seconds at most."""
         if self.group is not None:
             self.group.stop()
 
@@ -68,7 +72,8 @@ class RankedWorker(NamedTuple):
 def open_worker(
     config: ClusterConfig, model: compose.Model, endpoint: Endpoint, host: str, launch: LaunchFollower
 ) -> RankedWorker:
-    """Loads the weights, on every rank its share. Blocks until all are ready. Raises ConfigError, WorkerLost."""
+    """Loads the weights, on each rank its share, and returns the worker. Blocks until all ranks are ready. Raises
+    ConfigError or WorkerLost."""
     from llm_workers.tensor_parallel.group import RankGroup
     from llm_workers.tensor_parallel.model import ParallelLanguageModel
     from modalities.sharding import shard_weights
@@ -88,7 +93,7 @@ def open_worker(
 
 
 def run_follower(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> None:
-    """A follower's process, from its start until the group ends."""
+    """Runs a follower in this process until the group ends."""
     from llm_workers.tensor_parallel.follower import follow
 
     configure_logs(config.logging, f"rank-{invitation.rank}-{os.getpid()}")
@@ -103,7 +108,7 @@ def run_follower(config: ClusterConfig, model_dir: Path, invitation: Invitation)
 
 
 def load_share(config: ClusterConfig, model: compose.Model) -> Share:
-    """A follower's weights and pages: the same numbers as rank 0's."""
+    """Loads a follower's share: its part of the weights, and KV pages in the same number as on rank 0."""
     from llm_workers.attention import select_backend
     from llm_workers.paged_kv import PagedKV
     from llm_workers.tensor_parallel.follower import Share
@@ -122,7 +127,7 @@ def load_share(config: ClusterConfig, model: compose.Model) -> Share:
 
 
 class SpawnedFollower:
-    """A `Follower`."""
+    """A `SpawnedFollower` is a `Follower` that runs in a process of this machine."""
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
@@ -137,7 +142,8 @@ class SpawnedFollower:
 
 
 def spawn_follower(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> Follower:
-    """A fresh process: forking one that has threads and sockets would not be safe."""
+    """Starts a follower in a fresh process, because it is not safe to fork a process that has threads and sockets.
+    Raises ConfigError if the config asks for several workers."""
     if config.workers.replicas > 1:
         raise ConfigError("one process can hold rank 0 of one worker only: set workers.replicas to 1, or use Ray")
     keep_ranks_on_loopback()
@@ -149,7 +155,8 @@ def spawn_follower(config: ClusterConfig, model_dir: Path, invitation: Invitatio
 
 
 def _run_spawned(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 stops us, whoever else was interrupted
+    # Rank 0 stops this process, whichever other process an interrupt reaches.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if invitation.device == "cuda":
         use_cuda_device(invitation.rank)
     run_follower(config, model_dir, invitation)

@@ -1,7 +1,7 @@
-"""How many parameters a checkpoint has, per part, from the headers of its safetensors files. Reads no weights.
+"""Counts the parameters of a checkpoint, per part, from the headers of its safetensors files. It reads no weights.
 
-The format: 8 bytes little-endian length, then JSON `name -> {dtype, shape, data_offsets}`
-(https://huggingface.co/docs/safetensors).
+A safetensors file begins with the length of its header, 8 bytes in little-endian order. The header follows as JSON
+`name -> {dtype, shape, data_offsets}` (https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from typing import NamedTuple
 from modalities.quantisation import ACTIVATION_SUFFIXES, SCALE_SUFFIXES
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""The format itself has this limit."""
 ENCODER_NAMES = frozenset(
     {
         "visual", "vision_tower", "vision_model", "vision_embed_tokens", "audio_tower", "image_newline", "mlp1",
         "multi_modal_projector",
     }
 )  # fmt: skip
-"""A tensor with one of these in its path is an encoder's."""
+"""A tensor belongs to an encoder if its path contains one of these names."""
 OTHER_NAMES = frozenset({"talker", "code2wav", "token2wav"})
-"""Loaded by neither encoders nor workers."""
+"""Neither encoders nor workers load a tensor whose path contains one of these names."""
 
 _SCALES = (*SCALE_SUFFIXES, *ACTIVATION_SUFFIXES)
-"""Of quantised weights: multiplied into them when they are loaded."""
+"""Tensors with these suffixes are scales in quantised checkpoints. The count leaves them out: loading multiplies the
+scales of weights into the weights, and Weft does not quantise activations."""
 
 
 class StoredWeights(NamedTuple):
     num_encoder: int
-    """Parameters of all encoders, whatever modalities are loaded: an upper bound."""
+    """Counts the parameters of all encoders. It is an upper bound, because a cluster may load fewer modalities."""
     num_language: int
 
 
 def read_stored_weights(model_dir: Path) -> StoredWeights | None:
-    """None if the directory has no readable safetensors files."""
+    """Returns the number of parameters per part, or None if the directory has no readable safetensors files."""
     counts = {"encoder": 0, "language": 0, "other": 0}
     files = sorted(model_dir.glob("*.safetensors"))
     try:

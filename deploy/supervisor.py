@@ -1,13 +1,14 @@
-"""`weft serve` as two processes: a supervisor that takes the signals, and the server that it starts.
+"""Runs `weft serve` as two processes: a supervisor that receives the signals, and the server that it starts.
 
-While Ray starts it replaces the handler of SIGTERM three times: twice by a Python handler that exits, then by one of
-its core that prints a stack trace and aborts. So no handler of the process that starts Ray holds at every moment. The
-supervisor imports no Ray and keeps its handlers. It starts the server in a session of its own, where the Ctrl-C of a
-terminal does not reach it, and adopts every process whose parent dies, so that it can end them all.
+While Ray starts, it replaces the handler of SIGTERM three times: twice with a Python handler that exits, then with one
+of its core that prints a stack trace and aborts. So the process that starts Ray can't keep a handler of its own at
+every moment. The supervisor imports no Ray and keeps its handlers. It starts the server in a session of its own, where
+the Ctrl-C of a terminal does not reach it, and adopts every process whose parent dies, so that it can end them all.
 
-The first signal asks the server to drain, up to a time limit. A second signal, or the limit, ends every process at
-once. Either way the folder for temporary files of all of them is removed. What the server may have left elsewhere, when
-it did not end by itself, is removed by a command that the caller gives. Knows nothing of what is served.
+The first signal asks the server to drain, up to a time limit. A second signal, or the end of that time, ends every
+process at once. In both cases the supervisor removes the folder for temporary files of all these processes. If the
+server did not end by itself, the supervisor runs a command of the caller, which removes what the server may have left
+elsewhere. The module knows nothing of what is served.
 """
 
 from __future__ import annotations
@@ -28,28 +29,31 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
-"""prctl(2)."""
+"""This is the option of prctl(2) that makes a process adopt orphans."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FOLDER_PREFIX = "weft-"
-"""Of the name of the folder for temporary files."""
+"""This is the prefix of the name of the folder for temporary files."""
 CLEAN_UP_S = 40.0
-"""How long removing what a killed server has left may take."""
+"""The removal of what a killed server has left may take this many seconds."""
 _READY = b"r"
 _DRAIN = b"d"
 _END_S = 10.0
-"""How long killed processes may take to vanish: one that hangs in the kernel is left to it."""
+"""Killed processes may take this many seconds to vanish; after that, the supervisor leaves those that hang in the
+kernel."""
 _POLL_S = 0.02
 _MAX_TEMP_DIR_BYTES = 28
-"""The path of a Unix socket has 107 bytes at most; Ray's take 62 of it below its folder, whose own name takes 14."""
+"""Limits the path of the parent of the folder for temporary files. The path of a Unix socket has 107 bytes at most; Ray
+uses 62 of them below its folder, and the name of the folder takes 14."""
 
 
 def supervise(command: Sequence[str], stop_limit_s: float, clean_up: Sequence[str] = ()) -> int:
-    """Runs `command`, with the number of its end of the line appended, until it ends or a signal asks for the end.
+    """Runs `command` until it ends or a signal asks for the end. The file descriptor of the command's end of the line
+    to the supervisor is appended to it as the last argument.
 
-    `stop_limit_s` is how long the server may take from the first signal to its end. `clean_up` is run, for
-    `CLEAN_UP_S` at most or until the next signal, behind a server that was killed or failed. Returns the server's exit
-    status, or 0 when a signal asked for the end. Side effects: handlers of this process, a folder for temporary files
-    that exists for as long as this runs and is the server's TMPDIR."""
+    `stop_limit_s` limits the time from the first signal to the end of the server. If the server was killed or failed,
+    this function then runs `clean_up` until it ends, `CLEAN_UP_S` are over or the next signal arrives. Returns the
+    server's exit status, or 0 if a signal asked for the end. Side effects: it sets signal handlers of this process, and
+    it creates a folder for temporary files, which is the server's TMPDIR and which it removes at the end."""
     _adopt_orphans()
     folder = _temporary_folder()
     ours, theirs = socket.socketpair()
@@ -74,14 +78,16 @@ def supervise(command: Sequence[str], stop_limit_s: float, clean_up: Sequence[st
 
 
 def _temporary_folder() -> str:
-    """A new one where the environment says, or in /tmp where that path is too long for Ray's sockets."""
+    """Creates a folder for temporary files in the usual place, or in /tmp if the path of that place is too long for
+    Ray's sockets. Returns its path."""
     usual = tempfile.gettempdir()
     folder = usual if len(os.fsencode(usual)) <= _MAX_TEMP_DIR_BYTES else "/tmp"
     return tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=folder)
 
 
 def _watch(server: subprocess.Popen[bytes], line: socket.socket, signals: socket.socket, stop_limit_s: float) -> int:
-    """Until the server has ended, or must not be waited for any longer."""
+    """Waits until the server has ended, or until the supervisor must not wait any longer. Returns the exit status of
+    `weft serve`."""
     is_ready, deadline_s = False, None
     watched = [signals, line]
     while True:
@@ -90,13 +96,13 @@ def _watch(server: subprocess.Popen[bytes], line: socket.socket, signals: socket
         if line in readable:
             if line.recv(1) == _READY:
                 is_ready = True
-            else:  # it has ended, or is about to
+            else:  # The server has ended, or is about to.
                 watched.remove(line)
         numbers = signals.recv(64) if signals in readable else b""
         num_stops = sum(number in STOP_SIGNALS for number in numbers)
         _reap(server)
         if num_stops and (deadline_s is not None or num_stops > 1 or not is_ready):
-            return 0  # a second signal; or nothing was accepted yet
+            return 0  # This is a second signal, or the server accepts no requests yet.
         if server.returncode is not None:
             return 0 if deadline_s is not None else _exit_status(server.returncode)
         if num_stops:
@@ -121,12 +127,13 @@ def _run_briefly(command: Sequence[str], signals: socket.socket, folder: str) ->
 
 
 def _exit_status(returncode: int) -> int:
-    """As a shell would say it: 128 and the signal's number for a server that a signal has killed."""
+    """Returns the exit status that a shell would report: 128 plus the number of the signal for a server that a signal
+    has killed."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 def _reap(server: subprocess.Popen[bytes]) -> None:
-    """Takes the status of every child that has ended: the server's, and adopted ones'."""
+    """Collects the exit status of every child that has ended: the server and adopted processes."""
     with contextlib.suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -138,10 +145,10 @@ def _reap(server: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def _signals_as_bytes() -> Iterator[socket.socket]:
-    """A socket that delivers the numbers of the signals that arrive, a byte each."""
+    """Yields a socket that delivers the numbers of the signals that arrive, one byte each."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
-    # What we were started to ignore stays ignored: `nohup` and background jobs of a script rely on it.
+    # Signals that this process was started to ignore stay ignored: `nohup` and background jobs of a script rely on it.
     numbers = [signal.SIGCHLD, *(number for number in STOP_SIGNALS if signal.getsignal(number) != signal.SIG_IGN)]
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
@@ -156,18 +163,19 @@ def _signals_as_bytes() -> Iterator[socket.socket]:
 
 
 def _adopt_orphans() -> None:
-    """A descendant whose parent dies becomes this process's child instead of init's."""
+    """Makes a descendant whose parent dies a child of this process instead of a child of init."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(root: int) -> list[int]:
-    """Ids of the processes below `root` that have not ended, from /proc; empty where there is none."""
+    """Returns the ids of the processes below `root` that have not ended, from /proc; the list is empty on systems
+    without /proc."""
     parent_to_children: dict[int, list[int]] = {}
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = entry.read_text()
-        except OSError:  # it ended meanwhile
+        except OSError:  # The process has ended in the meantime.
             continue
         state, parent = text[text.rindex(")") + 2 :].split()[:2]
         if state not in "ZX":
@@ -181,7 +189,7 @@ def descendants(root: int) -> list[int]:
 
 
 def end_descendants() -> None:
-    """Kills every process below this one and takes its status, until none is left."""
+    """Kills every process below this one and collects its exit status, until none is left or `_END_S` are over."""
     deadline_s = time.monotonic() + _END_S
     while time.monotonic() < deadline_s:
         for pid in descendants(os.getpid()):
@@ -190,18 +198,18 @@ def end_descendants() -> None:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        except ChildProcessError:  # none is left
+        except ChildProcessError:  # There is no child left.
             return
         time.sleep(_POLL_S)
 
 
 class Lifeline:
-    """The server's end of the line to its supervisor, and what the server waits for."""
+    """Holds the server's end of the line to its supervisor, and lets the server wait until it must stop."""
 
     def __init__(self, fileno: int) -> None:
-        """Side effect: this process ignores SIGINT, which is the supervisor's."""
+        """Starts to listen on the line. Side effect: this process ignores SIGINT, which the supervisor handles."""
         self.is_cut = False
-        """The supervisor has died: nothing may outlive it."""
+        """Says whether the supervisor has died; then the server must not outlive it."""
         self._stop = threading.Event()
         self._line = socket.socket(fileno=fileno)
         self._line.set_inheritable(False)
@@ -209,12 +217,13 @@ class Lifeline:
         threading.Thread(target=self._listen, name="weft-lifeline", daemon=True).start()
 
     def tell_ready(self) -> None:
-        """From now on the first signal drains; until now it ends the start."""
+        """Reports to the supervisor that the server is ready. After this call the first signal drains the server;
+        before it, the first signal ends the start."""
         with contextlib.suppress(OSError):
             self._line.send(_READY)
 
     def wait(self) -> None:
-        """Until the supervisor asks for the end, or has died, or `stop` was called."""
+        """Waits until the supervisor asks for the end or has died, or until `stop` is called."""
         self._stop.wait()
 
     def stop(self) -> None:

@@ -1,4 +1,5 @@
-"""YAML with the place of every key, so that a wrong value can be named with its line. Refuses duplicate keys."""
+"""Parses YAML together with the place of every key, so that a message about a wrong value can name its line. It refuses
+duplicate keys and knows nothing of what the keys mean."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import yaml
 
 
 class Mark(NamedTuple):
-    """1-based place in a file."""
+    """A `Mark` is a place in a file; line and column count from 1."""
 
     line: int
     column: int
@@ -18,7 +19,8 @@ Path = tuple[str | int, ...]
 
 
 def parse_with_marks(text: str) -> tuple[object, dict[Path, Mark]]:
-    """The data and the mark of every key and list element, by path. Raises yaml.MarkedYAMLError."""
+    """Returns the data, and the mark of every key and list element by its path. Raises yaml.MarkedYAMLError if the text
+    is not valid YAML or has a duplicate key."""
     loader = yaml.SafeLoader(text)
     try:
         node = loader.get_single_node()
@@ -50,7 +52,7 @@ def _mark(node: yaml.Node) -> Mark:
 
 
 def locate(path: Path, marks: dict[Path, Mark]) -> Mark | None:
-    """The mark of a path, or of the nearest thing that holds it."""
+    """Returns the mark of a path, or that of the nearest mapping or list around it. Returns None if there is none."""
     while path:
         if path in marks:
             return marks[path]

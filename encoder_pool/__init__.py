@@ -1,6 +1,6 @@
-"""The encoder pool: media bytes to features, announced to workers unit by unit.
+"""Runs the encoder pool, which turns media bytes into features and announces them to workers unit by unit.
 
-`planning/` decides (pure), `decode` and `forward` work (processes, torch), `pipeline` leads a medium through them and
-`lane` keeps the forward busy, `service` is what a replica runs. Knows nothing of prompts, tokens' meaning, workers'
-insides or Ray.
+`planning/` makes the decisions and is pure. `decode` (processes) and `forward` (torch) do the work. `pipeline` leads
+each medium through them, `lane` keeps the forward pass busy, and `service` is what a replica runs. The package knows
+nothing of prompts, the meaning of tokens, the internals of workers, or Ray.
 """

@@ -1,4 +1,6 @@
-"""Tells a worker that a unit can be pulled: a lease, a ticket, one message. Knows nothing of queues or models."""
+"""Announces to a worker that a unit can be pulled, with a lease, a ticket and one message. It knows nothing of queues
+or models.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from fabric.messages import UnitReady
 from fabric.plane import Plane
 
 PROMISED_SHARE = 0.9
-"""Of the lease we hold: a reader counts from receipt, so its promise must end before ours does."""
+"""The lease that a worker is promised lasts this share of the encoder's own lease. The worker counts from receipt, so
+the promised lease must end before the encoder's lease does."""
 
 
 class Announcer:
@@ -25,7 +28,7 @@ class Announcer:
         self._promised_s = lease_s * PROMISED_SHARE
 
     def announce(self, follower: Follower, unit: UnitKey, spec: FeatureSpec) -> bool:
-        """Leases a ready unit to the follower's worker and sends `UnitReady`. False if the message could not be
+        """Leases a ready unit to the follower's worker and sends `UnitReady`. Returns False if the message could not be
         queued; then nothing stays leased."""
         worker_id, address = follower.destination.worker_id, follower.destination.address
         key = LeaseKey(worker_id, follower.attempt_id, unit)

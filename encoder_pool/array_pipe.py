@@ -1,8 +1,9 @@
-"""Messages between processes whose arrays travel as they lie: written from their memory, read into new memory.
+"""Sends messages between processes without copying their arrays: writes them from their own memory and reads them into
+new memory.
 
-A unit of a video is some megabytes. Pickled as one string it is copied four times, half of that under the interpreter's
-lock, and the forward of the process that receives it stands still meanwhile. Here arrays go beside the pickle (protocol
-5, PEP 574), past that lock. Knows nothing of media.
+A unit of a video has some megabytes. Pickled as one string it would be copied four times, two of them under the
+interpreter's lock, and the forward pass of the receiving process would stand still meanwhile. Here arrays travel next
+to the pickle (protocol 5, PEP 574) and without that lock. The module knows nothing of media.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ import numpy.typing as npt
 
 
 def send(pipe: Connection, message: object) -> None:
-    """Blocks until the other side has taken nearly all of it. Raises OSError if it is gone, MemoryError before
-    anything was sent."""
+    """Sends a message; blocks until the other side has taken nearly all of it. Raises OSError if the other side is
+    gone, and MemoryError before anything was sent."""
     buffers: list[pickle.PickleBuffer] = []
     body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
     views = [buffer.raw() for buffer in buffers]
@@ -29,8 +30,8 @@ def send(pipe: Connection, message: object) -> None:
 
 
 def receive(pipe: Connection) -> object:
-    """Blocks for the next message; its arrays are this process's own, and may be written. Raises EOFError if the other
-    side is gone, also in the middle of it; or OSError. After any error the pipe is of no more use."""
+    """Blocks for the next message and returns it; its arrays belong to this process and are writable. Raises EOFError
+    if the other side is gone, even in the middle of a message, or OSError. After any error the pipe is unusable."""
     sizes = pipe.recv()
     body = pipe.recv_bytes()
     return pickle.loads(body, buffers=[_read(pipe.fileno(), size) for size in sizes])

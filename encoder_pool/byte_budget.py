@@ -1,6 +1,7 @@
-"""Bytes that many may take from, and that are never exceeded. Who finds too few left waits, first come, first served.
+"""Shares a fixed number of bytes among many takers. A taker that finds too few bytes left waits; takers are served in
+order of arrival.
 
-Lives in one event loop. Knows nothing of what the bytes are for.
+The budget lives in one event loop. It knows nothing of what the bytes are for.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import deque
 
 
 class Hold:
-    """Bytes that were taken, until `release`, which may be called twice."""
+    """A `Hold` is a number of taken bytes. `release` returns them and may be called twice."""
 
     def __init__(self, budget: ByteBudget, num_bytes: int) -> None:
         self._budget: ByteBudget | None = budget
@@ -24,25 +25,27 @@ class Hold:
 
 
 class ByteBudget:
+    """A `ByteBudget` hands out at most `num_bytes` bytes at a time."""
+
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.num_taken = 0
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, num_bytes: int) -> Hold:
-        """Waits until so many are left and nobody waits who came before. More than the budget has is never asked for.
-        Cancelled, it has taken nothing."""
+        """Waits until `num_bytes` are left and no earlier taker waits, then takes them. Callers never ask for more than
+        the whole budget. A cancelled call has taken nothing."""
         assert num_bytes <= self.num_bytes, "it would wait for ever"
         if self._waiting or not self._fits(num_bytes):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((num_bytes, turn))
             try:
-                await turn  # what is given to it is taken for it, in `_serve`
+                await turn  # `_serve` has already taken the bytes for this call
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
                     self.num_taken -= num_bytes
                 else:
-                    with contextlib.suppress(ValueError):  # `_serve` may have passed it over in the same turn
+                    with contextlib.suppress(ValueError):  # `_serve` may have dropped it in the same turn
                         self._waiting.remove((num_bytes, turn))
                 self._serve()
                 raise
@@ -51,7 +54,7 @@ class ByteBudget:
         return Hold(self, num_bytes)
 
     def give_back(self, num_bytes: int) -> None:
-        """Called by holds."""
+        """Returns bytes to the budget; only holds call it."""
         self.num_taken -= num_bytes
         self._serve()
 

@@ -1,8 +1,9 @@
-"""A short synthetic forward at start: what features look like, and what a forward costs until real ones say better.
+"""Runs short synthetic forward passes at start, to learn the shape of features and a first estimate of the cost of a
+pass.
 
-Two sizes of a modality tell a forward's overhead from the price of a patch. A model with fixed tiles makes one size of
-everything, so there a forward over two units stands for the second size. Knows nothing of requests. The media it uses
-pass the family's own plan and preprocessing, so nothing is assumed about patches.
+Two sizes of a modality separate the overhead of a pass from the price of a patch. A model with fixed tiles makes one
+size of every input, so a pass over two units stands for the second size there. The media go through the family's own
+plan and preprocessing, so nothing is assumed about patches. The module knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ NUM_RUNS = 2
 
 
 def calibrate(family: Family, model: EncoderModel, modality: str, costs: ForwardCosts, delay_s: float) -> FeatureSpec:
-    """Runs `model` on two sizes of one modality and puts what they took into `costs`. Blocks for a few forwards.
+    """Runs `model` on two sizes of one modality and records the times in `costs`. Blocks for a few forward passes.
 
-    `delay_s` is the injected pause, which each real forward will take too. Raises ConfigError if the model's features
-    are not of the family's shape or not finite, or nothing can be made to calibrate `modality` with.
+    `delay_s` is the injected pause, which each real pass will take too. Raises ConfigError if the model's features do
+    not have the family's shape or are not finite, or if there is no sample for `modality`.
     """
     if modality not in MODALITY_TO_SAMPLES:
         raise ConfigError(f"no sample to calibrate the modality {modality!r} with")
@@ -35,7 +36,7 @@ def calibrate(family: Family, model: EncoderModel, modality: str, costs: Forward
         sample = make(size)
         item = sample_item(family, sample, modality)
         inputs = family.preprocess(sample.data, item)
-        feature = _forward(model, inputs)[0][0]  # the first run of a size pays for compiling and allocating
+        feature = _forward(model, inputs)[0][0]  # the first run of a size includes compiling and allocating
         spec = FeatureSpec(
             family.shape.num_levels, family.shape.hidden_size, dtype_name(feature), feature.element_size()
         )
@@ -55,7 +56,8 @@ def calibrate(family: Family, model: EncoderModel, modality: str, costs: Forward
 
 
 def probe_inputs(family: Family, modality: str) -> list[EncoderInput]:
-    """The smallest sample of a modality, ready for a forward that nothing of a request can spoil."""
+    """Returns the smallest sample of a modality, ready for a forward pass that does not depend on the content of any
+    request."""
     make, sizes = MODALITY_TO_SAMPLES[modality]
     sample = make(min(sizes))
     return family.preprocess(sample.data, sample_item(family, sample, modality))
@@ -65,5 +67,5 @@ def _forward(model: EncoderModel, inputs: list[EncoderInput]) -> tuple[list[torc
     started_s = time.perf_counter()
     with torch.inference_mode():
         features = model.encode(inputs)
-        features[-1].cpu()  # waits for the device
+        features[-1].cpu()  # this waits for the device
     return features, time.perf_counter() - started_s

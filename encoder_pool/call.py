@@ -1,4 +1,6 @@
-"""One encode call while it is open: its followers, its results, its trace. Knows nothing of how items are encoded."""
+"""Keeps one encode call while it is open: its followers, its results and its trace. It knows nothing of how items are
+encoded.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from fabric.messages import EncodeRequest, EncodeResult, ItemResult, MediaItem, 
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """`done` is set when every item has its result. An item named twice in one request is encoded once."""
+    """A `Call` is an open encode call. `done` is set when every item has its result. An item that occurs twice in one
+    request is encoded once."""
 
     turn: Turn
     request: EncodeRequest
@@ -29,7 +32,7 @@ class Call:
 
     @property
     def num_open(self) -> int:
-        """Items without a result."""
+        """Counts the items without a result."""
         return len(self.request.items) - len(self._index_to_result)
 
     @property
@@ -40,7 +43,7 @@ class Call:
         return follower.item.index not in self._index_to_result
 
     def succeed(self, follower: Follower, now_s: float, *, is_cache_hit: bool) -> None:
-        """Every unit of the follower's item was announced."""
+        """Records the result of the follower's item after all its units were announced."""
         worked_s = follower.decode_s + follower.preprocess_s + follower.encode_s
         times = StageTimes(
             queue_s=max(0.0, now_s - follower.received_s - worked_s),
@@ -56,10 +59,11 @@ class Call:
             self._note(ItemResult(item.index, times if is_first else StageTimes(is_cache_hit=True)))
 
     def fail(self, item: MediaItem, error: WeftError) -> None:
-        """The item can't be encoded; the others go on. The error names the item's own part of its request."""
+        """Records that the item can't be encoded; the other items go on. The error names the item's own part of its
+        request."""
         for same in self._same(item):
             message = error.message
-            if error.param:  # another request's part, if the failure is shared
+            if error.param:  # this is the part of another request if the failure is shared
                 message = message.replace(error.param, same.part, 1)
             info = ErrorInfo(error.code, message, same.part, error.retry_after_s)
             self._note(ItemResult(same.index, StageTimes(), info))

@@ -1,4 +1,4 @@
-"""Settings of one encoder replica. Arguments only: nothing here reads the environment."""
+"""Holds the settings of one encoder replica. They are arguments only: nothing here reads the environment."""
 
 from __future__ import annotations
 
@@ -8,48 +8,51 @@ from encoder_pool.decode_limits import DEFAULT_LIMITS, DecodeLimits
 from fabric.errors import ConfigError
 
 PASSED_SHARE = 0.1
-"""Of what an item may take, by the clock."""
+"""This is the share of an item's time limit for which others may pass an item that finds no room."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """Costs are in patches, or mel frames of sounds, as in `MediaItem.cost`. Raises ConfigError for settings that
-    contradict each other."""
+    """Holds the settings of one encoder replica. Costs are in patches, or in mel frames for sounds, as in
+    `MediaItem.cost`. Raises ConfigError for settings that contradict each other."""
 
     modalities: tuple[str, ...]
-    """What this replica loads; items of others are refused."""
+    """Lists the modalities that this replica loads; items of others are refused."""
     max_batch_cost: int = 16 * 1024
-    """Most patches of one forward (one unit alone may be more): 16 pictures of 448 x 448 at patches of 14."""
+    """Limits the patches of one forward pass (a single unit may have more). The default is 16 pictures of 448 x 448 at
+    patches of 14."""
     max_items_in_flight: int = 32
-    """Items decoded, or being decoded, that wait for their forward (seed 000: 32 per encoder); more wait as files."""
+    """Limits the items that are decoded, or are being decoded, and wait for their forward pass. Further items wait as
+    files. The default of 32 per encoder is a figure of the OmniConnector article (docs/references.md)."""
     max_queue_cost: int = 512 * 1024
-    """Most patches accepted and not yet encoded; a call that would pass it is refused."""
+    """Limits the patches that are accepted and not yet encoded; a call that would exceed the limit is refused."""
     max_decoded_cost: int = 64 * 1024
-    """Most patches lying decoded before the forward: bounds host memory (a patch is a few KiB of float32). Others
-    count by their bytes."""
+    """Limits the patches that are decoded and wait for the forward pass, which bounds host memory (a patch is a few KiB
+    of float32). Other inputs count by their bytes."""
     lease_s: float = 60.0
-    """How long a feature that was announced is held for its worker."""
+    """This is how long an announced feature is held for its worker."""
     report_interval_s: float = 0.2
     mel_device: str = ""
-    """Where sounds are resampled and transformed, as torch names it: the encoder's device, or empty for the decode
-    processes."""
+    """Names the device that resamples and transforms sounds, as torch names it. It is the encoder's device, or empty if
+    the decode processes do this work."""
     max_forward_s: float = 300.0
-    """No batch takes as long on the device: then it hangs, and the encoder is to be replaced."""
+    """No batch takes this long on a device that works. A longer pass means that the device hangs and the encoder must
+    be replaced."""
     encode_delay_s: float = 0.0
-    """Fault injection for tests: the forward thread sleeps this long before each forward."""
+    """Injects a fault for tests: the forward thread sleeps this long before each forward pass."""
     num_decode_processes: int = 2
-    """0 decodes in a thread of this process (tests, one-process mode)."""
+    """Sets the number of decode processes; 0 decodes in a thread of this process (tests, one-process mode)."""
     decode_limits: DecodeLimits = DEFAULT_LIMITS
-    """Of one item in its decode process, and of all together."""
+    """Limits the decoding of one item in its decode process, and of all items together."""
     model_dir: str = ""
-    """Where decode processes load the family from; needed if there are any."""
+    """Names the directory from which decode processes load the family; it is required if there are decode processes."""
     patience: float = 4.0
-    """A request is overtaken only by ones that come within `patience` times its own encoding time."""
+    """A request is overtaken only by requests that arrive within `patience` times its own encoding time."""
 
     @property
     def passed_s(self) -> float:
-        """How long others pass what finds no room: a part of the time that the shortest-lived item has, so that what
-        must wait for room has most of its time left when room is kept for it."""
+        """Returns how long others may pass an item that finds no room. It is a share of the shortest time limit of any
+        modality, so that an item that must wait for room has most of its time left when room is kept for it."""
         return PASSED_SHARE * min(self.decode_limits.timeout_s(modality) for modality in self.modalities)
 
     def __post_init__(self) -> None:

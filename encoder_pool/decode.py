@@ -1,9 +1,11 @@
-"""Media bytes to encoder inputs, outside of the serving process: hostile files and slow codecs meet spawned helpers.
+"""Decodes media bytes into encoder inputs outside of the serving process, in spawned helpers that can fail on hostile
+files and slow codecs.
 
-A file that kills its process fails alone, and is tried once more (the kernel may have been short of memory); one that
-takes too much processor time or memory is refused; one that is late because the machine did not get to it may be sent
-again. Items that are decoded at once never take more memory than a budget, by their headers. What nobody waits for any
-more is ended with its process, unless it is done very soon. Knows nothing of batching, features or requests.
+A file that kills its process fails alone, and is tried once more (the kernel may have been short of memory). A file
+that takes too much processor time or memory is refused. A file that is late because the machine was too busy may be
+sent again. Items that are decoded at the same time never take more memory than a budget, as estimated from their
+headers. When no request waits for an item any more, its process is killed, unless the item is done very soon. The
+module knows nothing of batching, features or requests.
 """
 
 from __future__ import annotations
@@ -36,40 +38,46 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NUM_THREADS = 2
-"""That decode where there are no processes: a long item must not hold up a short one."""
+"""This many threads decode where there are no processes; there are two so that a long item does not delay a short
+one."""
 GRACE_S = 0.25
-"""For an item that nobody waits for any more: a new process costs more than most pictures."""
+"""A process gets this much time to finish an item that no request waits for, because a new process costs more than most
+pictures."""
 RETRY_PAUSE_S = 1.0
-"""Between attempts to start a process: what the machine lacks may come back."""
+"""This is the pause between attempts to start a process; resources that the machine lacks may become free meanwhile."""
 MAX_FAILURES = 10
-"""In a row, of starts, or of processes that died idle; then the pool counts as dead, though it goes on trying."""
+"""The pool is reported as dead after this many failures in a row, either of starts or of processes that died idle. It
+still keeps trying."""
 
 
 class DecodeBroke(Exception):
-    """The process died over this item. Transient: it may have been short of memory through no fault of the item."""
+    """Means that the process died while it decoded this item. The error is transient: the process may have been short
+    of memory through no fault of the item."""
 
 
 class Decoder(Protocol):
+    """A `Decoder` turns the bytes of media items into encoder inputs."""
+
     @property
     def num_parallel(self) -> int:
-        """Items worth giving it at once."""
+        """Returns the number of items that are worth giving it at once."""
         ...
 
     async def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
-        """Decodes and preprocesses one item into the units that were planned; `on_units` is called in the event loop
-        with those that are ready before the last. A sound may come as a waveform, to be made into units on the
-        encoder's device. Cancelling it frees what it takes. An item that takes more memory than all of them have
-        together must not be given to it.
+        """Decodes and preprocesses one item into the planned units. Calls `on_units` in the event loop with units that
+        are ready before the last. A sound may be returned as a waveform, from which the encoder's device makes units.
+        Cancelling the call frees what the item takes. The caller must not pass an item that takes more memory than the
+        budget of all items together.
 
-        Raises InvalidMedia (broken, not what was planned, or too much work), MachineBusy (not done in time),
-        EncodeFailed (our own failure on it), or DecodeBroke: the item may be tried once more.
+        Raises InvalidMedia (the item is broken, differs from the plan, or takes too much work), MachineBusy (it was not
+        done in time), EncodeFailed (this program failed on it), or DecodeBroke (the item may be tried once more).
         """
         ...
 
 
 class DecodePool:
-    """Keeps `Decoder`, with `num_processes` processes (0: threads of this process, using `family`). Lives in one event
-    loop."""
+    """Implements `Decoder` with `num_processes` processes (0 means threads of this process, which use `family`). It
+    lives in one event loop."""
 
     def __init__(
         self,
@@ -79,7 +87,7 @@ class DecodePool:
         limits: DecodeLimits = DEFAULT_LIMITS,
         max_raw_cost: int = 0,
     ) -> None:
-        """Sounds up to `max_raw_cost` mel frames are not made into units, but given as waveforms."""
+        """Sounds of up to `max_raw_cost` mel frames are returned as waveforms rather than as units."""
         self._family = family
         self._model_dir = model_dir
         self._num_processes = num_processes
@@ -87,16 +95,16 @@ class DecodePool:
         self._limits = limits
         self._max_raw_cost = max_raw_cost
         self._threads = ThreadPoolExecutor(self.num_parallel, thread_name_prefix="decode")
-        """One waits for each process."""
+        """Has one thread for each process, which waits for the process."""
         self._processes: set[DecodeProcess] = set()
         self._idle: asyncio.Queue[DecodeProcess] = asyncio.Queue()
         self._left: set[asyncio.Task[None]] = set()
-        """Items that nobody waits for any more, on their way out."""
+        """Holds the tasks that end items which no request waits for."""
         self._closed = asyncio.Event()
         self._num_failed_starts = 0
-        """Since one went well."""
+        """Counts the failed starts since the last successful one."""
         self._num_idle_deaths = 0
-        """Processes that started well and were gone when they were needed, since one answered."""
+        """Counts the processes that started well but were dead when they were needed, since a process last answered."""
 
     @property
     def num_parallel(self) -> int:
@@ -104,14 +112,14 @@ class DecodePool:
 
     @property
     def is_alive(self) -> bool:
-        """False while processes can't be started, or none lives long enough to be given anything."""
+        """Returns False while processes can't be started, or die before they receive an item."""
         return max(self._num_failed_starts, self._num_idle_deaths) < MAX_FAILURES
 
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
 
     async def start(self) -> None:
-        """Starts every process and loads the family there, so that the first request doesn't wait for it. Raises
+        """Starts every process and loads the family there, so that the first request does not wait for it. Raises
         EncodeFailed."""
         starts = (self._add() for _ in range(self._num_processes))
         for error in await asyncio.gather(*starts, return_exceptions=True):
@@ -151,13 +159,14 @@ class DecodePool:
                 self._take_back(process, work, hold)
 
     async def _decode_here(self, hold: Hold, data: bytes, item: MediaItem, hand_over: OnUnits, is_raw: bool) -> Decoded:
-        """In a thread of this process, which can't be ended: what it takes is its own until it is done."""
+        """Decodes in a thread of this process. The thread can't be ended, so it keeps its memory until it is done."""
         work = self._run(decode_item, self._family, data, item, hand_over, is_raw)
         work.add_done_callback(lambda _: hold.release())
         return await asyncio.shield(work)
 
     async def _in_time(self, work: asyncio.Future[Decoded], item: MediaItem) -> Decoded:
-        """Raises MachineBusy when the time by the clock is up; the process is then still to be ended."""
+        """Waits for the result, and raises MachineBusy when the time limit by the clock is over; the caller must then
+        end the process."""
         limit_s = self._limits.timeout_s(item.modality)
         try:
             async with asyncio.timeout(limit_s):
@@ -168,7 +177,7 @@ class DecodePool:
             raise MachineBusy(message, param=item.part) from None
 
     async def close(self) -> None:
-        """Ends processes, whatever they work on, and threads, after the item each works on."""
+        """Kills all processes, and ends each thread after its current item."""
         self._closed.set()
         for process in self._processes:
             process.kill()
@@ -179,8 +188,8 @@ class DecodePool:
         self._processes.clear()
 
     def _take_back(self, process: DecodeProcess, work: asyncio.Future[Decoded], hold: Hold) -> None:
-        """Makes a process idle again, at once or soon, if it has answered in full; or puts another in its place. The
-        item's memory is given back once it is free."""
+        """Makes a process idle again, now or soon, if it has answered in full; otherwise replaces it by a new one. The
+        memory of the item returns to the budget once it is free."""
         if work.done() and process.is_clean:
             hold.release()
             self._answered(process)
@@ -207,7 +216,7 @@ class DecodePool:
         await self._refill()
 
     async def _refill(self) -> None:
-        """Starts a process in the place of one that has ended, however often that fails."""
+        """Starts a process in place of one that has ended, and retries until that succeeds."""
         while not self._closed.is_set():
             try:
                 await self._add()
@@ -218,7 +227,7 @@ class DecodePool:
                 await asyncio.wait_for(self._closed.wait(), RETRY_PAUSE_S)
 
     async def _add(self) -> None:
-        """Starts a process, which is idle once it has loaded the family. Raises EncodeFailed."""
+        """Starts a process, which becomes idle once it has loaded the family. Raises EncodeFailed."""
         try:
             process = DecodeProcess(self._model_dir, self._limits)
         except OSError as error:

@@ -1,5 +1,6 @@
-"""What decoding may take: one item in its decode process, and all of them together. Settings alone: `decode_process`,
-`decode` and the pipeline keep them."""
+"""Holds the limits of decoding: for one item in its decode process, and for all items together. These are settings
+only; `decode_process`, `decode` and the pipeline enforce them.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +10,31 @@ from dataclasses import dataclass
 from fabric.errors import ConfigError
 
 MODALITY_TO_CPU_S = {"image": 8.0, "audio": 16.0, "video": 48.0}
-"""Processor time: four fifths of what a router waits for an encoding. The largest picture, RGBA, takes about five."""
+"""Limits processor time to four fifths of the time that a router waits for an encoding. The largest picture, RGBA,
+takes about five seconds."""
 MODALITY_TO_TIMEOUT_S = {"image": 9.0, "audio": 18.0, "video": 54.0}
-"""By the clock, from its begin: nine tenths of it, so that a process that is stopped is replaced, and an item goes
-elsewhere, before the time of the whole call is over (`EncodeRequest.time_left_s`)."""
+"""Limits wall time from the beginning of decoding to nine tenths of the time that a router waits. So a stopped process
+is replaced, and an item goes to another encoder, before the time of the whole call is over
+(`EncodeRequest.time_left_s`)."""
 OTHER_CPU_S = 48.0
 OTHER_TIMEOUT_S = 54.0
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """A thread has none of them: it can't be ended. Raises ConfigError."""
+    """Holds the limits of decoding. They do not apply to decoding in a thread, because a thread can't be ended. Raises
+    ConfigError if a limit is not positive."""
 
     modality_to_cpu_s: Mapping[str, float]
-    """Processor time of the process; an item that takes more is refused."""
+    """Limits the processor time of the process; an item that takes more is refused."""
     modality_to_timeout_s: Mapping[str, float]
-    """By the clock. An item that is late with processor time left met a machine that is too busy."""
+    """Limits wall time. An item that exceeds it with processor time left is on a machine that is too busy."""
     memory_bytes: int = 4 * 2**30
-    """Of the process, as Linux counts its data; the interpreter's own is a part of it. What is more is refused."""
+    """Limits the data memory of the process as Linux counts it, including the interpreter's own. An item that needs
+    more is refused."""
     total_bytes: int = 4 * 2**30
-    """Of all items together that are decoded at once, by their headers (`MediaItem.decode_bytes`): others wait, and one
-    that takes more alone is refused."""
+    """Limits the memory of all items that are decoded at once, as estimated from their headers
+    (`MediaItem.decode_bytes`). Further items wait, and an item that alone takes more is refused."""
 
     def __post_init__(self) -> None:
         limits = (*self.modality_to_cpu_s.values(), *self.modality_to_timeout_s.values())

@@ -1,8 +1,9 @@
-"""One spawned process that decodes, and the pipe to it. The kernel keeps its limits of processor time and memory.
+"""Runs one spawned process that decodes, and the pipe to it. The kernel enforces its limits of processor time and
+memory.
 
-Spawned, never forked (threads of NIXL and gRPC exist); it ends with its parent. It works on one item at a time, so
-when it dies, it is known over which. What is late by the clock is its owner's to end. Knows nothing of batching,
-features or requests.
+The process is spawned and never forked, because threads of NIXL and gRPC exist, and it ends with its parent. It works
+on one item at a time, so when it dies, the item that caused it is known. Its owner must end it when it exceeds its time
+limit by the clock. The module knows nothing of batching, features or requests.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ logger = logging.getLogger(__name__)
 OnUnits = Callable[[list[EncoderInput]], None]
 """Takes the next units of an item while the rest is being decoded."""
 PART_S = 0.02
-"""How long units are collected before they are handed over: a message has its price."""
+"""Units are collected for this long before they are delivered, because a message has a cost of its own."""
 START_TIMEOUT_S = 60.0
-"""For a process's interpreter and imports, on a machine under load."""
+"""Limits the start of a process's interpreter and its imports on a machine under load."""
 
 
 class Decoded(NamedTuple):
     inputs: list[EncoderInput]
-    """The units that were not handed over before; none of what is left to the encoder's device."""
+    """Holds the units that were not delivered before; it is empty if the encoder's device makes the units."""
     decode_s: float
-    """Without waiting."""
+    """This is the decoding time without waiting."""
     preprocess_s: float = 0.0
-    """From pixels or samples to what the encoder takes."""
+    """This is the time from pixels or samples to the encoder's inputs."""
     waveform: Waveform | None = None
-    """A sound whose units the encoder's device makes."""
+    """Holds a sound whose units the encoder's device makes."""
 
 
 class ProcessDied(Exception):
-    """The process ended over what it was given."""
+    """Means that the process ended while it worked on an item."""
 
     def __init__(self, is_out_of_cpu: bool) -> None:
         super().__init__("out of processor time" if is_out_of_cpu else "died")
@@ -59,12 +60,13 @@ class ProcessDied(Exception):
 
 
 class DiedIdle(Exception):
-    """The process was gone, or out of step, before it was given anything: nothing is to blame."""
+    """Means that the process was gone, or out of step, before it received an item, so no item is to blame."""
 
 
 class DecodeProcess:
-    """To be made in a thread that lives as long as the service (an event loop's): the parent-death signal of prctl(2)
-    follows the thread that spawned the process."""
+    """A `DecodeProcess` is the parent's side of one process. It must be made in a thread that lives as long as the
+    service (the thread of an event loop), because the parent-death signal of prctl(2) follows the thread that spawned
+    the process."""
 
     def __init__(self, model_dir: str, limits: DecodeLimits) -> None:
         context = multiprocessing.get_context("spawn")
@@ -75,11 +77,11 @@ class DecodeProcess:
         self._process.start()
         theirs.close()
         self._number = 0
-        """Of the newest message that was sent; its answers carry it."""
+        """This is the number of the newest message that was sent; answers to it carry the same number."""
         self.is_clean = True
-        """No answer is still to come. Otherwise the next item must not meet this process."""
+        """This is True if no answer is outstanding. Otherwise the process must not receive the next item."""
         self.is_at_work = False
-        """It was given an item and has not answered in full."""
+        """This is True if the process received an item and has not answered in full."""
 
     @property
     def pid(self) -> int:
@@ -87,7 +89,8 @@ class DecodeProcess:
         return self._process.pid
 
     def wait_until_ready(self) -> None:
-        """Blocks until it has loaded the family, and listens. Raises DiedIdle; then it has ended."""
+        """Blocks until the process has loaded the family and reads messages. Raises DiedIdle, and the process has then
+        been killed."""
         try:
             self._send(None)
             if self._pipe.poll(START_TIMEOUT_S) and self._receive() is None:
@@ -99,7 +102,8 @@ class DecodeProcess:
         raise DiedIdle("a decode process does not answer")
 
     def decode(self, data: bytes, item: MediaItem, on_units: OnUnits, is_raw: bool = False) -> Decoded:
-        """Blocks; `on_units` is called in this thread. Raises what `decode_item` does, DiedIdle, or ProcessDied."""
+        """Decodes one item and blocks until it is done; calls `on_units` in this thread. Raises what `decode_item`
+        raises, DiedIdle, or ProcessDied."""
         self.wait_until_ready()
         self.is_at_work = True
         try:
@@ -117,11 +121,11 @@ class DecodeProcess:
         return outcome
 
     def kill(self) -> None:
-        """Ends it at once; whoever waits for it gets ProcessDied. Idempotent."""
+        """Ends the process at once; a thread that waits for it gets ProcessDied. Idempotent."""
         self._process.kill()
 
     def join(self) -> None:
-        """Blocks until it has ended."""
+        """Blocks until the process has ended."""
         self._process.join()
         self._pipe.close()
 
@@ -131,7 +135,8 @@ class DecodeProcess:
         send(self._pipe, (self._number, message))
 
     def _receive(self) -> object:
-        """The next answer to the newest message. Raises ProcessDied, also for an answer to another."""
+        """Returns the next answer to the newest message. Raises ProcessDied, also if the answer belongs to another
+        message."""
         try:
             number, outcome = receive(self._pipe)
         except (EOFError, OSError):
@@ -142,16 +147,16 @@ class DecodeProcess:
         return outcome
 
     def _death(self) -> ProcessDied:
-        self._process.kill()  # no matter to one that has ended
+        self._process.kill()  # this does nothing to a process that has ended
         return ProcessDied(is_out_of_cpu(exit_code_of(self._process)))
 
 
 def decode_item(family: Family, data: bytes, item: MediaItem, on_units: OnUnits, is_raw: bool = False) -> Decoded:
-    """Decodes and preprocesses one item; `on_units` is given what is ready before the end. `is_raw`: a sound, of a
-    family that keeps `HearsOnDevice`, is decoded alone. Raises InvalidMedia (broken, or not what was planned), or
-    EncodeFailed (our own failure on it)."""
+    """Decodes and preprocesses one item; passes units that are ready before the end to `on_units`. With `is_raw`, the
+    item is a sound of a family that implements `HearsOnDevice`, and it is decoded but not preprocessed. Raises
+    InvalidMedia (broken, or different from the plan), or EncodeFailed (this program failed on it)."""
     started_s = time.perf_counter()
-    take_decode_s()  # of an item that failed before
+    take_decode_s()  # discards the time of an item that failed before
     inputs, waveform = list[EncoderInput](), None
     try:
         if is_raw:
@@ -163,7 +168,7 @@ def decode_item(family: Family, data: bytes, item: MediaItem, on_units: OnUnits,
         raise
     except MemoryError as error:
         raise _too_large(item) from error
-    except Exception as error:  # the loop of a decode process: a bug on one file must not end the others
+    except Exception as error:  # this runs in the loop of a decode process: a bug on one file must not affect others
         logger.exception("preprocessing of %s failed", item.mm_hash)
         raise EncodeFailed(f"preprocessing failed ({type(error).__name__})") from error
     decode_s = take_decode_s()
@@ -171,7 +176,7 @@ def decode_item(family: Family, data: bytes, item: MediaItem, on_units: OnUnits,
 
 
 def _last_units(family: Family, data: bytes, item: MediaItem, on_units: OnUnits) -> list[EncoderInput]:
-    """Those that `on_units` was not given."""
+    """Returns the units that were not passed to `on_units`."""
     part_s = time.perf_counter()
     check, inputs = PlanCheck(item), list[EncoderInput]()
     for unit in stream_units(family, data, item):
@@ -189,7 +194,7 @@ def _too_large(item: MediaItem) -> InvalidMedia:
 
 
 class PlanCheck:
-    """Holds what was decoded against the plan, which is a contract, unit by unit."""
+    """Compares what was decoded with the plan, unit by unit; the plan is a contract."""
 
     def __init__(self, item: MediaItem) -> None:
         self._item = item
@@ -198,8 +203,8 @@ class PlanCheck:
         self.num_units = 0
 
     def add(self, unit: EncoderInput) -> None:
-        """Raises InvalidMedia, or EncodeFailed for a unit that cuts a group of temporal patches whose rows are to be
-        averaged."""
+        """Checks the next unit. Raises InvalidMedia, or EncodeFailed for a unit that cuts a group of temporal patches
+        whose rows are to be averaged."""
         item = self._item
         self.num_units += 1
         self._num_patches += unit.num_patches
@@ -213,7 +218,7 @@ class PlanCheck:
             raise EncodeFailed(f"units cut groups of {self._num_pooled} frames that are to be averaged")
 
     def end(self) -> None:
-        """Raises InvalidMedia."""
+        """Checks the number of units and patches. Raises InvalidMedia."""
         item = self._item
         if self.num_units != len(item.unit_tokens):
             raise InvalidMedia(f"decoded into {self.num_units} units where {len(item.unit_tokens)} were planned")
@@ -222,7 +227,7 @@ class PlanCheck:
 
 
 def check_inputs(inputs: list[EncoderInput], item: MediaItem) -> None:
-    """All units of an item at once. Raises as `PlanCheck` does."""
+    """Checks all units of an item at once. Raises what `PlanCheck` raises."""
     check = PlanCheck(item)
     for unit in inputs:
         check.add(unit)
@@ -230,7 +235,7 @@ def check_inputs(inputs: list[EncoderInput], item: MediaItem) -> None:
 
 
 def _serve(pipe: Connection, model_dir: str, parent_pid: int, limits: DecodeLimits) -> None:
-    """The life of the process: ends when the parent's end of the pipe is closed."""
+    """Runs the process until the parent's end of the pipe is closed."""
     family = _enter(model_dir, parent_pid, limits.memory_bytes)
     background = yielding_thread()
     while True:
@@ -243,13 +248,14 @@ def _serve(pipe: Connection, model_dir: str, parent_pid: int, limits: DecodeLimi
             answer(None)
         else:
             work = partial(_decode_within, limits, family, message, answer)
-            # Of many units the next is soon there: the forward goes first, and a picture that comes meanwhile.
+            # An item of many units yields to the forward pass and to a picture that arrives meanwhile: its next unit is
+            # ready soon.
             outcome = background.submit(work).result() if len(message[1].unit_tokens) > 1 else work()
             try:
                 answer(outcome)
-            except MemoryError:  # of what it is sent as
+            except MemoryError:  # serializing the outcome takes memory too
                 answer(_too_large(message[1]))
-            del work, outcome  # what is left here would be counted against the next item's memory
+            del work, outcome  # otherwise their memory would count against the next item
         del message
 
 
@@ -260,18 +266,19 @@ def _answer(pipe: Connection, number: int, outcome: object) -> None:
 def _decode_within(
     limits: DecodeLimits, family: Family, message: tuple[bytes, MediaItem, bool], on_units: OnUnits
 ) -> Decoded | WeftError:
-    """The kernel ends the process when its processor time is up: a codec that hangs listens to nobody else."""
+    """Decodes one item within the limits. The kernel ends the process when its processor time is over, because nothing
+    else can stop a codec that hangs."""
     data, item, is_raw = message
     try:
         with limited(limits.cpu_s(item.modality), item.decode_bytes):
             return decode_item(family, data, item, on_units, is_raw)
     except WeftError as error:
-        error.__cause__ = error.__context__ = None  # their frames hold what was decoded, and outlive this item
+        error.__cause__ = error.__context__ = None  # their frames would keep the decoded data alive after this item
         return error.with_traceback(None)
 
 
 def _enter(model_dir: str, parent_pid: int, memory_bytes: int) -> Family:
-    """Binds a fresh process to its parent's life, loads the family (config files only, no torch) and limits its
+    """Binds a new process to its parent's life, loads the family (config files only, no torch) and limits the process's
     memory."""
     bind_to_parent(parent_pid)
     from modalities.registry import REGISTRY

@@ -1,11 +1,12 @@
-"""The forward thread: encoder inputs to feature bytes, in the arena, and sounds to encoder inputs. The only thread that
-touches the device.
+"""Runs the forward thread, which turns encoder inputs into feature bytes in the arena, and sounds into encoder inputs.
+It is the only thread that uses the device.
 
-A batch that fails is tried again one by one, so that a poisoned unit or sound fails alone; one that runs out of device
-memory is split in halves. If a harmless forward fails behind that one too, it is the device: the encoder is lost, and
-so is all that it is given from then on. What comes out is held against the plan before it may be announced, and a
-feature whose numbers are not all finite is a failure: it would stay in the arena and spoil every request that reads it.
-Knows nothing of queues, leases or requests: it is given a batch, and says what became of each.
+When a batch fails, each of its units or sounds is tried alone, so that one bad input fails alone. A batch that runs out
+of device memory is split in halves. After an input has failed alone, a pass over a known harmless input is run. If that
+fails too, the device is broken: the encoder is lost, and so is everything that it receives from then on. Outputs are
+checked against the plan before they may be announced. A feature with numbers that are not finite is a failure, because
+it would stay in the arena and spoil every request that reads it. The module knows nothing of queues, leases or
+requests: it receives a batch and returns the outcome of each input.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ Job = Callable[[], None]
 
 
 class ForwardThread:
-    """Keeps `planning.forward_job.Forward`, one batch at a time. `done` is called in the thread itself; it must hand
-    over, not work. Without `spectrograms` it takes no sounds."""
+    """Implements `planning.forward_job.Forward` in one thread, one batch at a time. It calls `done` in that thread, so
+    `done` must only pass the result on and not work. Without `spectrograms` the thread takes no sounds."""
 
     def __init__(self, model: EncoderModel, delay_s: float, spectrograms: Spectrograms | None = None) -> None:
         self._model = model
@@ -47,15 +48,15 @@ class ForwardThread:
         self._spec: FeatureSpec | None = None
         self._probe_inputs: Sequence[EncoderInput] = ()
         self.loss: EncoderLost | None = None
-        """Set once the device was found to fail everything; it stays."""
+        """This is set once the device was found to fail on every input, and stays set."""
 
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
     def start(self, spec: FeatureSpec, probe_inputs: Sequence[EncoderInput] = ()) -> None:
-        """`probe_inputs`: what the device must be able to encode, whatever else failed; without them it is always
-        trusted."""
+        """Starts the thread. `probe_inputs` are inputs that a working device can always encode; without them the device
+        always counts as working."""
         self._spec, self._probe_inputs = spec, probe_inputs
         self._thread.start()
 
@@ -91,7 +92,8 @@ class ForwardThread:
     def _try(
         self, work: Callable[[Sequence[T]], list[R]], batch: Sequence[T], name: Callable[[T], str]
     ) -> list[R | WeftError]:
-        """`fail_alone` with a probe behind each that fails; all are lost with the device."""
+        """Runs `fail_alone` with a probe after each failure. If the device is lost, the whole batch gets the loss as
+        its outcome."""
         if self.loss is None:
             try:
                 return fail_alone(work, batch, name, self._probe)
@@ -100,11 +102,11 @@ class ForwardThread:
         return [self.loss for _ in batch]
 
     def _probe(self) -> None:
-        """Raises EncoderLost if the device can't encode what it could at the start."""
+        """Raises EncoderLost if the device can't encode the inputs that it could encode at the start."""
         try:
             if self._probe_inputs:
                 self._features(self._probe_inputs)
-        except Exception as error:  # nothing of a request was in it
+        except Exception as error:  # these inputs contain nothing of a request
             raise EncoderLost(f"the encoder's device fails every forward ({type(error).__name__})") from error
 
     def _encode(self, units: Sequence[ForwardUnit]) -> list[WeftError | None]:
@@ -114,8 +116,8 @@ class ForwardThread:
         return [self._store(unit, feature) for unit, feature in zip(units, features, strict=True)]
 
     def _features(self, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:
-        """Computed again once if the numbers are not finite, for a fault of the device may pass. Raises
-        FloatingPointError if they are not finite again."""
+        """Returns the features of `inputs`. Computes them a second time if they are not finite, because a fault of the
+        device may be transient. Raises FloatingPointError if they are not finite again."""
         features = self._model.encode(inputs)
         if is_finite(features):
             return features
@@ -133,7 +135,7 @@ class ForwardThread:
         return found
 
     def _store(self, unit: ForwardUnit, feature: torch.Tensor) -> WeftError | None:
-        """Copies a feature's bytes into its slot, if it is what was planned."""
+        """Copies a feature's bytes into its slot if its shape and dtype are as planned; returns an error otherwise."""
         spec = self._spec
         assert spec is not None
         expected = spec.shape(unit.num_tokens, unit.num_levels)
@@ -146,10 +148,10 @@ class ForwardThread:
 
 
 def is_finite(features: Sequence[torch.Tensor]) -> bool:
-    """Whether every number of the features is finite. Waits for the device once; the features' way into the arena
-    waits for it anyway."""
-    # What is not finite stays so in a sum, which takes a fraction of the time of a look at each number. A sum may
-    # itself be too large, so each number is looked at before a feature is blamed.
+    """Returns whether every number of the features is finite. Waits for the device once; copying the features into the
+    arena waits for it anyway."""
+    # A number that is not finite makes its sum not finite, and a sum takes a fraction of the time of a test of each
+    # number. A sum of finite numbers may overflow, so each number is tested before a feature counts as not finite.
     if not features:
         return True
     sums = torch.stack([feature.sum(dtype=torch.float32) for feature in features])
@@ -162,9 +164,10 @@ def fail_alone(
     name: Callable[[T], str],
     probe: Callable[[], None] = lambda: None,
 ) -> list[R | WeftError]:
-    """What `work` makes of each of a batch, in order. If all together fail, each is tried alone; if they run out of
-    device memory, they are split in halves. What fails alone stands as an error in its place; `name` says what it
-    is. `probe` is called behind each failure and raises EncoderLost, which ends it all."""
+    """Returns the results of `work` for each element of a batch, in order. If the whole batch fails, each element is
+    tried alone; if it runs out of device memory, it is split in halves. An element that fails alone gets an error in
+    its place, and `name` describes the element. `probe` is called after each failure; it raises EncoderLost, which ends
+    everything."""
     try:
         return list(work(batch))
     except torch.OutOfMemoryError as error:
@@ -175,7 +178,7 @@ def fail_alone(
         logger.warning("a batch of %d ran out of memory, split: %s", len(batch), error)
         half = len(batch) // 2
         return fail_alone(work, batch[:half], name, probe) + fail_alone(work, batch[half:], name, probe)
-    except Exception as error:  # the loop of a process: what one breaks, the others must not pay for
+    except Exception as error:  # this runs in the loop of a thread: one bad element must not affect the others
         if len(batch) == 1:
             logger.exception("%s failed in the encoder", name(batch[0]))
             if not isinstance(error, WeftError):
@@ -186,5 +189,5 @@ def fail_alone(
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """As in `FeatureTicket.dtype`."""
+    """Returns the dtype's name as in `FeatureTicket.dtype`."""
     return str(tensor.dtype).removeprefix("torch.")

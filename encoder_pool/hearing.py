@@ -1,7 +1,8 @@
-"""Whether sounds become units on the encoder's device, and that it works there. Knows nothing of requests.
+"""Loads and tests the part of a family that turns sounds into units on the encoder's device. It knows nothing of
+requests.
 
-Sounds of more mel frames than a batch may cost stay with the decode processes: what is on the device can't be stopped,
-and nothing else is encoded meanwhile.
+Sounds with more mel frames than a batch may cost stay with the decode processes, because work on the device can't be
+stopped and nothing else is encoded meanwhile.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from modalities.family import Family
 from modalities.waveform import HearsOnDevice, Spectrograms
 
 RATES = (SAMPLE_RATE, 48_000)
-"""Of the sounds that are tried: one that needs no resampling, and one that does."""
+"""These are the sample rates of the test sounds: one needs no resampling, and one does."""
 
 
 def load_spectrograms(config: EncoderConfig, family: Family) -> Spectrograms | None:
-    """None if the config says so, no sounds are encoded here, or the family has no other way than its `preprocess`."""
+    """Loads the spectrograms of the family. Returns None if the config names no device for them, if no sounds are
+    encoded here, or if the family supports only `preprocess`."""
     if not config.mel_device or "audio" not in config.modalities or not isinstance(family, HearsOnDevice):
         return None
     return family.load_spectrograms(config.mel_device)
 
 
 def try_spectrograms(family: Family, spectrograms: Spectrograms) -> None:
-    """Two short sounds in a batch: what a device's libraries allocate and compile is done before the first request.
-    Blocks. Raises ConfigError if they do not become what was planned."""
+    """Makes units of two short sounds in one batch, so that the device's libraries allocate and compile before the
+    first request. Blocks. Raises ConfigError if the units differ from the plan."""
     assert isinstance(family, HearsOnDevice)
     samples = [audio_sample(2, rate) for rate in RATES]
     items = [sample_item(family, sample, "audio") for sample in samples]

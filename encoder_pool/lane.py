@@ -1,8 +1,8 @@
-"""The device's lane: what goes into the next forward, with room in the arena reserved for it, and what came of it.
-Sounds of which the device makes the units stand in the same line.
+"""Keeps the device busy: chooses the next forward pass, reserves room for it in the arena, and records its outcome.
+Sounds from which the device makes units share the same queue.
 
-One batch at a time; nothing of it can be stopped. Lives in the pipeline's event loop. Knows nothing of calls: who
-waited for a unit, or a sound, is told by the pipeline.
+The device runs one batch at a time, and a running batch can't be stopped. The lane lives in the pipeline's event loop.
+It knows nothing of calls: the pipeline informs those that wait for a unit or a sound.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from modalities.family import EncoderInput
 
 UnitEnded = Callable[[UnitKey, WeftError | None], None]
 SoundEnded = Callable[[Flight, list[EncoderInput] | WeftError, float], None]
-"""The flight, its units or why there are none, and how long the batch took that it was in."""
+"""Takes the flight, its units or the error that prevented them, and the seconds that its batch took."""
 
 
 class Lane:
-    """`spec` must be set before the first `start`. `ended` is called with each unit that was made, or failed, and with
-    each sound whose units were, or were not."""
+    """A `Lane` is the queue in front of one device. `spec` must be set before the first `start`. The lane calls the two
+    functions in `ended` with each unit that was made or failed, and with each sound whose units were made or failed."""
 
     def __init__(
         self,
@@ -57,22 +57,23 @@ class Lane:
         self._is_busy = False
         self.spec: FeatureSpec | None = None
         self.batch: list[QueuedUnit] = []
-        """What is in the forward now; empty when there is none."""
+        """Holds the units that are in the forward pass now; it is empty when there is none."""
         self.costs = ForwardCosts()
         self.busy = BusyTime()
 
     @property
     def forward_s(self) -> float:
-        """How long the batch has been on the device that is there now; 0 if there is none."""
+        """Returns for how long the present batch has been on the device; returns 0 if there is none."""
         return self.busy.current_s(self._clock.now())
 
     def start(self, done: Callable[[], None]) -> None:
-        """Starts a forward if the device is idle and something waits that has room, or the batch of sounds that is
-        next in line; `done` is called after it ended and everybody was told.
+        """Starts a forward pass if the device is idle and a waiting unit has room, or starts the batch of sounds if
+        that is next in order. Calls `done` after the batch has ended and all that waited for it were informed.
 
         Room is reserved in order of rank. A unit beyond its worker's share waits for leases of its worker to end, and
-        others pass it. One for which there is no room in one piece waits for leases to end, and is passed by smaller
-        ones. When it was passed for a while it claims a range, and they pass it beside that."""
+        others pass it. A unit for which there is no room in one piece waits for leases to end, and smaller units pass
+        it. When it was passed for a while it claims a range, and later units must fit outside of that range.
+        """
         refused_bytes: float = inf
         self._forget_gone()
         while not self._is_busy:
@@ -113,7 +114,8 @@ class Lane:
         self.busy.ended(self._clock.now())
 
     def _choose(self, refused_bytes: float) -> list[QueuedUnit]:
-        """The next batch, of units smaller than what found no room. The one that room is kept for goes first."""
+        """Returns the next batch, from units smaller than `refused_bytes`, the size that found no room. The unit that
+        room is kept for goes first."""
         units = self._flights.queued_units(lambda unit: self._nbytes(unit) < refused_bytes, self._is_within_share)
         first = self._refused.thing
         if first is not None and self._nbytes(first) < refused_bytes:
@@ -121,12 +123,14 @@ class Lane:
         return choose_batch(units, self._max_batch_cost, self.costs.estimate)
 
     def _take(self, batch: list[QueuedUnit], refused_bytes: float, done: Callable[[], None]) -> float:
-        """Submits what has room, if anything has; returns the size from which on nothing has."""
+        """Submits the units that have room, if any; returns the size from which on a unit has no room."""
         units: list[ForwardUnit] = []
         taken: list[QueuedUnit] = []
         for unit in batch:
             if not self._flights.is_queued(unit.key) or (taken and not self._is_within_share(unit)):
-                continue  # it left with another of this batch, that can never be stored; or that took the share
+                # The unit left the queue with another unit of this batch that can never be stored, or units of this
+                # batch took the worker's share.
+                continue
             try:
                 slot = self._reserve(unit)
             except UnitTooLarge as error:
@@ -137,7 +141,8 @@ class Lane:
                 refused_bytes = min(refused_bytes, self._nbytes(unit))
                 self._refused.refuse(unit, self._clock.now())
                 if not taken:
-                    break  # the batch was chosen around it: the next one is chosen without it
+                    # The batch was chosen around this unit, so the next batch is chosen without it.
+                    break
                 continue
             if self._is_first_refused(unit):
                 self._refused.forget()
@@ -149,7 +154,7 @@ class Lane:
         return refused_bytes
 
     def _forget_gone(self) -> None:
-        """Nothing is kept for a unit that nobody waits for any more."""
+        """Ends the claim of a unit that no request waits for any more."""
         if self._refused.thing is not None and not self._flights.is_queued(self._refused.thing.key):
             self._table.end_claim()
             self._refused.forget()
@@ -158,9 +163,9 @@ class Lane:
         return self._refused.thing is not None and self._refused.thing.key == unit.key
 
     def is_blocked(self, worker_id: MemberId) -> bool:
-        """Whether decoded units wait for a worker whose share of the arena is used up."""
+        """Returns whether decoded units wait because their worker's share of the arena is used up."""
         if self._refused.thing is not None and self._refused.thing.worker_id == worker_id:
-            return False  # it waits for room, not for its worker
+            return False  # its unit waits for room, not for leases of its worker
         return any(not self._is_within_share(unit) for unit in self._flights.first_unit(worker_id))
 
     def _is_within_share(self, unit: QueuedUnit) -> bool:
@@ -188,7 +193,8 @@ class Lane:
         return self._table.reserve(unit.key, self._nbytes(unit), num_units, unit.worker_id, is_due=is_due)
 
     def _num_levels(self, unit: QueuedUnit) -> int:
-        """Of the feature, as in `MediaItem`; the unit has not been submitted yet."""
+        """Returns the number of levels of the feature, as in `MediaItem`, for a unit that has not been submitted
+        yet."""
         flight = self._flights.find(unit.key.mm_hash)
         assert flight is not None
         return flight.item.num_levels

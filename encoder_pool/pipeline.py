@@ -1,10 +1,12 @@
-"""Leads media through the encoder: join a flight, decode, batch, forward, stage, announce. Lives in one event loop.
+"""Leads media through the encoder: join a flight, decode, batch, forward pass, stage, announce. It lives in one event
+loop.
 
-Every change ends in `pump`, which starts what can start: decoders that are free, and the forward if it is idle. There
-is no timer in it: its owner calls `end_late` for the calls whose time is over. What each step decides is in
-`planning/`; what it costs is in `decode` and `forward`.
+A *flight* is one medium on its way through the encoder, and its *followers* are the items of calls that wait for it.
+Every change ends in `pump`, which starts what can start: decoding if a decoder is free, and the forward pass if the
+device is idle. The pipeline has no timer: its owner calls `end_late` for the calls whose time is over. `planning/`
+contains the decision of each step; `decode` and `forward` contain the work.
 
-Knows nothing of routers' subscriptions and of membership (that is the service's).
+The pipeline knows nothing of routers' subscriptions and of membership (the service handles those).
 """
 
 from __future__ import annotations
@@ -39,11 +41,13 @@ from modalities.family import EncoderInput
 logger = logging.getLogger(__name__)
 
 LEAST_RETRY_AFTER_S = 1.0
-"""After a call that was late: forwards may be quick, but something was slow."""
+"""This is the shortest delay before a retry of a call that was late: forward passes may be quick, but some step was
+slow."""
 
 
 class Pipeline:
-    """`on_change` is called (often) when gauges or the cache's contents have changed."""
+    """A `Pipeline` is the whole path of one encoder. It calls `on_change` (often) when gauges or the cache's contents
+    have changed."""
 
     def __init__(
         self,
@@ -67,10 +71,12 @@ class Pipeline:
         self._number_to_call: dict[int, Call] = {}
         self._attempt_to_calls: dict[AttemptId, list[Call]] = {}
         self._deadlines: list[tuple[float, int]] = []
-        """A heap of when the time of a call is over, and its number; some of the calls have ended since."""
+        """This is a heap of pairs: the time when a call's time is over, and the call's number. Some of the calls have
+        already ended."""
         self._flight_to_task: dict[Flight, asyncio.Task[None]] = {}
         self._held_back: dict[MemberId, dict[Follower, None]] = {}
-        """By worker: followers of which a unit is ready that would pass the worker's share of the arena."""
+        """Holds, by worker, the followers with a ready unit whose lease would exceed the worker's share of the
+        arena."""
         self.flights = Flights(config.patience, lambda modality, cost: self.costs.work_s(modality, cost))
         self.tally = Tally()
         ended = (self._unit_ended, self._sound_ended)
@@ -85,12 +91,12 @@ class Pipeline:
         self._line = DecodeLine(self.flights, room, self._flight_to_task.keys(), config.passed_s, self.lane.is_blocked)
 
     def open(self, spec: FeatureSpec) -> None:
-        """From now on calls are accepted; `spec` is what features of this model look like."""
+        """Begins to accept calls; `spec` describes the features of this model."""
         self.lane.spec = spec
 
     @property
     def costs(self) -> ForwardCosts:
-        """What forwards take here."""
+        """Returns the measured costs of forward passes on this device."""
         return self.lane.costs
 
     @property
@@ -103,15 +109,15 @@ class Pipeline:
 
     @property
     def num_pending(self) -> int:
-        """Items that were asked for and have no result yet."""
+        """Counts the items of open calls that have no result yet."""
         return sum(call.num_open for call in self._number_to_call.values())
 
     def live_attempts(self) -> list[AttemptId]:
         return [call.attempt_id for call in self._number_to_call.values()]
 
     async def encode(self, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
-        """Until every item was announced or has failed. Cancelling it drops what the call still waits for, and so does
-        the end of its time (`EncodeRequest.time_left_s`).
+        """Encodes the items and returns when every item was announced or has failed. Cancelling it drops what the call
+        still waits for, and so does the end of its time (`EncodeRequest.time_left_s`).
 
         Raises Overloaded or WorkerBackedUp before any work was done, or ProtocolError.
         """
@@ -145,16 +151,17 @@ class Pipeline:
             self.pump()
 
     def end_calls(self, is_meant: Callable[[EncodeRequest], bool], error: WeftError) -> int:
-        """Fails what the calls that are meant still wait for; returns how many calls."""
+        """Fails the open items of the calls for which `is_meant` returns True; returns the number of calls."""
         return self._end([call for call in self._number_to_call.values() if is_meant(call.request)], error)
 
     def end_attempt(self, attempt_id: AttemptId, error: WeftError) -> int:
-        """The same for the calls of one attempt, without looking at the others."""
+        """Fails the open items of the calls of one attempt without a search through other calls; returns the number of
+        calls."""
         return self._end(list(self._attempt_to_calls.get(attempt_id, ())), error)
 
     def end_late(self) -> None:
-        """Fails what calls still wait for whose time is over, wherever it stands: the encoder is too busy for it, or
-        its worker does not take what it has. To be called often."""
+        """Fails the open items of calls whose time is over, at every stage: the encoder is too busy for them, or their
+        worker does not take its features. The owner must call it often."""
         now_s = self._clock.now()
         while self._deadlines and self._deadlines[0][0] <= now_s:
             _, number = heapq.heappop(self._deadlines)
@@ -166,7 +173,7 @@ class Pipeline:
                 self.pump()
 
     def _lateness(self, follower: Follower, limit_s: float, retry_after_s: float) -> WeftError:
-        """Whose fault it is that an item was not done in time."""
+        """Returns the error for an item that was not done in time; it names the worker or the encoder as the cause."""
         worker_id = follower.destination.worker_id
         if self._is_beyond_share(follower):
             message = f"{worker_id} has not taken within {limit_s:g} s what is held for it, and its share is used up"
@@ -175,7 +182,8 @@ class Pipeline:
         return MachineBusy(message, retry_after_s=retry_after_s)
 
     def _is_beyond_share(self, follower: Follower) -> bool:
-        """Whether what it misses is held back, or not made, for the sake of its worker's share of the arena."""
+        """Returns whether a missing unit is held back, or not made, because its worker's share of the arena is used
+        up."""
         worker_id, spec = follower.destination.worker_id, self.lane.spec
         assert spec is not None
         nbytes = spec.nbytes(follower.item.unit_tokens[min(follower.missing)], follower.item.num_levels)
@@ -191,7 +199,8 @@ class Pipeline:
         return len(calls)
 
     def pump(self) -> None:
-        """Starts every decoding and the forward, if they can start. To be called whenever something has ended."""
+        """Starts every decoding and the forward pass, if they can start. It must be called whenever some step has
+        ended."""
         self._announce_held_back()
         while len(self._flight_to_task) < self._decoder.num_parallel:
             flight = self._line.next(self._clock.now(), has_shares=self._table.has_shares)
@@ -202,7 +211,8 @@ class Pipeline:
                 break
             self.flights.decode_started(flight)
             task = self._flight_to_task[flight] = asyncio.create_task(self._decode(flight))
-            # Not at the end of the coroutine: a task that is cancelled before it began runs none of it.
+            # This is not at the end of the coroutine, because a task that is cancelled before it begins runs none of
+            # it.
             task.add_done_callback(partial(self._decode_ended, flight))
         self.lane.start(self.pump)
         self.lane.busy.roll(self._clock.now())
@@ -211,8 +221,8 @@ class Pipeline:
     # ------------------------------------------------------------ followers
 
     def _admit(self, call: Call, media: Sequence[bytes]) -> list[tuple[MediaItem, bytes]]:
-        """The items to encode, each content once. Those that can't be get their result here. Raises Overloaded,
-        WorkerBackedUp."""
+        """Returns the items to encode, each content once. Items that can't be encoded get their result here. Raises
+        Overloaded or WorkerBackedUp."""
         spec = self.lane.spec
         assert spec is not None, "the service opens the pipeline before it takes calls"
         arena_bytes = self._table.usage().total_bytes
@@ -241,8 +251,8 @@ class Pipeline:
             call.succeed(follower, self._clock.now(), is_cache_hit=True)
 
     def _enter(self, follower: Follower) -> bool:
-        """Announces what is ready and joins a flight for the rest, unless it follows one. True if nothing is missing
-        any more."""
+        """Announces the units that are ready and joins a flight for the rest, unless the follower has joined one.
+        Returns True if no unit is missing any more."""
         for unit in sorted(follower.missing):
             key = UnitKey(follower.item.mm_hash, unit)
             if not self._table.is_ready(key):
@@ -260,7 +270,8 @@ class Pipeline:
         return self._table.may_lease(follower.destination.worker_id, key)
 
     def _announce_held_back(self) -> None:
-        """Followers that were held back because their worker leases its share, and now leases less."""
+        """Announces units to followers that were held back because their worker's share was used up. For each worker it
+        stops at the first follower whose unit still exceeds the share."""
         for worker_id in list(self._held_back):
             followers = self._held_back[worker_id]
             while (follower := next(iter(followers), None)) and self._may_enter(follower):
@@ -271,13 +282,14 @@ class Pipeline:
                 del self._held_back[worker_id]
 
     def _may_enter(self, follower: Follower) -> bool:
-        """Whether the first unit that it misses may be announced, or must be made."""
+        """Returns whether the first ready unit that the follower misses may be announced, or no missing unit is
+        ready."""
         keys = (UnitKey(follower.item.mm_hash, unit) for unit in sorted(follower.missing))
         ready = next((key for key in keys if self._table.is_ready(key)), None)
         return ready is None or self._may_announce(follower, ready)
 
     def _announce(self, follower: Follower, key: UnitKey) -> bool:
-        """False if the worker can't be told: then the follower has failed."""
+        """Announces a unit. Returns False if the worker can't be reached; then the follower has failed."""
         call = self._number_to_call[follower.call]
         assert self.lane.spec is not None
         if not self._announcer.announce(follower, key, self.lane.spec):
@@ -288,8 +300,8 @@ class Pipeline:
         return True
 
     def _succeed(self, follower: Follower) -> None:
-        """It misses nothing any more."""
-        is_cache_hit = not follower.encode_s  # else a forward made units while it followed a flight
+        """Records the success of a follower that misses no unit any more."""
+        is_cache_hit = not follower.encode_s  # otherwise a pass made units while it followed a flight
         self._number_to_call[follower.call].succeed(follower, self._clock.now(), is_cache_hit=is_cache_hit)
         self._leave(follower)
 
@@ -307,7 +319,8 @@ class Pipeline:
             self._stop_decoding(left)
 
     def _flight_ended(self, flight: Flight) -> None:
-        """Nothing of the flight is left to make. Followers that miss what it was past making start another."""
+        """Stops the decoding of a flight that has nothing left to make. Followers that miss units which it could no
+        longer make start another flight."""
         self._stop_decoding(flight)
         for follower in self.flights.take_followers(flight):
             if self._enter(follower):
@@ -327,7 +340,7 @@ class Pipeline:
             self._retry(flight)
         except WeftError as error:
             self._fail_flight(flight, error)
-        except Exception as error:  # the loop of this item: otherwise whoever wants its content would wait for ever
+        except Exception as error:  # every error must end here: otherwise the followers would wait for ever
             logger.exception("decoding of %s failed", flight.item.mm_hash)
             self._fail_flight(flight, EncodeFailed(f"decoding failed ({type(error).__name__})"))
         else:
@@ -346,12 +359,13 @@ class Pipeline:
         self.pump()
 
     def _decoded(self, flight: Flight, inputs: list[EncoderInput]) -> None:
-        """The next units of a flight are ready, others are still to come."""
+        """Stores the next units of a flight while others are still to come."""
         if self.flights.decoded_part(flight, inputs):
             self.pump()
 
     def _sound_ended(self, flight: Flight, outcome: list[EncoderInput] | WeftError, seconds: float) -> None:
-        """The device has made a sound's units, in a batch that took so long, or has failed; perhaps for nobody."""
+        """Handles a sound after the device has made its units, in a batch that took `seconds`, or has failed. The
+        flight may have ended meanwhile."""
         if isinstance(outcome, WeftError):
             self._fail_flight(flight, outcome)
         elif self.flights.is_live(flight):
@@ -366,7 +380,7 @@ class Pipeline:
             self._fail(follower, error)
 
     def _retry(self, flight: Flight) -> None:
-        """Ends a flight that failed for no fault that is known to be the item's: each follower has one more try."""
+        """Ends a flight that failed although the item is not known to be at fault; each follower has one more try."""
         for follower in self.flights.end(flight):
             if follower.num_retries_left == 0:
                 self._fail(follower, EncodeFailed("decoding this item ends the process it runs in"))
@@ -375,7 +389,7 @@ class Pipeline:
             self.flights.join(follower)
 
     def _put_back(self, flight: Flight) -> None:
-        """What was decoded of a flight gives way to others; its followers wait for another."""
+        """Drops what was decoded of a flight to make room for others; its followers join another flight."""
         followers = self.flights.end(flight)
         self._stop_decoding(flight)
         for follower in followers:
@@ -385,7 +399,8 @@ class Pipeline:
     # ------------------------------------------------------------ units that were made
 
     def _unit_ended(self, key: UnitKey, error: WeftError | None) -> None:
-        """A unit was made, or failed: everybody who misses it is told, and its flight ends with its last unit."""
+        """Handles a unit that was made or failed: informs every follower that misses it, and ends the flight after its
+        last unit."""
         for follower in self.flights.followers_missing(key):
             self._deliver(follower, key, error)
         self._table.told(key)
@@ -395,8 +410,8 @@ class Pipeline:
             self._flight_ended(flight)
 
     def _deliver(self, follower: Follower, key: UnitKey, error: WeftError | None) -> None:
-        """A unit that the follower misses was made, or failed. Whom it can't be announced to yet stays in the flight:
-        its other units are made meanwhile."""
+        """Passes a unit that was made, or failed, to a follower that misses it. If the unit can't be announced yet, the
+        follower stays in the flight, and its other units are made meanwhile."""
         if error is not None:
             self._fail(follower, error)
             return

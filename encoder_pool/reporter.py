@@ -1,6 +1,7 @@
-"""Keeps routers informed: gauges and cache events to every router that has sent a heartbeat. Lives in the event loop.
+"""Keeps routers informed: sends gauges and cache events to every router that has sent a heartbeat. It lives in the
+event loop.
 
-Knows nothing of what the numbers mean; the service hands them in.
+It knows nothing of what the numbers mean; the service passes them in.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ class Reporter:
         self._leases: LeaseTable[MemberId] = LeaseTable(clock)
         self._ended: list[AttemptId] = []
         self.seq = 0
-        """Of the last report that was sent."""
+        """This is the sequence number of the last report that was sent."""
 
     def heartbeat(self, message: RouterHeartbeat) -> bool:
-        """Renews a router's lease. True for a new router: it is subscribed, and told what is cached."""
+        """Renews a router's lease. Returns True for a new router, which is then subscribed and receives a snapshot of
+        the cache."""
         self._leases.renew(message.router_id, message.lease_s)
         if self._router_to_address.get(message.router_id) == message.address:
             return False
@@ -35,7 +37,7 @@ class Reporter:
         return True
 
     def expired_routers(self) -> list[MemberId]:
-        """Takes the routers whose lease has run out; they are subscribed no more."""
+        """Removes the routers whose lease has run out from the subscriptions, and returns them."""
         expired = self._leases.expired()
         for router_id in expired:
             self._router_to_address.pop(router_id, None)
@@ -46,14 +48,15 @@ class Reporter:
         self._router_to_address.pop(router_id, None)
 
     def attempt_ended(self, attempt_id: AttemptId) -> None:
-        """Such an attempt is acknowledged once more: its work is in the numbers, whatever came of it."""
+        """Makes the next report acknowledge the attempt once more: its work is then included in the numbers, whether it
+        succeeded or not."""
         self._ended.append(attempt_id)
 
     def acknowledged(self, live: Iterable[AttemptId]) -> tuple[AttemptId, ...]:
         return tuple(dict.fromkeys([*live, *self._ended]))
 
     def send_snapshot(self, address: str) -> None:
-        """Everything that is cached now, behind the events that led to it."""
+        """Sends everything that is cached now, after the events that led to it."""
         self.publish_events()
         self._plane.send(address, self._log.snapshot())
 

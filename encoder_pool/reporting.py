@@ -1,4 +1,4 @@
-"""One report of an encoder's state, put together from its parts. Knows nothing of who reads it."""
+"""Builds one report of an encoder's state from its parts. It knows nothing of the readers of the report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def encoder_report(
     table: FeatureTable,
     max_in_flight: int,
 ) -> EncoderReport:
-    """Reads only; sums are those of the parts' whole life."""
+    """Returns the report; reads only. Its sums cover the whole life of the parts."""
     usage, flights, tally = table.usage(), pipeline.flights, pipeline.tally
     costs, mixed = pipeline.costs, pipeline.costs.mixed()
     return EncoderReport(

@@ -1,6 +1,7 @@
-"""Short synthetic media to calibrate an encoder with: one small and one ordinary of each modality.
+"""Makes short synthetic media to calibrate an encoder with: one small and one ordinary medium of each modality.
 
-They are files like any other, so nothing is assumed about what a family makes of them. Knows no family.
+They are ordinary files, so nothing is assumed about how a family processes them. The module knows nothing of any
+particular family.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ class Sample(NamedTuple):
 
 
 def image_sample(edge: int) -> Sample:
-    """A grey PNG of `edge` x `edge` pixels."""
+    """Makes a grey PNG of `edge` x `edge` pixels."""
     buffer = io.BytesIO()
     Image.new("RGB", (edge, edge), (127, 127, 127)).save(buffer, "PNG")
     return Sample(ImageHeader("PNG", edge, edge, "RGB"), buffer.getvalue())
 
 
 def video_sample(edge: int) -> Sample:
-    """An MP4 of two seconds, `edge` x `edge` pixels, that grows brighter."""
+    """Makes an MP4 of two seconds, `edge` x `edge` pixels, that grows brighter."""
     import av
 
     buffer = io.BytesIO()
@@ -51,7 +52,7 @@ def video_sample(edge: int) -> Sample:
 
 
 def audio_sample(seconds: int, rate: int = SAMPLE_RATE) -> Sample:
-    """A WAV of one channel: a tone of 440 Hz."""
+    """Makes a WAV of one channel: a tone of 440 Hz."""
     num_samples = seconds * rate
     tone = 8000 * np.sin(2 * np.pi * 440 / rate * np.arange(num_samples))
     buffer = io.BytesIO()
@@ -64,7 +65,7 @@ def audio_sample(seconds: int, rate: int = SAMPLE_RATE) -> Sample:
 
 
 def sample_item(family: Family, sample: Sample, modality: str) -> MediaItem:
-    """As a router plans it."""
+    """Plans a sample as a router would."""
     plan = family.plan(sample.header)
     return MediaItem(
         index=0,
@@ -84,4 +85,5 @@ MODALITY_TO_SAMPLES: dict[str, tuple[Callable[[int], Sample], tuple[int, ...]]] 
     "video": (video_sample, (64, 224)),
     "audio": (audio_sample, (2, 10)),
 }
-"""What makes them, and their edges in pixels or seconds: far enough apart for slope and overhead."""
+"""Maps a modality to the function that makes its samples, and to their edges in pixels or lengths in seconds. The two
+sizes are far enough apart to separate slope and overhead."""

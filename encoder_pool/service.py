@@ -1,7 +1,7 @@
-"""What one encoder replica runs, with or without Ray: the pipeline, its peers' comings and goings, and its reports.
+"""Runs one encoder replica, with or without Ray: the pipeline, the members that join and leave, and the reports.
 
-Everything but the forward and the decoders happens in one event loop. The plane and the feature source belong to who
-made them: `stop` leaves both open. Knows nothing of routing, prompts or Ray.
+Everything but the forward pass and the decoders happens in one event loop. The plane and the feature source belong to
+the caller that made them: `stop` leaves both open. The service knows nothing of routing, prompts or Ray.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ from modalities.family import EncoderModel, Family
 logger = logging.getLogger(__name__)
 
 REPORT_SPACING_S = 0.01
-"""Changes within this time travel in one report."""
+"""Changes within this time share one report."""
 
 
 class EncoderService:
-    """`epoch` is `Member.epoch` of this start; an id that is never reused needs no other than 1."""
+    """An `EncoderService` is one encoder replica. `epoch` is `Member.epoch` of this start; an id that is never reused
+    needs no value other than 1."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class EncoderService:
         self._is_loss_told = False
 
     async def start(self) -> None:
-        """Starts decoders, calibrates with short synthetic forwards, begins to take messages and calls."""
+        """Starts decoders, calibrates with short synthetic forward passes, and begins to take messages and calls."""
         try:
             await self._decoder.start()
             spec = await asyncio.to_thread(self._calibrate)
@@ -105,29 +106,29 @@ class EncoderService:
         self._is_open = True
 
     async def stop(self) -> None:
-        """Ends open calls with EncoderLost, then threads and processes. Idempotent."""
+        """Ends open calls with EncoderLost, then ends threads and processes. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
         self._pipeline.end_calls(lambda _: True, EncoderLost("the encoder stops"))
-        await asyncio.sleep(0)  # the calls return
+        await asyncio.sleep(0)  # this lets the calls return
         assert self._housekeeping is not None
         self._housekeeping.cancel()
         await asyncio.gather(self._housekeeping, return_exceptions=True)
         await asyncio.to_thread(self._forward.close)
         await self._decoder.close()
-        await asyncio.sleep(0)  # what the forward thread handed over last is taken
+        await asyncio.sleep(0)  # this takes the last result of the forward thread
         if self._flush is not None:
             self._flush.cancel()
 
     async def encode(self, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
         """Encodes the items and announces each unit to `request.destination` as soon as it is done. Returns when all
-        were announced or have failed, at the latest when the request's time is over (to within a report interval); an
-        item's failure is in its result and fails no other.
+        items were announced or have failed, at the latest when the request's time is over (to within a report
+        interval). An item's failure is in its result and fails no other item.
 
-        `media`: one encoded file per item. Cancelling the call drops what is not done; units that were announced stay
-        leased to the worker. Raises Overloaded or WorkerBackedUp before any work was done, EncoderLost when stopped,
-        ProtocolError.
+        `media` holds one encoded file per item. Cancelling the call drops what is not done; units that were announced
+        stay leased to the worker. Raises Overloaded or WorkerBackedUp before any work was done, EncoderLost when the
+        service is stopped, and ProtocolError.
         """
         if not self._is_open:
             raise EncoderLost("the encoder is not serving")
@@ -137,8 +138,8 @@ class EncoderService:
             self._reporter.attempt_ended(AttemptId(request.request_id, request.attempt))
 
     def update_members(self, members: Sequence[Member]) -> None:
-        """The directory's newest view. Those that were there and are not any more: workers lose their leases and
-        what was to be encoded for them, routers their requests."""
+        """Takes the directory's newest view. For members that have left, workers lose their leases and what was to be
+        encoded for them, and routers lose their requests."""
         present = {member.member_id: member for member in members}
         left = [member for member_id, member in self._members.items() if member_id not in present]
         self._members = present
@@ -167,14 +168,14 @@ class EncoderService:
         )
 
     def on_lost(self, call: Callable[[], None]) -> None:
-        """`call` is called once, in the event loop, when the device was found to fail: the encoder's owner takes it out
-        of the directory."""
+        """Registers `call`, which is called once, in the event loop, when the device was found to fail; the encoder's
+        owner then removes the encoder from the directory."""
         self._tell_lost = call
 
     def check_health(self) -> None:
-        """Raises EncodeFailed if the forward thread died, or the loop that ends leases, or decode processes can't be
-        started or die before they are needed; EncoderLost if the device fails or hangs, or no worker can be told of
-        features, or read them."""
+        """Raises EncodeFailed if the forward thread died, if the loop that ends leases died, or if decode processes
+        can't be started or die before they are needed. Raises EncoderLost if the device fails or hangs, if no messages
+        can be sent to workers, or if workers can't read features."""
         if not self._is_open:
             return
         if self._forward.loss is not None:
@@ -193,7 +194,7 @@ class EncoderService:
             raise EncoderLost("the feature channel has died")
 
     def tick(self) -> None:
-        """One round of housekeeping: ends what has expired, starts what now can start, reports."""
+        """Runs one round of housekeeping: ends what has expired, starts what can start now, and reports."""
         if self._forward.loss is not None and not self._is_loss_told:
             self._is_loss_told = True
             self._tell_lost()
@@ -238,7 +239,7 @@ class EncoderService:
             case AbortAttempt(choices=()):
                 self._abort(AttemptId(message.request_id, message.attempt))
             case AbortAttempt():
-                pass  # of some choices only: the others need the features
+                pass  # only some choices end; the others need the features
             case SnapshotRequest():
                 self._reporter.send_snapshot(message.address)
             case _:
@@ -262,7 +263,7 @@ class EncoderService:
     # ------------------------------------------------------------ reports
 
     def _changed(self) -> None:
-        """Reports soon; what changes until then travels along."""
+        """Schedules a report; further changes until then are in the same report."""
         if self._is_open and self._flush is None:
             self._flush = asyncio.get_running_loop().call_later(REPORT_SPACING_S, self._publish)
 

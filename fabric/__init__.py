@@ -1,5 +1,5 @@
-"""Contracts and transport: what every part of Weft shares, and nothing of what any part does.
+"""This package holds contracts and transport: what every part of Weft shares, and nothing of what any single part does.
 
-Contracts: `ids`, `messages`, `errors`, `digest`, `clock`. Transport: `arena`, `channel` (features),
-`plane` (messages). Knows nothing of models, requests' meaning, Ray or HTTP.
+The contracts are `ids`, `messages`, `errors`, `digest` and `clock`. The transport is `arena`, `channel` (features) and
+`plane` (messages). The package knows nothing of models, of the meaning of requests, of Ray or of HTTP.
 """

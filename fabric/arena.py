@@ -1,18 +1,18 @@
-"""Where things lie in one block of memory: a best-fit allocator over offsets.
+"""This module decides where things lie in one block of memory: it is a best-fit allocator over offsets.
 
-Pure bookkeeping: it knows neither the memory itself, nor threads (the owner locks), nor what is stored. Every
-byte is in exactly one of four states: free, busy, idle (in use, but its owner would give it up for something else), or
-quarantined (given up by its owner, but something may still be written there, so it must not be handed out).
+It is pure bookkeeping: it knows nothing of the memory itself, of threads (the owner locks), or of what is stored. Every
+byte is in exactly one of four states. It is free, busy, idle (in use, but its owner would give it up for another
+allocation) or quarantined (given up by its owner, but a transfer may still write there, so it must not be handed out).
 
     | busy | idle | free | idle | busy | free | idle | idle | quarantined | ...
            <----- open ----->      <----- open ----->
 
-A request that no free range holds can be had exactly if it fits an open range: what is idle or free between two
+A request that no free range can hold succeeds exactly if it fits an open range: the idle and free memory between two
 slots that must stay. `victims` says which idle slots to give up for it, and names none that would not help. No
 operation's time grows with the number of slots (`docs/adr/0029-arena-by-ranges.md`).
 
-For a request that fits no open range, one range may be *claimed*: nothing else is placed there, so that it comes free
-once the slots that lie there have been freed.
+For a request that fits no open range, one range may be *claimed*: nothing else is placed there, so it becomes free once
+the slots that lie there have been freed.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from fabric.errors import ArenaFull, UnitTooLarge
 from fabric.ranges import Ranges
 
 NUM_OLDEST = 16
-"""So many of the least recently used slots, and an eighth of all at most, are looked at for a place; then any place
-that is large enough is taken."""
+"""Limits how many of the least recently used slots `victims` looks at for a place; it also looks at no more than about
+an eighth of all idle slots. If no such slot suits, it takes any place that is large enough."""
 
 
 class Slot(NamedTuple):
-    """`[offset, offset + nbytes)` belongs to the holder. Ids and generations are never used twice."""
+    """A `Slot` is the memory `[offset, offset + nbytes)`, which belongs to its holder. Ids and generations are never
+    reused."""
 
     slot_id: int
     offset: int
@@ -40,10 +41,11 @@ class Slot(NamedTuple):
 
 
 class Arena:
-    """Slots in `[0, total_bytes)`, each aligned to `alignment` bytes and padded to a multiple of it."""
+    """Keeps slots in `[0, total_bytes)`, each aligned to `alignment` bytes and padded to a multiple of it."""
 
     def __init__(self, total_bytes: int, alignment: int = 64, first_generation: int = 1) -> None:
-        """`first_generation`: generations count up from here; a random start keeps two lives of one address apart."""
+        """Creates an empty arena. Generations count up from `first_generation`; a random start keeps slots of two
+        successive arenas at one address apart."""
         if alignment < 1 or total_bytes < alignment:
             raise ValueError(f"an arena of {total_bytes} bytes can't hold one unit of {alignment} bytes")
         self.total_bytes = total_bytes - total_bytes % alignment
@@ -51,29 +53,30 @@ class Arena:
         self._next_slot_id = 0
         self._next_generation = first_generation
         self._used: dict[int, Slot] = {}
-        """Busy and idle ones."""
+        """Holds busy and idle slots."""
         self._quarantined: dict[int, Slot] = {}
         self._used_bytes = self._quarantined_bytes = 0
         self._idle: OrderedDict[int, int] = OrderedDict()
-        """Slot ids, least recently used first -> when it became idle, as a number that only grows."""
+        """Maps the ids of idle slots, the least recently used first, to a number that grows with each slot that becomes
+        idle."""
         self._num_idled = 0
         self._start_to_slot_id: dict[int, int] = {}
-        """Of slots in use, by their first unit; all places are in units of `alignment` from here on."""
+        """Maps the first unit of each slot in use to its id. All places below are in units of `alignment`."""
         self._end_to_slot_id: dict[int, int] = {}
         num_units = self.total_bytes // alignment
         self._free = Ranges(num_units)
         self._open = Ranges(num_units)
-        """Free or idle."""
+        """Holds the ranges that are free or idle."""
         self._free.add(0, num_units)
         self._open.add(0, num_units)
         self._claim: tuple[int, int] | None = None
         self._claimed_slots: dict[int, tuple[int, int]] = {}
-        """Slots that lie in the claimed range, in part at least, in use or quarantined -> their places."""
+        """Maps the slots that lie at least partly in the claimed range, in use or quarantined, to their places."""
 
     def allocate(self, nbytes: int, *, is_claimed: bool = False) -> Slot:
-        """A busy slot in the smallest free range that fits, lowest offset first. `is_claimed`: in the claimed range,
-        which is then claimed no more. Raises ArenaFull, or UnitTooLarge when it could not fit an empty arena either;
-        ValueError for less than one byte."""
+        """Returns a busy slot in the smallest free range that fits, the one with the lowest offset first. With
+        `is_claimed`, the slot lies in the claimed range, and the claim ends. Raises ArenaFull if there is no room,
+        UnitTooLarge if the slot would not fit even an empty arena, and ValueError for less than one byte."""
         num_units = self._num_units(nbytes)
         if num_units * self.alignment > self.total_bytes:
             raise UnitTooLarge(f"{nbytes} bytes never fit an arena of {self.total_bytes}")
@@ -97,10 +100,11 @@ class Arena:
         return slot
 
     def claim(self, nbytes: int) -> list[int] | None:
-        """Nothing is placed any more in a range for `nbytes`, until that is allocated there or `unclaim`. Returns the
-        slots in use that lie there, at least in part: it comes free when they are. It is the largest open range with
-        what lies beside it, the smaller neighbour first. None, and nothing is claimed, if quarantined slots leave no
-        such range. Not while there is another claim, nor if an open range is large enough."""
+        """Keeps a range for `nbytes` in which nothing is placed any more, until that much is allocated there or
+        `unclaim` is called. Returns the slots in use that lie there, at least in part; the range becomes free when they
+        are freed. The range is the largest open range, extended by its neighbours, the smaller neighbour first. Returns
+        None and claims nothing if quarantined slots leave no such range. The caller must not call it while there is
+        another claim, or if an open range is large enough."""
         assert self._claim is None, "one range is claimed at a time"
         num_units = self._num_units(nbytes)
         start, end = self._open.largest() or (0, 0)
@@ -129,7 +133,7 @@ class Arena:
         return list(self._claimed_slots)
 
     def unclaim(self) -> None:
-        """Ends the claim, if there is one: what is free of its range, or idle, is as any other."""
+        """Ends the claim, if there is one: the free and idle memory of its range is ordinary memory again."""
         if self._claim is None:
             return
         for gap in self._gaps_in_claim():
@@ -141,8 +145,8 @@ class Arena:
         self._claim, self._claimed_slots = None, {}
 
     def free(self, slot_id: int) -> bool:
-        """Makes a used slot's memory reusable. False, and nothing happens, for one that is not in use (freed
-        before, or quarantined)."""
+        """Makes a used slot's memory reusable. Returns False and does nothing for a slot that is not in use (because it
+        was freed before, or is quarantined)."""
         slot = self._take_out(slot_id)
         if slot is None:
             return False
@@ -150,7 +154,7 @@ class Arena:
         return True
 
     def quarantine(self, slot_id: int) -> bool:
-        """Takes a used slot out of use without making its memory reusable. False if it is not in use."""
+        """Takes a used slot out of use without making its memory reusable. Returns False if the slot is not in use."""
         slot = self._take_out(slot_id)
         if slot is None:
             return False
@@ -159,7 +163,8 @@ class Arena:
         return True
 
     def release_quarantine(self, slot_id: int) -> bool:
-        """Nothing writes there any more: makes a quarantined slot's memory reusable. False if it is not one."""
+        """Makes a quarantined slot's memory reusable, because nothing writes there any more. Returns False if the slot
+        is not quarantined."""
         slot = self._quarantined.pop(slot_id, None)
         if slot is None:
             return False
@@ -168,22 +173,24 @@ class Arena:
         return True
 
     def set_idle(self, slot_id: int) -> None:
-        """The slot in use may be given up for another from now on; it is the most recently used of these."""
+        """Lets the slot in use be given up for another from now on. The slot becomes the most recently used of the idle
+        slots."""
         if self._idle.pop(slot_id, None) is None and slot_id not in self._claimed_slots:
             self._open.add(*self._place(self._used[slot_id]))
         self._num_idled += 1
         self._idle[slot_id] = self._num_idled
 
     def set_busy(self, slot_id: int) -> None:
-        """The slot in use must stay. Harmless for one that is busy."""
+        """Keeps the slot in use from being given up. It does nothing for a slot that is busy."""
         if self._idle.pop(slot_id, None) is not None and slot_id not in self._claimed_slots:
             self._open.remove(*self._place(self._used[slot_id]))
 
     def victims(self, nbytes: int) -> list[int] | None:
-        """Idle slots that together with what is free around them make room for `nbytes`: neighbours, grown from one of
-        the least recently used to the older side. Of these it is the one in the smallest open range, so that large
-        ones stay. Without the largest of them the victims are smaller than `nbytes`. Empty if a free range fits; None
-        if nothing that is given up would make room."""
+        """Returns idle slots that, together with the free memory around them, make room for `nbytes`. They are
+        neighbours: the choice starts at one of the least recently used slots and grows towards the older side. Of these
+        starts it takes the one in the smallest open range, so that large ranges stay. Without the largest of them, the
+        victims are smaller than `nbytes`. Returns an empty list if a free range fits, and None if no choice of idle
+        slots makes room."""
         num_units = self._num_units(nbytes)
         if self._free.best_fit(num_units) is not None:
             return []
@@ -208,7 +215,8 @@ class Arena:
         return slot_id in self._idle
 
     def usage(self) -> ArenaUsage:
-        """`used_bytes` and `quarantined_bytes` with padding, so that free = total - used - quarantined."""
+        """Returns the usage. `used_bytes` and `quarantined_bytes` include padding, so that free = total - used -
+        quarantined."""
         return ArenaUsage(
             used_bytes=self._used_bytes,
             total_bytes=self.total_bytes,
@@ -219,7 +227,7 @@ class Arena:
 
     def check_invariants(self) -> None:
         """Asserts that free, claimed, used and quarantined ranges tile the arena, that no two free ranges touch, and
-        that open ranges are what is free or idle, and not claimed. Walks everything."""
+        that open ranges are exactly what is free or idle and not claimed. It walks all slots and ranges."""
         ranges = [(start, end, "free") for start, end in self._free]
         ranges += [(start, end, "busy") for start, end in self._gaps_in_claim()]
         for slot in self._used.values():
@@ -250,8 +258,8 @@ class Arena:
         assert self._idle.keys() <= self._used.keys()
 
     def _grow(self, start: int, end: int, num_units: int, victims: list[int]) -> list[int]:
-        """Adds neighbours of `[start, end)` until it is large enough: what is free first, else the older one. All of
-        it lies in one open range that is large enough."""
+        """Adds neighbours of `[start, end)` until the range is large enough: free memory first, otherwise the older
+        slot. The range must lie in one open range that is large enough."""
         while end - start < num_units:
             free_start, free_end = self._free.ending_at(start), self._free.starting_at(end)
             if free_start is not None or free_end is not None:
@@ -273,7 +281,7 @@ class Arena:
         return self._claim is not None and start < self._claim[1] and self._claim[0] < end
 
     def _gaps_in_claim(self) -> list[tuple[int, int]]:
-        """What of the claimed range is neither in use nor quarantined."""
+        """Returns the parts of the claimed range that are neither in use nor quarantined."""
         if self._claim is None:
             return []
         at, end = self._claim
@@ -285,7 +293,8 @@ class Arena:
         return gaps
 
     def _slots_between(self, at: int, end: int) -> dict[int, tuple[int, int]]:
-        """Slots in use from one edge of slots to another, nothing between them being quarantined -> their places."""
+        """Maps the slots in use between two edges of slots to their places. Nothing between the edges may be
+        quarantined."""
         found = {}
         while at < end:
             slot_id = self._start_to_slot_id.get(at)
@@ -299,7 +308,7 @@ class Arena:
         return found
 
     def _give(self, slot: Slot) -> None:
-        """The place of a slot that was taken out is free, but for what of it is claimed."""
+        """Frees the place of a slot that was taken out, except for the part of it that is claimed."""
         start, end = self._place(slot)
         if self._claimed_slots.pop(slot.slot_id, None) is None:
             self._free.add(start, end)
@@ -312,7 +321,8 @@ class Arena:
                 self._open.add(*piece)
 
     def _take_out(self, slot_id: int) -> Slot | None:
-        """Of use; what was open of it is not any more."""
+        """Takes a slot out of use, and its memory out of the open ranges. Returns None for a slot that is not in
+        use."""
         slot = self._used.get(slot_id)
         if slot is None:
             return None

@@ -1,8 +1,9 @@
-"""A C source file as a loaded library: compiled by the machine's C compiler at first use, kept in the user's cache.
+"""This module loads a C source file as a library. It compiles the file with the machine's C compiler at first use and
+keeps the result in the user's cache.
 
-The name in the cache changes with the source, the headers beside it, options, compiler and processor, as the code is
-made for the processor that it is compiled on. What others could have written is never loaded. Knows nothing of what the
-code does.
+The name in the cache changes with the source, the headers in the same folder, the options, the compiler and the
+processor, because the code is made for the processor on which it is compiled. The module never loads a file that others
+could have written. It knows nothing of what the code does.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ LINK_OPTIONS = ("-shared",)
 
 
 def load_c_library(source: Path) -> ctypes.CDLL | None:
-    """None, and a line in the log, where there is no compiler, no home, no room in the cache, a cache that others may
-    write to, or a processor that the source refuses. OpenMP is found in the process, where torch has brought it: two
-    pools of threads would wait for each other."""
+    """Returns the library. Returns None, and logs the reason, if there is no compiler, no home directory, no room in
+    the cache, a cache that others may write to, or a processor that the source refuses. The library uses the OpenMP
+    that torch has loaded into the process, because two pools of threads would wait for each other."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         _LOG.info("no C compiler: %s is not used", source.name)
@@ -35,18 +36,20 @@ def load_c_library(source: Path) -> ctypes.CDLL | None:
         library = _compiled(compiler, source)
         try:
             return ctypes.CDLL(str(library))
-        except OSError:  # cut short by a full disk or a crash: once more
+        except OSError:  # A full disk or a crash can cut the file short; the code compiles it once more.
             library.unlink(missing_ok=True)
             return ctypes.CDLL(str(_compiled(compiler, source)))
     except subprocess.CalledProcessError as error:
         _LOG.warning("%s can't be used: %s: %s", source.name, error, error.stderr.decode(errors="replace").strip())
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: nobody's home is known
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        # A RuntimeError means that no home directory is known.
         _LOG.warning("%s can't be used: %s", source.name, error)
     return None
 
 
 def _compiled(compiler: str, source: Path) -> Path:
-    """Compiles unless it is there. Raises OSError, SubprocessError, and RuntimeError where nobody's home is known."""
+    """Compiles the library unless it is in the cache, and returns its path. Raises OSError, SubprocessError, and
+    RuntimeError if no home directory is known."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft"
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     _check_own(home)
@@ -66,7 +69,7 @@ def _compiled(compiler: str, source: Path) -> Path:
 
 
 def _fingerprint(compiler: str, source: Path) -> str:
-    """Of everything that the library is made from. Raises OSError, SubprocessError."""
+    """Returns a hash of everything from which the library is made. Raises OSError or SubprocessError."""
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S).stdout
     processor = Path("/proc/cpuinfo").read_bytes().partition(b"flags")[2].partition(b"\n")[0]
     options = "\0".join((compiler, *COMPILE_OPTIONS, *LINK_OPTIONS)).encode()
@@ -76,7 +79,8 @@ def _fingerprint(compiler: str, source: Path) -> str:
 
 
 def _check_own(path: Path) -> None:
-    """Raises PermissionError for what others own or may write to, links among them: code from there would be theirs."""
+    """Raises PermissionError for a file, directory or link that others own or may write to, because they could put
+    their own code there."""
     found = path.lstat()
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"{path} belongs to others, or they may write to it")

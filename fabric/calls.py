@@ -1,6 +1,8 @@
-"""What the two calls carry: a prompt with its media to a worker, media to an encoder, and what comes back.
+"""This module defines what the two calls carry: a prompt with its media to a worker, media to an encoder, and the
+results.
 
-Calls go through Serve, or directly in one process; they are what draining counts and cancelling ends.
+Calls go through Ray Serve, or directly in one process. Draining counts open calls, and cancelling ends them. This
+module knows nothing of how a call is served.
 """
 
 from __future__ import annotations
@@ -17,31 +19,33 @@ from fabric.wire import Wire
 
 
 class MediaItem(Wire, frozen=True):
-    """One medium of a request, as planned from its header. The plan is a contract: what the encoder delivers
-    has exactly `sum(unit_tokens)` rows."""
+    """A `MediaItem` is one medium of a request, as the router planned it from its header. The plan is a contract: the
+    encoder delivers exactly `sum(unit_tokens)` rows."""
 
     index: int
-    """Position among the request's media, from 0."""
+    """This is the position among the request's media, from 0."""
     modality: str
     mm_hash: MmHash
     grid: tuple[int, int, int]
-    """Patches (t, h, w) after preprocessing, before merging."""
+    """Counts the patches (t, h, w) after preprocessing and before merging."""
     unit_tokens: tuple[int, ...]
-    """Rows of features in each unit; an image is one unit."""
+    """Counts the rows of features in each unit; an image is one unit."""
     cost: int
-    """Encoding cost in patches, the batcher's unit of budget."""
+    """This is the encoding cost in patches, the unit of the batcher's budget."""
     part: str
-    """Where it stood in the client's request, e.g. `messages.0.content.1`, for errors."""
+    """This is where the medium stood in the client's request, e.g. `messages.0.content.1`; errors name it."""
     options: str = ""
-    """`MediaOptions` of the modalities, as JSON; empty for the defaults."""
+    """This is the `MediaOptions` of the modalities, as JSON; it is empty for the defaults."""
     row_seconds: float = 0.0
-    """Of a video: seconds between two temporal patches, where positions depend on it."""
+    """For a video, this is the number of seconds between two temporal patches, where positions depend on it."""
     anchor: int = -1
-    """Of a sound that is a video's track: the video's index. Both begin at the same position."""
+    """For a sound that is the track of a video, this is the index of the video. Both begin at the same position."""
     num_levels: int = 0
-    """Of its features: the embedding's, and DeepStack's where the medium has some; 0 means as many as the model has."""
+    """Counts the levels of the medium's features: that of the embedding, and those of DeepStack where the medium has
+    some; 0 means as many as the model has."""
     decode_bytes: int = 0
-    """Memory that decoding and preprocessing it takes at most, by its header; 0 if nobody knows."""
+    """Limits the memory that decoding and preprocessing the medium takes, according to its header; 0 means that the
+    limit is unknown."""
 
     @property
     def num_tokens(self) -> int:
@@ -52,7 +56,8 @@ class MediaItem(Wire, frozen=True):
 
 
 class PlaceholderRange(Wire, frozen=True):
-    """A run of prompt positions that takes rows `[row, row + length)` of one unit's features.
+    """A `PlaceholderRange` is a run of prompt positions that takes the rows `[row, row + length)` of one unit's
+    features.
 
     One unit may be spread over several runs (time stamps between frames, sound interleaved with pictures).
     """
@@ -60,7 +65,7 @@ class PlaceholderRange(Wire, frozen=True):
     offset: int
     length: int
     item: int
-    """`MediaItem.index`."""
+    """This is the `MediaItem.index`."""
     unit: int
     row: int
 
@@ -70,28 +75,29 @@ class PlaceholderRange(Wire, frozen=True):
 
 
 class SamplingParams(Wire, frozen=True):
-    """How the next token is drawn. `temperature == 0` is greedy; `top_k == 0` and `top_p == 1` are off."""
+    """Says how the next token is drawn. `temperature == 0` is greedy; `top_k == 0` and `top_p == 1` are off."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    """Always set by the router (drawn there when the client gave none), so that a migration draws the same."""
+    """The router always sets it (it draws one when the client gave none), so that a migration draws the same tokens."""
     min_p: float = 0.0
     """Tokens less probable than `min_p` times the most probable one are left out; 0 is off."""
     repetition_penalty: float = 1.0
-    """Over prompt and output: positive logits are divided by it, others multiplied; 1 is off."""
+    """It applies to prompt and output: positive logits are divided by it, and others are multiplied by it; 1 is off."""
     presence_penalty: float = 0.0
-    """Subtracted once for a token of the output."""
+    """It is subtracted once from the logit of a token that occurs in the output."""
     frequency_penalty: float = 0.0
-    """Subtracted for each time a token stands in the output."""
+    """It is subtracted from a token's logit once for each time that the token occurs in the output."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, added to its logit), ids distinct."""
+    """Holds pairs (token id, value added to its logit) with distinct ids."""
     num_top_logprobs: int | None = None
-    """Log-probabilities are wanted: the drawn token's and those of so many most probable ones. None: not wanted."""
+    """If set, the request wants log-probabilities: that of the drawn token, and those of this many most probable
+    tokens. None means that it wants none."""
 
     grammar: str = ""
-    """What the output has to match, in llguidance's notation; empty: anything."""
+    """The output must match this grammar, in llguidance's notation; an empty grammar allows any output."""
 
     @property
     def has_penalties(self) -> bool:
@@ -99,7 +105,8 @@ class SamplingParams(Wire, frozen=True):
 
 
 class StopConditions(Wire, frozen=True):
-    """When a choice ends. Stop strings are the router's (it has the text); the engine stops on ids and counts."""
+    """Says when a choice ends. The router handles stop strings, because it has the text; the engine stops on ids and
+    counts."""
 
     max_tokens: int
     eos_token_ids: tuple[int, ...] = ()
@@ -112,14 +119,15 @@ class StopConditions(Wire, frozen=True):
 
 
 class Destination(Wire, frozen=True):
-    """A worker as an encoder sees it: where to announce units."""
+    """A `Destination` is a worker as an encoder sees it: the place where it announces units."""
 
     worker_id: MemberId
     address: str
 
 
 class EncodeRequest(Wire, frozen=True):
-    """Router -> encoder: encode these items for that worker. The media bytes travel beside it, one per item."""
+    """The router sends this to an encoder, to encode these items for that worker. The media bytes travel next to it,
+    one per item."""
 
     request_id: RequestId
     attempt: int
@@ -127,16 +135,16 @@ class EncodeRequest(Wire, frozen=True):
     items: tuple[MediaItem, ...]
     destination: Destination
     age: tuple[float, str]
-    """Age order over all requests (wall time of admission, request id): the oldest may evict the youngest."""
+    """Orders all requests by age (wall time of admission, request id): the oldest may evict the youngest."""
     priority: int = 0
-    """The request's: the lowest number first."""
+    """This is the request's priority; the lowest number goes first."""
     time_left_s: float = 0.0
-    """From the moment in which the encoder receives the call, for clocks differ between machines: items that are not
-    done by then fail with MachineBusy. 0: no limit."""
+    """Counts from the moment at which the encoder receives the call, because clocks differ between machines. Items that
+    are not done by then fail with MachineBusy. 0 means no limit."""
 
 
 class StageTimes(Wire, frozen=True):
-    """Seconds that one item spent in each stage of the encoder, for the cost model and the trace."""
+    """Holds the seconds that one item spent in each stage of the encoder, for the cost model and the trace."""
 
     queue_s: float = 0.0
     decode_s: float = 0.0
@@ -154,18 +162,18 @@ class ItemResult(Wire, frozen=True):
 
 
 class TraceEvent(Wire, frozen=True):
-    """Something that happened to a request. `at_s` is CLOCK_MONOTONIC of the member's host."""
+    """A `TraceEvent` is something that happened to a request. `at_s` is CLOCK_MONOTONIC of the member's host."""
 
     at_s: float
     member_id: MemberId
     name: str
-    """One of: planned, dispatched, received, admitted, prefill, unit_encoded, unit_announced, unit_landed,
+    """This is one of: planned, dispatched, received, admitted, prefill, unit_encoded, unit_announced, unit_landed,
     unit_reused, feature_needed, first_token, finished, aborted, preempted."""
     detail: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class EncodeResult(Wire, frozen=True):
-    """Encoder -> router, once every item was announced or has failed."""
+    """The encoder sends this to the router once it has announced every item or the item has failed."""
 
     encoder_id: MemberId
     items: tuple[ItemResult, ...]
@@ -173,17 +181,18 @@ class EncodeResult(Wire, frozen=True):
 
 
 class GenerateRequest(Wire, frozen=True):
-    """Router -> worker. The call stays open until the terminal event; cancelling it is the abort."""
+    """The router sends this to a worker. The call stays open until the terminal event; the router aborts it by
+    cancelling."""
 
     request_id: RequestId
     attempt: int
     router_id: MemberId
     router_address: str
-    """Where token frames and `FeatureNeeded` go (message plane)."""
+    """This is the address on the message plane to which the worker sends token frames and `FeatureNeeded`."""
     token_ids: tuple[int, ...]
-    """The prompt with placeholders expanded: one id per position."""
+    """This is the prompt with placeholders expanded: one id per position."""
     placeholders: tuple[PlaceholderRange, ...]
-    """Sorted by offset, disjoint."""
+    """The ranges are sorted by offset and disjoint."""
     media: tuple[MediaItem, ...]
     sampling: SamplingParams
     stop: StopConditions
@@ -192,35 +201,37 @@ class GenerateRequest(Wire, frozen=True):
     cache_salt: str = ""
     priority: int = 0
     dispatched_items: tuple[int, ...] = ()
-    """Indexes of the media that were sent to encoders. The rest is expected to be covered by cached KV."""
+    """These are the indexes of the media that the router sent to encoders. Cached KV is expected to cover the rest."""
     emitted: tuple[tuple[int, ...], ...] = ()
-    """Per choice, the tokens a former attempt already sent (migration); empty at the first attempt."""
+    """Holds, per choice, the tokens that a former attempt already sent (after a migration); it is empty at the first
+    attempt."""
     side_names: tuple[str, ...] = ()
-    """Side tensors that blocks must carry for every position (rows of a hidden layer, for speech)."""
+    """These are the side tensors that blocks must carry for every position (rows of a hidden layer, for speech)."""
 
 
 class ChoiceResult(Wire, frozen=True):
     choice: int
     finish_reason: str
-    """`stop`, `length` or `abort`."""
+    """This is `stop`, `length` or `abort`."""
     num_tokens: int
-    """Generated tokens over all attempts, the end-of-sequence token included when one was drawn."""
+    """Counts the generated tokens over all attempts, including the end-of-sequence token if one was drawn."""
 
 
 class GenerateResult(Wire, frozen=True):
-    """Worker -> router: the one terminal event of an attempt."""
+    """The worker sends this to the router as the one terminal event of an attempt."""
 
     worker_id: MemberId
     choices: tuple[ChoiceResult, ...]
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Prompt tokens whose KV was found in the prefix cache at admission."""
+    """Counts the prompt tokens whose KV the worker found in the prefix cache at admission."""
     queue_s: float = 0.0
     prefill_s: float = 0.0
-    """Seconds of engine steps that computed prompt tokens of this request."""
+    """Sums the seconds of the engine steps that computed prompt tokens of this request."""
     held_s: float = 0.0
-    """Seconds that the request stood at its doorstep, waiting for a feature."""
+    """Sums the seconds for which the request waited for a feature at its doorstep, the first placeholder whose unit has
+    not arrived."""
     first_token_s: float = 0.0
-    """From receipt to first token."""
+    """This is the time from the request's receipt to its first token."""
     trace: tuple[TraceEvent, ...] = ()
     error: ErrorInfo | None = None

@@ -1,12 +1,14 @@
-"""The feature channel: bytes of encoded features from an encoder's arena into a worker's inbox. The contract;
-`channel_local` (one process) and `channel_nixl` (NIXL READ) keep it, and pass one suite of tests.
+"""This module is the contract of the feature channel, which moves the bytes of encoded features from an encoder's arena
+into a worker's inbox. `channel_local` (one process) and `channel_nixl` (NIXL READ) implement it, and one suite of tests
+checks both.
 
-The receiver pulls, so nothing remote writes into memory that an aborted request gave back. Announcing is not the
-channel's: tickets travel on the message plane. Two facts of NIXL shape it: a released transfer handle does not stop
-the transfer, and bytes of a frozen peer may land later. So a destination slot is reusable only after its transfer
-ended (DONE or ERR); otherwise it is quarantined until it has, which the death of the peer's process brings about (the
-end of its lease does not: it may be frozen and wake up). And a source slot carries a generation, raised before
-reuse: the reader reads it again after the payload; a mismatch is LeaseLost.
+The receiver pulls, so nothing remote writes into memory that an aborted request gave back. The channel does not
+announce features: tickets travel on the message plane. Two facts of NIXL shape the contract: releasing a transfer
+handle does not stop the transfer, and bytes of a frozen peer may land later. So a destination slot is reusable only
+after its transfer has ended (DONE or ERR). Otherwise it is quarantined until the transfer has ended. The death of the
+peer's process ends the transfer; the end of the peer's lease does not, because the peer may be frozen and wake up. A
+source slot carries a generation, which the source raises before it reuses the slot. The reader reads the generation
+again after the payload; a mismatch is LeaseLost. This module knows nothing of what a feature means.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from fabric.messages import FeatureTicket
 
 
 class SourceSlot(NamedTuple):
-    """A slot in the source's arena: `buffer` is writable uint8 `(nbytes,)`."""
+    """A `SourceSlot` is a slot in the source's arena. `buffer` is writable uint8 with shape `(nbytes,)`."""
 
     slot_id: int
     generation: int
@@ -30,7 +32,8 @@ class SourceSlot(NamedTuple):
 
 
 class LandedFeature(NamedTuple):
-    """A feature in the inbox arena. `buffer` is uint8 `(nbytes,)`, valid until `FeatureSink.free(slot_id)`."""
+    """A `LandedFeature` is a feature in the inbox arena. `buffer` is uint8 with shape `(nbytes,)` and is valid until
+    `FeatureSink.free(slot_id)`."""
 
     slot_id: int
     buffer: npt.NDArray[np.uint8]
@@ -47,78 +50,80 @@ class ArenaUsage(NamedTuple):
 
 
 class FeatureSource(Protocol):
-    """The encoder's side: an arena of registered memory. Thread-safe."""
+    """A `FeatureSource` is the encoder's side: an arena of registered memory. It is thread-safe."""
 
     def allocate(self, nbytes: int, *, is_claimed: bool = False) -> SourceSlot:
-        """`is_claimed`: in the range that `claim` was asked for, which ends the claim. Raises ArenaFull (no room now;
-        the caller evicts or waits) or UnitTooLarge (never)."""
+        """Returns a slot. With `is_claimed`, the slot lies in the range that `claim` reserved, and the claim ends.
+        Raises ArenaFull (there is no room now; the caller evicts or waits) or UnitTooLarge (there is never room)."""
         ...
 
     def ticket(self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float) -> FeatureTicket:
-        """What a reader needs. The payload must be complete. The caller counts leases; the channel does not."""
+        """Returns what a reader needs. The payload must be complete. The caller counts leases; the channel does not."""
         ...
 
     def free(self, slot: SourceSlot) -> None:
-        """Raises the slot's generation, then makes the memory reusable. Freeing an older generation is a no-op."""
+        """Raises the slot's generation, then makes the memory reusable. To free an older generation does nothing."""
         ...
 
     def set_idle(self, slot: SourceSlot) -> None:
-        """The slot's bytes stay, but may be given up for others: `victims` may name it. Slots that became idle first
-        are the first to go. A slot is busy when it is allocated."""
+        """Keeps the slot's bytes but allows them to be given up for others: `victims` may name the slot. Slots that
+        became idle first are given up first. A slot is busy when it is allocated."""
         ...
 
     def set_busy(self, slot: SourceSlot) -> None:
-        """The slot must stay until it is idle again or freed."""
+        """Keeps the slot from being given up until it is idle again or freed."""
         ...
 
     def victims(self, nbytes: int) -> list[int] | None:
-        """Ids of idle slots: when these are freed, `allocate(nbytes)` finds room. None when no choice of idle slots
-        makes room, empty when there is room already. Changes nothing."""
+        """Returns the ids of idle slots; when these are freed, `allocate(nbytes)` finds room. Returns None when no
+        choice of idle slots makes room, and an empty list when there is room already. It changes nothing."""
         ...
 
     def claim(self, nbytes: int) -> list[int] | None:
-        """For what neither `allocate` nor `victims` finds room: keeps a range for it, in which nothing else is placed
-        from now on. Returns the ids of the slots in use there, which must be freed first; None if there is no such
-        range. One claim at a time."""
+        """Keeps a range for an allocation for which neither `allocate` nor `victims` finds room; nothing else is placed
+        in that range from now on. Returns the ids of the slots in use there, which must be freed first, or None if
+        there is no such range. There is at most one claim at a time."""
         ...
 
     def unclaim(self) -> None:
-        """Ends the claim. Harmless without one."""
+        """Ends the claim. It does nothing without a claim."""
         ...
 
     def usage(self) -> ArenaUsage: ...
 
     @property
     def is_alive(self) -> bool:
-        """False once it was closed, or its own thread has died: nothing can be read from it any more."""
+        """This is False once the source was closed or its own thread has died; nothing can be read from it any more."""
         ...
 
     def close(self) -> None: ...
 
 
 class FeatureSink(Protocol):
-    """The worker's side: the inbox arena and a transfer thread. Thread-safe; never blocks the engine."""
+    """A `FeatureSink` is the worker's side: the inbox arena and a transfer thread. It is thread-safe and never blocks
+    the engine."""
 
     def pull(self, ticket: FeatureTicket, timeout_s: float) -> Future[LandedFeature]:
-        """Reserves inbox room at once (raises ArenaFull or UnitTooLarge) and reads in the transfer thread. The
-        future ends with the feature, or LeaseLost, or TransferFailed (the peer is gone, or `timeout_s` passed: then
-        the slot is quarantined, not freed). Cancelling the future frees the slot as soon as the transfer ended."""
+        """Reserves inbox room at once (raises ArenaFull or UnitTooLarge) and reads in the transfer thread. The future
+        ends with the feature, with LeaseLost, or with TransferFailed (the peer is gone, or `timeout_s` passed; then the
+        slot is quarantined and not freed). Cancelling the future frees the slot as soon as the transfer has ended."""
         ...
 
     def free(self, slot_id: int) -> None:
-        """Makes inbox room. Freeing twice is a no-op."""
+        """Makes inbox room. To free a slot twice does nothing the second time."""
         ...
 
     def peer_dead(self, source: str) -> None:
-        """A source has left or its lease ended: its open pulls end with TransferFailed, and its connection is
-        forgotten. Its quarantined slots are freed as soon as the transport confirms that nothing lands any more."""
+        """Takes in that a source has left or that its lease has ended. The source's open pulls end with TransferFailed,
+        and its connection is forgotten. Its quarantined slots are freed as soon as the transport confirms that nothing
+        lands any more."""
         ...
 
     def usage(self) -> ArenaUsage: ...
 
     @property
     def is_alive(self) -> bool:
-        """False once it was closed, or its transfer thread has died: every pull fails."""
+        """This is False once the sink was closed or its transfer thread has died; every pull fails then."""
         ...
 
     def close(self) -> None: ...

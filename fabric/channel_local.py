@@ -1,6 +1,8 @@
-"""The feature channel inside one process: a copy, with the same tickets, generations and quarantine as between two.
+"""This module is the feature channel inside one process. It copies bytes, with the same tickets, generations and
+quarantine as between two processes.
 
-The hub can freeze and kill a source, so that tests of other parts see what a bad peer does without one.
+The hub can freeze and kill a source, so that tests of other parts can see what a bad peer does without having one. The
+module knows nothing of what the bytes mean.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from fabric.source_memory import SourceMemory
 
 
 class LocalChannelHub:
-    """Where sinks find the sources of their process. Thread-safe."""
+    """A `LocalChannelHub` is where sinks find the sources of their process. It is thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,20 +28,20 @@ class LocalChannelHub:
         self._frozen: set[str] = set()
 
     def register(self, source: SourceMemory) -> None:
-        """Raises ValueError when the name is taken."""
+        """Registers a source. Raises ValueError when its name is taken."""
         with self._lock:
             if source.name in self._sources:
                 raise ValueError(f"source {source.name!r} exists")
             self._sources[source.name] = source
 
     def kill(self, name: str) -> None:
-        """Reads from the source fail from now on, those under way included. Unknown names are ignored."""
+        """Makes all reads from the source fail from now on, including those under way. Unknown names are ignored."""
         with self._lock:
             self._sources.pop(name, None)
             self._frozen.discard(name)
 
     def freeze(self, name: str) -> None:
-        """Reads from the source stay pending until `thaw` or `kill`. For tests of faults."""
+        """Makes reads from the source stay pending until `thaw` or `kill`. It is for tests of faults."""
         with self._lock:
             self._frozen.add(name)
 
@@ -57,7 +59,7 @@ class LocalChannelHub:
 
 
 class LocalFeatureSource:
-    """Keeps `fabric.channel.FeatureSource`."""
+    """Implements `fabric.channel.FeatureSource`."""
 
     def __init__(self, hub: LocalChannelHub, name: str, total_bytes: int) -> None:
         self._hub = hub
@@ -107,7 +109,8 @@ class _Copy(NamedTuple):
 
 
 class _CopyReader:
-    """Copies when it is asked how the read goes, so a frozen source's bytes come late, as real ones do."""
+    """Copies the bytes only when the state of the read is queried, so a frozen source's bytes come late, as real ones
+    do."""
 
     def __init__(self, hub: LocalChannelHub, slots: SlotMemory) -> None:
         self._hub = hub
@@ -132,17 +135,18 @@ class _CopyReader:
         return ReadState.DONE
 
     def release(self, read: _Copy) -> None:
-        """A copy has no handle."""
+        """Does nothing, because a copy has no handle."""
 
     def disconnect(self, source: str) -> None:
-        """A copy has no connection: a released read is never asked for again, so it lands nowhere."""
+        """Does nothing, because a copy has no connection: the state of a released read is never queried again, so the
+        read never lands."""
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Does nothing, because there is nothing to free."""
 
 
 class LocalFeatureSink(PullingSink):
-    """The pulling sink with a copy for a read."""
+    """A `LocalFeatureSink` is the pulling sink with a copy as its read."""
 
     def __init__(self, hub: LocalChannelHub, name: str, total_bytes: int, clock: Clock | None = None) -> None:
         slots = SlotMemory(total_bytes)

@@ -1,12 +1,13 @@
-"""The feature channel between processes: NIXL READ over UCX, DRAM to DRAM.
+"""This module is the feature channel between processes: NIXL READ over UCX, from DRAM to DRAM.
 
-Memory is registered once per side. Tickets carry the agent's metadata (about a kilobyte), and a sink connects to a
-source at its first pull. NIXL writes logs of its own; `NIXL_LOG_LEVEL` is the deployment's to set.
+Each side registers its memory once. Tickets carry the agent's metadata (about a kilobyte), and a sink connects to a
+source at its first pull. NIXL writes logs of its own; the deployment sets `NIXL_LOG_LEVEL`. This module knows nothing
+of what the bytes mean.
 
-Each agent is used by one thread after construction. NIXL's own progress thread spins on a core even when idle
-(measured with 1.5.1), so it is off: the sink's thread polls while it has transfers, and the source's thread gives
-UCX a turn every millisecond while tickets are fresh, because connecting, and reads over TCP, need the peer's help
-(reads over shared memory or RDMA do not).
+One thread alone uses each agent after construction. NIXL's own progress thread spins on a core even when idle (measured
+with 1.5.1), so it is off. The sink's thread polls while it has transfers. The source's thread calls UCX every
+millisecond while tickets are fresh, because connecting, and reads over TCP, need the peer's help (reads over shared
+memory or RDMA do not).
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
 _BUSY_PAUSE_S = 1e-3
 _IDLE_PAUSE_S = 20e-3
 _FRESH_TICKET_S = 5.0
-"""A ticket is usually pulled within this time of being written."""
+"""A ticket is usually pulled within this time after it was written."""
 
 
 def _load_nixl() -> Any:
-    """NIXL's Python API, of whichever wheel is installed. Raises ConfigError."""
+    """Returns NIXL's Python API, from the wheel that is installed. Raises ConfigError if there is none."""
     for name in _MODULES:
         try:
             return importlib.import_module(name)
@@ -44,10 +45,10 @@ def _load_nixl() -> Any:
 
 
 class _Agent:
-    """A NIXL agent with one registered arena. Not thread-safe."""
+    """An `_Agent` is a NIXL agent with one registered arena. It is not thread-safe."""
 
     def __init__(self, name: str, slots: SlotMemory) -> None:
-        """Takes about half a second. Raises ConfigError when UCX can't start."""
+        """Starts the agent, which takes about half a second. Raises ConfigError when UCX cannot start."""
         self._api = _load_nixl()
         bindings = self._api.nixlBind
         self.errors: tuple[type[Exception], ...] = tuple(
@@ -63,10 +64,10 @@ class _Agent:
         except self.errors as error:
             raise ConfigError(f"NIXL agent {name} can't start: {error}") from error
         self._slots = slots
-        """Kept alive as long as the registration."""
+        """This reference keeps the memory alive as long as its registration."""
 
     def progress(self) -> None:
-        """Gives UCX a turn; what NIXL itself would notify is not used."""
+        """Lets UCX make progress; the notifications of NIXL itself are not used."""
         self.nixl.get_new_notifs()
 
     def close(self) -> None:
@@ -78,7 +79,8 @@ class _Agent:
 
 
 class NixlFeatureSource:
-    """Keeps `fabric.channel.FeatureSource`. `name` is the agent's, unique in the cluster and never reused."""
+    """Implements `fabric.channel.FeatureSource`. `name` is the agent's name; it is unique in the cluster and never
+    reused."""
 
     def __init__(self, name: str, total_bytes: int, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -126,7 +128,7 @@ class NixlFeatureSource:
         return not self._stop.is_set() and self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends the agent; readers' transfers fail. Idempotent."""
+        """Ends the agent, so readers' transfers fail. It is idempotent."""
         self._stop.set()
         self._wake.set()
         self._thread.join()
@@ -148,17 +150,17 @@ _ABANDONED: list[tuple[_Agent, SlotMemory]] = []
 
 
 class _NixlReader:
-    """`fabric.pulling.Reader` over an agent. A source is known by its name and its metadata: one that comes back
-    under the same name with other metadata is connected anew."""
+    """Implements `fabric.pulling.Reader` over an agent. A source is identified by its name and its metadata: if one
+    comes back under the same name with other metadata, the reader connects to it again."""
 
     def __init__(self, agent: _Agent, slots: SlotMemory) -> None:
         self._agent = agent
         self._slots = slots
         self._source_to_metadata: dict[str, bytes] = {}
         self._lost: set[str] = set()
-        """Sources whose connection broke; the next read connects again."""
+        """These are the sources whose connection broke; the next read connects again."""
         self._num_under_way: Counter[str] = Counter()
-        """Reads of each source whose handle is not released."""
+        """Counts, for each source, the reads whose handle is not released."""
 
     def post(self, ticket: FeatureTicket, address: int, offset: int, nbytes: int) -> Any:
         self._connect(ticket)
@@ -193,7 +195,8 @@ class _NixlReader:
         self._num_under_way[source] -= 1
         try:
             self._agent.nixl.release_xfer_handle(handle)
-        except self._agent.errors as error:  # only a read that has not ended is refused: the agent is about to go
+        except self._agent.errors as error:
+            # NIXL refuses only a read that has not ended, which happens when the agent is about to close.
             _LOG.warning("a read from %s could not be released: %s", source, error)
 
     def disconnect(self, source: str) -> None:
@@ -207,8 +210,9 @@ class _NixlReader:
             _LOG.warning("forgetting %s failed: %s", source, error)
 
     def close(self) -> None:
-        """With reads under way the agent and its memory are kept until the process ends: a frozen peer's bytes may
-        still arrive, and memory given back by then would be somebody else's (seen: the interpreter crashed)."""
+        """Closes the agent. With reads under way it keeps the agent and its memory until the process ends, because a
+        frozen peer's bytes may still arrive, and memory that was given back by then could belong to other code (this
+        has been seen to crash the interpreter)."""
         if any(self._num_under_way.values()):
             _ABANDONED.append((self._agent, self._slots))
             return
@@ -240,7 +244,7 @@ class _NixlReader:
 
 
 class NixlFeatureSink(PullingSink):
-    """The pulling sink with NIXL's READ. Its slots are registered once, at construction."""
+    """A `NixlFeatureSink` is the pulling sink with NIXL's READ. Its slots are registered once, at construction."""
 
     def __init__(self, name: str, total_bytes: int, clock: Clock | None = None) -> None:
         slots = SlotMemory(total_bytes)

@@ -1,4 +1,5 @@
-"""Time as an argument. Nothing that decides reads the time by itself, so tests and the simulator own it."""
+"""This module provides time as an argument. No code that makes decisions reads the time by itself, so tests and the
+simulator control it. It knows nothing of what the time is used for."""
 
 from __future__ import annotations
 
@@ -7,20 +8,21 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Seconds since a fixed, arbitrary moment; never goes back."""
+    """A `Clock` returns the seconds since a fixed, arbitrary moment; it never goes back."""
 
     def now(self) -> float: ...
 
 
 class SystemClock:
-    """CLOCK_MONOTONIC: the same for all processes of one host, so their traces can be laid side by side."""
+    """A `SystemClock` reads CLOCK_MONOTONIC, which is the same for all processes of one host, so their traces can be
+    compared."""
 
     def now(self) -> float:
         return time.monotonic()
 
 
 class ManualClock:
-    """A clock that moves only when told. The seam for tests ships with the product."""
+    """A `ManualClock` moves only when `advance` is called. It is for tests and ships with the product."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -29,7 +31,7 @@ class ManualClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Moves forward; raises ValueError for a negative step."""
+        """Moves the clock forward. Raises ValueError for a negative step."""
         if seconds < 0:
             raise ValueError(f"a clock can't go back ({seconds} s)")
         self._now_s += seconds

@@ -1,7 +1,7 @@
-"""Stable digests. Never Python's `hash()`, which differs between processes.
+"""This module computes stable digests. It never uses Python's `hash()`, which differs between processes.
 
-Every input is length-framed and every digest is namespaced, so that no two different inputs give the same
-bytes to hash. 128 bits: at a billion items a collision is rarer than a memory error.
+Every input is length-framed and every digest is namespaced, so no two different inputs give the same bytes to hash.
+Digests have 128 bits: at a billion items a collision is rarer than a memory error. The module knows nothing of caches.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from fabric.ids import BlockHash, MmHash
 
 
 def frame(parts: Iterable[bytes]) -> bytes:
-    """Joins parts so that the joints are part of the bytes: `frame([b"ab"]) != frame([b"a", b"b"])`."""
+    """Joins parts so that their boundaries are part of the bytes: `frame([b"ab"]) != frame([b"a", b"b"])`."""
     return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
 
 
 def content_digest(content: bytes) -> bytes:
-    """Of a file, by BLAKE3: what `mm_hash` may be given in the place of a file that is hashed more than once."""
+    """Returns the BLAKE3 digest of a file. `mm_hash` accepts it instead of a file that is hashed more than once."""
     return blake3.blake3(content).digest()
 
 
 def mm_hash(
     content: bytes, *, namespace: str, modality: str, options: str, geometry: tuple[int, ...], salt: str = ""
 ) -> MmHash:
-    """Identity of a media item; `content` is its bytes, or their digest.
+    """Returns the identity of a media item. `content` is the item's bytes, or their digest.
 
-    `namespace` is the model (id and revision), `options` the canonical JSON of the processing options,
-    `geometry` the decoded size (pixels, samples): a hash without dimensions let one tenant poison another's
-    cache (CVE-2025-46722). `salt` isolates tenants. Content is hashed with BLAKE3: a client chooses it, so
-    the hash has to resist chosen collisions.
+    `namespace` is the model (id and revision), `options` is the canonical JSON of the processing options, and
+    `geometry` is the decoded size (pixels, samples): a hash without dimensions let one tenant poison another's cache
+    (CVE-2025-46722). `salt` isolates tenants. Content is hashed with BLAKE3, because a client chooses it and the hash
+    must resist chosen collisions.
     """
     head = frame(
         [b"weft-mm-1", namespace.encode(), modality.encode(), options.encode(), repr(geometry).encode(), salt.encode()]
@@ -42,24 +42,26 @@ def mm_hash(
 
 
 def block_hash(parent: BlockHash | None, token_ids: bytes, extra_keys: Iterable[bytes] = ()) -> BlockHash:
-    """Identity of a KV block: its parent's hash, its token ids (little-endian int32) and its tagged extra keys.
+    """Returns the identity of a KV block: the hash of its parent's hash, its token ids (little-endian int32) and its
+    tagged extra keys.
 
-    XXH3-128 seeded by the chain: token ids come out of our own tokeniser and media enter by their BLAKE3
-    digest, so speed decides here.
+    The hash is XXH3-128 over the chain. Token ids come out of Weft's own tokeniser and media enter by their BLAKE3
+    digest, so resistance to chosen input is not needed and speed decides.
     """
     extra = frame(extra_keys)
     return BlockHash(xxhash.xxh3_128_digest(frame([b"weft-kv-1", parent or b"", token_ids, extra])))
 
 
-# The framed parts of a block that are the same in most blocks.
+# These are the framed parts of a block that are the same in most blocks.
 _BLOCK_HEAD, _NOTHING, _HASH_SIZE = frame([b"weft-kv-1"]), frame([b""]), struct.pack("<Q", 16)
 
 
 def block_hashes(
     parent: BlockHash | None, token_ids: bytes, block_bytes: int, index_to_keys: Mapping[int, Iterable[bytes]]
 ) -> list[BlockHash]:
-    """Identities of all full blocks of a chain, `block_bytes` of `token_ids` each: those that `block_hash` gives one
-    after the other, in a fraction of its time. `index_to_keys`: extra keys of the blocks that have any."""
+    """Returns the identities of all full blocks of a chain, with `block_bytes` of `token_ids` each. They equal those
+    that `block_hash` gives one after the other, in a fraction of its time. `index_to_keys` holds the extra keys of the
+    blocks that have any."""
     size = struct.pack("<Q", block_bytes)
     hashes: list[BlockHash] = []
     last = _NOTHING if parent is None else _HASH_SIZE + parent
@@ -73,9 +75,9 @@ def block_hashes(
 
 
 def uniform(seed: int, choice: int, index: int) -> float:
-    """A number in [0, 1) that depends on its arguments alone, with 53 random bits.
+    """Returns a number in [0, 1) that depends on its arguments alone, with 53 random bits.
 
-    The draw for token `index` of `choice`: a migrated or preempted sequence draws the same again.
+    It is the draw for token `index` of `choice`: a migrated or preempted sequence draws the same number again.
     """
     bits = xxhash.xxh3_64_intdigest(struct.pack("<qqq", seed, choice, index), seed=0x5745_4654)
     return (bits >> 11) * 2.0**-53

@@ -1,21 +1,21 @@
-"""The error tree. Every failure that can reach a client or another process is a leaf of this tree.
+"""This module defines the error tree. Every failure that can reach a client or another process is a leaf of this tree.
 
     WeftError
-    ├── RequestRefused            the request can't be served as it is; never retried by us
-    │   ├── InvalidRequest            malformed, unknown part, out-of-range parameter
-    │   ├── InvalidMedia              a media item is broken, too large or not what it says
+    ├── RequestRefused            the request can't be served as it is; Weft never retries it
+    │   ├── InvalidRequest            it is malformed, or has an unknown part or an out-of-range parameter
+    │   ├── InvalidMedia              a media item is broken, too large or not what it claims to be
     │   ├── UnsupportedModality       the model can't take this modality
-    │   ├── ContextLengthExceeded     prompt (+ output) longer than the context
+    │   ├── ContextLengthExceeded     the prompt (+ output) is longer than the context
     │   ├── BodyTooLarge
     │   ├── ModelNotFound
     │   └── Unauthorized
-    ├── Busy                      later may work; Retry-After is sent
+    ├── Busy                      the request may work later; Retry-After is sent
     │   ├── Overloaded                a budget is full
     │   ├── MachineBusy               work was not done in time because the machine did not get to it
     │   └── WorkerBackedUp            an encoder holds more for the named worker than its share; another may take it
     ├── Unavailable               a part is missing
     │   ├── NoCapacity                no worker or no encoder is there at all
-    │   ├── Draining                  the cluster was told to stop and takes nothing new
+    │   ├── Draining                  the cluster was asked to stop and takes no new requests
     │   ├── TargetGone                the replica that was named has left
     │   ├── WorkerLost                a worker died while it served the request
     │   └── EncoderLost
@@ -25,15 +25,16 @@
     │   ├── EngineFailed
     │   └── FeatureMismatch           a feature landed with a shape, dtype or count that was not promised
     ├── Aborted                   the client left or the request was cancelled (499, logs only)
-    ├── TransferError             inside the fabric; handled there, a client never sees it as such
-    │   ├── LeaseLost                 the source slot was given to something else
+    ├── TransferError             it stays inside the fabric, which handles it; a client never sees it as such
+    │   ├── LeaseLost                 the source slot was given to another feature
     │   ├── TransferFailed
-    │   ├── ArenaFull                 no room now
-    │   └── UnitTooLarge              no room ever
+    │   ├── ArenaFull                 there is no room now
+    │   └── UnitTooLarge              there is never room
     ├── ProtocolError             a peer sent what the contract forbids
-    └── ConfigError               a config or checkpoint can't be used; raised before serving
+    └── ConfigError               a config or checkpoint can't be used; it is raised before serving
 
-Each class carries a stable `code` (the wire name) and `retryable` (whether the same call may succeed later).
+Each class carries a stable `code` (the name on the wire) and `retryable` (whether the same call may succeed later).
+This module knows nothing of how a failure is handled.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ import msgspec
 
 
 class WeftError(Exception):
-    """Root. `param` names the offending part of the request (`messages.0.content.1`), or is None."""
+    """A `WeftError` is the root of the tree. `param` names the offending part of the request (`messages.0.content.1`),
+    or is None."""
 
     code: ClassVar[str] = "internal_error"
     retryable: ClassVar[bool] = False
@@ -193,7 +195,8 @@ class ConfigError(WeftError):
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
-    """An error on the wire. `to_error` gives back the class that `of` was given, by its code."""
+    """An `ErrorInfo` is an error on the wire. `to_error` returns an error of the class that `of` received, by its
+    code."""
 
     code: str
     message: str
@@ -202,7 +205,8 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: BaseException) -> ErrorInfo:
-        """Of any exception; one that is not of the tree becomes `internal_error` without its text (it may leak)."""
+        """Returns the info of any exception. An exception outside the tree becomes `internal_error` without its text,
+        because the text may leak information."""
         if isinstance(error, WeftError):
             return cls(error.code, error.message, error.param, error.retry_after_s)
         return cls(WeftError.code, f"internal error ({type(error).__name__})")
@@ -213,7 +217,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
 
 def leaves(root: type[WeftError] = WeftError) -> list[type[WeftError]]:
-    """Every class of the tree that has no subclass, in order of definition."""
+    """Returns every class of the tree that has no subclass, in order of definition."""
     below = root.__subclasses__()
     return [leaf for kind in below for leaf in leaves(kind)] if below else [root]
 

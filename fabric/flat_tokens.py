@@ -1,21 +1,23 @@
-"""What a token costs behind a context: the unit in which workers measure their steps and routers predict them.
+"""This module defines the flat token: what a token costs after a context, in tokens without a context. It is the unit
+in which workers measure their steps and routers predict them.
 
-An arithmetic of its own, so that both say the same. Knows no model but its hidden size.
+The arithmetic is a module of its own, so that workers and routers use the same one. It knows nothing of a model except
+its hidden size.
 """
 
 from __future__ import annotations
 
 _LINEAR_TO_ATTENTION = 6
-"""A token's linear layers cost about 24 * hidden^2 FLOP per layer, its attention 4 * hidden per token of context:
-they are equal at a context of 6 * hidden."""
+"""Per layer, a token's linear parts cost about 24 * hidden^2 FLOP, and its attention costs 4 * hidden FLOP per token of
+context, so the two are equal at a context of 6 * hidden."""
 
 
 def context_scale_tokens(hidden_size: int) -> float:
-    """The context at which a token's attention costs as much as the rest of it."""
+    """Returns the context at which a token's attention costs as much as the rest of the token."""
     return float(_LINEAR_TO_ATTENTION * hidden_size)
 
 
 def flat_tokens(num_tokens: int, context: int, scale_tokens: float) -> float:
-    """How many tokens at context 0 take as long as `num_tokens` behind `context` computed ones: attention makes a
-    token dearer by `context / scale_tokens`. Additive over a split."""
+    """Returns how many tokens at context 0 take as long as `num_tokens` after `context` computed ones: attention makes
+    a token dearer by `context / scale_tokens`. The result is additive over a split."""
     return num_tokens * (1.0 + (context + 0.5 * num_tokens) / scale_tokens)

@@ -1,4 +1,5 @@
-"""Names of the things that travel between parts. Internal ids are minted by the router, never by a client."""
+"""This module names the things that travel between parts. The router creates internal ids; a client never does. The
+module knows nothing of what the things contain."""
 
 from __future__ import annotations
 
@@ -6,24 +7,26 @@ import secrets
 from typing import NamedTuple, NewType
 
 RequestId = NewType("RequestId", str)
-"""One client request. A client's `x-request-id` is only a label beside it."""
+"""Identifies one client request. A client's `x-request-id` is only an additional label."""
 MemberId = NewType("MemberId", str)
-"""One process of the cluster: a router, encoder or worker replica. Never reused."""
+"""Identifies one process of the cluster: a router, encoder or worker replica. It is never reused."""
 MmHash = NewType("MmHash", str)
-"""Identity of a media item as the model sees it: content + model + processing options (hex, 128 bits)."""
+"""Identifies a media item as the model sees it: content + model + processing options (hex, 128 bits)."""
 BlockHash = NewType("BlockHash", bytes)
-"""Identity of a KV block with everything in front of it (16 bytes)."""
+"""Identifies a KV block together with all blocks before it (16 bytes)."""
 
 
 class AttemptId(NamedTuple):
-    """One try at a request. A migration or a retry is a new attempt; messages of old ones are dropped."""
+    """An `AttemptId` is one try at a request. A migration or a retry is a new attempt; messages of old attempts are
+    dropped."""
 
     request_id: RequestId
     attempt: int
 
 
 class SequenceId(NamedTuple):
-    """One choice of one attempt: what a worker schedules. References (to blocks, features) are by sequence."""
+    """A `SequenceId` is one choice of one attempt, the unit that a worker schedules. References (to blocks, features)
+    are by sequence."""
 
     request_id: RequestId
     attempt: int
@@ -35,17 +38,17 @@ class SequenceId(NamedTuple):
 
 
 class UnitKey(NamedTuple):
-    """One unit of a media item's features: the whole image, a group of frames, a window of audio."""
+    """A `UnitKey` is one unit of a media item's features: the whole image, a group of frames, or a window of audio."""
 
     mm_hash: MmHash
     unit: int
 
 
 def mint_request_id() -> RequestId:
-    """A fresh id with 96 random bits."""
+    """Returns a fresh id with 96 random bits."""
     return RequestId(f"req-{secrets.token_hex(12)}")
 
 
 def mint_member_id(kind: str) -> MemberId:
-    """A fresh id like `worker-3fa9c1d2`; `kind` is `router`, `encoder` or `worker`."""
+    """Returns a fresh id like `worker-3fa9c1d2`; `kind` is `router`, `encoder` or `worker`."""
     return MemberId(f"{kind}-{secrets.token_hex(4)}")

@@ -1,6 +1,6 @@
-"""Messages on their last step: from any thread into one event loop, in order. What both planes end in.
+"""This module takes messages on their last step: from any thread into one event loop, in order. Both planes end in it.
 
-Knows nothing of addresses or of how a message got here.
+It knows nothing of addresses or of how a message arrived.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fabric.messages import PlaneMessage
 
 _LOG = logging.getLogger(__name__)
 _MESSAGES_PER_TURN = 256
-"""Delivered in one turn of the loop; then other callbacks get theirs."""
+"""Limits the messages that one turn of the loop delivers; other callbacks run before the next turn."""
 
 
 def _nothing() -> None:
@@ -23,10 +23,10 @@ def _nothing() -> None:
 
 
 class Mailbox:
-    """A bounded queue with one reader. Keeps what arrives before `open`."""
+    """A `Mailbox` is a bounded queue with one reader. It keeps messages that arrive before `open`."""
 
     def __init__(self, max_messages: int, on_room: Callable[[], None] = _nothing) -> None:
-        """`on_room` is called (in the loop) when a full mailbox has become empty again."""
+        """Creates a closed mailbox. `on_room` is called (in the loop) when a full mailbox has become empty again."""
         self._max_messages = max_messages
         self._on_room = on_room
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class Mailbox:
         self._was_full = False
 
     def open(self, handler: Callable[[PlaneMessage], None]) -> None:
-        """Begins delivery in the running loop. Raises RuntimeError without a loop, or the second time."""
+        """Begins delivery in the running loop. Raises RuntimeError without a loop, or if delivery has already begun."""
         loop = asyncio.get_running_loop()
         with self._lock:
             if self._handler is not None:
@@ -47,7 +47,7 @@ class Mailbox:
             self._schedule()
 
     def put(self, message: PlaneMessage) -> bool:
-        """From any thread; False when full or closed."""
+        """Adds a message, from any thread. Returns False when the mailbox is full or closed."""
         with self._lock:
             if self._is_closed:
                 return False
@@ -63,24 +63,24 @@ class Mailbox:
             return len(self._messages) >= self._max_messages
 
     def close(self) -> None:
-        """Ends delivery and drops what was not delivered. Idempotent."""
+        """Ends delivery and drops the messages that were not delivered. It is idempotent."""
         with self._lock:
             self._is_closed = True
             self._messages.clear()
 
     def _schedule(self) -> None:
-        """Asks the loop for a turn unless one is coming. Called with the lock held."""
+        """Asks the loop for a turn unless one is already scheduled. The caller must hold the lock."""
         if self._loop is None or self._is_scheduled or not self._messages:
             return
         try:
             self._loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # the loop was closed: nobody will read any more
+        except RuntimeError:  # The loop was closed, so no reader will come.
             self._is_closed = True
             return
         self._is_scheduled = True
 
     def _deliver(self) -> None:
-        """One turn, in the loop."""
+        """Delivers the messages of one turn, in the loop."""
         assert self._handler is not None
         for _ in range(_MESSAGES_PER_TURN):
             with self._lock:
@@ -89,7 +89,7 @@ class Mailbox:
                 message = self._messages.popleft()
             try:
                 self._handler(message)
-            except Exception:  # delivery is a process's loop: one bad message must not end it
+            except Exception:  # This loop runs as long as the process, so one bad message must not end it.
                 _LOG.exception("handler failed on %s", type(message).__name__)
         with self._lock:
             self._is_scheduled = False

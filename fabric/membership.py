@@ -1,7 +1,8 @@
-"""Who is in the cluster: a directory of members with leases. Pure; where it runs and who calls it is `deploy`'s.
+"""This module is a directory of the cluster's members with leases. It is pure; `deploy` decides where it runs and which
+code calls it.
 
-Knows nothing of what members do. A member that stops its heartbeats is out when its lease ends; one that comes
-back after that joins anew, which readers see as a leave and a join.
+It knows nothing of what members do. A member that stops its heartbeats leaves the directory when its lease ends. A
+member that comes back after that joins again, which readers see as a leave and a join.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from fabric.messages import Member
 
 
 class View(NamedTuple):
-    """The members at one moment, by id. `version` grows with every change, so equal versions are equal views."""
+    """A `View` holds the members at one moment, by id. `version` grows with every change, so equal versions mean equal
+    views."""
 
     version: int
     members: tuple[Member, ...]
 
 
 class Directory:
-    """Not thread-safe."""
+    """Keeps the members and their leases. It is not thread-safe."""
 
     def __init__(self, clock: Clock, lease_s: float) -> None:
         self._clock = clock
@@ -31,7 +33,7 @@ class Directory:
         self._deadlines_s: dict[MemberId, float] = {}
 
     def heartbeat(self, member: Member) -> View:
-        """Joins, renews the lease, or updates the record. A heartbeat of an older epoch is ignored."""
+        """Adds a member, renews its lease, or updates its record. A heartbeat of an older epoch is ignored."""
         self._sweep()
         known = self._members.get(member.member_id)
         if known is None or known.epoch <= member.epoch:
@@ -42,7 +44,7 @@ class Directory:
         return self.view()
 
     def leave(self, member_id: MemberId) -> View:
-        """Takes a member out at once. Unknown members are ignored."""
+        """Removes a member at once. Unknown members are ignored."""
         self._sweep()
         if self._members.pop(member_id, None) is not None:
             del self._deadlines_s[member_id]
@@ -50,7 +52,8 @@ class Directory:
         return self.view()
 
     def view(self) -> View:
-        """The members whose lease runs. An expiry counts as one change, before and after it is swept."""
+        """Returns the members whose lease is running. An expiry counts as one change in the version, before and after
+        it is swept."""
         expired = self._expired()
         alive = sorted(set(self._members) - set(expired))
         return View(self._version + len(expired), tuple(self._members[member_id] for member_id in alive))

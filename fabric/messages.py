@@ -1,8 +1,8 @@
-"""What travels between parts, as msgspec structs. Shapes and units are part of the contract.
+"""This module defines what travels between parts, as msgspec structs. Shapes and units are part of the contract.
 
-Two planes carry them. *Calls* (`fabric.calls`, named here too): `EncodeRequest`/`EncodeResult`,
-`GenerateRequest`/`GenerateResult`. *Messages* (fabric.plane, one way, by address): everything in `PlaneMessage`,
-members' reports among them (`fabric.reports`).
+Two planes carry the structs. *Calls* (`fabric.calls`, also exported here) are `EncodeRequest`/`EncodeResult` and
+`GenerateRequest`/`GenerateResult`. *Messages* (`fabric.plane`, one way, by address) are everything in `PlaneMessage`,
+including the members' reports (`fabric.reports`). This module knows nothing of what receivers do with a message.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ from fabric.wire import PlaneWire, Wire
 
 
 class Member(Wire, frozen=True):
-    """One process of the cluster, as the directory knows it."""
+    """A `Member` is one process of the cluster, as the directory knows it."""
 
     member_id: MemberId
     kind: str
-    """`router`, `encoder` or `worker`."""
+    """This is `router`, `encoder` or `worker`."""
     address: str
-    """Of its plane endpoint."""
+    """This is the address of the member's plane endpoint."""
     host: str
-    """Machine (or process, in one-process mode): the link class between two members follows from it."""
+    """This is the machine (or the process, in one-process mode); the link class between two members follows from it."""
     epoch: int
-    """Raised at each start; events of older epochs are void."""
+    """It grows at each start; events of older epochs are void."""
     modalities: tuple[str, ...] = ()
-    """What an encoder has loaded."""
+    """These are the modalities that an encoder has loaded."""
     transfer_agent: str = ""
-    """Name of the member's transfer agent (`FeatureTicket.source`), if it has one."""
+    """This is the name of the member's transfer agent (`FeatureTicket.source`), if it has one."""
     pid: int = 0
-    """Of its process on `host`, for people."""
+    """This is the id of the member's process on `host`, for human readers."""
 
 
 # ---------------------------------------------------------------- message plane
 
 
 class TokenLogprobs(Wire, frozen=True):
-    """Natural logarithms, of the model's distribution before penalties, bias, temperature and truncation."""
+    """Holds natural logarithms of the model's distribution before penalties, bias, temperature and truncation."""
 
     logprob: float
-    """Of the drawn token."""
+    """This is the log-probability of the drawn token."""
     top: tuple[tuple[int, float], ...] = ()
-    """(token id, log-probability) of the most probable tokens, in descending order."""
+    """Holds (token id, log-probability) of the most probable tokens, in descending order."""
 
 
 class TokenFrame(Wire, frozen=True):
-    """New tokens of one choice. The router drops duplicates by `first_index` and frames of old attempts."""
+    """Holds new tokens of one choice. The router drops duplicates by `first_index`, and frames of old attempts."""
 
     request_id: RequestId
     attempt: int
@@ -74,19 +74,19 @@ class TokenFrame(Wire, frozen=True):
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per token, if they are wanted."""
+    """Holds one entry per token, if the request wants log-probabilities."""
 
 
 class TokenFrames(PlaneWire, frozen=True):
-    """Worker -> router: everything one engine step made for one router."""
+    """The worker sends this to the router: everything that one engine step made for one router."""
 
     worker_id: MemberId
     frames: tuple[TokenFrame, ...]
 
 
 class RouterHeartbeat(PlaneWire, frozen=True):
-    """Router -> worker, encoder. Its lease: when it expires, that router's requests are aborted.
-    The first one also subscribes the router to reports and events."""
+    """The router sends this to workers and encoders as its lease: when it expires, they abort that router's requests.
+    The first heartbeat also subscribes the router to reports and events."""
 
     router_id: MemberId
     address: str
@@ -94,26 +94,30 @@ class RouterHeartbeat(PlaneWire, frozen=True):
 
 
 class FeatureTicket(Wire, frozen=True):
-    """Where a unit's feature lies and how to read it. Payload is C-contiguous `(num_levels, num_tokens, hidden)`."""
+    """A `FeatureTicket` says where a unit's feature lies and how to read it. The payload is C-contiguous and has shape
+    `(num_levels, num_tokens, hidden)`."""
 
     source: str
-    """Name of the source's transfer agent."""
+    """This is the name of the source's transfer agent."""
     metadata: bytes
-    """The agent's connection metadata."""
+    """This is the agent's connection metadata."""
     address: int
-    """Of the payload, in the source's registered memory; the 8-byte generation word lies at `generation_address`."""
+    """This is the address of the payload in the source's registered memory; the 8-byte generation word lies at
+    `generation_address`."""
     generation_address: int
     nbytes: int
     generation: int
     shape: tuple[int, int, int]
     dtype: str
-    """`float32`, `bfloat16` or `float16`."""
+    """This is `float32`, `bfloat16` or `float16`."""
     lease_s: float
-    """Seconds, from receipt, for which the source promises to hold the slot unless released."""
+    """This is the number of seconds, from receipt, for which the source promises to hold the slot unless it is
+    released."""
 
 
 class UnitReady(PlaneWire, frozen=True):
-    """Encoder -> worker: this unit can be pulled. Kept by the worker if the request is not there yet."""
+    """The encoder sends this to the worker: the unit can be pulled. The worker keeps the message if the request is not
+    there yet."""
 
     encoder_id: MemberId
     encoder_address: str
@@ -124,7 +128,8 @@ class UnitReady(PlaneWire, frozen=True):
 
 
 class UnitRelease(PlaneWire, frozen=True):
-    """Worker -> encoder: this worker holds nothing of the slot any more for that request (pulled, or not needed)."""
+    """The worker sends this to the encoder: for that request, the worker holds nothing of the slot any more (it has
+    pulled the unit, or does not need it)."""
 
     worker_id: MemberId
     request_id: RequestId
@@ -134,20 +139,21 @@ class UnitRelease(PlaneWire, frozen=True):
 
 
 class FeatureNeeded(PlaneWire, frozen=True):
-    """Worker -> router: these units are needed after all. The router dispatches their encoding (again)."""
+    """The worker sends this to the router: these units are needed after all. The router dispatches their encoding
+    (again)."""
 
     worker_id: MemberId
     request_id: RequestId
     attempt: int
     units: tuple[UnitKey, ...]
     reason: str
-    """`not_covered` (evicted since the plan), `preempted`, `lease_lost`, `transfer_failed` or `lost` (nothing was heard
-    of them for long; perhaps they are only slow)."""
+    """This is `not_covered` (evicted since the plan), `preempted`, `lease_lost`, `transfer_failed` or `lost` (no
+    message about the units came for long; perhaps they are only slow)."""
 
 
 class AbortAttempt(PlaneWire, frozen=True):
-    """Router -> worker, encoder: stop working on this attempt. Unknown or ended attempts are ignored.
-    `choices` empty means all of it."""
+    """The router sends this to workers and encoders: stop working on this attempt. Unknown or ended attempts are
+    ignored. If `choices` is empty, all choices are meant."""
 
     request_id: RequestId
     attempt: int
@@ -155,7 +161,7 @@ class AbortAttempt(PlaneWire, frozen=True):
 
 
 class BlocksStored(Wire, frozen=True, tag="stored"):
-    """Blocks that became findable, in chain order; the first one's parent is `parent` (None at the root)."""
+    """Lists blocks that became findable, in chain order. The first one's parent is `parent` (None at the root)."""
 
     parent: BlockHash | None
     hashes: tuple[BlockHash, ...]
@@ -173,8 +179,8 @@ KvEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
 class KvEvents(PlaneWire, frozen=True):
-    """Worker -> router. `first_seq` numbers the first event; numbers are consecutive within an epoch. A gap, or
-    an unknown epoch, makes the router ask for a snapshot."""
+    """The worker sends this to the router. `first_seq` numbers the first event; numbers are consecutive within an
+    epoch. A gap, or an unknown epoch, makes the router ask for a snapshot."""
 
     worker_id: MemberId
     epoch: int
@@ -183,15 +189,15 @@ class KvEvents(PlaneWire, frozen=True):
 
 
 class SnapshotRequest(PlaneWire, frozen=True):
-    """Router -> worker, encoder: send what you hold."""
+    """The router sends this to a worker or encoder, to ask for everything that it holds."""
 
     router_id: MemberId
     address: str
 
 
 class KvSnapshot(PlaneWire, frozen=True):
-    """Worker -> router: every findable block, parents before children, as of event `last_seq`.
-    Later events apply on top, earlier ones are dropped."""
+    """The worker sends this to the router: every findable block, parents before children, as of event `last_seq`. Later
+    events apply on top of it; earlier ones are dropped."""
 
     worker_id: MemberId
     epoch: int
@@ -200,8 +206,9 @@ class KvSnapshot(PlaneWire, frozen=True):
 
 
 class FeatureEvents(PlaneWire, frozen=True):
-    """Encoder -> router: items whose features are fully cached there (`stored`) or no more (`removed`).
-    With `is_snapshot`, `stored` is everything and `first_seq` the number of the last event it contains."""
+    """The encoder sends this to the router: the items whose features are fully cached there (`stored`) or are no longer
+    (`removed`). With `is_snapshot`, `stored` is everything, and `first_seq` is the number of the last event that it
+    contains."""
 
     encoder_id: MemberId
     epoch: int
@@ -232,7 +239,8 @@ def encode_message(message: PlaneMessage) -> bytes:
 
 
 def decode_message(data: bytes) -> PlaneMessage:
-    """Raises ProtocolError for what is not a PlaneMessage (msgspec checks every field's type)."""
+    """Returns the message. Raises ProtocolError for data that is not a PlaneMessage (msgspec checks every field's
+    type)."""
     try:
         return _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -1,7 +1,9 @@
-"""A sorted set of integers: the nearest member to a number, in a time that does not grow with what is stored.
+"""This module keeps a sorted set of integers and finds the member nearest to a number, in a time that does not grow
+with the number of members.
 
-A tree of bitmaps, 512 children to a node, held sparsely in one dict per level (the idea of van Emde Boas trees, with
-fixed fan-out). The depth follows from the largest member that is allowed, which is known beforehand.
+The set is a tree of bitmaps, with 512 children to a node, held sparsely in one dict per level (the idea of van Emde
+Boas trees, with fixed fan-out). Its depth follows from the largest allowed member, which is known beforehand. The
+module knows nothing of what the integers stand for.
 """
 
 from __future__ import annotations
@@ -11,16 +13,17 @@ _MASK = (1 << _BITS) - 1
 
 
 class OrderedIntegers:
-    """Members are in `[0, largest]`. Each operation looks at one node per level: 3 for 2**27, 6 for 2**54."""
+    """Keeps members in `[0, largest]`. Each operation looks at one node per level: 3 levels for 2**27, and 6 for
+    2**54."""
 
     def __init__(self, largest: int) -> None:
         num_levels = max(1, -(-largest.bit_length() // _BITS))
         self._levels: list[dict[int, int]] = [{} for _ in range(num_levels)]
-        """Level 0 maps the upper bits of a member to a bitmap of its lowest ones; each further level says in the same
-        way which nodes of the level below hold something."""
+        """Level 0 maps the upper bits of a member to a bitmap of its lowest bits. In the same way, each further level
+        says which nodes of the level below contain members."""
 
     def add(self, member: int) -> None:
-        """Harmless for a member that is there."""
+        """Adds a member. It does nothing for a member that is in the set."""
         for level in self._levels:
             node, bit = member >> _BITS, member & _MASK
             bitmap = level.get(node, 0)
@@ -30,7 +33,7 @@ class OrderedIntegers:
             member = node
 
     def discard(self, member: int) -> None:
-        """Harmless for a member that is not there."""
+        """Removes a member. It does nothing for a member that is not in the set."""
         for level in self._levels:
             node, bit = member >> _BITS, member & _MASK
             bitmap = level.get(node, 0) & ~(1 << bit)
@@ -41,7 +44,7 @@ class OrderedIntegers:
             member = node
 
     def at_least(self, number: int) -> int | None:
-        """The smallest member that is `number` or more."""
+        """Returns the smallest member that is `number` or more, or None."""
         for height, level in enumerate(self._levels):
             node, bit = number >> _BITS, number & _MASK
             rest = level.get(node, 0) >> bit
@@ -51,7 +54,7 @@ class OrderedIntegers:
         return None
 
     def at_most(self, number: int) -> int | None:
-        """The largest member that is `number` or less."""
+        """Returns the largest member that is `number` or less, or None."""
         for height, level in enumerate(self._levels):
             if number < 0:
                 return None
@@ -63,7 +66,7 @@ class OrderedIntegers:
         return None
 
     def _descend(self, height: int, node: int, *, is_lowest: bool) -> int:
-        """The lowest or highest member below a node of the level under `height`."""
+        """Returns the lowest or highest member below a node of the level under `height`."""
         for level in reversed(self._levels[:height]):
             bitmap = level[node]
             node = (node << _BITS) + (_lowest(bitmap) if is_lowest else bitmap.bit_length() - 1)

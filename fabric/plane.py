@@ -1,8 +1,9 @@
-"""The message plane: small typed messages, one way, by address. The contract; `plane_local` and `plane_zmq` keep it.
+"""This module is the contract of the message plane, which carries small typed messages, one way, by address.
+`plane_local` and `plane_zmq` implement it.
 
-Each member owns one endpoint. It has an address where others reach it and sends to the addresses of others.
-Messages between one pair arrive in order; nothing is acknowledged; a dead peer loses what was on its way (leases
-and terminal events cover that). Knows nothing of what the messages mean.
+Each member owns one endpoint. The endpoint has an address at which other members reach it, and it sends to the
+addresses of others. Messages between one pair arrive in order. No message is acknowledged, and a dead peer loses what
+was on its way (leases and terminal events cover that). This module knows nothing of what the messages mean.
 """
 
 from __future__ import annotations
@@ -16,26 +17,26 @@ Handler = Callable[[PlaneMessage], None]
 
 
 class Plane(Protocol):
-    """One member's endpoint."""
+    """A `Plane` is one member's endpoint."""
 
     @property
     def address(self) -> str:
-        """Where others send to, valid from construction on."""
+        """This is the address to which other members send; it is valid from construction on."""
         ...
 
     def start(self, handler: Handler) -> None:
-        """Begins delivery: `handler` runs in the event loop that called `start`, one message at a time.
-        Messages that arrived before `start` are kept and delivered first. An exception of the handler is logged
-        and does not stop delivery."""
+        """Begins delivery: `handler` runs in the event loop that called `start`, one message at a time. Messages that
+        arrived before `start` are kept and delivered first. An exception of the handler is logged and does not stop
+        delivery."""
         ...
 
     def send(self, address: str, message: PlaneMessage) -> bool:
-        """Queues a message; never blocks; callable from any thread. False if the peer's queue is full or the
-        endpoint is closed (counted in `num_dropped`)."""
+        """Queues a message. It never blocks and may be called from any thread. Returns False if the peer's queue is
+        full or the endpoint is closed (counted in `num_dropped`)."""
         ...
 
     def forget(self, address: str) -> None:
-        """Closes the way to a peer that has left and drops what is queued for it."""
+        """Closes the connection to a peer that has left, and drops the messages that are queued for it."""
         ...
 
     @property
@@ -43,9 +44,10 @@ class Plane(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """False once it was closed, or its own thread has died: nothing is sent or delivered any more."""
+        """This is False once the endpoint was closed or its own thread has died; nothing is sent or delivered any
+        more."""
         ...
 
     def close(self) -> None:
-        """Ends delivery and frees sockets and threads. Idempotent."""
+        """Ends delivery and frees sockets and threads. It is idempotent."""
         ...

@@ -1,8 +1,9 @@
-"""The keys by which the members of one cluster know each other on the message plane: ZeroMQ's CURVE.
+"""This module holds the keys by which the members of one cluster identify each other on the message plane: those of
+ZeroMQ's CURVE.
 
-All members share one pair for the receiving end and one for the sending end, made once per cluster. A sender encrypts
-for the receivers' public key, so it talks to nothing that lacks their secret one; a receiver takes connections from the
-senders' public key alone. Knows nothing of how the keys get to the members.
+All members share one key pair for the receiving end and one for the sending end, made once per cluster. A sender
+encrypts for the receivers' public key, so it cannot talk to a peer that lacks their secret key. A receiver accepts
+connections only from the senders' public key. This module knows nothing of how the keys reach the members.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import zmq
 from zmq.utils import z85
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-"""Where libzmq asks whether a peer may connect (rfc.zeromq.org/spec/27)."""
+"""At this endpoint libzmq asks whether a peer may connect (rfc.zeromq.org/spec/27)."""
 _ZAP_DOMAIN = b"weft"
 
 
 @dataclass(frozen=True, slots=True)
 class PlaneKeys:
-    """As Z85 text. The secret halves are in no representation, so in no line of a log."""
+    """Holds the keys as Z85 text. The secret halves do not appear in the object's representation, and so in no line of
+    a log."""
 
     receiver_public: bytes
     receiver_secret: bytes = field(repr=False)
@@ -30,26 +32,28 @@ class PlaneKeys:
 
     @staticmethod
     def make() -> PlaneKeys:
-        """New ones, by the system's random numbers."""
+        """Makes new keys from the system's random numbers."""
         receiver_public, receiver_secret = zmq.curve_keypair()
         sender_public, sender_secret = zmq.curve_keypair()
         return PlaneKeys(receiver_public, receiver_secret, sender_public, sender_secret)
 
     def secure_receiver(self, socket: zmq.Socket[Any]) -> None:
-        """Before it binds. Its context needs a socket at `ZAP_ENDPOINT` that answers with `zap_reply`."""
+        """Secures a receiving socket; the caller must call it before the socket binds. The socket's context needs a
+        socket at `ZAP_ENDPOINT` that answers with `zap_reply`."""
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.receiver_secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody comes in unasked, should that socket be missing
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # Without that socket, no peer gets in unauthenticated.
 
     def secure_sender(self, socket: zmq.Socket[Any]) -> None:
-        """Before it connects."""
+        """Secures a sending socket; the caller must call it before the socket connects."""
         socket.setsockopt(zmq.CURVE_SERVERKEY, self.receiver_public)
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self.sender_public)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.sender_secret)
 
     def zap_reply(self, request: Sequence[bytes]) -> list[bytes]:
-        """The answer to libzmq's question about a peer: only our senders' key may come in."""
+        """Returns the answer to libzmq's question about a peer. Only the key of the cluster's own senders is
+        accepted."""
         version, number, domain, _address, _identity, mechanism, *credentials = request
         is_member = (domain, mechanism, credentials) == (_ZAP_DOMAIN, b"CURVE", [z85.decode(self.sender_public)])
         status = (b"200", b"OK") if is_member else (b"400", b"no member of this cluster")

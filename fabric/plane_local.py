@@ -1,5 +1,6 @@
-"""The message plane inside one process. Messages pass through their wire form, so what works here works between
-processes: the same types arrive, and what can't be encoded fails at the sender."""
+"""This module is the message plane inside one process. Messages pass through their wire form, so what works here also
+works between processes: the same types arrive, and what cannot be encoded fails at the sender. It knows nothing of what
+the messages mean."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from fabric.plane import Handler
 
 
 class LocalHub:
-    """Where the endpoints of one process find each other. As with sockets, a sender may come before its receiver,
-    and what it sends is kept, up to `max_messages` per receiver."""
+    """A `LocalHub` is where the endpoints of one process find each other. As with sockets, a sender may come before its
+    receiver; the hub keeps what it sends, up to `max_messages` per receiver."""
 
     def __init__(self, max_messages: int = 10_000) -> None:
         self._max_messages = max_messages
@@ -21,7 +22,7 @@ class LocalHub:
         self._bound: set[str] = set()
 
     def bind(self, address: str) -> Mailbox:
-        """The mailbox of a new endpoint. Raises ValueError when the address is taken."""
+        """Returns the mailbox of a new endpoint. Raises ValueError when the address is taken."""
         with self._lock:
             if address in self._bound:
                 raise ValueError(f"address {address!r} is taken")
@@ -29,7 +30,8 @@ class LocalHub:
             return self._mailbox(address)
 
     def unbind(self, address: str) -> None:
-        """What arrives from now on waits for a new endpoint of that address, or is forgotten."""
+        """Removes an endpoint. Messages that arrive from now on wait for a new endpoint of that address, until `forget`
+        drops them."""
         with self._lock:
             self._bound.discard(address)
             self._address_to_mailbox.pop(address, None)
@@ -40,7 +42,7 @@ class LocalHub:
         return mailbox.put(message)
 
     def forget(self, address: str) -> None:
-        """Drops what waits for an address that has no endpoint."""
+        """Drops the messages that wait for an address without an endpoint."""
         with self._lock:
             if address not in self._bound:
                 self._address_to_mailbox.pop(address, None)
@@ -50,7 +52,7 @@ class LocalHub:
 
 
 class LocalPlane:
-    """An endpoint on a hub; keeps `fabric.plane.Plane`."""
+    """A `LocalPlane` is an endpoint on a hub; it implements `fabric.plane.Plane`."""
 
     def __init__(self, hub: LocalHub, address: str) -> None:
         self._hub = hub

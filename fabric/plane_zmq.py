@@ -1,8 +1,10 @@
-"""The message plane between processes, over ZeroMQ: one PULL socket bound here, one PUSH socket for each peer.
+"""This module is the message plane between processes, over ZeroMQ. Each endpoint binds one PULL socket and has one PUSH
+socket for each peer.
 
-All sockets belong to one I/O thread; `send` puts bytes into a queue and wakes it at most once per round, so a burst
-costs one system call. Every connection is authenticated and encrypted by the cluster's keys (`plane_keys`): who lacks
-them gets nothing in and nothing out. Bound to the loopback unless told otherwise.
+All sockets belong to one I/O thread. `send` puts bytes into a queue and wakes the thread at most once per round, so a
+burst costs one system call. The cluster's keys (`plane_keys`) authenticate and encrypt every connection: a peer without
+them can neither send nor receive anything. The endpoint binds to the loopback unless another host is given. This module
+knows nothing of what the messages mean.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from fabric.plane_keys import ZAP_ENDPOINT, PlaneKeys
 
 _LOG = logging.getLogger(__name__)
 _RECEIVED_PER_ROUND = 256
-"""So that a flood of arrivals does not keep the I/O thread from sending."""
+"""Limits what one round receives, so that a flood of arrivals does not keep the I/O thread from sending."""
 
 
 class ZmqPlane:
-    """Keeps `fabric.plane.Plane`."""
+    """Implements `fabric.plane.Plane`."""
 
     def __init__(
         self,
@@ -36,8 +38,8 @@ class ZmqPlane:
         max_message_bytes: int = 256 << 20,
     ) -> None:
         """Binds a free port of `bind_host` (an address that peers can reach) and starts the I/O thread.
-        `max_queued_messages` is for each peer, and again for what has arrived and was not handled; more than that
-        waits in the sender. Raises ConfigError when the host can't be bound."""
+        `max_queued_messages` applies to each peer, and again to the messages that have arrived and are not handled;
+        further messages wait in the sender. Raises ConfigError when the host cannot be bound."""
         self._max_queued_messages = max_queued_messages
         self._keys = keys
         self._context = zmq.Context()
@@ -84,7 +86,7 @@ class ZmqPlane:
 
     @property
     def num_malformed(self) -> int:
-        """Arrivals that were not messages; they are logged and dropped."""
+        """Counts the arrivals that were not messages; they are logged and dropped."""
         return self._num_malformed
 
     def start(self, handler: Handler) -> None:
@@ -143,13 +145,14 @@ class ZmqPlane:
                     addresses = [address for address, queue in self._outgoing.items() if queue]
                 for address in addresses:
                     self._flush(address)
-        except Exception:  # the thread's loop: the endpoint is closed below
+        except Exception:  # This is the thread's main loop; the code below closes the endpoint.
             _LOG.exception("the I/O thread of %s failed; the endpoint is closed", self._address)
         finally:
             self._shut_down()
 
     def _watch_arrivals(self) -> None:
-        """Reads only what there is room for: the rest waits in the senders, who notice by their own full queues."""
+        """Reads only what the mailbox has room for. The rest waits in the senders, which notice it by their own full
+        queues."""
         is_wanted = self._is_started and not self._mailbox.is_full()
         if is_wanted and self._pull not in self._poller:
             self._poller.register(self._pull, zmq.POLLIN)
@@ -162,7 +165,7 @@ class ZmqPlane:
             self._is_awake = False
 
     def _authenticate(self) -> None:
-        """Answers libzmq, which asks once for each peer that connects with some key."""
+        """Answers libzmq, which asks once for each peer that connects with any key."""
         while True:
             try:
                 question = self._zap.recv_multipart(zmq.NOBLOCK)
@@ -185,7 +188,7 @@ class ZmqPlane:
                 _LOG.warning("%s dropped %d bytes: %s", self._address, len(data), error)
 
     def _flush(self, address: str) -> None:
-        """Sends what the peer's socket takes; while something is left, its readiness is watched."""
+        """Sends what the peer's socket accepts. While messages are left, the poller watches the socket's readiness."""
         queue = self._outgoing.get(address)
         if queue is None:
             return
@@ -204,11 +207,12 @@ class ZmqPlane:
             self._poller.unregister(push)
 
     def _connect(self, address: str) -> zmq.Socket[bytes] | None:
-        """None when that is no address at all: peers name their own, and a bad one must not end this thread."""
+        """Returns a socket that is connected to the peer. Returns None for an invalid address: peers name their own
+        addresses, and a bad one must not end this thread."""
         push = self._context.socket(zmq.PUSH)
         self._keys.secure_sender(push)
         push.setsockopt(zmq.LINGER, 0)
-        push.setsockopt(zmq.IMMEDIATE, 1)  # a peer that is not there fills our own queue, which is counted
+        push.setsockopt(zmq.IMMEDIATE, 1)  # Messages to an absent peer fill our own queue, which is counted.
         try:
             push.connect(address)
         except zmq.ZMQError as error:

@@ -1,8 +1,10 @@
-"""The sink's side of every channel: reserve, read, check the generation, hand over, or quarantine.
+"""This module is the sink's side of every channel: it reserves a slot, reads, checks the generation, and hands the
+feature over or quarantines the slot.
 
-Transports differ in one collaborator, the `Reader`; everything about slots, time-outs and dead peers is here, once.
-All reads of a sink are begun and watched by one thread, so nothing else ever waits for a peer. A reader that blocks
-(connecting to a peer that does not answer) delays the sink's other pulls; NIXL over UCX was not seen to.
+Transports differ only in one collaborator, the `Reader`; this module alone handles slots, time-outs and dead peers. One
+thread begins and watches all reads of a sink, so no other code ever waits for a peer. A reader that blocks (because it
+connects to a peer that does not answer) delays the sink's other pulls; NIXL over UCX was not seen to do so. The module
+knows nothing of what a feature means.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 _SHORTEST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 1e-3
 _QUARANTINE_PAUSE_S = 20e-3
-"""Between polls when all that is left are transfers that were given up."""
+"""This is the pause between polls when only transfers that were given up are left."""
 
 
 class ReadState(enum.Enum):
@@ -36,28 +38,28 @@ class ReadState(enum.Enum):
 
 
 class Reader(Protocol):
-    """One-sided reads from a source's memory into the sink's. Used by the transfer thread alone."""
+    """A `Reader` does one-sided reads from a source's memory into the sink's. Only the transfer thread uses it."""
 
     def post(self, ticket: FeatureTicket, address: int, offset: int, nbytes: int) -> Any:
-        """Begins to read `nbytes` at the source's `address` to `offset` in the sink's memory, connecting first if
-        need be. Returns a handle; raises TransferFailed."""
+        """Begins to read `nbytes` at the source's `address` to `offset` in the sink's memory, and connects first if
+        necessary. Returns a handle. Raises TransferFailed if the read cannot begin."""
         ...
 
     def state(self, read: Any) -> ReadState:
-        """Where a read stands; DONE and FAILED are final, and nothing is written after them."""
+        """Returns the state of a read. DONE and FAILED are final, and nothing is written after them."""
         ...
 
     def release(self, read: Any) -> None:
-        """Gives up the handle of a read that has ended."""
+        """Releases the handle of a read that has ended."""
         ...
 
     def disconnect(self, source: str) -> None:
-        """Forgets a source that has no read under way. (One that has may write after its state became FAILED: seen
-        with UCX over TCP, when a peer that was frozen woke up.) Unknown names are ignored."""
+        """Forgets a source that has no read under way. (A read under way may write after its state became FAILED: this
+        was seen with UCX over TCP, when a frozen peer woke up.) Unknown names are ignored."""
         ...
 
     def close(self) -> None:
-        """Ends everything. What a read under way may still write to stays allocated."""
+        """Ends all reads and connections. Memory to which a read under way may still write stays allocated."""
         ...
 
 
@@ -70,26 +72,26 @@ class _Pull:
     deadline_s: float
     read: Any = None
     is_word_read: bool = False
-    """The payload is here; the read under way is that of the generation word."""
+    """The payload has arrived; the read under way is that of the generation word."""
     is_given_up: bool = False
-    """The future has ended and the slot is in quarantine; only the end of the transfer is awaited."""
+    """The future has ended and the slot is in quarantine; the sink only waits for the end of the transfer."""
 
 
 class PullingSink:
-    """Keeps `fabric.channel.FeatureSink` over a reader. A pulled slot takes 64 bytes more than its payload."""
+    """Implements `fabric.channel.FeatureSink` over a reader. A pulled slot takes 64 bytes more than its payload."""
 
     def __init__(self, name: str, slots: SlotMemory, reader: Reader, clock: Clock) -> None:
         self._slots = slots
         self._reader = reader
         self._clock = clock
         self._commands: deque[_Pull | str] = deque()
-        """To the transfer thread: begin a pull, or a source that is dead."""
+        """Holds commands to the transfer thread: a pull to begin, or the name of a source that is dead."""
         self._wake = threading.Event()
         self._lock = threading.Lock()
         self._is_closed = False
         self._pulls: list[_Pull] = []
         self._dead: set[str] = set()
-        """Sources to disconnect from once their last transfer has ended."""
+        """These are the sources to disconnect from once their last transfer has ended."""
         self._num_idle_rounds = 0
         self._thread = threading.Thread(target=self._run, name=f"{name}-transfer", daemon=True)
         self._thread.start()
@@ -97,8 +99,8 @@ class PullingSink:
     # ------------------------------------------------------------ any thread
 
     def pull(self, ticket: FeatureTicket, timeout_s: float) -> Future[LandedFeature]:
-        """As the contract says; also raises ProtocolError for a ticket that contradicts itself and TransferFailed
-        when the sink is closed. The future ends in the transfer thread, and its callbacks run there."""
+        """Pulls as the contract says. It also raises ProtocolError for a ticket that contradicts itself, and
+        TransferFailed when the sink is closed. The future ends in the transfer thread, and its callbacks run there."""
         try:
             is_consistent = feature_nbytes(ticket.shape, ticket.dtype) == ticket.nbytes
         except ValueError as error:
@@ -117,9 +119,9 @@ class PullingSink:
         self._slots.free(slot_id)
 
     def peer_dead(self, source: str) -> None:
-        """Open pulls end and the connection is forgotten, in the transfer thread, soon. A slot in quarantine is freed
-        when the transport too says that its transfer has ended, which for a process that is gone is at once. So a
-        peer that was only frozen when its lease ended, and wakes up later, harms nobody."""
+        """Makes the transfer thread soon end the source's open pulls and forget its connection. A slot in quarantine is
+        freed when the transport also reports that its transfer has ended, which is at once for a process that is gone.
+        So a peer that was only frozen when its lease ended, and wakes up later, does no harm."""
         self._command(source)
 
     def usage(self) -> ArenaUsage:
@@ -130,7 +132,7 @@ class PullingSink:
         return not self._is_closed and self._thread.is_alive()
 
     def close(self) -> None:
-        """Ends open pulls with TransferFailed and joins the thread. Idempotent."""
+        """Ends open pulls with TransferFailed and joins the thread. It is idempotent."""
         with self._lock:
             self._is_closed = True
         self._wake.set()
@@ -158,13 +160,14 @@ class PullingSink:
                 self._pulls = [pull for pull in self._pulls if not self._advance(pull)]
                 self._disconnect_dead()
                 self._num_idle_rounds = 0 if len(self._pulls) < before else self._num_idle_rounds + 1
-        except Exception:  # the thread's loop: everything open is ended below
+        except Exception:  # This is the thread's main loop; the code below ends all open pulls.
             _LOG.exception("the transfer thread failed; its sink is closed")
         finally:
             self._shut_down()
 
     def _pause_s(self) -> float | None:
-        """Nothing to watch: until woken. Else short, doubling while nothing happens."""
+        """Returns the pause before the next poll. Without a pull to watch it is None (until a wake-up); otherwise it is
+        short and doubles while no pull ends."""
         if not self._pulls:
             return None
         longest_s = _QUARANTINE_PAUSE_S if all(pull.is_given_up for pull in self._pulls) else _LONGEST_PAUSE_S
@@ -180,7 +183,7 @@ class PullingSink:
             self._pulls.append(command)
 
     def _post(self, pull: _Pull, address: int, offset: int, nbytes: int) -> bool:
-        """Begins one read of a pull; if that is impossible the pull ends."""
+        """Begins one read of a pull. If that is impossible, it ends the pull and returns False."""
         if pull.future.cancelled():
             self._end(pull, None)
             return False
@@ -192,7 +195,7 @@ class PullingSink:
         return True
 
     def _advance(self, pull: _Pull) -> bool:
-        """One look at a pull; True when it needs no more looks."""
+        """Looks at a pull once. Returns True when the pull needs no further looks."""
         state = self._reader.state(pull.read)
         if state is ReadState.PENDING:
             if not pull.is_given_up and self._clock.now() >= pull.deadline_s:
@@ -212,20 +215,21 @@ class PullingSink:
         return True
 
     def _check_generation(self, pull: _Pull) -> WeftError | None:
-        """The payload counts only if the slot was still the ticket's after it had been read."""
+        """Returns None if the slot still belonged to the ticket after the payload had been read, and LeaseLost
+        otherwise. The payload counts only in the first case."""
         if self._slots.word(pull.slot) == pull.ticket.generation:
             return None
         return LeaseLost(f"{pull.ticket.source} gave the slot to something else")
 
     def _give_up(self, pull: _Pull, why: str) -> None:
-        """The transfer has not ended, but the future does, and the slot goes into quarantine."""
+        """Ends the future although the transfer has not ended, and quarantines the slot."""
         pull.is_given_up = True
         self._slots.quarantine(pull.slot.slot_id)
         if pull.future.set_running_or_notify_cancel():
             pull.future.set_exception(TransferFailed(why))
 
     def _end(self, pull: _Pull, error: WeftError | None) -> None:
-        """The transfer has ended, so the slot is the consumer's or free."""
+        """Ends a pull whose transfer has ended: the slot belongs to the consumer or is freed."""
         if pull.is_given_up:
             self._slots.release_quarantine(pull.slot.slot_id)
             return
@@ -246,7 +250,7 @@ class PullingSink:
         self._dead.add(source)
 
     def _disconnect_dead(self) -> None:
-        """Not before the last transfer ended: see `Reader.disconnect`."""
+        """Disconnects from dead sources, but not before their last transfer has ended (see `Reader.disconnect`)."""
         if not self._dead:
             return
         busy = {pull.ticket.source for pull in self._pulls}

@@ -1,6 +1,6 @@
-"""A set of numbers held as ranges `[start, end)` that never touch, found by place and by size.
+"""This module keeps a set of numbers as ranges `[start, end)` that never touch, and finds them by place and by size.
 
-Knows nothing of what the numbers are; the arena keeps its free memory and its reclaimable memory so.
+It knows nothing of what the numbers are; the arena keeps its free memory and its reclaimable memory in this form.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from fabric.ordered_integers import OrderedIntegers
 
 
 class Ranges:
-    """Over `[0, total)`, empty at first. No operation's time grows with the number of ranges."""
+    """Keeps ranges over `[0, total)`; the set is empty at first. No operation's time grows with the number of
+    ranges."""
 
     def __init__(self, total: int) -> None:
         self._span = total + 1
@@ -19,10 +20,10 @@ class Ranges:
         self._end_to_start: dict[int, int] = {}
         self._starts = OrderedIntegers(total)
         self._sizes = OrderedIntegers(total * self._span + total)
-        """`size * span + start` of each range: ordered by size, then by place."""
+        """Holds `size * span + start` of each range, so the ranges are ordered by size and then by place."""
 
     def add(self, start: int, end: int) -> None:
-        """Joined with the neighbours that it touches. Nothing of it may be in the set."""
+        """Adds a range and joins it with the neighbours that it touches. No part of it may be in the set."""
         before = self._end_to_start.get(start)
         if before is not None:
             self._drop(before, start)
@@ -34,7 +35,8 @@ class Ranges:
         self._put(start, end)
 
     def remove(self, start: int, end: int) -> None:
-        """All of it must be in the set; what is left of its range stays, in one or two pieces."""
+        """Removes a range, all of which must be in the set. The rest of the range that contained it stays, in one or
+        two pieces."""
         outer_start, outer_end = self.around(start)
         assert end <= outer_end, f"[{start}, {end}) is not in [{outer_start}, {outer_end})"
         self._drop(outer_start, outer_end)
@@ -44,22 +46,22 @@ class Ranges:
             self._put(end, outer_end)
 
     def around(self, number: int) -> tuple[int, int]:
-        """The range that holds a number of the set."""
+        """Returns the range that contains a number of the set."""
         start = self._starts.at_most(number)
         assert start is not None
         assert number < self._start_to_end[start], f"{number} is not in the set"
         return start, self._start_to_end[start]
 
     def starting_at(self, start: int) -> int | None:
-        """The end of the range that starts there."""
+        """Returns the end of the range that starts at `start`, or None."""
         return self._start_to_end.get(start)
 
     def ending_at(self, end: int) -> int | None:
-        """The start of the range that ends there."""
+        """Returns the start of the range that ends at `end`, or None."""
         return self._end_to_start.get(end)
 
     def best_fit(self, size: int) -> tuple[int, int] | None:
-        """The smallest range of at least that size, the first of equal ones."""
+        """Returns the smallest range of at least that size, the first of equal ones, or None."""
         found = self._sizes.at_least(size * self._span)
         if found is None:
             return None
@@ -67,7 +69,7 @@ class Ranges:
         return start, self._start_to_end[start]
 
     def largest(self) -> tuple[int, int] | None:
-        """The largest range, the last of equal ones; None if the set is empty."""
+        """Returns the largest range, the last of equal ones, or None if the set is empty."""
         found = self._sizes.at_most(self._span * self._span - 1)
         if found is None:
             return None
@@ -75,7 +77,7 @@ class Ranges:
         return start, self._start_to_end[start]
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """In order of place. For checks; walks all."""
+        """Iterates over the ranges in order of place. It is for checks, and walks all ranges."""
         return iter(sorted(self._start_to_end.items()))
 
     def _put(self, start: int, end: int) -> None:

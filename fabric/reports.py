@@ -1,6 +1,8 @@
-"""What members tell routers about themselves, several times a second and on change. A router keeps the newest.
+"""This module defines the reports of members to routers, sent several times a second and on change. A router keeps the
+newest report.
 
-Times in seconds, memory in bytes. `seq` only grows within one `epoch`, the member's life.
+Times are in seconds and memory is in bytes. `seq` only grows within one `epoch`, the member's life. The module knows
+nothing of how a router uses the numbers.
 """
 
 from __future__ import annotations
@@ -10,22 +12,23 @@ from fabric.wire import PlaneWire, Wire
 
 
 class WorkerReport(PlaneWire, frozen=True):
-    """Worker -> router, several times a second and on change. Gauges; `seq` only grows."""
+    """The worker sends this to routers, several times a second and on change. The fields are gauges; `seq` only
+    grows."""
 
     worker_id: MemberId
     epoch: int
     seq: int
     acknowledged: tuple[AttemptId, ...]
-    """Attempts that these numbers already contain: the router stops adding them locally."""
+    """These are the attempts that the numbers already contain; the router stops adding them locally."""
     num_running: int
     num_waiting: int
     num_at_doorstep: int
     queued_tokens: int
-    """Tokens admitted, that could be computed now and are not yet: neither those behind a missing feature, nor those
-    of choices that take over a sibling's, nor the next token of a sequence that decodes."""
+    """Counts the admitted tokens that could be computed now and are not yet. It leaves out the tokens behind a missing
+    feature, those of choices that take over a sibling's, and the next token of a sequence that decodes."""
     num_decoding: int
     kv_blocks_used: int
-    """Blocks referenced by a sequence; cached free blocks do not count."""
+    """Counts the blocks that a sequence references; cached free blocks do not count."""
     kv_blocks_total: int
     inbox_bytes_used: int
     inbox_bytes_total: int
@@ -38,31 +41,31 @@ class WorkerReport(PlaneWire, frozen=True):
     prefix_query_tokens: int
     num_preemptions: int
     prefill_s_per_token: float
-    """Measured at boot and corrected online; 0 until known."""
+    """It is measured at boot and corrected online; it is 0 until known."""
     step_overhead_s: float
     kept_bytes_used: int = 0
-    """Of host memory, by features that were kept after prefill."""
+    """Counts the bytes of host memory that features take which were kept after prefill."""
     num_kept_hits: int = 0
-    """Features that were kept and used again, so that nobody had to send them."""
+    """Counts the features that were kept and used again, so that no encoder had to send them."""
     drafts_proposed: int = 0
-    """Tokens that were guessed and computed, and those of them that were right."""
+    """Counts the tokens that were guessed and computed; `drafts_accepted` counts those of them that were right."""
     drafts_accepted: int = 0
     queued_flat_tokens: float = 0.0
-    """`queued_tokens`, weighed by their contexts (`fabric.flat_tokens`)."""
+    """This is `queued_tokens`, weighted by their contexts (`fabric.flat_tokens`)."""
     decode_s_per_sequence: float = 0.0
-    """What a sequence that decodes adds to a step. A step takes `step_overhead_s`, this for each of those, and
-    `prefill_s_per_token` for each flat token of the others."""
+    """This is the time that a decoding sequence adds to a step. A step takes `step_overhead_s`, this time for each
+    decoding sequence, and `prefill_s_per_token` for each flat token of the other sequences."""
     residence_s: float = 0.0
-    """From a sequence's first step to its end, of late; 0 until one ended."""
+    """This is the recent time from a sequence's first step to its end; it is 0 until a sequence has ended."""
     max_step_tokens: int = 0
-    """Limits of one step; 0 if unknown."""
+    """This and `max_sequences` are the limits of one step; 0 means unknown."""
     max_sequences: int = 0
     is_lost: bool = False
-    """The engine has died: the worker ends what it had and takes nothing any more."""
+    """This says that the engine has died: the worker ends its requests and takes no more."""
 
 
 class EncodeCost(Wire, frozen=True):
-    """What a forward over one modality takes: `overhead_s + seconds_per_cost * cost`."""
+    """Holds what a forward pass over one modality takes: `overhead_s + seconds_per_cost * cost`."""
 
     modality: str
     seconds_per_cost: float
@@ -70,7 +73,8 @@ class EncodeCost(Wire, frozen=True):
 
 
 class EncoderReport(PlaneWire, frozen=True):
-    """Encoder -> router. Costs in patches, or mel frames of sounds. What is called a sum only grows."""
+    """The encoder sends this to routers. Costs are in patches, or in mel frames for sounds. A field that is called a
+    sum only grows."""
 
     encoder_id: MemberId
     epoch: int
@@ -80,7 +84,8 @@ class EncoderReport(PlaneWire, frozen=True):
     queued_cost: int
     num_encoding: int
     arena_bytes_used: int
-    """Leased or being written; cached bytes that may be evicted are `arena_bytes_cached`."""
+    """Counts the bytes that are leased or being written; `arena_bytes_cached` counts the cached bytes that may be
+    evicted."""
     arena_bytes_cached: int
     arena_bytes_total: int
     num_leases: int
@@ -88,44 +93,44 @@ class EncoderReport(PlaneWire, frozen=True):
     batches: int
     cache_hits: int
     encode_s_per_cost: float
-    """Measured at boot and corrected online, over all modalities; 0 until known."""
+    """It is measured at boot and corrected online, over all modalities; it is 0 until known."""
     batch_overhead_s: float
     costs: tuple[EncodeCost, ...] = ()
-    """The same for each modality."""
+    """Holds the same costs for each modality."""
     num_items_queued: int = 0
-    """Items that are not in the forward with their last unit."""
+    """Counts the items whose last unit is not in the forward pass."""
     queued_s: float = 0.0
-    """What `queued_cost` is predicted to add to forwards."""
+    """This is the time that `queued_cost` is predicted to add to forward passes."""
     num_items_pending: int = 0
-    """Items of open calls, without a result."""
+    """Counts the items of open calls that have no result."""
     num_in_flight: int = 0
-    """Items being decoded, decoded or in the forward."""
+    """Counts the items that are being decoded, are decoded, or are in the forward pass."""
     max_in_flight: int = 0
-    """How many may be decoded or wait so; those in the forward come on top."""
+    """Limits how many items may be in decoding or wait after it; items in the forward pass come in addition."""
     num_decoding: int = 0
     busy_fraction: float = 0.0
-    """Of the last second or so, by the forward."""
+    """This is the fraction of the last second or so in which the forward pass was busy."""
     num_features_encoding: int = 0
     num_features_cached: int = 0
     num_features_staged: int = 0
     arena_bytes_encoding: int = 0
-    """Of `arena_bytes_used`: being written."""
+    """Counts the part of `arena_bytes_used` that is being written."""
     items_received: int = 0
-    """A sum, as are all that follow."""
+    """This field is a running sum since start, and so are all fields below."""
     items_failed: int = 0
     items_decoded: int = 0
     decode_s: float = 0.0
     forward_s: float = 0.0
     batch_units: int = 0
-    """Units in `batches`."""
+    """Counts the units in `batches`."""
     batch_cost: int = 0
-    """Of `batches`."""
+    """Sums the cost of `batches`."""
     transfers: int = 0
-    """Units that a worker has let go of, having read them."""
+    """Counts the units that a worker has read and then released."""
     transfer_s: float = 0.0
-    """From their announcement until then."""
+    """Sums the time from the announcement of these units to their release."""
     cache_hit_bytes: int = 0
     evictions: int = 0
     evicted_bytes: int = 0
     preprocess_s: float = 0.0
-    """From pixels or samples to what the encoder takes."""
+    """Sums the time from pixels or samples to what the encoder takes as input."""

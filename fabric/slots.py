@@ -1,10 +1,10 @@
-"""Memory cut into slots, each a header and a payload. What the sources' and the sinks' sides have in common.
+"""This module cuts memory into slots, each with a header and a payload. The sources' and the sinks' sides share it.
 
     slot.offset                    + HEADER_BYTES
     | generation word (8 bytes) ...| payload, `nbytes` as asked for, 64-byte aligned ... |
 
-A source keeps the slot's generation in the header; a sink has room there to land a copy of it. Knows nothing of
-who reads or writes, and of no transport.
+A source keeps the slot's generation in the header; a sink has room there into which it reads a copy of the generation.
+This module knows nothing of which component reads or writes, or of any transport.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ _DTYPE_TO_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def feature_nbytes(shape: tuple[int, int, int], dtype: str) -> int:
-    """Bytes of a C-contiguous feature. Raises ValueError for an unknown dtype or a dimension below one."""
+    """Returns the bytes of a C-contiguous feature. Raises ValueError for an unknown dtype or a dimension below one."""
     if dtype not in _DTYPE_TO_ITEM_BYTES or min(shape) < 1:
         raise ValueError(f"not a feature: shape {shape}, dtype {dtype!r}")
     return math.prod(shape) * _DTYPE_TO_ITEM_BYTES[dtype]
 
 
 class SlotMemory:
-    """An arena with its bytes. Thread-safe, except that a payload's bytes are its holder's alone."""
+    """A `SlotMemory` is an arena with its bytes. It is thread-safe, except that a payload's bytes belong to its holder
+    alone."""
 
     def __init__(self, total_bytes: int, first_generation: int = 1) -> None:
         self._lock = threading.Lock()
@@ -44,15 +45,15 @@ class SlotMemory:
         self._words = self.memory.view(np.uint64)
 
     def reserve(self, nbytes: int, *, is_claimed: bool = False) -> Slot:
-        """A slot with `nbytes` of payload, `is_claimed` in the claimed range. Raises ArenaFull or UnitTooLarge; both
-        count the header too."""
+        """Returns a slot with `nbytes` of payload; with `is_claimed`, it lies in the claimed range. Raises ArenaFull or
+        UnitTooLarge; both also count the header."""
         if nbytes < 1:
             raise ValueError(f"a payload of {nbytes} bytes")
         with self._lock:
             return self._arena.allocate(HEADER_BYTES + nbytes, is_claimed=is_claimed)
 
     def claim(self, nbytes: int) -> list[int] | None:
-        """Keeps a range for `nbytes` of payload; returns the slots in use there, or None if there is no such range."""
+        """Keeps a range for `nbytes` of payload. Returns the slots in use there, or None if there is no such range."""
         with self._lock:
             return self._arena.claim(HEADER_BYTES + nbytes)
 
@@ -61,7 +62,7 @@ class SlotMemory:
             self._arena.unclaim()
 
     def payload(self, slot: Slot) -> npt.NDArray[np.uint8]:
-        """A writable view, uint8 `(slot.nbytes - HEADER_BYTES,)`."""
+        """Returns a writable view, uint8 with shape `(slot.nbytes - HEADER_BYTES,)`."""
         return self.memory[slot.offset + HEADER_BYTES : slot.offset + slot.nbytes]
 
     def word(self, slot: Slot) -> int:
@@ -71,7 +72,8 @@ class SlotMemory:
         self._words[slot.offset // WORD_BYTES] = value
 
     def retire(self, slot: Slot) -> bool:
-        """Raises the slot's generation word, then frees it, as one step. False if it was not in use."""
+        """Raises the slot's generation word and then frees the slot, as one step. Returns False if the slot was not in
+        use."""
         with self._lock:
             if not self._arena.is_used(slot.slot_id):
                 return False
@@ -91,7 +93,7 @@ class SlotMemory:
             return self._arena.release_quarantine(slot_id)
 
     def set_idle(self, slot_id: int) -> None:
-        """The slot in use may be given up for another; it is the most recently used of these."""
+        """Lets the slot in use be given up for another. The slot becomes the most recently used of the idle slots."""
         with self._lock:
             self._arena.set_idle(slot_id)
 
@@ -100,7 +102,8 @@ class SlotMemory:
             self._arena.set_busy(slot_id)
 
     def victims(self, nbytes: int) -> list[int] | None:
-        """Which idle slots to free so that `nbytes` of payload can be reserved; None if that can't be had now."""
+        """Returns the idle slots to free so that `nbytes` of payload can be reserved, or None if that is impossible
+        now."""
         with self._lock:
             return self._arena.victims(HEADER_BYTES + nbytes)
 

@@ -1,6 +1,7 @@
-"""A source's arena: slots with generations, and the tickets that say where they lie. Every source has one.
+"""This module is a source's arena: slots with generations, and the tickets that say where they lie. Every source has
+one.
 
-Knows no transport: whoever reads finds the payload and the generation word at the ticket's addresses.
+It knows nothing of the transport: a reader finds the payload and the generation word at the ticket's addresses.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from fabric.slots import HEADER_BYTES, SlotMemory, feature_nbytes
 
 
 class SourceMemory:
-    """Thread-safe.
+    """Keeps the slots of one source. It is thread-safe.
 
-    Generations start at a random number: what a later, larger slot writes over an old word matches an old ticket
-    with probability 2**-62, and no client can aim at it.
+    Generations start at a random number: what a later, larger slot writes over an old word matches an old ticket with
+    probability 2**-62, and no client can produce such a match on purpose.
     """
 
     def __init__(self, name: str, total_bytes: int) -> None:
@@ -27,7 +28,7 @@ class SourceMemory:
         self._slot_id_to_slot: dict[int, Slot] = {}
 
     def allocate(self, nbytes: int, *, is_claimed: bool = False) -> SourceSlot:
-        """Raises ArenaFull or UnitTooLarge. A slot takes 64 bytes more than its payload."""
+        """Returns a new slot, which takes 64 bytes more than its payload. Raises ArenaFull or UnitTooLarge."""
         slot = self.slots.reserve(nbytes, is_claimed=is_claimed)
         self.slots.set_word(slot, slot.generation)
         self._slot_id_to_slot[slot.slot_id] = slot
@@ -36,7 +37,8 @@ class SourceMemory:
     def ticket(
         self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float, metadata: bytes
     ) -> FeatureTicket:
-        """Raises ValueError when shape and dtype don't make the slot's bytes, LeaseLost when it was freed."""
+        """Returns the ticket of a slot. Raises ValueError when shape and dtype do not make the slot's bytes, and
+        LeaseLost when the slot was freed."""
         if feature_nbytes(shape, dtype) != slot.nbytes:
             raise ValueError(f"shape {shape} of {dtype} is not {slot.nbytes} bytes")
         held = self._slot_id_to_slot.get(slot.slot_id)
@@ -56,7 +58,7 @@ class SourceMemory:
         )
 
     def free(self, slot: SourceSlot) -> None:
-        """Raises the word before the memory becomes reusable. A no-op the second time."""
+        """Raises the generation word before the memory becomes reusable. A second call does nothing."""
         held = self._slot_id_to_slot.pop(slot.slot_id, None)
         if held is not None:
             self.slots.retire(held)

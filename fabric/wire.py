@@ -1,4 +1,5 @@
-"""How structs look on the wire: immutable, positional, so fields are only ever appended."""
+"""This module defines how structs look on the wire. They are immutable and positional, so fields are only ever
+appended. It knows nothing of what the structs mean."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ import msgspec
 
 
 class Wire(msgspec.Struct, frozen=True, array_like=True):
-    """A struct on the wire: immutable and positional, so fields are only ever appended."""
+    """A `Wire` is a struct on the wire. It is immutable and positional, so fields are only ever appended."""
 
 
 class PlaneWire(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A struct that travels alone on the message plane: tagged with its class name."""
+    """A `PlaneWire` is a struct that travels alone on the message plane; it is tagged with its class name."""

@@ -1,1 +1,2 @@
-"""Which worker holds which prefix of KV blocks, which encoder holds which features. Pure; knows no policy."""
+"""This package records which worker holds which prefix of KV blocks, and which encoder holds which features. It is pure
+and knows nothing of any policy."""

@@ -1,7 +1,9 @@
-"""Identity of KV blocks: the same on the worker that fills them and the router that looks them up.
+"""This module computes the identity of KV blocks, which is the same on the worker that fills them and on the router
+that looks them up.
 
-A block's hash chains its parent's, so equal hashes mean equal prefixes. Media enter as extra keys: the id of the
-placeholder token says nothing about which picture stands there.
+A block's hash contains its parent's hash, so equal hashes mean equal prefixes. Media enter as extra keys, because the
+id of the placeholder token says nothing about which picture stands there. This module knows nothing of which member
+holds a block.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ def extra_keys(
     media: Sequence[MediaItem],
     cache_salt: str = "",
 ) -> list[bytes]:
-    """Tagged keys of one block, in a fixed order: per overlapping placeholder (media hash, unit, and the feature
-    row that stands at the block's start, negative if the run begins inside the block), then the salt on the first
-    block. Without the row, two blocks at different places inside one picture would be equal. (The order and the
-    tags follow vLLM's, which once removed the offset and had to restore it; a tag keeps a salt from posing as a
-    media key.)"""
+    """Returns the tagged keys of one block, in a fixed order: one key per overlapping placeholder (the media hash, the
+    unit, and the feature row that stands at the block's start, which is negative if the run begins inside the block),
+    and then the salt on the first block. Without the row, two blocks at different places inside one picture would be
+    equal. (The order and the tags follow those of vLLM, which once removed the offset and had to restore it; a tag
+    prevents a salt from being taken for a media key.)"""
     start, end = block_index * block_size, (block_index + 1) * block_size
     keys = [_media_key(run, media, start) for run in placeholders if run.offset < end and run.end > start]
     if block_index == 0 and cache_salt:
@@ -35,7 +37,7 @@ def extra_keys(
 
 
 def hash_block(parent: BlockHash | None, token_ids: Sequence[int], keys: Sequence[bytes]) -> BlockHash:
-    """Of one full block."""
+    """Returns the hash of one full block."""
     return block_hash(parent, np.asarray(token_ids, dtype="<i4").tobytes(), keys)
 
 
@@ -46,7 +48,7 @@ def prompt_block_hashes(
     media: Sequence[MediaItem] = (),
     cache_salt: str = "",
 ) -> list[BlockHash]:
-    """Hashes of all full blocks of a prompt, in order. O(blocks + runs)."""
+    """Returns the hashes of all full blocks of a prompt, in order. It takes O(blocks + runs)."""
     content = np.asarray(token_ids, dtype="<i4").tobytes()
     keys = keys_of_blocks(0, len(token_ids) // block_size, block_size, placeholders, media, cache_salt)
     return block_hashes(None, content, 4 * block_size, keys)
@@ -60,7 +62,7 @@ def keys_of_blocks(
     media: Sequence[MediaItem],
     cache_salt: str = "",
 ) -> dict[int, list[bytes]]:
-    """Extra keys of the blocks `[first, last)` that have any, by their index counted from `first`."""
+    """Returns the extra keys of those blocks in `[first, last)` that have any, by their index counted from `first`."""
     block_to_runs: dict[int, list[PlaceholderRange]] = {0: []} if first == 0 < last and cache_salt else {}
     for run in placeholders:
         for index in range(max(first, run.offset // block_size), min(last, -(-run.end // block_size))):

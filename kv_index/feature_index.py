@@ -1,7 +1,8 @@
-"""Which encoder still holds the features of a media item, from the encoders' own events.
+"""This module records which encoder still holds the features of a media item, from the encoders' own events.
 
-The same order of events as the prefix index; the key is the item's `mm_hash`. A hint too: an encoder that evicted
-the item meanwhile encodes it again. Within a message, `stored` precede `removed`, and each hash is one event.
+It orders events in the same way as the prefix index; the key is the item's `mm_hash`. The index is also only a hint: an
+encoder that has evicted the item since then encodes it again. Within a message, `stored` precede `removed`, and each
+hash is one event. This module knows nothing of how a snapshot is fetched.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ class _Change(NamedTuple):
 
 
 class FeatureIndex:
-    """At most `max_items` different items, however many encoders hold them."""
+    """Keeps at most `max_items` different items, however many encoders hold them."""
 
     def __init__(self, max_items: int) -> None:
         self._masks: HolderMasks[MmHash] = HolderMasks(max_items)
         self._encoder_to_feed: dict[MemberId, EventFeed[_Change]] = {}
 
     def apply(self, events: FeatureEvents) -> ApplyResult:
-        """Takes events or a snapshot. GAP: ask the encoder for its snapshot. A newer epoch voids what was known."""
+        """Takes in events or a snapshot. It returns GAP if the caller must ask the encoder for its snapshot. A newer
+        epoch makes all earlier knowledge of the encoder void."""
         encoder_id = events.encoder_id
         feed = self._encoder_to_feed.setdefault(encoder_id, EventFeed(MAX_BUFFERED_EVENTS))
         if events.is_snapshot:
@@ -43,7 +45,7 @@ class FeatureIndex:
         return result
 
     def remove_encoder(self, encoder_id: MemberId) -> None:
-        """Unknown is a no-op."""
+        """Forgets the encoder. An unknown encoder is ignored."""
         self._encoder_to_feed.pop(encoder_id, None)
         self._masks.forget(encoder_id)
 
@@ -52,7 +54,7 @@ class FeatureIndex:
         return feed is not None and feed.is_in_step
 
     def holders(self, mm_hash: MmHash) -> frozenset[MemberId]:
-        """Encoders that hold all units of the item."""
+        """Returns the encoders that hold all units of the item."""
         return frozenset(self._masks.members(self._masks.key_to_mask.get(mm_hash, 0)))
 
     def stats(self) -> IndexStats:

@@ -1,9 +1,9 @@
-"""The order of one source's events: epochs, sequence numbers, gaps, and the wait for a snapshot.
+"""This module keeps the events of one source in order: epochs, sequence numbers, gaps, and the wait for a snapshot.
 
-Events of a source (a worker's KV events, an encoder's feature events) are numbered without holes inside an epoch.
-After a gap, or from an epoch not seen before, nothing can be applied until a snapshot says where to start; what
-arrives meanwhile is kept and applied on top of it. Knows nothing of what an event means, and no clock: when to ask
-for the snapshot again is the caller's.
+Events of a source (a worker's KV events, an encoder's feature events) are numbered without holes inside an epoch. After
+a gap, or from an epoch not seen before, no event can be applied until a snapshot says where to start; the feed keeps
+the events that arrive meanwhile and applies them on top of the snapshot. This module knows nothing of what an event
+means, and it has no clock: the caller decides when to ask for the snapshot again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ EventT = TypeVar("EventT")
 
 
 class ApplyResult(Enum):
-    """What became of a message of events."""
+    """An `ApplyResult` says what happened to a message of events."""
 
     OK = "ok"
-    """Applied, or contained in what was applied before."""
+    """The message was applied, or contained in what was applied before."""
     GAP = "gap"
-    """The source isn't in step: its snapshot is needed. The events were kept for after it."""
+    """The source is not in step, so its snapshot is needed. The events are kept, to be applied after it."""
     STALE = "stale"
-    """Of an older epoch, or a snapshot older than what is known: dropped."""
+    """The message belongs to an older epoch, or is a snapshot older than the known state; it was dropped."""
 
 
 class _Batch(NamedTuple):
@@ -37,10 +37,10 @@ class _Batch(NamedTuple):
 
 
 class EventFeed(Generic[EventT]):
-    """Gives back the events of one source in order, each once.
+    """Returns the events of one source in order, each once.
 
-    `max_buffered` bounds the events kept while a snapshot is awaited. Beyond it the oldest are dropped, which costs
-    at worst another snapshot.
+    `max_buffered` limits the events that are kept while a snapshot is awaited. Beyond it the oldest are dropped, which
+    costs at worst another snapshot.
     """
 
     def __init__(self, max_buffered: int) -> None:
@@ -56,11 +56,11 @@ class EventFeed(Generic[EventT]):
         return self._num_buffered
 
     def is_newer(self, epoch: int) -> bool:
-        """Whether the epoch voids everything known of the source."""
+        """Returns whether the epoch makes everything known of the source void."""
         return epoch > self.epoch
 
     def offer(self, epoch: int, first_seq: int, events: Sequence[EventT]) -> tuple[ApplyResult, list[EventT]]:
-        """Takes a message in; returns the events that may be applied now, in order."""
+        """Takes in a message. Returns the result, and the events that may be applied now, in order."""
         if epoch < self.epoch:
             return ApplyResult.STALE, []
         if epoch > self.epoch:
@@ -74,7 +74,8 @@ class EventFeed(Generic[EventT]):
         return ApplyResult.GAP, []
 
     def restart(self, epoch: int, last_seq: int) -> ApplyResult:
-        """A snapshot as of event `last_seq` has come. STALE: drop it. OK: load it, then apply `resume()`."""
+        """Takes in that a snapshot as of event `last_seq` has come. It returns STALE if the caller must drop the
+        snapshot, and OK if the caller must load it and then apply `resume()`."""
         if epoch < self.epoch or (epoch == self.epoch and self.is_in_step and last_seq < self._next_seq - 1):
             return ApplyResult.STALE
         if epoch > self.epoch:
@@ -84,7 +85,8 @@ class EventFeed(Generic[EventT]):
         return ApplyResult.OK
 
     def resume(self) -> Iterator[EventT]:
-        """The kept events that follow the snapshot. Ends early, out of step, at a hole among them."""
+        """Yields the kept events that follow the snapshot. At a hole among them it ends early, and the feed is out of
+        step."""
         for batch in sorted(self._drain(), key=lambda batch: batch.first_seq):
             if batch.first_seq > self._next_seq:
                 self.is_in_step = False

@@ -1,8 +1,10 @@
-"""Which of many members hold a key: one bit per member in one integer per key, in a plain dict.
+"""This module records which of many members hold a key: it keeps one bit per member in one integer per key, in a plain
+dict.
 
-Bounded: a key that would pass `max_keys` is refused (and counted), not another one evicted: what sources evict
-leaves by their own events, and an old key is as likely a shared system prompt as it is garbage. Forgetting a member
-costs nothing at once: its bit is retired and swept out later, when room or bits are short. Knows nothing of chains.
+The dict is bounded. A key that would exceed `max_keys` is refused (and counted), and no other key is evicted for it:
+what sources evict leaves by their own events, and an old key is as likely a shared system prompt as garbage.
+Forgetting a member costs nothing at once: its bit is retired, and swept out later, when room or bits are short. This
+module knows nothing of chains of blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _MIN_RETIRED_TO_SWEEP = 16
 
 
 class HolderMasks(Generic[KeyT]):
-    """Keys -> members. `key_to_mask` is open for fast readers; they must ignore bits outside `live_mask`."""
+    """Maps keys to members. `key_to_mask` is open to fast readers; they must ignore bits outside `live_mask`."""
 
     def __init__(self, max_keys: int) -> None:
         self.key_to_mask: dict[KeyT, int] = {}
@@ -31,7 +33,7 @@ class HolderMasks(Generic[KeyT]):
         self._retired_mask = 0
 
     def add(self, member_id: MemberId, key: KeyT) -> bool:
-        """False if there is no room for one more key."""
+        """Records that the member holds the key. Returns False if there is no room for one more key."""
         bit = self._member_to_bit.get(member_id) or self._join(member_id)
         mask = self.key_to_mask.get(key)
         if mask is None:
@@ -43,7 +45,7 @@ class HolderMasks(Generic[KeyT]):
         return True
 
     def discard(self, member_id: MemberId, key: KeyT) -> None:
-        """Not holding it is a no-op."""
+        """Records that the member no longer holds the key. It does nothing if the member does not hold it."""
         bit = self._member_to_bit.get(member_id, 0)
         mask = self.key_to_mask.get(key, 0) & ~bit
         if mask:
@@ -52,7 +54,7 @@ class HolderMasks(Generic[KeyT]):
             self.key_to_mask.pop(key, None)
 
     def forget(self, member_id: MemberId) -> None:
-        """The member holds nothing any more. O(1), amortised."""
+        """Records that the member holds nothing any more. It takes O(1), amortised."""
         bit = self._member_to_bit.pop(member_id, 0)
         if not bit:
             return
@@ -64,7 +66,7 @@ class HolderMasks(Generic[KeyT]):
             self._sweep()
 
     def members(self, mask: int) -> Iterator[MemberId]:
-        """The members whose bits are set, retired ones left out."""
+        """Yields the members whose bits are set, except retired ones."""
         mask &= self.live_mask
         while mask:
             low = mask & -mask
@@ -74,7 +76,7 @@ class HolderMasks(Generic[KeyT]):
             mask ^= low
 
     def num_keys(self) -> int:
-        """Keys that take room, retired ones included: never more than `max_keys`."""
+        """Counts the keys that take room, including retired ones; there are never more than `max_keys`."""
         return len(self.key_to_mask)
 
     def _join(self, member_id: MemberId) -> int:
@@ -95,9 +97,10 @@ class HolderMasks(Generic[KeyT]):
         return len(self.key_to_mask) < self.max_keys
 
     def _sweep(self) -> None:
-        """Clears retired bits everywhere, so that their slots may be given out again. O(keys).
+        """Clears retired bits in all keys, so that their slots may be given out again. It takes O(keys).
 
-        In place: readers and callers hold on to the dict."""
+        It changes the dict in place, because readers and callers keep references to it.
+        """
         keep, retired = ~self._retired_mask, self._retired_mask
         for key in [key for key, mask in self.key_to_mask.items() if mask & retired]:
             mask = self.key_to_mask[key] & keep

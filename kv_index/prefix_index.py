@@ -1,12 +1,12 @@
-"""Which worker holds which prefix of KV blocks, from the workers' own events.
+"""This module records which worker holds which prefix of KV blocks, from the workers' own events.
 
-The index is a hint: what a worker really hits it answers itself, at admission. Still, `lookup` is exact about the
-events it was told of: it counts a worker's leading blocks up to the first that the worker lacks. A stored block
-usually implies its ancestors (workers free tails first), and a search by bisection along the chain would do with
-fewer look-ups; but two sequences that compute one prefix at the same time can leave a child cached without its
-parent, and then bisection promises KV that nobody can use: an image taken for covered is encoded late. So the chain
-is walked, in C-speed pieces that grow while anything is held: a miss costs one small piece.
-Knows no clock, no policy, and nothing of how a snapshot is fetched.
+The index is a hint: only the worker itself knows what it really hits, at admission. Still, `lookup` is exact about the
+events that it received: it counts a worker's leading blocks up to the first block that the worker lacks. A stored block
+usually implies its ancestors (workers free tails first), and a bisection along the chain would need fewer look-ups. But
+two sequences that compute one prefix at the same time can leave a child cached without its parent. Bisection then
+promises KV that no request can use, and an image that seems covered is encoded late. So `lookup` walks the chain, in
+C-speed pieces that grow while any worker still holds the blocks: a miss costs one small piece. This module knows
+nothing of any clock or policy, or of how a snapshot is fetched.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ class IndexStats(NamedTuple):
     max_keys: int
     num_sources: int
     num_out_of_step: int
-    """Sources that wait for a snapshot."""
+    """Counts the sources that wait for a snapshot."""
     num_refused: int
-    """Keys that found no room since the start: the index is too small when this grows."""
+    """Counts the keys that found no room since the start; the index is too small when this grows."""
 
 
 class PrefixIndex:
-    """At most `max_blocks` different block hashes; about 150 bytes each, however many workers hold them."""
+    """Keeps at most `max_blocks` different block hashes. Each takes about 150 bytes, however many workers hold it."""
 
     def __init__(self, max_blocks: int) -> None:
         self._masks: HolderMasks[BlockHash] = HolderMasks(max_blocks)
         self._worker_to_feed: dict[MemberId, EventFeed[KvEvent]] = {}
 
     def apply(self, worker_id: MemberId, epoch: int, first_seq: int, events: Sequence[KvEvent]) -> ApplyResult:
-        """Events `first_seq`, `first_seq + 1`, ... of a worker. GAP: ask for its snapshot; meanwhile the events are
-        kept, and what was known of the same epoch still answers look-ups. A newer epoch voids what was known."""
+        """Takes in the events `first_seq`, `first_seq + 1`, ... of a worker. It returns GAP if the caller must ask for
+        the worker's snapshot; meanwhile the events are kept, and the known state of the same epoch still answers
+        look-ups. A newer epoch makes all earlier knowledge of the worker void."""
         feed = self._feed(worker_id)
         if feed.is_newer(epoch):
             self._masks.forget(worker_id)
@@ -55,8 +56,9 @@ class PrefixIndex:
         return result
 
     def load_snapshot(self, snapshot: KvSnapshot) -> ApplyResult:
-        """Replaces what is known of the worker, then applies the kept events. STALE: it was older than that. GAP: a
-        hole among the kept events; another snapshot is needed."""
+        """Replaces the known state of the worker, then applies the kept events. It returns STALE if the snapshot was
+        older than the known state, and GAP if there is a hole among the kept events, so that another snapshot is
+        needed."""
         worker_id = snapshot.worker_id
         feed = self._feed(worker_id)
         if feed.restart(snapshot.epoch, snapshot.last_seq) is ApplyResult.STALE:
@@ -69,17 +71,18 @@ class PrefixIndex:
         return ApplyResult.OK if feed.is_in_step else ApplyResult.GAP
 
     def remove_worker(self, worker_id: MemberId) -> None:
-        """Unknown is a no-op. Later events of it start anew (with a GAP)."""
+        """Forgets the worker. An unknown worker is ignored. Later events of the worker start from nothing (with a
+        GAP)."""
         self._worker_to_feed.pop(worker_id, None)
         self._masks.forget(worker_id)
 
     def is_in_step(self, worker_id: MemberId) -> bool:
-        """Whether look-ups about this worker rest on a complete history."""
+        """Returns whether look-ups about this worker rest on a complete history."""
         feed = self._worker_to_feed.get(worker_id)
         return feed is not None and feed.is_in_step
 
     def lookup(self, hashes: Sequence[BlockHash]) -> dict[MemberId, int]:
-        """Number of leading blocks that each worker holds; workers without the first block are left out."""
+        """Returns the number of leading blocks that each worker holds. Workers without the first block are left out."""
         worker_to_blocks: dict[MemberId, int] = {}
         get = self._masks.key_to_mask.get
         held, start, num_piece = self._masks.live_mask, 0, FIRST_PIECE_BLOCKS
@@ -115,7 +118,7 @@ class PrefixIndex:
         if isinstance(event, BlocksStored):
             for block in event.hashes:
                 if not self._masks.add(worker_id, block):
-                    return  # without this block its descendants can't be found either
+                    return  # Without this block, look-ups cannot find its descendants either.
         elif isinstance(event, BlocksRemoved):
             for block in event.hashes:
                 self._masks.discard(worker_id, block)

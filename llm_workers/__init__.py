@@ -1,5 +1,8 @@
-"""LLM workers: the engine (scheduling, paged attention, sampling), the intake of features, and the service around them.
+"""Contains the LLM worker: the engine, the intake of features, and the service around both.
 
-service     calls, messages, reports        engine     the thread: plan -> execute -> commit
-receiver    pulls what `intake` decides     runner     one step on the model
+The engine schedules steps, runs paged attention and samples tokens. The most important modules have these tasks:
+  service     handles calls, messages and reports
+  engine      runs the thread that repeats plan -> execute -> commit
+  receiver    pulls the features that `intake` selects
+  runner      executes one step on the model
 """

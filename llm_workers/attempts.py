@@ -1,6 +1,7 @@
-"""One open `generate` call: its trace, what its choices came to, and the result that they add up to.
+"""Keeps the state of one open `generate` call: its trace, the outcome of each choice, and the result built from them.
 
-Pure. Knows neither the engine nor the planes: the service tells it what happened.
+This module is pure. It knows nothing of the engine or of the message plane and the feature channel: the service reports
+each event to it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from fabric.messages import ChoiceResult, GenerateRequest, GenerateResult, Trace
 from llm_workers.scheduling.events import Admission, FinishedSequence, SequenceTimes, SequenceTokens
 
 MAX_PREFILL_EVENTS = 128
-"""Beyond it, chunks that follow each other become one event, so that a trace stays small."""
+"""Limits the prefill events of one trace. Beyond this number, the trace merges chunks that follow each other into one
+event, so that it stays small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,8 @@ class _Times:
 
 
 class OpenAttempt:
-    """Ends when every choice has a result, or by an error."""
+    """An `OpenAttempt` is one attempt of a request that this worker processes. It ends when every choice has a result,
+    or with an error."""
 
     def __init__(self, member_id: MemberId, request: GenerateRequest, received_at_s: float) -> None:
         self.request = request
@@ -46,7 +49,7 @@ class OpenAttempt:
     # ------------------------------------------------------------ what happened
 
     def note(self, name: str, at_s: float, **detail: Any) -> None:
-        """Adds to the trace."""
+        """Adds an event to the trace."""
         self._trace.append(TraceEvent(at_s, self._member_id, name, detail))
 
     def note_units(self, name: str, at_s: float, units: Iterable[UnitKey], **detail: Any) -> None:
@@ -59,7 +62,7 @@ class OpenAttempt:
             self.finished(finished, at_s)
 
     def prefilled(self, choice: int, start: int, end: int, at_s: float) -> None:
-        """Prompt tokens `[start, end)` of a choice were computed."""
+        """Records that the prompt tokens `[start, end)` of a choice were computed."""
         self._num_prefill_events += 1
         if self._num_prefill_events > MAX_PREFILL_EVENTS:
             for index in range(len(self._trace) - 1, -1, -1):
@@ -70,7 +73,7 @@ class OpenAttempt:
         self.note("prefill", at_s, choice=choice, start=start, end=end)
 
     def generated(self, tokens: SequenceTokens, at_s: float) -> None:
-        """New tokens of a choice."""
+        """Records new tokens of a choice."""
         if not self._times.first_token_s and tokens.token_ids:
             self._times = replace(self._times, first_token_s=at_s - self._received_at_s)
             self.note("first_token", at_s)
@@ -78,7 +81,8 @@ class OpenAttempt:
         self._num_tokens[choice] = max(self._num_tokens[choice], tokens.first_index + len(tokens.token_ids))
 
     def finished(self, finished: FinishedSequence, at_s: float) -> None:
-        """A choice has ended. The first choice computes the prompt for all: what it found cached counts."""
+        """Records that a choice has ended. The first choice computes the prompt for all choices, so the number of
+        cached tokens of the attempt is the number that the first choice found."""
         choice = finished.sequence_id.choice
         if choice == 0:
             self._num_cached_tokens = finished.num_cached_tokens
@@ -87,13 +91,14 @@ class OpenAttempt:
         self.note("finished", at_s, choice=choice, reason=finished.finish_reason)
 
     def aborted(self, choice: int, times: SequenceTimes, at_s: float) -> None:
-        """A choice was given up."""
+        """Records that a choice was aborted."""
         self._take_times(times)
         self._choices[choice] = ChoiceResult(choice, "abort", self._num_tokens[choice])
         self.note("aborted", at_s, choice=choice)
 
     def _take_times(self, times: SequenceTimes) -> None:
-        """Of several choices the first to begin gives the queue time, the slowest the others."""
+        """Merges the times of a choice into the times of the attempt. The choice that starts first determines the queue
+        time; the slowest choice determines the prefill time and the held time."""
         former = self._times
         self._times = replace(
             former,
@@ -109,7 +114,7 @@ class OpenAttempt:
         return [choice for choice in self._num_tokens if choice not in self._choices]
 
     def result(self, error: WeftError | None = None) -> GenerateResult:
-        """The terminal event, as things stand. The trace is in the order of time."""
+        """Returns the terminal event for the current state. The trace in it is sorted by time."""
         return GenerateResult(
             worker_id=self._member_id,
             choices=tuple(self._choices[choice] for choice in sorted(self._choices)),

@@ -1,10 +1,10 @@
-"""Paged attention under transformers' own modules.
+"""Implements paged attention inside the unchanged model code of transformers.
 
-A model's attention calls the registered function with the keyword `weft`, an `AttentionStep`: the function writes
-the step's keys and values into the paged KV and attends to each sequence's own context there. Everything that
-depends on the step alone (slots, masks, buckets) is built once per step by a backend, never per layer.
+A model's attention calls the registered function with the keyword `weft`, which holds an `AttentionStep`. The function
+writes the step's keys and values into the paged KV and attends to each sequence's own context there. A backend builds
+everything that depends on the step alone (slots, masks, buckets) once per step, never once per layer.
 
-Knows nothing of requests, models or scheduling: only of blocks, rows and lengths.
+This module knows nothing of requests, models or scheduling; it knows blocks, rows and lengths.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ ATTENTION_NAME = "weft_paged"
 
 
 class AttentionStep(Protocol):
-    """What travels in the keyword `weft`."""
+    """An `AttentionStep` is the object that the keyword `weft` carries to every attention layer of a forward pass."""
 
     rows: Sequence[Rows]
-    """What it was built for."""
+    """Holds the rows for which the step was built."""
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Writes the step's keys and values, then attends. `q` `(num_tokens, num_heads, head_dim)`, `k` and `v`
-        `(num_tokens, num_kv_heads, head_dim)`; returns `(num_tokens, num_heads, head_dim)`."""
+        """Writes the step's keys and values, then attends. `q` has shape `(num_tokens, num_heads, head_dim)`; `k` and
+        `v` have shape `(num_tokens, num_kv_heads, head_dim)`. The result has shape
+        `(num_tokens, num_heads, head_dim)`."""
         ...
 
 
 class Backend(Protocol):
-    """A way to attend over pages; called once per step."""
+    """A `Backend` is one implementation of attention over pages. The runner calls it once per step."""
 
     def __call__(self, kv: PagedKV, rows: Sequence[Rows]) -> AttentionStep: ...
 
 
 def select_backend(name: str, kv: PagedKV) -> Backend:
-    """`sdpa` runs anywhere, `varlen` on CUDA in half precision; `auto` takes the best there is for these pages.
-    Raises ConfigError otherwise."""
+    """Returns the backend called `name`. `sdpa` runs on any device, `varlen` runs on CUDA in half precision, and `auto`
+    selects the best backend that can run on these pages. Raises ConfigError if the backend can't run on these pages."""
     if name in ("varlen", "auto") and is_varlen_available(kv):
         return VarlenStep
     if name in ("sdpa", "auto"):
@@ -60,8 +61,9 @@ def attention_forward(
     weft: AttentionStep | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers' attention modules call: `query` `(1, num_heads, num_tokens, head_dim)` ->
-    `(1, num_tokens, num_heads, head_dim)`. The step's own causal rule replaces `attention_mask`."""
+    """Computes the attention of one layer; the attention modules of transformers call it. `query` has shape
+    `(1, num_heads, num_tokens, head_dim)`; the result has shape `(1, num_tokens, num_heads, head_dim)`. The causal rule
+    of the step replaces `attention_mask`."""
     if weft is None:
         raise ConfigError("the paged attention was called without its step: the model does not pass keywords through")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -70,8 +72,8 @@ def attention_forward(
 
 
 def register_attention(name: str = ATTENTION_NAME) -> str:
-    """Makes the function known to transformers, for this process, under `name` (returned). Idempotent. No mask
-    function is registered with it, so transformers builds no masks."""
+    """Registers `attention_forward` with transformers under `name`, for this process, and returns `name`. The call is
+    idempotent. It registers no mask function, so transformers builds no masks."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(name, attention_forward)

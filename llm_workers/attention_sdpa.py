@@ -1,9 +1,9 @@
-"""Attention over gathered pages by torch's scaled_dot_product_attention: runs on any device.
+"""Computes attention over gathered pages with torch's scaled_dot_product_attention; it runs on any device.
 
-Rows of one token (decoding) are batched by context length, so that padding at most doubles the work, and on a CPU in
-groups whose gathered pages stay in the cores' caches until they are attended to; longer chunks are attended one
-sequence at a time. Padding repeats the sequence's own first slot: what another sequence wrote, even NaN, can't reach
-this one through a mask.
+Rows of one token (decoding) are batched by context length, so that padding at most doubles the work. On a CPU the
+batches are also split into groups whose gathered pages stay in the cores' caches until attention reads them. Longer
+chunks are attended one sequence at a time. Padding repeats the sequence's own first slot, so that no value that another
+sequence wrote, even NaN, can reach this sequence through a mask.
 """
 
 from __future__ import annotations
@@ -20,17 +20,19 @@ from llm_workers.native_attention import NativeChunks, NativeDecode, is_native, 
 from llm_workers.paged_kv import PagedKV, Rows, StepRows, write_slots
 
 MIN_BUCKET_TOKENS = 64
-"""Contexts up to this length share one batch: below it a call costs more than its padding."""
+"""Limits the contexts that share one batch regardless of their ratio. Below this length, a separate call costs more
+time than the padding."""
 GROUP_BYTES = 2**20
-"""Keys and values of one group per thread, on a CPU: half of a small L2 cache. Measured: groups of 0.3 to 1.2 MB are
-equally fast, a whole batch of 32 contexts of 300 tokens takes twice as long."""
+"""Limits the keys and values of one group per thread, on a CPU, to half of a small L2 cache. In measurements, groups of
+0.3 to 1.2 MB are equally fast, and an undivided batch of 32 contexts of 300 tokens takes twice as long."""
 
 
 class GatheredDecodes(NamedTuple):
-    """One-token rows of similar context, `[first, last)` of the step's in order of context: `slots` int64
-    `((last - first) * width,)`, `mask` `(last - first, 1, 1, width)` in the KV's dtype, -inf where nothing is, or None
-    when all contexts are equally long. `gathered`: where keys and values go, each
-    `((last - first) * width, num_kv_heads, head_dim)`; shared by the batches of a step."""
+    """`GatheredDecodes` is one batch of one-token rows with similar contexts: the rows `[first, last)` of the step's
+    decoding rows in order of context. `slots` is int64 and has shape `((last - first) * width,)`. `mask` has shape
+    `(last - first, 1, 1, width)` and the KV's dtype and is -inf where a row has no token; it is None when all contexts
+    are equally long. `gathered` is the buffer that receives keys and values, each with shape
+    `((last - first) * width, num_kv_heads, head_dim)`; the batches of a step share it."""
 
     first: int
     last: int
@@ -41,8 +43,9 @@ class GatheredDecodes(NamedTuple):
 
 
 class PrefillChunk(NamedTuple):
-    """A chunk of one sequence: `slots` int64 `(context,)`, `mask` `(num_tokens, context)` in the KV's dtype, -inf for
-    what a token does not see, or None for a chunk that starts at 0 (plainly causal)."""
+    """`PrefillChunk` is a chunk of one sequence. `slots` is int64 and has shape `(context,)`. `mask` has shape
+    `(num_tokens, context)` and the KV's dtype and is -inf for each position that a token does not see; it is None for a
+    chunk that starts at 0, whose attention is plainly causal."""
 
     at: int
     num_tokens: int
@@ -51,7 +54,7 @@ class PrefillChunk(NamedTuple):
 
 
 class SdpaStep:
-    """An AttentionStep."""
+    """`SdpaStep` is an `AttentionStep` that runs on any device."""
 
     def __init__(self, kv: PagedKV, rows: Sequence[Rows]) -> None:
         step = StepRows.of(rows)
@@ -72,7 +75,8 @@ class SdpaStep:
         self._chunks: NativeChunks | list[PrefillChunk] | None = None
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Rows behind the step's own give zeros."""
+        """Attends as `AttentionStep.attend` describes. If `q` has more rows than the step, the result is zero in the
+        extra rows."""
         keys, values = self._kv.layer(layer)
         num_tokens = len(self._write)
         keys.index_copy_(0, self._write, k[:num_tokens])
@@ -105,7 +109,7 @@ class SdpaStep:
 
 
 def buckets(rows: Iterable[Rows]) -> list[list[Rows]]:
-    """Rows grouped so that the longest context of a group is at most twice the shortest (or MIN_BUCKET_TOKENS)."""
+    """Groups the rows so that the longest context of a group is at most twice the shortest (or MIN_BUCKET_TOKENS)."""
     size_to_rows: dict[int, list[Rows]] = {}
     for row in rows:
         size_to_rows.setdefault(max(row.context, MIN_BUCKET_TOKENS).bit_length(), []).append(row)
@@ -113,7 +117,8 @@ def buckets(rows: Iterable[Rows]) -> list[list[Rows]]:
 
 
 def groups(rows: Sequence[Rows], max_tokens: int) -> list[list[Rows]]:
-    """Rows in order of their context, cut so that a group with its padding has at most `max_tokens`, or one row."""
+    """Sorts the rows by context and cuts them into groups. With its padding a group has at most `max_tokens` tokens, or
+    it has a single row."""
     cut: list[list[Rows]] = []
     for row in sorted(rows, key=lambda row: row.context):
         if cut and (len(cut[-1]) + 1) * row.context <= max_tokens:
@@ -166,7 +171,8 @@ def _prefill_chunk(kv: PagedKV, row: Rows) -> PrefillChunk:
 
 
 def _mask(kv: PagedKV, is_seen: npt.NDArray[np.bool_]) -> torch.Tensor:
-    """What is added to the scores. A bool mask would be made into this anew in every layer."""
+    """Returns the mask that is added to the scores. With a bool mask, torch would build this tensor again in every
+    layer."""
     seen = torch.from_numpy(is_seen).to(kv.device)
     return torch.zeros(seen.shape, dtype=kv.dtype, device=kv.device).masked_fill_(~seen, float("-inf"))
 
@@ -174,8 +180,9 @@ def _mask(kv: PagedKV, is_seen: npt.NDArray[np.bool_]) -> torch.Tensor:
 def _attend_decode(
     batch: GatheredDecodes, queries: torch.Tensor, pages: tuple[torch.Tensor, torch.Tensor], scaling: float
 ) -> torch.Tensor:
-    """`queries` `(num_decoded, num_heads, head_dim)` -> `(last - first, num_heads, head_dim)`. The heads of one KV
-    head's group stand as its queries, so keys and values are never repeated."""
+    """Attends one batch of decoding rows. `queries` has shape `(num_decoded, num_heads, head_dim)`; the result has
+    shape `(last - first, num_heads, head_dim)`. The query heads that share one KV head are passed as several queries of
+    that head, so keys and values are never repeated."""
     num_rows, (_, num_kv_heads, head_dim) = batch.last - batch.first, pages[0].shape
     grouped = queries[batch.first : batch.last].view(num_rows, num_kv_heads, -1, head_dim)
     for page, gathered in zip(pages, batch.gathered, strict=True):
@@ -193,7 +200,8 @@ def _attend_prefill(
     pages: tuple[torch.Tensor, torch.Tensor],
     scaling: float,
 ) -> torch.Tensor:
-    """A chunk from 0 sees only itself, so it attends to `k` and `v` as they come; a later one gathers its context."""
+    """Attends one chunk of a prompt. A chunk that starts at 0 sees only itself, so it attends to `k` and `v` directly;
+    a later chunk gathers its context from the pages."""
     if chunk.mask is not None:
         k, v = (tensor.index_select(0, chunk.slots) for tensor in pages)
     attended = scaled_dot_product_attention(

@@ -1,7 +1,9 @@
-"""Attention by torch's variable-length flash kernel: CUDA, half precision, all sequences of a step in one call.
+"""Computes attention with torch's variable-length flash kernel: on CUDA, in half precision, all sequences of a step in
+one call.
 
-With a torch whose `varlen_attn` takes a block table (2.13) it reads the pages in place; with an older one the
-contexts are gathered first. `num_splits=1` makes a sequence's result independent of its batch.
+If torch's `varlen_attn` takes a block table (since torch 2.13), the kernel reads the pages in place; with an older
+torch the contexts are gathered first. `num_splits=1` makes a sequence's result independent of its batch. This module
+knows nothing of requests, models or scheduling.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import torch
 from llm_workers.paged_kv import PagedKV, Rows, write_slots
 
 PAGE_TOKENS_MULTIPLE = 256
-"""Flash attention's paged kernel reads pages of a multiple of this many tokens; smaller blocks are gathered."""
+"""The block size must be a multiple of this many tokens for the paged kernel of flash attention; smaller blocks are
+gathered."""
 
 
 def _varlen_parameters() -> frozenset[str]:
@@ -28,17 +31,17 @@ def _varlen_parameters() -> frozenset[str]:
 
 
 def is_varlen_available(kv: PagedKV) -> bool:
-    """Whether this torch has the kernel and it can read these pages."""
+    """Returns whether this torch has the kernel and the kernel can read these pages."""
     return kv.device.type == "cuda" and kv.dtype in (torch.float16, torch.bfloat16) and bool(_varlen_parameters())
 
 
 def has_block_tables() -> bool:
-    """Whether the kernel reads pages in place (torch 2.13)."""
+    """Returns whether the kernel reads pages in place (since torch 2.13)."""
     return "block_table" in _varlen_parameters()
 
 
 class VarlenStep:
-    """An AttentionStep for CUDA in float16 or bfloat16."""
+    """`VarlenStep` is an `AttentionStep` for CUDA in float16 or bfloat16."""
 
     def __init__(self, kv: PagedKV, rows: Sequence[Rows]) -> None:
         self._kv, self.rows = kv, rows
@@ -91,7 +94,8 @@ def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def _block_table(rows: Sequence[Rows], device: torch.device) -> torch.Tensor:
-    """int32 `(num_rows, longest)`, short tables padded with their own first block."""
+    """Returns the block tables as one int32 tensor with shape `(num_rows, longest)`. Short tables are padded with their
+    own first block."""
     table = np.empty((len(rows), max(len(row.block_ids) for row in rows)), dtype=np.int32)
     for index, row in enumerate(rows):
         table[index] = row.block_ids[0]
@@ -100,7 +104,7 @@ def _block_table(rows: Sequence[Rows], device: torch.device) -> torch.Tensor:
 
 
 def _tail_slots(kv: PagedKV, rows: Sequence[Rows]) -> torch.Tensor:
-    """The unwritten slots of each sequence's last block, zeroed before the kernel reads whole pages: a NaN left
-    there by a former owner would pass through the mask (0 * NaN)."""
+    """Returns the unwritten slots of each sequence's last block. They are zeroed before the kernel reads whole pages: a
+    NaN that an earlier sequence left there would pass through the mask (0 * NaN is NaN)."""
     tails = [kv.slots(row.block_ids, row.context, -(-row.context // kv.block_size) * kv.block_size) for row in rows]
     return torch.from_numpy(np.concatenate(tails)).to(kv.device)

@@ -1,6 +1,7 @@
-"""What a step costs on this machine, before the first request: a few steps on made-up tokens.
+"""Measures what a step costs on this machine, before the first request, with a few steps on made-up tokens.
 
-Runs before the scheduler owns any block, so it may write anywhere in the KV pages.
+It runs before the scheduler owns any block, so it may write anywhere in the KV pages. This module knows nothing of
+requests.
 """
 
 from __future__ import annotations
@@ -21,22 +22,23 @@ from llm_workers.step_costs import StepCosts
 from modalities.family import Family
 
 SIZES = (16, 128)
-"""Tokens of one prompt."""
+"""Lists the prompt lengths in tokens that are measured."""
 DECODES = (1, 8)
-"""Sequences with one token each."""
+"""Lists the numbers of decoding sequences that are measured; each sequence has one token."""
 NUM_RUNS = 3
 
 
 def calibrate(runner: Runner, family: Family, config: WorkerConfig, costs: StepCosts, clock: Clock) -> None:
-    """Fits `costs` to a few steps of each kind that fits. Of a kind the first run warms up and the fastest counts: a
-    pause is no property of the step.
+    """Fits `costs` to a few steps of each kind that fits into the limits of the worker. The first run of each kind
+    warms up, and the fastest of the later runs counts, because a pause is not a property of the step.
 
-    Raises ConfigError if the logits of a made-up prompt are not finite: a worker with such weights would be lost with
-    its first request, and replaced by another like it.
+    Raises ConfigError if the logits of a made-up prompt are not finite. A worker with such weights would be lost with
+    its first request, and its replacement would fail in the same way.
     """
     most = min(config.max_step_tokens, config.num_blocks * config.block_size, family.shape.max_model_len)
     sizes = sorted({min(size, most) for size in SIZES})
-    at = min(config.block_size, most - 1)  # behind tokens of a prompt that was computed just before
+    # The position lies behind tokens of a prompt that an earlier plan computed.
+    at = min(config.block_size, most - 1)
     numbers = sorted({min(number, most, config.max_sequences) for number in DECODES}) if at else []
     plans = [StepPlan(0, (_chunk(family, config.block_size, 0, 0, size),)) for size in sizes]
     for plan in plans:
@@ -61,7 +63,7 @@ def _seconds(runner: Runner, plan: StepPlan, clock: Clock) -> float:
 
 
 def _chunk(family: Family, block_size: int, row: int, start: int, num_tokens: int) -> Chunk:
-    """All rows lie in the same blocks."""
+    """Returns a chunk for row `row`. The chunks of all rows lie in the same blocks."""
     token_ids = np.zeros(start + num_tokens, dtype=np.int64)
     return Chunk(
         sequence_id=SequenceId(RequestId("calibration"), 0, row),

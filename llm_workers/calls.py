@@ -1,7 +1,8 @@
-"""The open `generate` calls of a worker: what the engine's updates and the receiver's news mean for each of them.
+"""Keeps the open `generate` calls of a worker and applies the updates of the engine and the events of the receiver to
+them.
 
-Sends what concerns one request to its router: token frames, features that are needed. Lives in the event loop; knows
-nothing of the engine's commands.
+It sends messages that concern one request to the router of that request: token frames, and requests for features. It
+lives in the event loop. This module knows nothing of the engine's commands.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from llm_workers.scheduling.events import StepEvents
 from llm_workers.updates import Update
 
 MEMORY = 4096
-"""Aborted attempts that are remembered."""
+"""Limits how many aborted attempts are remembered."""
 
 
 class OpenCall:
-    """An attempt and the future that its `generate` call waits for."""
+    """An `OpenCall` is an attempt and the future that its `generate` call waits for."""
 
     def __init__(self, attempt: OpenAttempt) -> None:
         self.attempt = attempt
         self.future: asyncio.Future[GenerateResult] = asyncio.get_running_loop().create_future()
 
     def end(self, error: WeftError | None = None) -> None:
-        """The first call decides."""
+        """Resolves the future with the result, or with `error` in it. Only the first call has an effect."""
         if not self.future.done():
             self.future.set_result(self.attempt.result(error))
 
 
 class OpenCalls:
-    """By attempt. What comes for an attempt that is not open is dropped."""
+    """Maps each open attempt to its call. Events for an attempt that is not open are dropped."""
 
     def __init__(self, member_id: MemberId, plane: Plane, clock: Clock) -> None:
         self._member_id, self._plane, self._clock = member_id, plane, clock
@@ -57,7 +58,7 @@ class OpenCalls:
     # ------------------------------------------------------------ begin and end
 
     def open(self, request: GenerateRequest) -> OpenCall:
-        """The caller has seen that the attempt is not open."""
+        """Opens a call for the request. The caller must have checked that the attempt is not open."""
         call = OpenCall(OpenAttempt(self._member_id, request, self._clock.now()))
         self._calls[call.attempt.attempt_id] = call
         return call
@@ -66,7 +67,8 @@ class OpenCalls:
         del self._calls[attempt_id]
 
     def refuse(self, attempt_id: AttemptId) -> None:
-        """The attempt was aborted while it was not open: it has ended, or its call is still on the way."""
+        """Remembers that the attempt was aborted while it was not open: it has ended, or its call has not arrived
+        yet."""
         self._refused[attempt_id] = None
         if len(self._refused) > MEMORY:
             self._refused.popitem(last=False)
@@ -75,7 +77,7 @@ class OpenCalls:
         return attempt_id in self._refused
 
     def is_ended(self, attempt_id: AttemptId) -> bool:
-        """Whether the open call has its result already."""
+        """Returns whether the open call already has its result."""
         return self._calls[attempt_id].future.done()
 
     def fail(self, attempt_id: AttemptId, error: WeftError) -> None:
@@ -89,12 +91,13 @@ class OpenCalls:
     # ------------------------------------------------------------ news of the receiver
 
     def unit_event(self, attempt_id: AttemptId, name: str, unit: UnitKey) -> None:
-        """`unit_announced` or `unit_landed`."""
+        """Records in the trace of the attempt that a unit reached the state `name`: `unit_announced`, `unit_landed` or
+        `unit_reused`. A unit is one separately encoded part of a media item."""
         if call := self._calls.get(attempt_id):
             call.attempt.note_units(name, self._clock.now(), [unit])
 
     def needed(self, needs: Sequence[Need]) -> None:
-        """Asks the routers: one message per attempt and reason."""
+        """Asks the routers for units, with one message per attempt and reason."""
         grouped: dict[tuple[AttemptId, str], list[UnitKey]] = defaultdict(list)
         for need in needs:
             grouped[need.attempt, need.reason].append(need.unit)
@@ -107,7 +110,7 @@ class OpenCalls:
     # ------------------------------------------------------------ news of the engine
 
     def apply(self, update: Update) -> None:
-        """One turn of the engine: traces, token frames, ends."""
+        """Applies one turn of the engine: extends traces, sends token frames and ends calls."""
         for attempt_id, admission in update.admitted:
             if call := self._calls.get(attempt_id):
                 call.attempt.admitted(admission, update.at_s)
@@ -121,7 +124,8 @@ class OpenCalls:
         self._end_complete(update)
 
     def _end_complete(self, update: Update) -> None:
-        """Only where a choice has ended can a call be complete now; the others are not looked at."""
+        """Ends the calls whose choices have all ended. Only calls with a choice that ended in this update are checked,
+        because no other call can have become complete."""
         touched = [attempt_id for attempt_id, _ in update.admitted]
         touched += [sequence_id.attempt_id for sequence_id, _ in update.aborted]
         if update.events is not None:
@@ -144,7 +148,7 @@ class OpenCalls:
                 call.attempt.finished(finished, at_s)
 
     def _send_tokens(self, events: StepEvents, at_s: float) -> None:
-        """One message per step and router."""
+        """Sends the new tokens of a step, in one message per router."""
         frames: dict[str, list[TokenFrame]] = defaultdict(list)
         for tokens in events.tokens:
             if call := self._calls.get(tokens.sequence_id.attempt_id):

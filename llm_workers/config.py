@@ -1,4 +1,6 @@
-"""What a worker is told at its start. Plain numbers; knows no model and reads no environment."""
+"""Defines the settings that a worker gets at its start. They are plain numbers and strings; this module knows no model
+and reads no environment.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,10 @@ from fabric.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """Prompt lookup: up to `max_tokens` drafted tokens per sequence and step (0: off), taken from behind an earlier
-    occurrence of its last `max_ngram` to `min_ngram` tokens, the longest that there is. Raises ConfigError."""
+    """Configures speculation by prompt lookup. Each step drafts up to `max_tokens` tokens per sequence (0 turns it
+    off). The drafts are copied from the tokens that follow an earlier occurrence of the sequence's last tokens. The
+    lookup tries matches of `max_ngram` down to `min_ngram` tokens and uses the longest match. Raises ConfigError for
+    numbers that contradict each other."""
 
     max_tokens: int = 0
     min_ngram: int = 2
@@ -27,37 +31,43 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Raises ConfigError for numbers that no step could be made of."""
+    """Holds the settings of one worker. Raises ConfigError for numbers that allow no step."""
 
     block_size: int = 16
-    """Tokens per KV block."""
+    """Sets the number of tokens per KV block."""
     num_blocks: int = 1024
     max_step_tokens: int = 512
-    """Most tokens computed in one step, over all sequences."""
+    """Limits the tokens computed in one step, over all sequences."""
     max_sequences: int = 64
-    """Most sequences in one step."""
+    """Limits the sequences in one step."""
     is_prefix_cache_enabled: bool = True
     pull_timeout_s: float = 30.0
     report_interval_s: float = 0.2
     unclaimed_unit_ttl_s: float = 30.0
-    """How long a unit that nobody asked for yet is kept."""
+    """Limits how long the worker keeps an announced unit (one separately encoded part of a media item) whose request
+    has not arrived."""
     unit_wait_s: float = 10.0
-    """How long an announcement is awaited before the router is asked again: it, or the asking, may be lost."""
+    """Sets how long the worker waits for the announcement of a unit before it asks the router again, because the
+    announcement or the worker's own message may be lost."""
     num_ranks: int = 1
-    """Processes that share each layer's weights and KV heads."""
+    """Sets the number of processes that share each layer's weights and KV heads."""
     keep_features: str = "auto"
-    """`auto`, `always` or `never`: what happens to a feature after prefill (`scheduling.keeping`)."""
+    """Selects what happens to a feature after prefill: `auto`, `always` or `never` (see `scheduling.keeping`)."""
     kept_bytes: int = 64 * 2**20
-    """Of host memory, for features that are kept."""
+    """Limits the host memory for features that are kept, in bytes."""
     side_layers: tuple[tuple[str, int], ...] = ()
-    """(name, layer): hidden layers whose rows are stored beside the KV for requests that ask for them."""
+    """Lists pairs (name, layer). The rows of these hidden layers are stored with the KV for requests that ask for
+    them."""
     is_chunked_media_enabled: bool = True
-    """Whether a step may end inside a run of placeholders. Off for models whose media tokens see each other."""
+    """Says whether a step may end inside a run of placeholders. It must be off for models whose media tokens see each
+    other."""
     speculation: Speculation = Speculation()
     cuda_graphs: str = "off"
-    """`auto`: decode steps are recorded where device, torch and block size allow it (`cuda_graphs`)."""
+    """Selects CUDA graphs: with `auto`, decode steps are recorded where device, torch and block size allow it (see the
+    module `cuda_graphs`); `off` records none."""
     is_workspace_measured: bool = False
-    """Whether the largest step is run once at boot, which refuses the start if the device has no room for it."""
+    """Says whether the largest step runs once at boot. The worker then refuses to start if the device has no room for
+    that step."""
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_step_tokens", "max_sequences", "num_ranks"):
@@ -72,5 +82,6 @@ class WorkerConfig:
 
     @property
     def max_piece_tokens(self) -> int:
-        """Longest run of placeholders that fits in a step beside a decode of every other sequence."""
+        """Returns the length of the longest run of placeholders that fits into a step together with a decode of every
+        other sequence."""
         return self.max_step_tokens - self.max_sequences

@@ -1,11 +1,13 @@
-"""Decode steps as CUDA graphs: a step of so many rows is recorded once and then replayed, so that the device never
-waits for Python between its kernels.
+"""Runs decode steps as CUDA graphs: a step with a given number of rows is recorded once and then replayed, so that the
+device never waits for Python between its kernels.
 
-A graph reads its inputs where they lay when it was recorded: embeddings, positions, slots, block tables and lengths
-live in buffers that every step fills anew. Steps come in few sizes; what is missing is filled with copies of the first
-row, which write what that row writes. Only whole pages read in place can be recorded (`attention_varlen` with a block
-table): everything else, and every step that is not of single tokens, runs as before. Off unless the config says so.
-The memory of the graphs is taken as they are recorded and is not a part of the workspace that was measured: leave room.
+A graph reads its inputs at the addresses of the recording. For this reason embeddings, positions, slots, block tables
+and lengths live in buffers that every step fills again. Only a few step sizes are recorded. A smaller step is padded
+with copies of its first row, which write the same values as that row. Only steps that read whole pages in place can be
+recorded (`attention_varlen` with a block table). Every other step, and every step with a sequence that has several
+tokens, runs without a graph. Graphs are off unless the config turns them on. The graphs take their memory when they are
+recorded. The measured workspace does not include this memory, so the operator must leave room for it. This module knows
+nothing of requests.
 """
 
 from __future__ import annotations
@@ -23,16 +25,17 @@ from modalities.family import LanguageModel
 
 _LOG = logging.getLogger(__name__)
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Rows of the graphs; a larger step is not recorded."""
+"""Lists the row counts of the graphs; a step with more rows than the last one is not recorded."""
 NUM_WARM_UPS = 2
-"""Runs before the recording: libraries choose their kernels and workspaces in the first."""
+"""Sets the number of runs before the recording, because libraries choose their kernels and workspaces in the first
+runs."""
 
 
 class DecodeInputs:
-    """The static buffers of one size; an AttentionStep of `size` rows that decode."""
+    """Holds the static buffers of one size; it is an `AttentionStep` of `size` decoding rows."""
 
     def __init__(self, kv: PagedKV, size: int, max_blocks: int) -> None:
-        """`max_blocks`: of one sequence."""
+        """Allocates the buffers. `max_blocks` is the largest number of blocks of one sequence."""
         self._kv, self.size = kv, size
         self.rows: Sequence[Rows] = ()
         at = {"device": kv.device}
@@ -43,7 +46,8 @@ class DecodeInputs:
         self._cu_q = torch.arange(size + 1, dtype=torch.int32, **at)
 
     def load(self, rows: Sequence[Rows]) -> None:
-        """Fills the buffers for at most `size` rows of one token each; their block tables must fit."""
+        """Fills the buffers for at most `size` rows of one token each. The block tables of the rows must fit into the
+        buffer."""
         self.rows = rows
         block_size, padded = self._kv.block_size, [*rows, *[rows[0]] * (self.size - len(rows))]
         contexts = np.array([row.context for row in padded])
@@ -53,7 +57,8 @@ class DecodeInputs:
             table[index, : len(row.block_ids)] = row.block_ids
         at = contexts - 1
         write = table[np.arange(self.size), at // block_size].astype(np.int64) * block_size + at % block_size
-        # Up to the end of the last page; what is beyond it stands for the slot itself, which is written afterwards.
+        # The tails reach to the end of the last page. Entries beyond that end repeat the row's own slot, which the step
+        # writes after the tails are zeroed.
         steps = np.arange(block_size)
         tails = write[:, None] + np.where(steps < block_size - at[:, None] % block_size, steps, 0)
         for buffer, values in (
@@ -65,7 +70,8 @@ class DecodeInputs:
             buffer.copy_(torch.from_numpy(values))
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Unwritten slots of the last pages are zeroed first: a NaN left there would pass through the mask."""
+        """Writes the step's keys and values, then attends. The unwritten slots of the last pages are zeroed first,
+        because a NaN in them would pass through the mask."""
         from torch.nn.attention.varlen import varlen_attn
 
         pages = self._kv.layer(layer)
@@ -89,7 +95,8 @@ class DecodeInputs:
 
 
 class GraphedModel:
-    """A LanguageModel whose decode steps are replayed. What it returns from one is valid until the next."""
+    """`GraphedModel` is a LanguageModel that replays its decode steps. The result of a replay is valid until the next
+    replay."""
 
     def __init__(self, model: LanguageModel, kv: PagedKV, max_blocks: int) -> None:
         self._model, self._kv, self._max_blocks = model, kv, max_blocks
@@ -118,7 +125,8 @@ class GraphedModel:
         if size not in self._graphs:
             try:
                 self._graphs[size] = self._record(size, embeddings, positions, attention.rows)
-            except RuntimeError:  # a model that waits for the device inside its forward can't be recorded
+            except RuntimeError:
+                # A model that waits for the device inside its forward pass can't be recorded.
                 _LOG.exception("decode steps can't be recorded; they run without graphs")
                 self._is_refused = True
                 return self._model.forward(embeddings, positions, attention, None, None)
@@ -135,7 +143,7 @@ class GraphedModel:
 
 
 class _Recorded:
-    """One graph and its buffers."""
+    """Holds one graph and its buffers."""
 
     def __init__(self, inputs: DecodeInputs, embeddings: torch.Tensor, positions: torch.Tensor) -> None:
         self._inputs, self._embeddings, self._positions = inputs, embeddings, positions
@@ -145,7 +153,8 @@ class _Recorded:
     def record(
         self, model: LanguageModel, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[Rows]
     ) -> None:
-        """Warms up on a stream of its own, then records. The step's keys and values are written again by a replay."""
+        """Warms up on a separate stream, then records. The replay that follows writes the step's keys and values
+        again."""
         self._load(embeddings, positions, rows)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -153,7 +162,8 @@ class _Recorded:
             for _ in range(NUM_WARM_UPS):
                 model.forward(self._embeddings, self._positions, self._inputs, None, None)
         torch.cuda.current_stream().wait_stream(stream)
-        # Other threads of this process may allocate meanwhile: only this one's calls are held against the recording.
+        # Other threads of this process may allocate memory during the recording. With `thread_local`, only the calls of
+        # this thread can break the recording.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._hidden = model.forward(self._embeddings, self._positions, self._inputs, None, None)
 
@@ -172,14 +182,16 @@ class _Recorded:
 
 
 def graph_size(rows: Sequence[Rows]) -> int | None:
-    """Rows of the graph for this step; None for one that is not of single tokens, or too large."""
+    """Returns the number of rows of the graph for this step. Returns None if a row has several tokens or the step is
+    too large."""
     if any(row.num_tokens != 1 for row in rows):
         return None
     return next((size for size in SIZES if size >= len(rows)), None)
 
 
 def with_graphs(model: LanguageModel, kv: PagedKV, max_model_len: int) -> LanguageModel:
-    """`model`, its decode steps recorded where this device, this torch and these pages allow it."""
+    """Wraps `model` so that its decode steps are recorded. Returns `model` itself if this device, this torch or these
+    pages do not allow it."""
     if not is_varlen_available(kv) or not has_block_tables() or kv.block_size % PAGE_TOKENS_MULTIPLE:
         return model
     return GraphedModel(model, kv, -(-max_model_len // kv.block_size))

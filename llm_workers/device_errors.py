@@ -1,6 +1,7 @@
-"""Whose fault a failed step is: the device's, which then fails everything, or a request's, which fails alone.
+"""Distinguishes the two causes of a failed step: a failed device, after which every step fails, and a single request,
+which fails alone.
 
-Pure: error kinds are told by name, so that no device's library is imported here.
+This module is pure. It identifies error classes by name, so that it imports no device library.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from fabric.messages import SamplingParams
 from llm_workers.scheduling.plan import NO_BLOCK, Chunk, StepPlan
 
 DEVICE_ERROR_NAMES = frozenset({"AcceleratorError", "OutOfMemoryError", "MemoryError"})
-"""Classes of torch and of Python, by name: `torch.AcceleratorError` (an error of the CUDA runtime),
-`torch.OutOfMemoryError`."""
+"""Lists classes of torch and of Python by name. Among them are `torch.AcceleratorError` (an error of the CUDA runtime)
+and `torch.OutOfMemoryError`."""
 DEVICE_ERROR_MARKS = (
     "CUDA error",
     "HIP error",
@@ -24,21 +25,22 @@ DEVICE_ERROR_MARKS = (
     "NCCL error",
     "can't allocate memory",
 )
-"""In the text of a plain RuntimeError: libraries below torch report through it, and so does its CPU allocator."""
+"""Lists texts that mark a plain RuntimeError as a device error: libraries below torch report their errors in this way,
+and so does torch's CPU allocator."""
 PROBE_ID = SequenceId(RequestId("probe"), 0, 0)
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Whether an error speaks of the device or its memory. Such an error, met again by a sequence that runs alone, is
-    not the sequence's: steps are no larger than those that were tried at boot."""
+    """Returns whether an error concerns the device or its memory. If a sequence that runs alone meets such an error
+    again, the sequence is not the cause, because its step is no larger than the steps that were tried at boot."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool(names & DEVICE_ERROR_NAMES) or any(mark in str(error) for mark in DEVICE_ERROR_MARKS)
 
 
 def probe_plan(plan: StepPlan, chunk: Chunk, block: int) -> StepPlan:
-    """A step that nothing of a request can spoil: one token of id 0 at position 0, without features, penalties or
-    grammar. It writes to `block`, which must hold nothing that anyone reads: a block of `chunk` itself may be shared
-    with others, when its whole prompt was found in the prefix cache."""
+    """Returns a step that no property of a request can spoil: one token of id 0 at position 0, without features,
+    penalties or grammar. The step writes to `block`, which no sequence may read. A block of `chunk` itself is not safe,
+    because other sequences may share it if the whole prompt was found in the prefix cache."""
     probe = replace(
         chunk,
         sequence_id=PROBE_ID,

@@ -1,8 +1,9 @@
-"""From hidden states to tokens: logits of the rows that are asked for, constrained, drawn, drafts verified.
+"""Turns hidden states into tokens: computes the logits of the requested rows, constrains them, draws tokens and
+verifies drafts.
 
-A chunk with drafts is drawn at the token in front of them and at each of them, all in one go: as a draw depends on
-(seed, choice, index) alone, a draft is right exactly where it equals the draw in its place, at any temperature.
-Knows neither KV nor features.
+A chunk with drafts (guessed tokens) is drawn at the token before the drafts and at each draft, all in one call. A draw
+depends on (seed, choice, index) alone, so a draft is right exactly if it equals the draw at its place, at any
+temperature. This module knows nothing of the KV or of features.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from modalities.family import LanguageModel
 
 
 class Drawn(NamedTuple):
-    """A chunk that is drawn at rows `[first, first + num_drafts + 1)` of the logits."""
+    """A `Drawn` is a chunk whose tokens are drawn from rows `[first, first + num_drafts + 1)` of the logits."""
 
     chunk: Chunk
     params: SamplingParams
@@ -37,8 +38,9 @@ class Drawn(NamedTuple):
 
 
 def rows_to_finish(plan: StepPlan, starts: np.ndarray) -> npt.NDArray[np.int64]:
-    """The rows of a step whose last hidden states `draw` needs: those of all `decodes`, and of each of the `others`,
-    whose i-th has the rows `[starts[i], starts[i + 1])`, those that are drawn at, or the last."""
+    """Returns the rows of a step whose last hidden states `draw` needs. These are the rows of all `decodes` and some
+    rows of each of the `others`: the rows that tokens are drawn from, or the last row if no token is drawn. The i-th of
+    the `others` has the rows `[starts[i], starts[i + 1])`."""
     ends = starts[1:]
     if not any(chunk.num_drafts for chunk in plan.others):
         return np.concatenate([np.arange(plan.num_decodes), ends - 1])
@@ -47,13 +49,13 @@ def rows_to_finish(plan: StepPlan, starts: np.ndarray) -> npt.NDArray[np.int64]:
 
 
 def draw(model: LanguageModel, hidden: torch.Tensor, plan: StepPlan) -> StepResult:
-    """Draws for all of the plan's `decodes`, and for each of its `others` that has `sampling`. `hidden`
-    `(n, hidden_size)`: the last hidden states of `rows_to_finish`, in that order. A token is negative where the logits
-    are not finite or the grammar is broken.
+    """Draws for all of the plan's `decodes`, and for each of its `others` that has `sampling`. `hidden` has shape
+    `(n, hidden_size)` and holds the last hidden states of `rows_to_finish`, in that order. A token is negative where
+    the logits are not finite or the grammar is broken.
 
-    Says also of each of the `others`, drawn from or not, whether its rows are finite. Its last row tells: in every
-    layer it attends to all of them, and what is not finite stays so at any weight, zero included. Of a decode its token
-    says so. Tokens and flags come to the host in one transfer."""
+    The result also says for each of the `others`, with or without `sampling`, whether its rows are finite. The last row
+    of a chunk shows this: in every layer it attends to all other rows, and a value that is not finite stays so at any
+    weight, even at zero. For a decode, its token shows it. Tokens and flags reach the host in one transfer."""
     drawn: list[Drawn] = []
     at = list(range(plan.num_decodes))
     last_rows: list[int] = []
@@ -89,7 +91,7 @@ def draw(model: LanguageModel, hidden: torch.Tensor, plan: StepPlan) -> StepResu
 
 
 def _draws(plan: StepPlan, drawn: Sequence[Drawn]) -> list[Draw]:
-    """In the order of the rows of the logits."""
+    """Returns the parameters of all draws, in the order of the rows of the logits."""
     decodes = plan.decodes
     draws: list[Draw] = []
     if decodes is not None:
@@ -102,15 +104,16 @@ def _draws(plan: StepPlan, drawn: Sequence[Drawn]) -> list[Draw]:
 
 
 def _num_rows(chunk: Chunk) -> int:
-    """That a chunk has in `rows_to_finish`."""
+    """Returns the number of rows that a chunk has in `rows_to_finish`."""
     return 1 + chunk.num_drafts if chunk.sampling is not None else 1
 
 
 def _spoiled(hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """1 for each of these rows that is not finite: int64 `(len(rows),)` on the device."""
+    """Returns 1 for each of these rows that is not finite and 0 for the others, as int64 `(len(rows),)` on the
+    device."""
     chosen = hidden.index_select(0, torch.tensor(rows, dtype=torch.int64, device=hidden.device))
-    # What is not finite stays so in a sum; sums of normalised rows are far from the largest float32. A tenth of the
-    # time of `aminmax`.
+    # A value that is not finite makes the sum not finite, and sums of normalised rows are far below the largest
+    # float32. The sum takes a tenth of the time of `aminmax`.
     return (~chosen.sum(dim=-1, dtype=torch.float32).isfinite()).long()
 
 
@@ -119,7 +122,7 @@ def _named(chunks: Sequence[Chunk], flags: Sequence[int]) -> set[SequenceId]:
 
 
 def _constrain(logits: torch.Tensor, drawn: Sequence[Drawn]) -> list[int]:
-    """Changes the logits of every row as its request asks, in place. Returns rows whose grammar is broken."""
+    """Changes the logits of every row in place as its request demands. Returns the rows whose grammar is broken."""
     changes: list[Penalised] = []
     barred: list[tuple[int, tuple[int, ...]]] = []
     for chunk, params, first in drawn:
@@ -135,7 +138,8 @@ def _constrain(logits: torch.Tensor, drawn: Sequence[Drawn]) -> list[int]:
 
 
 def _score(raw: torch.Tensor, scored: Sequence[Drawn], result: StepResult) -> None:
-    """Adds the log-probabilities of the accepted tokens. `raw` holds the rows of `scored`, one after the other."""
+    """Adds the log-probabilities of the accepted tokens to `result`. `raw` holds the rows of `scored`, one after the
+    other."""
     rows: list[int] = []
     tokens: list[int] = []
     num_top: list[int] = []

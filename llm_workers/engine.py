@@ -1,8 +1,10 @@
-"""The engine thread: commands in, `plan_step -> execute -> commit`, one update out per turn.
+"""Runs the engine thread. Each turn takes the queued commands, runs `plan_step -> execute -> commit`, and hands over
+one update.
 
-It alone touches the scheduler and the runner. A step that fails is tried again one sequence at a time, so that a
-poisoned request ends alone. If the device fails a step that nothing can be wrong with, the engine ends as WorkerLost,
-and its requests go elsewhere. Knows nothing of planes, futures or routers: the owner of the updates does.
+Only the engine touches the scheduler and the runner. A step that fails is tried again one sequence at a time, so that
+only the request that causes the failure ends. If the device fails a step that no request can spoil, the engine ends
+with WorkerLost, and its requests move to other workers. This module knows nothing of planes, futures or routers; the
+owner of the updates handles them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from modalities.family import Positions
 
 _LOG = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 8
-"""Steps in a row in which every request failed, although probes went well: then the worker is not trusted any more."""
+"""Limits the consecutive steps in which every request fails although the probes succeed. After this many steps the
+worker is no longer trusted."""
 
 
 TOKEN_TO_FAILURE: dict[int, WeftError] = {
@@ -38,18 +41,18 @@ TOKEN_TO_FAILURE: dict[int, WeftError] = {
 
 
 class Executor(Protocol):
-    """The runner, as the engine sees it."""
+    """An `Executor` is the part of the runner that the engine uses."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """May be called again for a part of the same plan. A negative last token marks a sequence that broke, and so
-        does `not_finite`.
-        WorkerLost: nothing will ever work again, and it was no request's fault."""
+        """Executes the plan. The engine may call it again for a part of the same plan. A sequence is broken if its last
+        token is negative or if it is in `not_finite`. Raises WorkerLost if no later step can work and no request is the
+        cause."""
         ...
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Running sums since start, for benches."""
+    """Holds running sums since the start, for benchmarks."""
 
     num_steps: int = 0
     num_tokens: int = 0
@@ -62,7 +65,8 @@ Command = Callable[[Update], None]
 
 
 class Engine:
-    """Its methods are thread-safe and never block; `on_update` is called in the engine's thread."""
+    """An `Engine` owns the engine thread. The methods for other threads are thread-safe and never block. The engine
+    calls `on_update` in its own thread."""
 
     def __init__(
         self, scheduler: Scheduler, executor: Executor, clock: Clock, on_update: Callable[[Update], None]
@@ -70,9 +74,10 @@ class Engine:
         self._scheduler, self._executor, self._clock, self._on_update = scheduler, executor, clock, on_update
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._held: dict[UnitKey, int] = {}
-        """Readable units -> how often it was told of them: each time is answered by a LetGo."""
+        """Maps each readable unit (one separately encoded part of a media item) to the number of `unit_landed` calls
+        for it. One `LetGo` answers all of these calls."""
         self._maybe_unneeded: list[UnitKey] = []
-        """Units that were said to have landed since they were last looked at."""
+        """Holds the units for which `unit_landed` was called since the last check for unneeded units."""
         self._is_idle = True
         self._num_failed_steps = 0
         self._death: WeftError | None = None
@@ -85,26 +90,27 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends after the step under way; joins the thread. Idempotent."""
+        """Ends the engine after the current step and joins the thread. The call is idempotent."""
         self._commands.put(None)
         if self._thread.is_alive():
             self._thread.join()
 
     def check_health(self) -> None:
-        """Raises WorkerLost when the engine has died, EngineFailed when it was stopped."""
+        """Raises WorkerLost if the engine has died, and EngineFailed if it was stopped."""
         if self._death is not None:
             raise self._death
         if self._thread.ident is not None and not self._thread.is_alive():
             raise EngineFailed("the engine has stopped")
 
     def add(self, request: GenerateRequest, positions: Positions, guide: Guide | None = None) -> None:
-        """`guide`: at the beginning of the request's grammar, if it has one; the engine's from here on. The request
-        waits from now on, also for the step that is under way. What takes time in proportion to the prompt is done
-        here, in the caller's thread."""
+        """Adds a request. `guide` stands at the beginning of the request's grammar, if it has one, and belongs to the
+        engine from this call on. The waiting time of the request starts with this call, even while a step is running.
+        Work that takes time in proportion to the prompt is done here, in the caller's thread."""
         attempt = AttemptId(request.request_id, request.attempt)
         try:
             arrival = self._scheduler.prepare(request, positions, guide)
-        except Exception as error:  # answered by an update, as every failure is
+        except Exception as error:
+            # An update answers this failure, as it answers every failure.
             failed = Failed(attempt, _admission_error(attempt, error))
             self._commands.put(lambda update: update.failed.append(failed))
         else:
@@ -114,11 +120,13 @@ class Engine:
         self._commands.put(lambda update: self._abort(attempt, choices, update))
 
     def unit_landed(self, unit: UnitKey) -> None:
-        """The runner can read the unit until a LetGo has answered this; saying it again is harmless."""
+        """Reports that the runner can read the unit. The unit must stay readable until a `LetGo` answers this call.
+        Repeated calls are harmless."""
         self._commands.put(lambda update: self._land(unit))
 
     def evict_unit(self, unit: UnitKey) -> None:
-        """Answered by a LetGo, unless the engine has let go of the unit before."""
+        """Asks the engine to give up the unit. A `LetGo` answers, unless an earlier `LetGo` has already released the
+        unit."""
         self._commands.put(lambda update: self._evict(unit, update))
 
     def request_snapshot(self, address: str) -> None:
@@ -130,14 +138,15 @@ class Engine:
         try:
             while self._turn():
                 pass
-        except Exception as error:  # the loop of the thread: every request is ended by the owner
+        except Exception as error:
+            # This is the top of the thread; the owner of the updates ends every request.
             _LOG.exception("the engine has died")
             is_lost = isinstance(error, WorkerLost)
             self._death = error if is_lost else WorkerLost(f"the engine has died: {type(error).__name__}")
             self._on_update(Update(death=self._death))
 
     def _turn(self) -> bool:
-        """Commands, one step, one update. False when told to stop."""
+        """Runs the queued commands and one step, and hands over one update. Returns False after a call of `stop`."""
         update = Update()
         for command in self._pending():
             if command is None:
@@ -156,13 +165,14 @@ class Engine:
         return True
 
     def _rest(self, is_idle: bool) -> None:
-        """When the last sequence has left, a part of the books is checked: then a fault is found near its cause."""
+        """Checks a part of the scheduler's bookkeeping when the last sequence has ended, so that a fault is found near
+        its cause."""
         if is_idle and not self._is_idle and not self._scheduler.num_sequences:
             self._scheduler.check_at_rest()
         self._is_idle = is_idle
 
     def _pending(self) -> Iterator[Command | None]:
-        """Everything queued; sleeps for the first when there is nothing to compute."""
+        """Yields all queued commands. If there is nothing to compute, it first waits until a command arrives."""
         try:
             yield self._commands.get(block=self._is_idle)
             while True:
@@ -189,7 +199,8 @@ class Engine:
     def _add(self, arrival: Arrival, update: Update) -> None:
         try:
             update.admitted.append(Admitted(arrival.attempt_id, self._scheduler.add(arrival)))
-        except Exception as error:  # one request's bad numbers must not end the others
+        except Exception as error:
+            # Wrong numbers in one request must not end the other requests.
             if not isinstance(error, WeftError):
                 self._scheduler.abort(arrival.attempt_id)
             update.failed.append(Failed(arrival.attempt_id, _admission_error(arrival.attempt_id, error)))
@@ -210,14 +221,16 @@ class Engine:
             update.let_go.append(LetGo(unit, self._held.pop(unit), tuple(sorted(missed_by))))
 
     def _snapshot(self, address: str, update: Update) -> None:
-        """Events up to the snapshot go out in the same update, in front of it."""
+        """Adds a snapshot of the prefix cache to the update. The same update delivers all earlier events before the
+        snapshot."""
         self._drain_kv_events(update)
         last_seq, chains = self._scheduler.kv_snapshot()
         update.snapshots.append(Snapshot(address, last_seq, chains))
 
     def _let_go_unneeded(self, update: Update) -> None:
-        """Of units that no sequence needs any more, and of those that landed for nobody, which the scheduler forgets.
-        Only what has become so since the last call is looked at."""
+        """Releases the units that no sequence needs any more, and the units that landed without any sequence that needs
+        them; the scheduler forgets both. The check covers only units that may have become unneeded since the last
+        call."""
         landed, self._maybe_unneeded = self._maybe_unneeded, []
         done = update.events.units_done if update.events is not None else ()
         for unit in (*landed, *done, *self._scheduler.drain_units_done()):
@@ -228,7 +241,8 @@ class Engine:
     # ------------------------------------------------------------ a step
 
     def _step(self, plan: StepPlan, planned_at_s: float, update: Update) -> None:
-        """Executes and commits; or, if sequences break, ends those and leaves the others as they were."""
+        """Executes and commits the plan. If sequences break, ends their attempts and restores the other sequences to
+        their state before the step."""
         started_s = self._clock.now()
         result, failed = self._execute(plan)
         executed_s = self._clock.now()
@@ -247,21 +261,22 @@ class Engine:
         self.times.commit_s += self._clock.now() - executed_s
 
     def _distrust(self, plan: StepPlan, result: StepResult, update: Update) -> None:
-        """Features that a chunk read which is not finite may be why: nobody else may read them. Who needs them asks
-        for them again."""
+        """Distrusts the features that a chunk with results that are not finite has read, because they may be the cause.
+        No other sequence may read them. A sequence that needs such a unit asks for it again."""
         chunks = [chunk for chunk in plan.others if chunk.sequence_id in result.not_finite]
         for unit in dict.fromkeys(splice.unit for chunk in chunks for splice in chunk.splices):
             update.distrusted.append(unit)
             self._evict(unit, update)
 
     def _execute(self, plan: StepPlan) -> tuple[StepResult, dict[AttemptId, WeftError]]:
-        """The result, and what went wrong for which attempt. Raises WorkerLost when the device fails."""
+        """Returns the result, and the error of each attempt that failed. Raises WorkerLost if the device fails."""
         failed: dict[AttemptId, WeftError] = {}
         try:
             result = self._executor.execute(plan)
         except WorkerLost:
             raise
-        except Exception:  # which of the sequences it was is found by running each alone
+        except Exception:
+            # Running each sequence alone shows which sequence caused the failure.
             _LOG.exception("step %d failed; its %d sequences run alone", plan.step, len(plan.chunks))
             result = StepResult({})
             for chunk in plan.chunks:
@@ -279,12 +294,13 @@ class Engine:
         return result, failed
 
     def _execute_alone(self, plan: StepPlan, chunk: Chunk, failed: dict[AttemptId, WeftError]) -> StepResult:
-        """The second attempt. Raises WorkerLost if it fails for the device's sake."""
+        """Executes one chunk alone, as a second attempt. Raises WorkerLost if the device causes the failure."""
         try:
             return self._executor.execute(StepPlan(plan.step, (chunk,)))
         except WorkerLost:
             raise
-        except Exception as error:  # this one is the poisoned request, or the device fails
+        except Exception as error:
+            # Either this request spoils its step, or the device fails.
             name = chunk.sequence_id.request_id
             _LOG.exception("request %s failed alone", name, extra={"request_id": name})
             reason = ErrorInfo.of(error).message
@@ -295,8 +311,8 @@ class Engine:
             return StepResult({})
 
     def _probe(self, plan: StepPlan, chunk: Chunk) -> None:
-        """Raises WorkerLost if the device can't compute even one harmless token, in the place of `chunk`. Without a
-        free block there is no probe, and the request is blamed: its end frees some."""
+        """Raises WorkerLost if the device can't compute even one harmless token, which runs in place of `chunk`.
+        Without a free block there is no probe and the request is blamed; its end frees blocks."""
         block = self._scheduler.empty_block()
         if block is None:
             return
@@ -304,14 +320,16 @@ class Engine:
             result = self._executor.execute(probe_plan(plan, chunk, block))
         except WorkerLost:
             raise
-        except Exception as error:  # nothing of a request was in it
+        except Exception as error:
+            # The probe contains nothing of a request, so the device is the cause.
             raise WorkerLost(f"the device fails every step: {ErrorInfo.of(error).message}") from error
         if result.not_finite or any(tokens[-1] == NOT_FINITE_TOKEN for tokens in result.token_ids.values()):
             raise WorkerLost("the device gives numbers that are not finite, whatever it computes")
 
     def _count_failures(self, plan: StepPlan, failed: dict[AttemptId, WeftError], is_probed: bool) -> None:
-        """Raises WorkerLost if no request of a step could be computed and the device is why, or too often in a row. A
-        broken grammar is the client's mistake: its step was computed."""
+        """Raises WorkerLost if no request of a step could be computed and the device is the cause, or if this happened
+        in too many consecutive steps. A broken grammar does not count: the client caused it, and its step was
+        computed."""
         uncomputed = {attempt for attempt, error in failed.items() if not isinstance(error, InvalidRequest)}
         is_all_failed = bool(uncomputed) and {chunk.sequence_id.attempt_id for chunk in plan.chunks} <= uncomputed
         if is_all_failed and not is_probed:
@@ -322,7 +340,7 @@ class Engine:
 
 
 def _admission_error(attempt: AttemptId, error: Exception) -> WeftError:
-    """What an attempt that could not be admitted fails with."""
+    """Returns the error of an attempt that could not be admitted."""
     if isinstance(error, WeftError):
         return error
     name = attempt.request_id

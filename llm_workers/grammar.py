@@ -1,7 +1,8 @@
-"""Grammars by llguidance: compiled once per text, followed token by token, one bit per token that may come next.
+"""Implements grammars with llguidance. A grammar is compiled once per text, follows the sequence token by token, and
+gives one bit for each token that may come next.
 
-Compiling may take a tenth of a second and belongs into a thread; following takes microseconds. Knows no sequences and
-no logits.
+Compiling may take a tenth of a second and must run in a separate thread; following takes microseconds. This module
+knows nothing of sequences or logits.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ from modalities.text.codec import TextCodec
 from modalities.text.detokenizer import token_bytes
 
 MAX_CACHED = 128
-"""Compiled grammars that are kept, the least recently used one dropped first."""
+"""Limits the compiled grammars that are kept; the least recently used grammar is dropped first."""
 
 LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""States take 1 to 2 kB. The library's own limits bound a mask to some 15 ms."""
+"""Limits the states of one grammar's lexer. A state takes 1 to 2 kB. The library's own limits bound the time for a mask
+to about 15 ms."""
 
 
 class GrammarCompiler:
-    """Of one tokenizer. Thread-safe; the tokenizer's trie is built at first use (a second for 150,000 tokens)."""
+    """Compiles grammars for one tokenizer. It is thread-safe. It builds the tokenizer's trie at first use, which takes
+    a second for 150,000 tokens."""
 
     def __init__(self, codec: TextCodec, vocab_size: int) -> None:
-        """`vocab_size` is the width of the logits: ids behind the tokenizer's own are never allowed."""
+        """Creates a compiler. `vocab_size` is the width of the logits; ids above the tokenizer's own ids are never
+        allowed."""
         self._codec = codec
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
@@ -37,7 +41,8 @@ class GrammarCompiler:
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def compile(self, grammar: str) -> GrammarGuide:
-        """At the beginning of `grammar` (llguidance's own notation). Blocks. Raises InvalidRequest."""
+        """Returns a guide at the beginning of `grammar`, which is written in llguidance's own notation. The call
+        blocks. Raises InvalidRequest if the grammar can't be used."""
         with self._lock:
             matcher = self._compiled.get(grammar)
             if matcher is None:
@@ -60,8 +65,8 @@ class GrammarCompiler:
 
 
 class GrammarGuide:
-    """See llm_workers.scheduling.guidance.Guide. At the end of the grammar the end-of-sequence tokens alone are
-    allowed."""
+    """Implements `llm_workers.scheduling.guidance.Guide` with llguidance. At the end of the grammar, only the
+    end-of-sequence tokens are allowed."""
 
     def __init__(self, matcher: LLMatcher) -> None:
         self._matcher = matcher
@@ -70,8 +75,9 @@ class GrammarGuide:
         return GrammarGuide(self._matcher.deep_copy())
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """A token that the grammar does not allow breaks it for good: `write_mask` says so. What follows its end
-        (end-of-sequence tokens that were ignored) changes nothing."""
+        """Moves the guide past these tokens. A token that the grammar does not allow breaks the guide permanently, and
+        `write_mask` then returns False. Tokens after the end of the grammar (end-of-sequence tokens that were ignored)
+        change nothing."""
         for token_id in token_ids:
             if self._matcher.is_stopped():
                 return
@@ -84,7 +90,7 @@ class GrammarGuide:
 
 
 class _Vocabulary:
-    """The tokenizer as llguidance reads it."""
+    """Presents the tokenizer in the form that llguidance reads."""
 
     def __init__(self, codec: TextCodec, vocab_size: int) -> None:
         self.eos_token_id = codec.eos_token_ids[0]

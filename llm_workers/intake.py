@@ -1,16 +1,19 @@
-"""Which features are on their way to this worker: who wants them, which announcements there are, what has landed.
+"""Tracks the features that are on their way to this worker: which attempts want them, which announcements exist, and
+which features have landed. A feature belongs to a unit, which is one separately encoded part of a media item.
 
-Pure bookkeeping and the decisions on it: what to pull next (by rank of the requests, what each reads next), what to
-evict for it, which announcements to give back, which features to ask the router for. The receiver acts on them.
-Knows nothing of planes, channels, blocks or sequences: only of attempts and units.
+This module keeps the books and makes the decisions: what to pull next (by the rank of the requests and the order in
+which each request reads), what to evict to make room, which announcements to give back, and which features to request
+from the router. The receiver carries out these decisions. This module knows nothing of planes, channels, blocks or
+sequences; it knows only attempts and units.
 
-An attempt is *expected* from `expect` (its request is here) to `admit` (the engine has said what it lacks), and
-until then every unit of it is treated as wanted, in the order of the prompt. From then on its `missing` is the truth,
-and the engine says where each unit is read next: a picture that comes again makes room for one between.
+An attempt is *expected* from `expect` (its request has arrived) to `admit` (the engine has reported what it lacks).
+During this time every unit of the attempt counts as wanted, in the order of the prompt. After admission only the units
+in its `missing` are wanted, and the engine reports where each unit is read next. So an image that the prompt repeats
+later can be evicted to make room for an image that the prompt needs earlier.
 
-A decision never looks at everything that waits. Each event marks the few units and announcements that it may have
-changed anything for, and the `take_*` methods look at what was marked since their last call; what to pull and what to
-evict stands first in a queue of turns that each event keeps true.
+A decision never examines everything that waits. Each event marks the few units and announcements whose state it may
+have changed, and the `take_*` methods examine what was marked since their last call. The next unit to pull and the next
+unit to evict are the first entries of two queues, which every event keeps up to date.
 """
 
 from __future__ import annotations
@@ -37,40 +40,44 @@ Pair = tuple[AttemptId, UnitKey]
 
 
 class Intake:
-    """Not thread-safe: lives in the event loop."""
+    """An `Intake` holds the state of all announced, pulled and landed units. It is not thread-safe and lives in the
+    event loop."""
 
     def __init__(self, clock: Clock, unclaimed_ttl_s: float, unit_wait_s: float) -> None:
         self._clock, self._ttl_s, self._wait_s = clock, unclaimed_ttl_s, unit_wait_s
         self._attempts: dict[AttemptId, WantingAttempt] = {}
         self._users: dict[UnitKey, UnitUsers] = {}
-        """Units of the attempts that are here, and those that the engine still names readers of."""
+        """Holds the users of each unit: of the units of all open attempts, and of the units that the engine still
+        reports readers for."""
         self._announced = Announcements()
         self._pulling: set[UnitKey] = set()
         self._landed: dict[UnitKey, int] = {}
-        """Landed units -> how often the engine was told of them and has not let go. At 0 the bytes may go."""
+        """Maps each landed unit to the number of reports to the engine that the engine has not yet answered with a
+        release. At 0 the bytes may be freed."""
         self._evicting: set[UnitKey] = set()
         self._lent: set[UnitKey] = set()
-        """Landed units that take no inbox room."""
+        """Holds the landed units that take no room in the inbox because a kept feature was lent."""
         self._ended: OrderedDict[AttemptId, None] = OrderedDict()
         self._spent: OrderedDict[Pair, None] = OrderedDict()
-        # Queues that every event keeps true.
+        # Every event keeps these queues up to date.
         self._to_pull: TurnQueue[UnitKey, Turn] = TurnQueue()
-        """Announced units that some attempt wants and that are neither here nor being pulled."""
+        """Holds the announced units that some attempt wants and that are neither landed nor being pulled."""
         self._to_evict: TurnQueue[UnitKey, Backwards] = TurnQueue()
-        """Landed units that take room and that some attempt reads; the one that is read last comes first."""
-        # What the next `take_*` looks at.
+        """Holds the landed units that take room and that some attempt reads; the unit that is read last comes first."""
+        # The next call of a `take_*` method examines these entries.
         self._maybe_kept: dict[UnitKey, None] = {}
         self._maybe_free: dict[UnitKey, None] = {}
         self._maybe_useless: list[Announced] = []
         self._maybe_needed: dict[Pair, None] = {}
-        # What only time changes, the earliest first.
+        # Only the passing of time changes the state of these entries; the earliest entry comes first.
         self._unclaimed: deque[Announced] = deque()
         self._awaited: deque[tuple[float, Pair]] = deque()
 
     # ------------------------------------------------------------ attempts
 
     def expect(self, attempt: AttemptId, rank: Rank, units: Sequence[UnitKey], dispatched: Iterable[UnitKey]) -> None:
-        """A request has come. `units` in the order of its prompt; those of `dispatched` are to be announced."""
+        """Registers the attempt of a request that has arrived. `units` is in the order of the prompt; announcements
+        will follow for the units in `dispatched`."""
         sent = frozenset(dispatched)
         here = {announced.unit for announced in self._announced.of_attempt(attempt)}
         awaited = [unit for unit in units if unit in sent and unit not in here and (attempt, unit) not in self._spent]
@@ -86,8 +93,8 @@ class Intake:
             self._maybe_kept[unit] = None
 
     def admit(self, attempt: AttemptId, missing: Iterable[UnitKey]) -> list[UnitKey]:
-        """The engine's word on what the attempt lacks. Returns those of them that lie here landed already: the
-        engine is to be told of them (again)."""
+        """Records the units that the attempt lacks according to the engine. Returns those of them that have already
+        landed here; the caller must report these units to the engine (again)."""
         known = self._attempts.get(attempt)
         if known is None:
             return []
@@ -103,12 +110,13 @@ class Intake:
         return here
 
     def need(self, attempt: AttemptId, unit: UnitKey, reason: str) -> bool:
-        """The attempt needs a unit again. True if it lies here landed: the engine is to be told."""
+        """Records that the attempt needs a unit again. Returns True if the unit has already landed; the caller must
+        then report it to the engine."""
         known = self._attempts.get(attempt)
         return known is not None and not self._want(attempt, known, unit, reason)
 
     def end(self, attempt: AttemptId) -> None:
-        """The attempt has ended; what was announced for it becomes releasable."""
+        """Records that the attempt has ended. The announcements for it become releasable."""
         known = self._attempts.pop(attempt, None)
         if known is None:
             return
@@ -123,7 +131,8 @@ class Intake:
 
     def _want(self, attempt: AttemptId, known: WantingAttempt, unit: UnitKey, reason: str) -> bool:
         if unit in self._landed and unit not in self._evicting:
-            # Also if it was told before: it may have let go, and its word be on the way.
+            # The unit counts again even if it was reported to the engine before: the engine may have released the unit,
+            # and its update may still be on the way.
             self._landed[unit] += 1
             return False
         known.missing[unit] = reason
@@ -135,7 +144,7 @@ class Intake:
     # ------------------------------------------------------------ units
 
     def announce(self, ready: UnitReady) -> None:
-        """An announcement has come, perhaps before its request."""
+        """Records an announcement, which may arrive before its request."""
         announced = Announced(AttemptId(ready.request_id, ready.attempt), ready, self._clock.now())
         known = self._attempts.get(announced.attempt)
         if known is not None:
@@ -147,19 +156,21 @@ class Intake:
         self._refresh(ready.unit)
 
     def forget_source(self, source: str) -> None:
-        """A transfer agent has left: what it announced can't be pulled any more."""
+        """Drops all announcements of a transfer agent that has left, because their features can't be pulled any
+        more."""
         for announced in self._announced.of_source(source):
             self._take(announced)
             self._set_reason(announced.unit, "transfer_failed")
 
     def begin_pull(self, unit: UnitKey) -> None:
-        """Takes the announcement that `next_pull` gave."""
+        """Marks the unit as being pulled and takes the announcement that `next_pull` returned."""
         self._pulling.add(unit)
         self._take(self._announced.newest(unit))
 
     def landed(self, unit: UnitKey, is_lent: bool = False) -> bool:
-        """A pull has ended well, or (lent) a kept feature is used again, which takes no inbox room and is no victim.
-        True if an admitted attempt misses it: the engine is to be told."""
+        """Records that a unit has landed after a pull, or, with `is_lent`, that a kept feature is used again. A lent
+        feature takes no room in the inbox and is never evicted. Returns True if an admitted attempt misses the unit;
+        the caller must then report it to the engine."""
         self._pulling.discard(unit)
         if is_lent:
             self._lent.add(unit)
@@ -177,7 +188,7 @@ class Intake:
         return is_missed
 
     def pull_failed(self, unit: UnitKey, reason: str) -> None:
-        """Another announcement is tried, or the router asked."""
+        """Records that a pull has failed. Another announcement is tried, or the router is asked."""
         self._pulling.discard(unit)
         self._set_reason(unit, reason)
         self._maybe_kept[unit] = None
@@ -185,15 +196,16 @@ class Intake:
         self._refresh(unit)
 
     def let_go(self, unit: UnitKey, num_told: int, missed_by: Iterable[AttemptId] = ()) -> None:
-        """The engine does not read the unit any more, of which it was told `num_told` times; the attempts in
-        `missed_by` need it again (it was evicted)."""
+        """Records that the engine does not read the unit any more. The release answers `num_told` reports of the unit.
+        The attempts in `missed_by` need the unit again, because it was evicted."""
         self._landed[unit] -= num_told
         self._maybe_free[unit] = None
         for attempt in missed_by:
             self.need(attempt, unit, "preempted")
 
     def read_by(self, reads: Mapping[UnitKey, Mapping[AttemptId, NextRead | None]]) -> None:
-        """What changed in the engine's word on who still has to read what, and where next; None: not any more."""
+        """Records changes in the engine's reports of which attempt still has to read which unit, and where the next
+        read is. None means that the attempt does not read the unit any more."""
         for unit, attempt_to_read in reads.items():
             users = self._users.setdefault(unit, UnitUsers())
             for attempt, read in attempt_to_read.items():
@@ -208,19 +220,21 @@ class Intake:
     # ------------------------------------------------------------ decisions
 
     def take_kept(self, kept: Container[UnitKey]) -> list[UnitKey]:
-        """Units among the kept ones that some attempt wants and that are neither here nor being pulled."""
+        """Returns the units in `kept` that some attempt wants and that are neither landed nor being pulled."""
         marked, self._maybe_kept = self._maybe_kept, {}
         return [unit for unit in marked if unit in kept and self._first_pull(unit) is not None]
 
     def next_pull(self) -> UnitReady | None:
-        """The newest announcement (its lease runs longest) of the unit that the attempt of highest rank reads next;
-        None if there is nothing to pull."""
+        """Returns an announcement of the unit whose next read comes first, by the rank of the attempts and the order of
+        the reads. If the unit has several announcements, returns the newest, whose lease runs longest. Returns None if
+        there is nothing to pull."""
         first = self._to_pull.first()
         return None if first is None else self._announced.newest(first[1]).ready
 
     def victim(self, unit: UnitKey) -> UnitKey | None:
-        """The landed unit that should make room for `unit`: one that only attempts of lower rank use, or that the same
-        attempt uses later; the last of them. None: wait. A unit that is evicted already also means wait."""
+        """Returns the landed unit that must make room for `unit`. Only attempts of lower rank use the returned unit, or
+        the same attempt uses it later than `unit`; among several such units it is the unit that is read last. Returns
+        None if there is no such unit or if an eviction is under way; the pull must then wait."""
         if self._evicting:
             return None
         limit, last = self._first_pull(unit), self._to_evict.first()
@@ -229,13 +243,15 @@ class Intake:
         return last[1]
 
     def begin_evict(self, unit: UnitKey) -> bool:
-        """Marks a victim, which `take_freeable` gives once the engine let go of it. True if the engine holds it."""
+        """Marks a unit for eviction; `take_freeable` returns it as soon as the engine has released it. Returns True if
+        the engine holds the unit."""
         self._evicting.add(unit)
         self._maybe_free[unit] = None
         return self._landed[unit] > 0
 
     def take_freeable(self) -> list[UnitKey]:
-        """Landed units that the engine does not read and that are evicted or expected by nobody."""
+        """Takes the landed units that the engine does not read and that are either marked for eviction or expected by
+        no attempt."""
         marked, self._maybe_free = self._maybe_free, {}
         free = [
             unit
@@ -251,7 +267,8 @@ class Intake:
         return free
 
     def take_releasable(self) -> list[UnitReady]:
-        """Announcements that are of no use: their attempt has ended, or has the unit, or never came in time."""
+        """Takes the announcements that are of no use: their attempt has ended, or it already has the unit, or its
+        request did not arrive in time."""
         lapsed_at_s = self._clock.now() - self._ttl_s
         marked, self._maybe_useless = self._maybe_useless, []
         useless = [one for one in marked if self._is_useless(one)]
@@ -267,8 +284,9 @@ class Intake:
         return taken
 
     def take_needed(self) -> list[Need]:
-        """Missing units that are neither announced, nor awaited, nor being pulled. They count as awaited then. Those
-        awaited too long are asked for again: nothing on the plane is acknowledged."""
+        """Takes the missing units that are neither announced, nor awaited, nor being pulled; from then on they count as
+        awaited. Units that are awaited for too long are requested again, because no message on the plane is
+        acknowledged."""
         now_s = self._clock.now()
         while self._awaited and now_s - self._awaited[0][0] >= self._wait_s:
             self._maybe_needed[self._awaited.popleft()[1]] = None
@@ -287,17 +305,18 @@ class Intake:
     # ------------------------------------------------------------ queries
 
     def wanting(self, unit: UnitKey) -> list[AttemptId]:
-        """Attempts of which the unit is a part."""
+        """Returns the attempts that contain the unit."""
         users = self._users.get(unit)
         return [] if users is None else list(users.attempts)
 
     @property
     def num_held(self) -> int:
-        """Announcements kept and units pulling or landed; 0 when idle."""
+        """Returns the number of announcements, running pulls and landed units; it is 0 when the worker is idle."""
         return len(self._announced) + len(self._pulling) + len(self._landed)
 
     def _first_pull(self, unit: UnitKey) -> Turn | None:
-        """Turn of the first attempt that wants it; None if there is none, or it is here or being pulled."""
+        """Returns the earliest turn among the attempts that want the unit. Returns None if no attempt wants it, or if
+        it has landed or is being pulled."""
         users = self._users.get(unit)
         if users is None or unit in self._pulling or unit in self._landed:
             return None
@@ -308,19 +327,19 @@ class Intake:
         return users is not None and users.num_expecting > 0
 
     def _is_useless(self, announced: Announced) -> bool:
-        """Whatever its age."""
+        """Returns whether the announcement is of no use, regardless of its age."""
         known = self._attempts.get(announced.attempt)
         return announced.attempt in self._ended if known is None else not known.wants(announced.unit)
 
     # ------------------------------------------------------------ keeping the queues true
 
     def _place(self, attempt: AttemptId, unit: UnitKey) -> None:
-        """After what the attempt wants of the unit, or when, has changed."""
+        """Updates the queues after a change in whether or when the attempt wants the unit."""
         self._users[unit].place(attempt, unit)
         self._refresh(unit)
 
     def _refresh(self, unit: UnitKey) -> None:
-        """After anything about the unit has changed; forgets it when it is nobody's."""
+        """Updates the queues after any change that concerns the unit, and forgets the unit if no attempt uses it."""
         users = self._users.get(unit)
         pull = self._first_pull(unit) if unit in self._announced else None
         use = users.first_use() if users is not None and unit in self._landed and unit not in self._lent else None
@@ -340,7 +359,7 @@ class Intake:
         self._awaited.append((now_s, (attempt, unit)))
 
     def _ask_for(self, unit: UnitKey) -> None:
-        """Those who miss the unit may have to ask for it."""
+        """Marks the attempts that miss the unit, because they may have to request it."""
         if unit not in self._announced and unit not in self._pulling and unit in self._users:
             self._maybe_needed.update(((attempt, unit), None) for attempt in self._users[unit].wanting)
 
@@ -352,7 +371,8 @@ class Intake:
                 known.failures[unit] = reason
 
     def _take(self, announced: Announced) -> None:
-        """An attempt that is not here yet must not wait for this announcement when it comes: it is spent."""
+        """Takes an announcement out of the books. If its attempt has not arrived yet, the announcement counts as spent,
+        so that the attempt does not wait for it later."""
         if announced.attempt not in self._attempts:
             remember(self._spent, (announced.attempt, announced.unit))
         self._announced.take(announced)

@@ -1,7 +1,7 @@
-"""What the intake remembers: an attempt and the units it wants, a unit and the attempts of which it is a part, the
-announcements that were neither pulled nor given back.
+"""Defines the records of the intake: an attempt with the units that it wants, a unit with the attempts that contain it,
+and the announcements that were neither pulled nor given back. A unit is one separately encoded part of a media item.
 
-Knows no decisions.
+This module makes no decisions and knows nothing of them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from llm_workers.turns import Rank, Turn, TurnQueue
 
 LOST = "lost"
 MEMORY = 4096
-"""Ended attempts and spent announcements that are remembered."""
+"""Limits how many ended attempts, and how many spent announcements, are remembered."""
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 class Need(NamedTuple):
-    """A unit to ask the router for."""
+    """A `Need` is a unit that the worker must request from the router."""
 
     attempt: AttemptId
     unit: UnitKey
@@ -33,21 +33,24 @@ class Need(NamedTuple):
 
 @dataclass(slots=True)
 class WantingAttempt:
+    """A `WantingAttempt` is an open attempt with its units and what the worker knows of each."""
+
     rank: Rank
     order: Mapping[UnitKey, int]
-    """All units of the request -> place in the prompt."""
+    """Maps each unit of the request to its place in the prompt."""
     dispatched: frozenset[UnitKey]
     awaited: dict[UnitKey, float]
-    """Units whose announcement for this attempt is still to come -> since when."""
+    """Maps each unit whose announcement for this attempt is still expected to the time at which the waiting began."""
     failures: dict[UnitKey, str] = field(default_factory=dict)
-    """Why a unit did not land, when that was learned before the attempt was admitted."""
+    """Maps a unit to the reason why it did not land, if the worker learned it before the attempt was admitted."""
     missing: dict[UnitKey, str] = field(default_factory=dict)
-    """Of its units, those that it needs and that have not landed -> why; meaningful once admitted."""
+    """Maps each unit that the attempt needs and that has not landed to the reason. It is meaningful once the attempt is
+    admitted."""
     is_admitted: bool = False
 
     def reason(self, unit: UnitKey) -> str:
-        """Why it is missing at admission. What was dispatched may have been here and gone: the router must not take
-        it for something that is still to come."""
+        """Returns the reason why a unit is missing at admission. A unit that was dispatched may have landed and been
+        evicted before; the reason is then "preempted", so that the router does not expect it to arrive still."""
         return self.failures.get(unit, "preempted" if unit in self.dispatched else "not_covered")
 
     def wants(self, unit: UnitKey) -> bool:
@@ -56,22 +59,24 @@ class WantingAttempt:
 
 @dataclass(slots=True)
 class UnitUsers:
-    """The attempts of which one unit is a part, by the turns of their reads."""
+    """Holds the attempts that contain one unit. Its queues sort the attempts by turn, which is the place of a read in
+    the order of all reads."""
 
     attempts: dict[AttemptId, WantingAttempt] = field(default_factory=dict)
     num_expecting: int = 0
-    """Of them, those that the engine has not admitted yet."""
+    """Counts those of the attempts that the engine has not admitted yet."""
     named: dict[AttemptId, NextRead] = field(default_factory=dict)
-    """The engine's last word: who has to read the unit, and where next. May name attempts that have ended here."""
+    """Holds the latest report of the engine: the attempts that have to read the unit, and where each reads it next. It
+    may contain attempts that have already ended here."""
     wanting: TurnQueue[AttemptId, Turn] = field(default_factory=TurnQueue)
-    """Attempts that want it pulled."""
+    """Holds the attempts that want the unit to be pulled."""
     reading: TurnQueue[AttemptId, Turn] = field(default_factory=TurnQueue)
-    """Attempts that are named, or not admitted yet."""
+    """Holds the attempts that are in `named` or that are not admitted yet."""
     silent: TurnQueue[AttemptId, Turn] = field(default_factory=TurnQueue)
-    """Admitted attempts that are not named."""
+    """Holds the admitted attempts that are not in `named`."""
 
     def place(self, attempt: AttemptId, unit: UnitKey) -> None:
-        """Puts one of its attempts where it belongs now."""
+        """Moves the attempt into the queues in which it belongs now."""
         known, named = self.attempts[attempt], self.named.get(attempt)
         is_reading = named is not None or not known.is_admitted
         read = named if named is not None and known.is_admitted else NextRead(0, known.order[unit])
@@ -92,19 +97,21 @@ class UnitUsers:
                 queue.discard(attempt)
 
     def first_pull(self) -> Turn | None:
-        """Turn of the first attempt that wants it."""
+        """Returns the earliest turn among the attempts that want the unit, or None if no attempt wants it."""
         first = self.wanting.first()
         return first and first[0]
 
     def first_use(self) -> Turn | None:
-        """Turn of the first attempt that still has to read it. A unit that the engine has not spoken of is read by
-        all attempts of which it is a part."""
+        """Returns the earliest turn among the attempts that still have to read the unit, or None if there is none. If
+        the engine has not reported any reader of the unit, all attempts that contain it count as readers."""
         queues = (self.reading,) if self.named else (self.reading, self.silent)
         return min((first[0] for queue in queues if (first := queue.first()) is not None), default=None)
 
 
 @dataclass(slots=True, eq=False)
 class Announced:
+    """An `Announced` is an announcement with its attempt and the time of its arrival."""
+
     attempt: AttemptId
     ready: UnitReady
     at_s: float
@@ -116,7 +123,7 @@ class Announced:
 
 
 class Announcements:
-    """By unit and by attempt, each in the order in which they came."""
+    """Holds announcements by unit and by attempt, each in the order of their arrival."""
 
     def __init__(self) -> None:
         self._by_unit: dict[UnitKey, dict[int, Announced]] = {}
@@ -135,14 +142,14 @@ class Announcements:
         self._num += 1
 
     def take(self, announced: Announced) -> None:
-        """It must be there."""
+        """Removes the announcement, which must be present."""
         announced.is_taken = True
         _take(self._by_unit, announced.unit, announced)
         _take(self._by_attempt, announced.attempt, announced)
         self._num -= 1
 
     def newest(self, unit: UnitKey) -> Announced:
-        """There must be one."""
+        """Returns the newest announcement of the unit; the unit must have one."""
         return next(reversed(self._by_unit[unit].values()))
 
     def of_unit(self, unit: UnitKey) -> list[Announced]:
@@ -152,7 +159,7 @@ class Announcements:
         return list(self._by_attempt.get(attempt, {}).values())
 
     def of_source(self, source: str) -> list[Announced]:
-        """Looks at all of them."""
+        """Returns the announcements of one transfer agent. It examines all announcements."""
         return [one for units in self._by_unit.values() for one in units.values() if one.ready.ticket.source == source]
 
 
@@ -163,7 +170,7 @@ def _take(index: dict[Key, dict[int, Announced]], key: Key, announced: Announced
 
 
 def remember(memory: OrderedDict[Key, None], key: Key) -> None:
-    """Of the last MEMORY ones."""
+    """Adds the key to the memory, which keeps only the last MEMORY keys."""
     memory[key] = None
     if len(memory) > MEMORY:
         memory.popitem(last=False)

@@ -1,7 +1,8 @@
-"""Features that were kept after prefill: copies in plain host memory, within a byte budget, least recently used out.
+"""Keeps features after prefill as copies in plain host memory, within a byte budget. The least recently used feature is
+dropped first.
 
-A kept feature that is used again is *lent*: read where it lies, in no inbox slot, and not thrown out until it is
-given back. Knows no requests, no slots and no torch.
+A kept feature that is used again is *lent*: it is read from its host memory without a slot in the inbox, and it is not
+dropped until it is given back. This module knows nothing of requests, slots or torch.
 """
 
 from __future__ import annotations
@@ -13,40 +14,43 @@ from fabric.ids import UnitKey
 from llm_workers.scheduling.keeping import FeatureUse, is_kept
 
 HISTORY = 65_536
-"""Units that are remembered as seen; a key is about 100 bytes."""
+"""Limits how many units (separately encoded parts of media items) are remembered as seen; a key takes about 100
+bytes."""
 NO_SLOT = -1
-"""Slot id of a feature that lies in no arena."""
+"""This is the slot id of a feature that lies in no arena."""
 
 
 class KeptFeatures:
-    """Not thread-safe: lives in the event loop. Lent buffers are read by the engine's thread."""
+    """Holds the kept and the lent features. It is not thread-safe and lives in the event loop, but the engine's thread
+    reads lent buffers."""
 
     def __init__(self, mode: str, budget_bytes: int, is_prefix_cached: bool, has_drafts: bool = False) -> None:
-        """`has_drafts`: sequences speculate (`scheduling.keeping` says what that means)."""
+        """Creates an empty store. `has_drafts` says whether sequences speculate; `scheduling.keeping` explains the
+        effect."""
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self.num_hits = 0
-        """Features that did not have to be fetched again."""
+        """Counts the features that did not have to be fetched again."""
         self._mode, self._is_prefix_cached, self._has_drafts = mode, is_prefix_cached, has_drafts
         self._features: OrderedDict[UnitKey, LandedFeature] = OrderedDict()
-        """Not lent, the least recently used first."""
+        """Holds the features that are not lent, the least recently used first."""
         self._lent: dict[UnitKey, LandedFeature] = {}
         self._lent_bytes = 0
         self._seen: OrderedDict[UnitKey, None] = OrderedDict()
         self._distrusted: set[UnitKey] = set()
-        """Lent, or in the inbox: they are not kept when they come back."""
-        is_kept(mode, FeatureUse())  # raises ConfigError for an unknown mode at start
+        """Holds distrusted units that are lent or in the inbox. They are not kept when they come back."""
+        is_kept(mode, FeatureUse())  # This call raises ConfigError for an unknown mode at the start.
 
     def __contains__(self, unit: UnitKey) -> bool:
-        """It could be lent."""
+        """Returns whether the unit can be lent."""
         return unit in self._features
 
     def is_lent(self, unit: UnitKey) -> bool:
         return unit in self._lent
 
     def offer(self, unit: UnitKey, feature: LandedFeature) -> bool:
-        """A feature is about to leave the inbox: it is copied if the policy keeps it and the budget allows. True if
-        it was."""
+        """Copies a feature that is about to leave the inbox, if the policy keeps it and the budget allows it. Returns
+        True if it was copied."""
         if unit in self._distrusted and unit not in self._lent:
             self._distrusted.remove(unit)
             return False
@@ -62,14 +66,14 @@ class KeptFeatures:
         return True
 
     def lend(self, unit: UnitKey) -> LandedFeature:
-        """A hit. Stays until it is given back."""
+        """Lends a kept feature and counts a hit. The feature stays in memory until it is given back."""
         feature = self._lent[unit] = self._features.pop(unit)
         self._lent_bytes += feature.buffer.nbytes
         self.num_hits += 1
         return feature
 
     def give_back(self, unit: UnitKey) -> None:
-        """It is the most recently used one."""
+        """Takes a lent feature back, which then counts as the most recently used one."""
         feature = self._features[unit] = self._lent.pop(unit)
         self._lent_bytes -= feature.buffer.nbytes
         if unit in self._distrusted:
@@ -77,8 +81,8 @@ class KeptFeatures:
             self._drop(unit)
 
     def distrust(self, unit: UnitKey, is_in_use: bool) -> None:
-        """What was read of it may be wrong: it is not lent any more, and if it is lent or in the inbox, not kept when
-        it comes back."""
+        """Drops a unit whose bytes may be wrong, so that it is not lent any more. If it is lent or in the inbox
+        (`is_in_use`), it is also not kept when it comes back."""
         self._drop(unit)
         if is_in_use:
             self._distrusted.add(unit)
@@ -90,7 +94,8 @@ class KeptFeatures:
         self.used_bytes = self._lent_bytes = 0
 
     def _make_room(self, nbytes: int) -> bool:
-        """Nothing is thrown out if that would not be enough."""
+        """Drops the least recently used features until `nbytes` fit into the budget. Drops nothing and returns False if
+        even that would not be enough."""
         if nbytes > self.budget_bytes - self._lent_bytes:
             return False
         while self.used_bytes + nbytes > self.budget_bytes:

@@ -1,4 +1,6 @@
-"""Landed features as tensors, without a copy on the host. Knows nothing of slots or announcements."""
+"""Presents landed features as tensors, without a copy on the host. This module knows nothing of slots or
+announcements.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,14 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class LandedFeatures:
-    """A FeatureReader over what the receiver keeps."""
+    """`LandedFeatures` is a FeatureReader over the features that the receiver holds."""
 
     def __init__(self, landed: Mapping[UnitKey, LandedFeature]) -> None:
         self._landed = landed
 
     def feature(self, unit: UnitKey) -> torch.Tensor:
-        """`(num_levels, num_tokens, hidden)` in the dtype it was sent in, a view of the inbox arena."""
+        """Returns the feature of a landed unit (one separately encoded part of a media item) with shape
+        `(num_levels, num_tokens, hidden)`. It has the dtype in which it was sent and is a view of the inbox arena, or
+        of the kept copy if the feature is lent."""
         feature = self._landed[unit]
         return torch.from_numpy(feature.buffer).view(DTYPES[feature.ticket.dtype]).view(feature.ticket.shape)

@@ -1,6 +1,7 @@
-"""Log-probabilities of drawn tokens, as the model gave them: before penalties, bias, temperature and truncation.
+"""Computes log-probabilities of drawn tokens as the model gave them, before penalties, bias, temperature and
+truncation.
 
-That is vLLM's default (`raw_logprobs`). Knows no sequences.
+This is also vLLM's default (`raw_logprobs`). This module knows nothing of sequences.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from fabric.messages import TokenLogprobs
 
 
 def token_logprobs(raw: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Per row of `raw` `(n, vocab)` float32 log-probabilities: that of the drawn token, and the `num_top` most
-    probable ones, the lowest id first among equals."""
+    """Returns, for each row of `raw`, the log-probability of the drawn token and the `num_top` most probable tokens;
+    among equally probable tokens the lowest id comes first. `raw` holds float32 log-probabilities with shape
+    `(n, vocab)`."""
     drawn = torch.tensor(token_ids, device=raw.device).clamp_(min=0)
     logprobs = raw.gather(1, drawn[:, None])[:, 0].tolist()
     return [TokenLogprobs(logprob, top) for logprob, top in zip(logprobs, _most_probable(raw, num_top), strict=True)]
 
 
 def _most_probable(raw: torch.Tensor, num_top: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
-    """All that are at least as probable as the last one asked for, ordered, then cut: so equals at the edge are
-    chosen by their id, which `topk` alone does not promise."""
+    """Returns the most probable tokens of each row. It takes all tokens that are at least as probable as the last one
+    requested, sorts them and then cuts the list. So tokens of equal probability at the cut are selected by their id,
+    which `topk` alone does not guarantee."""
     most = min(max(num_top, default=0), raw.shape[-1])
     if most == 0:
         return [()] * len(num_top)

@@ -1,4 +1,6 @@
-"""Logits of tokens that a grammar forbids become -inf, all rows at once. Knows no grammar."""
+"""Sets the logits of tokens that a grammar forbids to -inf, for all rows at once. This module knows nothing of
+grammars.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,15 @@ WORD_BITS = 32
 
 
 class Guided(NamedTuple):
-    """A row of the logits and the guide of its sequence."""
+    """A `Guided` is a row of the logits and the guide of its sequence."""
 
     row: int
     guide: Guide
 
 
 def apply_masks(logits: torch.Tensor, guided: Sequence[Guided]) -> list[int]:
-    """Changes `logits` `(n, vocab)` in place; the guides stay where they are. Returns rows whose grammar is broken:
-    what is drawn from them means nothing."""
+    """Changes `logits` with shape `(n, vocab)` in place; the guides do not advance. Returns the rows whose grammar is
+    broken; tokens drawn from these rows have no meaning."""
     if not guided:
         return []
     words = np.zeros((len(guided), -(-logits.shape[-1] // WORD_BITS)), dtype="<i4")

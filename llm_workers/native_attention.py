@@ -1,7 +1,8 @@
-"""Attention in C, on a CPU, over pages: of bfloat16 on processors with AVX512-BF16, of float32 on any processor.
+"""Computes paged attention in C on a CPU: for bfloat16 on processors with AVX512-BF16, and for float32 on any
+processor.
 
-The sources are compiled at first use (about a second). Where that can't be done, attention goes by torch: results
-differ by rounding alone. Knows nothing of requests and models.
+The C sources are compiled at first use, which takes about a second. Where this is not possible, torch computes the
+attention; the results differ only by rounding. This module knows nothing of requests or models.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ DTYPE_TO_SOURCE = {
     torch.float32: Path(__file__).with_name("paged_attention_float32.c"),
 }
 _LANES, _DIM_MULTIPLE = 16, 32
-"""Of the C sources: tokens at a time, values at a time."""
+"""Repeats two sizes of the C sources, which process 16 tokens and 32 values of a head at a time."""
 _MAX_DIM, _MAX_GROUP = 256, 96
-"""Of the C sources, for chunks: values of a head, query heads of a head of keys."""
+"""Repeats two limits of the C sources for chunks: the values of one head, and the query heads per KV head."""
 
 
 class _Step(ctypes.Structure):
-    """As in the C source."""
+    """Mirrors the struct `Step` of the C source."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "blocks", "contexts", "out")),
@@ -41,7 +42,7 @@ class _Step(ctypes.Structure):
 
 
 class _Chunks(ctypes.Structure):
-    """As in the C source."""
+    """Mirrors the struct `Chunks` of the C source."""
 
     _fields_ = [
         *(
@@ -65,14 +66,15 @@ class _Chunks(ctypes.Structure):
 
 
 class NativeDecode:
-    """The decoding rows of one step."""
+    """Attends the decoding rows of one step."""
 
     def __init__(self, kv: PagedKV, rows: SingleRows) -> None:
         self._kv, self._num_rows = kv, len(rows.at)
         self._blocks, self._contexts = np.ascontiguousarray(rows.tables), rows.contexts
 
     def attend(self, layer: int, queries: torch.Tensor, scaling: float) -> torch.Tensor:
-        """`queries` `(num_rows, num_heads, head_dim)`, in order of the rows and contiguous -> the same shape."""
+        """Attends one layer. `queries` has shape `(num_rows, num_heads, head_dim)`, is in the order of the rows and is
+        contiguous. The result has the same shape. Raises MemoryError if there is no memory for the scores."""
         library = _library(self._kv.dtype)
         assert library is not None
         assert queries.is_contiguous()
@@ -99,17 +101,18 @@ class NativeDecode:
 
 
 class NativeChunks:
-    """The chunks of prompts of one step. Their keys and values must lie in the pages already."""
+    """Attends the prompt chunks of one step. Their keys and values must already lie in the pages."""
 
     def __init__(self, kv: PagedKV, rows: Sequence[Rows]) -> None:
-        """`rows`: one at least."""
+        """Prepares the tables of the chunks. `rows` must contain at least one chunk."""
         self._kv = kv
         self._tables = padded_tables([row.block_ids for row in rows])
         self._places = np.array([(row.at, row.start, row.context) for row in rows], dtype=np.int64).T.copy()
 
     def attend(self, layer: int, queries: torch.Tensor, out: torch.Tensor, scaling: float) -> None:
-        """`queries` `(num_tokens, num_heads, head_dim)`, the packed rows of the step; fills the chunks' rows of `out`,
-        which is as large and contiguous."""
+        """Attends one layer and fills the chunks' rows of `out`. `queries` has shape
+        `(num_tokens, num_heads, head_dim)` and holds the packed rows of the step. `out` has the same shape and is
+        contiguous. Raises MemoryError if there is no memory to work in."""
         library = _library(self._kv.dtype)
         assert library is not None
         assert out.is_contiguous()
@@ -135,8 +138,8 @@ class NativeChunks:
 
 
 def is_native_for_chunks(kv: PagedKV, num_heads: int) -> bool:
-    """Whether chunks of prompts are attended to faster by the C code: not in bfloat16 where torch has the matrix units
-    of AMX."""
+    """Returns whether the C code attends prompt chunks faster than torch. It does not in bfloat16 where torch uses the
+    AMX matrix units."""
     if not is_native(kv) or (kv.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()):
         return False
     _, num_kv_heads, head_dim = kv.layer(0)[0].shape
@@ -144,7 +147,7 @@ def is_native_for_chunks(kv: PagedKV, num_heads: int) -> bool:
 
 
 def is_native(kv: PagedKV) -> bool:
-    """Whether decoding rows of these pages can be attended to by the C code."""
+    """Returns whether the C code can attend decoding rows of these pages."""
     if kv.device.type != "cpu" or kv.dtype not in DTYPE_TO_SOURCE:
         return False
     keys, _ = kv.layer(0)
@@ -154,7 +157,7 @@ def is_native(kv: PagedKV) -> bool:
 
 @functools.cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """None where it can't be had."""
+    """Returns the compiled library, or None if it is not available."""
     if dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
         return None
     library = load_c_library(DTYPE_TO_SOURCE[dtype])

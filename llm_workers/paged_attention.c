@@ -1,9 +1,10 @@
-/* Attention over paged keys and values in bfloat16, read where they lie: of one query per sequence (decoding), and of a
- * chunk of a prompt.
+/* Computes attention over paged keys and values in bfloat16, which it reads in place. It handles one query per sequence
+ * (decoding) and chunks of prompts.
  *
- * For processors with AVX512-BF16; compiled at first use by `native_attention.py`, which checks every precondition.
- * Softmax and sums are in float32. What lies behind a sequence's last token is never added up, and what is not finite
- * among its tokens shows in every result that sees it, but for a key whose score is -inf.
+ * The code is for processors with AVX512-BF16. `native_attention.py` compiles it at first use and checks every
+ * precondition. Softmax and sums are in float32. Values behind a sequence's last token are never added to a sum. If a
+ * value among the sequence's tokens is not finite, every result that sees the value shows it; the only exception is a
+ * key whose score is -inf. This file knows nothing of requests or models.
  */
 #include <immintrin.h>
 #include <math.h>
@@ -44,7 +45,7 @@ static inline void transpose(__m512i r[LANES]) {
 }
 
 static inline __m512 exponential(__m512 x) {
-  /* In this order NaN stays NaN. */
+  /* With the operands of the maximum in this order, NaN stays NaN. */
   x = _mm512_max_ps(_mm512_set1_ps(-126.0f), _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)));
   __m512 whole = _mm512_roundscale_ps(x, 0), part = _mm512_sub_ps(x, whole);
   __m512 sum = _mm512_set1_ps(1.33335581e-3f);
@@ -56,12 +57,13 @@ static inline __m512 exponential(__m512 x) {
   return _mm512_scalef_ps(sum, whole);
 }
 
-/* ---- Decoding. Scores of sixteen tokens at a time: their keys are transposed in registers, so that a lane is a token and
- * no sum runs across lanes. ---- */
+/* ---- Decoding. The code computes the scores of sixteen tokens at a time. Their keys are transposed in registers, so
+ * that each lane is a token and no sum runs across lanes. ---- */
 
-/* Computes scores[g * width + 0..15] of sixteen tokens from `keys` on, `stride` values apart. `ahead` is what the same
- * head reads next: it is fetched meanwhile, a line at a time and not into the first-level cache, whose few outstanding
- * fetches the loads of this block need (measured on a Zen 4 core: 11 ms instead of 25 for 32 contexts of 288). */
+/* Computes scores[g * width + 0..15] of sixteen tokens, whose keys begin at `keys` and lie `stride` values apart.
+ * `ahead` is the memory that the same head reads next. It is prefetched during the computation, one line at a time and
+ * not into the first-level cache: that cache allows few outstanding fetches, and the loads of this block need them. A
+ * measurement on a Zen 4 core gives 11 ms instead of 25 for 32 contexts of 288 tokens. */
 static inline __attribute__((always_inline)) void score(
     const uint16_t *queries, const uint16_t *keys, const uint16_t *ahead, int64_t stride, int64_t head_dim,
     float *scores, int64_t width, const int group) {
@@ -83,8 +85,9 @@ static inline __attribute__((always_inline)) void score(
   for (int g = 0; g < group; g++) _mm512_storeu_ps(scores + g * width, sums[g]);
 }
 
-/* sums[g * head_dim ...] += weights[g * width + token] * values of `num_tokens` tokens, two tokens in one operation.
- * Their values are interleaved in registers, so the sums of each 32 values lie in the order that `unwoven` undoes. */
+/* Computes sums[g * head_dim ...] += weights[g * width + token] * values of `num_tokens` tokens, two tokens in one
+ * operation. The values of the two tokens are interleaved in registers, so the sums of each 32 values lie in another
+ * order, which `unwoven` undoes. */
 static inline __attribute__((always_inline)) void gather(
     const uint16_t *values, const uint16_t *ahead, int64_t stride, int64_t head_dim, const uint16_t *weights,
     int64_t width, int64_t num_tokens, float *sums, const int group) {
@@ -96,7 +99,7 @@ static inline __attribute__((always_inline)) void gather(
     }
     for (int64_t token = 0; token < num_tokens; token += 2) {
       const uint16_t *at = values + token * stride + d;
-      /* What lies behind the last token may be NaN, which a weight of zero would not silence. */
+      /* Values behind the last token may be NaN, which a weight of zero would not remove. */
       __m512i even = _mm512_loadu_si512(at);
       __m512i odd = token + 1 < num_tokens ? _mm512_loadu_si512(at + stride) : _mm512_setzero_si512();
       _mm_prefetch((const char *)(ahead + token * stride + d), _MM_HINT_T1);
@@ -116,7 +119,8 @@ static inline __attribute__((always_inline)) void gather(
   }
 }
 
-/* 32 sums as `gather` leaves them, times `share`, in their own order and rounded. */
+/* Takes 32 sums in the order of `gather`, multiplies them by `share`, and returns them rounded and in their original
+ * order. */
 static inline __m512i unwoven(const float *sums, __m512 share) {
   __m512 low = _mm512_mul_ps(_mm512_loadu_ps(sums), share), high = _mm512_mul_ps(_mm512_loadu_ps(sums + 16), share);
   const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -125,15 +129,17 @@ static inline __m512i unwoven(const float *sums, __m512 share) {
       _mm512_permutex2var_ps(low, second, high), _mm512_permutex2var_ps(low, first, high));
 }
 
-/* Turns `context` scores into weights in bfloat16, which take the first half of their place; returns one over the sum
- * of the weights as they were rounded, so that rounding moves no mass. A last odd token is followed by a zero. */
+/* Turns `context` scores into weights in bfloat16, which occupy the first half of the memory of the scores. Returns 1
+ * divided by the sum of the rounded weights, so that rounding does not change the total. A zero follows a last odd
+ * token. */
 static float soften(float *scores, int64_t context, float scale) {
   __m512 most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
   for (int64_t at = 0; at < context; at += LANES) {
     __mmask16 seen = context - at >= LANES ? 0xffff : (__mmask16)((1u << (context - at)) - 1);
-    most = _mm512_mask_max_ps(most, seen, _mm512_loadu_ps(scores + at), most); /* leaves NaN out */
+    /* The maximum ignores NaN. */
+    most = _mm512_mask_max_ps(most, seen, _mm512_loadu_ps(scores + at), most);
   }
-  /* A negative scale would want the least: `native_attention.py` lets none pass. */
+  /* A negative scale would require the minimum instead; `native_attention.py` rejects negative scales. */
   __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most)), factor = _mm512_set1_ps(scale);
   uint16_t *weights = (uint16_t *)scores;
   for (int64_t at = 0; at < context; at += LANES) {
@@ -146,9 +152,9 @@ static float soften(float *scores, int64_t context, float scale) {
   return 1.0f / _mm512_reduce_add_ps(total);
 }
 
-/* Attends the heads [first, last) of keys and values of one row. While sixteen tokens are computed, the second-level
- * cache fetches the next ones: behind the keys come the values, and behind those the next row's keys. `scores`: room for
- * their queries' heads times `width`. */
+/* Attends the KV heads [first, last) of one row. While sixteen tokens are computed, the second-level cache fetches the
+ * next ones: the values follow the keys, and the next row's keys follow the values. `scores` has room for `width`
+ * scores of each query head of these KV heads. */
 static void attend_row(const Step *step, int64_t row, int64_t first, int64_t last, float *scores, float *sums) {
   const int64_t follower = row + 1 < step->num_rows ? row + 1 : row;
   const uint16_t *next = tokens_at(step, step->keys, step->blocks + follower * step->max_blocks, 0);
@@ -200,7 +206,7 @@ static void attend_row(const Step *step, int64_t row, int64_t first, int64_t las
     _mm512_storeu_si512(out + at, unwoven(sums + at, _mm512_set1_ps(shares[at / dim])));
 }
 
-/* 0, or 1 when there is no memory for the scores. */
+/* Attends one query per sequence. Returns 0, or 1 if there is no memory for the scores. */
 int weft_decode_attention(const Step *step, int num_threads) {
   const int64_t parts = step->num_rows < 4 * num_threads ? step->num_kv_heads : 1;
   const int64_t heads = step->num_kv_heads / parts, group = step->num_heads / step->num_kv_heads;
@@ -224,23 +230,27 @@ int weft_decode_attention(const Step *step, int num_threads) {
   return is_full;
 }
 
-/* ---- Chunks of prompts. Keys and values of BLOCK tokens at a time are laid out once for many queries; then both
- * products run over pairs of values, twelve rows by 32 columns in registers, and the softmax goes along. ---- */
+/* ---- Chunks of prompts. Keys and values of BLOCK tokens at a time are laid out once for many queries. Then both
+ * products run over pairs of values, with twelve rows by 32 columns in registers, and the softmax is updated block by
+ * block. ---- */
 
 #define BLOCK 128
 #define TILE 32
 #define ROWS 12
 struct Room {
-  uint16_t queries[MAX_ROWS * MAX_DIM];        /* of one row MAX_DIM apart */
-  uint16_t keys[BLOCK * MAX_DIM];              /* (BLOCK / TILE, head_dim / 2, TILE, 2) */
-  uint16_t values[BLOCK * MAX_DIM];            /* (head_dim / TILE, BLOCK / 2, TILE, 2), columns as unpacked */
+  uint16_t queries[MAX_ROWS * MAX_DIM];        /* Rows lie MAX_DIM apart. */
+  uint16_t keys[BLOCK * MAX_DIM];              /* Has shape (BLOCK / TILE, head_dim / 2, TILE, 2). */
+  /* The values have shape (head_dim / TILE, BLOCK / 2, TILE, 2), with the columns in the order of the unpack
+   * instructions. */
+  uint16_t values[BLOCK * MAX_DIM];
   float scores[ROWS * BLOCK];
   uint16_t weights[ROWS * BLOCK];
-  float sums[MAX_ROWS * MAX_DIM];              /* of one row head_dim apart, columns as in `values` */
+  float sums[MAX_ROWS * MAX_DIM];              /* Rows lie head_dim apart, with columns as in `values`. */
   float most[MAX_ROWS], totals[MAX_ROWS];
 } __attribute__((aligned(64)));
 
-/* c (ROWS, TILE) = or += a (ROWS, 2 * num_pairs) times b (num_pairs, TILE, 2). */
+/* Multiplies a (ROWS, 2 * num_pairs) by b (num_pairs, TILE, 2). The product replaces c (ROWS, TILE), or, with `adds`,
+ * is added to it. */
 static inline __attribute__((always_inline)) void multiply(
     const uint16_t *a, const int64_t a_stride, const uint16_t *b, int64_t num_pairs, float *c, int64_t c_stride,
     const int adds) {
@@ -264,8 +274,8 @@ static inline __attribute__((always_inline)) void multiply(
   }
 }
 
-/* Lays out keys and values of one head, positions [at, end) with `end` at most BLOCK further. Values behind `end` are
- * zero up to the next TILE; keys there are whatever they are. */
+/* Lays out keys and values of one head for the positions [at, end); `end` is at most `at` + BLOCK. Values behind `end`
+ * are set to zero up to the next multiple of TILE; keys behind `end` are undefined. */
 static void lay_out(const Chunks *step, const int64_t *blocks, int64_t head, int64_t at, int64_t end, Room *room) {
   const int64_t dim = step->head_dim, stride = step->num_kv_heads * dim;
   for (int64_t first = 0; first < end - at; first += LANES) {
@@ -294,8 +304,8 @@ static void lay_out(const Chunks *step, const int64_t *blocks, int64_t head, int
       _mm512_storeu_si512(room->values + d * BLOCK + token * TILE, _mm512_setzero_si512());
 }
 
-/* One row's scores of `seen` tokens of a block become weights, zero up to `width`; what was summed before is scaled to
- * the new largest score. */
+/* Turns one row's scores of `seen` tokens of a block into weights, which are zero from `seen` to `width`. Scales the
+ * earlier sums to the new largest score. */
 static inline void soften_along(
     const float *scores, uint16_t *weights, int64_t seen, int64_t width, float scale, float *most, float *total,
     float *sums, int64_t dim) {
@@ -303,7 +313,8 @@ static inline void soften_along(
   const __m512 factor = _mm512_set1_ps(scale);
   for (int64_t at = 0; at < seen; at += LANES) {
     const __mmask16 mask = seen - at >= LANES ? 0xffff : (__mmask16)((1u << (seen - at)) - 1);
-    top = _mm512_mask_max_ps(top, mask, _mm512_loadu_ps(scores + at), top); /* leaves NaN out */
+    /* The maximum ignores NaN. */
+    top = _mm512_mask_max_ps(top, mask, _mm512_loadu_ps(scores + at), top);
   }
   const float largest = _mm512_reduce_max_ps(top);
   top = _mm512_set1_ps(largest);
@@ -325,7 +336,7 @@ static inline void soften_along(
   *total += _mm512_reduce_add_ps(sum);
 }
 
-/* A row of the room is a token's head: heads of a token side by side. */
+/* Attends one piece of a chunk. A row of the room is one query head of one token; the heads of a token are adjacent. */
 static void attend_piece(
     const Chunks *step, const int64_t *blocks, int64_t first, int64_t start, int64_t num_tokens, int64_t head,
     Room *room) {
@@ -373,7 +384,7 @@ static void attend_piece(
   }
 }
 
-/* 0, or 1 when there is no memory to work in. */
+/* Attends chunks of prompts. Returns 0, or 1 if there is no memory to work in. */
 int weft_chunk_attention(const Chunks *step, int num_threads) {
   return attend_chunks(step, sizeof(Room), num_threads);
 }

@@ -1,9 +1,10 @@
-/* Attention over paged keys and values in float32: of one query per sequence (decoding), where they lie, and of a chunk
- * of a prompt.
+/* Computes attention over paged keys and values in float32. For one query per sequence (decoding) it reads them in
+ * place; it also handles chunks of prompts.
  *
- * For any processor: the vectors are the compiler's own (GCC's and Clang's vector extensions). Compiled at first use by
- * `native_attention.py`, which checks every precondition. What lies behind a sequence's last token is never read, and
- * what is not finite among its tokens shows in every result that sees it, but for a key whose score is -inf.
+ * The code is for any processor, because it uses the vector extensions of GCC and Clang. `native_attention.py` compiles
+ * it at first use and checks every precondition. Values behind a sequence's last token are never read. If a value among
+ * the sequence's tokens is not finite, every result that sees the value shows it; the only exception is a key whose
+ * score is -inf. This file knows nothing of requests or models.
  */
 #include <math.h>
 #include <string.h>
@@ -36,11 +37,13 @@ static inline float sum_of(lanes x) {
   return (four[0] + four[1]) + (four[2] + four[3]);
 }
 
-/* e to the x, for x <= 0; NaN stays NaN. 2 to the whole part by its bits, to the rest by a polynomial (6e-9 off). */
+/* Returns e to the power of x, for x <= 0; NaN stays NaN. The bits of the result give 2 to the whole part of the
+ * exponent, and a polynomial gives 2 to the rest (with an error of 6e-9). */
 static inline lanes exponential(lanes x) {
   x *= 1.44269504f;
   x = chosen(x < -126.0f, (lanes){0} - 126.0f, x);
-  const lanes shifted = x + 12582912.0f; /* 1.5 * 2^23: rounds to whole numbers, which stand in the low bits */
+  /* The constant is 1.5 * 2^23. Adding it rounds to a whole number, which lies in the low bits. */
+  const lanes shifted = x + 12582912.0f;
   const lanes part = x - (shifted - 12582912.0f);
   lanes sum = part * 1.52527338e-5f + 1.54035304e-4f;
   sum = sum * part + 1.33335581e-3f;
@@ -52,8 +55,8 @@ static inline lanes exponential(lanes x) {
   return sum * (lanes)(((whole_lanes)shifted - 0x4b400000 + 127) << 23);
 }
 
-/* scores[g * width + token] of `num_tokens` tokens for the `group` query heads of one head of keys. `ahead` is what the
- * same head reads next, for the second-level cache. */
+/* Computes scores[g * width + token] of `num_tokens` tokens for the `group` query heads of one KV head. `ahead` is the
+ * memory that the same head reads next; it is prefetched into the second-level cache. */
 static inline __attribute__((always_inline)) void score(
     const float *queries, const float *keys, const float *ahead, int64_t stride, int64_t dim, int64_t num_tokens,
     float *scores, int64_t width, const int group) {
@@ -70,7 +73,7 @@ static inline __attribute__((always_inline)) void score(
   }
 }
 
-/* sums[g * dim ...] += weights[g * width + token] * values of `num_tokens` tokens. */
+/* Computes sums[g * dim ...] += weights[g * width + token] * values of `num_tokens` tokens. */
 static inline __attribute__((always_inline)) void gather(
     const float *values, const float *ahead, int64_t stride, int64_t dim, int64_t num_tokens, const float *weights,
     int64_t width, float *sums, const int group) {
@@ -98,26 +101,28 @@ static inline __attribute__((always_inline)) void gather(
   }
 }
 
-/* Turns `context` scores, with room behind them up to a multiple of LANES, into weights; returns one over their sum. */
+/* Turns `context` scores into weights. The memory behind the scores must have room up to a multiple of LANES. Returns 1
+ * divided by the sum of the weights. */
 static float soften(float *scores, int64_t context, float scale) {
   lanes top = (lanes){0} - INFINITY, total = (lanes){0};
   for (int64_t at = context; at % LANES; at++) scores[at] = -INFINITY;
   for (int64_t at = 0; at < context; at += LANES) {
     const lanes x = load(scores + at);
-    top = chosen(x > top, x, top); /* leaves NaN out */
+    top = chosen(x > top, x, top); /* The maximum ignores NaN. */
   }
   float most = -INFINITY;
   for (int i = 0; i < LANES; i++) most = top[i] > most ? top[i] : most;
   for (int64_t at = 0; at < context; at += LANES) {
     const lanes weights = exponential((load(scores + at) - most) * scale);
-    store(scores + at, weights); /* 1e-38 behind the last token: no part of a sum, and read no more */
+    /* A weight behind the last token is 1e-38: it does not change the sum, and no code reads it later. */
+    store(scores + at, weights);
     total += weights;
   }
   return 1.0f / sum_of(total);
 }
 
-/* Attends the heads [first, last) of keys and values of one row. While some tokens are computed, the second-level cache
- * fetches the next ones: behind the keys come the values, and behind those the next row's keys. */
+/* Attends the KV heads [first, last) of one row. While some tokens are computed, the second-level cache fetches the
+ * next ones: the values follow the keys, and the next row's keys follow the values. */
 static void attend_row(const Step *step, int64_t row, int64_t first, int64_t last, float *scores, int64_t width) {
   const int64_t dim = step->head_dim, stride = step->num_kv_heads * dim;
   const int64_t group = step->num_heads / step->num_kv_heads, context = step->contexts[row];
@@ -163,7 +168,7 @@ static void attend_row(const Step *step, int64_t row, int64_t first, int64_t las
     for (int64_t d = 0; d < dim; d++) out[head * dim + d] *= shares[head - first * group];
 }
 
-/* 0, or 1 when there is no memory for the scores. */
+/* Attends one query per sequence. Returns 0, or 1 if there is no memory for the scores. */
 int weft_decode_attention(const Step *step, int num_threads) {
   const int64_t parts = step->num_rows < 4 * num_threads ? step->num_kv_heads : 1;
   const int64_t heads = step->num_kv_heads / parts, group = step->num_heads / step->num_kv_heads;
@@ -187,15 +192,15 @@ int weft_decode_attention(const Step *step, int num_threads) {
   return is_full;
 }
 
-/* ---- Chunks of prompts. Scores lie token by token, those of all queries side by side: a lane is a query, and neither the
- * softmax nor a product adds across lanes. Keys and values of BLOCK tokens at a time are copied together once for many
- * queries. ---- */
+/* ---- Chunks of prompts. The scores of each token lie together, with all queries side by side: each lane is a query,
+ * and neither the softmax nor a product adds across lanes. Keys and values of BLOCK tokens at a time are copied
+ * together once for many queries. ---- */
 
 #define BLOCK 128
 
 #if defined(__AVX512F__)
-#define PART 16 /* values of the processor's own vector */
-#define ROWS 12 /* rows at a time: their sums, two vectors each, stay in registers */
+#define PART 16 /* This is the number of values in a vector of the processor. */
+#define ROWS 12 /* This many rows are computed at a time; their sums, two vectors each, stay in registers. */
 #elif defined(__aarch64__)
 #define PART 4
 #define ROWS 12
@@ -213,16 +218,18 @@ typedef float part __attribute__((vector_size(4 * PART)));
 typedef float unaligned_part __attribute__((vector_size(4 * PART), aligned(4), may_alias));
 
 struct Room {
-  float queries[MAX_DIM * MAX_ROWS]; /* (head_dim, MAX_ROWS) */
-  float keys[PADDED * MAX_DIM];      /* (PADDED, head_dim), zero behind the last token */
-  float values[BLOCK * MAX_DIM];     /* (BLOCK, head_dim) */
-  float scores[PADDED * MAX_ROWS];   /* (PADDED, MAX_ROWS) */
-  float sums[MAX_ROWS * MAX_DIM];    /* (MAX_ROWS, head_dim) */
+  float queries[MAX_DIM * MAX_ROWS]; /* Has shape (head_dim, MAX_ROWS). */
+  float keys[PADDED * MAX_DIM];      /* Has shape (PADDED, head_dim) and is zero behind the last token. */
+  float values[BLOCK * MAX_DIM];     /* Has shape (BLOCK, head_dim). */
+  float scores[PADDED * MAX_ROWS];   /* Has shape (PADDED, MAX_ROWS). */
+  float sums[MAX_ROWS * MAX_DIM];    /* Has shape (MAX_ROWS, head_dim). */
   float most[MAX_ROWS], totals[MAX_ROWS];
-  int32_t ends[MAX_ROWS]; /* the position behind the last that a row sees; 0 for rows that nobody asked for */
+  /* This is the position behind the last one that a row sees; it is 0 for rows that were not requested. */
+  int32_t ends[MAX_ROWS];
 } __attribute__((aligned(64)));
 
-/* c (ROWS, TILE) = or += a times b: `a` (ROWS, depth) with steps of its own in both directions, `b` (depth, TILE). */
+/* Multiplies `a` (ROWS, depth) by `b` (depth, TILE). The product replaces c (ROWS, TILE), or, with `adds`, is added to
+ * it. `a` has separate strides in both directions. */
 static inline __attribute__((always_inline)) void multiply(
     const float *a, int64_t a_row, int64_t a_depth, const float *b, int64_t b_stride, int64_t depth, float *c,
     int64_t c_stride, const int adds) {
@@ -245,8 +252,8 @@ static inline __attribute__((always_inline)) void multiply(
   }
 }
 
-/* The queries of a piece, input by input, and nothing summed yet. A row is a token's head: heads of a token side by
- * side. */
+/* Lays out the queries of a piece by dimension and resets the sums. A row is one query head of one token; the heads of
+ * a token are adjacent. */
 static void lay_queries(
     const Chunks *step, int64_t first, int64_t start, int64_t num_rows, int64_t head, Room *room) {
   const int64_t dim = step->head_dim, group = step->num_heads / step->num_kv_heads;
@@ -261,7 +268,7 @@ static void lay_queries(
   memset(room->sums, 0, MAX_ROWS * dim * sizeof(float));
 }
 
-/* Keys and values of one head, positions [at, end). */
+/* Copies keys and values of one head for the positions [at, end). */
 static void copy_tokens(const Chunks *step, const int64_t *blocks, int64_t head, int64_t at, int64_t end, Room *room) {
   const int64_t dim = step->head_dim, stride = step->num_kv_heads * dim, size = dim * sizeof(float);
   for (int64_t token = at; token < end; token++) {
@@ -272,8 +279,8 @@ static void copy_tokens(const Chunks *step, const int64_t *blocks, int64_t head,
   memset(room->keys + (end - at) * dim, 0, (ROWS - 1) * size);
 }
 
-/* LANES rows' scores of the positions [at, end) become weights, zero where a row does not see; what was summed before is
- * scaled to the new largest score. */
+/* Turns the scores of LANES rows at the positions [at, end) into weights, which are zero where a row does not see the
+ * position. Scales the earlier sums to the new largest score. */
 static void soften_along(Room *room, int64_t row, int64_t at, int64_t end, int64_t dim, float scale) {
   float *scores = room->scores + row;
   const whole_lanes ends = *(const whole_lanes *)(room->ends + row);
@@ -281,7 +288,8 @@ static void soften_along(Room *room, int64_t row, int64_t at, int64_t end, int64
   lanes top = before, total = {0};
   for (int64_t token = at; token < end; token++) {
     const lanes x = load(scores + (token - at) * MAX_ROWS);
-    top = chosen((ends > (int32_t)token) & (x > top), x, top); /* leaves NaN out */
+    /* The maximum ignores NaN. */
+    top = chosen((ends > (int32_t)token) & (x > top), x, top);
   }
   for (int64_t token = at; token < end; token++) {
     float *score = scores + (token - at) * MAX_ROWS;
@@ -330,7 +338,7 @@ static void attend_piece(
   }
 }
 
-/* 0, or 1 when there is no memory to work in. */
+/* Attends chunks of prompts. Returns 0, or 1 if there is no memory to work in. */
 int weft_chunk_attention(const Chunks *step, int num_threads) {
   return attend_chunks(step, sizeof(Room), num_threads);
 }

@@ -1,6 +1,6 @@
-"""Keys and values in pages, and which rows of a step belong where. What every attention backend shares.
+"""Stores keys and values in pages and maps the rows of a step to them. Every attention backend uses this module.
 
-Knows nothing of models, requests or how attention is computed.
+This module knows nothing of models, requests or how attention is computed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from llm_workers.scheduling.plan import NO_BLOCK
 
 
 class Rows(NamedTuple):
-    """One sequence's tokens of a step: rows `[at, at + num_tokens)` of the packed input hold its positions
-    `[start, start + num_tokens)`; `block_ids` covers everything up to the last of them. `copied_from`: the block whose
-    content the block of `start` begins with."""
+    """Describes one sequence's tokens of a step. The rows `[at, at + num_tokens)` of the packed input hold the
+    positions `[start, start + num_tokens)` of the sequence. `block_ids` covers all positions up to the last of these
+    tokens. The content of block `copied_from`, if there is one, is copied before the step into the block that contains
+    `start`."""
 
     at: int
     start: int
@@ -28,35 +29,35 @@ class Rows(NamedTuple):
 
     @property
     def context(self) -> int:
-        """Positions that the last of these tokens sees, itself included."""
+        """Returns the number of positions that the last of these tokens sees, including itself."""
         return self.start + self.num_tokens
 
 
 class DecodeRows(NamedTuple):
-    """The first rows of a packed input, one token of a sequence each, as arrays."""
+    """Describes the first rows of a packed input as arrays; each of these rows is one token of one sequence."""
 
     starts: npt.NDArray[np.int64]
-    """`(n,)`: positions of the tokens."""
+    """Holds the positions of the tokens. Has shape `(n,)`."""
     tables: npt.NDArray[np.int64]
-    """`(n, width)`: block tables, padded with their own first block."""
+    """Holds the block tables, padded with their own first block. Has shape `(n, width)`."""
     num_blocks: npt.NDArray[np.int64]
-    """`(n,)`, of each table."""
+    """Holds the number of blocks of each table. Has shape `(n,)`."""
 
 
 class SingleRows(NamedTuple):
-    """All rows of a step that are one token each, as arrays."""
+    """Describes all rows of a step that are one token each, as arrays."""
 
     at: npt.NDArray[np.int64]
-    """`(n,)`, ascending."""
+    """Holds the rows in the packed input in ascending order. Has shape `(n,)`."""
     contexts: npt.NDArray[np.int64]
-    """`(n,)`."""
+    """Holds the context length of each row. Has shape `(n,)`."""
     tables: npt.NDArray[np.int64]
-    """`(n, width)`, padded with their own first block."""
+    """Holds the block tables, padded with their own first block. Has shape `(n, width)`."""
 
 
 class StepRows(Sequence[Rows]):
-    """All rows of a step: `decodes` as arrays, and behind them the `others`. A sequence of `Rows` to those who want
-    each as an object."""
+    """Holds all rows of a step: `decodes` as arrays, followed by the `others`. It also acts as a sequence of `Rows` for
+    code that needs one object per row."""
 
     def __init__(self, others: Sequence[Rows], decodes: DecodeRows | None = None) -> None:
         self.others, self.decodes = others, decodes
@@ -76,7 +77,7 @@ class StepRows(Sequence[Rows]):
         return iter(self._all())
 
     def singles(self) -> SingleRows:
-        """Those of one token each."""
+        """Returns the rows of one token each."""
         rows = [row for row in self.others if row.num_tokens == 1]
         if self.decodes is not None and not rows:
             starts, tables, _ = self.decodes
@@ -102,7 +103,8 @@ class StepRows(Sequence[Rows]):
 
 
 def padded_tables(tables: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """`(len(tables), longest)`, each padded with its own first block."""
+    """Returns the tables as one array with shape `(len(tables), longest)`. Each table is padded with its own first
+    block."""
     padded = np.zeros((len(tables), max(map(len, tables), default=0)), dtype=np.int64)
     for row, table in enumerate(tables):
         padded[row] = table[0]
@@ -114,8 +116,9 @@ _SLOTS_AT_ONCE = 512
 
 
 class PagedKV:
-    """Keys and values of one worker: per layer a flat `(num_blocks * block_size, num_kv_heads, head_dim)` view of
-    pages. Zeroed at birth, so that what is masked out is at least finite."""
+    """Holds the keys and values of one worker. For each layer it gives a flat view of the pages with shape
+    `(num_blocks * block_size, num_kv_heads, head_dim)`. The pages are zeroed at creation, so that masked values are at
+    least finite."""
 
     def __init__(
         self,
@@ -126,7 +129,7 @@ class PagedKV:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`heads` is (num_kv_heads, head_dim)."""
+        """Allocates the pages. `heads` is (num_kv_heads, head_dim)."""
         self.num_blocks, self.block_size = num_blocks, block_size
         shape = (num_layers, 2, num_blocks * block_size, *heads)
         self._pages = torch.zeros(shape, dtype=dtype, device=device)
@@ -144,29 +147,31 @@ class PagedKV:
         return self._pages.numel() * self._pages.element_size()
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer, each `(num_blocks * block_size, num_kv_heads, head_dim)`, writable views."""
+        """Returns keys and values of a layer as writable views. Each has shape
+        `(num_blocks * block_size, num_kv_heads, head_dim)`."""
         pages = self._pages[layer]
         return pages[0], pages[1]
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """All at once: no target may be another's source."""
+        """Copies all blocks at once. No target may be the source of another copy."""
         copy_pages(self._pages.flatten(0, 1), self.block_size, sources, targets)
 
     def are_spoiled(self, slots: torch.Tensor) -> torch.Tensor:
-        """Whether a slot holds a number that is not finite, in any layer: bool `(len(slots),)` on the device. Reads
-        every layer of the slots once, a few of them at a time."""
+        """Returns for each slot whether it holds a value that is not finite in any layer, as bool `(len(slots),)` on
+        the device. It reads every layer of the slots once, a limited number of slots at a time."""
         pages = (self._pages.index_select(2, some) for some in slots.split(_SLOTS_AT_ONCE))
-        # What is not finite stays so in a sum; sums of half precision are far from the largest float32.
+        # A value that is not finite makes the sum not finite, and sums in half precision are far below the largest
+        # float32.
         return ~torch.cat([page.sum(dim=(0, 1, 3, 4), dtype=torch.float32) for page in pages]).isfinite()
 
     def slots(self, block_ids: npt.NDArray[np.int64], start: int, end: int) -> npt.NDArray[np.int64]:
-        """Where positions `[start, end)` of a sequence lie: int64 `(end - start,)`."""
+        """Returns the slots of the positions `[start, end)` of a sequence as int64 `(end - start,)`."""
         at = np.arange(start, end, dtype=np.int64)
         return block_ids[at // self.block_size] * self.block_size + at % self.block_size
 
 
 def write_slots(kv: PagedKV, rows: Sequence[Rows]) -> torch.Tensor:
-    """Slots of all tokens of the step in packed order: int64 `(num_tokens,)` on the KV's device."""
+    """Returns the slots of all tokens of the step in packed order, as int64 `(num_tokens,)` on the KV's device."""
     step = StepRows.of(rows)
     slots = [kv.slots(row.block_ids, row.start, row.context) for row in step.others]
     if step.decodes is not None:
@@ -177,20 +182,21 @@ def write_slots(kv: PagedKV, rows: Sequence[Rows]) -> torch.Tensor:
 
 
 def copied_blocks(rows: Sequence[Rows], block_size: int) -> tuple[list[int], list[int]]:
-    """Blocks to copy before the step, and the blocks to copy each into."""
+    """Returns the blocks to copy before the step, and for each of them its target block."""
     copies = [row for row in StepRows.of(rows).others if row.copied_from != NO_BLOCK]
     return [row.copied_from for row in copies], [int(row.block_ids[row.start // block_size]) for row in copies]
 
 
 def copy_blocks(kv: PagedKV, rows: Sequence[Rows]) -> None:
-    """Before a step's forward. Doing it again changes nothing: a source is not written to in the step."""
+    """Copies the blocks that the rows name. It must run before the step's forward pass. A repeated call changes
+    nothing, because the step does not write to a source block."""
     sources, targets = copied_blocks(rows, kv.block_size)
     if sources:
         kv.copy_blocks(sources, targets)
 
 
 def copy_pages(pages: torch.Tensor, block_size: int, sources: Sequence[int], targets: Sequence[int]) -> None:
-    """Of `pages` `(n, num_blocks * block_size, ...)`."""
+    """Copies blocks within `pages`, which has shape `(n, num_blocks * block_size, ...)`."""
     blocks = pages.unflatten(1, (-1, block_size))
     from_blocks, to_blocks = (torch.tensor(list(ids), device=pages.device) for ids in (sources, targets))
     blocks.index_copy_(1, to_blocks, blocks.index_select(1, from_blocks))

@@ -1,6 +1,7 @@
-"""Who else is in the cluster, as a worker sees it. Who has left is confirmed dead: what waits for it is given up.
+"""Tracks the other members of the cluster for a worker. A member that has left counts as confirmed dead, and the worker
+gives up everything that waits for it.
 
-Knows nothing of requests.
+This module knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from llm_workers.receiver import Receiver
 
 
 class Peers:
-    """Lives in the event loop."""
+    """Holds the current members. It lives in the event loop."""
 
     def __init__(self, plane: Plane, sink: FeatureSink, receiver: Receiver) -> None:
         self._plane, self._sink, self._receiver = plane, sink, receiver
@@ -25,8 +26,8 @@ class Peers:
         return self._members.get(member_id)
 
     def update(self, members: Sequence[Member]) -> list[MemberId]:
-        """Everybody that is there now. Quarantined slots and announcements of those that left are given up, their
-        connections closed; returns the routers among them."""
+        """Takes the list of all current members. For each member that has left, it gives up quarantined slots and
+        announcements and closes the connection. Returns the routers among the members that left."""
         now = {member.member_id: member for member in members}
         left = [self._members[member_id] for member_id in self._members.keys() - now.keys()]
         for gone in left:

@@ -1,7 +1,9 @@
-"""What changes logits before a token is drawn: penalties, then logit bias, then tokens that may not come yet.
+"""Changes logits before a token is drawn: it applies penalties, then logit bias, then bars tokens that are not allowed
+yet.
 
-The rows are changed together: their tokens are laid end to end and gathered, changed and scattered at once. Meaning
-as in vLLM: repetition over prompt and output, presence and frequency over the output. Knows no sequences.
+All rows are changed together: the token ids of all rows are concatenated, and their logits are gathered, changed and
+scattered at once. The meaning is the same as in vLLM: repetition counts prompt and output, presence and frequency count
+the output only. This module knows nothing of sequences.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from llm_workers.scheduling.token_counts import SeenTokens, TokenCounts
 
 
 class Penalised(NamedTuple):
-    """A row of the logits and what it is changed by. `counts` are there if the parameters have penalties."""
+    """Describes a row of the logits and its changes. `counts` is set if the parameters have penalties."""
 
     row: int
     params: SamplingParams
@@ -25,7 +27,8 @@ class Penalised(NamedTuple):
 
 
 def apply_penalties(logits: torch.Tensor, rows: Sequence[Penalised]) -> None:
-    """Changes `logits` `(n, vocab)` float32 in place. A logit that is -inf stays so."""
+    """Applies the penalties to `logits` in place. `logits` is float32 and has shape `(n, vocab)`. A logit that is -inf
+    stays -inf."""
     counted = [(row, params, counts) for row, params, counts in rows if counts is not None and params.has_penalties]
     if not counted:
         return
@@ -46,7 +49,7 @@ def apply_penalties(logits: torch.Tensor, rows: Sequence[Penalised]) -> None:
 
 
 def apply_logit_bias(logits: torch.Tensor, rows: Sequence[Penalised]) -> None:
-    """Adds each row's bias to `logits` `(n, vocab)` float32, in place."""
+    """Adds each row's bias to `logits` in place. `logits` is float32 and has shape `(n, vocab)`."""
     biased = [(row, params.logit_bias) for row, params, _ in rows if params.logit_bias]
     if not biased:
         return
@@ -58,7 +61,8 @@ def apply_logit_bias(logits: torch.Tensor, rows: Sequence[Penalised]) -> None:
 
 
 def bar_tokens(logits: torch.Tensor, barred: Sequence[tuple[int, tuple[int, ...]]]) -> None:
-    """The logits of these (row, ids) become -inf, in place. Ids that the vocabulary has not are never drawn anyway."""
+    """Sets the logits of these pairs (row, ids) to -inf in place. Ids outside the vocabulary are skipped, because they
+    are never drawn."""
     vocab = logits.shape[-1]
     pairs = [(row, np.array([one for one in ids if 0 <= one < vocab], dtype=np.int64)) for row, ids in barred if ids]
     if pairs:
@@ -67,7 +71,7 @@ def bar_tokens(logits: torch.Tensor, barred: Sequence[tuple[int, tuple[int, ...]
 
 
 def _flat_indexes(logits: torch.Tensor, rows: Sequence[int], ids: Sequence[np.ndarray]) -> torch.Tensor:
-    """Places of each row's `ids` in the flattened logits."""
+    """Returns the places of each row's `ids` in the flattened logits."""
     vocab = logits.shape[-1]
     return torch.from_numpy(np.concatenate([row * vocab + of for row, of in zip(rows, ids, strict=True)])).to(
         logits.device

@@ -1,8 +1,10 @@
-"""Acts on the intake: announcements in, pulls through the feature channel, releases, requests for features.
+"""Carries out the decisions of the intake: it takes announcements, pulls features through the feature channel, releases
+them at the encoder, and requests missing features.
 
-The worker is in charge of its memory: it pulls when the inbox has room, tells the encoder as soon as the bytes have
-landed, and frees a slot as soon as the engine lets go of the unit. Lives in the event loop; the channel's transfer
-thread does the reading. Knows nothing of scheduling.
+The worker controls its own memory: it pulls when the inbox has room, releases the unit at the encoder as soon as the
+bytes have landed, and frees a slot as soon as the engine releases the unit. A unit is one separately encoded part of a
+media item. The receiver lives in the event loop; the channel's transfer thread reads the bytes. This module knows
+nothing of scheduling.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class EngineSide(Protocol):
-    """What the receiver tells the engine; thread-safe, never blocks."""
+    """Defines the calls that the receiver makes to the engine. They are thread-safe and never block."""
 
     def unit_landed(self, unit: UnitKey) -> None: ...
 
@@ -39,16 +41,16 @@ class EngineSide(Protocol):
 
 
 class Listener(NamedTuple):
-    """What the receiver tells the service, in the event loop."""
+    """Holds the callbacks through which the receiver reports to the service, in the event loop."""
 
     event: Callable[[AttemptId, str, UnitKey], None]
-    """`unit_announced`, `unit_landed` or `unit_reused` (it was kept), for the trace."""
+    """Reports `unit_announced`, `unit_landed` or `unit_reused` (a kept feature is used again) for the trace."""
     needed: Callable[[Sequence[Need]], None]
     failed: Callable[[AttemptId, WeftError], None]
 
 
 class Endpoint(NamedTuple):
-    """Who this worker is on the planes."""
+    """Holds this worker's id, its message plane, its end of the feature channel, and its clock."""
 
     member_id: MemberId
     plane: Plane
@@ -57,7 +59,8 @@ class Endpoint(NamedTuple):
 
 
 class Receiver:
-    """A unit stays in `landed` until the engine has let go of it as often as it was told of it."""
+    """Receives the features of this worker. A unit stays in `landed` until the engine has answered every report of it
+    with a release."""
 
     def __init__(
         self,
@@ -68,8 +71,8 @@ class Receiver:
         listener: Listener,
         landed: dict[UnitKey, LandedFeature],
     ) -> None:
-        """`levels` is (num_levels, hidden_size) of the model's features; `landed` is filled here and read by the
-        runner."""
+        """Creates a receiver. `levels` is (num_levels, hidden_size) of the model's features. The receiver fills
+        `landed`, and the runner reads it."""
         self._endpoint, self._config, self._levels = endpoint, config, levels
         self._engine, self._listener = engine, listener
         self._intake = Intake(endpoint.clock, config.unclaimed_unit_ttl_s, config.unit_wait_s)
@@ -82,11 +85,11 @@ class Receiver:
         )
 
     def start(self) -> None:
-        """Must be called in the event loop."""
+        """Enables pulls. It must be called in the event loop."""
         self._loop = asyncio.get_running_loop()
 
     def stop(self) -> None:
-        """Cancels pulls and frees every slot."""
+        """Cancels all pulls and frees every slot."""
         self._loop = None
         for pull in list(self._pulls):
             pull.cancel()
@@ -98,14 +101,14 @@ class Receiver:
 
     @property
     def num_held(self) -> int:
-        """Announcements, pulls and features that are kept; 0 when idle."""
+        """Returns the number of announcements, running pulls and landed units; it is 0 when the worker is idle."""
         return self._intake.num_held
 
     # ------------------------------------------------------------ requests
 
     def expect(self, attempt: AttemptId, request: GenerateRequest) -> None:
-        """A request has come. Raises InvalidMedia if one of its features can never fit the inbox, ProtocolError if
-        its placeholders name units that are not there."""
+        """Registers the attempt of a request that has arrived. Raises InvalidMedia if one of its features can never fit
+        into the inbox, and ProtocolError if its placeholders name units that do not exist."""
         rows = _planned_rows(request)
         total_bytes = self._endpoint.sink.usage().total_bytes
         shapes = {unit: self._shape(item, num_rows) for unit, (num_rows, item) in rows.items()}
@@ -123,46 +126,49 @@ class Receiver:
         self.settle()
 
     def admit(self, attempt: AttemptId, missing: Iterable[UnitKey]) -> None:
-        """The engine has said what the attempt lacks."""
+        """Records the units that the attempt lacks according to the engine."""
         for unit in self._intake.admit(attempt, missing):
             self._engine.unit_landed(unit)
 
     def need(self, attempt: AttemptId, unit: UnitKey, reason: str) -> None:
-        """The engine needs a unit again."""
+        """Records that the engine needs a unit again."""
         if self._intake.need(attempt, unit, reason):
             self._engine.unit_landed(unit)
 
     def end(self, attempt: AttemptId) -> None:
-        """The attempt has ended: announcements for it are given back."""
+        """Records that the attempt has ended and gives back the announcements for it."""
         self._expected_shapes.pop(attempt, None)
         self._intake.end(attempt)
         self.settle()
 
     def let_go(self, unit: UnitKey, num_told: int, missed_by: Iterable[AttemptId] = ()) -> None:
-        """The engine does not read the unit any more, of which it was told `num_told` times."""
+        """Records that the engine does not read the unit any more. The release answers `num_told` reports of the unit.
+        The attempts in `missed_by` need the unit again."""
         self._intake.let_go(unit, num_told, missed_by)
 
     def distrust(self, units: Iterable[UnitKey]) -> None:
-        """These may hold what they should not: as soon as the engine has let go of them they are freed and not kept.
-        Who misses them gets another copy."""
+        """Distrusts units whose bytes may be wrong. As soon as the engine has released them, they are freed and not
+        kept. An attempt that misses such a unit gets another copy."""
         for unit in units:
             self.kept.distrust(unit, unit in self.landed)
             if unit in self.landed:
                 self._intake.begin_evict(unit)
 
     def read_by(self, reads: Mapping[UnitKey, Mapping[AttemptId, NextRead | None]]) -> None:
-        """What changed in the engine's word on who still has to read what, and where next; None: not any more."""
+        """Records changes in the engine's reports of which attempt still has to read which unit, and where the next
+        read is. None means that the attempt does not read the unit any more."""
         self._intake.read_by(reads)
 
     def source_gone(self, source: str) -> None:
-        """A transfer agent has left: its announcements are void, the router is asked for what they promised."""
+        """Drops the announcements of a transfer agent that has left, and asks the router for the units that they
+        announced."""
         self._intake.forget_source(source)
         self.settle()
 
     # ------------------------------------------------------------ announcements and pulls
 
     def announced(self, ready: UnitReady) -> None:
-        """An encoder says that a unit can be pulled."""
+        """Takes an announcement of an encoder that a unit can be pulled."""
         attempt = AttemptId(ready.request_id, ready.attempt)
         self._listener.event(attempt, "unit_announced", ready.unit)
         self._intake.announce(ready)
@@ -170,8 +176,9 @@ class Receiver:
         self.settle()
 
     def settle(self) -> None:
-        """Does whatever can be done now: gives back, frees, pulls, evicts, asks. Costs what has changed since the last
-        call, however much waits."""
+        """Carries out everything that is possible now: frees units, reuses kept features, gives announcements back,
+        pulls, evicts and requests features. The cost depends on the number of changes since the last call and not on
+        the number of waiting units."""
         self._free_unneeded()
         for unit in self._intake.take_kept(self.kept):
             self._reuse(unit)
@@ -185,7 +192,8 @@ class Receiver:
             self._listener.needed(needs)
 
     def _pull(self, ready: UnitReady) -> bool:
-        """False if there is no room now: then room is being made, or a slot will be freed in time."""
+        """Starts a pull. Returns False if there is no room now; then either an eviction is under way, or a later
+        release frees a slot."""
         unit = ready.unit
         try:
             pull = self._endpoint.sink.pull(ready.ticket, self._config.pull_timeout_s)
@@ -204,7 +212,7 @@ class Receiver:
         return True
 
     def _make_room(self, unit: UnitKey) -> bool:
-        """True if there is room at once."""
+        """Evicts a unit to make room for `unit`. Returns True if there is room at once."""
         victim = self._intake.victim(unit)
         if victim is None:
             return False
@@ -215,7 +223,8 @@ class Receiver:
         return True
 
     def _free_unneeded(self) -> None:
-        """What the policy keeps goes to host memory; what was lent goes back there."""
+        """Frees the landed units that are not needed. A feature that the policy keeps is copied to host memory, and a
+        lent feature goes back to the kept features."""
         for unit in self._intake.take_freeable():
             feature = self.landed.pop(unit)
             if self.kept.is_lent(unit):
@@ -230,7 +239,8 @@ class Receiver:
         ready: UnitReady,
         done: Future[LandedFeature],
     ) -> None:
-        """Runs in the transfer thread, or wherever the pull was cancelled."""
+        """Passes a finished pull to the event loop. It runs in the transfer thread, or in the thread that cancelled the
+        pull."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, ready, done)
         elif not done.cancelled() and done.exception() is None:
@@ -254,7 +264,8 @@ class Receiver:
         self.settle()
 
     def _land(self, unit: UnitKey, feature: LandedFeature) -> None:
-        """Those who planned another number of rows fail; the others are told. What nobody planned is freed again."""
+        """Records a landed unit. Attempts that planned another number of rows fail; for the other attempts the landing
+        is reported. A unit that no attempt planned is freed again."""
         self.landed[unit] = feature
         for attempt in self._intake.wanting(unit):
             if self._check(attempt, unit, feature.ticket):
@@ -263,7 +274,8 @@ class Receiver:
             self._engine.unit_landed(unit)
 
     def _reuse(self, unit: UnitKey) -> None:
-        """A kept feature is read where it lies: nobody is asked for it and no room is made."""
+        """Reads a kept feature from its host memory. It is not requested from any encoder and needs no room in the
+        inbox."""
         self.landed[unit] = self.kept.lend(unit)
         for attempt in self._intake.wanting(unit):
             if self._check(attempt, unit, self.landed[unit].ticket):
@@ -272,7 +284,8 @@ class Receiver:
             self._engine.unit_landed(unit)
 
     def _check(self, attempt: AttemptId, unit: UnitKey, ticket: FeatureTicket) -> bool:
-        """Fails the attempt when a feature is not what it planned. Unknown attempts are checked when they come."""
+        """Fails the attempt and returns False if the feature differs from the plan of the attempt. An attempt that has
+        not arrived yet is checked when it arrives."""
         shape = self._expected_shapes.get(attempt, {}).get(unit)
         if shape is None:
             return True
@@ -285,7 +298,7 @@ class Receiver:
         return False
 
     def _shape(self, item: MediaItem, num_rows: int) -> tuple[int, int, int]:
-        """Of a unit's feature, as it was planned."""
+        """Returns the planned shape of a unit's feature."""
         return (item.num_levels or self._levels[0], num_rows, self._levels[1])
 
     def _fail(self, attempts: Iterable[AttemptId], error: WeftError) -> None:
@@ -299,7 +312,9 @@ class Receiver:
 
 
 def _planned_rows(request: GenerateRequest) -> dict[UnitKey, tuple[int, MediaItem]]:
-    """Units in the order of the prompt -> rows and item. An item that was dispatched stands for its twins."""
+    """Maps each unit, in the order of the prompt, to its number of rows and its item. If several items have the same
+    hash, the item that was dispatched represents them. Raises ProtocolError if a placeholder names media that the
+    request does not have."""
     rows: dict[UnitKey, tuple[int, MediaItem]] = {}
     by_dispatch = {item.mm_hash: item for item in request.media if item.index in request.dispatched_items}
     try:

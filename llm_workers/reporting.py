@@ -1,4 +1,6 @@
-"""The worker's gauges for the routers. Knows nothing of who receives them."""
+"""Builds the reports with the worker's gauges for the routers. This module knows nothing of the receivers of the
+reports.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ from llm_workers.step_costs import StepCosts
 from llm_workers.updates import Update
 
 _NEW_SHARE = 0.1
-"""Of a sequence that has ended, in the time that sequences take of late."""
+"""This is the weight of a sequence that has just ended in the moving average of the time that sequences take."""
 
 
 class Reporter:
-    """Keeps the engine's last numbers."""
+    """Holds the latest numbers of the engine and builds reports from them."""
 
     def __init__(
         self,
@@ -32,14 +34,14 @@ class Reporter:
         self._admitted: dict[AttemptId, None] = {}
         self._seq = 0
         self.epoch = 0
-        """From this worker's member record, once it is known."""
+        """Holds the epoch of this worker's member record, once the record is known."""
         self.costs = StepCosts()
         self.is_lost = False
-        """Whether the worker takes nothing any more."""
+        """Says whether the worker is lost and accepts no more requests."""
         self._residence_s = 0.0
 
     def take(self, update: Update) -> None:
-        """A turn of the engine."""
+        """Takes the update of one turn of the engine."""
         if update.stats is not None:
             self._stats = update.stats
         for admitted in update.admitted:
@@ -51,12 +53,13 @@ class Reporter:
             self._residence_s += (in_steps_s - self._residence_s) * (_NEW_SHARE if self._residence_s else 1.0)
 
     def forget_ended(self, open_attempts: Iterable[AttemptId]) -> None:
-        """Everybody has had a report since: attempts that came and went need no acknowledgement any more."""
+        """Forgets the admitted attempts that have ended. It is called after a report has gone to all routers, so these
+        attempts need no further acknowledgement."""
         still_open = set(open_attempts)
         self._admitted = {attempt: None for attempt in self._admitted if attempt in still_open}
 
     def report(self) -> WorkerReport:
-        """Acknowledges the attempts that were admitted and not forgotten since."""
+        """Returns the next report. It acknowledges the attempts that were admitted and not forgotten since."""
         self._seq += 1
         usage = self._sink.usage()
         return WorkerReport(

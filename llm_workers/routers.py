@@ -1,6 +1,7 @@
-"""The routers that listen to this worker: leases by heartbeat, and what is sent to all of them.
+"""Keeps the links to the routers that listen to this worker: their leases, which heartbeats renew, and the messages
+that go to all of them.
 
-Knows nothing of requests: whose lease has expired is reported, what follows is the service's.
+This module knows nothing of requests. It reports the routers whose lease has expired, and the service acts on this.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from fabric.messages import PlaneMessage, RouterHeartbeat
 from fabric.plane import Plane
 
 FIRST_HEARTBEAT_S = 30.0
-"""A router whose call is here and whose heartbeat is not has so long to send one: it may have died in between."""
+"""Limits how long a router may take to send its first heartbeat after its first call, because it may have died in
+between."""
 
 
 class RouterLinks:
-    """Lives in the event loop."""
+    """Holds the lease and the address of each router. It lives in the event loop."""
 
     def __init__(self, plane: Plane, clock: Clock) -> None:
         self._plane = plane
@@ -26,27 +28,28 @@ class RouterLinks:
         self._addresses: dict[MemberId, str] = {}
 
     def heartbeat(self, message: RouterHeartbeat) -> bool:
-        """Renews a lease. True if the router is new, or has moved: it knows nothing of us."""
+        """Renews the lease of a router. Returns True if the router is new or has moved and therefore knows nothing of
+        this worker."""
         is_new = self._addresses.get(message.router_id) != message.address
         self._addresses[message.router_id] = message.address
         self._leases.renew(message.router_id, message.lease_s)
         return is_new
 
     def expect(self, router_id: MemberId) -> None:
-        """A call of this router has come. One that we know nothing of (new here, or its lease has run out) is held to
-        a lease too, else nobody would ever end what it left behind."""
+        """Records that a call of this router has arrived. A router without a known address (it is new here, or its
+        lease has expired) gets a lease too; otherwise its calls would never end if it died."""
         if router_id not in self._addresses:
             self._leases.renew(router_id, FIRST_HEARTBEAT_S)
 
     def take_expired(self) -> list[MemberId]:
-        """Routers whose lease has run out; they are forgotten."""
+        """Forgets the routers whose lease has expired and returns them."""
         expired = self._leases.expired()
         for router_id in expired:
             self.forget(router_id)
         return expired
 
     def forget(self, router_id: MemberId) -> None:
-        """The router is gone; nothing is sent to it any more."""
+        """Forgets a router that is gone and sends nothing to it any more."""
         self._leases.drop(router_id)
         address = self._addresses.pop(router_id, None)
         if address is not None:

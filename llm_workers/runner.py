@@ -1,7 +1,8 @@
-"""Executes a StepPlan on the model: flat inputs, splice of features, paged attention, logits of sampled rows.
+"""Executes a StepPlan on the model: it builds flat inputs, splices features in, runs paged attention, and samples the
+logits of the selected rows.
 
-Stateless but for the KV pages: executing a plan again writes the same values, so a failed step can be retried.
-Knows nothing of requests, queues or where features come from.
+The runner has no state except the KV pages. A second execution of a plan writes the same values, so a failed step can
+be retried. This module knows nothing of requests, queues or the origin of features.
 """
 
 from __future__ import annotations
@@ -27,33 +28,33 @@ from modalities.family import LanguageModel
 
 @dataclass(slots=True)
 class RunTimes:
-    """Running sums since start, for benches. On a device that computes on its own, the time until its work is asked
-    for, but for `sample_s`, which waits for it."""
+    """Holds running sums since the start, for benchmarks. On a device that computes asynchronously, a sum counts only
+    the time until the work is queued; only `sample_s` waits for the device."""
 
     inputs_s: float = 0.0
     splice_s: float = 0.0
     forward_s: float = 0.0
-    """Embedding of the tokens included."""
+    """Includes the embedding of the tokens."""
     sample_s: float = 0.0
-    """Logits included."""
+    """Includes the computation of the logits."""
 
 
 class StepInputs(NamedTuple):
-    """Of a packed step: the plan's `decodes` first, a row each, then its `others`."""
+    """Holds the inputs of a packed step. The plan's `decodes` come first with one row each, then its `others`."""
 
     token_ids: torch.Tensor
-    """`(num_tokens,)`."""
+    """Holds the token ids. Has shape `(num_tokens,)`."""
     positions: torch.Tensor
-    """`(num_axes, num_tokens)`."""
+    """Holds the positions. Has shape `(num_axes, num_tokens)`."""
     starts: npt.NDArray[np.int64]
-    """First rows of the others, and the number of all rows."""
+    """Holds the first row of each of the others, followed by the total number of rows."""
     attention: AttentionStep
     rows: StepRows
-    """Where the pages are read and written."""
+    """Says where the pages are read and written."""
 
 
 class Runner:
-    """One model on one device."""
+    """A `Runner` executes steps of one model on one device."""
 
     def __init__(
         self,
@@ -63,16 +64,16 @@ class Runner:
         backend: Backend,
         side: SideRows | None = None,
     ) -> None:
-        """`side` stores rows of hidden layers for chunks that ask for them."""
+        """Creates a runner. `side` stores rows of hidden layers for chunks that ask for them."""
         self._model, self._kv, self._features, self._backend = model, kv, features, backend
         self._side = side
         self.times = RunTimes()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Computes the plan's chunks; copies the blocks that they name and writes their KV. Draws a token for each
-        chunk that has `sampling`, and one more for each of its drafts that is right; it is negative where the logits
-        are not finite or the grammar is broken. The plan must have chunks."""
+        """Computes the plan's chunks: copies the blocks that they name and writes their KV. Draws a token for each
+        chunk that has `sampling`, and one more for each of its drafts that is right. A token is negative where the
+        logits are not finite or the grammar is broken. The plan must have chunks."""
         times = self.times
         begun_s = time.perf_counter()
         token_ids, positions, starts, step, rows = self.prepare(plan)
@@ -82,7 +83,8 @@ class Runner:
         feature_rows, feature_levels = splice_features(embeddings, list(_placed(plan.others, starts)), self._features)
         spliced_s = time.perf_counter()
         wanted = _wanted_rows(plan, starts, self._model.device)
-        # A hidden layer that is asked for is stored whole, and may be the last.
+        # A side layer is stored with all its rows, and it may be the last layer, so the model must then compute all
+        # rows of the last layer.
         is_whole = any(chunk.side_names for chunk in plan.others)
         with self._side.storing(plan.others, starts) if self._side else nullcontext():
             early = None if is_whole else wanted
@@ -101,7 +103,8 @@ class Runner:
         return result
 
     def prepare(self, plan: StepPlan) -> StepInputs:
-        """Everything that a step needs beside the model, on its device. Copies the blocks that the plan names."""
+        """Returns all inputs of a step besides the model, on the model's device. Copies the blocks that the plan
+        names."""
         device, decodes = self._model.device, plan.decodes
         starts = np.cumsum([plan.num_decodes, *(chunk.num_tokens for chunk in plan.others)])
         token_ids = [chunk.token_ids for chunk in plan.others]
@@ -128,10 +131,12 @@ class Runner:
         )
 
     def _spoiled_rows(self, hidden: torch.Tensor, rows: StepRows, *, is_whole: bool) -> torch.Tensor | None:
-        """Rows of the step, bool `(num_tokens,)`, that have stored what is not finite, which may not show in the last
-        row of their chunk; None where it always does. A side tensor of the last layer lies behind all attention. An
-        infinite key has a weight of zero in its own row, which stays finite; a later query meets it, and only half
-        precision overflows so."""
+        """Returns the rows of the step that have stored values that are not finite although the last row of their chunk
+        may not show it, as bool `(num_tokens,)`. Returns None where the last row always shows it.
+
+        There are two such cases. A side tensor of the last layer is stored behind all attention, so no other row
+        attends to it. In half precision (float16) a key can overflow to infinity: it has a weight of zero in its own
+        row, which stays finite, but a later query meets it."""
         spoiled = ~hidden.sum(dim=-1, dtype=torch.float32).isfinite() if is_whole else None
         if self._kv.dtype is torch.float16:
             stored = self._kv.are_spoiled(write_slots(self._kv, rows))
@@ -142,7 +147,7 @@ class Runner:
 def _without_numbers(
     hidden: torch.Tensor, spoiled: torch.Tensor, plan: StepPlan, starts: npt.NDArray[np.int64]
 ) -> torch.Tensor:
-    """The hidden states that `draw` is given, all NaN in those of a sequence with a spoiled row."""
+    """Returns the hidden states for `draw`, with NaN in all rows of a sequence that has a spoiled row."""
     num_tokens = np.diff(starts, prepend=0)[1:]
     owners = np.repeat(np.arange(plan.num_sequences), [*[1] * plan.num_decodes, *num_tokens])
     finished = np.arange(len(owners)) if len(hidden) == len(owners) else rows_to_finish(plan, starts)
@@ -153,13 +158,14 @@ def _without_numbers(
 
 
 def _wanted_rows(plan: StepPlan, starts: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor | None:
-    """Those whose last hidden states are needed; None for all of them."""
+    """Returns the rows whose last hidden states are needed, or None if all rows are needed."""
     rows = rows_to_finish(plan, starts)
     return torch.from_numpy(rows).to(device) if len(rows) < starts[-1] else None
 
 
 def _placed(chunks: Sequence[Chunk], starts: np.ndarray) -> Iterator[PlacedSplice]:
-    """In ascending order of row: chunks are packed in order, splices of a chunk are sorted by position."""
+    """Yields the splices in ascending order of row: chunks are packed in order, and the splices of a chunk are sorted
+    by position."""
     for base, chunk in zip(starts, chunks, strict=False):
         for splice in sorted(chunk.splices, key=lambda splice: splice.at):
             yield PlacedSplice(int(base) + splice.at, splice)

@@ -1,7 +1,7 @@
-"""Drawing the next token: temperature, then min-p, then top-k, then top-p, by inverse CDF.
+"""Draws the next token: applies temperature, then min-p, then top-k, then top-p, and inverts the CDF.
 
-A draw depends on (seed, choice, index of the token) alone, so a preempted or migrated sequence draws the same
-again. Greedy rows take the exact argmax, the lowest id on a tie. Knows nothing of sequences or steps.
+A draw depends on (seed, choice, index of the token) alone, so a preempted or migrated sequence draws the same tokens
+again. Greedy rows take the exact argmax, and the lowest id on a tie. This module knows nothing of sequences or steps.
 """
 
 from __future__ import annotations
@@ -15,21 +15,24 @@ from fabric.messages import SamplingParams
 from llm_workers.scheduling.plan import NOT_FINITE_TOKEN
 
 HEAD = 1024
-"""Tokens that are put in order at first: what top-k and top-p leave of a trained model's distribution is less."""
+"""Sets how many of the most probable tokens are sorted first. Top-k and top-p usually leave fewer tokens of a trained
+model's distribution."""
 Draw = tuple[SamplingParams, int, int]
-"""Parameters, choice, index of the token to draw."""
+"""Holds the parameters, the choice and the index of the token to draw."""
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """As `draw_tokens`, on the host."""
+    """Draws tokens as `draw_tokens` does and returns them on the host."""
     tokens: list[int] = draw_tokens(logits, draws).tolist()
     return tokens
 
 
 def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """One token id per row, int64 `(n,)` on the device. `logits` `(n, vocab)` float32, left unchanged; `draws` has n
-    entries. A row that is not finite gives NOT_FINITE_TOKEN: its sequence can't go on, the others can."""
-    most, tokens = logits.max(dim=-1)  # the first of equals, in a third of the time of argmax
+    """Draws one token id per row, as int64 `(n,)` on the device. `logits` is float32 with shape `(n, vocab)` and stays
+    unchanged; `draws` has n entries. A row that is not finite gives NOT_FINITE_TOKEN: its sequence can't go on, but the
+    others can."""
+    # Like argmax, `max` returns the first of equal values, but it takes a third of the time.
+    most, tokens = logits.max(dim=-1)
     rows = [row for row, (params, _, _) in enumerate(draws) if params.temperature > 0]
     is_plain = [draws[row][0].top_k <= 0 and draws[row][0].top_p >= 1 for row in rows]
     for plain, draw in ((True, _draw_plain), (False, _draw_truncated)):
@@ -41,8 +44,9 @@ def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
 
 
 def _weights(logits: torch.Tensor, draws: Sequence[Draw], most: torch.Tensor) -> torch.Tensor:
-    """Probabilities up to a factor per row, 0 where min-p cuts: float64 `(n, columns)`, as single precision loses the
-    tail of a large vocabulary in a running sum. `most`: each row's largest logit, `(n, 1)`; its weight is 1."""
+    """Returns probabilities up to a factor per row, and 0 where min-p cuts. They are float64 with shape `(n, columns)`,
+    because a running sum in single precision loses the tail of a large vocabulary. `most` holds each row's largest
+    logit with shape `(n, 1)`; the weight of that logit is 1."""
     numbers = torch.tensor(
         [(params.temperature, params.min_p) for params, _, _ in draws], dtype=torch.float64, device=logits.device
     )
@@ -53,35 +57,40 @@ def _weights(logits: torch.Tensor, draws: Sequence[Draw], most: torch.Tensor) ->
 
 
 def _invert(weights: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """First column whose running sum passes `u * total`; never one of weight 0. Returns int64 `(n,)`."""
+    """Returns the first column whose running sum exceeds `u * total`, where `u` is a uniform random number, as int64
+    `(n,)`. It never returns a column of weight 0."""
     numbers = [uniform(params.seed, choice, index) for params, choice, index in draws]
     running = weights.cumsum(dim=-1)
     targets = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None] * running[:, -1:]
     columns = torch.searchsorted(running, targets, right=True)[:, 0]
     num_columns = weights.shape[-1]
-    if bool((columns == num_columns).any()):  # `u * total` was rounded up to the total
+    if bool((columns == num_columns).any()):
+        # Rounding has raised `u * total` to the total.
         places = torch.arange(num_columns, device=weights.device)
         columns = torch.minimum(columns, (weights > 0).long().mul_(places).amax(dim=-1))
     return columns
 
 
 def _draw_plain(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Without truncation no order is needed: the CDF runs over the vocabulary."""
+    """Draws without truncation. This needs no order, so the CDF runs over the vocabulary."""
     return _invert(_weights(logits, draws, logits.amax(dim=-1, keepdim=True)), draws)
 
 
 def _draw_truncated(logits: torch.Tensor, draws: Sequence[Draw], width: int = HEAD) -> torch.Tensor:
-    """The CDF runs from the most probable token down (lowest id first on a tie), over what top-k and top-p leave.
+    """Draws tokens with truncation. The CDF runs from the most probable token down (lowest id first on a tie), over
+    the tokens that top-k and top-p leave.
 
-    What is left lies nearly always among the `width` most probable tokens, which are found much faster than the whole
-    vocabulary is sorted; rows where it may not are drawn from the whole order."""
+    These tokens nearly always lie among the `width` most probable tokens, and selecting those is much faster than
+    sorting the whole vocabulary. Rows whose remaining tokens may reach further are drawn from the whole sorted
+    vocabulary."""
     width = min(width, logits.shape[-1])
     values, ids = _most_probable(logits, width)
     left = _truncated(_weights(values, draws, values[:, :1]), draws, _totals(logits, draws, values[:, :1]))
     tokens = ids.gather(1, _invert(left, draws)[:, None])[:, 0]
     if width == logits.shape[-1]:
         return tokens
-    num_left = (left > 0).sum(dim=-1, keepdim=True)  # 0 where the row is not finite
+    # The number is 0 in a row that is not finite.
+    num_left = (left > 0).sum(dim=-1, keepdim=True)
     last_left = values.gather(1, (num_left - 1).clamp_(min=0))
     top_k = torch.tensor([params.top_k for params, _, _ in draws], device=logits.device).clamp_(max=width + 1)
     open_rows = ((last_left <= values[:, -1:])[:, 0] | (top_k > width)).nonzero()[:, 0]
@@ -92,8 +101,8 @@ def _draw_truncated(logits: torch.Tensor, draws: Sequence[Draw], width: int = HE
 
 
 def _most_probable(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and ids `(n, width)`, the largest logit first, the lowest id first among equals. Which of the equals at
-    the far edge are in is not said."""
+    """Returns logits and ids, each with shape `(n, width)`, with the largest logit first and the lowest id first among
+    equals. If several tokens are equal at the lower edge, it does not define which of them are included."""
     if width == logits.shape[-1]:
         return logits.sort(dim=-1, descending=True, stable=True)
     ids = logits.topk(width, dim=-1).indices.sort(dim=-1).values
@@ -102,7 +111,8 @@ def _most_probable(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torc
 
 
 def _totals(logits: torch.Tensor, draws: Sequence[Draw], most: torch.Tensor) -> torch.Tensor:
-    """Weight of the whole vocabulary, float64 `(n, 1)`, for rows without top-k; 0 for the others."""
+    """Returns the weight of the whole vocabulary as float64 `(n, 1)` for rows without top-k, and 0 for the other
+    rows."""
     totals = torch.zeros(len(draws), 1, dtype=torch.float64, device=logits.device)
     whole = [row for row, (params, _, _) in enumerate(draws) if params.top_k <= 0]
     if whole:
@@ -111,8 +121,9 @@ def _totals(logits: torch.Tensor, draws: Sequence[Draw], most: torch.Tensor) -> 
 
 
 def _truncated(weights: torch.Tensor, draws: Sequence[Draw], totals: torch.Tensor) -> torch.Tensor:
-    """`weights` `(n, width)` in descending order, 0 behind top-k and top-p: top-p keeps the shortest head whose share
-    reaches p, the share taken of what top-k left (as transformers does)."""
+    """Returns `weights` with 0 at the tokens that top-k and top-p remove. `weights` has shape `(n, width)` and is in
+    descending order. Top-p keeps the shortest head whose share reaches p; the share refers to the tokens that top-k
+    leaves, as in transformers."""
     places = torch.arange(weights.shape[-1], device=weights.device)
     top_k = torch.tensor([params.top_k for params, _, _ in draws], device=weights.device)[:, None]
     weights = weights.masked_fill((top_k > 0) & (places >= top_k), 0.0)

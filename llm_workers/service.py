@@ -1,7 +1,9 @@
-"""One LLM worker: requests in, token frames out. Joins the engine thread, the receiver and the routers' links.
+"""Runs one LLM worker: it takes requests and sends token frames. It connects the engine thread, the receiver and the
+links to the routers.
 
-Runs in one event loop; the engine's updates arrive there, one call per turn. Decides nothing: what to compute is the
-scheduler's, what to pull the intake's. Runs with or without Ray.
+The service runs in one event loop, where the updates of the engine arrive with one call per turn. It makes no
+decisions: the scheduler decides what to compute, and the intake decides what to pull. It runs with or without Ray, and
+this module knows nothing of Ray.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ _LOG = logging.getLogger(__name__)
 
 
 class WorkerService:
-    """`start`, then `generate` any number of times at once, then `stop`."""
+    """A `WorkerService` is one LLM worker. Its owner calls `start`, then `generate` any number of times concurrently,
+    then `stop`."""
 
     def __init__(
         self,
@@ -71,7 +74,7 @@ class WorkerService:
         clock: Clock,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """Allocates the KV pages on the model's device. Without `grammars` structured output is refused."""
+        """Allocates the KV pages on the model's device. Without `grammars`, the worker refuses structured output."""
         self._grammars = grammars
         self._member_id, self._config, self._family, self._clock = member_id, config, family, clock
         self._plane, self._sink = plane, sink
@@ -101,24 +104,27 @@ class WorkerService:
         self._is_stopping = False
         self._tell_lost: Callable[[], None] = lambda: None
         self._unheard: dict[AttemptId, list[Sequence[int]]] = {}
-        """Aborts of attempts whose grammar is being compiled: the engine does not know them yet."""
+        """Holds aborts of attempts whose grammar is still being compiled, because the engine does not know these
+        attempts yet."""
 
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Calibrates (a few forwards, in a thread), then takes requests. Raises ConfigError if the model's numbers are
-        not finite, or there is no room for the largest step."""
+        """Calibrates with a few forward passes in a separate thread, then takes requests. Raises ConfigError if the
+        model's numbers are not finite or if there is no room for the largest step."""
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(calibrate, self._runner, self._family, self._config, self._reporter.costs, self._clock)
         if self._config.is_workspace_measured:
-            self._measure()  # in the thread that imported torch: elsewhere its profiler complains
+            self._measure()
+        # The measurement runs in the thread that imported torch, because torch's profiler complains in other threads.
         self._receiver.start()
         self._engine.start()
         self._plane.start(self._on_message)
         self._ticker = asyncio.create_task(self._tick(), name=f"{self._member_id}-ticker")
 
     async def stop(self) -> None:
-        """Ends every open call with WorkerLost, stops the engine after its step, frees inbox slots. Idempotent."""
+        """Ends every open call with WorkerLost, stops the engine after its current step, and frees the inbox slots. The
+        call is idempotent."""
         self._is_stopping = True
         for attempt_id in self._calls.attempts():
             self._fail(attempt_id, WorkerLost("the worker is stopping"))
@@ -131,15 +137,15 @@ class WorkerService:
         self._loop = None
 
     def on_lost(self, call: Callable[[], None]) -> None:
-        """`call` is called once, in the event loop, when the worker is lost (at once if it is): its owner takes it out
-        of the directory."""
+        """Registers `call`, which runs once in the event loop when the worker is lost, or at once if the worker is
+        already lost. The owner uses it to remove the worker from the directory."""
         self._tell_lost = call
         if self._reporter.is_lost:
             call()
 
     def lose(self, error: WeftError) -> None:
-        """The worker computes nothing any more. Its calls end with `error`, its reports say so, its owner is told. A
-        second call changes nothing."""
+        """Marks the worker as lost: it computes nothing any more. Its calls end with `error`, its reports say that it
+        is lost, and its owner is notified. A second call has no further effect."""
         self._calls.fail_all(error)
         if not self._reporter.is_lost:
             self._reporter.is_lost = True
@@ -147,8 +153,8 @@ class WorkerService:
             self._tell_lost()
 
     def check_health(self) -> None:
-        """Raises WorkerLost when the engine has died, or when tokens or features have no way any more; EngineFailed
-        when it was stopped."""
+        """Raises WorkerLost if the engine, the message plane or the feature channel has died, and EngineFailed if the
+        engine was stopped."""
         self._engine.check_health()
         if not self._plane.is_alive:
             raise WorkerLost("the message plane has died")
@@ -157,23 +163,25 @@ class WorkerService:
 
     @property
     def num_units_held(self) -> int:
-        """Announcements, pulls and features that are kept; 0 when idle."""
+        """Returns the number of announcements, running pulls and landed units; it is 0 when the worker is idle. A unit
+        is one separately encoded part of a media item."""
         return self._receiver.num_held
 
     @property
     def step_times(self) -> StepTimes:
-        """Where the engine's time went since start."""
+        """Returns how the engine has spent its time since the start."""
         return self._engine.times
 
     @property
     def run_times(self) -> RunTimes:
-        """Of the engine's executing, its parts."""
+        """Returns how the execution time of the engine is divided."""
         return self._runner.times
 
     # ------------------------------------------------------------ calls
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
-        """Open until the terminal event; failures are in the result. Cancelling it aborts the attempt."""
+        """Processes a request until its terminal event. The result also contains failures. Cancelling this call aborts
+        the attempt."""
         attempt_id = AttemptId(request.request_id, request.attempt)
         if attempt_id in self._calls:
             error = ProtocolError("this attempt is open already")
@@ -193,7 +201,8 @@ class WorkerService:
             self._unheard.pop(attempt_id, None)
 
     async def _guide(self, attempt_id: AttemptId, request: GenerateRequest) -> Guide | None:
-        """Compiles the request's grammar in a thread. None, and the call has failed, if it can't be used."""
+        """Compiles the request's grammar in a separate thread. Fails the call and returns None if the grammar can't be
+        used."""
         self._unheard[attempt_id] = []
         try:
             if self._grammars is None:
@@ -215,7 +224,8 @@ class WorkerService:
         except WeftError as error:
             self._calls.fail(attempt_id, error)
         else:
-            if not self._calls.is_ended(attempt_id):  # a feature that is here already may not be what it planned
+            if not self._calls.is_ended(attempt_id):
+                # The call has already ended if a feature that is present differs from the plan of the attempt.
                 self._engine.add(request, positions, guide)
                 for choices in self._unheard.pop(attempt_id, ()):
                     self._engine.abort(attempt_id, choices)
@@ -225,11 +235,12 @@ class WorkerService:
         self._calls.fail(attempt_id, error)
 
     def report(self) -> WorkerReport:
-        """As of the engine's last turn."""
+        """Returns a report of the state after the engine's last turn."""
         return self._reporter.report()
 
     def update_members(self, members: Sequence[Member]) -> None:
-        """Peers that are not there any more are confirmed dead: what waits for them is given up."""
+        """Takes the list of current members. A peer that is no longer in it counts as confirmed dead, and the worker
+        gives up everything that waits for it."""
         for router_id in self._peers.update(members):
             self._router_gone(router_id)
         if (own := self._peers.get(self._member_id)) is not None:
@@ -252,7 +263,8 @@ class WorkerService:
             _LOG.warning("a worker takes no %s", type(message).__name__)
 
     def _abort(self, attempt_id: AttemptId, choices: Sequence[int]) -> None:
-        """What has not come yet must not begin when it comes."""
+        """Aborts an attempt or some of its choices. An attempt whose call has not arrived yet is refused when it
+        arrives."""
         if attempt_id in self._calls:
             self._unheard.get(attempt_id, []).append(choices)
             self._engine.abort(attempt_id, choices)
@@ -267,13 +279,14 @@ class WorkerService:
     # ------------------------------------------------------------ the engine's side
 
     def _post(self, update: Update) -> None:
-        """In the engine's thread."""
+        """Passes an update to the event loop. It runs in the engine's thread."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._apply, update)
 
     def _apply(self, update: Update) -> None:
-        """In the order in which it happened: what was let go may be missed by who was admitted after."""
+        """Applies an update in the order in which its events happened: an attempt that was admitted after the release
+        of a unit may miss that unit."""
         if update.death is not None:
             self.lose(update.death)
             return
@@ -303,7 +316,7 @@ class WorkerService:
     # ------------------------------------------------------------ time
 
     async def _tick(self) -> None:
-        """Leases, announcements that nobody claimed, reports."""
+        """Checks leases, releases announcements that no request claims, and sends reports at regular intervals."""
         while True:
             await asyncio.sleep(self._config.report_interval_s)
             for router_id in self._routers.take_expired():
@@ -312,7 +325,8 @@ class WorkerService:
             self._report()
 
     def _report_soon(self) -> None:
-        """Once per turn of the loop, however much has changed."""
+        """Schedules a report. It sends at most one report per turn of the event loop, regardless of the number of
+        changes."""
         if not self._is_report_due and self._loop is not None:
             self._is_report_due = True
             self._loop.call_soon(self._report)

@@ -1,7 +1,9 @@
-"""Side tensors: rows of named hidden layers, in pages addressed as the KV's, for chunks that ask for them.
+"""Stores side tensors: rows of named hidden layers, in pages that are addressed like the pages of the KV, for chunks
+that ask for them.
 
-What a layer's rows belong to (block, position) is the KV's own addressing, so a prefix that is hit brings them along.
-A step in which nobody asks costs nothing; without names there is no store. Knows no requests and no blocks' owners.
+The rows of a layer have the same address (block, position) as the KV of their tokens, so a hit in the prefix cache also
+finds the rows. A step in which no chunk asks for rows costs nothing, and without configured names there is no store.
+This module knows nothing of requests or of the owners of blocks.
 """
 
 from __future__ import annotations
@@ -22,15 +24,17 @@ from modalities.family import LanguageModel
 
 
 class LayeredModel(Protocol):
-    """What a model must offer beside `LanguageModel` if rows of its layers are wanted."""
+    """Defines what a model must offer in addition to `LanguageModel` if rows of its layers are wanted."""
 
     def layer(self, index: int) -> nn.Module:
-        """A decoder layer, whose output is `(1, num_tokens, hidden)`, alone or first of a tuple."""
+        """Returns a decoder layer. The output of the layer has shape `(1, num_tokens, hidden)`, either alone or as the
+        first element of a tuple."""
         ...
 
 
 class SideRows:
-    """Per name `(num_blocks * block_size, hidden)` in the KV's dtype, made when a layer first gives its width."""
+    """Holds for each name the pages with shape `(num_blocks * block_size, hidden)` in the KV's dtype. They are
+    allocated when the layer first gives its width."""
 
     def __init__(self, name_to_layer: Mapping[str, nn.Module], kv: PagedKV) -> None:
         self._name_to_layer, self._kv = name_to_layer, kv
@@ -38,7 +42,8 @@ class SideRows:
 
     @contextmanager
     def storing(self, chunks: Sequence[Chunk], starts: npt.NDArray[np.int64]) -> Iterator[None]:
-        """While a forward runs over the packed chunks (the i-th at row `starts[i]`): stores what was asked for."""
+        """Stores the requested rows while a forward pass runs over the packed chunks; the i-th chunk starts at row
+        `starts[i]`."""
         hooks = []
         for name in sorted(frozenset().union(*(chunk.side_names for chunk in chunks))):
             asking = [(int(at), chunk) for at, chunk in zip(starts, chunks, strict=False) if name in chunk.side_names]
@@ -52,14 +57,14 @@ class SideRows:
                 hook.remove()
 
     def copy_blocks(self, rows: Sequence[Rows]) -> None:
-        """As the KV's."""
+        """Copies the same blocks as the copy in the KV."""
         sources, targets = copied_blocks(rows, self._kv.block_size)
         for pages in self._name_to_pages.values() if sources else ():
             copy_pages(pages[None], self._kv.block_size, sources, targets)
 
     def rows(self, name: str, block_ids: npt.NDArray[np.int64], start: int, end: int) -> torch.Tensor:
-        """Of positions `[start, end)` of a sequence with that block table: `(end - start, hidden)`. Raises KeyError
-        for a name of which nothing was stored."""
+        """Returns the rows of positions `[start, end)` of a sequence with that block table. They have shape
+        `(end - start, hidden)`. Raises KeyError for a name without stored rows."""
         slots = torch.from_numpy(self._kv.slots(block_ids, start, end)).to(self._kv.device)
         return self._name_to_pages[name].index_select(0, slots)
 
@@ -82,7 +87,8 @@ class SideRows:
 
 
 def make_side_rows(model: LanguageModel, kv: PagedKV, layers: Sequence[tuple[str, int]]) -> SideRows | None:
-    """None without layers. Raises ConfigError for a layer that the model has not."""
+    """Returns the store for `layers`, or None without layers. Raises ConfigError for a layer that the model does not
+    have."""
     if not layers:
         return None
     layered = cast(LayeredModel, model)

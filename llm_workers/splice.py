@@ -1,6 +1,7 @@
-"""Features into input embeddings: the rows of a step's pictures, sounds and frames, one copy per span.
+"""Copies features into input embeddings: the rows of a step's images, sounds and video frames, with one copy per span.
 
-Knows nothing of requests, units' owners or where features come from.
+This module knows nothing of requests, the owners of units or the origin of features. A unit is one separately encoded
+part of a media item.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from llm_workers.scheduling.plan import Splice
 
 class FeatureReader(Protocol):
     def feature(self, unit: UnitKey) -> torch.Tensor:
-        """Of a landed unit: `(num_levels, num_tokens, hidden)`, valid during the step."""
+        """Returns the feature of a landed unit with shape `(num_levels, num_tokens, hidden)`. It is valid during the
+        step."""
         ...
 
 
 class PlacedSplice(NamedTuple):
-    """A splice at its row of the packed input."""
+    """Describes a splice and its row in the packed input."""
 
     at: int
     splice: Splice
@@ -31,9 +33,10 @@ class PlacedSplice(NamedTuple):
 def splice_features(
     embeddings: torch.Tensor, placed: Sequence[PlacedSplice], features: FeatureReader
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Copies level 0 of the features into `embeddings` `(num_tokens, hidden)`, in ascending order of row. Returns the
-    rows, int64, that have DeepStack levels, and these, `(num_levels - 1, num_rows, hidden)`. If no feature has any, the
-    rows are all those that were placed, with no levels; both are None if nothing is placed."""
+    """Copies level 0 of the features into `embeddings` with shape `(num_tokens, hidden)`, in ascending order of row.
+    Returns the rows that have DeepStack levels, as int64, and these levels with shape
+    `(num_levels - 1, num_rows, hidden)`. If no feature has such levels, returns all rows that were placed, with no
+    levels. If nothing is placed, both are None."""
     if not placed:
         return None, None
     deeper = []

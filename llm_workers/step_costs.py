@@ -1,8 +1,8 @@
-"""What a step costs: seconds = overhead + so much for each sequence that decodes + so much for each flat token of the
-rest. Fitted to a few steps at boot, then corrected by every step, in time: what was learned while the machine was busy
-with other things is soon outweighed by what comes after.
+"""Estimates what a step costs: seconds = overhead + a cost per decoding sequence + a cost per flat token of the rest.
+The estimate is fitted to a few steps at boot, and every step corrects it. Old observations lose weight over time, so
+later steps soon outweigh what was learned while the machine was busy with other work.
 
-Knows nothing of what the tokens are. The time is passed in.
+This module knows nothing of what the tokens are. The caller passes the time in.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import numpy as np
 from fabric.learned_cost import Memory, corrected
 
 HALF_LIFE_S = 5.0
-"""Of what a step has taught."""
+"""Sets the time in which the weight of an observed step halves."""
 MAX_WEIGHT = 40.0
-"""At most so many steps are remembered: one step moves an estimate by a fortieth of its error."""
+"""Limits the number of steps that are remembered. One step then moves an estimate by a fortieth of its error."""
 _LEAST_SHARE = 1e-3
-"""Of the time of the smallest step, for what nothing was measured of: it can grow from there."""
+"""Sets the smallest cost that the fit gives to a kind of work, as a share of the time of the fastest step. A cost for
+which nothing was measured can grow from there."""
 
 
 class StepWork(NamedTuple):
-    """What a step has to do."""
+    """Describes the work of a step."""
 
     num_decodes: int
-    """Sequences whose one known token is computed."""
+    """Counts the sequences whose single known token is computed."""
     flat_tokens: float
-    """All other tokens, weighed by their contexts (`fabric.flat_tokens`)."""
+    """Counts all other tokens, weighted by their contexts (see `fabric.flat_tokens`)."""
 
     @property
     def amounts(self) -> tuple[float, float, float]:
@@ -36,15 +37,15 @@ class StepWork(NamedTuple):
 
 
 class StepCosts:
-    """All numbers are 0 until something was seen."""
+    """Holds the estimated costs. All are 0 until a step was observed."""
 
     def __init__(self) -> None:
         self._memory = Memory(HALF_LIFE_S, MAX_WEIGHT)
         self._costs: tuple[float, ...] = (0.0, 0.0, 0.0)
 
     def fit(self, steps: Sequence[tuple[StepWork, float]]) -> None:
-        """Starts from steps of different kinds and the seconds each took; those that took none say nothing. What comes
-        out negative is left out."""
+        """Fits the costs to steps of different kinds and the seconds that each step took. Steps that took no time are
+        ignored. A cost that would be negative is left out of the fit."""
         steps = [(work, taken_s) for work, taken_s in steps if taken_s > 0.0]
         if not steps:
             return
@@ -53,7 +54,7 @@ class StepCosts:
         costs = np.zeros(3)
         kinds = list(range(3))
         while kinds:
-            # Relative errors count: a small step is as good a witness as a large one.
+            # The fit minimises relative errors, so a small step counts as much as a large step.
             found = np.linalg.lstsq(amounts[:, kinds] / seconds[:, None], np.ones(len(seconds)), rcond=None)[0]
             if found.min() >= 0.0:
                 costs[kinds] = found
@@ -63,7 +64,7 @@ class StepCosts:
         self._costs = tuple(np.maximum(costs, least).tolist())
 
     def observe(self, work: StepWork, seconds: float, now_s: float) -> None:
-        """A step took `seconds` and ended at `now_s`."""
+        """Takes the observation that a step took `seconds` and ended at `now_s`."""
         if not any(self._costs):
             self.fit([(work, seconds)])
         self._costs = corrected(self._costs, work.amounts, seconds, self._memory.gain(now_s))
@@ -81,5 +82,5 @@ class StepCosts:
 
     @property
     def s_per_token(self) -> float:
-        """Of flat tokens."""
+        """Returns the seconds per flat token."""
         return self._costs[2]

@@ -1,7 +1,7 @@
-"""Keys in the order of their turns, where turns change and keys leave: what comes first is found in logarithmic time.
+"""Sorts keys by their turns, where turns change and keys leave. The first key is found in logarithmic time.
 
-A heap that forgets late: a changed or discarded entry stays in it until it would come first, or until more than half
-of the heap is such entries. Knows nothing of what the keys are.
+The queue is a heap that forgets late: a changed or discarded entry stays in the heap until it would come first, or
+until more than half of the heap consists of such entries. This module knows nothing of what the keys are.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ from fabric.ids import AttemptId, UnitKey
 from llm_workers.scheduling.events import NextRead
 
 Rank = tuple[int, float, str]
-"""Priority (the lowest number first), wall time of admission, request id: requests have one order everywhere."""
+"""Holds priority (the lowest number first), wall time of admission, and request id, so that requests have the same
+order everywhere."""
 
 
 class Turn(NamedTuple):
-    """Whose read comes first, over all attempts."""
+    """A `Turn` is the place of one attempt's read of a unit in the order of all reads. A unit is one separately encoded
+    part of a media item."""
 
     is_silent: bool
-    """Of an admitted attempt that the engine does not name as a reader: it asked for the unit and found its positions
-    in the prefix cache since. Nothing makes room for it."""
+    """Says that the attempt is admitted but the engine does not report it as a reader: the attempt requested the unit
+    and has found its positions in the prefix cache since. No unit with a reported reader is evicted for such a read."""
     rank: Rank
     read: NextRead
 
 
 class Backwards(NamedTuple):
-    """A turn in the opposite order: of a queue of these, the last turn comes first."""
+    """Reverses the order of a turn: in a queue of `Backwards` entries, the last turn comes first."""
 
     turn: Turn
 
@@ -42,11 +44,11 @@ class Backwards(NamedTuple):
 Key = TypeVar("Key", AttemptId, UnitKey)
 Order = TypeVar("Order", Turn, Backwards)
 SPARE = 16
-"""Forgotten entries that are always allowed to stay."""
+"""Limits the forgotten entries that may always stay in the heap."""
 
 
 class TurnQueue(Generic[Key, Order]):
-    """Each key once, with its order. Of equals the smaller key comes first."""
+    """Holds each key once, with its order. Among equal orders the smaller key comes first."""
 
     def __init__(self) -> None:
         self._orders: dict[Key, Order] = {}
@@ -56,11 +58,11 @@ class TurnQueue(Generic[Key, Order]):
         return len(self._orders)
 
     def __iter__(self) -> Iterator[Key]:
-        """In no order."""
+        """Iterates over the keys in no particular order."""
         return iter(self._orders)
 
     def put(self, key: Key, order: Order) -> None:
-        """Adds a key, or gives it another order."""
+        """Adds a key, or changes the order of a key that is present."""
         if self._orders.get(key) == order:
             return
         self._orders[key] = order
@@ -71,11 +73,11 @@ class TurnQueue(Generic[Key, Order]):
             heappush(self._heap, (order, key))
 
     def discard(self, key: Key) -> None:
-        """A key that is not there is ignored."""
+        """Removes a key. A key that is not present is ignored."""
         self._orders.pop(key, None)
 
     def first(self) -> tuple[Order, Key] | None:
-        """The first key with its order, which stays; None if there is none."""
+        """Returns the first key with its order, without removing it. Returns None if the queue is empty."""
         heap = self._heap
         while heap and self._orders.get(heap[0][1]) != heap[0][0]:
             heappop(heap)

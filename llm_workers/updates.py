@@ -1,4 +1,6 @@
-"""What one turn of the engine tells the owner of its updates. Values only; not touched once handed over."""
+"""Defines what one turn of the engine reports to the owner of its updates. This module contains values only and knows
+nothing of their use; the engine does not change them after it has handed them over.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ class AbortedSequence(NamedTuple):
 
 
 class LetGo(NamedTuple):
-    """The engine does not read this unit any more; it answers `num_told` calls of `unit_landed`. `missed_by`:
-    attempts that need it again (it was evicted)."""
+    """Says that the engine does not read this unit any more; a unit is one separately encoded part of a media item. It
+    answers `num_told` calls of `unit_landed`. `missed_by` lists the attempts that need the unit again, because it was
+    evicted."""
 
     unit: UnitKey
     num_told: int
@@ -46,22 +49,24 @@ class Snapshot(NamedTuple):
 
 @dataclass(slots=True)
 class Update:
-    """What one turn of the engine did, in the order in which it is to be read. Not touched once handed over."""
+    """Holds what one turn of the engine did. The service applies `distrusted` first and the other lists in the order in
+    which they stand here. The engine does not change an update after it has handed it over."""
 
     let_go: list[LetGo] = field(default_factory=list)
     reads: Reads = field(default_factory=dict)
-    """What changed in who still has to read which unit, and where next."""
+    """Holds the changes in which attempt still has to read which unit, and where the next read is."""
     admitted: list[Admitted] = field(default_factory=list)
     needed: list[NeededUnit] = field(default_factory=list)
     step_work: StepWork | None = None
-    """Of the step that was committed."""
+    """Holds the work of the step that was committed."""
     step_s: float = 0.0
-    """From its planning to its commit."""
+    """Measures the seconds from the planning of the step to its commit."""
     events: StepEvents | None = None
     aborted: list[AbortedSequence] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
     distrusted: list[UnitKey] = field(default_factory=list)
-    """Units that a failed sequence read and that may be why: they are let go of, and must not be used again."""
+    """Holds the units that a failed sequence has read and that may be the cause of the failure. The engine releases
+    them, and no sequence may use them again."""
     kv_first_seq: int = 0
     kv_events: list[KvEvent] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)

@@ -1,10 +1,11 @@
-"""What a step takes of a device beside weights, KV pages and inbox: measured at boot, by a step as large as allowed.
+"""Measures at boot how much device memory a step takes besides weights, KV pages and inbox, by running the largest
+allowed step.
 
-The step fills its budget: one sequence at the end of the longest context computes nothing but placeholders, all
-others decode (and guess), their contexts fill the pool, and every one of them asks for the dearest draw. It runs
-before the scheduler owns any block, so it may write anywhere in the pages. On CUDA the allocator is asked for its
-peak; on a CPU every allocation of torch is counted (what a library takes aside is not).
-Knows no requests.
+The step uses its whole budget. One sequence at the end of the longest context computes nothing but placeholders. All
+other sequences decode (with drafts), and their contexts fill the pool. Every sequence requests the most expensive draw.
+The step runs before the scheduler owns any block, so it may write anywhere in the pages. On CUDA the allocator reports
+its peak. On a CPU every allocation of torch is counted; memory that a library allocates outside torch is not counted.
+This module knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -38,18 +39,19 @@ DEAREST = SamplingParams(
 UNIT = UnitKey(MmHash("workspace"), 0)
 _LOG = logging.getLogger(__name__)
 _PROFILING = threading.Lock()
-"""torch has one profiler per process; it counts for the thread that began it."""
+"""Guards torch's profiler, because there is one per process, and it counts for the thread that started it."""
 
 
 class Workspace(NamedTuple):
-    """Bytes of one step's peak, and those that the device had left when it was taken."""
+    """Holds the peak memory of one step in bytes, and the bytes that the device had left when the peak was measured."""
 
     num_bytes: int
     num_bytes_left: int
 
 
 class _MadeUpFeatures:
-    """One unit of as many rows as a step may splice; lies where the inbox does, outside of the count."""
+    """Provides one unit (a separately encoded part of a media item) with as many rows as a step may splice. It lies
+    where the inbox lies, outside the measurement."""
 
     def __init__(self, shape: ModelShape, num_tokens: int, dtype: torch.dtype) -> None:
         self._rows = torch.zeros(shape.num_levels, num_tokens, shape.hidden_size, dtype=dtype)
@@ -61,7 +63,8 @@ class _MadeUpFeatures:
 def measure_workspace(
     model: LanguageModel, kv: PagedKV, backend: Backend, family: Family, config: WorkerConfig
 ) -> Workspace:
-    """Runs the largest step once. Raises ConfigError if the device has no room for it."""
+    """Runs the largest step once and returns the measured memory. Raises ConfigError if the device has no room for the
+    step."""
     plan = largest_step(family, config)
     features = _MadeUpFeatures(family.shape, plan.chunks[0].num_tokens, model.dtype)
     runner = Runner(model, kv, features, backend)
@@ -88,8 +91,9 @@ def measure_workspace(
 
 
 def largest_step(family: Family, config: WorkerConfig) -> StepPlan:
-    """The first chunk is the one of placeholders, if the model takes media at all; the others' contexts together fill
-    the pool. A pool too small for so many sequences is filled by fewer."""
+    """Returns the largest step. Its first chunk consists of placeholders if the model takes media at all; the contexts
+    of the other chunks together fill the pool. If the pool is too small for so many sequences, fewer sequences fill
+    it."""
     pool_tokens = config.num_blocks * config.block_size
     longest = min(family.shape.max_model_len, pool_tokens)
     num_others = min(config.max_sequences, config.max_step_tokens, pool_tokens) - 1
@@ -107,7 +111,8 @@ def largest_step(family: Family, config: WorkerConfig) -> StepPlan:
 
 
 def _chunk(family: Family, config: WorkerConfig, number: int, end: int, num_tokens: int) -> Chunk:
-    """The last `num_tokens` of a sequence of `end` tokens, all different as far as the vocabulary goes."""
+    """Returns a chunk of the last `num_tokens` tokens of a sequence of `end` tokens. The tokens are all different as
+    far as the size of the vocabulary allows."""
     token_ids = np.arange(end, dtype=np.int64) % family.shape.vocab_size
     num_axes = family.positions([0], (), ()).ids.shape[0]
     num_blocks = -(-end // config.block_size)
@@ -128,7 +133,7 @@ def _chunk(family: Family, config: WorkerConfig, number: int, end: int, num_toke
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """What `run` takes on the device at its highest, of what was free before."""
+    """Returns how many bytes `run` takes on the device at its peak, in addition to the memory in use before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -144,7 +149,8 @@ def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
 
 
 def bytes_left(device: torch.device) -> int:
-    """Of the device, or of the machine (or control group) that this process runs in."""
+    """Returns the bytes that are left on the device, or in the machine (or control group) in which this process
+    runs."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -155,9 +161,11 @@ def bytes_left(device: torch.device) -> int:
 
 
 def _read_number(path: Path, name: str = "") -> int:
-    """The number behind a name, or the only one; 0 if there is none."""
+    """Returns the number that follows `name` in the file, or the first number if `name` is empty. Returns 0 if there is
+    none."""
     try:
         words = path.read_text().split()
         return int(words[words.index(name) + 1 if name else 0])
-    except (OSError, ValueError):  # no such file, no such line, or "max"
+    except (OSError, ValueError):
+        # There is no such file or line, or the value is "max".
         return 0

@@ -1,5 +1,6 @@
-"""What a model can take and how: a plugin per modality, a folder per model family, text as a modality too.
+"""Defines which media a model accepts and how it processes them: a plugin for each modality, and a folder for each
+model family. Text is a modality too.
 
-Pure parts (plans, counts, positions, text) import neither torch nor transformers; what runs a model does so in
-modules of its own (`encoder.py`, `language_model.py` of a family), loaded by `Family.load_*` only.
+The pure parts (plans, counts, positions, text) import neither torch nor transformers. The code that runs a model is in
+modules of its own (`encoder.py` and `language_model.py` of a family), which only the functions `Family.load_*` import.
 """

@@ -1,6 +1,8 @@
-"""The audio modality: `input_audio` and `audio_url` parts, headers, and samples, with FFmpeg's codecs (PyAV).
+"""Implements the audio modality: it parses `input_audio` and `audio_url` parts, reads headers, and decodes samples with
+FFmpeg's codecs (PyAV).
 
-Knows no model: the rate that a family hears at is an argument, spectrograms are made in `modalities.mel`.
+This module knows nothing of models: the sample rate that a family expects is an argument, and `modalities.mel` computes
+spectrograms.
 """
 
 from __future__ import annotations
@@ -31,19 +33,22 @@ Samples = npt.NDArray[np.float32]
 
 _BLOCK_SAMPLES = 1 << 16
 _LOUDEST = 1e6
-"""Of full scale: a file of floating-point samples that are louder is broken."""
+"""Limits the magnitude of a sample, where full scale is 1; a file of floating-point samples that are louder is
+broken."""
 
 
 class AudioPlugin:
-    """Sounds in `input_audio` and `audio_url` parts."""
+    """Parses and probes audio files in `input_audio` and `audio_url` parts."""
 
     modality = "audio"
     part_types = ("input_audio", "audio_url")
     needs_process = True
 
     def parse(self, part: Mapping[str, object], param: str, limits: MediaLimits) -> bytes:
-        """`{"input_audio": {"data": base64, "format": "wav"}}` or `{"audio_url": {"url": "data:..."}}`. The declared
-        format is not looked at: the bytes say what they are. Raises InvalidRequest, InvalidMedia."""
+        """Returns the bytes of the file that `part` contains. A part has the form
+        `{"input_audio": {"data": base64, "format": "wav"}}` or `{"audio_url": {"url": "data:..."}}`. The declared
+        format is ignored because the format follows from the bytes. Raises InvalidRequest if the part has another form,
+        and InvalidMedia if the payload is broken or too large."""
         if part.get("type") == "audio_url" or "input_audio" not in part:
             return decode_data_url(part_url(part, "audio_url", param), param, limits.max_bytes_per_item)
         value = part["input_audio"]
@@ -55,11 +60,12 @@ class AudioPlugin:
         return decode_base64(text, param, limits.max_bytes_per_item)
 
     def probe(self, data: bytes, param: str) -> AudioHeader:
-        """Walks the container to its end, decodes nothing. Raises InvalidMedia."""
+        """Returns the header of the audio file. Reads the container to its end and decodes nothing. Raises InvalidMedia
+        if the file is broken or has no sound."""
         return probe_sound(data, param)
 
     def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
-        """Raises InvalidMedia."""
+        """Raises InvalidMedia if the sound has no samples or is longer than the limit."""
         assert isinstance(header, AudioHeader)
         if header.num_samples < 1:
             raise InvalidMedia(f"{param}: the sound has no samples", param=param)
@@ -71,23 +77,25 @@ class AudioPlugin:
 
 
 def probe_sound(data: bytes, param: str) -> AudioHeader:
-    """Of a file of sound, or of a video's sound track. Raises InvalidMedia for a broken file and for one without."""
+    """Returns the header of an audio file or of a video's sound track. Raises InvalidMedia if the file is broken or has
+    no sound."""
     with open_container(data, param) as container:
         return sound_header(data, container, param)
 
 
 def num_samples_at(header: AudioHeader, rate: int) -> int:
-    """Samples that the sound has at another rate, rounded up (as librosa's `resample` does)."""
+    """Returns the number of samples that the sound has at another rate, rounded up (as librosa's `resample` does)."""
     return -(-header.num_samples * rate // header.sample_rate)
 
 
 @decoding
 def decode_samples(data: bytes, rate: int, num_samples: int, param: str) -> Samples:
-    """The first stream of sound of a file, also of a video: float32 `(num_samples,)`, the mean of its channels, at
-    `rate` samples per second, padded or trimmed within `AUDIO_S`.
+    """Returns the samples of the first audio stream of a file, which may also be a video: float32 `(num_samples,)`, the
+    mean of the channels, at `rate` samples per second. The samples are padded or trimmed if their number differs from
+    `num_samples` by at most `AUDIO_S` seconds.
 
-    Stops decoding where the file turns out longer. Raises InvalidMedia for a broken file and for one that is not of
-    the planned length."""
+    Decoding stops as soon as the file proves to be longer than that. Raises InvalidMedia if the file is broken, or if
+    its length differs from the planned one by more."""
     _, samples = _found_samples(data, rate, num_samples, param, lambda _: False)
     samples = np.concatenate([samples[:num_samples], np.zeros(max(0, num_samples - len(samples)), dtype=np.float32)])
     return _checked(samples, param)
@@ -95,7 +103,8 @@ def decode_samples(data: bytes, rate: int, num_samples: int, param: str) -> Samp
 
 @decoding
 def decode_waveform(data: bytes, rate: int, num_samples: int, param: str) -> Waveform:
-    """As `decode_samples`, but at the file's own rate if a device may resample it; neither padded nor trimmed."""
+    """Decodes a file like `decode_samples`, but keeps the file's own rate if a device may resample it, and neither pads
+    nor trims the samples."""
     found, samples = _found_samples(
         data, rate, num_samples, param, lambda found: Resampling.between(found, rate).is_for_devices
     )
@@ -108,7 +117,8 @@ def decode_waveform(data: bytes, rate: int, num_samples: int, param: str) -> Wav
 def _found_samples(
     data: bytes, rate: int, num_samples: int, param: str, is_kept: Callable[[int], bool]
 ) -> tuple[int, Samples]:
-    """Rate and samples of a file; `num_samples` at `rate` were planned. `is_kept`: as in `_resampled`."""
+    """Returns the rate and the samples of a file of which `num_samples` samples at `rate` are planned. `is_kept` is
+    described at `_resampled`. Raises InvalidMedia as `decode_samples` does."""
     slack = round(AUDIO_S * rate)
     blocks: list[Samples] = []
     found, num_found = rate, 0
@@ -127,13 +137,13 @@ def _found_samples(
 
 
 def _checked(samples: Samples, param: str) -> Samples:
-    if not np.all(np.abs(samples) < _LOUDEST):  # false for what is no number, too
+    if not np.all(np.abs(samples) < _LOUDEST):  # This comparison is also false for NaN.
         raise InvalidMedia(f"{param}: the sound has samples that are no numbers", param=param)
     return samples
 
 
 def _mono_blocks(container: InputContainer, stream: AudioStream, param: str) -> Iterator[tuple[int, Samples]]:
-    """(rate of the file, samples), in blocks large enough to be worth a call."""
+    """Yields pairs of the file's rate and mono samples, in blocks that are large enough to be worth a call."""
     rate = 0
     waiting: list[Samples] = []
     num_waiting = 0
@@ -151,7 +161,7 @@ def _mono_blocks(container: InputContainer, stream: AudioStream, param: str) -> 
 
 
 def _mono(frame: AudioFrame) -> Samples:
-    """Mean of the channels, full scale at 1."""
+    """Returns the mean of the channels, scaled so that full scale is 1."""
     values = frame.to_ndarray()
     if not frame.format.is_planar:
         values = values.reshape(-1, frame.layout.nb_channels).T
@@ -165,8 +175,8 @@ def _mono(frame: AudioFrame) -> Samples:
 def _resampled(
     blocks: Iterable[tuple[int, Samples]], rate: int, is_kept: Callable[[int], bool]
 ) -> Iterator[tuple[int, Samples]]:
-    """(rate, samples), through libswresample, flushed at the end; samples that have the rate already, or one that is
-    kept, stay as they are."""
+    """Yields pairs of a rate and samples. libswresample resamples the blocks to `rate` and is flushed at the end.
+    Blocks pass unchanged if they have that rate already, or if `is_kept` returns true for their rate."""
     graph: Graph | None = None
     at = 0
     for found, block in blocks:

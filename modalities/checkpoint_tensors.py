@@ -1,8 +1,10 @@
-"""The tensors of a checkpoint that belong to one part of its model, by name, read when they are asked for. Torch.
+"""Gives access by name to the tensors of a checkpoint that belong to one part of its model, and reads each tensor when
+it is used. It imports torch.
 
-What is stored as float8 comes out multiplied by its scales, in float32, slice by slice: so a rank of a tensor-parallel
-worker reads and multiplies its share alone, and the result is the same as of a whole checkpoint that was dequantised
-beforehand. Knows no model: which names are another part's is an argument.
+Weights that are stored as float8 are multiplied by their scales slice by slice, and the result is float32. So a rank of
+a tensor-parallel worker reads and multiplies only its own share, and the result equals that of a checkpoint that was
+dequantised as a whole beforehand. This module knows nothing of models: the names that belong to other parts are an
+argument.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ _FLOAT8 = "F8_E4M3"
 
 
 class FloatSlice:
-    """A float8 weight and its scales, as transformers takes slices of files: shape, and values by index."""
+    """A `FloatSlice` is a float8 weight with its scales. It has the interface of the file slices that transformers
+    reads: a shape, and values by index."""
 
     def __init__(self, weight: Any, scales: torch.Tensor, name: str, block: tuple[int, int] | None) -> None:
-        """`weight`: a slice of a safetensors file, `(..., rows, columns)`. Raises ConfigError for scales that do not
-        fit it."""
+        """Takes `weight`, a slice of a safetensors file of shape `(..., rows, columns)`. Raises ConfigError if the
+        scales do not fit the weight."""
         self._weight = weight
         self._shape = tuple(weight.get_shape())
         self._scales, self._block = _grid(scales.float(), self._shape, name, block)
@@ -42,7 +45,8 @@ class FloatSlice:
         return "F32"
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """float32; `index` is an ellipsis, a slice, or a slice for each of the first axes."""
+        """Returns the values at `index` in float32. `index` is an ellipsis, a slice, or a tuple of slices for the first
+        axes."""
         found = index if isinstance(index, tuple) else () if index is Ellipsis else (index,)
         spans = [
             range(*one.indices(size))
@@ -59,9 +63,9 @@ class FloatSlice:
 
 @contextmanager
 def open_tensors(model_dir: Path, others: Sequence[str], quantisation: Quantisation | None) -> Iterator[dict[str, Any]]:
-    """Name -> slice of a file, or tensor, of all weights but those whose names match a pattern of `others`. Files stay
-    open within the block. Raises ConfigError for files that can't be read, and for values that only another program
-    could make sense of: of an unknown type, or quantised without scales."""
+    """Yields a dict that maps each name to a tensor or to a slice of a file, for all weights except those whose names
+    match a pattern of `others`. The files stay open within the block. Raises ConfigError if a file can't be read, and
+    if a value is of an unknown type or is quantised without scales, because only another program could interpret it."""
     is_other = re.compile("|".join(others) or r"(?!)")
     with ExitStack() as files:
         try:
@@ -74,7 +78,9 @@ def open_tensors(model_dir: Path, others: Sequence[str], quantisation: Quantisat
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
-    """In transformers' order: safetensors, whole or by index, then PyTorch's own files. Raises ConfigError."""
+    """Returns the files that hold the weights. The order of precedence is that of transformers: safetensors as one
+    file, safetensors with an index, then PyTorch's own files in the same two forms. Raises ConfigError if there are
+    none, or if an index has no `weight_map`."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (model_dir / name).is_file():
             return [model_dir / name]
@@ -88,17 +94,20 @@ def _weight_files(model_dir: Path) -> list[Path]:
 
 
 def _tensors(path: Path, files: ExitStack) -> Iterator[tuple[str, Any]]:
-    """Raises what reading does."""
+    """Yields the name and the tensor, or slice, of each weight in the file. Raises the same errors as the reading
+    functions of torch and safetensors."""
     if path.suffix == ".bin":
         yield from torch.load(path, map_location="cpu", weights_only=True, mmap=True).items()
         return
     file = files.enter_context(safe_open(path, framework="pt", device="cpu"))
-    for name in file.keys():  # noqa: SIM118 (the file is no mapping)
+    for name in file.keys():  # noqa: SIM118 (the file is not a mapping)
         yield name, file.get_slice(name)
 
 
 def _plain(part: Mapping[str, Any], quantisation: Quantisation | None) -> Iterator[tuple[str, Any]]:
-    """Weights as they are to be loaded; scales are left out, those of weights that are not quantised excepted."""
+    """Yields the weights in the form in which they are loaded. Scales that belong to a quantised weight are left out,
+    and so are the scales of activations in a quantised checkpoint. Raises ConfigError if a weight has an unsupported
+    type, or a float8 weight contradicts the config or has no scales."""
     weight_to_scale = {
         name: name + suffix
         for name, value in part.items()
@@ -126,7 +135,7 @@ def _plain(part: Mapping[str, Any], quantisation: Quantisation | None) -> Iterat
 
 
 def _dtype(value: Any) -> str:
-    """As safetensors writes it."""
+    """Returns the name of the value's dtype in the spelling of safetensors."""
     if not isinstance(value, torch.Tensor):
         return str(value.get_dtype())
     names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -137,8 +146,8 @@ def _dtype(value: Any) -> str:
 def _grid(
     scales: torch.Tensor, shape: tuple[int, ...], name: str, block: tuple[int, int] | None
 ) -> tuple[torch.Tensor, tuple[int, int]]:
-    """The scales with as many axes as the weight `shape`, and the rows and columns that one reaches over. Raises
-    ConfigError."""
+    """Returns the scales with as many axes as the weight's `shape`, and the rows and columns that one scale covers.
+    Raises ConfigError if the scales do not fit the weight."""
     if scales.numel() == 1:
         return scales.reshape((1,) * len(shape)), shape[-2:] if len(shape) > 1 else (1, shape[0])  # type: ignore[return-value]
     if len(shape) > 1:

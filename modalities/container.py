@@ -1,8 +1,9 @@
-"""Opening containers of moving pictures and sound that nobody vouches for, with FFmpeg's demuxers (PyAV).
+"""Opens untrusted video and audio containers with FFmpeg's demuxers (PyAV).
 
-The demuxer is chosen here, by the file's first bytes, from a short list: playlists, concat scripts, image sequences
-and whatever else FFmpeg would recognise never reach its parsers, and nothing that a file refers to is opened. What
-FFmpeg and PyAV raise becomes InvalidMedia. Knows no model, no limits of a deployment, and no pixels.
+This module chooses the demuxer by the file's first bytes, from a short list. So playlists, concat scripts, image
+sequences and the other formats that FFmpeg would recognise never reach its parsers, and no file that a container refers
+to is opened. Errors of FFmpeg and PyAV become InvalidMedia. This module knows nothing of models, of a deployment's
+limits, or of pixels.
 """
 
 from __future__ import annotations
@@ -25,38 +26,42 @@ from modalities.packets import Tally, lost_packets, num_samples, num_stored_pack
 from modalities.truncation import num_lost_bytes
 from modalities.unknown_media import seeming
 
-# FFmpeg tells its misfortunes on stderr, at length for a hostile file; what matters is raised.
+# FFmpeg's messages on stderr are switched off because a hostile file produces many of them; errors that matter are
+# raised.
 av.logging.set_level(None)
 
 PICTURE_CODECS = {
     *("h264", "hevc", "libdav1d", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg", "theora", "h263"),
     *("msmpeg4v3", "prores", "png"),
 }
-"""Allow-list of decoders, by FFmpeg's names."""
+"""Lists the video decoders that are allowed, by FFmpeg's names."""
 SOUND_CODECS = {
     *("aac", "mp3", "mp3float", "mp2", "mp2float", "opus", "libopus", "vorbis", "flac", "alac", "ac3", "eac3"),
     *("adpcm_ms", "adpcm_ima_wav"),
 }
-"""As well; and linear PCM of every form."""
+"""Lists the audio decoders that are allowed, by FFmpeg's names. Linear PCM of every form is allowed too."""
 MAX_PIXELS = 2**28
-"""Of one frame, for FFmpeg's own look into the streams; the deployment's limit is lower (`MediaLimits`)."""
+"""Limits the pixels of one frame when FFmpeg itself inspects the streams. The deployment's limit is lower
+(`MediaLimits`)."""
 
 _BRANDS_OF_IMAGES = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
 _MOV_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp")
 _TS_PACKET_BYTES = 188
-# What PyAV raises for broken files beside FFmpeg's errors: numbers out of range, pixels of no known format.
+# PyAV raises these errors for broken files: in addition to FFmpeg's own errors there are errors for numbers out of
+# range and for pixels of an unknown format.
 _ERRORS = (FFmpegError, OSError, ValueError, ArithmeticError, MemoryError)
 
 
 class Format(NamedTuple):
     name: str
-    """As headers say it."""
+    """This is the name that headers use, e.g. `MP4`."""
     demuxer: str
-    """FFmpeg's name."""
+    """This is FFmpeg's name of the demuxer."""
 
 
 def sniff(data: bytes) -> Format | None:
-    """The container by its first bytes, or None for what is not on the list. A declared type is never looked at."""
+    """Returns the container's format, which follows from the file's first bytes, or None if the format is not on the
+    list. A declared type is never used."""
     head = data[:12]
     if head[4:8] in _MOV_BOXES:
         return None if head[4:8] == b"ftyp" and head[8:12] in _BRANDS_OF_IMAGES else Format("MP4", "mov")
@@ -75,24 +80,25 @@ def sniff(data: bytes) -> Format | None:
 
 
 def _sniff_elementary(data: bytes) -> Format | None:
-    """Sound without a container, behind an ID3 tag or not; MPEG audio also behind anything else."""
+    """Returns the format of audio that has no container, with or without an ID3 tag in front of it. MPEG audio is also
+    recognised behind other bytes."""
     at = 0
-    if data[:3] == b"ID3" and len(data) > 10:  # its size: 28 bits in four bytes (ID3v2.4, section 3.1)
+    if data[:3] == b"ID3" and len(data) > 10:  # The size of the tag has 28 bits in four bytes (ID3v2.4, section 3.1).
         at = 10 + sum((byte & 0x7F) << shift for byte, shift in zip(data[6:10], (21, 14, 7, 0), strict=True))
     head = data[at : at + 4]
     if head == b"fLaC":
         return Format("FLAC", "flac")
     if len(head) == 4 and head[0] == 0xFF and head[1] & 0xE0 == 0xE0:
-        # The two bits of the layer: none is ADTS (ISO 13818-7), else MPEG audio (ISO 11172-3).
+        # The two bits of the layer are zero in ADTS (ISO 13818-7) and not zero in MPEG audio (ISO 11172-3).
         return Format("AAC", "aac") if head[1] & 0xF6 == 0xF0 else Format("MP3", "mp3")
     return Format("MP3", "mp3") if at or first_frame(data) >= 0 else None
 
 
 @contextmanager
 def open_container(data: bytes, param: str, is_uncut: bool = False) -> Iterator[InputContainer]:
-    """An opened file, its streams known. If `is_uncut`, it has what an MP4 file's edit list cuts away. Whatever goes
-    wrong in the block with FFmpeg or PyAV is raised as InvalidMedia that names `param`; so is a file of another
-    format."""
+    """Opens a file and yields its container, whose streams are known. If `is_uncut` is true, the container includes
+    what an MP4 file's edit list cuts away. Raises InvalidMedia that names `param` if the file has another format or is
+    truncated, and for every error of FFmpeg or PyAV within the block."""
     found = sniff(data)
     if found is None:
         raise InvalidMedia(f"{param}: not a video or sound of a supported format{seeming(data)}", param=param)
@@ -118,13 +124,13 @@ def open_container(data: bytes, param: str, is_uncut: bool = False) -> Iterator[
 
 
 def format_name(container: InputContainer) -> str:
-    """As headers say it: `MP4`, `MATROSKA` (WebM too), `AVI`, ..."""
+    """Returns the name of the format that headers use: `MP4`, `MATROSKA` (also for WebM), `AVI`, ..."""
     name: str = container.format.name.split(",")[0]
     return {"mov": "MP4"}.get(name, name.upper())
 
 
 def picture_stream(container: InputContainer) -> VideoStream | None:
-    """The first stream of pictures that can be decoded; cover art is none."""
+    """Returns the first video stream that can be decoded, or None. Cover art does not count as video."""
     for stream in container.streams.video:
         if not stream.disposition & av.stream.Disposition.attached_pic and _codec(stream) in PICTURE_CODECS:
             return stream
@@ -132,7 +138,7 @@ def picture_stream(container: InputContainer) -> VideoStream | None:
 
 
 def sound_stream(container: InputContainer) -> AudioStream | None:
-    """The first stream of sound that can be decoded."""
+    """Returns the first audio stream that can be decoded, or None."""
     for stream in container.streams.audio:
         codec = _codec(stream)
         if (codec in SOUND_CODECS or codec.startswith("pcm_")) and stream.rate and stream.channels:
@@ -141,10 +147,12 @@ def sound_stream(container: InputContainer) -> AudioStream | None:
 
 
 def check_whole(data: bytes, name: str, counted: Tally, param: str) -> None:
-    """Raises InvalidMedia where less is there than the file of format `name` declares."""
+    """Raises InvalidMedia if the file of format `name` holds less than it declares. May set `counted.num_packets` to
+    the count without the edit list."""
     lost = lost_packets(name, counted)
     if lost and name == "MP4":
-        # The demuxer passes over most of what an edit list cuts away; the file declares it all the same.
+        # The demuxer skips most of what an edit list cuts away, but the file declares it nevertheless. So the packets
+        # are counted again without the edit list.
         with open_container(data, param, is_uncut=True) as container:
             counted.num_packets = num_stored_packets(container, counted.stream.index)
         lost = lost_packets(name, counted)
@@ -153,8 +161,8 @@ def check_whole(data: bytes, name: str, counted: Tally, param: str) -> None:
 
 
 def sound_header(data: bytes, container: InputContainer, param: str) -> AudioHeader:
-    """Of the file's sound, or of a video's track; demuxes the file to its end. Raises InvalidMedia where there is
-    none, or where less is there than the file declares."""
+    """Returns the header of an audio file or of a video's sound track. Demuxes the file to its end. Raises InvalidMedia
+    if there is no sound, or if the file holds less than it declares."""
     stream = sound_stream(container)
     if stream is None:
         raise InvalidMedia(f"{param}: no sound that can be decoded", param=param)
@@ -167,7 +175,7 @@ def sound_header(data: bytes, container: InputContainer, param: str) -> AudioHea
 
 
 def _codec(stream: VideoStream | AudioStream) -> str:
-    """Name of the decoder, empty if there is none."""
+    """Returns the name of the decoder, or an empty string if there is none."""
     context = stream.codec_context
     return context.name if context is not None else ""
 

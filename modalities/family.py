@@ -1,7 +1,8 @@
-"""What a model family declares: the contract between a checkpoint and the rest of Weft.
+"""Defines the interface of a model family, which is the contract between a checkpoint and the rest of Weft.
 
-Router uses the pure half (plan, expand), encoders `preprocess` and `load_encoder`, workers `positions` and
-`load_language_model`. Nothing here imports torch; the torch types appear in annotations only.
+The router uses the pure half (`plan`, `expand`), encoders use `preprocess` and `load_encoder`, and workers use
+`positions` and `load_language_model`. Nothing here imports torch: the torch types appear in annotations only. This
+module knows nothing of a particular model or file format.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What the first bytes of an image say, without decoding it. Width and height are after EXIF rotation."""
+    """Holds what the first bytes of an image say without decoding it. Width and height are those after EXIF
+    rotation."""
 
     format: str
     width: int
@@ -34,14 +36,14 @@ class ImageHeader:
 
 @dataclass(frozen=True, slots=True)
 class AudioHeader:
-    """A file of sound, or the sound track of a video. Samples are counted over packets where the container's own
+    """Describes an audio file or the sound track of a video. Samples are counted over packets where the container's own
     number can't be trusted."""
 
     format: str
     sample_rate: int
     num_channels: int
     num_samples: int
-    """Per channel, at `sample_rate`."""
+    """Counts the samples of each channel at `sample_rate`."""
 
     @property
     def seconds(self) -> float:
@@ -50,8 +52,8 @@ class AudioHeader:
 
 @dataclass(frozen=True, slots=True)
 class VideoHeader:
-    """Moving pictures in a container. Frames are counted over packets where the container's own number can't be
-    trusted. Width and height are after rotation."""
+    """Describes the pictures of a video file. Frames are counted over packets where the container's own number can't be
+    trusted. Width and height are those after rotation."""
 
     format: str
     width: int
@@ -60,12 +62,13 @@ class VideoHeader:
     seconds: float
     sound: AudioHeader | None = None
     times_s: npt.NDArray[np.float64] | None = dataclasses.field(default=None, compare=False, repr=False)
-    """`(num_frames,)`: when each frame appears, counted from the first one, ascending. None where every frame is
-    within half a frame of its place at the mean rate (`modalities.packets.irregular_times_s`)."""
+    """Holds the time at which each frame appears, counted from the first frame, in ascending order. Has shape
+    `(num_frames,)`. It is None if every frame is within half a frame of its place at the mean rate
+    (`modalities.packets.irregular_times_s`)."""
 
     @property
     def fps(self) -> float:
-        """Mean frames per second."""
+        """Returns the mean number of frames per second."""
         return self.num_frames / self.seconds
 
 
@@ -74,28 +77,31 @@ MediaHeader = ImageHeader | VideoHeader | AudioHeader
 
 @dataclass(frozen=True, slots=True)
 class MediaOptions:
-    """How one item is sampled: the deployment's defaults, what its request wishes, and what the failure ladder took
-    away. Part of the item's identity; travels with it as `MediaItem.options`. A family may look at less."""
+    """Holds how one item (one medium of a request) is sampled: the deployment's defaults, the request's wishes, and the
+    reductions that a retry after a failure (the failure ladder) makes. The options are a part of the item's identity
+    and travel with it as `MediaItem.options`. A family may use only some of them."""
 
     sampling: str = "fps"
-    """Of a video's frames: `fps`, `uniform` or `keyframe`."""
+    """Names the way to choose a video's frames: `fps`, `uniform` or `keyframe`."""
     fps: float = 2.0
-    """Frames looked at per second, for `fps`."""
+    """Gives the number of frames per second that are sampled, for `fps`."""
     max_frames: int = 32
     max_tokens: int = 8192
-    """Most visual tokens of one video: its frames are thinned out until it fits."""
+    """Limits the visual tokens of one video: frames are left out until the video fits."""
     num_pooled_frames: int = 1
-    """Rows of so many temporal patches in a row are averaged into one (a shorter rest, into one too); 1 is off."""
+    """Counts the consecutive temporal patches whose rows are averaged into one; a shorter group at the end is averaged
+    too. 1 switches this off."""
     keep_fraction: float = 1.0
-    """Of the rows of each temporal patch, so many are kept, evenly spread; 1 keeps all."""
+    """Gives the share of the rows of each temporal patch that is kept, evenly spread; 1 keeps all."""
     reduction: int = 0
-    """How often the item was halved: every other frame of a video, half the side of an image. A sound has none."""
+    """Counts how often the item was halved. Each time halves the number of a video's frames or the side of an image. A
+    sound is never reduced."""
     max_pixels: int = 0
-    """Of an image: most pixels that the model looks at, down to the smallest form that it takes; 0 leaves it to the
-    model's own limit."""
+    """Limits the pixels of an image that the model sees, down to the smallest form that the model takes; 0 leaves the
+    limit to the model."""
 
     def encode(self) -> str:
-        """Canonical JSON; empty for the defaults."""
+        """Returns canonical JSON, or an empty string for the defaults."""
         changed = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -105,7 +111,7 @@ class MediaOptions:
 
     @staticmethod
     def decode(text: str) -> MediaOptions:
-        """Inverse of `encode`."""
+        """Returns the options that `encode` has written as `text`."""
         return MediaOptions(**json.loads(text)) if text else DEFAULT_OPTIONS
 
 
@@ -114,40 +120,42 @@ DEFAULT_OPTIONS = MediaOptions()
 
 @dataclass(frozen=True, slots=True)
 class ItemPlan:
-    """What a medium will become, known before it is decoded. A contract that the encoder keeps exactly."""
+    """Holds what a medium becomes, as known before it is decoded. The encoder's output matches it exactly."""
 
     modality: str
     grid: tuple[int, int, int]
-    """Patches (t, h, w) before merging."""
+    """Counts the patches (t, h, w) before merging."""
     unit_tokens: tuple[int, ...]
     cost: int
-    """Patches to encode."""
+    """Counts the patches to encode."""
     geometry: tuple[int, ...]
-    """Decoded size (width, height; of a video also its frames, of a sound its rate and samples), part of the
-    content's identity."""
+    """Holds the decoded size: width and height, for a video also its number of frames, and for a sound its rate and
+    number of samples. It is a part of the content's identity."""
     frame_times_s: tuple[float, ...] = ()
-    """Of a video: when each temporal patch is seen, for families that write the time into the prompt."""
+    """Holds the time at which each temporal patch of a video is seen, for families that write the time into the
+    prompt."""
     row_seconds: float = 0.0
-    """As in `MediaItem`."""
+    """Has the same meaning as in `MediaItem`."""
     anchor: int = -1
-    """As in `MediaItem`; set by whoever plans a video together with its sound track."""
+    """Has the same meaning as in `MediaItem`. The code that plans a video together with its sound track sets it."""
     num_pooled_frames: int = 1
-    """Of a video: temporal patches behind each row."""
+    """Counts the temporal patches of a video that are behind each row."""
     num_levels: int = 0
-    """As in `MediaItem`: 1 for a medium without DeepStack levels in a model that has some, 0 otherwise."""
+    """Has the same meaning as in `MediaItem`: it is 1 for a medium without DeepStack levels in a model that has some,
+    and 0 otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpandedPrompt:
     token_ids: list[int]
-    """One per position, placeholders repeated."""
+    """Holds one token for each position; placeholders are repeated."""
     placeholders: tuple[PlaceholderRange, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Rotary positions of the whole prompt: int64 `(num_axes, num_tokens)`, num_axes 3 for M-RoPE, else 1.
-    The position of generated token at index i is `i + delta` on every axis."""
+    """Holds the rotary positions of the whole prompt: int64 `(num_axes, num_tokens)`, where num_axes is 3 for M-RoPE
+    and 1 otherwise. The position of the generated token at index i is `i + delta` on every axis."""
 
     ids: npt.NDArray[np.int64]
     delta: int
@@ -155,31 +163,32 @@ class Positions:
 
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
-    """One unit, ready for the forward. `pixels` is float32 `(num_patches, patch_dim)`, or whole tiles
-    `(num_tiles, channels, height, width)` where the family's encoder takes those, or of a sound its log-mel
-    spectrogram `(num_mel_frames, num_mel_bins)`."""
+    """Holds one unit (the smallest part of an item that is encoded on its own), ready for the encoder's forward pass.
+    `pixels` is float32 and has one of three shapes: `(num_patches, patch_dim)`, whole tiles
+    `(num_tiles, channels, height, width)` where the family's encoder takes tiles, or `(num_mel_frames, num_mel_bins)`
+    for the log-mel spectrogram of a sound."""
 
     modality: str
     pixels: npt.NDArray[np.float32]
     grid: tuple[int, int, int]
     patches_per_row: int = 1
-    """Patches in each row of `pixels`: those of a tile, where rows are tiles."""
+    """Counts the patches in each row of `pixels`: it is the number of patches of a tile where rows are tiles."""
     geometry: tuple[int, ...] = ()
-    """As in `ItemPlan`, where the encoder needs it."""
+    """Has the same meaning as in `ItemPlan`; it is set where the encoder needs it."""
 
     @property
     def num_patches(self) -> int:
-        """To encode: the item's cost, over its units."""
+        """Returns the number of patches to encode. Its sum over an item's units is the item's cost."""
         return len(self.pixels) * self.patches_per_row
 
 
 class ModelShape(NamedTuple):
-    """The few numbers from which memory is planned."""
+    """Holds the few numbers from which memory is planned."""
 
     hidden_size: int
     num_levels: int
-    """1 + the number of DeepStack levels: a feature is `(num_levels, num_tokens, hidden_size)`, unless its item has
-    fewer levels (`MediaItem.num_levels`)."""
+    """This is 1 + the number of DeepStack levels. A feature has shape `(num_levels, num_tokens, hidden_size)`, unless
+    its item has fewer levels (`MediaItem.num_levels`)."""
     num_layers: int
     num_kv_heads: int
     head_dim: int
@@ -188,22 +197,23 @@ class ModelShape(NamedTuple):
 
 
 class EncoderModel(Protocol):
-    """An encoder with weights on a device; only the modalities that were asked for are loaded."""
+    """An `EncoderModel` is an encoder with weights on a device. It has the weights of the requested modalities only."""
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        """One forward over units of one modality, packed. Returns per unit `(num_levels, num_tokens, hidden)`, levels
-        as planned, in the model's dtype, contiguous, on the encoder's device."""
+        """Runs one forward pass over packed units of one modality. Returns for each unit its feature of shape
+        `(num_levels, num_tokens, hidden)`, with as many levels as planned, in the model's dtype, contiguous, on the
+        encoder's device."""
         ...
 
 
 class LanguageModel(Protocol):
-    """The text half of a model on a device, its attention going through Weft's paged attention."""
+    """A `LanguageModel` is the text half of a model on a device. Its attention uses Weft's paged attention."""
 
     dtype: torch.dtype
     device: torch.device
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 `(num_tokens,)` -> `(num_tokens, hidden)`."""
+        """Returns the embeddings `(num_tokens, hidden)` of the int64 tokens `(num_tokens,)`."""
         ...
 
     def forward(
@@ -215,39 +225,42 @@ class LanguageModel(Protocol):
         feature_levels: torch.Tensor | None,
         wanted_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """One step over packed tokens of many sequences -> last hidden states `(num_tokens, hidden)`, or with
-        `wanted_rows` (int64, ascending, not empty) those of these tokens alone: `(len(wanted_rows), hidden)`. The keys
-        and values of all tokens are written either way.
+        """Runs one step over the packed tokens of many sequences. Returns the last hidden states
+        `(num_tokens, hidden)`, or with `wanted_rows` (int64, ascending, not empty) only those of these tokens:
+        `(len(wanted_rows), hidden)`. The keys and values of all tokens are written in both cases.
 
-        `embeddings` `(num_tokens, hidden)`, level 0 of the features already spliced in. `positions`
-        `(num_axes, num_tokens)`. `attention` is handed through to the registered attention function as the keyword
-        `weft`, or asked by the layers themselves: `attend(layer, q, k, v, scaling)`, all `(num_tokens, heads, dim)`.
-        `feature_rows`: int64 indexes of the tokens that have DeepStack levels, ascending; `feature_levels`
-        `(num_levels - 1, len(feature_rows), hidden)`: these levels."""
+        `embeddings` has shape `(num_tokens, hidden)`, and level 0 of the features is already spliced in. `positions`
+        has shape `(num_axes, num_tokens)`. `attention` is passed on to the registered attention function as the keyword
+        `weft`, or the layers themselves call it: `attend(layer, q, k, v, scaling)`, where q, k and v have shape
+        `(num_tokens, heads, dim)`. `feature_rows` holds the int64 indexes of the tokens that have DeepStack levels, in
+        ascending order. `feature_levels` holds these levels and has shape
+        `(num_levels - 1, len(feature_rows), hidden)`."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`(n, hidden)` -> float32 `(n, vocab)`."""
+        """Returns the logits, float32 `(n, vocab)`, of the hidden states `(n, hidden)`."""
         ...
 
 
 class Family(Protocol):
-    """One instance per model directory. Construction reads config files only."""
+    """A `Family` plans, preprocesses and loads one model. There is one instance for each model directory. Its
+    construction reads config files only."""
 
     name: str
     model_id: str
-    """Name and digest of the checkpoint's config: the namespace of media hashes."""
+    """Holds the name of the checkpoint and the digest of its config. It is the namespace of media hashes."""
     shape: ModelShape
     max_items: Mapping[str, int]
-    """Supported modalities -> most items per prompt."""
+    """Maps each supported modality to the highest number of items in a prompt."""
 
     def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
-        """From the header alone. A video's sound track is planned as a sound of its own. Raises InvalidMedia (e.g. an
-        aspect ratio that the model refuses, a video of no frames)."""
+        """Returns the plan of a medium, which follows from its header alone. A video's sound track is planned as a
+        sound of its own. Raises InvalidMedia if the model refuses the medium (e.g. because of its aspect ratio, or
+        because a video has no frames)."""
         ...
 
     def placeholder_text(self, modality: str) -> str:
-        """What the chat template writes for one item, e.g. `<|image_pad|>`; one token."""
+        """Returns the text that the chat template writes for one item, e.g. `<|image_pad|>`. It is one token."""
         ...
 
     def expand(
@@ -256,32 +269,34 @@ class Family(Protocol):
         plans: Sequence[ItemPlan],
         tokenize: Callable[[str], Sequence[int]] | None = None,
     ) -> ExpandedPrompt:
-        """Replaces each placeholder token by as many as its plan counts. Plans with an anchor have no placeholder:
-        they are woven into the one of the video that they belong to. `tokenize` is for families that write text
-        between frames (they raise ConfigError without it). Raises InvalidRequest on another number of placeholders
-        than plans."""
+        """Replaces each placeholder token by as many tokens as its plan counts. A plan with an anchor has no
+        placeholder: its tokens are interleaved with those of the video to which it belongs. `tokenize` is for families
+        that write text between frames; they raise ConfigError without it. Raises InvalidRequest if the number of
+        placeholders differs from the number of plans without an anchor."""
         ...
 
     def positions(
         self, token_ids: Sequence[int], placeholders: Sequence[PlaceholderRange], media: Sequence[MediaItem]
     ) -> Positions:
-        """Of the expanded prompt; from grids, never from pixels."""
+        """Returns the positions of the expanded prompt. They follow from the grids of the media, never from pixels."""
         ...
 
     def options(self, modality: str) -> str:
-        """Canonical JSON of the processing options: part of the content's identity."""
+        """Returns the processing options of a modality as canonical JSON. They are a part of the content's identity."""
         ...
 
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
-        """Encoded file -> the units of `item`, sampled by `item.options`. Decodes; `item` of modality `audio` with a
-        video's file means its sound track. Raises InvalidMedia for a broken file or one that is not what its header
-        promised (beyond the tolerance of `modalities.tolerance`, within which it is padded or trimmed)."""
+        """Decodes an encoded file and returns the units of `item`, sampled by `item.options`. If `item` has the
+        modality `audio` and `data` is a video file, its sound track is decoded. Raises InvalidMedia if the file is
+        broken, or if it differs from its header by more than the tolerance of `modalities.tolerance`. Within the
+        tolerance, it is padded or trimmed."""
         ...
 
     def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
-        """Raises ConfigError if a weight is missing."""
+        """Loads the encoder for `modalities`. Raises ConfigError if a weight is missing."""
         ...
 
     def load_language_model(self, model_dir: Path, device: str, dtype: str, attention_name: str) -> LanguageModel:
-        """`attention_name` is registered with transformers beforehand. Raises ConfigError if a weight is missing."""
+        """Loads the language model. `attention_name` must be registered with transformers beforehand. Raises
+        ConfigError if a weight is missing."""
         ...

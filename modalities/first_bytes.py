@@ -1,8 +1,10 @@
-"""Size and colour mode of a picture from its first bytes, in a bounded number of steps, without a library's parser.
+"""Reads the size and the colour mode of a picture from its first bytes, in a bounded number of steps and without a
+library's parser.
 
-What is not plain to see here is not guessed: `picture_header` returns None, and the file is read by Pillow in a helper
-process, whose time and memory are limited. So an answer always equals Pillow's, for every file that Pillow opens.
-Ordinary files of cameras, browsers and screenshots are plain. Pure; decodes nothing and raises nothing.
+This module does not guess: if the first bytes are not plain, `picture_header` returns None, and Pillow reads the file
+in a helper process whose time and memory are limited. So an answer always equals Pillow's, for every file that Pillow
+opens. Ordinary files of cameras, browsers and screenshots are plain. This module is pure: it decodes nothing and its
+public function raises nothing. It knows nothing of models or limits of a deployment.
 """
 
 from __future__ import annotations
@@ -14,12 +16,12 @@ from typing import NamedTuple
 from modalities.family import ImageHeader
 
 MAX_STEPS = 4096
-"""Places of a file that are looked at: a PNG of 32 MiB has as many chunks where each holds 8 KiB, the size that libpng
-writes."""
+"""Limits the number of reads in one file. A PNG file of 32 MiB has this many chunks if each holds 8 KiB, the size that
+libpng writes."""
 MAX_READ_BYTES = 2**20
-"""In all of these places: checksums and EXIF data need whole chunks."""
+"""Limits the sum of the bytes of these reads; checksums and EXIF data need whole chunks."""
 MAX_TAGS = 256
-"""Entries of an EXIF directory that are looked at; cameras write about a dozen."""
+"""Limits the entries of an EXIF directory that are read; cameras write about a dozen."""
 
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_PLAIN_CHUNKS = {b"PLTE", b"tRNS", b"gAMA", b"cHRM", b"sRGB", b"pHYs", b"iCCP", b"bKGD", b"tIME", b"sBIT", b"cICP"}
@@ -32,28 +34,30 @@ _DEPTH_AND_COLOUR_TO_MODE = {
     (16, 2): "RGB",
     **{(depth, 3): "P" for depth in (1, 2, 4, 8)},
     (8, 4): "LA",
-    (16, 4): "RGBA",  # Pillow has no mode of two values of 16 bits
+    (16, 4): "RGBA",  # Pillow has no mode of two values of 16 bits.
     (8, 6): "RGBA",
     (16, 6): "RGBA",
 }
 _JPEG_FRAMES = (0xC0, 0xC1, 0xC2)
-"""Baseline, extended and progressive; the others are rare, and libjpeg decodes few of them."""
+"""Lists the markers of baseline, extended and progressive frames; the other kinds are rare, and libjpeg decodes few of
+them."""
 _JPEG_TABLES = {0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE}
 _LAYERS_TO_MODE = {1: "L", 3: "RGB", 4: "CMYK"}
 _ORIENTATION_TAG = 0x0112
 _TAG_TYPE_TO_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8}
-"""TIFF 6.0, section 2, and the types that were added later."""
+"""Maps the types of TIFF 6.0, section 2, and those that were added later, to their bytes per value."""
 _XMP_ORIENTATION = b"rientation"
-"""Where EXIF is silent, Pillow turns a picture by its XMP data: those go to it."""
+"""Marks XMP data with an orientation. If EXIF data give no orientation, Pillow rotates a picture by its XMP data, so
+such files are left to Pillow."""
 
 
 class _Unplain(Exception):
-    """The file is for Pillow to read, or to refuse."""
+    """An `_Unplain` error says that the file is not plain, so that Pillow reads or refuses it."""
 
 
 class _Reader:
-    """Bytes that are there, or `_Unplain`: also once so much was read that the file is not plain. Every loop below
-    reads, so that none of them is longer."""
+    """Gives out bytes of a file. Raises `_Unplain` if the file does not have them, and if the reads exceed `MAX_STEPS`
+    or `MAX_READ_BYTES`. Every loop below reads, so these limits bound every loop."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -69,7 +73,7 @@ class _Reader:
 
 
 def picture_header(data: bytes) -> ImageHeader | None:
-    """None for what is not plainly a PNG, JPEG, GIF, WebP or BMP."""
+    """Returns the header of a picture, or None if the file is not plainly a PNG, JPEG, GIF, WebP or BMP."""
     reader = _Reader(data)
     try:
         if data.startswith(_PNG_SIGNATURE):
@@ -95,7 +99,7 @@ def _header(name: str, width: int, height: int, mode: str, orientation: int = 1)
     return ImageHeader(name, width, height, mode)
 
 
-# ---------------------------------------------------------------- PNG (W3C PNG specification, section 5)
+# ------------------------------------------------ These functions read PNG (W3C PNG specification, section 5).
 
 
 def _png(reader: _Reader) -> ImageHeader:
@@ -106,12 +110,12 @@ def _png(reader: _Reader) -> ImageHeader:
     if name != b"IHDR" or length != 13 or mode is None or no_filter:
         raise _Unplain
     at, exif, has_pixels = 8 + 12 + length, b"", False
-    while not has_pixels or at + 8 <= len(reader.data):  # a decoder finds out whether something is missing
+    while not has_pixels or at + 8 <= len(reader.data):  # If the end is missing, the decoder finds out.
         length, name = struct.unpack(">I4s", reader.take(at, 8))
         if name == b"IEND" and has_pixels:
             break
         if has_pixels:
-            if name == b"eXIf":  # behind the pixels, where a decoder finds it late
+            if name == b"eXIf":  # A decoder finds this chunk late, behind the pixels.
                 raise _Unplain
         elif name == b"IDAT":
             has_pixels = True
@@ -122,7 +126,8 @@ def _png(reader: _Reader) -> ImageHeader:
 
 
 def _png_before_pixels(name: bytes, body: bytes, exif: bytes, mode: str) -> bytes:
-    """EXIF data so far. `_Unplain` for what may change what the picture is, and for what Pillow refuses."""
+    """Returns the EXIF data found so far, for a chunk in front of the pixels. Raises `_Unplain` for chunks that may
+    change what the picture is, and for those that Pillow refuses."""
     if name == b"eXIf" and not exif and body:
         return body
     if name in (b"tEXt", b"iTXt"):
@@ -139,7 +144,7 @@ def _png_before_pixels(name: bytes, body: bytes, exif: bytes, mode: str) -> byte
 
 
 def _png_chunk(reader: _Reader, at: int, length: int) -> bytes:
-    """The chunk's bytes, whose checksum holds."""
+    """Returns the chunk's bytes. Raises `_Unplain` if they do not match the checksum."""
     body = reader.take(at + 4, 4 + length)
     (checksum,) = struct.unpack(">I", reader.take(at + 8 + length, 4))
     if zlib.crc32(body) != checksum:
@@ -147,7 +152,7 @@ def _png_chunk(reader: _Reader, at: int, length: int) -> bytes:
     return body[4:]
 
 
-# ---------------------------------------------------------------- JPEG (ITU-T T.81, annex B)
+# ------------------------------------------------ These functions read JPEG (ITU-T T.81, annex B).
 
 
 class _Frame(NamedTuple):
@@ -196,7 +201,7 @@ def _jpeg_frame(body: bytes) -> _Frame:
 
 
 def _check_quantisation(body: bytes) -> None:
-    """Whole tables only: Pillow refuses others."""
+    """Raises `_Unplain` if a table is not whole, because Pillow refuses such files."""
     at = 0
     while at < len(body):
         at += 1 + 64 * (1 if body[at] < 16 else 2)
@@ -204,11 +209,12 @@ def _check_quantisation(body: bytes) -> None:
         raise _Unplain
 
 
-# ---------------------------------------------------------------- EXIF (TIFF 6.0, section 2)
+# ------------------------------------------------ These functions read EXIF (TIFF 6.0, section 2).
 
 
 def _orientation(exif: bytes, is_turned_by_xmp: bool = False) -> int:
-    """1 is upright, 5 to 8 exchange width and height. `_Unplain` if XMP data are to be asked."""
+    """Returns the orientation: 1 is upright, and 5 to 8 exchange width and height. Raises `_Unplain` if the orientation
+    depends on XMP data."""
     told = _exif_orientation(exif) if exif else None
     if told is None and is_turned_by_xmp:
         raise _Unplain
@@ -216,7 +222,8 @@ def _orientation(exif: bytes, is_turned_by_xmp: bool = False) -> int:
 
 
 def _exif_orientation(exif: bytes) -> int | None:
-    """None where none is told. `_Unplain` where the directory has a flaw: readers differ in what they make of it."""
+    """Returns the orientation in the EXIF data, or None if they have none. Raises `_Unplain` if the directory has a
+    flaw, because readers interpret flaws differently."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(exif[:4])
     if order is None or len(exif) < 8:
         raise _Unplain
@@ -244,7 +251,7 @@ def _exif_orientation(exif: bytes) -> int | None:
     return found[0] if found else None
 
 
-# ---------------------------------------------------------------- GIF (CompuServe GIF89a)
+# ------------------------------------------------ These functions read GIF (CompuServe GIF89a).
 
 
 def _gif(reader: _Reader) -> ImageHeader:
@@ -257,7 +264,7 @@ def _gif(reader: _Reader) -> ImageHeader:
         kind = reader.take(at, 1)
         if kind == b",":
             left, top, wide, high, flags = struct.unpack("<HHHHB", reader.take(at + 1, 9))
-            if left + wide > width or top + high > height:  # Pillow then takes the larger of both
+            if left + wide > width or top + high > height:  # Pillow then uses the larger size.
                 raise _Unplain
             if flags & 0x80:
                 has_colours = _is_coloured(reader.take(at + 10, 3 << (flags & 7) + 1))
@@ -271,7 +278,8 @@ def _gif(reader: _Reader) -> ImageHeader:
 
 
 def _behind_gif_extension(reader: _Reader, at: int) -> int:
-    """A graphic control extension, comments, or an application's; `at` its label."""
+    """Returns the position behind an extension whose label is at `at`. The extension is a graphic control extension, a
+    comment, or an application's. Raises `_Unplain` for other extensions."""
     label = reader.take(at, 1)[0]
     size = reader.take(at + 1, 1)[0]
     if label not in (0xF9, 0xFE, 0xFF) or (label == 0xF9 and size != 4):
@@ -283,15 +291,16 @@ def _behind_gif_extension(reader: _Reader, at: int) -> int:
 
 
 def _is_coloured(palette: bytes) -> bool:
-    """Whether it is anything but the greys in order, which Pillow leaves out."""
+    """Returns whether the palette differs from the ordered grey levels, for which Pillow keeps no palette."""
     return any(palette[at : at + 3] != bytes((at // 3,)) * 3 for at in range(0, len(palette), 3))
 
 
-# ---------------------------------------------------------------- WebP (RFC 9649) and BMP
+# ------------------------------------------------ These functions read WebP (RFC 9649) and BMP.
 
 
 def _webp(reader: _Reader) -> ImageHeader:
-    """Files of one frame, without a `VP8X` chunk: those that have one may be turned, or hold another size."""
+    """Reads files of one frame without a `VP8X` chunk. Raises `_Unplain` for files with such a chunk, because they may
+    be rotated or have another size."""
     num_bytes, _, name, length = struct.unpack("<I4s4sI", reader.take(4, 16))
     if num_bytes + 8 > len(reader.data) or length + 12 > num_bytes:
         raise _Unplain
@@ -310,7 +319,8 @@ def _webp(reader: _Reader) -> ImageHeader:
 
 
 def _bmp(reader: _Reader) -> ImageHeader:
-    """24 bits a pixel, bottom row first, neither compressed nor with a palette."""
+    """Reads files with 24 bits per pixel and the bottom row first, without compression and without a palette. Raises
+    `_Unplain` for others."""
     size, width, height, planes, depth, packing = struct.unpack("<IiiHHI", reader.take(14, 20))
     (num_colours,) = struct.unpack("<I", reader.take(46, 4))
     if (size, planes, depth, packing, num_colours) != (40, 1, 24, 0, 0):

@@ -1,4 +1,6 @@
-"""From a probed medium to the item that travels: planned by the family, identified by its content."""
+"""Turns a probed medium into the item that is sent to encoders and workers: the family plans it, and its content
+identifies it. This module knows nothing of file formats.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,10 @@ def plan_media(
     anchor: int = -1,
     digest: bytes | None = None,
 ) -> PlannedMedium:
-    """`index` among the request's media, `part` its place in the request, `anchor` the index of the video whose sound
-    track it is, `digest` of `data` if it is known. The hash covers the bytes, the model, the processing options, the
-    decoded size and the tenant's salt. Raises InvalidMedia (naming the part) for what the family refuses."""
+    """Returns the plan and the item of a medium. `index` is its position among the request's media, and `part` is its
+    place in the request. `anchor` is the index of the video whose sound track the medium is, and `digest` is the digest
+    of `data` if the caller knows it. The hash covers the bytes, the model, the processing options, the decoded size and
+    the tenant's salt. Raises InvalidMedia (naming the part) if the family refuses the medium."""
     try:
         plan = dataclasses.replace(family.plan(header, options), anchor=anchor)
     except InvalidMedia as error:

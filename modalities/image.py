@@ -1,6 +1,6 @@
-"""The image modality: `image_url` parts, headers and decoding, with Pillow.
+"""Implements the image modality with Pillow: it parses `image_url` parts, reads headers, and decodes pictures.
 
-Knows no model: sizes, colours and patches that a family wants are made in the family's `preprocess`.
+This module knows nothing of models: the family's `preprocess` produces the sizes, colours and patches that it needs.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from modalities.plugin import MediaLimits, decode_data_url, part_url
 from modalities.stopwatch import decoding
 from modalities.unknown_media import seeming
 
-# The limit is MediaLimits', checked on the header; Pillow's own would warn at half of it, and per process.
+# `MediaLimits` sets the limit, which is checked on the header. Pillow's own limit would warn at half of it, and it
+# holds for a whole process.
 Image.MAX_IMAGE_PIXELS = None
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", *(("AVIF",) if features.check("avif") else ()))
-"""Allow-list of decoders: a container that Pillow also knows never reaches its parser. Pillow's own wheels have AVIF,
-builds of distributions need not."""
-AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # the processes of a pool share the cores already
+"""Lists the decoders that are allowed: other containers that Pillow knows never reach its parsers. Pillow's own wheels
+support AVIF, but builds of distributions need not."""
+AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # The processes of a pool already share the cores.
 
-_FORMAT_TO_NAME = {"MPO": "JPEG"}  # a JPEG with more pictures behind the first, as phones write them
+_FORMAT_TO_NAME = {"MPO": "JPEG"}  # Phones write MPO files: JPEG files with more pictures behind the first.
 _ORIENTATION_TAG = 0x0112
 _ORIENTATION_TO_TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -39,7 +40,8 @@ _ORIENTATION_TO_TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-# What Pillow's decoders raise for broken files: no common root, found by fuzzing and reading.
+# Pillow's decoders raise these errors for broken files; they have no common base class, and were found by fuzzing and
+# reading.
 _DECODER_ERRORS = (
     OSError,
     ValueError,
@@ -59,33 +61,36 @@ _DECODER_ERRORS = (
 
 class OpenedImage(NamedTuple):
     image: Image.Image
-    """Not decoded, not rotated."""
+    """This image is neither decoded nor rotated."""
     header: ImageHeader
     orientation: int
-    """What is left to be done: 1 is upright, 5 to 8 exchange width and height (EXIF's numbers)."""
+    """Gives the rotation that is still to be applied, as EXIF's number: 1 is upright, and 5 to 8 exchange width and
+    height."""
 
 
 class ImagePlugin:
-    """Images in `image_url` parts."""
+    """Parses and probes images in `image_url` parts."""
 
     modality = "image"
     part_types = ("image_url",)
     needs_process = True
 
     def parse(self, part: Mapping[str, object], param: str, limits: MediaLimits) -> bytes:
-        """Raises InvalidRequest, InvalidMedia."""
+        """Returns the bytes of the file in the part's data URL. Raises InvalidRequest if the part has another form, and
+        InvalidMedia if the payload is broken or too large."""
         return decode_data_url(part_url(part, "image_url", param), param, limits.max_bytes_per_item)
 
     def first_header(self, data: bytes) -> ImageHeader | None:
-        """Of ordinary files; see `modalities.first_bytes`."""
+        """Returns the header of an ordinary file, or None; see `modalities.first_bytes`."""
         return picture_header(data)
 
     def probe(self, data: bytes, param: str) -> ImageHeader:
-        """Of the first frame; Pillow may walk the whole file for it. Raises InvalidMedia."""
+        """Returns the header of the first frame; Pillow may read the whole file for it. Raises InvalidMedia if the file
+        is not a readable image."""
         return open_image(data, param).header
 
     def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
-        """Raises InvalidMedia."""
+        """Raises InvalidMedia if the image has more pixels than the limit."""
         assert isinstance(header, ImageHeader)
         pixels = header.width * header.height
         if pixels > limits.max_image_pixels:
@@ -97,7 +102,8 @@ class ImagePlugin:
 
 
 def open_image(data: bytes, param: str) -> OpenedImage:
-    """Reads the header alone. Raises InvalidMedia for what is not an image of an allowed format."""
+    """Opens an image and reads only its header. Raises InvalidMedia if the file is not an image of an allowed
+    format."""
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except _DECODER_ERRORS as error:
@@ -107,7 +113,7 @@ def open_image(data: bytes, param: str) -> OpenedImage:
     width, height = image.size
     if width < 1 or height < 1:
         raise InvalidMedia(f"{param}: an image of {width}x{height} pixels", param=param)
-    # Pillow's TIFF reader turns the image by itself: the size at once, the pixels when they are loaded.
+    # Pillow's TIFF reader rotates the image itself: it changes the size at once, and the pixels when they are loaded.
     orientation = 1 if image.format == "TIFF" else _orientation(image, data)
     if orientation >= 5:
         width, height = height, width
@@ -117,8 +123,8 @@ def open_image(data: bytes, param: str) -> OpenedImage:
 
 @decoding
 def decode_image(data: bytes, param: str) -> tuple[Image.Image, ImageHeader]:
-    """The first frame, upright, in the file's own mode, and its header. Raises InvalidMedia for a broken or
-    truncated file and for one whose pixels are not of the header's size."""
+    """Returns the first frame, upright and in the file's own mode, and its header. Raises InvalidMedia if the file is
+    broken or truncated, or if the size of the pixels is not the header's."""
     opened = open_image(data, param)
     image = opened.image
     try:
@@ -133,7 +139,7 @@ def decode_image(data: bytes, param: str) -> tuple[Image.Image, ImageHeader]:
 
 
 def _orientation(image: Image.Image, data: bytes) -> int:
-    """EXIF orientation, 1 if there is none or the EXIF data are broken."""
+    """Returns the EXIF orientation, or 1 if there is none or the EXIF data are broken."""
     try:
         # The PNG reader's own method would decode all pixels to reach an EXIF chunk behind them.
         value = Image.Image.getexif(image).get(_ORIENTATION_TAG)
@@ -147,7 +153,8 @@ def _orientation(image: Image.Image, data: bytes) -> int:
 
 
 def _png_chunk(data: bytes, name: bytes) -> bytes | None:
-    """The first chunk of that name, walking from length to length (PNG specification, section 5.3)."""
+    """Returns the body of the first chunk with that name, or None. Steps from chunk to chunk by their lengths (PNG
+    specification, section 5.3)."""
     at = 8
     while at + 12 <= len(data):
         (length,) = struct.unpack_from(">I", data, at)

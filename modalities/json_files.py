@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint directory, and sections of them. Knows no model."""
+"""Reads JSON files of a checkpoint directory, and sections of them. This module knows nothing of models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from fabric.errors import ConfigError
 
 
 def read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
-    """The file's bytes and the object in it. Raises ConfigError."""
+    """Returns the file's bytes and the JSON object in it. Raises ConfigError if the file can't be read or holds no
+    object."""
     try:
         raw = path.read_bytes()
         value = json.loads(raw)
@@ -25,7 +26,7 @@ def read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
 
 
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """An object of config.json. Raises ConfigError."""
+    """Returns the object `name` of config.json. Raises ConfigError if there is none."""
     found = config.get(name)
     if not isinstance(found, Mapping):
         raise ConfigError(f"config.json has no {name}")
@@ -33,18 +34,21 @@ def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def read_image_processor(model_dir: Path) -> Mapping[str, Any]:
-    """From processor_config.json (nested) or preprocessor_config.json, in transformers' order. Raises ConfigError."""
+    """Returns the image processor's options: those nested in processor_config.json, or else preprocessor_config.json
+    (transformers' order). Raises ConfigError if the files can't be read."""
     return _read_processor(model_dir, "image_processor")
 
 
 def read_feature_extractor(model_dir: Path) -> Mapping[str, Any]:
-    """Of sounds; places and order as with images, the file of both often the same. Raises ConfigError."""
+    """Returns the options of the feature extractor for sounds. The files and their order are those of the image
+    processor, and one file often serves both. Raises ConfigError if the files can't be read."""
     return _read_processor(model_dir, "feature_extractor")
 
 
 def read_video_processor(model_dir: Path) -> tuple[Mapping[str, Any], bool]:
-    """In transformers' order: nested in processor_config.json, the file for videos, the file for pictures. Whether it
-    is one for videos. Raises ConfigError."""
+    """Returns the video processor's options, and whether they are meant for videos. The order is that of transformers:
+    the options nested in processor_config.json, the file for videos, the file for pictures. Raises ConfigError if the
+    files can't be read."""
     path = model_dir / "processor_config.json"
     if path.exists():
         nested = read_json(path)[1].get("video_processor")
@@ -57,7 +61,7 @@ def read_video_processor(model_dir: Path) -> tuple[Mapping[str, Any], bool]:
 
 
 def model_id(model_dir: Path, config: bytes) -> str:
-    """Name of the directory and digest of its config.json."""
+    """Returns the name of the directory and the digest of its config.json."""
     return f"{model_dir.resolve().name}@{blake3.blake3(config).hexdigest(length=8)}"
 
 

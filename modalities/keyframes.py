@@ -1,7 +1,8 @@
-"""Finding the frames at which a video changes: decodes it, in the encoders' decode processes alone.
+"""Finds the frames at which a video changes. Decodes the video, so it runs only in the encoders' decode processes.
 
-The rule is seed 003's: about 200 frames, grey, 64x64, compared one to the next. How many frames are chosen was fixed
-by the plan.
+The rule is that of the article on multimodal routing in Dynamo (docs/references.md): about 200 frames, in grey at
+64x64, are each compared to the one before. The plan has already fixed the number of frames to choose. This module knows
+nothing of models.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _SIDE = 64
 def settled_frames(
     data: bytes, header: VideoHeader, planned: Sequence[int], options: MediaOptions, param: str
 ) -> tuple[int, ...]:
-    """The planned frames themselves, or for `keyframe` as many others. Raises InvalidMedia for a broken file."""
+    """Returns the planned frames, or for `keyframe` the same number of frames at which the video changes. Raises
+    InvalidMedia if the file is broken."""
     if options.sampling != "keyframe":
         return tuple(planned)
     probes = probed_frames(header)

@@ -1,7 +1,8 @@
-"""Samples -> log-mel spectrogram, in numpy: transformers' WhisperFeatureExtractor to 1e-4.
+"""Computes log-mel spectrograms from samples, in numpy. They equal those of transformers' WhisperFeatureExtractor to
+1e-4.
 
-How many frames there will be follows from the number of samples alone (`num_mel_frames`), so that a sound is planned
-before it is decoded. Knows no files and no models.
+The number of frames follows from the number of samples alone (`num_mel_frames`), so a sound is planned before it is
+decoded. This module knows nothing of files or models.
 """
 
 from __future__ import annotations
@@ -16,30 +17,31 @@ import numpy.typing as npt
 
 FLOOR = 1e-10
 DYNAMIC_RANGE = 8.0
-"""In powers of ten, below the loudest value of the whole spectrogram; what is quieter is raised to it."""
+"""Limits the range below the loudest value of the whole spectrogram, in powers of ten; quieter values are raised to the
+lower end."""
 _MAX_HZ = 8000.0
 _BLOCK_FRAMES = 4096
-"""Frames transformed at once: bounds the memory that a long sound takes."""
+"""Limits the frames that are transformed at once, which bounds the memory that a long sound takes."""
 
 
 @dataclass(frozen=True, slots=True)
 class MelOptions:
-    """As in a checkpoint's preprocessor_config.json."""
+    """Holds the options of a checkpoint's preprocessor_config.json."""
 
     num_bins: int
     rate: int
-    """Samples per second."""
+    """Counts the samples per second."""
     hop: int
-    """Samples from one frame to the next."""
+    """Counts the samples from one frame to the next."""
     window: int
-    """Samples that a frame sees."""
+    """Counts the samples that a frame sees."""
     chunk_samples: int
-    """What shorter sounds are padded to, where the family pads."""
+    """Counts the samples to which shorter sounds are padded, where the family pads."""
 
 
 def num_mel_frames(num_samples: int, options: MelOptions, padded_to: int = 0) -> int:
-    """Frames that count as sound, if silence fills it up to `padded_to` samples: those that the reference's attention
-    mask keeps. 0 for a sound too short to be transformed."""
+    """Returns the number of frames that count as sound if silence pads the sound to `padded_to` samples: those that the
+    reference's attention mask keeps. Returns 0 for a sound that is too short to be transformed."""
     total = max(num_samples, padded_to)
     if num_samples < 1 or total <= options.window // 2:
         return 0
@@ -47,23 +49,24 @@ def num_mel_frames(num_samples: int, options: MelOptions, padded_to: int = 0) ->
 
 
 class Extent(NamedTuple):
-    """What the frames of a sound see, and how many there are. Half a window is reflected at both ends; frame i sees
-    `[i * hop : i * hop + window]` of that."""
+    """Says what the frames of a sound see, and how many frames there are. Half a window is reflected at both ends of
+    the signal, and frame i sees `[i * hop : i * hop + window]` of the result."""
 
     num_made: int
-    """Frames among which the loudest value is looked for."""
+    """Counts the frames that are computed; the loudest value is the maximum over these."""
     num_kept: int
     silence: int
-    """Samples of it behind the sound."""
+    """Counts the samples of silence behind the sound."""
 
 
 def extent_of(num_samples: int, options: MelOptions, padded_to: int = 0, num_extra_frames: int = 0) -> Extent:
-    """As in `log_mel`; no frames if the sound is too short."""
+    """Returns the extent of a sound; the arguments are those of `log_mel`. There are no frames if the sound is too
+    short."""
     num_frames = num_mel_frames(num_samples, options, padded_to)
     if num_frames == 0:
         return Extent(0, 0, 0)
     total = max(num_samples, padded_to)
-    # Up to two frames behind the sound still hear its end, and may hold the loudest value.
+    # Up to two frames behind the sound still see its end, and may hold the loudest value.
     num_made = min(num_frames + max(2, num_extra_frames), total // options.hop)
     silence = min(total - num_samples, (2 + num_extra_frames) * options.hop + options.window)
     return Extent(num_made, min(num_frames + num_extra_frames, num_made), silence)
@@ -72,8 +75,9 @@ def extent_of(num_samples: int, options: MelOptions, padded_to: int = 0, num_ext
 def log_mel(
     samples: npt.NDArray[np.float32], options: MelOptions, padded_to: int = 0, num_extra_frames: int = 0
 ) -> npt.NDArray[np.float32]:
-    """`(num_samples,)` at the options' rate -> `(num_mel_frames, num_bins)`, as if silence filled it up to `padded_to`
-    samples. `num_extra_frames` of that silence are appended, as far as it reaches. Too short a sound gives none."""
+    """Returns the spectrogram `(num_mel_frames, num_bins)` of the samples `(num_samples,)` at the options' rate, as if
+    silence padded them to `padded_to` samples. Up to `num_extra_frames` frames of that silence are appended, as far as
+    it reaches. A sound that is too short has no frames."""
     extent = extent_of(len(samples), options, padded_to, num_extra_frames)
     if extent.num_made == 0:
         return np.empty((0, options.num_bins), dtype=np.float32)
@@ -93,8 +97,8 @@ def log_mel(
 
 @lru_cache(maxsize=8)
 def mel_filters(options: MelOptions) -> npt.NDArray[np.float64]:
-    """Triangular filters of equal area on Slaney's mel scale, `(1 + window // 2, num_bins)` (librosa's
-    `filters.mel`)."""
+    """Returns triangular filters of equal area on Slaney's mel scale (librosa's `filters.mel`). The array has shape
+    `(1 + window // 2, num_bins)`."""
     edges = _mel_to_hz(np.linspace(0.0, _hz_to_mel(_MAX_HZ), options.num_bins + 2))
     bins = np.linspace(0, options.rate // 2, 1 + options.window // 2)
     slopes = edges[None, :] - bins[:, None]
@@ -105,7 +109,7 @@ def mel_filters(options: MelOptions) -> npt.NDArray[np.float64]:
     return filters
 
 
-# Slaney's scale: linear below 1000 Hz (15 mel), logarithmic above.
+# Slaney's scale is linear below 1000 Hz (15 mel) and logarithmic above.
 _LINEAR_HZ, _LINEAR_MEL = 1000.0, 15.0
 _HZ_PER_MEL = 200.0 / 3.0
 _MEL_PER_E = 27.0 / math.log(6.4)

@@ -1,6 +1,8 @@
-"""Samples -> log-mel spectrograms on a device, many sounds at once: what `modalities.mel` makes of each, to 1e-4.
+"""Computes the log-mel spectrograms of many sounds at once on a device. Each equals the result of `modalities.mel` to
+1e-4.
 
-Sounds of all lengths lie one behind the other, so none is padded to another's. Knows no files and no models.
+Sounds of all lengths lie one behind the other, so no sound is padded to the length of another. This module knows
+nothing of files or models.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ from torch.nn import functional
 from modalities.mel import DYNAMIC_RANGE, FLOOR, Extent, MelOptions, extent_of, mel_filters
 
 _BLOCK_FRAMES = 16384
-"""Transformed at once: with 400 samples each, about 100 MB of spectra. Bounds the memory, whatever the sounds are."""
+"""Limits the frames that are transformed at once, which bounds the memory for all sounds: with 400 samples per frame,
+the spectra take about 100 MB."""
 
 
 class DeviceMel:
-    """Spectrograms by one checkpoint's options. Not thread-safe: it shares the device with the encoder's forward."""
+    """Computes spectrograms with the options of one checkpoint. It is not thread-safe: it shares the device with the
+    encoder's forward pass."""
 
     def __init__(self, options: MelOptions, device: str) -> None:
         self._options = options
@@ -29,8 +33,9 @@ class DeviceMel:
     def log_mels(
         self, sounds: Sequence[torch.Tensor], padded_to: int = 0, num_extra_frames: int = 0
     ) -> list[torch.Tensor]:
-        """Samples float32 `(num_samples,)` each, on the device and at the options' rate -> float32
-        `(num_mel_frames, num_bins)` each; arguments and lengths as in `modalities.mel.log_mel`."""
+        """Returns a spectrogram, float32 `(num_mel_frames, num_bins)`, for each sound. A sound is float32
+        `(num_samples,)`, on the device and at the options' rate. The other arguments and the lengths are as in
+        `modalities.mel.log_mel`."""
         options = self._options
         extents = [extent_of(len(samples), options, padded_to, num_extra_frames) for samples in sounds]
         signals = [
@@ -46,12 +51,13 @@ class DeviceMel:
         return found
 
     def _num_hops(self, extent: Extent) -> int:
-        """That a sound's signal takes: some frames behind those that are made would see the next sound, too."""
+        """Returns the number of hops that a sound's signal takes. The frames at its last hops, behind the frames that
+        are made, would also see the next sound, and are not used."""
         hop, window = self._options.hop, self._options.window
         return -(-((extent.num_made - 1) * hop + window) // hop) if extent.num_made else 0
 
     def _signal(self, samples: torch.Tensor, extent: Extent) -> torch.Tensor:
-        """All that the frames see, filled up to whole hops."""
+        """Returns all samples that the sound's frames see, padded to whole hops."""
         num_seen = self._num_hops(extent) * self._options.hop
         signal = functional.pad(samples, (0, extent.silence))
         reflected = (self._options.window // 2,) * 2
@@ -59,7 +65,7 @@ class DeviceMel:
         return functional.pad(signal, (0, num_seen - len(signal)))
 
     def _log_energies(self, signal: torch.Tensor) -> torch.Tensor:
-        """Of a frame at each hop: `(num_frames, num_bins)`."""
+        """Returns the logarithms of the mel energies of a frame at each hop. Has shape `(num_frames, num_bins)`."""
         hop, window = self._options.hop, self._options.window
         num_frames = (len(signal) - window) // hop + 1
         values = signal.new_empty((num_frames, self._options.num_bins))
@@ -79,7 +85,7 @@ class DeviceMel:
 
 
 def _normalised(values: torch.Tensor) -> torch.Tensor:
-    """What is quiet beside the loudest of the sound is raised to one level."""
+    """Returns normalised values. Values far below the loudest one of the sound are raised to one level."""
     if len(values) == 0:
         return values
     return (torch.maximum(values, values.amax() - DYNAMIC_RANGE) + 4.0) / 4.0

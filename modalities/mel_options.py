@@ -1,6 +1,7 @@
-"""How a checkpoint wants its sounds (transformers' WhisperFeatureExtractor), read as plain JSON.
+"""Reads the options of a checkpoint's feature extractor for sounds (transformers' WhisperFeatureExtractor) as plain
+JSON.
 
-Missing keys take the values that transformers 5.23 gives them. Knows no model.
+Missing keys take the values that transformers 5.23 gives them. This module knows nothing of models.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ _KIND = "WhisperFeatureExtractor"
 
 
 def read_mel_options(model_dir: Path) -> MelOptions:
-    """From processor_config.json (nested) or preprocessor_config.json. Raises ConfigError for missing or broken files,
-    for another kind of extractor, and for one that adds noise."""
+    """Returns the options in processor_config.json (nested) or preprocessor_config.json. Raises ConfigError if the
+    files are missing or broken, if the extractor is of another kind, and if it adds noise or does not pad with
+    silence."""
     options = read_feature_extractor(model_dir)
     kind = options.get("feature_extractor_type", _KIND)
     if kind != _KIND:

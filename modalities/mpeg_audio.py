@@ -1,11 +1,13 @@
-"""MPEG audio without a container (MP3 files): frames, tags, and what players pass over between them. Pure.
+"""Finds frames and tags in MPEG audio without a container (MP3 files), and what players skip between them. This module
+is pure: it knows nothing of FFmpeg's objects and decodes nothing.
 
-FFmpeg's demuxer takes a file from its first frame to its end. Files behind junk, and files that are several put
-together, with tags and headers of their own in the middle, play everywhere all the same; here they are brought into
-the one form that it takes. What is damaged otherwise stays as it is, for the decoder to refuse.
+FFmpeg's demuxer takes a file from its first frame to its end. Two other kinds of files play everywhere too: those with
+junk in front of the first frame, and those that are several files put together, with their own tags and headers in the
+middle. This module converts them to the one form that FFmpeg takes. Other damaged data stay as they are, and the
+decoder refuses them.
 
-A frame is four bytes of header and data, its length known from the header (ISO 11172-3, section 2.4.2.3; ISO 13818-3).
-Tags: ID3v2.4 (section 3.1), ID3v1, APEv2.
+A frame is four bytes of header and data, and its length follows from the header (ISO 11172-3, section 2.4.2.3; ISO
+13818-3). The tags are ID3v2.4 (section 3.1), ID3v1 and APEv2.
 """
 
 from __future__ import annotations
@@ -13,11 +15,13 @@ from __future__ import annotations
 import re
 
 MAX_JUNK_BYTES = 1 << 16
-"""In front of the first frame; FFmpeg's own demuxer looks as far."""
+"""Limits the junk in front of the first frame; FFmpeg's own demuxer searches as far."""
 _MAX_FRAME_BYTES = 2881
-"""Layer III at 320 kbit/s and 16 kHz, and a byte of padding: no cut-off frame is longer."""
+"""Limits the length of a frame that is cut off: the longest has Layer III at 320 kbit/s and 16 kHz, and a byte of
+padding."""
 _NUM_CHAINED = 4
-"""Frames that follow one another where sound begins: 11 bits and some forbidden values make no proof."""
+"""Counts the frames that must follow one another where sound begins: one header is no proof, since it has only 11 fixed
+bits and some forbidden values."""
 _MARKS = (b"ID3", b"TAG", b"APETAGEX")
 _ID3V1_BYTES = 128
 _PADDING = re.compile(rb"\0*")
@@ -31,14 +35,16 @@ _LAYER_TO_KBITS = {True: {1: _V1_L1, 2: _V1_L2, 3: _V1_L3}, False: {1: _V2_L1, 2
 
 
 def first_frame(data: bytes) -> int:
-    """Where the first of several frames begins, behind tags and `MAX_JUNK_BYTES` of anything; -1 if there is none."""
+    """Returns the position where the first of several frames begins, behind tags and at most `MAX_JUNK_BYTES` of other
+    data; -1 if there is none."""
     at = _behind_tags(data, 0)
     return _find_frames(data, at, at + MAX_JUNK_BYTES)
 
 
 def one_stream(data: bytes) -> bytes:
-    """The file from its first frame on, if junk stands in front of it; if it is several put together, the frames of
-    all, without what counts the frames of one. `data` itself if it is neither."""
+    """Returns the file from its first frame on if junk is in front of it. If it is several files put together, returns
+    the frames of all of them, without the frames that hold the frame counts of single files. Otherwise returns `data`
+    itself."""
     begin = first_frame(data)
     if begin < 0:
         return data
@@ -52,7 +58,7 @@ def one_stream(data: bytes) -> bytes:
 
 
 def _frame_bytes(data: bytes, at: int) -> int:
-    """Length of the frame whose header stands at `at`; 0 if there is none, or one of a free rate."""
+    """Returns the length of the frame whose header is at `at`; 0 if there is no frame, or one of a free bit rate."""
     if at + 4 > len(data) or data[at] != 0xFF or data[at + 1] & 0xE0 != 0xE0:
         return 0
     version, layer = data[at + 1] >> 3 & 3, 4 - (data[at + 1] >> 1 & 3)
@@ -68,13 +74,13 @@ def _frame_bytes(data: bytes, at: int) -> int:
 
 
 def _kind(data: bytes, at: int) -> tuple[int, int]:
-    """Version and layer, and the sample rate: what all frames of a stream have in common."""
+    """Returns the bits of the version, the layer and the sample rate, which all frames of a stream have in common."""
     return data[at + 1] & 0xFE, data[at + 2] & 0x0C
 
 
 def _end_of_frames(data: bytes, at: int) -> int:
-    """Behind the last of the frames that follow one another from `at` on. One that is cut off by the end of the file is
-    one of them; one that is cut off by a tag is none."""
+    """Returns the position behind the last of the frames that follow one another from `at` on. A frame that the end of
+    the file cuts off is included; a frame that a tag cuts off is not."""
     last = at
     while num_bytes := _frame_bytes(data, at):
         last, at = at, at + num_bytes
@@ -84,7 +90,7 @@ def _end_of_frames(data: bytes, at: int) -> int:
 
 
 def _find_frames(data: bytes, at: int, stop: int) -> int:
-    """The first place in `[at, stop)` where several frames begin, or -1."""
+    """Returns the first position in `[at, stop)` where several frames begin, or -1."""
     while (at := data.find(b"\xff", at, stop)) >= 0:
         end = at
         for _ in range(_NUM_CHAINED):
@@ -101,8 +107,8 @@ def _find_frames(data: bytes, at: int, stop: int) -> int:
 
 
 def _next_part(data: bytes, end: int) -> int:
-    """Where the next file begins, behind tags or with its own count of frames; -1 if the last one ended at `end`. The
-    frame before it may be cut off."""
+    """Returns the position of the first frame of the next file, which is behind tags or has its own frame count; -1 if
+    no file follows at `end`. The last frame before it may be cut off."""
     begin = _behind_tags(data, end)
     if begin == end:
         marks = [data.find(mark, end, end + _MAX_FRAME_BYTES) for mark in _MARKS]
@@ -113,14 +119,15 @@ def _next_part(data: bytes, end: int) -> int:
 
 
 def _behind_counts(data: bytes, at: int) -> int:
-    """Behind the frame at `at` if it holds no sound, but the number of frames (Xing, Info, VBRI)."""
+    """Returns the position behind the frame at `at` if it holds the number of frames (Xing, Info, VBRI) instead of
+    sound, and `at` otherwise."""
     num_bytes = _frame_bytes(data, at)
     head = data[at : at + min(num_bytes, 64)]
     return at + num_bytes if any(mark in head for mark in (b"Xing", b"Info", b"VBRI")) else at
 
 
 def _behind_tags(data: bytes, at: int) -> int:
-    """Behind all tags, and the zeros after them, that stand at `at`."""
+    """Returns the position behind all tags at `at` and the zeros after them."""
     while num_bytes := _tag_bytes(data, at):
         padding = _PADDING.match(data, at + num_bytes)
         at = padding.end() if padding is not None else len(data)
@@ -128,14 +135,14 @@ def _behind_tags(data: bytes, at: int) -> int:
 
 
 def _tag_bytes(data: bytes, at: int) -> int:
-    """Of the tag at `at`, 0 if there is none."""
+    """Returns the length of the tag at `at`, or 0 if there is none."""
     head = data[at : at + 32]
-    if head[:3] == b"ID3" and len(head) >= 10:  # its size: 28 bits in four bytes; a footer is as long as the header
+    if head[:3] == b"ID3" and len(head) >= 10:  # The size has 28 bits in four bytes; a footer is as long as the header.
         size = sum((byte & 0x7F) << shift for byte, shift in zip(head[6:10], (21, 14, 7, 0), strict=True))
         return 10 + size + (10 if head[5] & 0x10 else 0)
     if head[:3] == b"TAG":
         return _ID3V1_BYTES
-    if head[:8] == b"APETAGEX" and len(head) == 32:  # its size is that of all but a header, which this may be
+    if head[:8] == b"APETAGEX" and len(head) == 32:  # The size covers all but a header, and this may be the header.
         is_header = head[23] & 0x20
         return int.from_bytes(head[12:16], "little") + 32 if is_header else 32
     return 0

@@ -1,7 +1,8 @@
-"""Counting what a container holds, packet by packet, without decoding: frames, samples, seconds.
+"""Counts what a container holds, packet by packet and without decoding: frames, samples, seconds.
 
-Headers are not believed where they may be wrong (variable frame rates, WebM, MP3 of variable bit rate), so nothing is
-taken from them but what the packets can be held against: a file that has less than it declares is truncated.
+Headers may be wrong (variable frame rates, WebM, MP3 of variable bit rate), so the counts come from the packets. A
+declared number only serves for comparison: a file that has less than it declares is truncated. This module knows
+nothing of models or limits.
 """
 
 from __future__ import annotations
@@ -25,44 +26,48 @@ from av.video.stream import VideoStream
 from modalities.tolerance import AUDIO_S, FRAMES
 
 _MOST_DURATION = 2**31
-"""Of a packet. FFmpeg's Ogg demuxer gives out differences of unsigned numbers at a stream's end."""
+"""Limits the duration of a packet; longer ones count as 0. FFmpeg's Ogg demuxer returns differences of unsigned numbers
+at a stream's end."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Of one stream. Times are in its time base."""
+    """Holds the counts of one stream. Times are in its time base."""
 
     stream: Stream
     declared_packets: int
-    """As the header says; 0 if it says nothing."""
+    """Holds the number of packets that the header declares; 0 if it declares none."""
     declared_duration: int
     num_packets: int = 0
     num_shown: int = 0
-    """Packets that a decoder makes a frame of: neither hidden nor cut away by an edit list."""
+    """Counts the packets from which a decoder makes a frame: those that are neither hidden nor cut away by an edit
+    list."""
     start: int | None = None
-    """Earliest presentation time of what is shown."""
+    """Holds the earliest presentation time of the shown packets."""
     last: int = 0
-    """Latest."""
+    """Holds the latest presentation time of the shown packets."""
     last_duration: int = 0
     duration: int = 0
-    """Sum over what is shown."""
+    """Holds the sum of the durations of the shown packets."""
     num_skipped_samples: int = 0
-    """Cut away by the decoder at the start (an encoder's delay)."""
+    """Counts the samples that the decoder cuts away at the start (an encoder's delay)."""
     num_padded_samples: int = 0
-    """Cut away at the end."""
+    """Counts the samples that the decoder cuts away at the end."""
     presented: array[int] = field(default_factory=partial(array, "q"))
-    """Presentation times of the pictures that are shown, in the order of the file, as far as the packets have some."""
+    """Holds the presentation times of the shown pictures, in the order of the file. Packets without a time are left
+    out."""
     decoded: array[int] = field(default_factory=partial(array, "q"))
-    """Decoding times of the same packets, as far as they have some."""
+    """Holds the decoding times of the same packets. Packets without a time are left out."""
 
     @property
     def span(self) -> int:
-        """From the first to the end of the last."""
+        """Returns the time from the start of the first shown packet to the end of the last."""
         return 0 if self.start is None else self.last - self.start + self.last_duration
 
 
 def tally(container: InputContainer, streams: Sequence[Stream]) -> dict[int, Tally]:
-    """Stream index -> what was counted, in one pass over the rest of the file. Raises as PyAV does."""
+    """Counts the rest of the file in one pass, and returns a dict that maps the index of each stream to its counts.
+    Raises the errors that PyAV raises."""
     tallies = {stream.index: Tally(stream, stream.frames, stream.duration or 0) for stream in streams}
     for packet in stream_packets(container, *streams):
         counted = tallies[packet.stream_index]
@@ -73,25 +78,25 @@ def tally(container: InputContainer, streams: Sequence[Stream]) -> dict[int, Tal
 
 
 def num_stored_packets(container: InputContainer, index: int) -> int:
-    """Packets of stream `index` in the rest of the file."""
+    """Returns the number of packets of stream `index` in the rest of the file."""
     return sum(packet.size > 0 for packet in container.demux(container.streams[index]))
 
 
 def is_shown(packet: Packet[Any]) -> bool:
-    """Whether a decoder makes a frame of it; of a packet that is not empty."""
+    """Returns whether a decoder makes a frame from the packet, which must not be empty."""
     is_hidden = _HIDDEN.get(packet.stream.codec_context.name)
     return not (packet.is_discard or (is_hidden is not None and is_hidden(memoryview(packet))))
 
 
 def stream_packets(container: InputContainer, *streams: Stream) -> Iterator[Packet[Any]]:
-    """What is to be decoded of the rest of the file. Raises as PyAV does.
+    """Yields the packets to be decoded in the rest of the file. Raises the errors that PyAV raises.
 
-    An MPEG transport stream may be cut out of a longer one: pictures that lean on what was cut away, before the first
-    key frame or shown before it, are left out, as decoders do."""
+    An MPEG transport stream may be cut out of a longer one. Its pictures before the first key frame, in the file or in
+    presentation time, refer to pictures that were cut away. They are left out, as decoders do."""
     is_cut = container.format.name == "mpegts"
     entries: dict[int, int] = {}
     for packet in container.demux(*streams):
-        if packet.size == 0:  # the end of a stream
+        if packet.size == 0:  # An empty packet marks the end of a stream.
             continue
         if is_cut and packet.stream.type == "video":
             time = packet.pts if packet.pts is not None else packet.dts or 0
@@ -119,15 +124,16 @@ def _count(counted: Tally, packet: Packet[Stream]) -> None:
             counted.start = at
         if counted.num_shown == 1 or at >= counted.last:
             counted.last, counted.last_duration = at, duration
-    if packet.has_sidedata("skip_samples"):  # u32 at the start, u32 at the end (AV_PKT_DATA_SKIP_SAMPLES)
+    # The data are two u32, for the start and for the end (AV_PKT_DATA_SKIP_SAMPLES).
+    if packet.has_sidedata("skip_samples"):
         at_start, at_end = struct.unpack_from("<II", bytes(packet.get_sidedata("skip_samples")))
         counted.num_skipped_samples += at_start
         counted.num_padded_samples += min(at_end, duration)
 
 
 def seconds_shown(counted: Tally, stream: VideoStream) -> float:
-    """How long the frames are seen. Exact at a constant rate, however coarse the container's clock; 0.0 if there is
-    no time anywhere."""
+    """Returns how many seconds the frames are shown. The result is exact at a constant rate, however coarse the
+    container's clock is. Returns 0.0 if the file has no times."""
     if not counted.num_shown or stream.time_base is None:
         return 0.0
     span = counted.span * stream.time_base
@@ -142,11 +148,11 @@ def seconds_shown(counted: Tally, stream: VideoStream) -> float:
 
 
 def irregular_times_s(counted: Tally, stream: VideoStream, seconds: float) -> npt.NDArray[np.float64] | None:
-    """When each picture appears, `(num_shown,)`, ascending from 0.0, if the rate varies.
+    """Returns the time at which each picture appears if the rate varies: `(num_shown,)`, ascending from 0.0.
 
-    None if every picture is within half a frame (and a tick of the container's clock) of its place at the mean rate,
-    and if the packets do not say when their pictures appear. AVI has no presentation times: its decoding times are as
-    far apart as its pictures, but for their order."""
+    Returns None if every picture is within half a frame (and a tick of the container's clock) of its place at the mean
+    rate. Also returns None if the packets do not say when their pictures appear. AVI has no presentation times, so its
+    decoding times are used: apart from their order, they have the same distances as its pictures."""
     known = next((times for times in (counted.presented, counted.decoded) if len(times) == counted.num_shown), None)
     if not known or stream.time_base is None or seconds <= 0:
         return None
@@ -160,28 +166,28 @@ def irregular_times_s(counted: Tally, stream: VideoStream, seconds: float) -> np
 
 
 def num_samples(counted: Tally, stream: AudioStream) -> int:
-    """Per channel, as a decoder gives them."""
+    """Returns the number of samples per channel that a decoder produces."""
     if stream.time_base is None or stream.rate <= 0:
         return 0
     if (Fraction(1, stream.rate) / stream.time_base).denominator == 1:
         found = counted.duration * stream.time_base * stream.rate
     else:
-        # Durations were rounded to the container's clock, every one of them: the sum drifts, the span does not.
+        # Each duration is rounded to the container's clock, so the sum drifts and the span does not.
         found = counted.span * stream.time_base * stream.rate
         whole = counted.num_shown * (stream.codec_context.frame_size or 0)
         if whole and abs(whole - found) <= found / 20:
             found = Fraction(whole)
-    # The demuxers have taken the padding off the last packet's duration where it is Opus, and nowhere else.
+    # The demuxers have already subtracted the padding from the last packet's duration for Opus, and for no other codec.
     num_padded = 0 if stream.codec_context.name in ("opus", "libopus") else counted.num_padded_samples
     return max(0, round(found) - counted.num_skipped_samples - num_padded)
 
 
 def lost_packets(name: str, counted: Tally) -> str:
-    """How much less there is than the container `name` declares, in words; empty if nothing is missing beyond the
-    tolerance, or if the container does not say."""
-    # Containers count each sample of PCM, and hand them out by the hundred.
+    """Returns in words how much less there is than the container `name` declares. Returns an empty string if nothing is
+    missing beyond the tolerance, or if the container does not declare a number."""
+    # Containers count each sample of PCM, but a packet holds hundreds of them.
     is_pcm = counted.stream.codec_context.name.startswith("pcm_")
-    # AVI counts a frame that was left out like any other, and FFmpeg passes over it: only its time is missing.
+    # AVI counts a frame that was left out like any other, and FFmpeg skips it, so only its time is missing.
     is_timed = name == "AVI" and counted.stream.type == "video"
     num_found = counted.last + counted.last_duration if is_timed else counted.num_packets
     if name in ("MP4", "AVI") and not is_pcm and num_found < counted.declared_packets - FRAMES:
@@ -194,13 +200,13 @@ def lost_packets(name: str, counted: Tally) -> str:
 
 
 def is_hidden_vp8(data: memoryview) -> bool:
-    """The frame tag's `show_frame` (RFC 6386, section 9.1)."""
+    """Returns whether the frame tag's `show_frame` is 0 (RFC 6386, section 9.1)."""
     return not data[0] >> 4 & 1
 
 
 def is_hidden_vp9(data: memoryview) -> bool:
-    """The header's `show_frame`, of a packet that is one frame (VP9 specification, sections 6.2 and annex B: a
-    superframe holds exactly one that is shown)."""
+    """Returns whether the header's `show_frame` is 0, for a packet that is one frame. A superframe holds exactly one
+    frame that is shown, so it is not hidden (VP9 specification, sections 6.2 and annex B)."""
     if data[-1] & 0xE0 == 0xC0:
         return False
     bits = f"{data[0]:08b}{data[1] if len(data) > 1 else 0:08b}"

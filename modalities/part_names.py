@@ -1,6 +1,7 @@
-"""Which part of a checkpoint a weight belongs to, by its name, over all families. Pure.
+"""Says to which part of a checkpoint a weight belongs. This follows from the weight's name, for all families. This
+module is pure.
 
-A loader takes one part and leaves the others alone; a name that is no part's is nobody's to leave out.
+A loader takes one part and leaves out the names of the other parts. A name that belongs to no part is never left out.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from typing import Literal
 
 Part = Literal["vision", "sound", "projector", "text", "speech"]
 
-# The names have grown: `visual.`, then `model.visual.`; `language_model.model.`, then `model.language_model.`;
-# `thinker.` before all of these where there are other parts.
+# The names changed over time: `visual.` became `model.visual.`, and `language_model.model.` became
+# `model.language_model.`. `thinker.` is in front of all of these in models with other parts.
 _PART_TO_PATTERN: dict[Part, str] = {
     "vision": r"^(thinker\.)?(model\.)?(visual|vision_tower)\.|^(model\.)?image_newline$",
     "sound": r"^(thinker\.)?(model\.)?audio_tower\.",
@@ -21,5 +22,5 @@ _PART_TO_PATTERN: dict[Part, str] = {
 
 
 def names_of_others(*own: Part) -> tuple[str, ...]:
-    """Patterns of the names that belong to other parts than `own`."""
+    """Returns patterns of the names that belong to other parts than `own`."""
     return tuple(pattern for part, pattern in _PART_TO_PATTERN.items() if part not in own)

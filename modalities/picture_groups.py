@@ -1,7 +1,8 @@
-"""Leaving out what nobody looks at: of a long video, only the groups of pictures that hold a wanted frame are decoded.
+"""Plans which groups of pictures of a long video are decoded: only those that hold a wanted frame.
 
-A group begins at a key frame and can be decoded by itself, but for the pictures that are shown before their key frame:
-these lean on the group before. The file is still read forward, from its first packet. Knows packets, no pixels.
+A group begins at a key frame and can be decoded by itself, except for the pictures that are shown before their key
+frame, which refer to the group before. The file is still read forward from its first packet. This module knows packets,
+and nothing of pixels.
 """
 
 from __future__ import annotations
@@ -17,18 +18,20 @@ from av.packet import Packet
 from modalities.packets import is_shown
 
 _MIN_SAVING = 0.5
-"""Of the packets; for less, what the second look at the file costs is not worth it."""
+"""Limits the plan to files where at least this share of the packets is left out; a smaller saving does not pay for the
+second read of the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
     is_needed: tuple[bool, ...]
-    """Per group, in the order of the file."""
+    """Says for each group, in the order of the file, whether it is decoded."""
     times: npt.NDArray[np.int64]
-    """Of all frames that are shown, ascending, in the stream's time base."""
+    """Holds the times of all frames that are shown, in ascending order and in the stream's time base."""
 
     def number_of(self, time: int | None) -> int | None:
-        """Of the frame that is shown at `time`, counted from the first; None if there is none."""
+        """Returns the number of the frame that is shown at `time`, counted from the first; None if there is no such
+        frame."""
         if time is None:
             return None
         at = int(np.searchsorted(self.times, time))
@@ -36,8 +39,8 @@ class GroupPlan:
 
 
 def plan_groups(packets: Iterable[Packet[Any]], indices: Sequence[int], num_frames: int) -> GroupPlan | None:
-    """Which groups have to be decoded for the frames `indices`, of a stream's packets in the order of the file; None
-    if that saves little, or if the packets' times do not tell `num_frames` frames apart."""
+    """Returns which groups have to be decoded for the frames `indices`. `packets` are a stream's packets in the order
+    of the file. Returns None if this saves little, or if the packets' times do not distinguish `num_frames` frames."""
     times: list[int] = []
     groups: list[int] = []
     key_times: list[int] = []

@@ -1,6 +1,6 @@
-"""Pixels as transformers' Pillow image processors make them, to the bit: colours, and values after normalising.
+"""Converts colours and normalises values exactly like transformers' Pillow image processors, bit for bit.
 
-Knows no model: sizes and cuts are the families'.
+This module knows nothing of models: the families choose sizes and crops.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from PIL import Image
 
 _WHITE = (255, 255, 255, 255)
 _STRIP_PIXELS = 2**18
-"""That are laid on white at once: their copies stay in a processor's cache."""
+"""Limits the pixels that are laid on white at once, so that their copies stay in a processor's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Normalisation:
-    """What an 8-bit value becomes: times `rescale_factor`, less `mean`, over `std`, each if it is given."""
+    """Says what an 8-bit value becomes: it is multiplied by `rescale_factor`, then `mean` is subtracted and the result
+    is divided by `std`; each step applies if its numbers are given."""
 
     rescale_factor: float | None
     mean: tuple[float, float, float] | None
@@ -26,10 +27,10 @@ class Normalisation:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """RGB; what is transparent lies on white (transformers' rule since 5.x). 16-bit grey is clipped at 255, which is
-    Pillow's conversion and so the reference's.
+    """Returns the image in RGB. Transparent pixels are laid on white (transformers' rule since 5.x). 16-bit grey is
+    clipped at 255, which is Pillow's conversion and therefore the reference's.
 
-    Takes the memory of one more picture, and none for one that is RGB: that is returned as it is."""
+    Takes the memory of one more picture. An RGB image without transparency is returned as it is and takes no memory."""
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image if image.mode == "RGB" else image.convert("RGB")
     rgb = Image.new("RGB", image.size)
@@ -41,7 +42,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def channel_values(options: Normalisation) -> npt.NDArray[np.float32]:
-    """`(3, 256)`: what each 8-bit value of each channel becomes, in the reference's order of operations."""
+    """Returns the value that each 8-bit value of each channel becomes, in the reference's order of operations. Has
+    shape `(3, 256)`."""
     values: npt.NDArray[np.float32] = np.arange(256).astype(np.float32)
     if options.rescale_factor is not None:
         values = (np.arange(256, dtype=np.float64) * options.rescale_factor).astype(np.float32)
@@ -53,7 +55,8 @@ def channel_values(options: Normalisation) -> npt.NDArray[np.float32]:
 
 
 def fused_channel_values(options: Normalisation) -> npt.NDArray[np.float32]:
-    """As above, in the order of operations of transformers' video processors: scaling and normalising are one step."""
+    """Returns the same table as `channel_values`, but in the order of operations of transformers' video processors,
+    where scaling and normalising are one step."""
     values: npt.NDArray[np.float32] = np.broadcast_to(np.arange(256, dtype=np.float32), (3, 256))
     factor = options.rescale_factor
     if options.mean is None or options.std is None:
@@ -64,5 +67,5 @@ def fused_channel_values(options: Normalisation) -> npt.NDArray[np.float32]:
 
 
 def normalise(pixels: npt.NDArray[np.uint8], options: Normalisation) -> npt.NDArray[np.float32]:
-    """`(n, height, width, 3)` -> `(n, 3, height, width)`."""
+    """Returns the normalised pixels `(n, 3, height, width)` of `(n, height, width, 3)`."""
     return channel_values(options)[np.arange(3)[None, :, None, None], pixels.transpose(0, 3, 1, 2)]

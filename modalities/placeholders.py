@@ -1,5 +1,6 @@
-"""Placeholders of a prompt, expanded to one position per row of features, with tokens between them where a family
-writes some. Knows no model and no text."""
+"""Expands the placeholders of a prompt to one position for each row of features, with tokens between the rows where a
+family writes some. This module knows nothing of models or text.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +17,11 @@ from modalities.family import ExpandedPrompt, ItemPlan
 def expand_placeholders(
     token_ids: Sequence[int], placeholder_token_ids: Mapping[str, int], plans: Sequence[ItemPlan]
 ) -> ExpandedPrompt:
-    """Repeats the i-th placeholder token as often as `plans[i]` has rows; each unit gets a run of its own.
+    """Repeats the i-th placeholder token as often as `plans[i]` has rows; each unit (a part of an item that is encoded
+    on its own) gets a run of its own.
 
-    `placeholder_token_ids`: modality -> id of its placeholder token. Other tokens stay as they are. Raises
-    InvalidRequest if the prompt's placeholders are not the plans' modalities, in order."""
+    `placeholder_token_ids` maps a modality to the id of its placeholder token. Other tokens stay as they are. Raises
+    InvalidRequest if the prompt's placeholders are not those of the plans' modalities, in order."""
     ids = np.asarray(token_ids, dtype=np.int64).reshape(-1)
     at = np.flatnonzero(np.isin(ids, np.fromiter(placeholder_token_ids.values(), dtype=np.int64)))
     if len(at) != len(plans):
@@ -41,7 +43,7 @@ def expand_placeholders(
 
 
 class Rows(NamedTuple):
-    """Rows `[first, first + length)` of an item's features."""
+    """Names the rows `[first, first + length)` of an item's features."""
 
     item: int
     first: int
@@ -49,7 +51,7 @@ class Rows(NamedTuple):
 
 
 Piece = Sequence[int] | Rows
-"""Tokens, or rows."""
+"""A `Piece` is a sequence of tokens, or rows of features."""
 
 
 def expand_pieces(
@@ -59,9 +61,10 @@ def expand_pieces(
     pieces_of: Callable[[int], Sequence[Piece]],
     modality_to_row_token: Mapping[str, int] | None = None,
 ) -> ExpandedPrompt:
-    """Puts `pieces_of(i)` in the place of the placeholder of plan i. Plans with an anchor have none. A row takes the
-    token of its item's modality, by default the placeholder's own. Raises InvalidRequest if the prompt's placeholders
-    are not those of the plans, in order."""
+    """Replaces the placeholder of plan i by the pieces `pieces_of(i)`. A plan with an anchor (a sound track whose rows
+    are among those of its video) has no placeholder. A row takes the token of its item's modality in
+    `modality_to_row_token`, which is by default the placeholder token. Raises InvalidRequest if the prompt's
+    placeholders are not those of the plans, in order."""
     modality_to_row_token = modality_to_row_token or modality_to_token
     known = set(modality_to_token.values())
     waiting = iter([index for index, plan in enumerate(plans) if plan.anchor < 0])
@@ -89,7 +92,7 @@ def expand_pieces(
 
 
 def _runs(plan: ItemPlan, rows: Rows, offset: int) -> Iterator[PlaceholderRange]:
-    """Of rows that stand at `offset`, a run for each unit."""
+    """Yields a run for each unit of the rows, which begin at position `offset`."""
     begin, first, end = 0, rows.first, rows.first + rows.length
     for unit, num_tokens in enumerate(plan.unit_tokens):
         if begin <= first < begin + num_tokens and first < end:

@@ -1,6 +1,7 @@
-"""What a modality is: how one medium gets from a request's part to bytes, and what its first bytes say.
+"""Defines the interface of a modality: how a medium is read from a part of a request into bytes, and what its first
+bytes say.
 
-A plugin knows file formats and limits. It knows no model: what a medium becomes is the family's business
+A plugin knows file formats and limits. It knows nothing of models: the family decides what a medium becomes
 (`modalities.family`).
 """
 
@@ -17,69 +18,72 @@ from modalities.family import MediaHeader
 
 _SCHEME, _BASE64 = "data:", ";base64"
 PIECE_CHARS = 2**18
-"""Of base64 that are decoded in one call, about half a millisecond; a multiple of 4."""
+"""Counts the base64 characters that are decoded in one call, which takes about half a millisecond. It is a multiple of
+4."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaLimits:
-    """What a client may send. Checked before anything is decoded."""
+    """Holds the limits on what a client may send. They are checked before anything is decoded."""
 
     max_bytes_per_item: int = 256 * 2**20
-    """Of the encoded file. A request's body has a smaller limit of its own."""
+    """Limits the encoded file. A request's body has a smaller limit of its own."""
     max_image_pixels: int = 178_956_970
-    """Width x height; where Pillow by default calls an image a decompression bomb."""
+    """Limits width x height. Above this number, Pillow by default calls an image a decompression bomb."""
     max_video_pixels: int = 8192 * 4320
-    """Of one frame."""
+    """Limits the width x height of one frame."""
     max_video_seconds: float = 3600.0
     max_video_frames: int = 500_000
     max_audio_seconds: float = 600.0
-    """Also of a video's sound track, if the model hears it."""
+    """Limits the length of a sound, and of a video's sound track if the model uses it."""
 
 
 class ModalityPlugin(Protocol):
-    """One modality. Stateless and thread-safe."""
+    """A `ModalityPlugin` handles one modality. It is stateless and thread-safe."""
 
     @property
     def modality(self) -> str:
-        """`image`, ..."""
+        """Returns the name of the modality: `image`, ..."""
         ...
 
     @property
     def part_types(self) -> tuple[str, ...]:
-        """Types of the content parts that it parses, e.g. `image_url`."""
+        """Returns the types of the content parts that it parses, e.g. `image_url`."""
         ...
 
     @property
     def needs_process(self) -> bool:
-        """Whether `probe` gives the file to a parser whose work is not bounded: then it belongs into a process that may
-        be killed."""
+        """Returns whether `probe` gives the file to a parser whose work is not bounded. In this case it must run in a
+        process that may be killed."""
         ...
 
     def parse(self, part: Mapping[str, object], param: str, limits: MediaLimits) -> bytes:
-        """One content part of a request -> the encoded file. `param` names the part in errors. Raises InvalidRequest
-        for a part of the wrong form, InvalidMedia for a medium that is broken or too large."""
+        """Returns the encoded file that one content part of a request contains. `param` names the part in errors.
+        Raises InvalidRequest if the part has the wrong form, and InvalidMedia if the medium is broken or too large."""
         ...
 
     def probe(self, data: bytes, param: str) -> MediaHeader:
-        """From the first bytes; decodes no pixels or samples. Raises InvalidMedia."""
+        """Returns the header of the file; decodes no pixels or samples. Raises InvalidMedia if the file is broken."""
         ...
 
     def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
-        """Raises InvalidMedia if the header is beyond the limits."""
+        """Raises InvalidMedia if the header exceeds the limits."""
         ...
 
 
 @runtime_checkable
 class ReadsFirstBytes(Protocol):
-    """What a plugin may offer beside `probe`, for files that need no helper process."""
+    """A plugin may offer this in addition to `probe`, for files that need no helper process."""
 
     def first_header(self, data: bytes) -> MediaHeader | None:
-        """What `probe` would find, in a number of steps that no file can raise; None if that can't be told so."""
+        """Returns what `probe` would return, in a bounded number of steps for every file; None if this is not
+        possible."""
         ...
 
 
 def part_url(part: Mapping[str, object], field: str, param: str) -> str:
-    """The URL of a part: `{field: {"url": ...}}`, or a plain string instead of the object. Raises InvalidRequest."""
+    """Returns the URL of a part: `{field: {"url": ...}}`, or a plain string instead of the object. Raises
+    InvalidRequest if there is no URL."""
     value = part.get(field)
     url = value.get("url") if isinstance(value, Mapping) else value
     if not isinstance(url, str) or not url:
@@ -88,10 +92,10 @@ def part_url(part: Mapping[str, object], field: str, param: str) -> str:
 
 
 def decode_data_url(url: str, param: str, max_bytes: int) -> bytes:
-    """Bytes of a base64 `data:` URL (RFC 2397, RFC 4648 without line breaks or missing padding).
+    """Returns the bytes of a base64 `data:` URL (RFC 2397, RFC 4648 without line breaks or missing padding).
 
-    The declared type is not looked at: the bytes say what they are. Raises InvalidRequest for other URLs, InvalidMedia
-    for a payload that is not base64, empty or larger than `max_bytes`."""
+    The declared type is ignored because the type follows from the bytes. Raises InvalidRequest for other URLs, and
+    InvalidMedia if the payload is not base64, is empty or is larger than `max_bytes`."""
     if url[: len(_SCHEME)].lower() != _SCHEME:
         raise InvalidRequest(f"{param}: only data: URLs are enabled", param=param)
     comma = url.find(",")
@@ -101,8 +105,9 @@ def decode_data_url(url: str, param: str, max_bytes: int) -> bytes:
 
 
 def decode_base64(payload: str, param: str, max_bytes: int) -> bytes:
-    """RFC 4648, without line breaks or missing padding. The size is known from the length of the text, so what is too
-    large is refused before it is decoded. Raises InvalidMedia as `decode_data_url` does."""
+    """Returns the bytes of base64 text (RFC 4648, without line breaks or missing padding). The size follows from the
+    length of the text, so too large a payload is refused before it is decoded. Raises InvalidMedia in the same cases as
+    `decode_data_url`."""
     num_bytes = len(payload) * 3 // 4 - payload[-2:].count("=")
     if num_bytes > max_bytes:
         raise InvalidMedia(f"{param}: {num_bytes} bytes are more than the limit of {max_bytes}", param=param)
@@ -117,9 +122,9 @@ def decode_base64(payload: str, param: str, max_bytes: int) -> bytes:
 
 
 def _decoded_pieces(payload: str) -> Iterator[bytes]:
-    """Piece by piece: the interpreter's lock is held for one piece at a time, so that the event loop goes on beside it.
-    Raises ValueError."""
-    if payload.endswith("==="):  # the one flaw that `validate` lets pass
+    """Yields the decoded payload piece by piece. The interpreter's lock is held for one piece at a time, so the event
+    loop continues in the meantime. Raises ValueError if the payload is not valid base64."""
+    if payload.endswith("==="):  # This is the only flaw that `validate` does not find.
         raise ValueError("excess padding")
     for at in range(0, len(payload), PIECE_CHARS):
         text = payload[at : at + PIECE_CHARS]

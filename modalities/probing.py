@@ -1,9 +1,10 @@
-"""Probing media outside of the serving process: what walks a hostile file may crash, hang or grow there.
+"""Probes media outside of the serving process, because reading a hostile file may crash the process, hang it or exhaust
+its memory.
 
-Each helper process probes one file at a time, so a file that kills its helper, or takes it too much processor time or
-memory, fails alone, and the helper is replaced. A file that is only late, because the machine did not get to it, is not
-to blame. Spawned, never forked (threads of NIXL and gRPC exist); each helper ends with its parent. Knows nothing of
-requests and models.
+Each helper process probes one file at a time. So a file that kills its helper, or takes too much processor time or
+memory, fails alone, and the helper is replaced. A file that is only late because the machine is too busy is not refused
+as broken. Helpers are spawned and never forked, since threads of NIXL and gRPC exist, and each helper ends with its
+parent. This module knows nothing of requests or models.
 """
 
 from __future__ import annotations
@@ -38,26 +39,30 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 START_TIMEOUT_S = 60.0
-"""For a helper's interpreter and imports, on a machine under load."""
+"""Limits the time for a helper's interpreter and imports to start, on a machine under load."""
 
 
 MODALITY_TO_CPU_S = {"image": 1.0}
-"""A header of a picture takes milliseconds."""
+"""Limits the processor time per file for the modalities named here. The header of a picture takes milliseconds."""
 OTHER_CPU_S = 5.0
-"""Containers are walked to their end: an hour of video takes about a second."""
+"""Limits the processor time per file for all other modalities. Containers are read to their end: an hour of video takes
+about a second."""
 
 
 class ProbeLimits(NamedTuple):
-    """Of one item, in a helper process. A thread of this process has none: it can't be ended."""
+    """Holds the limits for one item in a helper process. A thread of this process has no limits because it can't be
+    ended."""
 
     modality_to_cpu_s: Mapping[str, float] = MODALITY_TO_CPU_S
-    """Processor time of the helper; a file that takes it more is refused. `OTHER_CPU_S` for those that are not here."""
+    """Limits the helper's processor time; a file that takes more is refused. `OTHER_CPU_S` applies to the modalities
+    that are not listed."""
     memory_bytes: int = 2 * 2**30
-    """Of the process, as Linux counts its data; the interpreter's own is a part of it."""
+    """Limits the data of the helper process, as Linux counts them; the interpreter's own data are a part of them."""
     timeout_s: float = 15.0
-    """By the clock. What takes longer with less processor time than it may have met a machine that is too busy."""
+    """Limits the time by the clock. If a file takes longer but stays within its processor time, the machine counts as
+    too busy."""
     wait_s: float = 10.0
-    """For a helper that is idle: those who wait hold their place among the requests that are admitted."""
+    """Limits the wait for an idle helper. Requests that wait keep their place among the admitted requests."""
 
     def cpu_s(self, modality: str) -> float:
         return self.modality_to_cpu_s.get(modality, OTHER_CPU_S)
@@ -67,20 +72,22 @@ DEFAULT_LIMITS = ProbeLimits()
 
 
 def shipped_registry() -> Registry:
-    """What a helper knows, unless told otherwise."""
+    """Returns the registry that helpers use unless the pool is given another one."""
     return REGISTRY
 
 
 class InTurn(Generic[T]):
-    """Things that one at a time may have, handed to those who wait for one in the order in which they came. (The queue
-    of asyncio wakes the first of them, and lets a newcomer take what it was woken for.) Lives in one event loop."""
+    """An `InTurn` hands out objects that have one user at a time, to waiting tasks in the order of their arrival.
+    (asyncio's queue wakes the first waiting task, but lets a newcomer take the object for which that task was woken.)
+    It belongs to one event loop."""
 
     def __init__(self, free: Iterable[T]) -> None:
         self._free = list(free)
         self._waiting: deque[asyncio.Future[T]] = deque()
 
     async def take(self, timeout_s: float) -> T:
-        """The one that was given back last, or the next that is. Raises TimeoutError."""
+        """Returns the object that was given back last, or the next one that is given back to this task. Raises
+        TimeoutError if there is none within `timeout_s`."""
         if self._free:
             return self._free.pop()
         turn: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -92,7 +99,8 @@ class InTurn(Generic[T]):
             if turn.done() and not turn.cancelled():
                 self.give_back(turn.result())
             else:
-                with contextlib.suppress(ValueError):  # `give_back` may have passed it over in the same turn
+                # `give_back` may have already removed it in the same turn of the event loop.
+                with contextlib.suppress(ValueError):
                     self._waiting.remove(turn)
             raise
 
@@ -106,10 +114,11 @@ class InTurn(Generic[T]):
 
 
 class ProbePool:
-    """Probes with `num_processes` helpers (0: in one thread of this process). Lives in one event loop.
+    """Probes files in `num_processes` helpers, or in one thread of this process if the number is 0. It belongs to one
+    event loop.
 
-    `registry` is called here and in every helper: a function of a module, for modalities that are registered from
-    outside."""
+    `registry` is called here and in every helper. It must be a function of a module, and serves modalities that are
+    registered from outside."""
 
     def __init__(
         self,
@@ -119,24 +128,25 @@ class ProbePool:
     ) -> None:
         self._registry = registry()
         self._limits = limits
-        # A helper belongs to the thread that spawned it, and dies with that: threads are never given up before close.
+        # A helper belongs to the thread that spawned it and dies with that thread, so no thread ends before `close`.
         self._threads = ThreadPoolExecutor(max(1, num_processes), thread_name_prefix="probe")
         self._helpers = [_Helper(limits, registry) for _ in range(num_processes)]
         self._idle = InTurn(self._helpers)
 
     async def start(self) -> None:
-        """Starts every helper, so that the first request doesn't wait for it. Raises NoCapacity if one can't be
+        """Starts every helper, so that the first request does not wait for it. Raises NoCapacity if a helper can't be
         started."""
         loop = asyncio.get_running_loop()
         await asyncio.gather(*(loop.run_in_executor(self._threads, helper.start) for helper in self._helpers))
 
     async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
-        """What the plugin of `modality` finds; in a helper if the plugin needs one, else at once.
+        """Returns the header that the plugin of `modality` finds. The plugin runs in a helper if it needs one, and
+        otherwise directly here.
 
-        Waits for a helper that is idle, in the order of the calls. Raises UnsupportedModality, InvalidMedia (naming
-        `param`) for a file that is broken, kills its helper, or takes it too much processor time or memory; Overloaded
-        if no helper becomes idle within the limit, MachineBusy if the helper was not given its processor time within
-        the limit; NoCapacity if none can be started."""
+        Calls wait for an idle helper in the order of their arrival. Raises UnsupportedModality if the modality is
+        unknown, and InvalidMedia (naming `param`) if the file is broken, kills its helper, or takes too much processor
+        time or memory. Raises Overloaded if no helper becomes idle within the limit, MachineBusy if the helper does not
+        get its processor time within the limit, and NoCapacity if no helper can be started."""
         plugin = self._registry.modality(modality)
         if not plugin.needs_process:
             return plugin.probe(data, param)
@@ -156,7 +166,7 @@ class ProbePool:
             raise
 
     async def close(self) -> None:
-        """Ends helpers and threads at once, and returns when they are gone; what is being probed fails."""
+        """Ends helpers and threads at once, and returns when they have ended. Probes in progress fail."""
         for helper in self._helpers:
             helper.close()
         await asyncio.to_thread(self._threads.shutdown, True, cancel_futures=True)
@@ -164,7 +174,7 @@ class ProbePool:
             await asyncio.to_thread(helper.release)
 
     async def _idle_helper(self) -> _Helper:
-        """Raises Overloaded."""
+        """Returns an idle helper. Raises Overloaded if none becomes idle within the limit."""
         try:
             return await self._idle.take(self._limits.wait_s)
         except TimeoutError as error:
@@ -173,17 +183,17 @@ class ProbePool:
 
     @property
     def num_busy(self) -> int:
-        """Helpers that read a file."""
+        """Counts the helpers that read a file now."""
         return sum(helper.is_busy for helper in self._helpers)
 
     @property
     def num_replaced(self) -> int:
-        """Helpers that died or had to be ended, since the start."""
+        """Counts the helpers that died or had to be ended since the start."""
         return sum(helper.num_ended for helper in self._helpers)
 
 
 class _Helper:
-    """One process and the pipe to it, used by one thread at a time."""
+    """A `_Helper` is one process and the pipe to it. One thread uses it at a time."""
 
     def __init__(self, limits: ProbeLimits, registry: Callable[[], Registry]) -> None:
         self._limits = limits
@@ -191,9 +201,10 @@ class _Helper:
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
         self._lock = threading.Lock()
-        """Holds `_item` while somebody ends the process over it, so that the next item is never hit."""
+        """Protects `_item` while a thread kills the process because of it, so that the kill never hits the next
+        item."""
         self._item: threading.Event | None = None
-        """The `gone` of the call that is served."""
+        """Holds the `gone` event of the call that the process serves, or None."""
         self._is_closed = False
         self.num_ended = 0
 
@@ -202,10 +213,11 @@ class _Helper:
         return self._item is not None
 
     def start(self) -> None:
-        """Blocks until a process is ready. Raises NoCapacity."""
+        """Starts the process if none is alive. Blocks until it is ready. Raises NoCapacity if it can't be started."""
         if self._process is not None:
             assert self._pipe is not None
-            if self._process.is_alive() and not self._pipe.poll(0):  # readable out of turn: its end, at the other end
+            # A pipe that is readable out of turn is closed at its other end.
+            if self._process.is_alive() and not self._pipe.poll(0):
                 return
             self._clear()
         context = multiprocessing.get_context("spawn")
@@ -227,8 +239,9 @@ class _Helper:
             raise NoCapacity("a helper process for probing could not be started")
 
     def probe(self, modality: str, data: bytes, param: str, gone: threading.Event) -> MediaHeader:
-        """Blocks, at most for the limit (and a start). `gone`: nobody waits for it any more. Raises InvalidMedia,
-        MachineBusy, NoCapacity."""
+        """Probes a file in the process. Blocks at most for the limit and the start of a process. `gone` is set when no
+        caller waits for the result any more. Raises InvalidMedia if the file is broken or ends the process, MachineBusy
+        if the machine is too busy, and NoCapacity if no process can be started or no caller waits."""
         pipe = self._announce(modality, param)
         overdue = threading.Event()
         self._item = gone
@@ -237,7 +250,7 @@ class _Helper:
         watch.start()
         try:
             if gone.is_set():
-                raise EOFError  # as if `end` had come in time
+                raise EOFError  # The result is the same as if `end` had been called in time.
             pipe.send_bytes(data)
             found: MediaHeader | WeftError = pipe.recv()
         except (EOFError, OSError) as error:
@@ -256,7 +269,7 @@ class _Helper:
         return found
 
     def _verdict(self, modality: str, param: str, exit_code: int | None, is_overdue: bool) -> WeftError:
-        """Why a file's process ended."""
+        """Returns the error that says why a file's process ended."""
         if is_out_of_cpu(exit_code):
             why = f"reading it takes more than {self._limits.cpu_s(modality):g} s of processor time"
             return InvalidMedia(f"{param}: {why}", param=param)
@@ -266,8 +279,8 @@ class _Helper:
         return InvalidMedia(f"{param}: the file could not be read without breaking its reader", param=param)
 
     def _announce(self, modality: str, param: str) -> Connection:
-        """A file is coming. A process that died, or was stopped, while it was idle is found out here, and no file is
-        blamed."""
+        """Announces a file to the process and returns the pipe. This step detects a process that died or was stopped
+        while it was idle, so that no file is blamed for it. Raises NoCapacity if two attempts fail."""
         for _ in range(2):
             self.start()
             assert self._pipe is not None
@@ -282,20 +295,21 @@ class _Helper:
         raise NoCapacity("helper processes for probing do not live")
 
     def end(self, gone: threading.Event) -> None:
-        """Ends the process if it is at work for the call with this event, and for no other by now; from any thread.
-        The next probe starts another."""
+        """Kills the process if it still works for the call with this event. Any thread may call it. The next probe
+        starts another process."""
         with self._lock:
             if self._item is gone and self._process is not None:
                 self._process.kill()
 
     def close(self) -> None:
-        """Ends the process for good."""
+        """Kills the process and marks the helper as closed."""
         self._is_closed = True
         if self._process is not None:
             self._process.kill()
 
     def release(self) -> None:
-        """Blocks until the process of a closed helper is gone. Only when no thread uses it any more."""
+        """Blocks until the process of a closed helper has ended. It must be called only when no thread uses the helper
+        any more."""
         if self._process is not None:
             self._clear()
 
@@ -306,7 +320,7 @@ class _Helper:
                 self._process.kill()
 
     def _clear(self) -> int | None:
-        """Ends the process, and returns how it ended."""
+        """Ends the process and returns its exit code."""
         process, pipe = self._process, self._pipe
         assert process is not None
         assert pipe is not None
@@ -319,7 +333,7 @@ class _Helper:
 
 
 def _serve(pipe: Connection, parent_pid: int, limits: ProbeLimits, registry: Callable[[], Registry]) -> None:
-    """The loop of a helper process; ends when the parent closes the pipe."""
+    """Runs the loop of a helper process, which ends when the parent closes the pipe."""
     bind_to_parent(parent_pid)
     plugins = registry()
     limit_memory(limits.memory_bytes)
@@ -346,6 +360,6 @@ def _probe(plugin: ModalityPlugin, data: bytes, param: str) -> MediaHeader:
         raise
     except MemoryError as error:
         raise InvalidMedia(f"{param}: reading it takes more memory than it may", param=param) from error
-    except Exception as error:  # the loop of a helper process: a bug on one file must not end the others
+    except Exception as error:  # This runs in the loop of a helper process: a bug on one file must not end the loop.
         logger.exception("probing a file of %d bytes (%s) failed", len(data), plugin.modality)
         raise InvalidMedia(f"{param}: the file could not be read", param=param) from error

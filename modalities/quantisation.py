@@ -1,9 +1,10 @@
-"""How a checkpoint's weights are quantised, as its config.json says. Pure.
+"""Reads from a checkpoint's config.json how its weights are quantised. This module is pure: it knows nothing of
+tensors.
 
-Weft computes in the model's own dtype: what is stored as float8 is multiplied by its scales when it is read
-(`modalities.checkpoint_tensors`). Any other scheme is refused by its name, since its weights mean nothing without
-kernels or unpacking of its own. Forms of `quantization_config`: transformers' `FineGrainedFP8Config` (DeepSeek, Qwen),
-vLLM's `fp8`, and compressed-tensors' `QuantizationConfig` (llm-compressor).
+Weft computes in the model's own dtype: float8 weights are multiplied by their scales when they are read
+(`modalities.checkpoint_tensors`). Any other scheme is refused by its name, since its weights are useless without
+special kernels or unpacking. The known forms of `quantization_config` are transformers' `FineGrainedFP8Config`
+(DeepSeek, Qwen), vLLM's `fp8`, and compressed-tensors' `QuantizationConfig` (llm-compressor).
 """
 
 from __future__ import annotations
@@ -20,32 +21,34 @@ from modalities.json_files import read_json
 
 SUPPORTED = "float8 (e4m3) weights with scales per tensor, per channel or per block (fp8, compressed-tensors)"
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
-"""Behind the name of a weight: what its values are multiplied by, despite the first one's name."""
+"""Lists the suffixes that turn the name of a weight into that of its scales. The values are multiplied by the scales,
+despite the name of the first suffix."""
 ACTIVATION_SUFFIXES = (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale", ".input_scale_ub")
-"""Of activations and of a KV cache, which Weft does not quantise."""
+"""Lists the suffixes of scales of activations and of a KV cache, which Weft does not quantise."""
 _FLOAT8_FORMATS = ("float-quantized", "naive-quantized")
 _STRATEGIES = ("tensor", "channel", "block")
 
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """Of float8 weights. How far a scale reaches follows from its shape, and from `block` where that is given."""
+    """Describes float8 weights. The area that a scale covers follows from the shape of the scales, and from `block`
+    where it is given."""
 
     method: str
     block: tuple[int, int] | None = None
-    """Rows and columns of a weight that share a scale, for scales per block."""
+    """Gives the rows and columns of a weight that share a scale, for scales per block."""
     plain_modules: tuple[str, ...] = ()
-    """Modules that are not quantised: names, ends of names, or patterns behind `re:`."""
+    """Lists the modules that are not quantised: names, ends of names, or patterns behind `re:`."""
 
     def is_plain(self, name: str) -> bool:
-        """Whether the config says that the weight `name` is stored as it is."""
+        """Returns whether the config says that the weight `name` is not quantised."""
         module = name.rpartition(".")[0]
         return any(_covers(pattern, module) for pattern in self.plain_modules)
 
 
 def read_quantisation(model_dir: Path) -> Quantisation | None:
-    """None for a checkpoint whose config says nothing of it. Raises ConfigError for a missing or broken file, and for a
-    scheme that Weft can't load, naming it."""
+    """Returns the quantisation of a checkpoint, or None if its config has none. Raises ConfigError if the file is
+    missing or broken, and if Weft can't load the scheme, which the error names."""
     _, config = read_json(model_dir / "config.json")
     found = {json.dumps(section, sort_keys=True): section for section in _sections(config)}
     if len(found) > 1:
@@ -56,7 +59,8 @@ def read_quantisation(model_dir: Path) -> Quantisation | None:
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Where a config may say it: at the top, or in the part that it is about."""
+    """Yields the sections of a config that describe a quantisation: at the top level, or in the part of the model that
+    is quantised."""
     for key in ("quantization_config", "compression_config"):
         if isinstance(config.get(key), Mapping) and config[key]:
             yield config[key]
@@ -118,10 +122,11 @@ def _compressed(section: Mapping[str, Any]) -> Quantisation:
 
 
 def _block(found: Any) -> tuple[int, int] | None:
-    """Raises ValueError, TypeError."""
+    """Returns the rows and columns of a block, or None. Raises ValueError or TypeError if `found` is not a block
+    size."""
     if found is None:
         return None
-    if isinstance(found, str):  # an older form: "128x128"
+    if isinstance(found, str):  # An older form is "128x128".
         found = found.split("x")
     rows, columns = (int(side) for side in found)
     if rows < 1 or columns < 1:

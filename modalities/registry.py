@@ -1,6 +1,6 @@
-"""Which modalities and which model families there are. Adding one is a call from outside; nothing here changes.
+"""Holds the modalities and the model families. Code outside adds one by a call, without a change here.
 
-Knows no file format and no architecture. Importable without torch.
+This module knows nothing of file formats or architectures. It can be imported without torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ _FAMILIES = (
 
 
 class Registry:
-    """Modalities by name and by part type, families by architecture. Filled at start, then only read."""
+    """Finds modalities by name and by part type, and families by architecture. It is filled at the start and only read
+    afterwards."""
 
     def __init__(self) -> None:
         self._modality_to_plugin: dict[str, ModalityPlugin] = {}
@@ -54,7 +55,7 @@ class Registry:
         self._architecture_to_loader: dict[str, FamilyLoader] = {}
 
     def register_modality(self, plugin: ModalityPlugin) -> None:
-        """Raises ConfigError if the modality or one of its part types is taken."""
+        """Adds a modality. Raises ConfigError if it or one of its part types is already registered."""
         taken = [name for name in plugin.part_types if name in self._part_type_to_plugin]
         if plugin.modality in self._modality_to_plugin or taken:
             raise ConfigError(f"modality {plugin.modality!r} (parts {plugin.part_types}) is registered already")
@@ -62,7 +63,8 @@ class Registry:
         self._part_type_to_plugin.update(dict.fromkeys(plugin.part_types, plugin))
 
     def register_family(self, architectures: Sequence[str], loader: FamilyLoader) -> None:
-        """`architectures` as in a checkpoint's config.json. Raises ConfigError if one is taken."""
+        """Adds a family for `architectures`, which are named as in a checkpoint's config.json. Raises ConfigError if
+        one of them is already registered."""
         if taken := [name for name in architectures if name in self._architecture_to_loader]:
             raise ConfigError(f"architectures registered already: {', '.join(taken)}")
         self._architecture_to_loader.update(dict.fromkeys(architectures, loader))
@@ -71,13 +73,13 @@ class Registry:
         return name in self._modality_to_plugin
 
     def modality(self, name: str) -> ModalityPlugin:
-        """Raises UnsupportedModality."""
+        """Returns the plugin of a modality. Raises UnsupportedModality if there is none."""
         if name not in self._modality_to_plugin:
             raise UnsupportedModality(f"unknown modality {name!r}")
         return self._modality_to_plugin[name]
 
     def modality_of_part(self, part_type: str) -> ModalityPlugin | None:
-        """The plugin that parses such parts, or None."""
+        """Returns the plugin that parses parts of this type, or None."""
         return self._part_type_to_plugin.get(part_type)
 
     @property
@@ -89,8 +91,8 @@ class Registry:
         return tuple(self._architecture_to_loader)
 
     def load_family(self, model_dir: Path) -> Family:
-        """By `architectures` in config.json. Raises ConfigError for a missing or broken file, if none of its
-        architectures is known, and for weights that are quantised in a way that can't be loaded."""
+        """Loads the family for the `architectures` in config.json. Raises ConfigError if the file is missing or broken,
+        if none of its architectures is known, and if the weights are quantised in a way that can't be loaded."""
         names = read_architectures(model_dir)
         read_quantisation(model_dir)
         for name in names:
@@ -101,7 +103,8 @@ class Registry:
 
 
 def read_architectures(model_dir: Path) -> list[str]:
-    """Raises ConfigError."""
+    """Returns the `architectures` in config.json. Raises ConfigError if the file can't be read or they are not a list
+    of names."""
     path = model_dir / "config.json"
     try:
         names = json.loads(path.read_bytes()).get("architectures") or []
@@ -113,7 +116,7 @@ def read_architectures(model_dir: Path) -> list[str]:
 
 
 def builtin_registry() -> Registry:
-    """A new registry with everything that ships."""
+    """Returns a new registry with everything that is a part of Weft."""
     registry = Registry()
     registry.register_modality(ImagePlugin())
     registry.register_modality(VideoPlugin())

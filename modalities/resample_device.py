@@ -1,9 +1,10 @@
-"""Sounds at their files' rates -> one rate, on a device, in batches: what libswresample makes of each, to 1e-6.
+"""Resamples sounds from their files' rates to one rate, in batches on a device. Each result equals that of
+libswresample to 1e-6.
 
-A sound is cut into seconds with what the filter sees around them, and all seconds of one rate are one batch. In
-float64: at float32 the rounding of loud low tones covers what is 80 dB below them, and a convolution in TF32 more.
-torchaudio does it where it can be imported (the `gpu` extra), else the same convolution by torch alone. Knows no files
-and no spectrograms.
+A sound is cut into seconds, each with the samples around it that the filter sees, and all seconds of one rate are one
+batch. The computation is in float64: in float32 the rounding of loud low tones covers everything that is 80 dB quieter,
+and a convolution in TF32 covers even more. torchaudio computes it where it can be imported (the `gpu` extra), and
+otherwise torch alone computes the same convolution. This module knows nothing of files or spectrograms.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from modalities.resampling import BETA, NUM_CROSSINGS, Resampling
 from modalities.waveform import Waveform
 
 _BLOCK_S = 64
-"""Seconds resampled at once: bounds the memory (64 s of 48 kHz are 25 MB of float64)."""
+"""Limits the seconds that are resampled at once, which bounds the memory (64 s of 48 kHz are 25 MB of float64)."""
 
 Resample = Callable[[torch.Tensor], torch.Tensor]
-"""Float64 `(n, num_samples)` -> `(n, num_resampled)`, zeros around them; `num_samples` whole steps."""
+"""A `Resample` maps float64 `(n, num_samples)` to `(n, num_resampled)`, with zeros around the samples; `num_samples`
+consists of whole steps."""
 
 
 class DeviceResampler:
-    """To `rate`, on `device`. Not thread-safe."""
+    """Resamples sounds to `rate` on `device`. It is not thread-safe."""
 
     def __init__(self, rate: int, device: str) -> None:
         self._rate, self._device = rate, torch.device(device)
@@ -32,7 +34,7 @@ class DeviceResampler:
 
     @torch.no_grad()
     def resampled(self, waveforms: Sequence[Waveform]) -> list[torch.Tensor]:
-        """Float32 `(num_samples,)` each, on the device, as long as planned."""
+        """Returns the samples of each sound, float32 `(num_samples,)`, on the device. Each has its planned length."""
         found: list[torch.Tensor] = [torch.empty(0)] * len(waveforms)
         for rate in sorted({waveform.rate for waveform in waveforms}):
             at = [index for index, waveform in enumerate(waveforms) if waveform.rate == rate]
@@ -58,11 +60,11 @@ class DeviceResampler:
 
 
 def load_resample(filters: Resampling, device: torch.device, with_torchaudio: bool = True) -> Resample:
-    """torchaudio's, or torch's own where that can't be imported."""
+    """Returns torchaudio's resampler, or one that uses torch alone if torchaudio can't be imported."""
     if with_torchaudio:
         try:
             from torchaudio.transforms import Resample as TorchaudioResample
-        except (ImportError, OSError):  # beside a CPU build of torch it is not there, or is linked against CUDA
+        except (ImportError, OSError):  # With a CPU build of torch, torchaudio is missing or is linked against CUDA.
             pass
         else:
             made: Resample = TorchaudioResample(
@@ -86,25 +88,25 @@ def load_resample(filters: Resampling, device: torch.device, with_torchaudio: bo
 
 
 def filter_bank(filters: Resampling) -> torch.Tensor:
-    """Float64 `(num_phases, num_taps + step)`: what each sample made in a step takes of the file's samples, from half
-    of the taps before the step on."""
+    """Returns the filters, float64 `(num_phases, num_taps + step)`. Row i holds the weights of the file's samples for
+    the i-th sample made in a step. The first weight belongs to the sample that is half of the taps before the step."""
     reach = filters.num_taps // 2
     places = torch.arange(-reach, filters.step + reach, dtype=torch.float64)
     phases = torch.arange(filters.num_phases, dtype=torch.float64)[:, None] * filters.step / filters.num_phases
-    distances = (places - phases) * filters.factor  # in zero crossings
+    distances = (places - phases) * filters.factor  # The unit is zero crossings.
     inside = (1 - (distances / NUM_CROSSINGS).square()).clamp(min=0)
     window = torch.i0(BETA * inside.sqrt()) / torch.i0(torch.tensor(BETA, dtype=torch.float64))
     return torch.sinc(distances) * window * (inside > 0) * filters.factor
 
 
 def _margin(filters: Resampling) -> int:
-    """Samples around a second, in whole steps, that its filters see."""
+    """Returns how many samples on each side of a second its filters see, rounded up to whole steps."""
     return -(-filters.num_taps // (2 * filters.step)) * filters.step
 
 
 def _seconds(samples: torch.Tensor, filters: Resampling) -> torch.Tensor:
-    """Float64 `(num_seconds, found + 2 * margin)`. The ends are reflected as libswresample does: the first sample is
-    not repeated, the last one is."""
+    """Returns the seconds of a sound with their margins, float64 `(num_seconds, found + 2 * margin)`. The ends are
+    reflected as libswresample does: the first sample is not repeated, and the last one is."""
     margin, num_taps = _margin(filters), filters.num_taps
     num_missing = -len(samples) % filters.found
     around = [

@@ -1,11 +1,12 @@
-"""Which frames of a video are looked at, decided before any of them is decoded. Pure.
+"""Chooses the frames of a video that the model sees, before any of them is decoded. This module is pure.
 
-The number of frames is a contract: the plan counts tokens by it. Knows no family; those say by their arguments how
-their reference processors count (transformers' `Qwen2VLVideoProcessor` and `Qwen3VLVideoProcessor`, `sample_frames`).
+The number of frames is a contract: the plan counts tokens by it. This module knows nothing of families: their arguments
+say how their reference processors count (transformers' `Qwen2VLVideoProcessor` and `Qwen3VLVideoProcessor`,
+`sample_frames`).
 
-These processors know a video as a number of frames at a constant rate. A file of variable rate is looked at as if it
-had been converted to a constant one first (`Timeline`), so that frames are spread evenly over time and the times that
-the model is told are true (docs/adr/0032-variable-frame-rates.md).
+These processors treat a video as a number of frames at a constant rate. A file of variable rate is sampled as if it had
+been converted to a constant rate first (`Timeline`). So frames are spread evenly over time, and the times that the
+model receives are true (docs/adr/0032-variable-frame-rates.md).
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from fabric.errors import InvalidMedia
 from modalities.family import DEFAULT_OPTIONS, MediaOptions, VideoHeader
 
 CUT_DIFFERENCE = 30.0
-"""Mean difference of grey levels from one probed frame to the next beyond which it is a key frame (seed 003)."""
+"""This is the mean difference of grey levels between two neighbouring probed frames beyond which the later one is a key
+frame (the article on multimodal routing in Dynamo)."""
 NUM_PROBES = 200
-"""Frames that are compared for that, about."""
+"""Counts approximately the frames that are compared to find key frames."""
 
 Spacing = Literal["stride", "ends"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """A video at a constant rate: `num_frames` slots, of which each shows one frame of the file.
+    """A `Timeline` is a video at a constant rate: it has `num_frames` slots, each of which shows one frame of the file.
 
-    A file of constant rate is its own timeline. Of a file of variable rate it is what FFmpeg's `fps` filter makes of
-    it, at the rate of the two frames that are closest together: every frame moves to the nearest slot, and stays until
-    the next frame comes."""
+    A file of constant rate is its own timeline. The timeline of a file of variable rate is what FFmpeg's `fps` filter
+    makes of it, at the rate of the two frames that are closest together: every frame moves to the nearest slot, and
+    stays until the next frame."""
 
     num_frames: int
     seconds: float
@@ -44,8 +46,8 @@ class Timeline:
 
     @staticmethod
     def of(header: VideoHeader, options: MediaOptions = DEFAULT_OPTIONS) -> Timeline:
-        """As the sampling of `options` needs it: key frames, which only decoding finds, are as many as if the rate were
-        constant, since each of them is another frame. Raises InvalidMedia for a video without frames."""
+        """Returns the timeline that the sampling of `options` needs. Key frames, which only decoding finds, are as many
+        as at a constant rate, since each of them is another frame. Raises InvalidMedia if the video has no frames."""
         if header.num_frames < 1 or header.seconds <= 0:
             raise InvalidMedia("the video has no frames")
         times_s = header.times_s
@@ -57,17 +59,17 @@ class Timeline:
 
     @property
     def is_converted(self) -> bool:
-        """Whether the file's own rate varies."""
+        """Returns whether the file's own rate varies."""
         return self._times_s is not None
 
     def times_s(self, slots: Sequence[int]) -> tuple[float, ...]:
-        """When the slots begin."""
+        """Returns the times at which the slots begin."""
         fps = self.num_frames / self.seconds
         return tuple(slot / fps for slot in slots)
 
     def frames(self, slots: Sequence[int]) -> tuple[int, ...]:
-        """The file's frames that the slots show, one for each slot. They ascend, and one that is shown for longer than
-        from one slot to the next repeats."""
+        """Returns the file's frames that the slots show, one for each slot. They ascend, and a frame repeats if it is
+        shown for longer than from one slot to the next."""
         if self._times_s is None:
             return tuple(slots)
         ends_s = (np.asarray(slots) + 0.5) * (self.seconds / self.num_frames)
@@ -85,20 +87,20 @@ def sample_frames(
     max_frames: int | None = None,
     spacing: Spacing = "stride",
 ) -> tuple[int, ...]:
-    """Indices of frames, ascending; their number is a multiple of `multiple` (the family's temporal patch), for which
-    the last one is repeated if need be. For `keyframe` they stand in for the frames that the decoder finds
-    (`choose_keyframes`): as many as these.
+    """Returns the indices of the sampled frames in ascending order. Their number is a multiple of `multiple` (the
+    family's temporal patch); the last one is repeated if necessary. For `keyframe` they stand in for the frames that
+    the decoder finds (`choose_keyframes`), whose number is the same.
 
-    `max_frames` is what the family and the token budget allow; the options' own limit holds besides. `spacing` is the
-    rule of the reference: `stride` steps evenly from the first frame and counts down to a multiple (Qwen2-VL,
-    Qwen2.5, Omni), `ends` goes from the first to the last frame (Qwen3-VL). A reduction halves what would be taken.
-    Raises InvalidMedia for a video without frames, or an unknown way to sample."""
+    `max_frames` is the number that the family and the token budget allow; the options' own limit holds too. `spacing`
+    is the rule of the reference: `stride` steps evenly from the first frame and rounds the number down to a multiple
+    (Qwen2-VL, Qwen2.5, Omni), and `ends` goes from the first to the last frame (Qwen3-VL). Each reduction halves the
+    number. Raises InvalidMedia if the video has no frames, or if the way to sample is unknown."""
     if num_frames < 1:
         raise InvalidMedia("the video has no frames")
     most = min(options.max_frames, max_frames if max_frames is not None else options.max_frames)
     most = max(most // multiple, 1) * multiple
     if options.sampling == "fps":
-        # The order of operations is the reference's: what is a whole number there must be one here.
+        # The order of operations is the reference's, so that the result is a whole number in the same cases.
         wanted = max(seconds * options.fps, min_frames)
     elif options.sampling in ("uniform", "keyframe"):
         wanted = float(most)
@@ -112,14 +114,15 @@ def sample_frames(
 
 
 def padded(indices: Sequence[int], count: int) -> tuple[int, ...]:
-    """The last one repeated up to `count`."""
+    """Returns the indices with the last one repeated up to `count`."""
     return (*indices, *[indices[-1]] * (count - len(indices)))
 
 
 def _strided(num_frames: int, count: int) -> list[int]:
-    """As `torch.arange(0, num_frames, num_frames / count).int()`: single precision, which rounds up to whole numbers
-    what double precision leaves just below. Equal to it for up to 20,000 frames; for more, torch itself depends on
-    the width of the processor's vectors. Its last index is at times one too many, and then beyond the video."""
+    """Returns the same indices as `torch.arange(0, num_frames, num_frames / count).int()`. Single precision rounds some
+    numbers up to whole numbers that double precision leaves just below. The results are equal for up to 20,000 frames;
+    for more, torch itself depends on the width of the processor's vectors. torch's last index is sometimes one too many
+    and then lies beyond the video."""
     indices: list[int] = (np.arange(count) * (num_frames / count)).astype(np.float32).astype(np.int64).tolist()
     return indices
 
@@ -130,7 +133,7 @@ def _between_ends(num_frames: int, count: int) -> list[int]:
 
 
 def probed_frames(header: VideoHeader) -> tuple[int, ...]:
-    """The frames that are compared to find cuts, ascending, without repeats."""
+    """Returns the frames that are compared to find cuts, in ascending order and without repeats."""
     timeline = Timeline.of(header)
     slots = range(0, timeline.num_frames, max(1, timeline.num_frames // NUM_PROBES))
     return tuple(dict.fromkeys(timeline.frames(slots)))
@@ -139,20 +142,21 @@ def probed_frames(header: VideoHeader) -> tuple[int, ...]:
 def choose_keyframes(
     header: VideoHeader, probes: Sequence[int], differences: Sequence[float], count: int
 ) -> tuple[int, ...]:
-    """Exactly `count` frames: the first, and those of `probes` that differ from the probe before by more than
-    `CUT_DIFFERENCE` (`differences`, of which the first is not looked at).
+    """Returns exactly `count` frames: the first, and those of `probes` that differ from the probe before by more than
+    `CUT_DIFFERENCE`. `differences` holds these differences, and its first value is not used.
 
-    Of too many, those of the smallest differences are left out; if there are too few, the frame in the middle of the
-    gap that lasts longest is added until there are enough; where the video is too short for that, the last frame is
-    repeated."""
-    if header.times_s is None:  # one for each frame, and the end
+    If there are too many, those with the smallest differences are left out. If there are too few, the frame in the
+    middle of the gap that lasts longest is added until there are enough. If the video is too short for that, the last
+    frame is repeated."""
+    if header.times_s is None:  # There is one time for each frame, and one for the end.
         times = np.arange(header.num_frames + 1, dtype=np.float64)
     else:
         times = np.append(header.times_s, max(header.seconds, header.times_s[-1]))
     cuts = [(change, at) for change, at in zip(differences[1:], probes[1:], strict=True) if change > CUT_DIFFERENCE]
     cuts.sort(key=lambda cut: (-cut[0], cut[1]))
     chosen = sorted({0, *(at for _, at in cuts[: count - 1])})
-    # A gap is the frames between two chosen ones, or behind the last: (-how long, where it begins, where it ends).
+    # A gap is the frames between two chosen ones, or behind the last one. Its tuple holds the negative duration, the
+    # begin and the end.
     gaps: list[tuple[float, int, int]] = []
 
     def add_gap(begin: int, end: int) -> None:

@@ -1,9 +1,10 @@
-"""Weights of one rank: a part of a checkpoint loaded through transformers' own tensor-parallel plan.
+"""Loads the weights of one rank of a tensor-parallel worker, through transformers' own tensor-parallel plan.
 
-Inside `shard_weights(n)` every part that a family loads becomes this process's share of it: the plan of the model's
-config (`base_model_tp_plan`: column-wise, row-wise, packed, experts) cuts the weights as they are read, so no rank
-ever holds a whole layer, and sums the ranks' parts after each row-wise layer. Embeddings and head stay whole: only
-rank 0 uses them. Knows nothing of steps, KV or who the other ranks are: torch's default process group does.
+Inside `shard_weights(n)` every part that a family loads becomes this process's share of it. The plan of the model's
+config (`base_model_tp_plan`: column-wise, row-wise, packed, experts) cuts the weights as they are read, so no rank ever
+holds a whole layer, and sums the ranks' parts after each row-wise layer. Embeddings and head stay whole because only
+rank 0 uses them. This module knows nothing of steps, KV or the identity of the other ranks, which torch's default
+process group knows.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ _DENSE_PLAN = {
     }.items()
     for name in names
 }
-"""Of a model for which transformers 5.23 has none (Qwen3-VL): what its plans say of every dense model of this build."""
+"""This is the plan of a model for which transformers 5.23 has none (Qwen3-VL). It is what transformers' plans say of
+every dense model of this structure."""
 _STYLES = frozenset(
     {"colwise", "rowwise", "packed_colwise", "moe_tp_experts", "replicated_with_grad_allreduce", "replicate"}
 )
-"""Of transformers' plans, those that keep hidden states whole between layers."""
+"""Lists the styles of transformers' plans that keep hidden states whole between layers."""
 
 
 @contextmanager
 def shard_weights(num_ranks: int) -> Iterator[None]:
-    """For the time of the block, in this thread. The default process group must have `num_ranks` members."""
+    """Sets the number of ranks for the time of the block, in this thread. The default process group must have
+    `num_ranks` members."""
     token = _NUM_RANKS.set(num_ranks)
     try:
         yield
@@ -43,17 +46,17 @@ def shard_weights(num_ranks: int) -> Iterator[None]:
 
 
 def is_sharding() -> bool:
-    """Whether parts that are loaded now become shares."""
+    """Returns whether parts that are loaded now become shares."""
     return _NUM_RANKS.get() > 1
 
 
 def load_pretrained(
     kind: type[PreTrainedModel], tensors: Mapping[str, Any], **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A `kind` of the weights `tensors` (name -> tensor, or slice of a file, of which only what is needed is read) with
-    the loading info: whole, or inside `shard_weights` this rank's share, as plain tensors. `options` are those of
-    `from_pretrained`, the part's `config` among them. Raises what that does, and ValueError for a plan that can't be
-    followed."""
+    """Returns a model of class `kind` with the weights `tensors`, and the loading info. `tensors` maps names to tensors
+    or to slices of a file, of which only the needed values are read. The model is whole, or inside `shard_weights` it
+    is this rank's share, as plain tensors. `options` are those of `from_pretrained`, including the part's `config`.
+    Raises the errors of `from_pretrained`, and ValueError if the plan can't be followed."""
     options |= {"output_loading_info": True, "state_dict": dict(tensors)}
     num_ranks = _NUM_RANKS.get()
     if num_ranks == 1:
@@ -70,8 +73,8 @@ def load_pretrained(
 
 
 def check_plan(plan: Mapping[str, str]) -> None:
-    """Raises ValueError for a plan that would leave the KV heads whole on every rank, or that cuts in a way that
-    Weft does not run."""
+    """Raises ValueError if the plan would leave the KV heads whole on every rank, or cuts in a way that Weft does not
+    run."""
     if unknown := sorted(set(plan.values()) - _STYLES):
         raise ValueError(f"the model's tensor-parallel plan asks for {', '.join(unknown)}, which Weft does not run")
     for name in ("k_proj", "v_proj"):
@@ -80,18 +83,19 @@ def check_plan(plan: Mapping[str, str]) -> None:
 
 
 def _on_our_ranks(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """transformers would take the machine's best device, whatever the group runs on, and ask for `accelerate`."""
+    """Returns a subclass that uses the device of the process group. Without it, transformers would take the machine's
+    best device even if the group runs on another, and would ask for `accelerate`."""
 
     def prepare_distribute_model(cls: type, config: Any, device_map: Any = None) -> tuple[Any, Any, _OneAxis]:
         return config, device_map, _OneAxis()
 
-    # Under its own name, which transformers looks up in tables of its own.
+    # The subclass keeps the name of `kind` because transformers looks it up in its own tables.
     return type(kind.__name__, (kind,), {"prepare_distribute_model": classmethod(prepare_distribute_model)})
 
 
 class _OneAxis:
-    """The mesh that transformers asks for: all ranks on one axis, in the default group itself, so that its timeout
-    holds for every sum."""
+    """A `_OneAxis` is the mesh that transformers asks for: all ranks are on one axis, in the default group itself, so
+    that the group's timeout holds for every sum."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -104,8 +108,8 @@ class _OneAxis:
 
 
 def _keep_local(part: PreTrainedModel) -> None:
-    """Distributed tensors become this rank's plain ones: the layers compute on these anyway, and need not unwrap
-    them at every call."""
+    """Replaces distributed tensors by this rank's plain ones. The layers compute on these in any case, and need not
+    unwrap them at every call."""
     from torch import nn
     from torch.distributed.tensor import DTensor
 

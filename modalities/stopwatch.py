@@ -1,6 +1,6 @@
-"""How much of a preprocessing was decoding: decoders note here what they took, each thread for itself.
+"""Measures how much of the preprocessing time is decoding: decoders note their time here, separately for each thread.
 
-Knows no format and no family. Pure.
+This module knows nothing of formats or families. It is pure.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _thread = threading.local()
 
 
 def take_decode_s() -> float:
-    """Seconds that this thread has decoded since the last call."""
+    """Returns the seconds that this thread has decoded since the last call."""
     seconds: float = getattr(_thread, "seconds", 0.0)
     _thread.seconds = 0.0
     return seconds
 
 
 def decoding(decode: Callable[P, T]) -> Callable[P, T]:
-    """Notes the time of each call."""
+    """Wraps `decode` to note the time of each call."""
 
     @functools.wraps(decode)
     def timed(*arguments: P.args, **options: P.kwargs) -> T:
@@ -39,7 +39,8 @@ def decoding(decode: Callable[P, T]) -> Callable[P, T]:
 
 
 def decoding_piecewise(decode: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
-    """Notes the time that each item takes to come, not what is done with it in between."""
+    """Wraps `decode` to note the time that each item takes to arrive, without the time that the caller spends between
+    items."""
 
     @functools.wraps(decode)
     def timed(*arguments: P.args, **options: P.kwargs) -> Iterator[T]:

@@ -1,7 +1,8 @@
-"""Whether a file of moving pictures or sound ends before its own container says it does. From bytes alone; pure.
+"""Finds out whether a video or audio file ends before the end that its own container declares. It uses bytes alone;
+this module is pure and knows nothing of decoders.
 
-FFmpeg plays what is left of such a file and says nothing. Streams that declare no length (MPEG-TS, ADTS, a recording
-that was never closed) can't be told from shorter ones and are taken as such.
+FFmpeg plays the rest of such a file and reports nothing. Streams that declare no length (MPEG-TS, ADTS, a recording
+that was never closed) can't be distinguished from shorter ones and are accepted as such.
 """
 
 from __future__ import annotations
@@ -9,17 +10,17 @@ from __future__ import annotations
 import struct
 
 _SLACK_BYTES = 1
-"""A pad byte that writers forget."""
+"""Allows for a pad byte that writers forget."""
 _SLACK_MP3_BYTES = 128
-"""A tag at the end that was counted and taken away later."""
+"""Allows for a tag at the end that was counted and removed later."""
 _NO_SIZE = 0x7FFFFF00
-"""From here on a RIFF size is a writer's way to say that it did not know (a pipe)."""
+"""This is the lowest RIFF size with which a writer says that it did not know the size (a pipe)."""
 _MOV_BOXES = (b"ftyp", b"moov", b"mdat", b"moof", b"free", b"skip", b"wide", b"styp", b"sidx", b"uuid")
 
 
 def num_lost_bytes(name: str, data: bytes) -> int:
-    """Bytes that the container `name` (as in headers) declares beyond the end of the file; 0 if it is whole or does
-    not say. An Ogg file without its last page counts as one byte short."""
+    """Returns the number of bytes that the container `name` (as in headers) declares beyond the end of the file; 0 if
+    the file is whole or declares no length. An Ogg file without its last page counts as one byte short."""
     if name in ("WAV", "AVI"):
         declared = struct.unpack_from("<I", data, 4)[0] if len(data) >= 8 else 0
         end = 8 + declared if declared < _NO_SIZE else 0
@@ -38,20 +39,22 @@ def num_lost_bytes(name: str, data: bytes) -> int:
 
 
 def _end_of_boxes(data: bytes) -> int:
-    """Walks the boxes of the top level (ISO 14496-12, section 4.2); what is no known box ends the walk."""
+    """Returns the position behind the boxes of the top level (ISO 14496-12, section 4.2). The first unknown box ends
+    the search."""
     at = 0
     while at + 8 <= len(data) and data[at + 4 : at + 8] in _MOV_BOXES:
         (size,) = struct.unpack_from(">I", data, at)
         if size == 1 and at + 16 <= len(data):
             (size,) = struct.unpack_from(">Q", data, at + 8)
-        if size < 8:  # 0: up to the end of the file
+        if size < 8:  # A size of 0 means up to the end of the file.
             return at
         at += size
     return at
 
 
 def _end_of_segment(data: bytes) -> int:
-    """The EBML header, then the segment with its size, which may be unknown (RFC 8794, section 6.2)."""
+    """Returns the position behind the EBML header and the segment, whose size may be unknown (RFC 8794, section 6.2);
+    then the position is 0."""
     at = 4
     header_bytes, width = _vint(data, at)
     at += width + max(header_bytes, 0)
@@ -62,7 +65,7 @@ def _end_of_segment(data: bytes) -> int:
 
 
 def _vint(data: bytes, at: int) -> tuple[int, int]:
-    """An EBML number and its width in bytes; -1 if it is unknown or broken."""
+    """Returns an EBML number and its width in bytes; the number is -1 if it is unknown or broken."""
     if at >= len(data) or data[at] == 0:
         return -1, 1
     width = 9 - data[at].bit_length()
@@ -71,7 +74,8 @@ def _vint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _end_of_frames(data: bytes) -> int:
-    """The Xing header in the first frame of an MP3 file counts the bytes from that frame on."""
+    """Returns the position behind the frames of an MP3 file. The Xing header in the first frame counts the bytes from
+    that frame on. Returns 0 if there is no such count."""
     head = data[: 1 << 18]
     at = max(head.find(b"Xing"), head.find(b"Info"))
     if at < 0 or at + 16 > len(data):
@@ -84,7 +88,7 @@ def _end_of_frames(data: bytes) -> int:
 
 
 def _has_last_page(data: bytes) -> bool:
-    """Whether the last page bears the flag of a stream's end and is whole (RFC 3533, section 6)."""
+    """Returns whether the last page has the flag of a stream's end and is whole (RFC 3533, section 6)."""
     at = data.rfind(b"OggS")
     if at < 0 or at + 27 > len(data) or not data[at + 5] & 4:
         return False

@@ -1,5 +1,7 @@
-"""Units one by one, from families that can preprocess them so: the first part of a long video is encoded while the rest
-is still being decoded. Knows no family."""
+"""Yields units (the parts of an item that are encoded on their own) one by one, from families that can preprocess them
+in this way. The first part of a long video is then encoded while the rest is still being decoded. This module knows
+nothing of particular families.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,17 @@ from modalities.family import EncoderInput, Family
 
 @runtime_checkable
 class StreamsUnits(Protocol):
-    """What a family may offer beside `Family.preprocess`."""
+    """A family may offer this in addition to `Family.preprocess`."""
 
     def preprocess_units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
-        """As `preprocess`, each unit as soon as it is ready. An error may come after the first units."""
+        """Preprocesses like `preprocess`, but yields each unit as soon as it is ready. An error may follow the first
+        units."""
         ...
 
 
 def stream_units(family: Family, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
-    """The units of `item` in order; all of them at the end, if the family has no other way. Raises as
-    `Family.preprocess` does."""
+    """Yields the units of `item` in order. They all arrive at the end if the family only offers `preprocess`. Raises
+    the same errors as `Family.preprocess`."""
     if isinstance(family, StreamsUnits):
         yield from family.preprocess_units(data, item)
     else:

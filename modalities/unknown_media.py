@@ -1,6 +1,6 @@
-"""What a file that is refused seems to be, for the message: senders mix up fields, and forward pages of errors.
+"""Guesses for the error message what a refused file is: clients mix up fields, and forward error pages.
 
-By its first bytes alone; decides nothing. Knows no plugin.
+It uses the file's first bytes alone, and decides nothing. This module knows nothing of plugins.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"PK\x03\x04", "a ZIP archive, or a document that is one"),
     (0, b"\x1f\x8b", "a gzip archive"),
 )
-"""Offset, bytes there, name: as the formats' specifications have them."""
+"""Lists tuples of an offset, the bytes at this offset, and a name, as the formats' specifications define them."""
 _MARKUP = ((b"<svg", "an SVG drawing"), (b"<!doctype html", "an HTML page"), (b"<html", "an HTML page"))
 _NUM_BYTES = 512
 
 
 def seeming(data: bytes) -> str:
-    """`; it seems to be a PNG image`, to go on with behind a refusal. Empty if nothing is known of it."""
+    """Returns text to append to a refusal, e.g. `; it seems to be a PNG image`. Returns an empty string if the file is
+    unknown."""
     name = _name(data)
     return f"; it {name}" if name else ""
 

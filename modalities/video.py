@@ -1,7 +1,7 @@
-"""The video modality: `video_url` parts, headers and frames.
+"""Implements the video modality: it parses `video_url` parts, reads headers and decodes frames.
 
-Knows no model: which frames are looked at is decided in `modalities.sampling`, sizes and patches are the family's. The
-sound track is described here and decoded in `modalities.audio`.
+This module knows nothing of models: `modalities.sampling` chooses the frames, and the family chooses sizes and patches.
+The sound track is described here and decoded in `modalities.audio`.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ from modalities.tolerance import FRAMES
 Pixels = npt.NDArray[np.uint8]
 
 _LONG = 100
-"""Frames from which on it may pay to look at the packets once more, for groups that nobody wants."""
+"""This is the number of frames from which a second read of the packets may pay, to skip groups of pictures that hold no
+wanted frame."""
 _DEFAULT_FPS = 25
-"""Where a file knows no time at all; FFmpeg's own default."""
+"""This is the rate of a file that has no times; it is FFmpeg's own default."""
 
 
 class VideoPlugin:
-    """Videos in `video_url` parts."""
+    """Parses and probes videos in `video_url` parts."""
 
     modality = "video"
     part_types = ("video_url",)
     needs_process = True
 
     def parse(self, part: Mapping[str, object], param: str, limits: MediaLimits) -> bytes:
-        """Raises InvalidRequest, InvalidMedia."""
+        """Returns the bytes of the file in the part's data URL. Raises InvalidRequest if the part has another form, and
+        InvalidMedia if the payload is broken or too large."""
         return decode_data_url(part_url(part, "video_url", param), param, limits.max_bytes_per_item)
 
     def probe(self, data: bytes, param: str) -> VideoHeader:
-        """Walks the whole file, packet by packet; decodes its first frame, which alone tells how it is turned.
-        Raises InvalidMedia."""
+        """Returns the header of the video. Reads the whole file packet by packet, and decodes its first frame because
+        only this frame says how the video is rotated. Raises InvalidMedia if the file is broken or has no frames."""
         with open_container(data, param) as container:
             stream = _picture_stream(container, param)
             first = next(_frames(container, stream, MAX_PIXELS), None)
@@ -55,7 +57,8 @@ class VideoPlugin:
             return _count(data, container, width, height, param)
 
     def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
-        """Raises InvalidMedia. The sound track's length is the audio plugin's to judge."""
+        """Raises InvalidMedia if the frames' size, their number or the length exceeds the limits. The audio plugin
+        checks the sound track's length."""
         assert isinstance(header, VideoHeader)
         if header.width * header.height > limits.max_video_pixels:
             raise InvalidMedia(
@@ -77,11 +80,11 @@ class VideoPlugin:
 
 @decoding_piecewise
 def decode_frames(data: bytes, indices: Sequence[int], header: VideoHeader, param: str) -> Iterator[Pixels]:
-    """The frames at `indices` (ascending, repeats allowed), upright: RGB uint8 `(height, width, 3)` of the header's
-    size, one at a time; the file is decoded forward and no further than needed, and nothing is kept.
+    """Yields the frames at `indices` (ascending, repeats allowed) one at a time, upright and of the header's size: RGB
+    uint8 `(height, width, 3)`. The file is decoded forward and no further than needed, and no frames are kept.
 
-    Where up to `tolerance.FRAMES` are missing at the end, the last frame stands in. Raises InvalidMedia for a broken
-    file, a frame that is damaged or of another size, and for fewer frames than the header has."""
+    If up to `tolerance.FRAMES` frames are missing at the end, the last frame replaces them. Raises InvalidMedia if the
+    file is broken, if a frame is damaged or of another size, or if more frames are missing."""
     rest = list(indices)
     assert rest == sorted(rest)
     assert not rest or 0 <= rest[0] <= rest[-1] < header.num_frames
@@ -94,7 +97,8 @@ def decode_frames(data: bytes, indices: Sequence[int], header: VideoHeader, para
 
 
 def _plan_groups(data: bytes, indices: Sequence[int], header: VideoHeader, param: str) -> GroupPlan | None:
-    """For long videos in containers that know when each frame is shown."""
+    """Returns a plan of the groups to decode for a long video in a container that knows when each frame is shown.
+    Returns None for other files, or if a plan would save little."""
     if header.num_frames < _LONG or header.format not in ("MP4", "MATROSKA"):
         return None
     with open_container(data, param) as container:
@@ -103,13 +107,14 @@ def _plan_groups(data: bytes, indices: Sequence[int], header: VideoHeader, param
 
 
 def _picked(data: bytes, rest: list[int], header: VideoHeader, plan: GroupPlan | None, param: str) -> Iterator[Pixels]:
-    """Takes indices from the end of `rest` as it yields their frames. By a plan it ends where the decoder's frames are
-    not those that the packets promised; without one, it yields them all or raises."""
+    """Yields the frames of the indices at the end of `rest`, and removes these indices. With a plan it ends as soon as
+    the decoder's frames are not those that the packets declare; without a plan, it yields them all or raises
+    InvalidMedia."""
     last: VideoFrame | None = None
     num_decoded = 0
     with open_container(data, param) as container:
         stream = _picture_stream(container, param)
-        # FFmpeg measures the frame with its padding; this alone stops a frame of 65535x65535 in a file of 16x16.
+        # FFmpeg measures the frame with its padding. This limit alone stops a frame of 65535x65535 in a file of 16x16.
         most_pixels = 4 * (header.width + 128) * (header.height + 128)
         for frame in _frames(container, stream, most_pixels, plan):
             number = num_decoded if plan is None else plan.number_of(frame.pts)
@@ -171,8 +176,8 @@ def _picture_stream(container: InputContainer, param: str) -> VideoStream:
 def _frames(
     container: InputContainer, stream: VideoStream, max_pixels: int, plan: GroupPlan | None = None
 ) -> Iterator[VideoFrame]:
-    """In the order in which they are seen; by a plan, those of the groups that are needed. One thread: the processes
-    of a pool share the cores already."""
+    """Yields the frames in presentation order; with a plan, only those of the groups that are needed. Uses one thread,
+    because the processes of a pool already share the cores."""
     context = stream.codec_context
     context.thread_count = 1
     context.options = {"max_pixels": str(max_pixels)}
@@ -192,12 +197,12 @@ def _frames(
 
 
 def _quarter_turns(frame: VideoFrame) -> int:
-    """How often to turn it to the left by 90 degrees."""
+    """Returns how often the frame is to be rotated to the left by 90 degrees."""
     return round(frame.rotation / 90) % 4
 
 
 def _upright_size(frame: VideoFrame) -> tuple[int, int]:
-    """Width and height."""
+    """Returns the width and the height after rotation."""
     return (frame.height, frame.width) if _quarter_turns(frame) % 2 else (frame.width, frame.height)
 
 

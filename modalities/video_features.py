@@ -1,4 +1,6 @@
-"""Rows of a video's unit that stay, as `modalities.video_rows` counts them. Torch."""
+"""Selects and averages the feature rows of a video's unit, as `modalities.video_rows` counts them. It imports torch,
+and knows nothing of models.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,9 @@ from modalities.video_rows import StepRows
 
 
 def thinned(steps: torch.Tensor, rows: StepRows) -> torch.Tensor:
-    """`(num_levels, num_steps, num_rows, hidden)` -> `(num_levels, num_tokens, hidden)`: of each step some rows, then
-    means over several steps, the last over those that are left."""
+    """Returns features `(num_levels, num_tokens, hidden)` for `(num_levels, num_steps, num_rows, hidden)`. It keeps
+    some rows of each step, and then averages them over groups of several steps. The last group has the steps that
+    remain."""
     if len(rows.kept) < steps.shape[2]:
         steps = steps[:, :, list(rows.kept)]
     if rows.num_pooled > 1:

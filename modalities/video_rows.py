@@ -1,7 +1,8 @@
-"""What becomes of the rows of a video, whatever the family: some of each step, means over several steps, units. Pure.
+"""Defines which feature rows of a video remain, for all families: it keeps some rows of each step, averages them over
+several steps, and divides steps into units. This module is pure, and knows nothing of tensors.
 
-A *step* is what an encoder makes rows of at once and by itself: a temporal patch, or a frame. So a video may be cut
-into units between any two.
+A *step* is a temporal patch or a frame: the rows that an encoder makes at once and independently of other steps. So a
+video may be cut into units (the parts that are encoded on their own) between any two steps.
 """
 
 from __future__ import annotations
@@ -11,23 +12,24 @@ from dataclasses import dataclass
 from modalities.family import MediaOptions
 
 UNIT_PATCHES = 1024
-"""About a picture of 512 x 512: a unit is encoded while the next is still being decoded, and none is much larger."""
+"""Limits the patches of a unit, approximately: it is about a picture of 512 x 512. A unit is encoded while the next is
+still being decoded, and no unit is much larger than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """What becomes of the rows of a video's steps."""
+    """Says which rows of a video's steps remain and how many steps are averaged."""
 
     num_pooled: int
-    """Steps in a row whose rows are averaged."""
+    """Counts the consecutive steps whose rows are averaged."""
     kept: tuple[int, ...]
-    """Rows of a step that stay, ascending."""
+    """Lists the rows of a step that are kept, in ascending order."""
 
     def num_rows(self, num_steps: int) -> int:
         return -(-num_steps // self.num_pooled) * len(self.kept)
 
     def geometry(self) -> tuple[int, ...]:
-        """As an encoder's input carries it."""
+        """Returns the numbers in the form in which an encoder's input carries them."""
         return (self.num_pooled, *self.kept)
 
     @staticmethod
@@ -36,14 +38,16 @@ class StepRows:
 
 
 def step_rows(num_rows: int, options: MediaOptions) -> StepRows:
-    """Of a step's rows as the encoder makes them; at least one stays."""
+    """Returns which rows of a step are kept, out of the `num_rows` rows that the encoder makes; at least one row is
+    kept."""
     num_kept = min(max(round(num_rows * options.keep_fraction), 1), num_rows)
     kept = tuple((2 * index + 1) * num_rows // (2 * num_kept) for index in range(num_kept))
     return StepRows(max(options.num_pooled_frames, 1), kept)
 
 
 def unit_steps(num_steps: int, num_patches: int, num_pooled: int) -> tuple[int, ...]:
-    """Steps in each unit, a step having `num_patches`; those that are averaged stay together."""
+    """Returns the number of steps in each unit, where a step has `num_patches` patches. Steps that are averaged stay
+    together."""
     size = max(UNIT_PATCHES // num_patches // num_pooled, 1) * num_pooled
     whole, rest = divmod(num_steps, size)
     return (size,) * whole + ((rest,) if rest else ())

@@ -1,6 +1,8 @@
-"""Sounds whose spectrograms an encoder's device makes: what the decode process hands over, and the seam to the device.
+"""Defines the waveforms that the decode process hands to an encoder whose device makes spectrograms, and the interface
+to this device.
 
-A family need not offer it; without it spectrograms are made where sounds are decoded. Knows no family. Pure.
+A family need not offer it; without it, spectrograms are made where sounds are decoded. This module knows nothing of
+particular families. It is pure.
 """
 
 from __future__ import annotations
@@ -18,32 +20,34 @@ from modalities.family import EncoderInput
 
 @dataclass(frozen=True, slots=True)
 class Waveform:
-    """A decoded sound. `rate` is the family's, or one that `resampling.Resampling` has for devices."""
+    """A `Waveform` is a decoded sound. `rate` is the family's rate, or a rate that `resampling.Resampling` allows for
+    devices."""
 
     samples: npt.NDArray[np.float32]
-    """`(num_found,)`, the mean of the channels."""
+    """Holds the mean of the channels. Has shape `(num_found,)`."""
     rate: int
     num_samples: int
-    """That were planned, at the family's rate: what is left over is dropped, silence stands in for what is missing."""
+    """Counts the planned samples at the family's rate. Samples beyond this number are dropped, and silence replaces
+    missing ones."""
 
 
 class Spectrograms(Protocol):
-    """Of one family, on one device. Used by one thread, which owns the device."""
+    """Makes the spectrograms of one family on one device. One thread, which owns the device, uses it."""
 
     def units(self, waveforms: Sequence[Waveform]) -> list[list[EncoderInput]]:
-        """All in one batch: the units that `Family.preprocess` gives of each sound, to 1e-4. They lie in host
+        """Returns in one batch, for each sound, the units that `Family.preprocess` gives, to 1e-4. They are in host
         memory."""
         ...
 
 
 @runtime_checkable
 class HearsOnDevice(Protocol):
-    """What a family may offer beside `Family.preprocess`, for its sounds."""
+    """A family may offer this for its sounds, in addition to `Family.preprocess`."""
 
     def decode_waveform(self, data: bytes, item: MediaItem) -> Waveform:
-        """The first half of `preprocess`. Raises InvalidMedia as that does."""
+        """Decodes the sound, which is the first half of `preprocess`. Raises InvalidMedia in the same cases."""
         ...
 
     def load_spectrograms(self, device: str) -> Spectrograms:
-        """The other half. `device` as torch names it."""
+        """Loads the other half of `preprocess`, which makes spectrograms. `device` is named as in torch."""
         ...

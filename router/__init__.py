@@ -1,5 +1,6 @@
-"""The front of the cluster: OpenAI's HTTP API, planning, dispatch, streaming, retry.
+"""The router is the front of the cluster: it serves OpenAI's HTTP API, and plans, dispatches, streams and retries
+requests.
 
-`http` and `api` know the formats, `intake` turns a request into a prompt, `planning` decides, `service`, `flight`,
-`attempt` and `supply` carry a request through. Knows encoders and workers by their messages alone.
+`http` and `api` know the formats, `intake` turns a request into a prompt, `planning` decides, and `service`, `flight`,
+`attempt` and `supply` carry a request through. The router knows encoders and workers by their messages alone.
 """

@@ -1,6 +1,7 @@
-"""What the router's log says of requests: one line for each HTTP exchange, and one for each failure by its kind.
+"""Writes the router's log about requests: one line for each HTTP exchange, and one for each failure by its kind.
 
-Lines carry ids, counts and times. Bodies, headers and query strings, where prompts, media and keys travel, are in none.
+Lines carry ids, counts and times. No line holds a body, a header or a query string, because prompts, media and keys
+travel in them. The module knows nothing of planning, workers or encoders.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ logger = logging.getLogger(__name__)
 _FACTS = "weft.facts"
 MAX_PATH_CHARS = 256
 QUIET_PATHS = ("/health", "/health/live", "/health/ready", "/metrics")
-"""Asked for every few seconds by machines: logged at debug."""
+"""Machines ask for these paths every few seconds, so their exchanges are logged at debug."""
 CLIENT_LEFT_STATUS = 499
 
 
 class AccessLog:
-    """ASGI middleware: a line at the end of each exchange, whatever ended it."""
+    """An `AccessLog` is ASGI middleware that logs one line at the end of each exchange, however the exchange ended."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -64,15 +65,17 @@ def _write(scope: Scope, facts: dict[str, Any]) -> None:
 
 
 def begin_request(scope: Scope, request_id: str, label: str | None) -> None:
-    """The exchange is this request's: lines from now on carry its id, the access line its client's own name too."""
+    """Ties the exchange to a request: later log lines carry the request's id, and the access line also carries `label`,
+    the client's own name for the request."""
     enter_request(request_id)
     if label is not None:
         _note(scope, label=label)
 
 
 def note_failure(scope: Scope, error: WeftError) -> None:
-    """The code into the access line, and a line of its own by whose fault it is: the client's at info (without the
-    message, which may quote the request), a lack of room or of a part as a warning, ours with its trace."""
+    """Adds the error's code to the access line and logs a line of its own, at a level that depends on whose fault the
+    failure is. The client's faults are logged at info, without the message, which may quote the request. A lack of room
+    or of a part of the cluster is a warning. Failures of the server are errors and carry their trace."""
     _note(scope, code=error.code)
     status = status_of(error)
     if isinstance(error, RequestRefused | Aborted | Draining):
@@ -85,7 +88,7 @@ def note_failure(scope: Scope, error: WeftError) -> None:
 
 
 def note_answer(scope: Scope, stream: RequestStream) -> None:
-    """What the answer took, into the access line."""
+    """Adds the token counts of the answer to the access line."""
     if stream.usage is not None:
         usage = stream.usage
         _note(

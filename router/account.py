@@ -1,5 +1,6 @@
-"""What one request took, as it goes: first token, time between tokens, time at workers; at its end, into metrics and
-trace. Decides nothing.
+"""Measures what one request takes while it runs: first token, time between tokens, time at workers.
+
+At the request's end it writes these to the metrics and to the trace. It decides nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from router.traces import RequestTrace
 
 
 class Account:
-    """Of one request, over all its attempts."""
+    """An `Account` measures one request over all its attempts."""
 
     def __init__(self, parts: RouterParts, stream: RequestStream, trace: RequestTrace) -> None:
         self._parts = parts
@@ -32,7 +33,7 @@ class Account:
         self._admitted_at_s, self._started_at_s = admitted_at_s, self._parts.clock.now()
 
     def observe_tokens(self, attempt: Attempt, choice: int, num_tokens: int) -> None:
-        """New tokens of a choice, now."""
+        """Records that `num_tokens` new tokens of a choice have arrived now."""
         assert attempt.plan is not None
         now = self._parts.clock.now()
         if self._first_token_at_s is None:
@@ -60,7 +61,7 @@ class Account:
         )
 
     def close(self, prompt: Prompt) -> None:
-        """The request has ended: metrics and the trace's end."""
+        """Records the end of the request in the metrics and in the trace."""
         now = self._parts.clock.now()
         metrics, usage, error = self._parts.metrics, self._stream.usage, self._stream.error
         first = self._first_token_at_s

@@ -1,6 +1,7 @@
-"""What may be in flight at once: requests, and the bytes of their bodies. Beyond it, refused before work is spent.
+"""Limits what may be in flight at once: the number of requests, and the bytes of their bodies. It refuses requests
+beyond the limits before any work is spent on them.
 
-Pure; knows neither HTTP nor workers.
+It is pure, and knows nothing of HTTP or of workers.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from fabric.ids import RequestId, mint_request_id
 
 
 class Ticket:
-    """A place among the requests in flight. Held until `release`, which may be called twice."""
+    """A `Ticket` is a place among the requests in flight. The request holds it until `release`, which may be called
+    twice."""
 
     def __init__(self, admission: Admission, request_id: RequestId) -> None:
         self.request_id = request_id
@@ -20,7 +22,7 @@ class Ticket:
         self._admission: Admission | None = admission
 
     def grow(self, num_bytes: int) -> None:
-        """So many more bytes of body. Raises Overloaded when all bodies together pass the budget."""
+        """Counts `num_bytes` more bytes of body. Raises Overloaded if all bodies together exceed the budget."""
         assert self._admission is not None, "the ticket was released"
         self._admission.take_bytes(num_bytes)
         self.num_bytes += num_bytes
@@ -42,13 +44,14 @@ class Admission:
         self.bodies_bytes = 0
 
     def close(self, when_empty: Callable[[], None]) -> None:
-        """Admits nothing from now on. `when_empty` is called once no request is in flight, at once if none is."""
+        """Stops admitting requests. Calls `when_empty` once no request is in flight, at once if there is none now."""
         self.is_closed = True
         self._when_empty.append(when_empty)
         self._tell_when_empty()
 
     def admit(self) -> Ticket:
-        """Mints the request's id. Raises Overloaded, or Draining once it is closed."""
+        """Returns a ticket with a new request id. Raises Overloaded if too many requests are in flight, or Draining
+        once it is closed."""
         if self.is_closed:
             raise Draining("the cluster is stopping and takes no new requests", retry_after_s=self._retry_after_s)
         if self.num_in_flight >= self._max_in_flight:
@@ -58,13 +61,13 @@ class Admission:
         return Ticket(self, mint_request_id())
 
     def take_bytes(self, num_bytes: int) -> None:
-        """Called by tickets. Raises Overloaded."""
+        """Counts bytes of a body; tickets call it. Raises Overloaded if all bodies together exceed the budget."""
         if self.bodies_bytes + num_bytes > self._max_bodies_bytes:
             raise Overloaded("too many bytes of requests are in flight", retry_after_s=self._retry_after_s)
         self.bodies_bytes += num_bytes
 
     def give_back(self, ticket: Ticket) -> None:
-        """Called by tickets."""
+        """Returns a ticket's place and bytes; tickets call it."""
         self.num_in_flight -= 1
         self.bodies_bytes -= ticket.num_bytes
         self._tell_when_empty()

@@ -1,6 +1,7 @@
-"""One try at a request: planned, dispatched to the worker and the encoders at the same moment, ended or aborted.
+"""An attempt is one try at a request: it is planned, dispatched to the worker and the encoders at the same moment, and
+then ended or aborted.
 
-Knows neither text nor clients, and nothing of other attempts.
+It knows nothing of text, of clients or of other attempts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from router.traces import RequestTrace
 
 
 class Attempt:
-    """`dispatch`, then await `result`, then `close`; the rest may be called in between."""
+    """An `Attempt` is used in this order: call `dispatch`, await `result`, call `close`. The other methods may be
+    called in between."""
 
     def __init__(
         self,
@@ -32,7 +34,8 @@ class Attempt:
         setbacks: Setbacks,
         trace: RequestTrace,
     ) -> None:
-        """`setbacks` are the request's: members that fail it are noted there."""
+        """Creates an attempt that is not yet planned. `setbacks` belong to the request; the attempt records there which
+        members failed it."""
         self.attempt_id = attempt_id
         self.plan: RoutePlan | None = None
         self.dispatched_at_s = 0.0
@@ -54,8 +57,8 @@ class Attempt:
     # ------------------------------------------------------------ dispatch
 
     def dispatch(self, emitted: Sequence[tuple[int, ...]]) -> RoutePlan:
-        """Plans, and starts all calls; awaits nothing. `emitted` are the tokens that former attempts sent, per
-        choice. Raises NoCapacity."""
+        """Plans the attempt and starts all its calls; awaits nothing. `emitted` holds, per choice, the tokens that
+        former attempts sent. Raises NoCapacity."""
         parts, (request_id, attempt) = self._parts, self.attempt_id
         now = parts.clock.now()
         query = self._query()
@@ -106,11 +109,11 @@ class Attempt:
             emitted=tuple(emitted) if any(emitted) else (),
         )
 
-    # ------------------------------------------------------------ until the end
+    # ------------------------------------------------------------ awaiting the result
 
     async def result(self) -> GenerateResult | None:
-        """The terminal event; None if it did not come within the time given to `settle`. Raises what ended the
-        attempt: TargetGone, WorkerLost, an error of the worker or of an item, DeadlineExceeded."""
+        """Returns the terminal event, or None if it does not come within the time given to `settle`. Raises the error
+        that ended the attempt: TargetGone, WorkerLost, an error of the worker or of an item, or DeadlineExceeded."""
         limit_s = self._parts.config.dispatch_timeout_s
         try:
             async with asyncio.timeout(limit_s) as self._deadline:
@@ -159,23 +162,23 @@ class Attempt:
 
     @property
     def failed_items(self) -> tuple[MediaItem, ...]:
-        """Media whose encoding failed, if that is what ended the attempt."""
+        """Returns the media that failed to encode, if that failure ended the attempt."""
         indexes = () if self._supply is None else self._supply.failed_items
         return tuple(self._prompt.media[index] for index in indexes)
 
     @property
     def lacks_encoder(self) -> bool:
-        """Whether the attempt ended because no encoder was left for one of its items."""
+        """Tells whether the attempt ended because no encoder was left for one of its items."""
         return self._supply is not None and self._supply.lacks_encoder
 
     def settle(self, timeout_s: float) -> None:
-        """All text is there: the terminal event may take `timeout_s` from now, then nobody waits for it."""
+        """Limits the wait for the terminal event to `timeout_s` from now, because all text has arrived."""
         if self._deadline is not None and not self._is_settling:
             self._is_settling = True
             self._deadline.reschedule(asyncio.get_running_loop().time() + timeout_s)
 
     def feature_needed(self, message: FeatureNeeded) -> None:
-        """What can't be supplied ends the attempt."""
+        """Requests the encoding of units that the worker lacks. If they can't be supplied, the attempt ends."""
         if self._supply is None or self._is_settling or self._is_closed:
             return
         try:
@@ -184,23 +187,24 @@ class Attempt:
             self._ended.put_nowait(error)
 
     def member_left(self, member_id: MemberId) -> None:
-        """The directory says that a member is gone: calls to it that are open end as lost. (A drained one ends what
-        it accepted before it leaves; a frozen one never would.)"""
+        """Ends open calls to a member as lost, because the directory no longer lists the member. (A drained member
+        finishes what it accepted before it leaves; a frozen one never would.)"""
         if self._is_closed or self.plan is None or self._supply is None:
             return
         if self.plan.worker_id == member_id and self._generate is not None:
             self._generate.cancel()
         self._supply.encoder_left(member_id)
 
-    # ------------------------------------------------------------ the end
+    # ------------------------------------------------------------ abort and close
 
     def abort_choices(self, choices: Iterable[int]) -> None:
-        """These choices need no more tokens."""
+        """Asks the worker to stop generating tokens for these choices."""
         if self.plan is not None:
             self._parts.send(self.plan.worker_id, AbortAttempt(*self.attempt_id, tuple(choices)))
 
     def close(self) -> None:
-        """Idempotent. Whoever still works on the attempt is told at once, then open calls are cancelled."""
+        """Ends the attempt: sends an abort at once to the worker and the encoders that still work on it, then cancels
+        open calls. The method is idempotent."""
         if self.plan is None or self._is_closed:
             return
         self._is_closed = True

@@ -1,8 +1,9 @@
-"""Where requests wait until a worker, or an encoder of the right kind, is there: `planning.capacity` in the event loop.
+"""Lets requests wait until a worker, or an encoder of the right kind, is there. It runs `planning.capacity` in the
+event loop.
 
-Nothing polls. A waiter wakes when the members change, when an exclusion ends, or at its own deadline. Waiters are
-released one per turn of the loop, so that the plan of each counts the load of those before it. Knows nothing of plans,
-attempts or streams.
+Nothing polls. A waiting request wakes when the members change, when an exclusion ends, or at its own deadline. Each
+turn of the loop releases one request, so that the plan of each counts the load of those released before it. The module
+knows nothing of plans, attempts or streams.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from router.planning.capacity import CapacityQueue, Need, Supply, Waiter
 
 
 class Wait:
-    """One request's wait: await `ended`, and call `leave` in any case, at the latest when the first token is there."""
+    """A `Wait` is one request's stay in the queue. Its owner awaits `ended`, and calls `leave` in any case, at the
+    latest when the first token is there."""
 
     def __init__(self, gate: CapacityGate, waiter: Waiter) -> None:
         self.waiter = waiter
@@ -26,11 +28,12 @@ class Wait:
 
     @property
     def is_over(self) -> bool:
-        """Whether the request was released, or its time has passed."""
+        """Tells whether the request was released, or its time has passed."""
         return self._future.done()
 
     async def ended(self) -> bool:
-        """Whether what the request needs is there; False once its deadline has passed."""
+        """Waits for the end, and returns whether the members that the request needs are there; False means that its
+        deadline passed first. Records the time waited in the metrics."""
         outcome = "left"
         try:
             is_served = await self._future
@@ -41,18 +44,19 @@ class Wait:
             self._gate.metrics.capacity_wait.labels(outcome).observe(self.waited_s)
 
     def end(self, is_served: bool) -> None:
-        """The wait is over now, whether or not a member came."""
+        """Ends the wait now with the outcome `is_served`, whether or not a member came. Has no effect once the wait is
+        over."""
         if not self._future.done():
             self._future.set_result(is_served)
 
     def leave(self, has_arrived: bool = False) -> None:
-        """Gives the place up, among those that wait or those on the way. `has_arrived`: the first token is there.
-        Idempotent."""
+        """Gives up the place in the queue, or the place among released requests that have no token yet. `has_arrived`
+        says that the first token is there. The method is idempotent."""
         self._gate.leave(self, has_arrived)
 
 
 class CapacityGate:
-    """Belongs to the router's event loop."""
+    """A `CapacityGate` holds the queue of waiting requests. It belongs to the router's event loop."""
 
     def __init__(self, supply: Supply, clock: Clock, metrics: RouterMetrics) -> None:
         self.clock, self.metrics = clock, metrics
@@ -66,11 +70,11 @@ class CapacityGate:
         return self._queue.num_waiting
 
     def must_wait(self, age: tuple[float, str]) -> bool:
-        """Whether others that waited are to be released before a request of this age."""
+        """Returns whether requests that already wait must be released ahead of a request of this age."""
         return self._queue.num_waiting > 0 and self._queue.must_wait(age, self.clock.now())
 
     def join(self, age: tuple[float, str], need: Need, limit_s: float) -> Wait:
-        """A place in the queue, for `limit_s` at most."""
+        """Adds a request to the queue for at most `limit_s` seconds, and returns its wait."""
         wait = Wait(self, Waiter(age, need, self.clock.now() + limit_s))
         self._waits[wait.waiter] = wait
         self._queue.join(wait.waiter)
@@ -78,14 +82,14 @@ class CapacityGate:
         return wait
 
     def changed(self) -> None:
-        """Members came or went, or somebody on the way has arrived: those who can be served are released, in the next
-        turns of the loop."""
+        """Releases, in the next turns of the loop, the requests that can be served now. It is called when members
+        joined or left, and when a released request gave up its place or got its first token."""
         if self._queue.num_waiting and not self._is_releasing:
             self._is_releasing = True
             asyncio.get_running_loop().call_soon(self._release)
 
     def leave(self, wait: Wait, has_arrived: bool) -> None:
-        """Called by waits."""
+        """Frees the place of a wait; waits call it."""
         if self._waits.pop(wait.waiter, None) is not None:
             self._queue.leave(wait.waiter, has_arrived)
             self.changed()
@@ -98,7 +102,8 @@ class CapacityGate:
             self._timer = None
 
     def _release(self) -> None:
-        """Ends one wait, and comes back in the next turn; without any that can end, at the next moment that matters."""
+        """Ends one wait and runs again in the next turn of the loop. If no wait can end now, sets a timer for the next
+        moment at which one may."""
         loop = asyncio.get_running_loop()
         self._stop_timer()
         turn = self._queue.take(self.clock.now())

@@ -1,4 +1,6 @@
-"""Limits of a chat request that cost nothing to check: names, counts, lengths. Knows neither media nor tokens."""
+"""Checks the limits of a chat request that cost nothing to check: names, counts, lengths. It knows nothing of media or
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from router.config import RouterConfig
 
 
 def check_limits(chat: ChatRequest, config: RouterConfig, vocab_size: int) -> None:
-    """Raises ModelNotFound, InvalidRequest, `param` naming the field."""
+    """Raises ModelNotFound or InvalidRequest if the request exceeds a limit; `param` names the field."""
     if chat.model != config.model_name:
         raise ModelNotFound(f"the model `{chat.model[:128]}` does not exist", param="model")
     if chat.num_choices > config.max_num_choices:
@@ -33,7 +35,7 @@ def _check_stops(chat: ChatRequest, config: RouterConfig, vocab_size: int) -> No
 
 
 def check_context(num_prompt_tokens: int, chat: ChatRequest, max_model_len: int) -> None:
-    """Raises ContextLengthExceeded if prompt and answer do not fit."""
+    """Raises ContextLengthExceeded if prompt and answer together do not fit into the context."""
     if num_prompt_tokens >= max_model_len:
         raise ContextLengthExceeded(
             f"this model's context is {max_model_len} tokens; the prompt has {num_prompt_tokens}, "

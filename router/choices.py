@@ -1,6 +1,7 @@
-"""The text of one choice: tokens in order, detokenised, cut at the first stop. Synchronous and pure.
+"""Builds the text of one choice: it takes tokens in order, detokenises them, and cuts the text at the first stop.
 
-Token by token, so that the count is exact up to the token that completed a stop string, however the frames came.
+It works token by token, so that the count is exact up to the token that completed a stop string, however the tokens
+were split into frames. It is synchronous and pure, and knows nothing of requests or attempts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from router.frames import TokenOrder
 
 
 class Detokenizer(Protocol):
-    """See modalities.text.detokenizer.IncrementalDetokenizer."""
+    """A `Detokenizer` turns token ids into text piece by piece; modalities.text.detokenizer.IncrementalDetokenizer
+    implements it."""
 
     def push(self, token_ids: Sequence[int]) -> str: ...
 
@@ -23,16 +25,16 @@ class Detokenizer(Protocol):
 
 
 class ChoiceOutput:
-    """`stop_token_ids` are the ids that end a choice (end of sequence included): the one that did is counted but
-    is no text."""
+    """A `ChoiceOutput` collects the tokens and the text of one choice. `stop_token_ids` are the ids that end a choice
+    (end of sequence included); the id that ends it is counted but adds no text."""
 
     def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str], stop_token_ids: frozenset[int]) -> None:
         self.order = TokenOrder()
         self.finish_reason: str | None = None
         self.num_tokens = 0
-        """Tokens that count: up to the stop."""
+        """Counts the tokens up to the stop."""
         self.is_cut = False
-        """Ended by a stop string: the worker doesn't know."""
+        """This is True if a stop string ended the choice; the worker does not know of this end."""
         self._detokenizer = detokenizer
         self._stops = StopStrings(stop_strings)
         self._stop_token_ids = stop_token_ids
@@ -45,7 +47,7 @@ class ChoiceOutput:
         finish_reason: str | None,
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> str:
-        """Takes a frame and returns the new text. A frame after the finish changes nothing."""
+        """Takes a frame and returns the new text. A frame that comes after the finish changes nothing."""
         if self.is_finished:
             return ""
         if finish_reason is not None and finish_reason != "abort":
@@ -53,7 +55,8 @@ class ChoiceOutput:
         return self._advance(self.order.push(first_index, token_ids, logprobs))
 
     def end(self, num_tokens: int, reason: str) -> str:
-        """What the terminal event says; the rest of the text if every token is there."""
+        """Takes the end that the terminal event names. Returns the rest of the text if every token up to that end is
+        there."""
         if self.is_finished:
             return ""
         self.order.end(num_tokens, reason)
@@ -65,15 +68,16 @@ class ChoiceOutput:
 
     @property
     def emitted(self) -> tuple[int, ...]:
-        """What a new attempt has to be told."""
+        """Returns the tokens that a new attempt continues from."""
         return self.emitted_from(0)
 
     def emitted_from(self, start: int) -> tuple[int, ...]:
-        """Tokens from index `start` on, none behind a cut."""
+        """Returns the tokens from index `start` on, without those after a cut."""
         return tuple(self.order.token_ids[start : self.num_tokens if self.is_cut else None])
 
     def scored_from(self, start: int) -> list[ScoredToken]:
-        """As `emitted_from`, with what the worker said of each. Only if it was asked to."""
+        """Returns the same tokens as `emitted_from`, each with its log-probabilities. It may be called only if the
+        worker was asked for log-probabilities."""
         token_ids = self.emitted_from(start)
         logprobs = self.order.logprobs[start : start + len(token_ids)]
         return [ScoredToken(*pair) for pair in zip(token_ids, logprobs, strict=True)]
@@ -91,7 +95,8 @@ class ChoiceOutput:
         return text
 
     def _take(self, token_id: int) -> str:
-        """A stop id is withheld: only what follows tells whether it was the end or (ignored, too early) a token."""
+        """Takes one token and returns its text. Withholds a stop id, because only what follows shows whether it was the
+        end or a token of the text (an ignored stop id, or one that came too early)."""
         text = self._release()
         if self.is_cut:
             return text

@@ -1,6 +1,7 @@
-"""The client's end of one HTTP exchange: its body, read up to a limit, and whether it is still there.
+"""Handles the client's end of one HTTP exchange: it reads the body up to a limit, and watches whether the client is
+still there.
 
-ASGI only; knows nothing of requests' meaning.
+It uses ASGI only, and knows nothing of the meaning of requests.
 """
 
 from __future__ import annotations
@@ -16,20 +17,22 @@ from fabric.errors import Aborted, BodyTooLarge, InvalidRequest
 
 T = TypeVar("T")
 MAX_LENGTH_DIGITS = 19
-"""Of a Content-Length: more than any memory has."""
+"""Limits the digits of a Content-Length; a number with this many digits is larger than any memory."""
 LINGER_S = 10.0
 LINGER_BYTES = 64 * 2**20
-"""What is still read of a refused body, so that its sender gets to read the refusal instead of a reset."""
+"""`LINGER_S` and `LINGER_BYTES` limit how much of a refused body is still read. It is read so that its sender gets the
+refusal instead of a connection reset."""
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int, reserve: Callable[[int], None]) -> bytes:
-    """The whole body. `reserve` is called for every piece before it is kept. Raises BodyTooLarge by Content-Length
-    before a byte is read, or as soon as a body without one passes the limit; Aborted if the client leaves;
-    InvalidRequest for an impossible length; what `reserve` raises."""
+    """Reads and returns the whole body. Calls `reserve` with the size of every piece before it keeps the piece. Raises
+    BodyTooLarge by Content-Length before it reads a byte, or as soon as a body without a Content-Length exceeds the
+    limit; Aborted if the client leaves; InvalidRequest for an impossible length; and the errors that `reserve`
+    raises."""
     declared = _content_length(scope)
     if declared is not None and declared > max_bytes:
         raise BodyTooLarge(f"the body has {declared} bytes, the limit is {max_bytes}")
-    body = bytearray()  # a list of pieces takes many times their bytes, if they are small
+    body = bytearray()  # A list of small pieces would take many times the memory of their bytes.
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
@@ -53,8 +56,8 @@ def _content_length(scope: Scope) -> int | None:
 
 
 class LingeringResponse(Response):
-    """A refusal sent while the client may still be sending. It goes out at once; then what comes is dropped for a
-    while, and the connection closes."""
+    """A `LingeringResponse` is a refusal that is sent while the client may still be sending. It goes out at once. Then
+    it drops the rest of the body for a limited time, and the connection closes."""
 
     def __init__(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         super().__init__(body, status, headers | {"connection": "close"}, "application/json")
@@ -80,14 +83,14 @@ async def _drop_body(receive: Receive) -> None:
 
 
 class ClientWatch:
-    """Waits for the client's leaving beside the work that is done for it. The body must have been read: from then
-    on all that can come is the disconnect, and this object alone may receive it."""
+    """Waits for the client to leave while the request's work is running. The body must have been read: from then on
+    only the disconnect can arrive, and only this object may receive it."""
 
     def __init__(self, receive: Receive) -> None:
         self._gone = asyncio.ensure_future(_until_disconnect(receive))
 
     async def race(self, work: Coroutine[Any, Any, T]) -> T:
-        """The outcome of `work`. Raises Aborted, with `work` cancelled, when the client leaves first."""
+        """Runs `work` and returns its result. Raises Aborted, and cancels `work`, if the client leaves first."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self._gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,7 @@
-"""A streamed answer as server-sent events: role, content, finish, usage if asked for, `[DONE]`.
+"""Sends a streamed answer as server-sent events: role, content, finish, usage if the client asked for it, `[DONE]`.
 
-A slow reader holds up its own stream alone: nothing is taken from the request's buffer while the socket is full.
+A slow reader delays only its own stream: while the socket is full, nothing is taken from the request's buffer. The
+module knows nothing of workers or attempts.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-"""The last one keeps proxies (nginx) from collecting the stream."""
+"""The header `x-accel-buffering` keeps proxies (nginx) from collecting the stream."""
 
 
 class EventStream(Response):
-    """Owns the request's stream, its ticket and the watch: all are closed when the response ends, however it does."""
+    """Owns the request's stream, its ticket and the client watch. It closes all of them when the response ends, however
+    it ends."""
 
     def __init__(
         self,
@@ -64,7 +66,8 @@ class EventStream(Response):
             self._ticket.release()
 
     async def _write_all(self, send: Send) -> WeftError | None:
-        """Returns what ended the stream early, once its client has been told."""
+        """Writes the whole answer. Returns the error that ended the stream early, after sending it to the client, or
+        None."""
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._sent_headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
         writer, details = self._writer, self._details
@@ -90,7 +93,7 @@ class EventStream(Response):
         return None
 
     async def _write(self, send: Send, data: bytes, is_last: bool = False) -> None:
-        """Waits while the socket is full. A reader that takes nothing for too long has left."""
+        """Sends `data`, and waits while the socket is full. Raises Aborted if the client takes nothing for too long."""
         if not data and not is_last:
             return
         try:

@@ -1,9 +1,9 @@
-"""One request from admission to its terminal event, over as many attempts as it takes.
+"""A flight carries one request from admission to its terminal event, over as many attempts as it takes.
 
-Tokens that were sent are kept: the next attempt is told of them and goes on from there. Exactly one terminal event
-reaches the stream, whatever happens. A medium that could not be encoded may be taken away before the first token
-(`ladder`): then the prompt is another, and the attempt starts anew. While no worker is there, or no encoder for one of
-its media, the request waits (`capacity`) and holds nothing on any member.
+Tokens that were sent are kept: the next attempt gets them and continues after them. Exactly one terminal event reaches
+the stream in every case. Before the first token, the failure ladder (`ladder`) may reduce or remove a medium that could
+not be encoded; the prompt then changes, and a new attempt starts. While no worker is there, or no encoder for one of
+its media, the request waits (`capacity`) and holds nothing on any member. The module knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ from router.traces import RequestTrace
 logger = logging.getLogger(__name__)
 
 RETRIED = (Unavailable, TransferError, Busy)
-"""What another attempt may survive. Not MachineBusy, though it is a `Busy`: the request has had its time with every
-encoder that there was time for."""
+"""Another attempt may survive these errors. MachineBusy is not retried, although it is a `Busy`: the request has
+already had its time with every encoder that there was time for."""
 
 
 class Flight:
-    """Runs in a task of its own; frames and messages come in from the plane's handler in the same loop."""
+    """A `Flight` runs in a task of its own. The message plane's handler passes frames and messages to it in the same
+    event loop."""
 
     def __init__(
         self,
@@ -76,24 +77,24 @@ class Flight:
         self._on_end: Callable[[], None] = lambda: None
 
     def start(self, admitted_at_s: float, on_end: Callable[[], None]) -> None:
-        """`admitted_at_s`: when the request arrived, for its timing. `on_end` is called once, after the terminal
-        event."""
+        """Starts the request. `admitted_at_s` is the time at which the request arrived, for its timing. `on_end` is
+        called once, after the terminal event."""
         self._account.start(admitted_at_s)
         self._on_end = on_end
         self._task = self._parts.tasks.spawn(self._run(), f"flight {self.stream.request_id}")
         self._task.add_done_callback(lambda _: self._conclude())
 
     def cancel(self) -> None:
-        """Ends the request now: open calls are cancelled and their members told, before this returns."""
+        """Ends the request now: before it returns, it cancels open calls and sends aborts to their members."""
         if self._attempt is not None:
             self._attempt.close()
         if self._task is not None:
             self._task.cancel()
 
-    # ------------------------------------------------------------ what comes in
+    # ------------------------------------------------------------ incoming messages
 
     def on_frame(self, worker_id: MemberId, frame: TokenFrame) -> None:
-        """New tokens. Frames of another attempt, another worker or an unknown choice are dropped."""
+        """Takes a frame of new tokens. Drops frames of another attempt, another worker or an unknown choice."""
         attempt = self._attempt
         if (
             attempt is None
@@ -133,7 +134,8 @@ class Flight:
             self._attempt.member_left(member_id)
 
     def _end_choice(self, attempt: Attempt, choice: int) -> None:
-        """The worker goes on with a choice that we ended (a stop string, or a former attempt did): told once."""
+        """Asks the worker, once, to stop a choice that it still continues although the router has ended it (by a stop
+        string, or in a former attempt)."""
         if choice not in self._told:
             self._told.add(choice)
             attempt.abort_choices((choice,))
@@ -148,7 +150,7 @@ class Flight:
     # ------------------------------------------------------------ attempts
 
     async def _run(self) -> None:
-        """A process's loop for one request: whatever breaks, the stream gets its one terminal event."""
+        """Runs the request to its end. The stream gets its one terminal event also if something fails."""
         try:
             result = await self._serve()
             self.stream.finish(self._account.usage(self._prompt, result))
@@ -164,7 +166,8 @@ class Flight:
             self._conclude()
 
     def _conclude(self) -> None:
-        """Once, however the task ended: also when it was cancelled before it ran at all."""
+        """Ends everything that the request holds, once, however its task ended: also if the task was cancelled before
+        it ran at all."""
         if not self._is_concluded:
             self._is_concluded = True
             self._leave_line()
@@ -177,7 +180,7 @@ class Flight:
         while self._setbacks.num_failed_attempts < self._parts.config.max_attempts:
             await self._take_turn()
             if self.stream.are_choices_finished:
-                return None  # Nothing is missing but the worker's own account.
+                return None  # Only the worker's own account of the request is missing.
             attempt = self._make_attempt(number)
             try:
                 return await self._try(attempt)
@@ -192,7 +195,7 @@ class Flight:
                 if attempt.plan is None:
                     await self._await_capacity(error)
                     continue
-                number += 1  # what a member has seen once is never used again
+                number += 1  # A number that a member has seen is never used again.
                 self._setbacks.attempt_lost(error, isinstance(error, Busy) or not attempt.lacks_encoder)
                 self._parts.metrics.attempts.labels(error.code).inc()
                 logger.warning("request %s: attempt %d ended: %s", self.stream.request_id, number, error.message)
@@ -203,7 +206,8 @@ class Flight:
         return Attempt(self._parts, self._prompt, attempt_id, self._age, self._setbacks, self._trace)
 
     async def _try(self, attempt: Attempt) -> GenerateResult | None:
-        """Until it is dispatched, what the former attempt still sends counts: it may have been the last token."""
+        """Dispatches an attempt and awaits its result. Until the dispatch, tokens that the former attempt still sends
+        count, because one of them may have been the last token."""
         try:
             is_first = attempt.attempt_id.attempt == 0
             attempt.dispatch(() if is_first else [choice.emitted for choice in self.stream.choices])
@@ -222,11 +226,11 @@ class Flight:
             self._leave_line()
 
     async def _steps_down(self, attempt: Attempt, error: WeftError) -> bool:
-        """Whether the request goes on without what could not be encoded. Never once a token was sent: an answer is
-        about one prompt."""
+        """Tries to continue the request without what could not be encoded, and returns whether it continues. It never
+        does so once a token was sent, because an answer is about one prompt."""
         if self.stream.is_started or not attempt.failed_items:
             return False
-        self._attempt = None  # what it still sends is void: its prompt is
+        self._attempt = None  # Its prompt no longer holds, so frames that it still sends are dropped.
         below = await self._ladder.step_down(error, attempt.failed_items)
         if below is None:
             return False
@@ -241,9 +245,9 @@ class Flight:
         return True
 
     async def _settle(self, result: GenerateResult) -> None:
-        """Brings the choices to the ends that the terminal event names. Frames may trail it on another way; what
-        doesn't come in time was lost, and is drawn again by a new attempt. Raises TargetGone (our lease had expired
-        there), TransferFailed, ProtocolError."""
+        """Brings the choices to the ends that the terminal event names. Token frames travel on another path and may
+        arrive after it; tokens that do not arrive in time were lost, and a new attempt draws them again. Raises
+        TargetGone (the router's lease at the worker had expired), TransferFailed, or ProtocolError."""
         named = {each.choice: each for each in result.choices}
         for index, choice in enumerate(self.stream.choices):
             if not choice.is_finished:
@@ -271,14 +275,16 @@ class Flight:
     # ------------------------------------------------------------ waiting
 
     async def _take_turn(self) -> None:
-        """Lets those go first that have waited longer and could be served now."""
+        """Joins the queue if requests that have waited longer could be served now, and waits for this request's
+        turn."""
         is_released = self._wait is not None
         if not is_released and self._left_to_wait_s > 0 and self._gate.must_wait(self._age):
             await self._stand_in_line("others that came before")
 
     async def _await_capacity(self, error: WeftError) -> None:
         """Waits until the members that the prompt needs are there, for what is left of `capacity_wait_s`. Raises the
-        request's end: at once if it kills workers or if members are only busy, else when the time is over."""
+        error that ends the request: at once if the request is blamed for lost workers, or if it has not waited yet and
+        members were only busy; otherwise when the time is over."""
         is_refused = self._setbacks.is_only_busy and not self._waited_s
         if self._setbacks.is_to_blame or is_refused:
             raise self._setbacks.verdict(error) from error
@@ -291,7 +297,8 @@ class Flight:
         return self._parts.config.capacity_wait_s - self._waited_s
 
     async def _stand_in_line(self, reason: str) -> bool:
-        """False if the time was over before the members were there."""
+        """Waits in the queue for the members that the prompt needs. Returns False if the time was over before the
+        members were there."""
         modalities = frozenset(item.modality for item in self._prompt.media)
         need = Need(modalities, self._setbacks.exclusions(self._parts.clock.now()))
         self._trace.add("waiting", reason=reason)
@@ -307,7 +314,7 @@ class Flight:
         return is_served
 
     def _leave_line(self, has_arrived: bool = False) -> None:
-        """The request waits for nobody any more: it has arrived at a token, or its attempt has ended."""
+        """Gives up the place in the queue, because the request has its first token or its attempt has ended."""
         if self._wait is not None:
             self._wait.leave(has_arrived)
             self._wait = None

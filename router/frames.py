@@ -1,7 +1,8 @@
-"""Puts the tokens of one choice in order: duplicates dropped, gaps held, over all attempts.
+"""Puts the tokens of one choice in order over all attempts: it drops duplicates and holds tokens behind a gap.
 
-Indexes count generated tokens from 0 over all attempts: a migrated attempt goes on where the former one stopped.
-Tokens of a former attempt are as good as the new one's, because a draw depends on (seed, choice, index) alone.
+Indexes count generated tokens from 0 over all attempts: a migrated attempt continues where the former one stopped.
+Tokens of a former attempt are as good as those of the new one, because a draw depends on (seed, choice, index) alone.
+The module knows nothing of text or stops.
 """
 
 from __future__ import annotations
@@ -14,26 +15,26 @@ from fabric.messages import TokenLogprobs
 
 
 class Ending(NamedTuple):
-    """Where the worker says the choice ends."""
+    """An `Ending` is the point at which a choice ends, as the worker reports it."""
 
     num_tokens: int
     reason: str
 
 
 class TokenOrder:
-    """The tokens of one choice. Which attempt a frame belongs to is checked by the caller."""
+    """A `TokenOrder` holds the tokens of one choice. The caller checks which attempt a frame belongs to."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
-        """Contiguous from index 0."""
+        """Holds the token ids that are contiguous from index 0."""
         self.logprobs: list[TokenLogprobs] = []
-        """One per token, if the worker sends them."""
+        """Holds one entry per token, if the worker sends log-probabilities."""
         self._held: dict[int, tuple[int, TokenLogprobs | None]] = {}
         self._ending: Ending | None = None
         self.num_duplicates = 0
 
     def push(self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[int]:
-        """Takes a frame, returns the tokens that became contiguous by it. Tokens after the ending are dropped."""
+        """Takes a frame and returns the tokens that it made contiguous. Drops tokens after the ending."""
         for index, (token_id, scored) in enumerate(zip_longest(token_ids, logprobs), first_index):
             if index < len(self.token_ids) or index in self._held or self._is_beyond(index):
                 self.num_duplicates += 1
@@ -49,23 +50,23 @@ class TokenOrder:
         return fresh
 
     def end(self, num_tokens: int, reason: str) -> None:
-        """What a frame or the terminal event says. Repeating it is harmless."""
+        """Sets the ending that a frame or the terminal event reports. Repeating it is harmless."""
         self._ending = Ending(num_tokens, reason)
 
     def restart(self) -> None:
-        """A new attempt: what is held behind a gap and an ending that was never reached are void."""
+        """Prepares for a new attempt: drops tokens that are held behind a gap, and an ending that was never reached."""
         self._held.clear()
         self._ending = None
 
     @property
     def reached(self) -> Ending | None:
-        """The ending, once every token up to it is there."""
+        """Returns the ending once every token up to it is there, otherwise None."""
         ending = self._ending
         return ending if ending is not None and len(self.token_ids) >= ending.num_tokens else None
 
     @property
     def num_missing(self) -> int:
-        """Tokens known to exist that have not come; 0 without an ending or a gap."""
+        """Counts the tokens that are known to exist but have not arrived; it is 0 without an ending or a gap."""
         last = max(self._held, default=-1) + 1
         if self._ending is not None:
             last = max(last, self._ending.num_tokens)

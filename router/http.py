@@ -1,6 +1,6 @@
-"""The HTTP edge: routes, headers, and OpenAI's formats around the router service. No decision is made here.
+"""Forms the HTTP edge: routes, headers, and OpenAI's formats around the router service. It makes no decisions.
 
-A streamed answer's headers wait for the first token or failure, so that what fails before has its true status.
+The headers of a streamed answer wait for the first token or failure, so that an earlier failure gets its true status.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from router.streams import RequestStream
 from router.token_details import TokenDetails
 
 CLIENT_LABEL = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
-"""A client's `x-request-id` that may be echoed: no spaces, no control characters."""
+"""Matches a client's `x-request-id` that may be echoed: it has no spaces and no control characters."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ROUTE_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 class HttpEdge:
-    """The handlers of one app."""
+    """An `HttpEdge` holds the handlers of one app."""
 
     def __init__(self, service: RouterService) -> None:
         self._service = service
@@ -43,7 +43,8 @@ class HttpEdge:
     # ------------------------------------------------------------ chat completions
 
     async def chat_completions(self, request: Request) -> Response:
-        """Everything from the client's bytes to its answer. Whatever ends it, the ticket is given back."""
+        """Handles an exchange from the client's bytes to its answer. The ticket is returned however the exchange
+        ends."""
         service, arrived_s = self._service, asyncio.get_running_loop().time()
         label = client_label(request)
         try:
@@ -71,7 +72,8 @@ class HttpEdge:
         label: str | None,
         arrived_s: float,
     ) -> Response:
-        """The ticket and the watch go to the event stream, if there is one; otherwise they end here."""
+        """Answers a request with a complete body. If the answer is streamed, the event stream takes over the ticket and
+        the watch; otherwise both end here."""
         watch = ClientWatch(request.receive)
         stream: RequestStream | None = None
         is_handed_on = False
@@ -111,7 +113,7 @@ class HttpEdge:
             return LingeringResponse(answer.status, answer.body, merged)
         return Response(answer.body, answer.status, media_type="application/json", headers=merged)
 
-    # ------------------------------------------------------------ the rest
+    # ------------------------------------------------------------ other routes
 
     async def models(self, request: Request) -> Response:
         return answer_json(request, {"object": "list", "data": [self._model()]})
@@ -127,7 +129,7 @@ class HttpEdge:
         return model_object(self._service.config.model_name, self._created, self._service.family.shape.max_model_len)
 
     async def live(self, request: Request) -> Response:
-        """The process can serve: 503 when it should be replaced."""
+        """Reports whether the process can serve; answers 503 if it should be replaced."""
         try:
             self._service.check_health()
         except WeftError as error:
@@ -135,7 +137,7 @@ class HttpEdge:
         return answer_json(request, {"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Requests can be served: 503 while a worker or a needed encoder is missing."""
+        """Reports whether requests can be served; answers 503 while a worker or a needed encoder is missing."""
         is_ready, state = self._service.readiness()
         return answer_json(request, state, 200 if is_ready else 503)
 
@@ -143,11 +145,11 @@ class HttpEdge:
         return Response(self._service.metrics.exposition(), media_type=METRICS_TYPE, headers=echo(request))
 
     async def members(self, request: Request) -> Response:
-        """The workers and encoders that this router plans with."""
+        """Lists the workers and encoders that this router plans with."""
         return answer_json(request, {"members": self._service.members()})
 
     async def trace(self, request: Request) -> Response:
-        """Of a recent request, by its id or its completion's."""
+        """Returns the trace of a recent request, by the request's id or by the id of its completion."""
         name = str(request.path_params["request_id"]).removeprefix("chatcmpl-")
         trace = self._service.traces.get(name)
         if trace is None:
@@ -157,7 +159,7 @@ class HttpEdge:
 
 
 def create_app(service: RouterService) -> FastAPI:
-    """The ASGI app of one router. Starts nothing: the service's life is its owner's."""
+    """Returns the ASGI app of one router. It starts nothing: the owner of the service starts and stops it."""
     edge = HttpEdge(service)
     app = FastAPI(title="Weft", openapi_url=None, docs_url=None, redoc_url=None)
     routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
@@ -180,7 +182,7 @@ def create_app(service: RouterService) -> FastAPI:
 
 
 async def route_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods, in the envelope."""
+    """Answers unknown paths and methods in OpenAI's error envelope."""
     assert isinstance(error, HTTPException)
     code = ROUTE_CODES.get(error.status_code, "invalid_request")
     message = f"{error.detail}: {request.method} {request.url.path[:256]}"
@@ -190,14 +192,14 @@ async def route_error(request: Request, error: Exception) -> Response:
 
 
 async def internal_error(request: Request, error: Exception) -> Response:
-    """A handler broke. The server logs the trace; the client learns the class alone."""
+    """Answers for a handler that failed. The server logs the trace; the client gets only the class of the error."""
     answer = http_error(WeftError(f"internal error ({type(error).__name__})"))
     headers = answer.headers | echo(request)
     return Response(answer.body, answer.status, media_type="application/json", headers=headers)
 
 
 async def collect(stream: RequestStream, head: Head, details: TokenDetails) -> bytes:
-    """A whole answer, with the details that were asked for. Raises what ended the request."""
+    """Returns a whole answer, with the details that the client asked for. Raises the error that ended the request."""
     texts: list[list[str]] = [[] for _ in stream.choices]
     reasons = [""] * len(texts)
     async for deltas in stream:
@@ -215,7 +217,7 @@ def completion_id(stream: RequestStream) -> str:
 
 
 def client_label(request: Request) -> str | None:
-    """The client's own `x-request-id`, if it is fit to be repeated. Never an internal id."""
+    """Returns the client's own `x-request-id`, if it is fit to be repeated. It is never an internal id."""
     label = request.headers.get("x-request-id", "")
     return label if CLIENT_LABEL.fullmatch(label) else None
 

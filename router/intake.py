@@ -1,8 +1,9 @@
-"""From a chat request to a prompt: checked, media probed, then planned, tokenised, expanded and hashed.
+"""Turns a chat request into a prompt: the request is checked, its media are probed, and then it is planned, tokenised,
+expanded and hashed.
 
-In two halves, because the failure ladder plans a request again: `read` is done once, `plan` as often as something has
-to be left out. Cheap checks come first; what costs (JSON, base64, hashing, tokenising) runs in threads of its kind.
-Decodes no pixels. Knows no worker.
+The work is split in two, because the failure ladder plans a request again: `read` runs once, and `plan` runs again each
+time something has to be left out. Cheap checks come first; expensive work (JSON, base64, hashing, tokenising) runs in
+threads of its kind. The module decodes no pixels and knows nothing of workers.
 """
 
 from __future__ import annotations
@@ -29,28 +30,30 @@ from router.structured import grammar_of
 from router.threads import RequestThreads, Work
 
 PARSE_IN_THREAD_BYTES = 64 * 1024
-"""Of a body; less is parsed in less time than it takes to change threads."""
+"""A body of at most this many bytes is parsed in the event loop, because that takes less time than changing threads."""
 MAX_FITTINGS = 3
-"""Times that videos are thinned out again for the text that a family writes between their frames."""
+"""Limits how often the media are planned for one prompt. Each time after the first, videos get fewer frames, to make
+room for the text that a family writes between the frames."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A request that was read: everything from which its prompt is made, once or again. Lives as long as the request,
-    so it holds each medium once, as bytes, and not as the client's text."""
+    """A `Draft` is a request that was read: it holds everything from which the request's prompt is made, once or
+    several times. It lives as long as the request, so it holds each medium once, as bytes, and not as the client's
+    text."""
 
     chat: ChatRequest
-    """Without contents."""
+    """This is the request without the contents of its messages."""
     contents: tuple[str | list[Part], ...]
-    """Per message."""
+    """Holds one entry per message."""
     media: tuple[ProbedMedium, ...]
     video_options: MediaOptions
     sampling: SamplingParams
-    """Drawn once: a prompt that is made again draws the same."""
+    """This is drawn once, so that a prompt that is made again draws the same tokens."""
 
 
 class Intake:
-    """Stateless but for the prober, whose life is `start` to `close`; one per router."""
+    """An `Intake` has no state but the prober, which lives from `start` to `close`. Each router has one."""
 
     def __init__(
         self, config: RouterConfig, family: Family, codec: TextCodec, registry: Registry, prober: Prober
@@ -68,7 +71,7 @@ class Intake:
         self._planner = MediaPlanner(family)
 
     async def start(self) -> None:
-        """Readies the prober, if a modality that is served needs it. Raises NoCapacity."""
+        """Starts the prober, if a served modality needs it. Raises NoCapacity."""
         if any(
             self._registry.modality(name).needs_process for name in self.max_items if self._registry.has_modality(name)
         ):
@@ -79,14 +82,14 @@ class Intake:
         await self._prober.close()
 
     async def parse(self, body: bytes) -> ChatRequest:
-        """Raises InvalidRequest, `param` naming the first offending field."""
+        """Parses the JSON of a request. Raises InvalidRequest; `param` names the first offending field."""
         if len(body) <= PARSE_IN_THREAD_BYTES:
             return parse_chat(body)
         return await self._threads.run(Work.BODY, parse_chat, body)
 
     async def read(self, chat: ChatRequest) -> Draft:
-        """Raises a RequestRefused, `param` naming the offending part of the request; Busy or Unavailable if a medium
-        can't be read now."""
+        """Checks a request and probes its media. Raises a RequestRefused whose `param` names the offending part of the
+        request; raises Busy or Unavailable if a medium can't be read now."""
         vocab_size = self.family.shape.vocab_size
         check_limits(chat, self._config, vocab_size)
         contents = tuple(parts_of(message, index, self._is_media) for index, message in enumerate(chat.messages))
@@ -106,11 +109,11 @@ class Intake:
         )
 
     async def plan(self, draft: Draft, losses: Losses = NOTHING_LOST) -> Prompt:
-        """The prompt without what was lost. Raises a RequestRefused."""
+        """Returns the prompt without what was lost. Raises a RequestRefused."""
         return await self._threads.run(Work.PROMPT, self._plan, draft, losses)
 
     def is_reducible(self, draft: Draft, key: ItemKey, reduction: int) -> bool:
-        """Whether the item, reduced so often, would cost less if it were reduced once more."""
+        """Returns whether the item, already reduced `reduction` times, would cost less if it were reduced once more."""
         medium = next(medium for medium in draft.media if medium.part == key.part)
         return self._planner.is_reducible(medium, key, draft.video_options, reduction)
 
@@ -141,8 +144,9 @@ class Intake:
     def _fitted(
         self, draft: Draft, losses: Losses, rendered: Sequence[int]
     ) -> tuple[list[PlannedItem], ExpandedPrompt]:
-        """Items and expanded prompt within the context. Families may write text between a video's frames (times),
-        known only afterwards: if it takes too much, there will be fewer frames. Raises ContextLengthExceeded."""
+        """Returns items and an expanded prompt that fit into the context. Families may write text between a video's
+        frames (times), and its length is known only afterwards; if it takes too much, the video gets fewer frames.
+        Raises ContextLengthExceeded."""
         chat, longest = draft.chat, self.family.shape.max_model_len
         num_text = len(rendered) - _num_placeholders(draft, losses)
         most = longest - self._answer_tokens(chat)
@@ -162,7 +166,7 @@ class Intake:
         return items, expanded
 
     def _answer_tokens(self, chat: ChatRequest) -> int:
-        """Tokens of the context that videos must leave to the answer."""
+        """Returns the number of tokens of the context that videos must leave to the answer."""
         if chat.token_limit is not None:
             return chat.token_limit
         return min(self._config.answer_tokens, self.family.shape.max_model_len // 8)
@@ -173,7 +177,8 @@ class Intake:
         return self._registry.modality_of_part(part_type) is not None
 
     def _messages(self, draft: Draft, losses: Losses) -> list[dict[str, object]]:
-        """Input of the chat template. `developer` is what `system` is called now; templates know the old name."""
+        """Returns the input of the chat template. `developer` is the new name of the role `system`; templates know the
+        old name."""
         messages: list[dict[str, object]] = []
         for message, content in zip(draft.chat.messages, draft.contents, strict=True):
             role = "system" if message.role == "developer" else message.role
@@ -198,7 +203,8 @@ class Intake:
 
 
 def served_items(family: Family, lowered: Mapping[str, int]) -> dict[str, int]:
-    """Modality -> most items per prompt: the family's, lowered by the deployment; those with none are left out."""
+    """Maps each modality to the most items per prompt: the family's limit, lowered by the deployment. It leaves out
+    modalities with a limit of 0."""
     most = {modality: min(count, lowered.get(modality, count)) for modality, count in family.max_items.items()}
     return {modality: count for modality, count in most.items() if count > 0}
 
@@ -209,7 +215,7 @@ def without_contents(chat: ChatRequest) -> ChatRequest:
 
 
 def without_fields(content: Sequence[Part]) -> list[Part]:
-    """Media parts by their type and place alone."""
+    """Returns the parts with media parts reduced to their type and place."""
     return [part if isinstance(part, TextPart) else part._replace(fields={}) for part in content]
 
 

@@ -1,12 +1,13 @@
-"""The failure ladder: what becomes of a request whose medium could not be encoded. Smaller, then without it, or an
-error; each step down ends the attempt and plans a new prompt, and the answer says so.
+"""The failure ladder decides what happens to a request whose medium could not be encoded: the medium is made smaller,
+then removed, or the request fails. Each step down ends the attempt and plans a new prompt, and the answer reports the
+step.
 
     on_encode_failure   steps
     error               none: the failure is the answer (the default)
     reduce              the item once at half its size (every other frame, half the side of a picture)
     text_only           the same, and if that fails too, or can't be done, without the item
 
-Knows neither attempts nor tokens; what an item would become is asked of the intake.
+It knows nothing of attempts or tokens; it asks the intake what an item would become.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from router.prompt import Prompt
 
 REDUCED, REMOVED = "reduced", "removed"
 FAILURES = (EncodeFailed, DeadlineExceeded)
-"""What an encoder may not have with less work; a deadline is one that a silent encoder let pass. Never a broken medium,
-nor a member that was lost, nor an encoder that says that it is busy."""
+"""These are failures that an encoder may avoid with less work. A deadline is one that a silent encoder missed. A broken
+medium, a lost member and an encoder that reports that it is busy are never among them."""
 MAX_REDUCTIONS = 1
 
 
 class StepDown(NamedTuple):
-    """Something the model was not shown as it was sent."""
+    """A `StepDown` is one medium that the model did not get as the client sent it."""
 
     key: ItemKey
     action: str
-    """`reduced` or `removed`."""
+    """This is `reduced` or `removed`."""
     reason: WeftError
 
     def to_json(self) -> dict[str, object]:
@@ -46,8 +47,8 @@ class StepDown(NamedTuple):
 
 
 class Ladder:
-    """Of one request. `is_reducible(item, times)`: whether the item, reduced so often, could be reduced once more;
-    `replan` makes the prompt without what was lost."""
+    """A `Ladder` serves one request. `is_reducible(item, times)` returns whether the item, already reduced `times`
+    times, could be reduced once more; `replan` makes the prompt without what was lost."""
 
     def __init__(
         self,
@@ -56,15 +57,16 @@ class Ladder:
         replan: Callable[[Losses], Awaitable[Prompt]],
     ) -> None:
         self.degraded: tuple[StepDown, ...] = ()
-        """The last step of each item, in order of their first."""
+        """Holds the last step of each item, in the order of their first steps."""
         self._policy = policy
         self._is_reducible = is_reducible
         self._replan = replan
         self._losses = NOTHING_LOST
 
     async def step_down(self, error: WeftError, items: Sequence[MediaItem]) -> tuple[Prompt, list[StepDown]] | None:
-        """The prompt below, and the steps that lead there, after `items` failed with `error`. Those that can be
-        reduced are; only if none can they are removed. None if the policy ends here, and nothing is changed then."""
+        """Takes a step down after `items` failed with `error`, and returns the new prompt and the steps that lead to
+        it. It reduces the items that can be reduced; only if none can, it removes the items. Returns None, and changes
+        nothing, if the policy allows no further step."""
         if self._policy == "error" or not items or not isinstance(error, FAILURES):
             return None
         keys = list(dict.fromkeys(ItemKey(item.part, item.modality) for item in items))

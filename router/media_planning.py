@@ -1,7 +1,9 @@
-"""From probed media to items with plans, within the context: what is fixed first, then the videos share what is left.
+"""Turns probed media into items with plans that fit the context: items of fixed size come first, then the videos share
+what is left.
 
-A video may become two items, its pictures and its sound. What the failure ladder took away is left out here, or
-planned smaller. Decodes nothing; knows no request but its media and their wishes.
+A video may become two items, its pictures and its sound. Items that the failure ladder removed are left out here, and
+items that it reduced are planned smaller. The module decodes nothing; of a request it knows only the media and their
+options.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from router.media_budget import share_tokens
 from router.media_probing import SOUND, ProbedMedium
 
 VIDEO = "video"
-"""The modality whose frames are thinned out to fit."""
+"""This is the modality whose frames are thinned out to fit."""
 
 
 class ItemKey(NamedTuple):
-    """An item of a request, however often it is planned: a part has one per modality."""
+    """An `ItemKey` names an item of a request, and stays the same however often the item is planned. A part has one
+    item per modality."""
 
     part: str
     modality: str
@@ -30,10 +33,10 @@ class ItemKey(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Losses:
-    """What the failure ladder took away so far."""
+    """Holds what the failure ladder has reduced or removed so far."""
 
     item_to_reduction: Mapping[ItemKey, int] = dataclasses.field(default_factory=dict)
-    """As `MediaOptions.reduction`."""
+    """Maps an item to the number of times it was reduced, as in `MediaOptions.reduction`."""
     removed: frozenset[ItemKey] = frozenset()
 
 
@@ -47,7 +50,7 @@ class PlannedItem(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """An item before it is planned."""
+    """Holds an item before it is planned."""
 
     medium: ProbedMedium
     modality: str
@@ -57,7 +60,8 @@ class _Wanted(NamedTuple):
 
 
 class MediaPlanner:
-    """Stateless; one per router. `video_options` of a call are the deployment's and the request's wishes."""
+    """A `MediaPlanner` has no state; each router has one. The `video_options` of a call combine the deployment's
+    defaults with the request's wishes."""
 
     def __init__(self, family: Family) -> None:
         self._family = family
@@ -65,9 +69,10 @@ class MediaPlanner:
     def plan(
         self, media: Sequence[ProbedMedium], video_options: MediaOptions, room: int, salt: str, losses: Losses
     ) -> list[PlannedItem]:
-        """`room`: tokens that all media together may have in the context. Videos get what the others leave of it, at
-        most `video_options.max_tokens` together; one that has fewer frames than its share keeps its options, and so
-        its identity. Others are planned as they are, whether they fit or not. Raises InvalidMedia naming the part."""
+        """Plans all items of a request. `room` is the number of tokens that all media together may have in the context.
+        Videos get what the other items leave of it, at most `video_options.max_tokens` together; a video that wants no
+        more than its share keeps its options, and so its identity. Other items are planned as they are, whether they
+        fit or not. Raises InvalidMedia naming the part."""
         wanted = self._wanted(media, video_options, losses)
         plans = [self._plan(each) for each in wanted]
         at = [index for index, each in enumerate(wanted) if each.modality == VIDEO]
@@ -81,8 +86,8 @@ class MediaPlanner:
         return [self._item(index, each, salt) for index, each in enumerate(wanted)]
 
     def is_reducible(self, medium: ProbedMedium, key: ItemKey, video_options: MediaOptions, reduction: int) -> bool:
-        """Whether the item would cost less, reduced once more than `reduction` times. (A sound never does; nor does
-        a picture that is as small as the model takes them.)"""
+        """Returns whether the item would cost less if it were reduced once more than `reduction` times. (A sound never
+        does; nor does a picture that is already as small as the model takes pictures.)"""
         losses = [Losses({key: times}) for times in (reduction, reduction + 1)]
         now, less = (
             next(each for each in self._wanted([medium], video_options, loss) if each.modality == key.modality)
@@ -90,7 +95,7 @@ class MediaPlanner:
         )
         return self._plan(less).cost < self._plan(now).cost
 
-    # ------------------------------------------------------------ inside
+    # ------------------------------------------------------------ helpers
 
     def _wanted(self, media: Sequence[ProbedMedium], video_options: MediaOptions, losses: Losses) -> list[_Wanted]:
         wanted: list[_Wanted] = []

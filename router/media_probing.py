@@ -1,8 +1,10 @@
-"""The media of a request, read as far as their headers: counted, parsed, probed, held against the limits.
+"""Reads the media of a request as far as their headers: it counts, parses and probes them, and checks them against the
+limits.
 
-Types and counts first, before a byte is decoded. What the first bytes of a file do not say plainly is read in a process
-that may be killed, one file of a request at a time: so requests take turns there, and one that has many costly files
-holds up no other. Knows no model but by what it takes (modality -> most items), and no tokens.
+Types and counts are checked first, before a byte is decoded. What the first bytes of a file do not say plainly is read
+in a separate process that may be killed, one file of a request at a time. So requests take turns there, and a request
+with many costly files does not hold up another. Of the model the module knows only what it takes (modality -> most
+items); it knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -21,55 +23,56 @@ from router.api.content import PART_TYPE_TO_MODALITY, MediaPart
 from router.threads import RequestThreads, Work
 
 SOUND = "audio"
-"""The modality of a video's sound track."""
+"""This is the modality of a video's sound track."""
 LOW_DETAIL_PIXELS = 512 * 512
-"""What the model looks at of a picture with `detail: low`; the size that OpenAI's documentation names."""
+"""Limits the pixels that the model looks at of a picture with `detail: low`; it is the size that OpenAI's documentation
+names."""
 
 
 class Prober(Protocol):
-    """See modalities.probing.ProbePool."""
+    """A `Prober` reads the headers of media; modalities.probing.ProbePool implements it."""
 
     async def start(self) -> None: ...
 
     async def close(self) -> None: ...
 
     async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
-        """`ModalityPlugin.probe`, in a process of its own; files that wait for one are read in the order in which they
-        came. Raises InvalidMedia, NoCapacity if there is none, Overloaded if none is free in time, MachineBusy if it is
-        not done in time."""
+        """Runs `ModalityPlugin.probe` in a separate process. Files that wait for a process are read in the order in
+        which they came. Raises InvalidMedia, NoCapacity if there is no process, Overloaded if none is free in time, and
+        MachineBusy if the read is not done in time."""
         ...
 
 
 class ProbedMedium(NamedTuple):
-    """One part of the request that is a medium."""
+    """A `ProbedMedium` is one part of the request that is a medium."""
 
     part: str
-    """Its path, `messages.0.content.1`."""
+    """This is the path of the part in the request, such as `messages.0.content.1`."""
     modality: str
     data: bytes
-    """The encoded file."""
+    """Holds the encoded file."""
     digest: bytes
-    """Of `data`: it is hashed once, however often the item is planned."""
+    """This is the digest of `data`, which is hashed once, however often the item is planned."""
     header: MediaHeader
     sound: AudioHeader | None
-    """The sound track that the model is to hear, of a video."""
+    """This is the sound track of a video, if the model is to get it."""
     probe_s: float
     max_pixels: int = 0
-    """As `MediaOptions.max_pixels`, of a picture."""
+    """Limits the pixels of a picture, as `MediaOptions.max_pixels` does."""
 
 
 class _File(NamedTuple):
-    """One part, decoded from its text."""
+    """A `_File` is one part, decoded from its text."""
 
     data: bytes
     digest: bytes
     header: MediaHeader | None
-    """If its first bytes say it."""
+    """This is the header if the first bytes of the file say it, otherwise None."""
 
 
 class MediaReader:
-    """Stateless but for the prober; one per router. `max_items`: modality -> most items of a request; a modality
-    without a row, or with 0, is not served."""
+    """A `MediaReader` has no state but the prober; each router has one. `max_items` maps a modality to the most items
+    of a request; a modality without a row, or with 0, is not served."""
 
     def __init__(
         self,
@@ -88,9 +91,9 @@ class MediaReader:
         self._threads = threads
 
     async def read(self, parts: Sequence[MediaPart], hears_videos: bool | None = None) -> list[ProbedMedium]:
-        """One per part, in order. `hears_videos`: whether sound tracks count; by default they do if the model takes
-        both. Raises UnsupportedModality, InvalidRequest, InvalidMedia, naming the first part that is at fault, behind
-        which nothing is probed; and what a prober raises."""
+        """Returns one medium per part, in order. `hears_videos` says whether sound tracks count; by default they do if
+        the model takes sound. Raises UnsupportedModality, InvalidRequest or InvalidMedia, naming the first part that is
+        at fault, after which nothing is probed; raises also what a prober raises."""
         plugins = self._check_types(parts)
         has_hearing = self._has_hearing(hears_videos)
         if not parts:
@@ -104,7 +107,8 @@ class MediaReader:
         return media
 
     def plugin_of(self, part: MediaPart) -> ModalityPlugin:
-        """Raises UnsupportedModality, InvalidRequest for a type that nobody knows."""
+        """Returns the plugin for a part. Raises UnsupportedModality if the model does not take the part's modality, and
+        InvalidRequest for an unknown part type."""
         plugin = self._registry.modality_of_part(part.part_type)
         if plugin is None and part.part_type not in PART_TYPE_TO_MODALITY:
             raise InvalidRequest(f"unknown content part type `{part.part_type[:64]}`", param=part.param)
@@ -121,7 +125,8 @@ class MediaReader:
         return plugins
 
     def _check_counts(self, items: Sequence[tuple[str, str]], probed: Sequence[ProbedMedium] = ()) -> None:
-        """`items`: (part, modality), to be counted on top of those that were probed."""
+        """Counts `items`, which are (part, modality) pairs, in addition to the media in `probed`. Raises InvalidRequest
+        if a modality has too many items."""
         counts = Counter(medium.modality for medium in probed)
         for part, modality in items:
             counts[modality] += 1
@@ -162,7 +167,8 @@ class MediaReader:
         return can_hear if wanted is None else wanted
 
     def _sound(self, medium: ProbedMedium) -> AudioHeader | None:
-        """The sound track that counts, within the limits of sounds. Raises InvalidMedia."""
+        """Returns the sound track of a medium, or None, and checks it against the limits for sounds. Raises
+        InvalidMedia."""
         sound = medium.header.sound if isinstance(medium.header, VideoHeader) else None
         if sound is not None and self._registry.has_modality(SOUND):
             self._registry.modality(SOUND).validate(sound, self._limits, medium.part)

@@ -1,6 +1,7 @@
-"""Series of the cluster behind the router: what members report, and how well the planner predicts them.
+"""Exports metric series of the cluster behind the router: what members report, and how well the planner predicts them.
 
-Read from the last reports and the planner's sums when they are asked for, so a member that left has no series.
+The series are computed from the last reports and the planner's sums at the moment of a scrape, so a member that left
+has no series. The module knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -86,11 +87,11 @@ ENCODER_COUNTERS = {
     "evicted_bytes": "evicted_bytes",
     "preprocess_s": "preprocess_seconds",
 }
-"""Fields of the reports -> names of the series, without `weft_worker_` or `weft_encoder_`."""
+"""These four tables map fields of the reports to names of the series, without `weft_worker_` or `weft_encoder_`."""
 
 
 class MemberReports(Collector):
-    """The last report of each member that is there."""
+    """Holds the last report of each member that is there, and exports it."""
 
     def __init__(self) -> None:
         self.workers: dict[MemberId, WorkerReport] = {}
@@ -113,8 +114,8 @@ class MemberReports(Collector):
 
 
 class PlannerSeries(Collector):
-    """Predicted against actual per stage, as sums; and the indexes' sizes. An affinity that quietly stopped working
-    is seen here: sources out of step, or hits predicted and not found."""
+    """Exports sums of predicted and actual values per stage, and the sizes of the indexes. They show if affinity has
+    silently stopped working: sources are out of step, or predicted hits are not found."""
 
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster

@@ -1,4 +1,6 @@
-"""What the router measures of its own requests, for Prometheus. A registry of its own per router."""
+"""Measures the router's own requests for Prometheus. Each router has its own registry. The module knows nothing of how
+requests are served.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,17 @@ RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 4.0,
 
 
 class Timing(NamedTuple):
-    """Where one request's seconds went. `first_token_s` is None if there was none."""
+    """A `Timing` says how one request's seconds were spent. `first_token_s` is None if there was no token."""
 
     total_s: float
     intake_s: float
     worker_s: float
-    """From dispatch to terminal event, over all attempts."""
+    """This is the time from dispatch to the terminal event, summed over all attempts."""
     first_token_s: float | None
 
 
 class RouterMetrics:
-    """The router's own series, and the members'."""
+    """Holds the router's own series, and those of the members."""
 
     def __init__(self, num_in_flight: Callable[[], int], num_bodies_bytes: Callable[[], int]) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
@@ -72,13 +74,14 @@ class RouterMetrics:
         Gauge(f"weft_router_{name}", text, registry=self.registry).set_function(read)
 
     def watch_waiting(self, num_waiting: Callable[[], int]) -> None:
-        """Adds the gauge of requests that wait for a worker or an encoder. Called once."""
+        """Adds the gauge of requests that wait for a worker or an encoder. It is called once."""
         self._gauge("requests_waiting", "Requests that wait for a worker or an encoder to be there.", num_waiting)
 
     def observe_media(
         self, probes: Iterable[tuple[str, float]], items: Mapping[str, int], tokens: Mapping[str, int]
     ) -> None:
-        """Of a request whose prompt was made: (modality, seconds) per probe, items and tokens by modality."""
+        """Records the media of a request whose prompt was made: (modality, seconds) per probe, and items and tokens by
+        modality."""
         for modality, seconds in probes:
             self.probe.labels(modality).observe(seconds)
         for modality, num_items in items.items():
@@ -88,7 +91,7 @@ class RouterMetrics:
             self.planned_tokens.labels(modality).inc(num_tokens)
 
     def observe_first_token(self, predicted_s: float, bound_s: float, actual_s: float) -> None:
-        """Of an attempt's first token: what the planner said against what came."""
+        """Records an attempt's first token: what the planner predicted against the actual time."""
         self.predicted_ttft.observe(predicted_s)
         self.actual_ttft.observe(actual_s)
         if actual_s > 0:
@@ -96,7 +99,7 @@ class RouterMetrics:
             self.overlap.observe(bound_s / actual_s)
 
     def observe_request(self, code: str, timing: Timing) -> None:
-        """Of a request that ended."""
+        """Records a request that ended."""
         self.requests.labels(code).inc()
         self.e2e.observe(timing.total_s)
         if timing.first_token_s is not None:
@@ -106,5 +109,5 @@ class RouterMetrics:
         self.stage.labels("router").observe(max(0.0, timing.total_s - timing.worker_s))
 
     def exposition(self) -> bytes:
-        """Prometheus text format."""
+        """Returns all series in Prometheus text format."""
         return generate_latest(self.registry)

@@ -1,4 +1,6 @@
-"""What every request of one router shares. Made once by the service; the members in it change."""
+"""Holds the parts that all requests of one router share. The service creates them once; the members in them change. The
+module knows nothing of single requests.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ class RouterParts:
     member_id: MemberId
     config: RouterConfig
     feature_row_bytes: int
-    """On one level: `hidden_size * itemsize` of the model."""
+    """This is the number of bytes of one feature row on one level: `hidden_size * itemsize` of the model."""
     cluster: ClusterState
     plane: Plane
     pools: Pools
@@ -29,15 +31,15 @@ class RouterParts:
     metrics: RouterMetrics
     tasks: Tasks = field(default_factory=Tasks)
     members: dict[MemberId, Member] = field(default_factory=dict)
-    """Workers and encoders that are there."""
+    """Holds the workers and encoders that are there."""
 
     def send(self, member_id: MemberId, message: PlaneMessage) -> bool:
-        """To a member by its id; False if it has left."""
+        """Sends a message to a member by its id; returns False if the member has left."""
         member = self.members.get(member_id)
         return member is not None and self.plane.send(member.address, message)
 
     def exclude(self, member_id: MemberId) -> None:
-        """Nothing is planned onto the member for a while."""
+        """Keeps plans from using the member for `exclusion_s` seconds."""
         self.cluster.exclude(member_id, self.clock.now() + self.config.exclusion_s)
 
     def of_kind(self, kind: str) -> list[Member]:

@@ -1,4 +1,6 @@
-"""A request as the cluster sees it: ids, media and stops. Frozen; kept until the request's terminal event."""
+"""A prompt is a request as the cluster sees it: ids, media and stops. It is frozen, and is kept until the request's
+terminal event. It knows nothing of the client's format.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ from fabric.messages import MediaItem, PlaceholderRange, SamplingParams, StopCon
 @dataclass(frozen=True, slots=True)
 class Prompt:
     token_ids: tuple[int, ...]
-    """One per position, placeholders expanded."""
+    """Holds one id per position, with placeholders expanded."""
     placeholders: tuple[PlaceholderRange, ...]
     media: tuple[MediaItem, ...]
     media_bytes: tuple[bytes, ...]
-    """The encoded file of each medium: an encoding may be needed again at any time."""
+    """Holds the encoded file of each medium, because an encoding may be needed again at any time."""
     block_hashes: tuple[BlockHash, ...]
     sampling: SamplingParams
     stop: StopConditions
@@ -28,13 +30,13 @@ class Prompt:
 
     @property
     def ending_token_ids(self) -> frozenset[int]:
-        """Ids that end a choice, and are no text then."""
+        """Returns the ids that end a choice; the id that ends it adds no text."""
         eos = () if self.stop.ignore_eos else self.stop.eos_token_ids
         return frozenset((*eos, *self.stop.stop_token_ids))
 
     @property
     def facts(self) -> dict[str, object]:
-        """For the trace: its length, and what each medium became."""
+        """Returns facts for the trace: the length of the prompt, and what each medium became."""
         media = [
             {
                 "part": item.part,
@@ -49,7 +51,7 @@ class Prompt:
 
     @property
     def modality_to_tokens(self) -> dict[str, int]:
-        """Prompt tokens per modality."""
+        """Returns the number of prompt tokens per modality."""
         counts: Counter[str] = Counter()
         for run in self.placeholders:
             counts[self.media[run.item].modality] += run.length

@@ -1,4 +1,5 @@
-"""From a chat request to how its tokens are drawn and when it ends. Knows neither media nor prompts."""
+"""Derives from a chat request how its tokens are drawn and when generation ends. It knows nothing of media or
+prompts."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from router.api.request import ChatRequest
 
 
 def sampling_of(chat: ChatRequest, vocab_size: int, grammar: str = "") -> SamplingParams:
-    """OpenAI's defaults. A request without a seed gets one here, so that a migration draws the same. Raises
-    InvalidRequest for a bias on what is no token."""
+    """Returns the sampling parameters, with OpenAI's defaults. A request without a seed gets one here, so that a
+    migrated attempt draws the same tokens. Raises InvalidRequest for a bias on something that is not a token id."""
     return SamplingParams(
         temperature=1.0 if chat.temperature is None else chat.temperature,
         top_p=1.0 if chat.top_p is None else chat.top_p,
@@ -31,7 +32,8 @@ def sampling_of(chat: ChatRequest, vocab_size: int, grammar: str = "") -> Sampli
 def stop_conditions(
     chat: ChatRequest, num_prompt_tokens: int, max_model_len: int, eos_token_ids: Sequence[int]
 ) -> StopConditions:
-    """Without a limit of its own a request may fill the context. Raises InvalidRequest."""
+    """Returns the stop conditions. A request without a token limit may fill the context. Raises InvalidRequest if
+    `min_tokens` is above the limit."""
     room = max_model_len - num_prompt_tokens
     max_tokens = room if chat.token_limit is None else chat.token_limit
     min_tokens = chat.min_tokens or 0

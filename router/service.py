@@ -1,6 +1,6 @@
-"""The router as an object: takes chat requests, keeps its members' leases and its picture of the cluster.
+"""The router service takes chat requests, renews the router's leases at members, and keeps its view of the cluster.
 
-Runs in one event loop, without Ray and without HTTP. All decisions are elsewhere: intake, planning, flight.
+It runs in one event loop, without Ray and without HTTP. It makes no decisions itself: intake, planning and flight do.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ STOP_TIMEOUT_S = 5.0
 
 
 class RouterService:
-    """`wall_time` stamps the age order of requests (seconds since 1970)."""
+    """A `RouterService` is one router. `wall_time` (seconds since 1970) gives each request the time by which requests
+    are ordered by age."""
 
     def __init__(
         self,
@@ -87,17 +88,17 @@ class RouterService:
         self._gate = CapacityGate(self._parts.cluster, clock, metrics)
         metrics.watch_waiting(lambda: self._gate.num_waiting)
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ start, stop and members
 
     async def start(self) -> None:
-        """Begins to receive, and to renew its leases."""
+        """Starts to receive messages and to renew the router's leases at members."""
         await self._intake.start()
         self._parts.plane.start(self._handle)
         self._heartbeats = self._parts.tasks.spawn(self._beat(), "router heartbeats")
 
     async def drain(self, limit_s: float) -> int:
-        """Admits nothing from now on and waits until every request in flight has ended, up to `limit_s`. Returns how
-        many have not."""
+        """Stops admitting requests and waits until every request in flight has ended, up to `limit_s`. Returns how many
+        have not ended."""
         is_empty = asyncio.Event()
         self.admission.close(is_empty.set)
         try:
@@ -108,23 +109,25 @@ class RouterService:
         return self.admission.num_in_flight
 
     async def stop(self) -> None:
-        """Ends every request (its client is told) and every task. The plane stays its owner's."""
+        """Ends every request (its client gets an error) and every task. The message plane stays open; its owner closes
+        it."""
         for flight in list(self._flights.values()):
             flight.cancel()
         await self._parts.tasks.cancel_all(STOP_TIMEOUT_S)
         await self._intake.close()
 
     def check_health(self) -> None:
-        """Raises WeftError if the router can serve no more: its heartbeat has ended, or its message plane."""
+        """Raises WeftError if the router can serve no more because its heartbeat has ended or its message plane has
+        died."""
         if self._heartbeats is not None and self._heartbeats.done():
             raise WeftError("the router's heartbeat has ended")
         if not self._parts.plane.is_alive:
             raise WeftError("the message plane has died")
 
     def update_members(self, members: Sequence[Member]) -> None:
-        """The directory's present view. Those who are new get a heartbeat (which subscribes us) and are asked for
-        what they hold; of those who left, connection and series go, and calls that are open end as lost. Requests
-        that wait for members are looked at again."""
+        """Takes the directory's current list of members. New members get a heartbeat (which subscribes this router to
+        them) and a request for a snapshot of what they hold. For members that left, the connection and the metric
+        series are removed, and open calls end as lost. Requests that wait for members are then checked again."""
         change = self._parts.cluster.update_members(members)
         self._parts.set_members(members)
         for member in change.left:
@@ -138,8 +141,8 @@ class RouterService:
         self._gate.changed()
 
     def readiness(self) -> tuple[bool, dict[str, object]]:
-        """Whether a request could be served, and what is there: a worker, and an encoder for each modality that
-        is served. A router that drains is not ready."""
+        """Returns whether a request could be served, and which members are there. Serving needs a worker, and an
+        encoder for each served modality. A router that drains is not ready."""
         encoders = self._parts.of_kind("encoder")
         served = {modality for each in encoders for modality in each.modalities}
         missing = sorted(set(self._intake.max_items) - served)
@@ -155,7 +158,7 @@ class RouterService:
         return is_ready, state
 
     def members(self) -> list[dict[str, object]]:
-        """Workers and encoders that are there, for people: who, where, which process."""
+        """Lists the workers and encoders that are there, for people to read: id, kind, host and process."""
         named = sorted(self._parts.members.values(), key=lambda member: (member.kind, member.member_id))
         return [
             {"member_id": each.member_id, "kind": each.kind, "host": each.host, "pid": each.pid, "epoch": each.epoch}
@@ -163,12 +166,12 @@ class RouterService:
         ]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Of a token as a client sees it; a control token is its name."""
+        """Returns the bytes of a token as a client sees it; for a control token these are the bytes of its name."""
         return token_bytes(self._codec, token_id)
 
     @property
     def picture(self) -> ClusterState:
-        """What the router believes about the cluster. For reading."""
+        """Returns what the router believes about the cluster. Callers may only read it."""
         return self._parts.cluster
 
     @property
@@ -178,13 +181,14 @@ class RouterService:
     # ------------------------------------------------------------ requests
 
     async def parse(self, body: bytes) -> ChatRequest:
-        """A request's JSON. Raises InvalidRequest."""
+        """Parses a request's JSON. Raises InvalidRequest."""
         return await self._intake.parse(body)
 
     async def open(self, chat: ChatRequest, ticket: Ticket | None = None, label: str | None = None) -> RequestStream:
-        """Starts a request. Raises Overloaded, a RequestRefused. Whatever comes later (no capacity, too) comes
-        through the stream. With no ticket the request takes one, and releases it at its terminal event; a given
-        ticket is released by who took it. `label` is the client's own name for the request."""
+        """Starts a request. Raises Overloaded, Draining, or a RequestRefused; Busy or Unavailable if a medium can't be
+        read now. Later errors (also a lack of capacity) come through the stream. Without a ticket the request takes
+        one, and releases it at its terminal event; the caller that gives a ticket also releases it. `label` is the
+        client's own name for the request."""
         own = self.admission.admit() if ticket is None else None
         ticket = ticket or own
         assert ticket is not None
@@ -265,7 +269,7 @@ class RouterService:
                 pass
 
     def _learn(self, message: WorkerReport | EncoderReport | KvEvents | KvSnapshot | FeatureEvents) -> None:
-        """Into the picture of the cluster. Messages of members that have left are void."""
+        """Applies a message to the view of the cluster. Ignores messages of members that have left."""
         encoder_kinds = (EncoderReport, FeatureEvents)
         member_id = message.encoder_id if isinstance(message, encoder_kinds) else message.worker_id
         if member_id not in self._parts.members:
@@ -273,7 +277,7 @@ class RouterService:
         if isinstance(message, WorkerReport | EncoderReport):
             self._parts.metrics.reports.put(message)
         if isinstance(message, WorkerReport) and message.is_lost:
-            self._parts.exclude(member_id)  # it leaves the directory soon; until then nothing is planned onto it
+            self._parts.exclude(member_id)  # Keeps plans off the worker until it leaves the directory, which is soon.
         for lagging in self._parts.cluster.apply(message, self._parts.clock.now()):
             self._ask_snapshot(lagging)
 

@@ -1,7 +1,7 @@
-"""Between the request's attempts, which write as tokens come, and one reader, who takes when it can.
+"""A stream connects a request's attempts, which write as tokens come, with one reader, which takes text when it can.
 
-A slow reader costs no one else anything: what it hasn't taken runs together, so the buffer is one text per choice,
-and no longer than the choice itself. Exactly one of `finish` and `fail` ends a stream.
+A slow reader delays nothing else: text that it has not taken is joined, so the buffer is one text per choice, no longer
+than the choice itself. Exactly one call of `finish` or `fail` ends a stream. The module knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from router.ladder import StepDown
 
 
 class Delta(NamedTuple):
-    """News of one choice. `finish_reason` comes once, with the choice's last text."""
+    """A `Delta` is the new text of one choice. `finish_reason` comes once, with the choice's last text."""
 
     choice: int
     text: str
@@ -26,7 +26,7 @@ class Delta(NamedTuple):
 
 
 class _Pending:
-    """What the reader has not taken yet."""
+    """Holds what the reader has not taken yet of one choice."""
 
     __slots__ = ("finish_reason", "texts")
 
@@ -36,8 +36,8 @@ class _Pending:
 
 
 class RequestStream:
-    """`async for deltas in stream` ends after the terminal event; `usage` is there then. A failure is raised after
-    everything that came before it was read."""
+    """A `RequestStream` is read with `async for deltas in stream`, which ends after the terminal event; `usage` is set
+    then. A failure is raised after everything that came before it was read."""
 
     def __init__(
         self,
@@ -49,12 +49,12 @@ class RequestStream:
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.degraded: tuple[StepDown, ...] = ()
-        """What the model was not shown as it was sent. Fixed once the stream is started."""
+        """Lists the media that the model did not get as they were sent. It is fixed once the stream is started."""
         self.choices = tuple(choices)
         self.usage: Usage | None = None
         self._error: WeftError | None = None
         self._pending: list[_Pending | None] = [_Pending() for _ in choices]
-        """None once the choice's finish was read."""
+        """Holds None for a choice once its finish was read."""
         self._on_close = on_close
         self._news = asyncio.Event()
         self._started = asyncio.Event()
@@ -62,7 +62,8 @@ class RequestStream:
     # ------------------------------------------------------------ the writer's side
 
     def write(self, choice: int, text: str) -> None:
-        """Text of a choice, possibly empty; its finish reason is taken from the choice. Counts as the first event."""
+        """Adds text of a choice, possibly empty; takes the finish reason from the choice. A write counts as the first
+        event."""
         pending = self._pending[choice]
         if pending is not None:
             if text:
@@ -72,12 +73,12 @@ class RequestStream:
         self._news.set()
 
     def restart(self, prompt_token_ids: tuple[int, ...], degraded: tuple[StepDown, ...]) -> None:
-        """The request goes on with another prompt. Only before the first token."""
+        """Continues the request with another prompt. It is allowed only before the first token."""
         assert not self.is_started, "an answer is about one prompt"
         self.prompt_token_ids, self.degraded = prompt_token_ids, degraded
 
     def finish(self, usage: Usage) -> None:
-        """The terminal event of a request that was served. Later calls of `finish` or `fail` change nothing."""
+        """Ends the stream of a request that was served. Later calls of `finish` or `fail` change nothing."""
         if not self.is_ended:
             self.usage = usage
             self._end()
@@ -110,7 +111,7 @@ class RequestStream:
     # ------------------------------------------------------------ the reader's side
 
     async def started(self) -> None:
-        """Returns when the first token is there. Raises the failure if that came first."""
+        """Waits until the first token is there. Raises the failure if that came first."""
         await self._started.wait()
         if self._error is not None and not self._has_news():
             raise self._error
@@ -119,7 +120,7 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> list[Delta]:
-        """Everything new since the last call, at most one delta per choice."""
+        """Returns everything new since the last call, at most one delta per choice."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -134,7 +135,8 @@ class RequestStream:
                 raise StopAsyncIteration
 
     def close(self) -> None:
-        """The reader has left (or is done). Ends the request if it still runs: everything it holds is freed."""
+        """Closes the reader's side when the reader has left or is done. If the request still runs, it ends, and
+        everything that it holds is freed."""
         if not self.is_ended:
             self._on_close()
             self.fail(Aborted("the client left"))

@@ -1,7 +1,9 @@
-"""Structured output: what a client asks for becomes one grammar in llguidance's notation, or a 400 that says why not.
+"""Turns what a client asks for as structured output into one grammar in llguidance's notation, or refuses it with a 400
+that states the reason.
 
-Known are OpenAI's `response_format` and vLLM's `structured_outputs` and `guided_*`. The grammar is compiled here once
-to be sure of it, without a tokenizer; the worker compiles it again with one.
+It supports OpenAI's `response_format` and vLLM's `structured_outputs` and `guided_*`. The grammar is compiled here
+once, without a tokenizer, to check it; the worker compiles it again with one. The module knows nothing of tokens or
+sampling.
 """
 
 from __future__ import annotations
@@ -18,16 +20,17 @@ from router.api.request import ChatRequest
 
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 64
-"""Nested objects and arrays of the schema's own JSON."""
+"""Limits the nesting of objects and arrays in the schema's own JSON."""
 MAX_CHOICES = 1024
 WHITESPACE = r"[ \n\t]{1,40}"
-"""Between JSON tokens: enough to indent, not enough to go on for ever."""
+"""This pattern is the whitespace between JSON tokens: enough to indent, but bounded."""
 JSON_OBJECT: dict[str, Any] = {"type": "object"}
 KINDS = ("json", "regex", "choice", "json_object")
 
 
 def grammar_of(chat: ChatRequest) -> str:
-    """Empty if any text will do. May take a tenth of a second. Raises InvalidRequest, `param` naming the field."""
+    """Returns the request's grammar, which is empty if any text is allowed. May take a tenth of a second. Raises
+    InvalidRequest; `param` names the field."""
     asked = {**_of_response_format(chat), **_of_structured_outputs(chat), **_of_guided(chat)}
     if not asked:
         return ""
@@ -40,7 +43,7 @@ def grammar_of(chat: ChatRequest) -> str:
     return grammar
 
 
-# ---------------------------------------------------------------- what is asked for: param -> (kind, value)
+# ---------------------------------------------------------------- reading the request: param -> (kind, value)
 
 Asked = dict[str, tuple[str, Any]]
 
@@ -74,16 +77,16 @@ def _of_structured_outputs(chat: ChatRequest) -> Asked:
 
 
 def _of_guided(chat: ChatRequest) -> Asked:
-    """vLLM's former names."""
+    """Reads the parameters under vLLM's former names."""
     given = {"guided_json": chat.guided_json, "guided_regex": chat.guided_regex, "guided_choice": chat.guided_choice}
     return {name: (name.removeprefix("guided_"), value) for name, value in given.items() if value is not None}
 
 
-# ---------------------------------------------------------------- one kind each
+# ---------------------------------------------------------------- one builder per kind
 
 
 def _of_schema(schema: object, param: str) -> str:
-    """`schema`: a JSON object, or the text of one."""
+    """Returns the grammar of a JSON schema; `schema` is a JSON object, or the text of one."""
     if isinstance(schema, str):
         _check_size(schema, param)
         try:
@@ -93,14 +96,14 @@ def _of_schema(schema: object, param: str) -> str:
     if not isinstance(schema, dict):
         raise InvalidRequest(f"{param} has to be a JSON schema (an object)", param=param)
     _check_shape(schema, param)
-    # Options of the library may not come from outside.
+    # Clients may not set options of the library.
     text = json.dumps({key: value for key, value in schema.items() if key != "x-guidance"})
     _check_size(text, param)
     return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
 
 
 def _of_regex(regex: object, param: str) -> str:
-    """Of the whole text, anchored or not."""
+    """Returns the grammar of a regular expression that matches the whole text, whether or not it is anchored."""
     if not isinstance(regex, str) or not regex:
         raise InvalidRequest(f"{param} has to be a regular expression", param=param)
     _check_size(regex, param)
@@ -136,7 +139,7 @@ def _too_large(param: str) -> InvalidRequest:
 
 
 def _check_shape(schema: object, param: str) -> None:
-    """Its depth, and the length of its strings: before it is written out as text."""
+    """Checks the depth of a schema and the length of its strings, before the schema is written out as text."""
     level: list[object] = [schema]
     num_chars = 0
     for _ in range(MAX_SCHEMA_DEPTH):

@@ -1,5 +1,7 @@
-"""Keeps one attempt's worker supplied with features: an encoding for each item that it lacks, again when one is lost,
-elsewhere when an encoder fails. Knows neither tokens nor the worker's call.
+"""Keeps one attempt's worker supplied with features. It requests an encoding for each item that the worker lacks,
+requests it again when a feature is lost, and uses another encoder when one fails.
+
+It knows nothing of tokens or of the worker's call.
 """
 
 from __future__ import annotations
@@ -34,10 +36,10 @@ from router.setbacks import Setbacks
 from router.traces import RequestTrace
 
 ELSEWHERE = (Unavailable, Busy, TransferError)
-"""Failures of one member that another may not have."""
+"""These are failures of one member that another member may not have."""
 NOT_COVERED, LOST = "not_covered", "lost"
 SHORTEST_CALL_S = 0.1
-"""What an encoder is given if the attempt has less left than that: no call is sent without a limit."""
+"""An encoder gets this much time if the attempt has less left; no call is sent without a limit."""
 
 
 class OpenCall(NamedTuple):
@@ -46,18 +48,20 @@ class OpenCall(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """What is the same for all encodings of one attempt. `query` is asked anew: exclusions grow."""
+    """A `Dispatch` holds what is the same for all encodings of one attempt. `query` is called again for each plan,
+    because exclusions grow."""
 
     attempt_id: AttemptId
     age: tuple[float, str]
     query: Callable[[], RouteQuery]
     plan: RoutePlan
     deadline_s: float
-    """When the attempt ends, on the router's clock."""
+    """This is the time on the router's clock at which the attempt ends."""
 
 
 class FeatureSupply:
-    """`ended` is called in the loop with every call's task when it ended; its owner then gives it to `take`."""
+    """A `FeatureSupply` makes the encoding calls of one attempt. When a call ends, `ended` is called in the loop with
+    the call's task; the owner then passes the task to `take`."""
 
     def __init__(
         self,
@@ -75,20 +79,21 @@ class FeatureSupply:
         self._trace = trace
         self._ended = ended
         self.failed_items: tuple[int, ...] = ()
-        """Whose encoding failed, if that is what ended the request."""
+        """Holds the indexes of items that failed to encode, if that failure ended the request."""
         self.lacks_encoder = False
-        """Whether what ended the attempt is that no encoder was left for an item."""
+        """This is True if the attempt ended because no encoder was left for an item."""
         self._calls: dict[asyncio.Task[EncodeResult], OpenCall] = {}
         self._num_encodes = [0] * len(prompt.media)
         self._num_refusals = [0] * len(prompt.media)
-        """Of these encodings: an encoder was too busy."""
+        """Counts, per item, the encodings that an encoder refused because it was too busy."""
 
     def start(self) -> None:
-        """Everything that the plan assigns. Awaits nothing."""
+        """Sends all encodings that the plan assigns. Awaits nothing."""
         self._send(self._dispatch.plan.assignments)
 
     def take(self, task: asyncio.Task[EncodeResult]) -> None:
-        """An ended call: what failed and may go well elsewhere is sent there. Raises what ends the request."""
+        """Takes a call that has ended, and sends items that failed but may succeed elsewhere to another encoder. Raises
+        the error that ends the attempt."""
         encoder_id, items = self._calls.pop(task)
         try:
             if task.cancelled():
@@ -120,8 +125,8 @@ class FeatureSupply:
             self._encoder_failed(encoder_id, moved, error)
 
     def needed(self, message: FeatureNeeded) -> None:
-        """The worker lacks units after all. What an open call will still deliver is not asked for twice. Raises
-        what ends the request."""
+        """Requests encodings of units that the worker turns out to lack. If the reason is `not_covered` or `lost`,
+        items that an open call will still deliver are not requested twice. Raises the error that ends the attempt."""
         self._trace.add("feature_needed", num_units=len(message.units), reason=message.reason)
         hashes = {unit.mm_hash for unit in message.units}
         is_coming_told = message.reason in (NOT_COVERED, LOST)
@@ -132,13 +137,14 @@ class FeatureSupply:
             self._again(wanted, NoCapacity(f"no encoder is there for units that are needed again ({message.reason})"))
 
     def encoder_left(self, encoder_id: MemberId) -> None:
-        """The directory says that it is gone (a frozen process answers no call): its calls end as lost."""
+        """Ends the calls to an encoder as lost, because the directory no longer lists the encoder (a frozen process
+        answers no call)."""
         for task, call in self._calls.items():
             if call.encoder_id == encoder_id:
                 task.cancel()
 
     def close(self) -> None:
-        """Encoders that still work for the attempt are told, and their calls cancelled."""
+        """Sends an abort to the encoders that still work for the attempt, and cancels their calls."""
         for encoder_id in {call.encoder_id for call in self._calls.values()}:
             self._parts.send(encoder_id, AbortAttempt(*self._dispatch.attempt_id))
         for task in self._calls:
@@ -148,7 +154,8 @@ class FeatureSupply:
     # ------------------------------------------------------------ failures
 
     def _give_up(self, items: Sequence[int], error: WeftError) -> NoReturn:
-        """`error` ends the attempt, and `items` (with what else has their content) are why."""
+        """Ends the attempt with `error`, and records that `items`, and all items with the same content, are the
+        reason."""
         hashes = {self._prompt.media[index].mm_hash for index in items}
         self.failed_items = tuple(item.index for item in self._prompt.media if item.mm_hash in hashes)
         error.param = error.param or self._prompt.media[min(items)].part
@@ -156,12 +163,14 @@ class FeatureSupply:
         raise error
 
     def _item_failed(self, encoder_id: MemberId, item: ItemResult, error: WeftError) -> WeftError | None:
-        """The error, if the encoder is not asked again. Raises what ends the request for another reason."""
+        """Handles the error of one item. Returns the error if it is still to be handled, or None if the item's encoding
+        was requested again. Raises an error that ends the attempt for a reason other than the encoder."""
         error.param = error.param or self._prompt.media[item.index].part
-        if isinstance(error, Aborted):  # our lease had lapsed there: the encoder itself is well
+        if isinstance(error, Aborted):  # The router's lease had expired at the encoder, which itself is healthy.
             self._again((item.index,), TargetGone(f"{encoder_id} gave the attempt up"))
             return None
-        if isinstance(error, WorkerLost):  # it knows before we do that our worker has left: no encoder's fault
+        # The encoder noticed before this router that the worker has left; the encoder is not at fault.
+        if isinstance(error, WorkerLost):
             self._parts.exclude(self._dispatch.plan.worker_id)
             raise error
         if isinstance(error, WorkerBackedUp):
@@ -169,11 +178,11 @@ class FeatureSupply:
         return error
 
     def _worker_backed_up(self, error: WorkerBackedUp) -> NoReturn:
-        """Ends the attempt: our worker does not take what the encoder holds for it, which another worker would."""
+        """Ends the attempt, because its worker does not take what the encoder holds for it; another worker would."""
         worker_id = self._dispatch.plan.worker_id
         self._parts.metrics.dispatch_errors.labels("encode", error.code).inc()
         self._trace.add("worker_backed_up", worker=worker_id)
-        # It looks idle, and is tried again only when the others were.
+        # The backed-up worker looks idle; the request tries it again only after the other workers.
         least_s = self._asked_s(range(len(self._prompt.media))) * self._parts.config.max_encodes_per_item
         self._setbacks.exclude(worker_id, error, self._parts.clock.now(), least_s)
         raise error
@@ -185,7 +194,7 @@ class FeatureSupply:
             self._parts.exclude(encoder_id)
         for index in items if isinstance(error, Busy) else ():
             self._num_refusals[index] += 1
-        # One that had its time is asked again only when the others had theirs.
+        # An encoder that has used up its time is asked again only after the other encoders have had theirs.
         least_s = self._asked_s(items) * self._parts.config.max_encodes_per_item
         least_s = least_s if isinstance(error, MachineBusy) else 0.0
         self._setbacks.exclude(encoder_id, error, self._parts.clock.now(), least_s)
@@ -196,8 +205,9 @@ class FeatureSupply:
         self._again(items, error)
 
     def _again(self, items: Sequence[int], cause: WeftError) -> None:
-        """On whichever encoders the planner finds best now. Raises `cause` when none is left, or no time, or encoders
-        were too busy too often; EncodeFailed when an item was lost too often."""
+        """Requests encodings of `items` again, on the encoders that the planner finds best now. Raises `cause` if no
+        encoder is left, or no time, or if encoders were too busy too often; raises EncodeFailed if an item was lost too
+        often."""
         most = self._parts.config.max_encodes_per_item
         is_refused = any(self._num_refusals[index] >= most for index in items)
         if isinstance(cause, Busy) and (is_refused or self._left_s() <= 0):
@@ -219,7 +229,7 @@ class FeatureSupply:
     # ------------------------------------------------------------ calls
 
     def _send(self, assignments: Iterable[tuple[int, MemberId]]) -> None:
-        """One call per encoder. The same picture twice in a request is encoded, and announced, once."""
+        """Makes one call per encoder. A picture that a request contains twice is encoded, and announced, once."""
         encoder_to_items: dict[MemberId, list[int]] = {}
         seen: set[str] = set()
         for index, encoder_id in assignments:
@@ -251,21 +261,22 @@ class FeatureSupply:
         self._trace.add("dispatched", to=encoder_id, attempt=attempt, items=list(items))
 
     def _asked_s(self, items: Iterable[int]) -> float:
-        """A call has the time of all its items together."""
+        """Returns the time for a call, which is the sum of the times of its items."""
         return sum(self._parts.config.encode_timeout_s(self._prompt.media[index].modality) for index in items)
 
     def _left_s(self) -> float:
-        """Until an encoder must have answered, if its answer is to be heard in this attempt."""
+        """Returns how much time an encoder has to answer so that its answer still counts in this attempt."""
         return self._dispatch.deadline_s - self._parts.clock.now() - self._parts.config.encode_grace_s
 
     async def _encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
-        """The encoder answers within the time that the call has left, however busy it is; one that does not is silent,
-        and its call is cancelled, which frees what it holds there. Raises DeadlineExceeded."""
+        """Calls an encoder and returns its result. However busy it is, a working encoder answers within the time that
+        the call has left; an encoder that does not is considered silent, and its call is cancelled, which frees what
+        the call holds there. Raises DeadlineExceeded."""
         limit_s = request.time_left_s + self._parts.config.encode_grace_s
         call = self._parts.tasks.spawn(self._parts.pools.encoders.encode(encoder_id, request, media), "encode call")
         try:
             await asyncio.wait([call], timeout=limit_s)
-            if call.done():  # an answer that is there counts, also if this loop comes to it late
+            if call.done():  # An answer that has arrived counts, even if this loop reaches it late.
                 return call.result()
             raise DeadlineExceeded(f"its encoder has not answered within {limit_s:g} s")
         finally:

@@ -1,7 +1,8 @@
-"""Tasks that stand on their own, outside the context of the request that started them.
+"""Starts tasks that run on their own, outside the context of the request that started them.
 
-Two concurrent calls to one Ray Serve deployment from one HTTP request share an internal request id, which Serve
-keeps in a context variable; the second call then hangs. So every dispatch runs in an empty context.
+Two concurrent calls to one Ray Serve deployment from one HTTP request share an internal request id, which Serve keeps
+in a context variable; the second call then hangs. So every dispatch runs in an empty context. The module knows nothing
+of what the tasks do.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """Keeps tasks referenced until they end. A task whose outcome nobody awaits ends without a warning: whoever
-    started it has been told by other means, or has left."""
+    """Keeps tasks referenced until they end. A task whose outcome is not awaited ends without a warning: the code that
+    started it learns the outcome in another way, or has ended."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
@@ -32,7 +33,7 @@ class Tasks:
         return len(self._running)
 
     async def cancel_all(self, timeout_s: float) -> None:
-        """Cancels what runs and waits until it has ended, at most `timeout_s`."""
+        """Cancels all running tasks and waits until they have ended, at most `timeout_s`."""
         running = set(self._running)
         for task in running:
             task.cancel()

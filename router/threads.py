@@ -1,8 +1,9 @@
-"""The threads in which a router reads requests: a few for each kind of work, so that no kind of work waits for another.
+"""Holds the threads in which a router reads requests: a few for each kind of work, so that no kind of work waits for
+another.
 
-The event loop's own executor is used for nothing that a client sends: a few large media would fill it, and with it the
-reading of every other request. What may take long for one file (a parser's work on it) belongs into a helper process
-(`modalities.probing`), not here. Knows nothing of what the work is.
+Nothing that a client sends is read in the event loop's own executor: a few large media would fill it and delay the
+reading of every other request. Work that may take long for one file (such as a parser's) belongs in a helper process
+(`modalities.probing`), not here. The module knows nothing of what the work is.
 """
 
 from __future__ import annotations
@@ -17,33 +18,34 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 NUM_THREADS = 2
-"""Of each kind. They share the interpreter's lock: with more of them, the event loop would wait for more of them."""
+"""Each kind of work has this many threads. They share the interpreter's lock: with more threads, the event loop would
+wait for more of them."""
 
 
 class Work(Enum):
-    """What is read; each has threads of its own."""
+    """`Work` lists the kinds of reading; each kind has threads of its own."""
 
     BODY = "body"
-    """JSON."""
+    """Parses JSON."""
     MEDIA = "media"
-    """Base64, the first bytes of files, digests."""
+    """Decodes base64, reads the first bytes of files, and computes digests."""
     PROMPT = "prompt"
-    """Templates, tokens, plans, block hashes."""
+    """Renders templates, and makes tokens, plans and block hashes."""
     GRAMMAR = "grammar"
 
 
 class RequestThreads:
-    """Lives as long as its router, until `close`."""
+    """A `RequestThreads` lives as long as its router, until `close`."""
 
     def __init__(self) -> None:
         self._pools = {work: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=work.value) for work in Work}
 
     async def run(self, work: Work, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `function`, which is run in a thread for `work`."""
+        """Runs `function` in a thread for `work`, and returns its result."""
         assert not kwargs, "positional arguments alone reach the thread"
         return await asyncio.get_running_loop().run_in_executor(self._pools[work], function, *args)
 
     def close(self) -> None:
-        """Waits for nothing: what is being read ends by itself, and what waits is dropped."""
+        """Closes without waiting: running work ends by itself, and waiting work is dropped."""
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,6 @@
-"""What a client may ask for beside the text: token ids and log-probabilities, each given out once per choice."""
+"""Provides what a client may ask for besides the text: token ids and log-probabilities, each given out once per choice.
+It knows nothing of HTTP.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from router.streams import RequestStream
 
 
 class TokenDetails:
-    """Of one answer, streamed or whole. Empty where nothing was asked for."""
+    """A `TokenDetails` serves one answer, streamed or whole. It gives nothing if the client asked for nothing."""
 
     def __init__(self, stream: RequestStream, chat: ChatRequest, bytes_of: TokenBytes) -> None:
         self._stream = stream
@@ -20,11 +22,13 @@ class TokenDetails:
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...] | None:
-        """Final once the stream is started: a prompt may be made again before."""
+        """Returns the prompt's token ids if the client asked for them. They are final once the stream is started;
+        before that, the prompt may be made again."""
         return self._stream.prompt_token_ids if self._has_ids else None
 
     def fresh(self, choice: int) -> dict[str, object]:
-        """Fields of a choice for the tokens that no call has given yet. Remembers them as given."""
+        """Returns the fields of a choice for the tokens that no earlier call has returned, and marks those tokens as
+        returned."""
         if not self._has_ids and not self._has_logprobs:
             return {}
         output, start = self._choices[choice], self._num_told[choice]

@@ -1,6 +1,8 @@
-"""What happened to recent requests: the plan with its explanation and every part's events, for people to read.
+"""Records what happened to recent requests, for people to read: the plan with its explanation, and the events of every
+part of the cluster.
 
-A bounded ring; no request is kept alive by it (no media, no text). Knows nothing of HTTP.
+Traces are kept in a bounded ring. They keep no request alive (they hold no media and no text). The module knows nothing
+of HTTP.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from fabric.messages import TraceEvent
 
 
 class RequestTrace:
-    """One request's record. Times are seconds of the host's monotonic clock."""
+    """A `RequestTrace` is the record of one request. Times are seconds of the host's monotonic clock."""
 
     def __init__(self, request_id: RequestId, member_id: MemberId, clock: Clock, max_events: int) -> None:
         self.request_id = request_id
@@ -28,11 +30,11 @@ class RequestTrace:
         self._plans: list[object] = []
 
     def add(self, name: str, **detail: object) -> None:
-        """An event of the router itself, now."""
+        """Adds an event of the router itself, with the current time."""
         self.extend([TraceEvent(self._clock.now(), self._member_id, name, dict(detail))])
 
     def extend(self, events: Iterable[TraceEvent]) -> None:
-        """Events that a result brought."""
+        """Adds events that a result brought. Counts, but does not keep, events beyond `max_events`."""
         for event in events:
             if len(self._events) < self._max_events:
                 self._events.append(event)
@@ -47,7 +49,7 @@ class RequestTrace:
         self._plans.append({"attempt": attempt, "plan": plain(plan)})
 
     def to_json(self) -> dict[str, object]:
-        """Events in order of time (parts of one host share a clock)."""
+        """Returns the record as JSON values, with the events in order of time (parts on one host share a clock)."""
         events = sorted(self._events, key=lambda event: event.at_s)
         listed = [{"at_s": e.at_s, "member_id": e.member_id, "name": e.name, "detail": plain(e.detail)} for e in events]
         head: dict[str, object] = {
@@ -58,7 +60,7 @@ class RequestTrace:
 
 
 class TraceRing:
-    """The most recent traces, by request id."""
+    """A `TraceRing` holds the most recent traces, by request id."""
 
     def __init__(self, max_traces: int) -> None:
         self._max_traces = max_traces
@@ -73,7 +75,7 @@ class TraceRing:
         return self._traces.get(RequestId(request_id))
 
     def recent(self) -> list[RequestId]:
-        """Newest first."""
+        """Returns the ids of the traces, newest first."""
         return list(reversed(self._traces))
 
     def __len__(self) -> int:
@@ -81,7 +83,8 @@ class TraceRing:
 
 
 def plain(value: object) -> object:
-    """Values of ours as JSON's: dataclasses and named tuples become objects, other things their text."""
+    """Converts a value to JSON values: dataclasses and named tuples become objects, and other types become their
+    text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):

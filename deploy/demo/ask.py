@@ -1,7 +1,8 @@
-"""`weft demo`: asks a running cluster ten questions about media drawn on the spot, and says how many were right.
+"""Implements `weft demo`: asks a running cluster ten questions about media that it draws, and prints how many answers
+were right.
 
-Knows the cluster by its HTTP API alone. A video and a sound are asked about if the cluster takes them; if not, it is
-said, and pictures stand in for them.
+The module knows the cluster by its HTTP API alone. It asks about a video and a sound if the cluster takes them; if not,
+it says so and asks about pictures instead.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ TIMEOUT_S = 120.0
 class Answer(NamedTuple):
     text: str
     first_token_s: float
-    """From sending the request to the first text."""
+    """Is the time from sending the request to the first text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class Question:
 
     @property
     def text(self) -> str:
-        """What is asked at last."""
+        """Returns the text of the last question."""
         return " ".join(part for part in self.sample.turns[-1].parts if isinstance(part, str))
 
     @property
@@ -68,7 +69,8 @@ class Question:
 
 
 def run_demo(url: str, seed: int) -> int:
-    """Asks, prints, and returns the exit status: 0 if at least nine of ten answers were right. Raises Unavailable."""
+    """Asks the questions, prints the answers, and returns the exit status: 0 if at least nine of ten answers were
+    right. Raises Unavailable if the cluster can't be reached or fails."""
     with httpx.Client(base_url=url.rstrip("/"), timeout=TIMEOUT_S) as client:
         try:
             model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
@@ -85,7 +87,8 @@ def run_demo(url: str, seed: int) -> int:
 
 
 def questions(seed: int, refused: Sequence[str] = ()) -> list[Question]:
-    """Ten, the same for the same arguments; those of `refused` modalities give way to pictures."""
+    """Returns ten questions, the same for the same arguments. Questions about pictures replace those of `refused`
+    modalities."""
     rng = np.random.default_rng(seed)
     stand_ins = iter(STAND_INS)
     return [_question(rng, next(stand_ins) if modality in refused else task) for modality, task in QUESTIONS]
@@ -101,7 +104,8 @@ def _question(rng: Rng, task: str) -> Question:
 
 
 def _takes(client: httpx.Client, model: str, modality: str) -> bool:
-    """Whether a part of this kind is refused as a modality; the answer to what is sent does not matter."""
+    """Returns whether the cluster accepts a message part of this modality; the content of its answer does not
+    matter."""
     rng = np.random.default_rng(0)
     if modality == "video":
         medium = clips.film(rng, clips.moving(rng), 2.0, CLIP_FPS)
@@ -128,7 +132,7 @@ def _ask_all(client: httpx.Client, model: str, asked: Sequence[Question]) -> int
 
 
 def ask(client: httpx.Client, model: str, sample: Sample) -> Answer:
-    """Streams one answer, greedily. Raises Unavailable if the cluster refuses or fails."""
+    """Streams one answer with greedy decoding. Raises Unavailable if the cluster refuses the request or fails."""
     body: dict[str, Any] = {
         "model": model,
         "messages": messages(sample),

@@ -1,7 +1,8 @@
-"""Encoded conversations -> one batch of tensors, and the model's forward over it.
+"""Packs encoded conversations into one batch of tensors, and runs the model's forward pass over it.
 
-The vision tower of transformers attends picture by picture; here pictures of the same size go through in one call, by
-an attention function registered under its public extension point. The numbers are the same.
+The vision tower of transformers computes attention picture by picture. Here all pictures of the same size go through in
+one call, by an attention function registered under transformers' public extension point. The numbers are the same. The
+module does not know how conversations are drawn.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from deploy.demo.encoding import IGNORED, Encoded, Grid
 
 VISION_ATTENTION = "weft_demo_vision"
 TEXT_ATTENTION = "weft_demo_text"
-# Conversations whose lengths lie within so many tokens share a padded attention call.
+# Conversations share a padded attention call if their lengths, divided by this many tokens and rounded down, are equal.
 _LENGTH_STEP = 48
 
 
 @dataclass(slots=True)
 class Batch:
     inputs: dict[str, Any]
-    """Arguments of the thinker's inner model: all conversations behind one another in one row."""
+    """Holds the arguments of the thinker's inner model: all conversations one after another in one row."""
     rows: torch.Tensor
-    """Places whose next token is an answer's, int64 `(num_targets,)`."""
+    """Holds the positions whose next token belongs to an answer. Has shape `(num_targets,)`, int64."""
     targets: torch.Tensor
     samples: torch.Tensor
-    """To which conversation each target belongs, or -1 for one of an earlier turn."""
+    """Says to which conversation each target belongs; it is -1 for a target of an earlier turn."""
     num_samples: int
 
 
 def collate(encoded: Sequence[Encoded]) -> Batch:
-    """Packs them; nothing of one conversation is seen by another."""
+    """Packs conversations into one batch; attention never reaches from one conversation to another."""
     rows, targets, samples, starts = [], [], [], []
     start = 0
     for index, one in enumerate(encoded):
@@ -71,7 +72,8 @@ def collate(encoded: Sequence[Encoded]) -> Batch:
 
 
 class PatchProjection(nn.Module):
-    """The vision tower's first layer as a matrix product: its convolution's stride is its kernel. Same parameters."""
+    """Computes the vision tower's first layer as a matrix product, which is possible because its convolution's stride
+    is its kernel size. It has the same parameters."""
 
     def __init__(self, convolution: nn.Conv3d) -> None:
         super().__init__()
@@ -82,7 +84,7 @@ class PatchProjection(nn.Module):
 
 
 def prepare_model(model: Any) -> None:
-    """Makes forward and backward fast on packed batches. Parameters and their names stay."""
+    """Makes the forward and backward passes fast on packed batches. Parameters and their names stay the same."""
     ALL_ATTENTION_FUNCTIONS.register(VISION_ATTENTION, vision_attention)
     ALL_ATTENTION_FUNCTIONS.register(TEXT_ATTENTION, text_attention)
     model.model.visual.config._attn_implementation = VISION_ATTENTION
@@ -91,25 +93,25 @@ def prepare_model(model: Any) -> None:
 
 
 def forward(model: Any, batch: Batch) -> torch.Tensor:
-    """Logits of the batch's targets, `(num_targets, vocab)`."""
+    """Returns the logits of the batch's targets. Has shape `(num_targets, vocab)`."""
     hidden = model.model(**batch.inputs, use_cache=False).last_hidden_state[0]
     return model.lm_head(hidden[batch.rows])
 
 
 @dataclass(slots=True)
 class Groups:
-    """Runs of tokens that attend within themselves, those of one length together."""
+    """Holds runs of tokens, each of which attends only within itself. Runs of one length form a group."""
 
     shapes: list[tuple[int, int]]
-    """Of each group: number of runs, length of a run."""
+    """Gives for each group the number of its runs and the length of a run."""
     order: torch.Tensor
-    """The tokens of all groups, int64; a shorter run repeats its last token, which no earlier one sees."""
+    """Holds the tokens of all groups, int64. A shorter run repeats its last token, which no earlier token sees."""
     first: torch.Tensor
-    """For each token its first place in `order`."""
+    """Gives for each token its first place in `order`."""
 
 
 def make_groups(groups: Sequence[npt.NDArray[np.int64]], num_tokens: int) -> Groups:
-    """From `(num_runs, length)` each."""
+    """Returns the groups for arrays of token indices, each of shape `(num_runs, length)`."""
     order = np.concatenate([group.ravel() for group in groups])
     first = np.empty(num_tokens, np.int64)
     first[order[::-1]] = np.arange(len(order))[::-1]
@@ -126,7 +128,8 @@ def vision_attention(
     scaling: float,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`(1, heads, num_patches, head_dim)` -> `(1, num_patches, heads, head_dim)`."""
+    """Computes attention within each picture. Maps `(1, heads, num_patches, head_dim)` to `(1, num_patches, heads,
+    head_dim)`."""
     return _by_groups(query, key, value, groups, scaling, is_causal=False), None
 
 
@@ -140,7 +143,7 @@ def text_attention(
     scaling: float,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """As `vision_attention`, but causal."""
+    """Computes the same as `vision_attention`, but causal and within each conversation."""
     return _by_groups(query, key, value, text_groups, scaling, is_causal=True), None
 
 
@@ -170,7 +173,7 @@ def _length_groups(starts: Sequence[int], lengths: Sequence[int]) -> Groups:
 
 
 def vision_inputs(items: Sequence[tuple[np.ndarray, Grid]]) -> dict[str, Any]:
-    """Arguments of the vision tower: patches and grid of each picture or clip."""
+    """Returns the arguments of the vision tower: patches and grid of each picture or clip."""
     size_to_starts: dict[int, list[int]] = defaultdict(list)
     at = 0
     for _, (frames, rows, columns) in items:
@@ -181,19 +184,19 @@ def vision_inputs(items: Sequence[tuple[np.ndarray, Grid]]) -> dict[str, Any]:
     return {
         "hidden_states": torch.from_numpy(np.concatenate([values for values, _ in items])),
         "grid_thw": torch.tensor([grid for _, grid in items]),
-        # One run over everything: the groups say what belongs together.
+        # There is one run over everything, because the groups say which patches belong together.
         "cu_seqlens": torch.tensor([0, at], dtype=torch.int32),
         "groups": make_groups(groups, at),
     }
 
 
 def _named(inputs: dict[str, Any], pixels: str, kind: str) -> dict[str, Any]:
-    """As the thinker wants them: its tower's arguments, prefixed."""
+    """Returns the vision tower's arguments under the prefixed names that the thinker expects."""
     return {pixels if name == "hidden_states" else f"{kind}_{name}": value for name, value in inputs.items()}
 
 
 def audio_inputs(sounds: Sequence[np.ndarray]) -> dict[str, Any]:
-    """Arguments of the thinker for spectrograms `(num_bins, num_frames)`."""
+    """Returns the arguments of the thinker for spectrograms, each of shape `(num_bins, num_frames)`."""
     length = max(sound.shape[1] for sound in sounds)
     features = np.zeros((len(sounds), sounds[0].shape[0], length), np.float32)
     mask = np.zeros((len(sounds), length), np.int64)

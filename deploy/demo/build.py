@@ -1,7 +1,7 @@
-"""The demo checkpoint: where the trained one lies, and an untrained one of the same form, as transformers saves it.
+"""Says where the trained demo checkpoint lies, and builds an untrained one of the same form, as transformers saves it.
 
-Does not know who loads it. torch and transformers are imported only while building, so that asking for the
-checkpoint costs nothing.
+The module does not know which code loads the checkpoint. It imports torch and transformers only while it builds one, so
+that asking for the trained checkpoint costs nothing.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ CHECKPOINT = Path(__file__).with_name("checkpoint")
 
 
 def demo_checkpoint() -> Path:
-    """The trained checkpoint that is shipped with the project (see its MODEL_CARD.md)."""
+    """Returns the trained checkpoint that is shipped with the project (see its MODEL_CARD.md)."""
     return CHECKPOINT
 
 
 def build_demo_checkpoint(out_dir: Path, seed: int = 0) -> Path:
-    """Writes a complete model directory with untrained, seeded weights to `out_dir` (made if absent); returns it.
+    """Writes a complete model directory with untrained, seeded weights to `out_dir` (made if absent), and returns the
+    directory.
 
-    Same seed and same library versions, same bytes. `out_dir` is incomplete while this runs.
+    The same seed and the same library versions give the same bytes. `out_dir` is incomplete while this function runs.
     """
     from deploy.demo.weights import save_model
 
@@ -41,7 +42,8 @@ def build_demo_checkpoint(out_dir: Path, seed: int = 0) -> Path:
 
 
 def write_all_but_weights(out_dir: Path, seed: int = 0) -> Vocabulary:
-    """Every file that can be made without torch: enough for whatever reads configs or text."""
+    """Writes every file that needs no torch, which is enough for code that reads configs or text. Returns the
+    vocabulary."""
     out_dir.mkdir(parents=True, exist_ok=True)
     vocabulary = write_text_files(out_dir, seed)
     for name, content in {

@@ -1,4 +1,4 @@
-"""All tasks of the demo model, and in which order it learns them."""
+"""Lists all tasks of the demo model and the stages of training that teach them. It knows no model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from deploy.demo.tasks import heard, lessons, pictures, watched, words
 class Task:
     name: str
     modality: str
-    """`text`, `image`, `audio` or `video`; the last two say what a cluster must take besides pictures."""
+    """Is `text`, `image`, `audio` or `video`; the last two say what a cluster must accept in addition to pictures."""
     draw: Callable[[Rng, int], Sample]
-    """From a random stream and a scale of picture sizes (see `scenes.SCALES`)."""
+    """Draws a sample from a random stream and a scale of picture sizes (see `scenes.SCALES`)."""
     weight: float
-    """Share in training, relative to the others."""
+    """Is the share in training, relative to the other tasks."""
     needs_speech: bool = False
-    """Of espeak-ng, to draw a sample."""
+    """Says whether drawing a sample needs espeak-ng."""
 
 
 TASKS: tuple[Task, ...] = (
@@ -60,7 +60,7 @@ TASKS: tuple[Task, ...] = (
 
 MODALITIES = ("text", "image", "audio", "video")
 LEARNED = MODALITIES
-"""What the shipped checkpoint knows."""
+"""The shipped checkpoint has learned these modalities."""
 
 LESSONS = (
     Task("lesson about one picture", "image", lessons.one_picture, 4),
@@ -72,18 +72,18 @@ LESSONS = (
 
 @dataclass(frozen=True, slots=True)
 class TowerStage:
-    """One cycle of training a tower alone."""
+    """Describes one cycle of training a tower (the vision or audio encoder) alone."""
 
     name: str
     num_steps: int
     peak_rate: float
     batch_size: int
     num_cycle_steps: int = 0
-    """As in `Stage`."""
+    """Means the same as in `Stage`."""
 
     @property
     def part_to_rate(self) -> Mapping[str, float]:
-        """As in `Stage`; there is one part."""
+        """Means the same as in `Stage`; it is empty because there is only one part."""
         return {}
 
 
@@ -92,42 +92,46 @@ EARS = TowerStage("ears", 500, 3e-3, 48)
 
 
 SCALE_SHARES = (0.7, 0.2, 0.1)
-"""How often each scale of picture sizes is drawn while learning: large ones cost most and look like small ones."""
+"""Gives the share of each scale of picture sizes in training. Large pictures are rare because they cost most and look
+like small ones."""
 
 
 TAUGHT_TOWER_RATE = 0.3
-"""Of a stage's, for towers that were taught before the language model."""
+"""Is the learning rate, as a share of a stage's rate, of towers that were trained before the language model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One cycle of training on conversations."""
+    """Describes one cycle of training on conversations."""
 
     name: str
     tasks: tuple[Task, ...]
     num_steps: int
     peak_rate: float
     scale_shares: tuple[float, float, float]
-    """How often each scale of picture sizes is drawn."""
+    """Gives the share of each scale of picture sizes."""
     lessons: tuple[Task, ...]
-    """For training only; they ask more of each medium."""
+    """Lists tasks for training only; they ask more questions about each medium."""
     lesson_share: tuple[float, float]
-    """Of `lessons` in a batch, at the first step and at the last."""
+    """Gives the share of `lessons` in a batch, at the first step and at the last."""
     num_cycle_steps: int = 0
-    """Length of the cycle of the learning rate, if it is cut off at `num_steps`."""
+    """Is the length of the cycle of the learning rate if the stage ends before the cycle, at `num_steps`; 0 means that
+    the cycle has `num_steps`."""
     batch_size: int = 32
     vision_rate: float = TAUGHT_TOWER_RATE
-    """Of the vision tower, as a share of the rate of the rest."""
+    """Is the learning rate of the vision tower, as a share of the rate of the other parts."""
     num_looks: int = 0
-    """Pictures and clips in a batch besides, of which the tower alone is asked what each cell shows."""
+    """Counts additional pictures and clips in a batch; for these the vision tower alone learns to name what each cell
+    shows."""
 
     @property
     def part_to_rate(self) -> Mapping[str, float]:
-        """Rates of parameters with the part in their name, as a share of the rate of the rest."""
+        """Maps a part of a parameter's name to the learning rate of such parameters, as a share of the rate of the
+        others."""
         return {".visual.": self.vision_rate, ".audio_tower.": TAUGHT_TOWER_RATE}
 
     def shares(self, step: int) -> npt.NDArray[np.float64]:
-        """Of each of `tasks` and `lessons` in the batch of a step; they add up to one."""
+        """Returns the share of each of `tasks` and `lessons` in the batch of a step; the shares add up to one."""
         first, last = self.lesson_share
         share = first + (last - first) * step / self.num_steps
         return np.concatenate([(1 - share) * _normed(self.tasks), share * _normed(self.lessons)])
@@ -154,7 +158,8 @@ HARD = {
     "number of objects": 12.0,
     "clip with sound": 6.0,
 }
-"""Tasks that were learned last, and their weight in practice; the others have `EASY_WEIGHT`."""
+"""Maps the tasks that the model learned last to their weight in the stage "practice"; the other tasks have
+`EASY_WEIGHT`."""
 EASY_WEIGHT = 3.0
 LAST = {
     "count": 60.0,
@@ -164,9 +169,9 @@ LAST = {
     "order of colours": 8.0,
     "clip with sound": 5.0,
 }
-"""What was still wrong most often behind practice, and its weight in the last stage."""
+"""Maps the tasks that were wrong most often after the stage "practice" to their weight in the stage "counting"."""
 COUNTS = {"count": 60.0, "beeps": 45.0, "sentence": 35.0, "order of colours": 6.0}
-"""The same behind that stage."""
+"""Maps the tasks that were wrong most often after "counting" to their weight in the stage "counting again"."""
 CROWDS = {
     "count": 45.0,
     "beeps": 40.0,
@@ -177,7 +182,8 @@ CROWDS = {
     "clip with sound": 6.0,
     "direction": 5.0,
 }
-"""The same behind that one, beside looks at crowded pictures."""
+"""Maps the tasks that were wrong most often after "counting again" to their weight in the stage "a closer look", which
+also trains the vision tower on crowded pictures."""
 
 
 def _practice(
@@ -189,7 +195,7 @@ def _practice(
     vision_rate: float = TAUGHT_TOWER_RATE,
     num_looks: int = 0,
 ) -> Stage:
-    """All tasks, those in `weights` more often than the others."""
+    """Returns a stage with all tasks, in which those in `weights` occur more often than the others."""
     tasks = tuple(replace(task, weight=weights.get(task.name, EASY_WEIGHT)) for task in TASKS)
     return Stage(
         name,

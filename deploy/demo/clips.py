@@ -1,4 +1,4 @@
-"""Draws short clips: what happens in them and what can be asked. Knows no model."""
+"""Draws short clips: what happens in them and what one can ask about them. It knows no model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from deploy.demo.media import Clip, Sound
 
 DIRECTION_TO_STEP = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
 SECONDS = (2.0, 3.0, 4.0)
-# Least and largest mean side length in pixels.
+# These are the least and the largest mean side length in pixels.
 SIDES = (64, 112)
 TRAINING_FPS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """What is seen at each moment, `0 <= moment < 1` over the clip's length."""
+    """Describes what a clip shows at each moment, with `0 <= moment <= 1` over the clip's length."""
 
     height: int
     width: int
@@ -31,7 +31,7 @@ class Story:
 
 
 def moving(rng: Rng) -> Story:
-    """One figure crosses the picture."""
+    """Returns a story in which one figure crosses the picture."""
     height, width = _size(rng)
     direction = pick(rng, tuple(DIRECTION_TO_STEP))
     step_x, step_y = DIRECTION_TO_STEP[direction]
@@ -39,7 +39,7 @@ def moving(rng: Rng) -> Story:
     shape, colour = pick(rng, SHAPES), pick(rng, COLOURS)
     reach = rng.uniform(0.75, 1.0)
     free_x, free_y = width / 2 - radius, height / 2 - radius
-    # Across the way it goes, it stands anywhere.
+    # Perpendicular to its motion, the figure stands anywhere.
     off_x, off_y = (rng.uniform(-1, 1) * free_x * (step_x == 0), rng.uniform(-1, 1) * free_y * (step_y == 0))
 
     def figures(moment: float) -> list[Figure]:
@@ -60,7 +60,7 @@ def moving(rng: Rng) -> Story:
 
 
 def changing(rng: Rng) -> Story:
-    """One figure that is first of one colour, then of another."""
+    """Returns a story of one figure that first has one colour, then another."""
     height, width = _size(rng)
     first, last = rng.choice(COLOURS, 2, replace=False).tolist()
     figure = _still(rng, height, width, pick(rng, SHAPES), first)
@@ -81,7 +81,7 @@ def changing(rng: Rng) -> Story:
 
 
 def appearing(rng: Rng) -> Story:
-    """One figure that comes or goes."""
+    """Returns a story of one figure that appears or disappears."""
     height, width = _size(rng)
     figure = _still(rng, height, width, pick(rng, SHAPES), pick(rng, COLOURS))
     does_appear = bool(rng.random() < 0.5)
@@ -97,7 +97,7 @@ def appearing(rng: Rng) -> Story:
 
 
 def several(rng: Rng) -> Story:
-    """One to four figures that tremble."""
+    """Returns a story of one to four figures that tremble."""
     height, width = _size(rng)
     count = int(rng.integers(1, 5))
     radius = rng.uniform(0.13, 0.16) * min(height, width)
@@ -118,7 +118,7 @@ def several(rng: Rng) -> Story:
 
 
 def film(rng: Rng, story: Story, seconds: float, fps: float = TRAINING_FPS, sound: Sound | None = None) -> Clip:
-    """The story's frames. With the fps of training they are just those that the model looks at."""
+    """Draws the frames of a story. With the frame rate of training they are exactly the frames that the model sees."""
     look = choose_look(rng, story.height, story.width, story.colours)
     frames = np.stack([draw(rng, look, story.figures(moment)) for moment in moments(seconds, int(seconds * fps))])
     heard = f", with {sound.description}" if sound else ""
@@ -127,8 +127,8 @@ def film(rng: Rng, story: Story, seconds: float, fps: float = TRAINING_FPS, soun
 
 
 def moments(seconds: float, num_frames: int) -> list[float]:
-    """Of each frame: how much of the story is over. Twice a second something is looked at; the last look is at the
-    story's end."""
+    """Returns for each frame how much of the story is over. The model sees two frames per second, and the last of them
+    shows the end of the story."""
     last = (seconds - 0.5) / seconds
     return [min(index / num_frames / last, 1.0) for index in range(num_frames)]
 

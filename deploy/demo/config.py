@@ -1,6 +1,7 @@
-"""The demo model's numbers: a thinker of Qwen3-Omni with about two million parameters.
+"""Holds the configuration of the demo model: a thinker of Qwen3-Omni with about two million parameters.
 
-Plain dictionaries as they stand in the checkpoint's JSON files. Does not know torch or transformers.
+The functions return plain dictionaries as they stand in the checkpoint's JSON files. The module does not know torch or
+transformers.
 """
 
 from __future__ import annotations
@@ -12,15 +13,17 @@ HIDDEN_SIZE = 128
 PATCH_SIZE = 16
 MERGE_SIZE = 2
 TEMPORAL_PATCH_SIZE = 2
-# Every picture and frame is scaled to about this area: three million parameters see figures best at one size. Between
-# these bounds every square is 160 pixels a side, where five small figures side by side can still be told apart.
+# The processor scales every picture and frame to about this area, because three million parameters see figures best at
+# one size. Between these bounds every square is 160 pixels a side, where five small figures next to each other are
+# still distinguishable.
 LEAST_PIXELS, MOST_PIXELS = 136**2, 160**2
-# Matrix rows in multiples of this, as real checkpoints pad their vocabularies.
+# The number of matrix rows is a multiple of this, as real checkpoints pad their vocabularies.
 VOCAB_MULTIPLE = 64
 
 
 def text_config(vocabulary: Vocabulary) -> dict[str, object]:
-    """Four layers, the second one with experts: what is asked for, where that is, what stands there, how to say it."""
+    """Returns the config of the language model: four layers, the second one with experts. The layers find in turn what
+    is asked for, where that is, what stands there, and how to say it."""
     return {
         "vocab_size": -(-vocabulary.num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE,
         "hidden_size": HIDDEN_SIZE,
@@ -48,7 +51,8 @@ def text_config(vocabulary: Vocabulary) -> dict[str, object]:
 
 
 def vision_config() -> dict[str, object]:
-    """784 position embeddings are a grid of 28 x 28 patches, 448 pixels a side."""
+    """Returns the config of the vision tower. The 784 position embeddings are a grid of 28 x 28 patches, which is 448
+    pixels a side."""
     return {
         "depth": 3,
         "hidden_size": HIDDEN_SIZE,
@@ -78,7 +82,7 @@ def audio_config() -> dict[str, object]:
 
 
 def thinker_config(vocabulary: Vocabulary) -> dict[str, object]:
-    """Arguments of transformers' Qwen3OmniMoeThinkerConfig."""
+    """Returns the arguments of transformers' Qwen3OmniMoeThinkerConfig."""
     ids = vocabulary.special_token_to_id
     return {
         "architectures": [ARCHITECTURE],
@@ -111,7 +115,7 @@ def generation_config(vocabulary: Vocabulary) -> dict[str, object]:
 
 
 def _frames_config(shortest_edge: int, longest_edge: int) -> dict[str, object]:
-    """What pictures and videos share. Edges are areas in pixels, as Qwen's processors mean them."""
+    """Returns the settings that pictures and videos share. Edges are areas in pixels, as in Qwen's processors."""
     return {
         "patch_size": PATCH_SIZE,
         "temporal_patch_size": TEMPORAL_PATCH_SIZE,
@@ -129,7 +133,7 @@ def _frames_config(shortest_edge: int, longest_edge: int) -> dict[str, object]:
 
 
 def preprocessor_config() -> dict[str, object]:
-    """Of pictures and sounds, in one file as Qwen3-Omni keeps them."""
+    """Returns the settings of pictures and sounds in one dictionary, because Qwen3-Omni keeps them in one file."""
     return {
         **_frames_config(LEAST_PIXELS, MOST_PIXELS),
         "image_processor_type": "Qwen2VLImageProcessor",

@@ -1,6 +1,7 @@
-"""The text that the demo's tokenizer is trained on: sentences about shapes, colours, motion and sound, made here.
+"""Generates the text that the demo's tokenizer is trained on: sentences about shapes, colours, motion and sound.
 
-Does not know how it is tokenised. Same seed, same text. Standard library only.
+The module does not know how the text is tokenised. The same seed gives the same text. It needs the standard library
+only.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ WORD_LIST = """
 """
 WORDS = tuple(WORD_LIST.split())
 
-# What the demo model is asked and what it answers: every answer's words are one or two tokens.
+# These are the words that the demo model reads in questions and writes in answers; the tokenizer gives each word of an
+# answer one or two tokens.
 DEMO_COLOURS = ("red", "green", "blue", "yellow", "orange", "purple", "pink", "cyan", "black", "white")
 DEMO_SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 PLURALS = ("circles", "squares", "triangles", "stars", "crosses", "rings", "shapes", "pictures", "beeps", "objects")
@@ -164,7 +166,7 @@ SLOT = re.compile(r"<(\w+)>")
 
 
 def sentences(num_sentences: int, seed: int) -> list[str]:
-    """Sentences from the templates, each slot drawn anew."""
+    """Returns sentences made from the templates, with a new random word in each slot."""
     rng = random.Random(seed)
     slots = {
         "colour": COLOURS,

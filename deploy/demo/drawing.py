@@ -1,4 +1,4 @@
-"""Draws pictures of plain figures: colours, shapes, grounds, noise. Knows no questions and no model."""
+"""Draws pictures of plain figures: colours, shapes, backgrounds and noise. It knows no questions and no model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 Rng = np.random.Generator
 Canvas = npt.NDArray[np.uint8]
-"""`(height, width, 3)`, RGB."""
+"""Holds the RGB pixels of a picture. Has shape `(height, width, 3)`."""
 
 COLOUR_TO_RGB = {
     "red": (215, 25, 30),
@@ -28,10 +28,10 @@ COLOUR_TO_RGB = {
 COLOURS = tuple(COLOUR_TO_RGB)
 SHAPES = ("circle", "square", "triangle", "star", "cross", "ring")
 COLOUR_JITTER = 10
-# Least Euclidean distance in RGB between a figure and what lies behind it.
+# A figure and its background differ by more than this Euclidean distance in RGB.
 GROUND_CONTRAST = 110
 MAX_TURN = 0.25
-_SHIFT = 4  # sub-pixel bits of OpenCV's coordinates
+_SHIFT = 4  # OpenCV's coordinates have this many sub-pixel bits.
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +41,23 @@ class Figure:
     x: float
     y: float
     radius: float
-    """Of the circle around it, pixels as x and y."""
+    """Is the radius of the circle around the figure, in pixels as x and y."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What is the same in all frames of a clip."""
+    """Holds what is the same in all frames of a clip."""
 
     ground: Canvas
     colour_to_rgb: dict[str, tuple[int, int, int]]
     turn: float
     noise: float
-    """Standard deviation, 0 for none."""
+    """Is the standard deviation of the noise, 0 for none."""
     jpeg_quality: int | None
 
 
 def choose_look(rng: Rng, height: int, width: int, colours: Sequence[str]) -> Look:
-    """Ground, exact colours, and noise for figures of `colours`."""
+    """Draws the background, the exact colours and the noise for figures of `colours`."""
     rgb = {name: _jittered(rng, COLOUR_TO_RGB[name]) for name in dict.fromkeys(colours)}
     is_jpeg = rng.random() < 0.5
     return Look(
@@ -70,7 +70,7 @@ def choose_look(rng: Rng, height: int, width: int, colours: Sequence[str]) -> Lo
 
 
 def draw(rng: Rng, look: Look, figures: Sequence[Figure]) -> Canvas:
-    """One picture or frame; `rng` gives the noise."""
+    """Draws one picture or frame; `rng` provides the noise."""
     canvas = look.ground.copy()
     for figure in figures:
         _draw_figure(canvas, figure, look.colour_to_rgb[figure.colour], look.turn)
@@ -83,7 +83,7 @@ def draw(rng: Rng, look: Look, figures: Sequence[Figure]) -> Canvas:
 
 
 def scattered(rng: Rng, height: int, width: int, num_figures: int, radius: float) -> list[tuple[float, float]]:
-    """Centres (x, y) of figures that neither touch one another nor the edge."""
+    """Returns the centres (x, y) of figures that touch neither one another nor the edge."""
     while True:
         centres: list[tuple[float, float]] = []
         for _ in range(60):
@@ -104,7 +104,7 @@ def _ground(rng: Rng, height: int, width: int, avoid: Sequence[tuple[int, int, i
     kind = rng.choice(["plain", "gradient", "noisy"])
     first = _far_colour(rng, avoid)
     if kind == "gradient":
-        # Both ends and the way between them keep their distance.
+        # Both ends of the gradient, and its middle, keep their distance from the figures' colours.
         second = first + rng.uniform(-60, 60, 3)
         second = second if _is_far(second, avoid) and _is_far((first + second) / 2, avoid) else first * 0.95
         angle = rng.uniform(0, 2 * np.pi)
@@ -146,7 +146,7 @@ def _draw_figure(canvas: Canvas, figure: Figure, rgb: tuple[int, int, int], turn
 
 
 def _outline(shape: str, turn: float) -> npt.NDArray[np.float64]:
-    """Corners on or within the unit circle; y points down."""
+    """Returns corners on or within the unit circle; y points down."""
     if shape == "cross":
         a, b = 0.94, 0.3
         corners = [(-b, -a), (b, -a), (b, -b), (a, -b), (a, b), (b, b), (b, a), (-b, a), (-b, b), (-a, b), (-a, -b)]

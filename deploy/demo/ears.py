@@ -1,6 +1,7 @@
-"""Teaches the audio tower alone: what each feature of a sound should say, through a head that is thrown away.
+"""Trains the audio tower alone, before the language model: a temporary head learns to name from each feature what there
+is to hear, and is discarded afterwards.
 
-Knows no text. See `deploy.demo.eyes` for why.
+The module knows no text. `deploy.demo.eyes` says why the towers are trained alone.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ NAME_TO_WORDS: Mapping[str, tuple[str, ...]] = {
     "spoken digit": NUMBERS,
     "spoken colour": COLOURS,
 }
-"""Kinds of sound, and what there is to hear in each."""
+"""Maps each kind of sound to the words for what there is to hear in it."""
 _DRAW = (heard.beeping, heard.pitched, heard.gliding, heard.spoken_digit, heard.spoken_colour)
 SHARES = (0.3, 0.1, 0.1, 0.25, 0.25)
 SILENT_SHARES = (0.6, 0.2, 0.2, 0.0, 0.0)
-"""Where there is no speech to draw."""
+"""These shares apply where espeak-ng is not installed, so that no sample needs speech."""
 
 
 @dataclass(slots=True)
 class Heard:
     inputs: dict[str, Any]
     kinds: torch.Tensor
-    """int64 `(num_features,)`: index into NAME_TO_WORDS."""
+    """Gives the kind of sound of each feature as an index into NAME_TO_WORDS. Has shape `(num_features,)`, int64."""
     words: torch.Tensor
-    """int64 `(num_features,)`: which of the kind's words."""
+    """Gives the word of each feature as an index into the words of its kind. Has shape `(num_features,)`, int64."""
 
 
 class Noises(Dataset[Heard]):
-    """Sounds of one step, drawn from the random stream of (seed, learner, step)."""
+    """Draws the sounds of each step from the random stream of (seed, learner, step)."""
 
     def __init__(self, stage: TowerStage, key: tuple[int, int], model_dir: Path) -> None:
         self.stage = stage
@@ -75,7 +76,7 @@ class Noises(Dataset[Heard]):
 
 
 class Ears(nn.Module):
-    """The tower and the head that is thrown away."""
+    """Holds the audio tower and the temporary head, which is discarded after this stage."""
 
     def __init__(self, tower: nn.Module, hidden_size: int) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class Ears(nn.Module):
         self.head = nn.Linear(hidden_size, sum(map(len, NAME_TO_WORDS.values())))
 
     def losses(self, noises: Heard) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each kind of sound: the loss, and the share of features that say it right."""
+        """Returns for each kind of sound the loss, and the share of features that the head classifies correctly."""
         mask = noises.inputs["feature_attention_mask"]
         frames = noises.inputs["input_features"].permute(0, 2, 1)[mask.bool()].T
         features = self.tower(frames, feature_lens=mask.sum(1), return_dict=True).last_hidden_state
@@ -96,6 +97,6 @@ class Ears(nn.Module):
         return torch.stack(losses), torch.stack(rights)
 
     def judge(self, noises: Heard) -> tuple[torch.Tensor, float]:
-        """The loss of a step, and the share that was right, over the kinds of sound."""
+        """Returns the loss of a step and the share of correct predictions, over all kinds of sound."""
         losses, rights = self.losses(noises)
         return losses.sum(), float(rights.mean())

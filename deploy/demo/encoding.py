@@ -1,7 +1,8 @@
-"""Conversations -> what the model takes: token ids, positions, patches, spectrograms. For training and for measuring.
+"""Encodes conversations as the model's inputs, for training and for measuring: token ids, positions, patches and
+spectrograms.
 
-The prompt is what the chat template and the reference processors make of it (tests compare). Knows no torch model;
-transformers is used for the spectrogram alone.
+The prompt is the same as that of the chat template and the reference processors (tests compare them). The module knows
+no torch model; it uses transformers for the spectrogram alone.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from modalities.qwen3_omni.positions import grid_positions
 from modalities.qwen3_omni.preprocess import patchify, smart_resize
 
 IGNORED = -100
-"""Label of a position without loss."""
+"""This is the label of a position without loss."""
 POSITIONS_PER_SECOND = 13
 FRAMES_PER_SECOND = 2.0
-_AUDIO_WINDOW = 100  # mel frames that the audio tower sees at once
+_AUDIO_WINDOW = 100  # The audio tower sees this many mel frames at once.
 _WINDOW_TOKENS = 13
 
 Grid = tuple[int, int, int]
@@ -34,24 +35,24 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(slots=True)
 class Encoded:
-    """One conversation with its answer."""
+    """Holds one encoded conversation with its answer."""
 
     ids: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
-    """The token at each place that an assistant's turn holds, otherwise IGNORED."""
+    """Holds the token at each position that belongs to an assistant's turn, and IGNORED at all others."""
     last_turn: int = 0
-    """Where the last answer begins."""
+    """Is the position at which the last answer begins."""
     positions: list[Ints] = field(default_factory=list)
     images: list[tuple[Floats, Grid]] = field(default_factory=list)
     videos: list[tuple[Floats, Grid]] = field(default_factory=list)
     sounds: list[Floats] = field(default_factory=list)
-    """Log-mel spectrograms `(128, num_frames)`."""
+    """Holds log-mel spectrograms, each of shape `(128, num_frames)`."""
     next_position: int = 0
 
 
 class SampleEncoder:
     def __init__(self, model_dir: Path) -> None:
-        """Reads tokenizer and configs, no weights."""
+        """Reads the tokenizer and the configs, but no weights."""
         self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         self._options: ImageOptions = read_config(model_dir).image
         self._model_dir = model_dir
@@ -59,7 +60,7 @@ class SampleEncoder:
         self._pieces = lru_cache(20_000)(self._encode)
 
     def encode(self, sample: Sample) -> Encoded:
-        """With the answer, and labels on all of the assistant's turns."""
+        """Encodes a conversation with its answer, and sets labels on all of the assistant's turns."""
         out = Encoded()
         for turn in sample.turns:
             self._turn(out, turn)
@@ -95,18 +96,18 @@ class SampleEncoder:
         out.next_position += len(ids)
 
     def picture(self, pixels: npt.NDArray[np.uint8]) -> tuple[Floats, Grid]:
-        """Patches and grid of a picture `(height, width, 3)`."""
+        """Returns the patches and the grid of a picture of shape `(height, width, 3)`."""
         grid = (1, *self._patch_rows(pixels))
         return patchify(self._resized(pixels, grid), self._options), grid
 
     def clip(self, clip: Clip) -> tuple[Floats, Grid]:
-        """Patches and grid of the frames that are looked at."""
+        """Returns the patches and the grid of those frames of a clip that the model sees."""
         frames = clip.frames[sampled_frames(len(clip.frames), clip.fps)]
         grid = (len(frames) // 2, *self._patch_rows(frames[0]))
         return _video_patches([self._resized(frame, grid) for frame in frames], self._options), grid
 
     def spectrogram(self, samples: Floats) -> Floats:
-        """Log-mel `(128, num_frames)`."""
+        """Returns the log-mel spectrogram of a sound. Has shape `(128, num_frames)`."""
         if self._mel is None:
             from transformers import WhisperFeatureExtractor
 
@@ -178,14 +179,16 @@ class SampleEncoder:
 
 
 def sampled_frames(num_frames: int, fps: float) -> Ints:
-    """Which frames of a clip are looked at: two a second, an even number, at least four (rule of the reference)."""
+    """Returns the indices of the frames of a clip that the model sees: two per second, an even number of them, and at
+    least four and at most 32 if the clip has so many (the rule of the reference)."""
     wanted = min(max(num_frames / fps * FRAMES_PER_SECOND, 4), 32, num_frames)
     num_sampled = int(wanted // 2) * 2
     return np.arange(0, num_frames, num_frames / num_sampled)[:num_sampled].astype(np.int64)
 
 
 def num_audio_tokens(num_frames: int) -> int:
-    """Of a spectrogram: 13 per full window, and what three convolutions of stride two leave of the rest."""
+    """Returns the number of tokens of a spectrogram: 13 per full window, and for the rest what remains of it after
+    three convolutions of stride two."""
     rest = num_frames % _AUDIO_WINDOW
     for _ in range(3):
         rest = (rest + 1) // 2
@@ -193,9 +196,10 @@ def num_audio_tokens(num_frames: int) -> int:
 
 
 def _video_patches(frames: list[npt.NDArray[np.uint8]], options: ImageOptions) -> Floats:
-    """Frames by twos, patches as the reference orders them: `(num_patches, 3 * 2 * patch**2)`."""
+    """Returns the patches of pairs of frames, ordered as in the reference. Has shape `(num_patches, 3 * 2 *
+    patch**2)`."""
     patch = options.patch_size**2
-    # A still picture fills both frames of a patch alike; of each frame the half that is its own is kept.
+    # `patchify` fills both frames of a patch with the same picture, so this keeps only one half for each frame.
     halves = [patchify(frame, options).reshape(-1, 3, 2, patch)[:, :, 0] for frame in frames]
     pairs = [np.stack([first, second], axis=2) for first, second in zip(halves[::2], halves[1::2], strict=True)]
     return np.concatenate([pair.reshape(len(pair), -1) for pair in pairs])

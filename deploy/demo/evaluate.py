@@ -1,7 +1,7 @@
-"""How often the demo model is right, per task, on fresh samples: `python -m deploy.demo.evaluate --seed N`.
+"""Measures how often the demo model is right, per task, on fresh samples: `python -m deploy.demo.evaluate --seed N`.
 
-An answer counts as right if greedy decoding would give it word for word: at every place the model's best token is the
-answer's, the end of the turn included.
+An answer counts as right if greedy decoding produces it word for word: at every position the model's best token is that
+of the answer, the end of the turn included.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _BATCH_SIZE = 50
 
 
 def load_model(model_dir: Path) -> Any:
-    """In float32, as the cluster runs it on a CPU."""
+    """Loads a model in float32, as the cluster runs it on a CPU."""
     model = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()
     prepare_model(model)
     return model
@@ -37,7 +37,7 @@ def load_model(model_dir: Path) -> Any:
 
 @torch.inference_mode()
 def are_right(model: Any, encoder: SampleEncoder, samples: Sequence[Sample]) -> list[bool]:
-    """One per sample."""
+    """Returns for each sample whether the model's answer is right."""
     batch = collate([encoder.encode(sample) for sample in samples])
     is_wrong = forward(model, batch).argmax(-1) != batch.targets
     wrong = set(batch.samples[is_wrong].tolist())

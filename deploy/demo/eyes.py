@@ -1,7 +1,8 @@
-"""Teaches the vision tower alone: what each cell of a picture or of a clip shows, through a head that is thrown away.
+"""Trains the vision tower alone, before the language model: a temporary head learns to name what each cell of a picture
+or a clip shows, and is discarded afterwards.
 
-Knows no text. The tower afterwards says in each feature what stands there, so that the language model is left with
-reading it.
+The module knows no text. After this training each feature of the tower says what stands in its cell, so the language
+model has only to learn to read the features.
 """
 
 from __future__ import annotations
@@ -31,29 +32,29 @@ Draw = Callable[[Rng, tuple[int, int]], scenes.Scene]
 
 
 class Mix(NamedTuple):
-    """What is shown how often."""
+    """Says how often each kind of picture or clip is drawn."""
 
     scene_shares: tuple[float, ...]
-    """Of `SCENES`."""
+    """Gives the share of each of `SCENES`."""
     clip_share: float
     easy_part: float = 0.0
-    """Of the steps, the first that show one figure each."""
+    """Gives the share of steps, at the beginning, that show one figure each."""
 
 
 EVERYTHING = Mix((0.3, 0.25, 0.25, 0.1, 0.1), clip_share=0.12, easy_part=0.25)
 CROWDED = Mix((0.05, 0.15, 0.8, 0.0, 0.0), clip_share=0.2)
-"""To be told apart and counted."""
+"""This mix has many figures, which the tower learns to distinguish and to count."""
 
 
 @dataclass(slots=True)
 class Seen:
     inputs: dict[str, Any]
     labels: torch.Tensor
-    """int64 `(num_features, num_kinds_of_label)`."""
+    """Gives the label of each kind for each feature. Has shape `(num_features, num_kinds_of_label)`, int64."""
 
 
 class Sights(Dataset[Seen]):
-    """Pictures and clips of one step, drawn from the random stream of (key, step)."""
+    """Draws the pictures and clips of each step from the random stream of (key, step)."""
 
     def __init__(
         self, num_steps: int, batch_size: int, key: tuple[int, ...], model_dir: Path, mix: Mix = EVERYTHING
@@ -74,7 +75,8 @@ class Sights(Dataset[Seen]):
         shown: list[tuple[Floats, Grid]] = []
         labels: list[Ints] = []
         for _ in range(self._batch_size):
-            # Single figures first: shapes are learned last of all, and fastest where there is nothing else.
+            # Single figures come first, because the tower learns shapes last of all, and fastest where there is nothing
+            # else.
             is_easy = step < self._num_steps * self._mix.easy_part
             scale = int(rng.choice(3, p=SCALE_SHARES))
             if not is_easy and rng.random() < self._mix.clip_share:
@@ -88,7 +90,7 @@ class Sights(Dataset[Seen]):
 
 
 class Eyes(nn.Module):
-    """The tower and the head that is thrown away."""
+    """Holds the vision tower and the temporary head, which is discarded after training."""
 
     def __init__(self, tower: nn.Module, hidden_size: int) -> None:
         super().__init__()
@@ -96,7 +98,7 @@ class Eyes(nn.Module):
         self.head = nn.Linear(hidden_size, sum(NAME_TO_NUM_CLASSES.values()))
 
     def losses(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each kind of label: the loss, and the share of cells said right."""
+        """Returns for each kind of label the loss, and the share of cells that the head classifies correctly."""
         features = self.tower(**seen.inputs, return_dict=True).pooler_output
         losses, rights = [], []
         for index, logits in enumerate(self.head(features).split(list(NAME_TO_NUM_CLASSES.values()), dim=1)):
@@ -107,7 +109,7 @@ class Eyes(nn.Module):
         return torch.stack(losses), torch.stack(rights)
 
     def judge(self, seen: Seen) -> tuple[torch.Tensor, float]:
-        """The weighed loss of a step, and the share that was right, over the kinds of label."""
+        """Returns the weighted loss of a step and the share of correct predictions, over all kinds of label."""
         losses, rights = self.losses(seen)
         return losses.sum() + (SHAPE_WEIGHT - 1) * losses[0], float(rights.mean())
 

@@ -1,4 +1,5 @@
-"""What can be asked about a medium: questions in several wordings, the answer in a word and in a sentence."""
+"""Builds what one can ask about a medium: questions in several wordings, and the answer as a word and as a sentence. It
+knows no model."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class Fact:
 
 
 def number_of(count: int, noun: str) -> str:
-    """`three circles`, `one cross`."""
+    """Returns the number and the noun in words: `three circles`, `one cross`."""
     plural = noun + ("es" if noun.endswith("s") else "s")
     return f"{NUMBERS[count]} {noun if count == 1 else plural}"
 
@@ -36,12 +37,13 @@ def are(count: int) -> str:
 
 
 def pick(rng: Rng, options: Sequence[str]) -> str:
-    """One of them."""
+    """Returns one of the options, drawn at random."""
     return options[int(rng.integers(len(options)))]
 
 
 def system_turn(rng: Rng, manner: str) -> tuple[Turn, ...]:
-    """`manner`: `word`, `sentence`, or `free` (no system prompt, which means a word)."""
+    """Returns the system turn for a manner of answering. `manner` is `word`, `sentence`, or `free` (no system prompt,
+    which means a word)."""
     if manner == "free":
         return ()
     return (Turn("system", (pick(rng, WORD_PROMPTS if manner == "word" else SENTENCE_PROMPTS),)),)
@@ -52,7 +54,8 @@ def any_manner(rng: Rng) -> str:
 
 
 def conversation(rng: Rng, task: str, media: Sequence[Part], facts: Sequence[Fact], manner: str = "free") -> Sample:
-    """A question for each fact, the last one open. The media stand in the first turn, before or behind its question."""
+    """Returns a conversation with a question for each fact, the last one not yet answered. The media stand in the first
+    user turn, before or after its question."""
     turns: list[Turn] = list(system_turn(rng, manner))
     for index, fact in enumerate(facts):
         question = pick(rng, fact.questions)

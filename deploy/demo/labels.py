@@ -1,7 +1,8 @@
-"""What each feature of a picture should say: labels per merged cell of patches. Knows no model and no text.
+"""Computes what each feature of a picture should say: labels per merged cell of patches. It knows no model and no text.
 
-They teach the vision tower alone, before any language is there: a figure's shape, its colour, where it stands. An
-answer at the end of a conversation says one word about a whole picture; these say seven about each of its cells.
+The labels train the vision tower alone, before the language model: a figure's shape, its colour, where it stands. An
+answer at the end of a conversation says one word about a whole picture, but these labels say up to eight things about
+each of its cells.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from deploy.demo.drawing import COLOURS, SHAPES, Figure
 
 UNSAID = -100
-"""Label of a cell about which nothing is said."""
+"""This is the label of a cell about which nothing is said."""
 NAME_TO_NUM_CLASSES: Mapping[str, int] = {
     "shape": len(SHAPES),
     "colour": len(COLOURS) + 1,
@@ -25,10 +26,12 @@ NAME_TO_NUM_CLASSES: Mapping[str, int] = {
     "size": 2,
     "motion": 5,
 }
-"""The last class of colour is the ground's. `centres`: figures whose middle lies in the cell. `total`:
-figures in the whole picture. `row`, `column`: thirds. `motion`: left, right, up, down, none."""
+"""Maps each kind of label to its number of classes. The last class of colour is that of the background. `centres`
+counts the figures whose centre lies in the cell, and `total` counts the figures in the whole picture. `row` and
+`column` are thirds of the picture. `motion` is left, right, up, down or none."""
 SMALL, LARGE = 0.19, 0.33
-"""Radius over the shorter side: below the first a figure is small, above the second large."""
+"""These are bounds on the radius divided by the shorter side of the picture: up to the first a figure is small, and
+from the second on it is large."""
 _POINTS = (np.arange(4) + 0.5) / 4
 _LEAST_SHARE = 0.5
 
@@ -38,8 +41,9 @@ Ints = npt.NDArray[np.int64]
 def cell_labels(
     figures: Sequence[Figure], height: int, width: int, rows: int, columns: int, before: Sequence[Figure] | None = None
 ) -> Ints:
-    """`(rows * columns, len(NAME_TO_NUM_CLASSES))`, row-major, of a picture of `height` x `width` pixels. `before`:
-    the same figures, in the same order, as they stood in the frame before."""
+    """Returns the labels of a picture of `height` x `width` pixels, cells in row-major order. Has shape `(rows *
+    columns, len(NAME_TO_NUM_CLASSES))`. `before` holds the same figures, in the same order, as they stood in the
+    previous frame."""
     labels = np.full((rows, columns, len(NAME_TO_NUM_CLASSES)), UNSAID, np.int64)
     shares = _shares(figures, height, width, rows, columns)
     covering = shares.max(0, initial=0.0)
@@ -65,7 +69,7 @@ def cell_labels(
 
 
 def _shares(figures: Sequence[Figure], height: int, width: int, rows: int, columns: int) -> npt.NDArray[np.float64]:
-    """How much of each cell lies in each figure's circle, `(num_figures, rows, columns)`."""
+    """Returns which share of each cell lies in each figure's circle. Has shape `(num_figures, rows, columns)`."""
     y = ((np.arange(rows)[:, None] + _POINTS) / rows * height)[None, :, None, :, None]
     x = ((np.arange(columns)[:, None] + _POINTS) / columns * width)[None, None, :, None, :]
     centre_y, centre_x, radius = (

@@ -1,4 +1,5 @@
-"""What a conversation of the demo is made of: pictures, sounds, clips, turns. Values only; drawn elsewhere."""
+"""Defines the values that a conversation of the demo consists of: pictures, sounds, clips and turns. The module draws
+none of them."""
 
 from __future__ import annotations
 
@@ -14,25 +15,25 @@ SAMPLE_RATE = 16_000
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
     pixels: npt.NDArray[np.uint8]
-    """`(height, width, 3)`, RGB."""
+    """Holds RGB pixels. Has shape `(height, width, 3)`."""
     description: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sound:
     samples: npt.NDArray[np.float32]
-    """`(num_samples,)` between -1 and 1, 16 kHz."""
+    """Holds samples between -1 and 1 at 16 kHz. Has shape `(num_samples,)`."""
     description: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clip:
     frames: npt.NDArray[np.uint8]
-    """`(num_frames, height, width, 3)`, RGB."""
+    """Holds RGB pixels. Has shape `(num_frames, height, width, 3)`."""
     fps: float
     description: str
     sound: Sound | None = None
-    """The track that runs along with it."""
+    """Is the sound track of the clip."""
 
 
 Part = str | Picture | Sound | Clip
@@ -46,14 +47,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A conversation that ends with a user's turn, and the one right answer to it."""
+    """Holds a conversation that ends with a user's turn, and the one right answer to it."""
 
     task: str
     turns: tuple[Turn, ...]
     answer: str
 
     def media(self) -> Iterator[Picture | Sound | Clip]:
-        """In the order of the conversation."""
+        """Yields the media in the order of the conversation."""
         for turn in self.turns:
             for part in turn.parts:
                 if not isinstance(part, str):

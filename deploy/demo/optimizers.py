@@ -1,7 +1,9 @@
-"""How the demo model's weights move: Muon for the layers' matrices, AdamW for the rest, one cycle of the rate.
+"""Updates the demo model's weights: Muon for the layers' matrices, AdamW for the rest, and one cycle of the learning
+rate.
 
 Muon learned the same in fewer steps than AdamW alone. Convolutions have thousands of correlated inputs, so they learn
-at a tenth of the rate: at the full one a picture's first layer knew nothing but colour. Knows no data.
+at a tenth of the rate: at the full rate the first layer of the vision tower learned nothing but colour. The module
+knows no data.
 """
 
 from __future__ import annotations
@@ -13,17 +15,18 @@ import torch
 from torch import nn
 
 MUON_RATES = "match_rms_adamw"
-"""One rate serves both."""
+"""With this setting one rate serves both optimizers."""
 WEIGHT_DECAY = 0.05
 WARM_UP = 0.08
 LAST_RATE = 0.01
-"""Of the peak."""
+"""Is the last learning rate, as a share of the peak rate."""
 CONVOLUTION_RATE = 0.1
-"""Of the stage's."""
+"""Is the learning rate of convolutions, as a share of the stage's rate."""
 
 
 class Optimizers:
-    """`part_to_rate`: of parameters with the part in their name, as a share of the others' rate."""
+    """Holds the optimizers of a module. `part_to_rate` maps a part of a parameter's name to the learning rate of such
+    parameters, as a share of the rate of the others."""
 
     def __init__(self, module: nn.Module, peak_rate: float, num_steps: int, part_to_rate: Mapping[str, float]) -> None:
         matrices: list[dict[str, Any]] = []
@@ -50,7 +53,7 @@ class Optimizers:
         ]
 
     def step(self) -> None:
-        """Moves the weights by their gradients, clears those, and goes on in the cycle."""
+        """Updates the weights by their gradients, clears the gradients, and advances the cycle of the learning rate."""
         for optimizer, schedule in zip(self._optimizers, self._schedules, strict=True):
             optimizer.step()
             optimizer.zero_grad()
@@ -58,7 +61,7 @@ class Optimizers:
 
 
 def _by_rate(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One group for each rate."""
+    """Merges the groups into one group per rate."""
     rate_to_parameters: dict[float, list[nn.Parameter]] = {}
     for group in groups:
         rate_to_parameters.setdefault(group["lr"], []).extend(group["params"])

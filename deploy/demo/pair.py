@@ -1,7 +1,7 @@
-"""Two processes that learn as one: each from its half of a batch, then with the mean of both gradients.
+"""Runs two processes that train one model: each computes gradients from its half of a batch, then both apply the mean.
 
-Every process holds all weights and moves them alike, so they stay equal bit for bit, and the result depends on the
-number of processes but not on the number of cores. Does not know what is learned.
+Every process holds all weights and updates them in the same way, so the weights stay equal bit for bit. The result
+depends on the number of processes but not on the number of cores. The module does not know what the model learns.
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ from torch import nn
 
 NUM_LEARNERS = 2
 PATIENCE = timedelta(minutes=5)
-"""One that waits longer for the other ends with an error."""
+"""Each process waits at most this long for the other. Then it ends with an error."""
 
 
 def run_together(learn: Callable[..., None], arguments: Sequence[Any], scratch: Path) -> None:
-    """Calls `learn(learner, *arguments)` in each process, learners numbered from 0, and waits for all of them.
+    """Calls `learn(learner, *arguments)` in each process, with learners numbered from 0, and waits for all of them.
 
-    `scratch` is an empty directory where they meet. Raises what one of them raised, and ends the others."""
+    `scratch` is an empty directory through which the processes find each other. If one of them raises an error, this
+    function raises that error and ends the others."""
     arguments = (learn, scratch / "meeting", *arguments)
     learners = torch.multiprocessing.spawn(_join, arguments, nprocs=NUM_LEARNERS, join=False)
     try:
         while not learners.join():
             pass
     finally:
-        for name in learners.error_files:  # torch leaves what it was told in the temporary folder
+        # Torch leaves these files in the folder for temporary files.
+        for name in learners.error_files:
             Path(name).unlink(missing_ok=True)
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
-    """Each gradient becomes the mean over the learners; one that a learner lacks counts as zero, one that all lack
-    stays away, so that its parameter is left alone."""
+    """Replaces each gradient by its mean over the learners. A gradient that one learner lacks counts as zero. If all
+    learners lack it, it stays None, so that the optimizer does not change the parameter."""
     device = parameters[0].device
     has_gradient = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=device)
     gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
@@ -52,14 +54,15 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
 
 
 def learners_device(learner: int) -> torch.device:
-    """A GPU if there is one; learners share those there are."""
+    """Returns the device of a learner: a GPU if there is one, and learners share GPUs if there are too few."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", learner % torch.cuda.device_count())
 
 
 def to_device(shown: Any, device: torch.device) -> Any:
-    """The same with every tensor in it moved: through dataclasses, dictionaries, lists and tuples."""
+    """Returns the same value with every tensor in it moved to the device, also inside dataclasses, dictionaries, lists
+    and tuples."""
     if isinstance(shown, torch.Tensor):
         return shown.to(device)
     if is_dataclass(shown) and not isinstance(shown, type):

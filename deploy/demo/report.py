@@ -1,4 +1,4 @@
-"""The report on the demo model: what was measured, in Markdown. Numbers come in, text goes out."""
+"""Writes the report on the demo model in Markdown from measured numbers. It measures nothing itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ The goal is {goal:.0%} per task. {verdict}
 
 
 def report(scores: Sequence[Score], seed: int, left_out: Sequence[str] = ()) -> str:
-    """The whole file."""
+    """Returns the text of the whole report."""
     num_samples = scores[0].num_samples
     below = [score for score in scores if score.accuracy < GOAL]
     verdict = f"{len(scores) - len(below)} of {len(scores)} tasks reach it"
@@ -33,13 +33,13 @@ def report(scores: Sequence[Score], seed: int, left_out: Sequence[str] = ()) -> 
 
 
 def model_card(scores: Sequence[Score], seed: int) -> str:
-    """The card of a trained checkpoint."""
+    """Returns the text of the model card of a trained checkpoint."""
     text = Path(__file__).with_name("trained_card.md").read_text(encoding="utf-8")
     return text.format(num_samples=scores[0].num_samples, seed=seed, table=table(scores).rstrip())
 
 
 def table(scores: Sequence[Score]) -> str:
-    """One row per task."""
+    """Returns the table's rows, one per task."""
     rows = [
         f"| {score.task.modality} | {score.task.name} | {score.num_right} | {score.num_samples} | {score.accuracy:.1%} "
         f"| {'' if score.accuracy >= GOAL else 'below the goal'} |\n"

@@ -1,4 +1,5 @@
-"""Scenes: which figures stand where in a picture, and what can be asked about them."""
+"""Draws scenes, which are pictures with known figures in known places, and the facts that one can ask about them. It
+knows no model."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ PLACES = (
     ("left", "middle", "right"),
     ("bottom left", "bottom", "bottom right"),
 )
-# Side lengths in pixels between which a picture's geometric mean lies, and how often.
+# The geometric mean of a picture's sides lies between two lengths in pixels; each pair is one scale.
 SCALES = ((56, 112), (112, 224), (224, 400))
 MAX_SIDE = 448
 MIN_SIDE = 56
@@ -33,7 +34,8 @@ class Scene:
 
 
 def picture_size(rng: Rng, scale: int) -> tuple[int, int]:
-    """(height, width); half of them square, the others up to twice as long as wide."""
+    """Returns (height, width). Half of the pictures are square, the others are up to twice as long as wide or the other
+    way round."""
     low, high = SCALES[scale]
     side = np.exp(rng.uniform(np.log(low), np.log(high)))
     stretch = 1.0 if rng.random() < 0.5 else 2 ** rng.uniform(-0.5, 0.5)
@@ -44,7 +46,7 @@ def picture_size(rng: Rng, scale: int) -> tuple[int, int]:
 def one_figure(
     rng: Rng, size: tuple[int, int], shapes: Sequence[str] = SHAPES, colours: Sequence[str] = COLOURS
 ) -> Scene:
-    """A figure of ordinary size anywhere."""
+    """Draws a figure of ordinary size anywhere in the picture."""
     height, width = size
     radius = rng.uniform(0.2, 0.42) * min(size)
     (x, y), *_ = scattered(rng, height, width, 1, radius)
@@ -53,7 +55,7 @@ def one_figure(
 
 
 def placed_figure(rng: Rng, size: tuple[int, int]) -> Scene:
-    """A small figure in one of nine places."""
+    """Draws a small figure in one of nine places."""
     height, width = size
     row, column = rng.integers(3, size=2).tolist()
     radius = rng.uniform(0.11, 0.16) * min(size)
@@ -75,7 +77,7 @@ def placed_figure(rng: Rng, size: tuple[int, int]) -> Scene:
 
 
 def sized_figure(rng: Rng, size: tuple[int, int]) -> Scene:
-    """A figure that is clearly small or clearly large."""
+    """Draws a figure that is clearly small or clearly large."""
     height, width = size
     is_large = rng.random() < 0.5
     radius = (rng.uniform(0.34, 0.45) if is_large else rng.uniform(0.11, 0.18)) * min(size)
@@ -94,7 +96,7 @@ def sized_figure(rng: Rng, size: tuple[int, int]) -> Scene:
 
 
 def several_figures(rng: Rng, size: tuple[int, int]) -> Scene:
-    """One to five figures, all alike or (a third) mixed."""
+    """Draws one to five figures that are all alike or (in a third of the pictures) mixed."""
     height, width = size
     count = int(rng.integers(1, 6))
     radius = rng.uniform(0.1, 0.14) * min(size)
@@ -119,7 +121,7 @@ def several_figures(rng: Rng, size: tuple[int, int]) -> Scene:
 
 
 def two_figures(rng: Rng, size: tuple[int, int]) -> Scene:
-    """Two figures that differ in shape and in colour."""
+    """Draws two figures that differ in shape and in colour."""
     height, width = size
     radius = rng.uniform(0.17, 0.22) * min(size)
     centres = scattered(rng, height, width, 2, radius)
@@ -132,7 +134,7 @@ def two_figures(rng: Rng, size: tuple[int, int]) -> Scene:
 
 
 def facts_of_one_of_two(figure: Figure) -> list[Fact]:
-    """Its colour by its shape, and its shape by its colour."""
+    """Returns two facts: the colour of the figure with this shape, and the shape of the figure with this colour."""
     sentence = f"The {figure.shape} is {figure.colour}."
     by_shape = (f"What colour is the {figure.shape}?", f"Which colour does the {figure.shape} have?")
     by_colour = (f"Which shape is {figure.colour}?", f"What is the {figure.colour} shape?")

@@ -1,4 +1,4 @@
-"""What a measurement is: a task, how many samples, how many of them right. Knows no model."""
+"""Defines what a measurement is: a task, a number of samples, and how many of them are right. It knows no model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from deploy.demo.media import Sample
 
 GOAL = 0.97
 SCALE_SHARES = (0.6, 0.25, 0.15)
-"""How often each scale of picture sizes is measured: 40 % are larger than most that training is made of."""
+"""Gives the share of each scale of picture sizes in a measurement. With these shares 40 % of the pictures are larger
+than most pictures of training."""
 _KEY = 0x5EED
 
 
@@ -28,7 +29,8 @@ class Score(NamedTuple):
 
 
 def fresh_samples(task: Task, num_samples: int, seed: int) -> Iterator[Sample]:
-    """The same for the same arguments. No seed gives samples of training: the streams have another key."""
+    """Yields samples that are the same for the same arguments. No seed gives samples of training, because these streams
+    have another key."""
     rng = np.random.default_rng((_KEY, seed, zlib.crc32(task.name.encode())))
     for _ in range(num_samples):
         yield task.draw(rng, int(rng.choice(3, p=SCALE_SHARES)))

@@ -1,4 +1,4 @@
-"""Draws sounds: beeps, tones, sweeps, at 16 kHz. Knows no questions and no model."""
+"""Draws sounds at 16 kHz: beeps, tones and sweeps. It knows no questions and no model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FADE_S = 0.015
 
 
 def tone(rng: Rng, start_hertz: float, end_hertz: float, seconds: float) -> Samples:
-    """One tone that glides between two pitches, with up to three overtones."""
+    """Returns one tone that glides between two pitches, with up to two overtones that are multiples of its pitch."""
     num_samples = int(seconds * SAMPLE_RATE)
     hertz = np.geomspace(start_hertz, end_hertz, num_samples)
     phase = 2 * np.pi * np.cumsum(hertz) / SAMPLE_RATE
@@ -34,7 +34,7 @@ def silence(seconds: float) -> Samples:
 
 
 def beeps(rng: Rng, count: int, hertz: float) -> Samples:
-    """Beeps of one pitch and length, with pauses between and a little silence around."""
+    """Returns beeps of one pitch and length, with pauses between them and a little silence before and after."""
     length, pause = rng.uniform(0.1, 0.2), rng.uniform(0.15, 0.25)
     parts = [silence(rng.uniform(0.02, 0.3))]
     for _ in range(count):
@@ -43,12 +43,12 @@ def beeps(rng: Rng, count: int, hertz: float) -> Samples:
 
 
 def steady(rng: Rng, hertz: float) -> Samples:
-    """One tone of half a second to a second and a half."""
+    """Returns one tone of half a second to a second and a half."""
     return finished(rng, [silence(rng.uniform(0, 0.2)), tone(rng, hertz, hertz, rng.uniform(0.5, 1.5)), silence(0.05)])
 
 
 def sweep(rng: Rng, is_rising: bool) -> Samples:
-    """A tone that ends one to two octaves above or below where it began."""
+    """Returns a tone that ends one to two octaves above or below where it began."""
     low = rng.uniform(200, 700)
     ends = (low, low * 2 ** rng.uniform(1, 2))
     start, end = ends if is_rising else ends[::-1]
@@ -56,7 +56,7 @@ def sweep(rng: Rng, is_rising: bool) -> Samples:
 
 
 def finished(rng: Rng, parts: Sequence[Samples]) -> Samples:
-    """Joined, at some loudness, over faint noise; at least a second."""
+    """Joins parts into a sound with a random loudness, over faint noise; the sound lasts at least a second."""
     wave = np.concatenate(parts)
     # The audio tower rounds a sound shorter than one window differently when it is batched with longer ones.
     wave = np.pad(wave, (0, max(0, int(LEAST_SECONDS * SAMPLE_RATE) - len(wave))))

@@ -1,6 +1,7 @@
-"""The demo's tokenizer: byte-level BPE in Qwen's manner, small, trained on the corpus beside it.
+"""Trains and writes the demo's tokenizer: a small byte-level BPE in the style of Qwen's, trained on the text of
+`corpus.py`.
 
-Does not know the model. Needs `tokenizers` only: no torch, no transformers.
+The module does not know the model. It needs `tokenizers` only: no torch and no transformers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NUM_SENTENCES = 20_000
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
-# In the order of Qwen3-Omni's own ids.
+# These stand in the order of Qwen3-Omni's own ids.
 SPECIAL_TOKENS = (
     END_OF_TEXT,
     TURN_START,
@@ -35,7 +36,7 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
-# The attributes that Qwen3OmniMoeProcessor reads off its tokenizer.
+# Qwen3OmniMoeProcessor reads these attributes from its tokenizer.
 NAME_TO_TOKEN = {
     "image_token": "<|image_pad|>",
     "audio_token": "<|audio_pad|>",
@@ -52,11 +53,11 @@ class Vocabulary(NamedTuple):
     num_tokens: int
     special_token_to_id: dict[str, int]
     user_token_id: int
-    """Of the word `user`, which the model's config names."""
+    """Is the id of the word `user`, which the model's config names."""
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """Trains on the corpus of `seed`. The special tokens take the ids after the learned ones."""
+    """Returns a tokenizer trained on the corpus of `seed`. The special tokens take the ids after the learned ones."""
     tokenizer = qwen_tokenizer(BPE(fuse_unk=False, byte_fallback=False))
     trainer = BpeTrainer(
         vocab_size=NUM_BPE_TOKENS,

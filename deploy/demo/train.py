@@ -1,8 +1,9 @@
-"""Trains the demo model from nothing: `python -m deploy.demo.train OUT`. Same seed, same machine, same result.
+"""Trains the demo model from new weights: `python -m deploy.demo.train OUT`. The same seed on the same machine gives
+the same result.
 
-First the towers alone (`eyes`, `ears`), then conversations, their loss on the assistant's words alone. Two processes
-learn, each from its half of every batch (see `deploy.demo.pair`), and take one core each, or a GPU where there is one.
-Does not know how well the model does: `deploy.demo.evaluate` says that.
+The towers learn first and alone (`eyes`, `ears`). Then the whole model learns conversations, with the loss on the
+assistant's words alone. Two processes learn, each from its half of every batch (see `deploy.demo.pair`); each takes one
+core, or a GPU where there is one. The module does not know how good the model is: `deploy.demo.evaluate` measures that.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ from deploy.demo.weights import load_trainable, save_trained
 
 GRADIENT_NORM = 1.0
 SAVE_EVERY = 500
-"""Steps after which what was learned so far is written, for whoever wants to look."""
+"""After every this many steps the weights so far are written, so that they can be inspected."""
 LOOK_WEIGHT = 0.2
-"""Of the loss of what the tower alone is asked, beside that of the answers."""
+"""Is the weight of the loss of the vision tower's own labels, relative to the loss of the answers."""
 ALL_STAGES: tuple[TowerStage | Stage, ...] = (EYES, EARS, *STAGES)
 
 
 class Lesson(NamedTuple):
-    """What one stage shows, and how a step of it is judged."""
+    """Holds the data of one stage, the module that learns from them, and the function that judges a step."""
 
     shown: Dataset[Any]
     pupil: nn.Module
     judge: Callable[[Any], tuple[torch.Tensor, float]]
-    """The loss of a step, and the share of it that was right."""
+    """Returns the loss of a step and the share of predictions that are right."""
 
 
 class Conversations(Dataset[Batch]):
-    """A learner's share of batch `step` of a stage, drawn from the random stream of (seed, stage, learner, step)."""
+    """Draws a learner's share of batch `step` of a stage from the random stream of (seed, stage, learner, step)."""
 
     def __init__(self, stage: Stage, key: tuple[int, int, int], model_dir: Path) -> None:
         self.stage = stage
@@ -75,7 +76,7 @@ class Conversations(Dataset[Batch]):
 
 
 class ConversationsAndSights(Dataset[tuple[Batch, Seen]]):
-    """Both, step by step."""
+    """Pairs, for each step, a batch of conversations with a batch of pictures that have labels for the vision tower."""
 
     def __init__(self, conversations: Conversations, sights: Sights) -> None:
         self._conversations = conversations
@@ -89,8 +90,9 @@ class ConversationsAndSights(Dataset[tuple[Batch, Seen]]):
 
 
 def train(out_dir: Path, seed: int, stages: range, start_dir: Path | None = None) -> None:
-    """Writes a complete model directory, anew after each stage. `start_dir` is a checkpoint to go on from; without it
-    the weights are new. Every stage begins with what the one before wrote, so stages run one by one give the same."""
+    """Trains the stages and writes a complete model directory after each of them. `start_dir` is a checkpoint to
+    continue from; without it the weights are new. Every stage begins with what the previous one wrote, so running the
+    stages one by one gives the same result."""
     ask_for_large_pages()
     with tempfile.TemporaryDirectory() as scratch:
         for index in stages:
@@ -101,7 +103,7 @@ def train(out_dir: Path, seed: int, stages: range, start_dir: Path | None = None
 
 
 def _learn(learner: int, index: int, seed: int, out_dir: Path, start_dir: Path | None, scratch: Path) -> None:
-    """One stage, as one of the learners. The first of them writes."""
+    """Runs one stage as one of the learners. Only the first learner writes the model directory."""
     torch.set_num_threads(1)
     keep_freed_memory()
     torch.manual_seed(seed)
@@ -117,7 +119,7 @@ def _learn(learner: int, index: int, seed: int, out_dir: Path, start_dir: Path |
 
 
 def _lesson(index: int, model: Any, key: tuple[int, int], model_dir: Path) -> Lesson:
-    """`key`: the seed and the learner."""
+    """Builds what one stage needs. `key` holds the seed and the learner."""
     stage = ALL_STAGES[index]
     if isinstance(stage, TowerStage):
         share = replace(stage, batch_size=stage.batch_size // NUM_LEARNERS)
@@ -151,7 +153,7 @@ def _run_stage(stage: TowerStage | Stage, lesson: Lesson, save: Callable[[], Non
     device = learners_device(learner)
     lesson.pupil.to(device)
     optimizers = Optimizers(lesson.pupil, stage.peak_rate, num_steps, stage.part_to_rate)
-    # Forked: tasks are closures, which no pickle takes.
+    # The loader's process is forked, because tasks are closures, which can't be pickled.
     loader = DataLoader(lesson.shown, batch_size=None, num_workers=1, prefetch_factor=8, multiprocessing_context="fork")
     parameters = list(lesson.pupil.parameters())
     lesson.pupil.train()

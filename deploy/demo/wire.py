@@ -1,4 +1,5 @@
-"""A conversation of the demo as an OpenAI client sends it: PNG pictures, WAV sounds, MP4 clips, all as data URLs."""
+"""Encodes a conversation of the demo as an OpenAI client sends it: PNG pictures and MP4 clips as data URLs, and WAV
+sounds in base64. It knows no cluster."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ import numpy as np
 from deploy.demo.media import SAMPLE_RATE, Clip, Part, Picture, Sample, Sound
 
 VIDEO_BIT_RATE = 4_000_000
-"""Enough that a few small frames lose nothing that is asked for."""
+"""This rate is high enough that a few small frames lose nothing that a question asks for."""
 
 
 def messages(sample: Sample) -> list[dict[str, Any]]:
-    """The `messages` of a chat completion. Turns of text alone are strings."""
+    """Returns the `messages` of a chat completion. The content of a turn that has only text is a string."""
     return [
         {"role": turn.role, "content": str(turn.parts[0]) if _is_text(turn.parts) else [_part(p) for p in turn.parts]}
         for turn in sample.turns
@@ -33,7 +34,7 @@ def png(picture: Picture) -> bytes:
 
 
 def wav(sound: Sound) -> bytes:
-    """Mono, 16 bits."""
+    """Encodes a sound as WAV: mono, 16 bits."""
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
         file.setnchannels(1)
@@ -44,12 +45,12 @@ def wav(sound: Sound) -> bytes:
 
 
 def mp4(clip: Clip) -> bytes:
-    """MPEG-4 pictures, and AAC if there is a sound track."""
+    """Encodes a clip as MP4: MPEG-4 pictures, and AAC if there is a sound track."""
     _, height, width, _ = clip.frames.shape
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as container:
         pictures = container.add_stream("mpeg4", rate=Fraction(clip.fps))
-        # Encoders want even sides.
+        # Video encoders need even sides.
         pictures.width, pictures.height, pictures.pix_fmt = width - width % 2, height - height % 2, "yuv420p"
         pictures.bit_rate = VIDEO_BIT_RATE
         track = None if clip.sound is None else container.add_stream("aac", rate=SAMPLE_RATE, layout="mono")

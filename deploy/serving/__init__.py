@@ -1,1 +1,2 @@
-"""Weft on Ray Serve: thin deployments around services that also run without Ray. No policy in here."""
+"""Runs Weft on Ray Serve: it contains thin deployments around services that also run without Ray, and makes no
+decisions."""

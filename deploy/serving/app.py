@@ -1,7 +1,7 @@
-"""The Serve application: three deployments, each a thin shell around one service.
+"""Defines the Serve application: three deployments, each a thin shell around one service.
 
-A shell builds the service in the replica's event loop, keeps its heartbeat with the directory, and passes calls,
-health checks and the stop through. Serve runs `__del__` after draining: that is the stop.
+A shell builds the service in the replica's event loop, keeps its heartbeat with the directory, and forwards calls,
+health checks and the stop to the service. Serve calls `__del__` after draining, so `__del__` stops the service.
 """
 
 from __future__ import annotations
@@ -33,29 +33,31 @@ from fabric.log_context import enter_request
 from fabric.messages import EncodeRequest, EncodeResult, GenerateRequest, GenerateResult
 
 UNBOUNDED = 1_000_000
-"""A full replica queues inside Serve and blocks the calls behind it, so admission is ours and Serve's limit is off."""
+"""Turns Serve's limit on requests off. A full replica would queue inside Serve and block the calls behind it, so Weft
+limits admission itself."""
 STOP_S = 15.0
-"""What Serve gives a replica to stop, beyond the time to drain."""
+"""Serve gives a replica this many seconds to stop, in addition to the time to drain."""
 
 
 def replica_id() -> MemberId:
-    """Serve's unique id of this replica: the name that `PinnedRequestRouter` finds it by."""
+    """Returns Serve's unique id of this replica, by which `PinnedRequestRouter` finds it."""
     return MemberId(serve.get_replica_context().replica_id.unique_id)
 
 
 def node_address(config: ClusterConfig) -> str:
-    """Where this node's members reach each other: loopback when Ray is our own and on this machine alone."""
+    """Returns the address at which this node's members reach each other: loopback if Weft started Ray itself, on this
+    machine alone."""
     return "127.0.0.1" if config.ray.address is None else str(ray.util.get_node_ip_address())
 
 
 def actor_environment(config: ClusterConfig) -> dict[str, Any]:
-    """Ray's `runtime_env` of every actor of ours. A Ray of our own inherits the environment, and starts actors without
-    one sooner."""
+    """Returns Ray's `runtime_env` of every actor of Weft. It is empty for a Ray that Weft started itself: such a Ray
+    inherits the environment, and starts actors without a `runtime_env` sooner."""
     return {} if config.ray.address is None else {"env_vars": switches_of_actors()}
 
 
 class EncoderReplica:
-    """One encoder process on one device."""
+    """Runs one encoder process on one device."""
 
     async def __init__(self, config: ClusterConfig, model_dir: str) -> None:
         from fabric.channel_nixl import NixlFeatureSource
@@ -77,7 +79,7 @@ class EncoderReplica:
         freeze_what_lives()
 
     def _leave(self) -> None:
-        """Out of the directory at once; Serve replaces the replica when its health checks have failed."""
+        """Leaves the directory at once. Serve replaces the replica after its health checks have failed."""
         self._leaving = asyncio.create_task(self._heartbeat.stop(), name="weft-leave")
 
     async def encode(self, request: EncodeRequest, *media: bytes) -> EncodeResult:
@@ -95,7 +97,8 @@ class EncoderReplica:
 
 
 class WorkerReplica:
-    """One LLM worker: a process on a device, or with `tensor_parallel` rank 0 of several, which it starts itself."""
+    """Runs one LLM worker: a process on a device, or with `tensor_parallel` rank 0 of several ranks, which it starts
+    itself."""
 
     async def __init__(self, config: ClusterConfig, model_dir: str) -> None:
         from fabric.channel_nixl import NixlFeatureSink
@@ -119,7 +122,7 @@ class WorkerReplica:
         freeze_what_lives()
 
     def _leave(self) -> None:
-        """Out of the directory at once; Serve replaces the replica when its health checks have failed."""
+        """Leaves the directory at once. Serve replaces the replica after its health checks have failed."""
         self._leaving = asyncio.create_task(self._heartbeat.stop(), name="weft-leave")
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
@@ -138,7 +141,7 @@ class WorkerReplica:
 
 
 class RouterReplica:
-    """The HTTP front and the planner. Holds no model weights."""
+    """Runs the HTTP front end and the planner. It holds no model weights."""
 
     async def __init__(
         self, config: ClusterConfig, model_dir: str, workers: DeploymentHandle, encoders: DeploymentHandle | None
@@ -163,13 +166,14 @@ class RouterReplica:
         freeze_what_lives()
 
     async def port(self) -> int:
-        """The port that it listens on (the config may have asked for any)."""
+        """Returns the port that the router listens on (the config may ask for any free one)."""
         return self._http.port
 
     async def drain(self, limit_s: float) -> int:
-        """Admits nothing from now on; returns how many requests have not ended after `limit_s`."""
+        """Refuses new requests from now on, and waits until those in flight have ended. Returns how many have not ended
+        after `limit_s`."""
         num_left = await self._service.drain(min(limit_s, self._drain_s))
-        self._drain_s = 0.0  # the time is used up
+        self._drain_s = 0.0  # The time to drain is used up.
         return num_left
 
     async def check_health(self) -> None:
@@ -184,7 +188,7 @@ class RouterReplica:
 
 
 def build_app(config: ClusterConfig, model_dir: Path) -> Application:
-    """The application graph: router -> workers, encoders."""
+    """Returns the application graph: router -> workers, encoders."""
     workers = _deployment(WorkerReplica, "worker", config, config.workers.replicas, config.workers.gpus_per_replica)
     if config.workers.tensor_parallel > 1:
         workers = workers.options(placement_group_bundles=rank_bundles(config), placement_group_strategy="PACK")

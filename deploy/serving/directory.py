@@ -1,6 +1,7 @@
-"""The directory as a named Ray actor, and the heartbeat that each member keeps with it.
+"""Runs the directory of members as a named Ray actor, and the heartbeat that each member sends to it.
 
-Every heartbeat carries the whole member record, so an actor that was restarted knows everybody again after one period.
+Every heartbeat carries the whole member record, so a restarted actor knows all members again after one period. The
+module knows nothing of what members do.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fabric.plane_keys import PlaneKeys
 logger = logging.getLogger("weft.directory")
 
 NAMESPACE = "weft"
-"""Of Ray, for the named actors of every cluster."""
+"""This namespace of Ray holds the named actors of every cluster."""
 LEASE_S = 5.0
 PERIOD_S = 0.5
 CLAIM_S = 5.0
@@ -31,7 +32,8 @@ CLAIM_S = 5.0
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)
 class DirectoryActor:
-    """`fabric.membership.Directory` behind an actor. Answers carry the actor's epoch: it forgets when it restarts."""
+    """Runs a `fabric.membership.Directory` as an actor. Its answers carry the actor's epoch, because it forgets all
+    members when it restarts."""
 
     def __init__(self, lease_s: float, plane_keys: PlaneKeys) -> None:
         self._plane_keys = plane_keys
@@ -42,7 +44,8 @@ class DirectoryActor:
         return self._epoch, self._directory.heartbeat(member)
 
     def plane_keys(self) -> PlaneKeys:
-        """The same after a restart, which gives the constructor what it was first given."""
+        """Returns the cluster's keys. They stay the same after a restart, because Ray gives the constructor its first
+        arguments again."""
         return self._plane_keys
 
     def leave(self, member_id: MemberId) -> None:
@@ -53,16 +56,17 @@ class DirectoryActor:
 
 
 def claim_name(cluster: str, patience_s: float = CLAIM_S) -> ray.actor.ActorHandle:
-    """Makes the directory of a cluster of that name, and the cluster's keys. It lives for as long as this process and
-    the handle: so the name is free again when the process has ended, however it ended. Raises ConfigError if a cluster
-    of that name lives on this Ray for `patience_s`: Ray takes a moment to see that a process has died."""
+    """Creates the directory of a cluster with that name, and the cluster's keys. The directory lives as long as this
+    process and the returned handle, so the name is free again when the process has ended for any reason. Raises
+    ConfigError if a cluster with that name stays on this Ray for `patience_s`; it waits that long because Ray needs a
+    moment to notice that a process has died."""
     deadline_s = time.monotonic() + patience_s
     while True:
         try:
             return DirectoryActor.options(  # type: ignore[attr-defined]
                 name=f"{cluster}-directory", namespace=NAMESPACE
             ).remote(LEASE_S, PlaneKeys.make())
-        except ValueError as error:  # the name is taken
+        except ValueError as error:  # The name is taken.
             if time.monotonic() > deadline_s:
                 message = f"a cluster named {cluster!r} is on this Ray already; give this one another ray.cluster_name"
                 raise ConfigError(message) from error
@@ -70,19 +74,20 @@ def claim_name(cluster: str, patience_s: float = CLAIM_S) -> ray.actor.ActorHand
 
 
 def directory_actor(cluster: str) -> ray.actor.ActorHandle:
-    """The directory of the cluster of that name. Raises ValueError if there is none."""
+    """Returns the directory of the cluster with that name. Raises ValueError if there is none."""
     return ray.get_actor(f"{cluster}-directory", namespace=NAMESPACE)
 
 
 async def plane_keys(cluster: str) -> PlaneKeys:
-    """The cluster's, from its directory. Ray's own token guards the way."""
+    """Returns the cluster's keys, which it reads from the directory. Ray's own token protects this call."""
     keys: PlaneKeys = await directory_actor(cluster).plane_keys.remote()
     return keys
 
 
 class Membership:
-    """What a member believes of the others, from the directory's views. A directory that has just restarted knows
-    only who has called since: until everybody had time to, who is missing from it is kept."""
+    """Holds one member's picture of the other members, from the directory's views. A directory that has just restarted
+    knows only the members that have sent a heartbeat since. So for one lease after a restart, members that are missing
+    from the view are kept."""
 
     def __init__(self, clock: Clock, lease_s: float) -> None:
         self._clock = clock
@@ -92,7 +97,7 @@ class Membership:
         self._members: tuple[Member, ...] = ()
 
     def update(self, epoch: int, view: View) -> tuple[Member, ...] | None:
-        """Takes a view; returns the members if they are others than before."""
+        """Takes a view. Returns the members if they have changed, or None."""
         now_s = self._clock.now()
         if self._epoch is not None and epoch != self._epoch:
             self._trusted_from_s = now_s + self._lease_s
@@ -108,7 +113,7 @@ class Membership:
 
 
 class Heartbeat:
-    """Keeps one member in its cluster's directory and hands every change of the members to `on_change`."""
+    """Keeps one member in its cluster's directory and passes every change of the members to `on_change`."""
 
     def __init__(self, cluster: str, member: Member, on_change: Callable[[Sequence[Member]], None]) -> None:
         self._cluster = cluster
@@ -123,7 +128,7 @@ class Heartbeat:
         self._task = asyncio.create_task(self._run(), name="weft-heartbeat")
 
     async def stop(self) -> None:
-        """Leaves the directory at once, so that no router plans with this member any more."""
+        """Leaves the directory at once, so that routers stop planning with this member."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -1,4 +1,5 @@
-"""A worker's followers as Ray actors, in the placement group of the replica that is their rank 0."""
+"""Starts a worker's followers (its ranks other than rank 0) as Ray actors, in the placement group of the replica that
+is rank 0. It knows nothing of what a rank computes."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
     from llm_workers.tensor_parallel.group import Follower
 
 _CPU_SHARE = 0.001
-"""A bundle must ask for something; replicas of ours ask for no CPU."""
+"""A bundle must ask for some resource, and Weft's replicas ask for no CPU, so it asks for this share of one."""
 
 
 def rank_bundles(config: ClusterConfig) -> list[dict[str, float]]:
-    """One per rank; rank 0 is the replica itself."""
+    """Returns one bundle of resources per rank; the first is for rank 0, the replica itself."""
     bundle = {"CPU": _CPU_SHARE}
     if config.workers.gpus_per_replica:
         bundle["GPU"] = config.workers.gpus_per_replica
@@ -29,14 +30,15 @@ def rank_bundles(config: ClusterConfig) -> list[dict[str, float]]:
 
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
 class FollowerActor:
-    """One rank. Ends with the replica that made it: Ray's own rule for what an actor owns."""
+    """Runs one follower. The actor ends with the replica that created it, because Ray ends an actor together with its
+    owner."""
 
     def run(self, config: ClusterConfig, model_dir: Path, invitation: Invitation) -> None:
         run_follower(config, model_dir, invitation)
 
 
 class RayFollower:
-    """A `Follower`."""
+    """A `RayFollower` is a `Follower` that runs as a Ray actor."""
 
     def __init__(self, actor: Any, running: Any) -> None:
         self._actor, self._running = actor, running
@@ -50,7 +52,7 @@ class RayFollower:
 
 
 def launch_actor(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> Follower:
-    """In the bundle of the follower's rank. Called in the replica's process."""
+    """Starts a follower in the bundle of its rank. It must run in the replica's process."""
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=ray.util.get_current_placement_group(), placement_group_bundle_index=invitation.rank
     )

@@ -1,11 +1,13 @@
-"""Serve's choice of replica, replaced: a call goes to the replica that its `session_id` names.
+"""Replaces Serve's choice of a replica: a call goes to the replica that its `session_id` names.
 
-Weft's planner has chosen already. What is left to Serve is placing, health checks and draining. Traps of Ray 2.60,
-each seen to hang the router: an empty candidate list waits for ever, so a pin whose replica has gone fails its
-request's future and returns the candidates; `should_backoff` must be set, or a full replica makes the loop spin.
+Weft's planner has already chosen the replica. Serve remains responsible for placing, health checks and draining. Ray
+2.60 has two traps, and each was seen to hang the router. First, an empty list of candidates makes it wait for ever, so
+a call to a replica that has gone fails the future of its request and returns the candidates. Second, `should_backoff`
+must be set, or a full replica makes the loop spin.
 
-A replica is in Weft's directory as soon as it has started, a little before Serve tells its callers. So a pin that was
-never seen is given a moment; one that was seen and is not there any more is gone at once.
+A replica is in Weft's directory as soon as it has started, a little before Serve reports it to its callers. So a call
+to a replica that was never seen waits a moment, and a call to one that was seen earlier and is missing now fails at
+once.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from fabric.errors import TargetGone
 
 
 class PinnedRequestRouter(RequestRouter):
-    """Routes each request to the replica whose unique id is the handle's `session_id`; without one, to any."""
+    """Routes each request to the replica whose unique id is the handle's `session_id`, or to any replica if there is
+    none."""
 
     def initialize_state(self, unknown_grace_s: float = 5.0) -> None:
-        """Called by Serve with the `request_router_kwargs`."""
+        """Initialises the state of this router. Serve calls it with the `request_router_kwargs`."""
         self._unknown_grace_s = unknown_grace_s
         self._seen: set[str] = set()
 

@@ -1,6 +1,8 @@
-"""Calls to a named replica through Serve handles: the router's `WorkerPool` and `EncoderPool` on Ray.
+"""Calls a named replica through Serve handles: the module implements the router's `WorkerPool` and `EncoderPool` on
+Ray.
 
-Serve counts the open call, so draining waits for it; cancelling the awaiting task cancels the call, which is the abort.
+Serve counts the open call, so draining waits for it. Cancelling the awaiting task cancels the call, which aborts the
+request.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ from fabric.ids import MemberId
 from fabric.messages import EncodeRequest, EncodeResult, GenerateRequest, GenerateResult
 
 INLINE_BYTES = 64 * 1024
-"""Media above this travel by reference through Ray's object store: one copy for all processes of a host."""
+"""Calls carry media up to this size. Larger media are passed by reference through Ray's object store, which keeps one
+copy for all processes of a host."""
 
 
 async def call_pinned(handle: DeploymentHandle, member_id: MemberId, lost: type[Unavailable], *args: Any) -> Any:
-    """One call to the replica `member_id`. Raises TargetGone, `lost`, or the WeftError the replica raised.
+    """Calls the replica `member_id` once and returns its result. Raises TargetGone, `lost`, or the WeftError that the
+    replica raised.
 
     The call starts in an empty context: two concurrent calls to one deployment from one HTTP request would share
     Serve's internal request id, and one of them would hang."""
@@ -47,7 +51,7 @@ async def call_pinned(handle: DeploymentHandle, member_id: MemberId, lost: type[
 
 
 class RayWorkerPool:
-    """`WorkerPool` over the worker deployment's handle."""
+    """Implements `WorkerPool` with the worker deployment's handle."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._generate = handle.generate
@@ -58,20 +62,20 @@ class RayWorkerPool:
 
 
 class RayEncoderPool:
-    """`EncoderPool` over the encoder deployment's handle."""
+    """Implements `EncoderPool` with the encoder deployment's handle."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._encode = handle.encode
 
     async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
-        # Top-level arguments, so that Ray resolves the references before the call.
+        # The media are top-level arguments, so that Ray resolves their references before the call.
         carried = [ray.put(data) if len(data) > INLINE_BYTES else data for data in media]
         result: EncodeResult = await call_pinned(self._encode, encoder_id, EncoderLost, request, *carried)
         return result
 
 
 class NoEncoders:
-    """`EncoderPool` of a cluster without encoders. The planner never gets here; a stale plan would."""
+    """Implements `EncoderPool` for a cluster without encoders. The planner never calls it, but a stale plan would."""
 
     async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
         raise NoCapacity("this cluster has no encoders")

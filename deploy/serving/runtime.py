@@ -1,4 +1,4 @@
-"""Starts Ray and Serve for `weft serve`, waits until the cluster is ready, stops what it started."""
+"""Starts Ray and Serve for `weft serve`, waits until the cluster is ready, and stops what it started."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ from fabric.errors import ConfigError, Unavailable
 
 logger = logging.getLogger(__name__)
 ANSWER_S = 5.0
-"""How long the directory and the routers may take to answer, beyond what they are asked to wait for."""
+"""The directory and the routers may take this many seconds to answer, in addition to the time that a call asks them to
+wait."""
 REMOVAL_S = 20.0
-"""How long it may take to remove what an earlier cluster has left on a Ray."""
+"""Removing what an earlier cluster has left on a Ray may take this many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """A cluster that answers."""
+    """A `RunningCluster` is a cluster that answers requests."""
 
     host: str
     port: int
     model_name: str
     drain: Callable[[float], None] = lambda _: None
-    """Makes every router refuse new requests, and waits until those in flight have ended, so many seconds at most."""
+    """Makes every router refuse new requests, and waits until those in flight have ended, for this many seconds at
+    most."""
 
     @property
     def url(self) -> str:
@@ -49,15 +51,15 @@ class RunningCluster:
 def run_cluster(
     config: ClusterConfig, temp_dir: Path | None = None, ready_timeout_s: float = 300.0
 ) -> Iterator[RunningCluster]:
-    """A cluster for the time of the block; at its end it drains. Side effects: starts a local Ray unless
-    `config.ray.address` names one, with its files in `config.ray.temp_dir`, or `temp_dir`, or a folder that is
-    removed at the end. Raises ConfigError or Unavailable (with Serve's own message) if it can't start."""
+    """Runs a cluster for the duration of the `with` block; at its end the cluster drains. Side effects: starts a local
+    Ray unless `config.ray.address` names one, with its files in `config.ray.temp_dir`, or `temp_dir`, or a folder that
+    is removed at the end. Raises ConfigError or Unavailable (with Serve's own message) if the cluster can't start."""
     config, model = compose.open_model(config)
     refuse_if_too_small(config, model)
     if config.server.port and config.ray.address is None:
         _check_port(config.server.host, config.server.port)
     if config.ray.address is None:
-        set_local_switches()  # before `import ray`, which reads them once
+        set_local_switches()  # This precedes `import ray`, which reads the switches once.
     if config.logging.to == "terminal":
         show_logs_as_written()
     with _ray(config, config.ray.temp_dir or temp_dir):
@@ -84,14 +86,16 @@ def run_cluster(
             finally:
                 cluster.drain(config.server.drain_s)
         finally:
-            # Serve itself stays: on a shared Ray it may have others' applications, and one of our own ends with it.
+            # Serve itself keeps running: a shared Ray may have other applications on it, and a Ray that this process
+            # started ends with it.
             serve.delete(name)
             ray.kill(directory)
 
 
 def remove_left(config: ClusterConfig) -> None:
-    """Removes from a Ray that goes on what a cluster of the config's name has left there when it was ended at once.
-    Does nothing if a cluster of that name lives. Raises Unavailable if it takes longer than `REMOVAL_S`."""
+    """Removes what a cluster with the config's name has left on a Ray that goes on running, because that cluster was
+    ended at once. Does nothing if a cluster with that name lives. Raises Unavailable if the removal takes longer than
+    `REMOVAL_S`."""
     import ray
 
     from deploy.serving.directory import claim_name
@@ -106,7 +110,8 @@ def remove_left(config: ClusterConfig) -> None:
 
 
 def _remove_left(name: str) -> None:
-    """The caller has claimed the name, so what has it is nobody's any more."""
+    """Removes the application of that name, if there is one. The caller must have claimed the name, so no living
+    cluster uses the application."""
     from deploy.serving.removal import has_application, remove_at_once
 
     if has_application(name):
@@ -115,7 +120,8 @@ def _remove_left(name: str) -> None:
 
 
 def drain_routers(handle: Any, directory: Any, limit_s: float) -> None:
-    """Workers and encoders go on meanwhile: what was accepted needs them. A router that does not answer is logged."""
+    """Makes every router drain for `limit_s` at most. Workers and encoders go on meanwhile, because the accepted
+    requests need them. A router that does not answer is logged."""
     import ray
 
     members = ray.get(directory.members.remote(), timeout=ANSWER_S)
@@ -125,7 +131,7 @@ def drain_routers(handle: Any, directory: Any, limit_s: float) -> None:
     for member_id, under_way in zip(routers, drains, strict=True):
         try:
             num_left = under_way.result(timeout_s=max(0.0, deadline_s - time.monotonic()))
-        except Exception:  # whatever happened to it, the others' requests go on
+        except Exception:  # If one router fails, the requests of the others go on.
             logger.exception("router %s could not be drained", member_id)
         else:
             if num_left:
@@ -134,7 +140,7 @@ def drain_routers(handle: Any, directory: Any, limit_s: float) -> None:
 
 @contextlib.contextmanager
 def _own_handlers() -> Iterator[None]:
-    """Puts back the signal handlers that the block has replaced: Ray sets its own, the last of which aborts."""
+    """Puts back the signal handlers that the block has replaced, because Ray sets its own, the last of which aborts."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -166,7 +172,7 @@ def _ray(config: ClusterConfig, temp_dir: Path | None) -> Iterator[None]:
         finally:
             ray.shutdown()
         return
-    # A short path: Ray puts Unix sockets below it, whose names are limited to 107 bytes.
+    # The path is short because Ray puts Unix sockets below it, whose names are limited to 107 bytes.
     folder = temp_dir or Path(tempfile.mkdtemp(prefix="weft-"))
     try:
         with _own_handlers():
@@ -190,7 +196,8 @@ def _ray(config: ClusterConfig, temp_dir: Path | None) -> Iterator[None]:
 
 
 def _keep_ray_logs(config: ClusterConfig, folder: Path) -> None:
-    """Beside ours: what Ray's processes wrote, and what libraries printed in the replicas."""
+    """Copies what Ray's processes wrote, and what libraries printed in the replicas, into the folder of Weft's own
+    logs."""
     logs = folder / "session_latest" / "logs"
     if config.logging.to == "files" and config.logging.dir is not None and logs.is_dir():
         with contextlib.suppress(OSError):
@@ -198,7 +205,7 @@ def _keep_ray_logs(config: ClusterConfig, folder: Path) -> None:
 
 
 def _check_port(host: str, port: int) -> None:
-    """Raises ConfigError if the port is taken: better now than after a minute of loading."""
+    """Raises ConfigError if the port is taken, so that the user learns it before a minute of loading."""
     import socket
 
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -212,12 +219,12 @@ def _check_port(host: str, port: int) -> None:
 
 
 def wait_ready(cluster: RunningCluster, timeout_s: float) -> None:
-    """Polls /health/ready. Raises Unavailable after `timeout_s`."""
+    """Polls /health/ready until the cluster is ready. Raises Unavailable after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         try:
             urllib.request.urlopen(f"{cluster.url}/health/ready", timeout=5).close()
-        except OSError:  # not listening yet, or 503
+        except OSError:  # The router does not listen yet, or it answers 503.
             time.sleep(0.1)
         else:
             return

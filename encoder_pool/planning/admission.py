@@ -1,4 +1,6 @@
-"""What is refused before any work is spent on it. Knows nothing of memory's state, processes or messages."""
+"""Decides which items are refused before any work is spent on them. It knows nothing of the state of memory, processes
+or messages.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from fabric.messages import MediaItem
 def refusal(
     item: MediaItem, modalities: Sequence[str], spec: FeatureSpec, arena_bytes: int, max_decode_bytes: int
 ) -> WeftError | None:
-    """Why this encoder can never encode the item, or None. `max_decode_bytes`: what items may take together while they
-    are decoded."""
+    """Returns the reason why this encoder can never encode the item, or None if it can. `max_decode_bytes` is the
+    memory that all items together may take while they are decoded."""
     if item.modality not in modalities:
         return UnsupportedModality(f"this encoder has not loaded {item.modality}")
     if not item.unit_tokens or min(item.unit_tokens) < 1 or item.cost < 1:
@@ -46,9 +48,10 @@ def check_budget(
     max_queue_cost: int,
     sharing_worker_id: MemberId | None = None,
 ) -> None:
-    """Raises Overloaded if what is new in these items would pass the budget in patches, to be tried again when the
-    queue has been encoded; WorkerBackedUp if only the share of `sharing_worker_id`, a worker among several, is too
-    small for it. What is cached or in flight costs nothing, and an empty queue takes anything."""
+    """Raises Overloaded if the new work in these items would exceed the budget in patches; the error asks for a retry
+    when the queue has been encoded. Raises WorkerBackedUp if the work only exceeds the share of `sharing_worker_id`,
+    which is one worker among several. Items that are cached or in flight cost nothing, and an empty queue accepts work
+    of any size."""
     new = {item.mm_hash: item for item in items if flights.find(item.mm_hash) is None}
     new_cost = sum(
         cost

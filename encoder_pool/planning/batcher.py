@@ -1,11 +1,15 @@
-"""Which units go into the next forward: the first in line, and what is worth taking along.
+"""Chooses which units go into the next forward pass: the first unit in the queue, and the units that are worth adding
+to it.
 
-An idle encoder starts at once, and what queues meanwhile shares the next forward (notes: 3.8 times the images per
-second at 8 per forward come from that alone). Units of different requests are fused wherever a forward has a price of
-its own: where it was measured to have none (a CPU is full with one picture), the first in line does not wait for the
-others. Units of one request are fused only if that saves more than it delays: a feature that is there earlier is one
-that the language model computes while the next is made. When all recent forwards had one size, which says nothing about
-the price of a forward, the next one that has a choice is of another size. Knows nothing of clocks, memory or models.
+A unit is the part of an item that one forward pass encodes as a whole. An idle encoder starts at once, and the units
+that arrive during a pass share the next one. The OmniConnector article (docs/references.md) reports 3.8 times the
+images per second at 8 images per pass from this alone. Units of different requests are fused into one pass wherever a
+pass has a fixed overhead. Where the measured overhead is zero (one picture keeps a CPU fully busy), the first unit does
+not wait for the others. Units of one request are fused only if that saves more time than it adds to the first unit,
+because the language model can process an early feature while the encoder computes the next one. When all recent passes
+had one size, they say nothing about the overhead of a pass, so the next batch that can have another size gets one.
+
+This module knows nothing of clocks, memory or models.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ from fabric.ids import MemberId, MmHash, UnitKey
 
 
 class QueuedUnit(NamedTuple):
-    """A unit that is decoded and waits for its forward. `cost` in patches, or mel frames of a sound."""
+    """A `QueuedUnit` is a decoded unit that waits for its forward pass. Its `cost` is counted in patches, or in mel
+    frames for a sound."""
 
     rank: Rank
     key: UnitKey
@@ -27,19 +32,20 @@ class QueuedUnit(NamedTuple):
     cost: int
     num_tokens: int
     place: tuple[float, int] = (0.0, 0)
-    """Share of its item's rows that come before it, and the item's index: the units of a video and of its sound track
-    take turns."""
+    """Holds the share of the item's rows that precede this unit, and the item's index. Sorting by it makes the units of
+    a video and of its sound track take turns."""
     worker_id: MemberId = MemberId("")
-    """Of the call that the rank is of."""
+    """Names the worker of the call that has `rank`."""
 
 
 def place_in_line(unit: QueuedUnit) -> tuple[Rank, tuple[float, int], int, MmHash]:
-    """Units are ordered by this."""
+    """Returns the key by which units are ordered."""
     return unit.rank, unit.place, unit.key.unit, unit.key.mm_hash
 
 
 class QueuedSound(NamedTuple):
-    """A sound that is decoded and of which the device is to make units. `cost` in mel frames."""
+    """A `QueuedSound` is a decoded sound from which the device has yet to make units. Its `cost` is counted in mel
+    frames."""
 
     rank: Rank
     mm_hash: MmHash
@@ -47,18 +53,22 @@ class QueuedSound(NamedTuple):
 
 
 LOOK_AHEAD = 64
-"""So many units are passed over for a batch; those behind are not looked at. It bounds what one choice costs."""
+"""Limits how many units may be passed over while a batch is chosen; the search then ends. This bounds the time of one
+choice."""
 MIN_GAIN = 0.02
-"""Of a unit's own work that a forward of its own must cost besides; less is noise of the measurement."""
+"""Units of different requests are fused only if a separate forward pass has an overhead of at least this share of the
+unit's own work. A smaller overhead is noise of the measurement."""
 
 
 def is_fusing_worthwhile(estimate: CostEstimate, cost: int, *, is_same_request: bool) -> bool:
-    """Whether a unit of `cost` should ride in a forward with one that goes before it.
+    """Returns whether a unit of `cost` should join a forward pass with a unit that is ahead of it.
 
-    Alone it would start another forward: `overhead_s` for it and for all that come after. Along, it keeps the earlier
-    unit from its worker for as long as its own patches take; that is weighed if both are of one request, which gains
-    from one feature before the other. `cost` is then that of all its request's units that come along: the first waits
-    for each of them, and so may a picture that comes meanwhile. Nothing measured yet: yes."""
+    In a separate pass the unit adds `overhead_s` for itself and for every unit behind it. In the same pass it delays
+    the earlier unit's feature by the time that its own patches take. That delay counts fully if both units are of one
+    request, because the request gains from receiving one feature before the other. `cost` is then the sum over all
+    units of that request that join, because the first unit waits for each of them, and so may a picture that arrives
+    meanwhile. Returns True while nothing is measured.
+    """
     share = 1.0 if is_same_request else MIN_GAIN
     return estimate.overhead_s >= share * estimate.seconds_per_cost * cost
 
@@ -66,12 +76,13 @@ def is_fusing_worthwhile(estimate: CostEstimate, cost: int, *, is_same_request: 
 def choose_batch(
     units: Iterable[QueuedUnit], max_cost: int, estimate: Callable[[str], CostEstimate]
 ) -> list[QueuedUnit]:
-    """The next forward: the first of `units`, which are in line, then what fits beside it within `max_cost`.
-    `estimate` of a modality.
+    """Returns the batch of the next forward pass: the first of `units`, which are in order, and the later ones that fit
+    with it into `max_cost`. `estimate` returns the cost estimate of a modality.
 
-    All of one modality (a forward is packed from one encoder's inputs). A unit too large for the rest of the batch is
-    passed over; it is not starved, for the first unit is taken whatever its cost. Where the units of a video share a
-    forward, it takes less than twice what it would over one of them.
+    All units of a batch have one modality, because a pass is packed from the inputs of one encoder. A unit that is too
+    large for the rest of the batch is passed over. It does not starve, because the first unit is taken even if it costs
+    more than `max_cost`. Where units of one video share a pass, that pass takes less than twice as long as a pass over
+    one of them.
     """
     line = iter(units)
     first = next(line, None)
@@ -80,7 +91,8 @@ def choose_batch(
     batch, passed_over = [first], list[QueuedUnit]()
     line_of_forward = estimate(first.modality)
     requests = {first.rank.age}
-    cost, along_cost = first.cost, 0  # `along_cost`: of units that another of their request goes before
+    # `along_cost` sums the units that follow another unit of their own request in this batch.
+    cost, along_cost = first.cost, 0
     while cost < max_cost and len(passed_over) < LOOK_AHEAD and (unit := next(line, None)) is not None:
         is_same_request = unit.rank.age in requests
         weighed = along_cost + unit.cost if is_same_request else unit.cost
@@ -101,8 +113,8 @@ def choose_batch(
 
 
 def _other_size(batch: list[QueuedUnit], passed_over: list[QueuedUnit], max_cost: int) -> list[QueuedUnit]:
-    """Half of a batch of several units; one unit with the next that fits beside it. The batch itself if there is no
-    choice."""
+    """Returns a batch of a different size: half of a batch of several units, or a single unit with the next unit that
+    fits with it. Returns the batch unchanged if neither is possible."""
     if len(batch) > 1:
         return batch[: len(batch) // 2]
     (first,) = batch
@@ -113,8 +125,9 @@ def _other_size(batch: list[QueuedUnit], passed_over: list[QueuedUnit], max_cost
 
 
 def choose_sounds(sounds: Iterable[QueuedSound], max_cost: int) -> list[QueuedSound]:
-    """Of which sounds units are made together: the first in line, then what fits beside it within `max_cost`. Always
-    worthwhile: none of their units can be encoded before, and together they take hardly longer than one."""
+    """Returns the sounds whose units are made together: the first in order, and the later ones that fit with it into
+    `max_cost`. Adding sounds is always worthwhile, because no unit of a sound can be encoded before its spectrogram
+    exists, and a batch of sounds takes hardly longer than one sound."""
     batch: list[QueuedSound] = []
     cost, num_passed_over = 0, 0
     for sound in sounds:
@@ -129,7 +142,7 @@ def choose_sounds(sounds: Iterable[QueuedSound], max_cost: int) -> list[QueuedSo
 
 
 def split_cost(cost: int, unit_tokens: tuple[int, ...]) -> list[int]:
-    """An item's patches over its units, in proportion to their rows; whole numbers that sum to `cost`."""
+    """Splits an item's patches over its units in proportion to their rows. Returns whole numbers that sum to `cost`."""
     num_tokens = sum(unit_tokens)
     ends, done = [], 0
     for tokens in unit_tokens:

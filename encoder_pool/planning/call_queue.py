@@ -1,4 +1,4 @@
-"""Calls in order of their ranks, which change while they wait. Knows nothing of what a call waits for."""
+"""Keeps calls in order of their ranks, which change while the calls wait. It knows nothing of what a call waits for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ _LEAST_STALE = 16
 
 
 class CallQueue:
-    """A heap in which a changed rank is a new entry. The old one is stale: it is skipped, and dropped when it comes to
-    the top or when more than half of the heap is stale. So a change takes amortised logarithmic time."""
+    """A `CallQueue` is a heap in which a changed rank is a new entry. The old entry is then stale: it is skipped, and
+    it is dropped when it reaches the top or when more than half of the heap is stale. So a change takes amortised
+    logarithmic time."""
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
@@ -32,7 +33,7 @@ class CallQueue:
         self._drop_stale()
 
     def drop(self, call: int) -> None:
-        """Harmless for a call that is not there."""
+        """Removes a call; does nothing if the call is not in the queue."""
         self._call_to_entry.pop(call, None)
         self._drop_stale()
 
@@ -40,7 +41,7 @@ class CallQueue:
         return next(self.in_order(), None)
 
     def in_order(self) -> Iterator[int]:
-        """Calls, smallest rank first, for as many as are asked for. The queue must not change meanwhile."""
+        """Yields calls lazily, smallest rank first. The queue must not change during the iteration."""
         while self._heap and not self._is_valid(self._heap[0]):
             heapq.heappop(self._heap)
         heap = self._heap
@@ -59,4 +60,5 @@ class CallQueue:
             heapq.heapify(self._heap)
 
     def _is_valid(self, entry: _Entry) -> bool:
-        return self._call_to_entry.get(entry[-1]) is entry  # an equal one may be left of an earlier stay
+        # The test is on identity, because an equal stale entry may remain from an earlier time in the queue.
+        return self._call_to_entry.get(entry[-1]) is entry

@@ -1,10 +1,12 @@
-"""What is decoded next: who is first in line, what has room beside what lies decoded, and what gives way to it.
+"""Chooses what is decoded next: which item is first in order, which item fits next to the items that are already
+decoded, and which decoded item gives way.
 
-A worker that takes nothing can hold up nobody else here. It has its share of the room and no more; of what it can't use
-one item is decoded ahead; and what finds no room for long, and is within its own worker's share, gets the room of items
-that lie decoded for workers whose share of the arena is used up: they are decoded again later.
+A worker that takes no features cannot hold up other workers here. It has a limited share of the room. While its units
+cannot be encoded, only one of its items is decoded ahead. An item that finds no room for long, and that is within the
+share of its own worker, gets the room of items that are decoded for workers whose share of the arena is used up; those
+are decoded again later.
 
-Pure: the time is an argument. Knows nothing of processes, files or the arena.
+The module is pure, and callers pass the time in. It knows nothing of processes, files or the arena.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from encoder_pool.planning.shares import FirstRefused, is_within_share
 from fabric.ids import MemberId, MmHash
 
 IsBlocked = Callable[[MemberId], bool]
-"""Whether a worker's decoded units can't be encoded now, because its share of the arena is used up."""
+"""Returns whether a worker's decoded units can't be encoded now because its share of the arena is used up."""
 
 
 class _Taken(NamedTuple):
-    """What decoded items take, and those that are being decoded."""
+    """A `_Taken` sums what decoded items take, and what items that are being decoded take."""
 
     num_items: int
     cost: float
@@ -31,7 +33,7 @@ class _Taken(NamedTuple):
 
 
 class DecodeLine:
-    """Belongs to one encoder's event loop."""
+    """A `DecodeLine` is the queue of items to decode; it belongs to one encoder's event loop."""
 
     def __init__(
         self,
@@ -41,27 +43,28 @@ class DecodeLine:
         passed_s: float = 0.0,
         is_blocked: IsBlocked = lambda worker_id: False,
     ) -> None:
-        """`being_decoded` is looked at anew each time: flights, and those that have ended while their decoding has not.
-        `passed_s`: how long an item without room is passed by all others."""
+        """`being_decoded` is a live view of the flights that the decoder works on; it includes flights that have ended
+        while their decoding goes on. `passed_s` is the number of seconds for which all others may pass an item without
+        room."""
         self._flights = flights
         self._room = room
         self._being_decoded = being_decoded
         self._is_blocked = is_blocked
         self._refused: FirstRefused[tuple[Flight, MemberId]] = FirstRefused(passed_s)
         self._blocked: FirstRefused[MemberId] = FirstRefused(passed_s)
-        """The worker of the one that was refused, while it is blocked."""
+        """Holds the worker of the refused item while that worker is blocked."""
         self._passed: set[Flight] = set()
-        """Begun since the one that was refused was due."""
+        """Holds the flights that began since the refused item was due."""
         self._gave_way: set[MmHash] = set()
-        """Put back for the sake of the one that was refused: not begun again before it."""
+        """Holds the items that were put back to make room for the refused item; they do not begin again before it."""
 
     def next(self, now_s: float, *, has_shares: bool = False) -> Flight | None:
-        """The first flight in line that has room, for the caller to begin. Long items leave a decoder, and some of the
-        room, to short ones. With `has_shares`, what a worker may have is limited."""
+        """Returns the first flight in order that has room, for the caller to begin. Long items leave one decoder, and
+        some of the room, to short ones. With `has_shares`, each worker has a limited share."""
         self._forget_gone(now_s, has_shares=has_shares)
         taken = self._taken()
         if self._first is not None and taken.num_items >= self._room.max_items:
-            return None  # the usual case while forwards are what takes the time
+            return None  # This is the usual case while forward passes are the bottleneck.
         is_due = self._refused.is_due(now_s)
         may_be_long = self._flights.totals.num_long_decoding < max(1, self._room.max_long_items)
         is_blocked = cache(lambda worker_id: has_shares and self._is_blocked(worker_id))
@@ -88,8 +91,8 @@ class DecodeLine:
         return None
 
     def in_the_way(self, now_s: float) -> Flight | None:
-        """A flight that the caller is to put back into the line, because what is due finds no room for it; None if
-        there is nothing that is due, or if it would find none then either."""
+        """Returns a flight that the caller is to put back into the queue to make room for the item that is due. Returns
+        None if no item is due, or if putting flights back would not make enough room."""
         if not self._refused.is_due(now_s):
             return None
         self._forget_gone(now_s, has_shares=True)
@@ -101,7 +104,7 @@ class DecodeLine:
         taken = taken._replace(nbytes=taken.nbytes - ending_bytes)
         if self._has_room(taken, first):
             return None
-        # Memory is given back only by what is being decoded.
+        # Only a flight that is being decoded can give memory back.
         has_memory = taken.nbytes + first.item.decode_bytes <= self._room.max_decode_bytes
         blocked = self._flights.blocked(self._is_blocked)
         helpful = [flight for flight in blocked if has_memory or flight in self._being_decoded]
@@ -116,12 +119,12 @@ class DecodeLine:
 
     @property
     def _first(self) -> Flight | None:
-        """The one that room is kept for."""
+        """Returns the flight that room is kept for, if any."""
         return self._refused.thing[0] if self._refused.thing is not None else None
 
     def _forget_gone(self, now_s: float, *, has_shares: bool) -> None:
-        """No room is kept for what waits no more, or could not be encoded anyway: not when its worker is blocked for a
-        moment, as the worker of a busy encoder often is."""
+        """Stops keeping room for a flight that no longer waits, or that could not be encoded anyway because its worker
+        stays blocked. A worker of a busy encoder is often blocked for a moment, so a short block does not count."""
         if self._refused.thing is None:
             return
         first, worker_id = self._refused.thing
@@ -139,7 +142,7 @@ class DecodeLine:
         self._gave_way.clear()
 
     def _is_within_share(self, worker_id: MemberId, flight: Flight, is_blocked: bool) -> bool:
-        """Whether a worker may have one more item decoded."""
+        """Returns whether a worker may have one more item decoded."""
         num_held, held_cost = self._flights.held_by(worker_id)
         if is_blocked:
             return num_held == 0
@@ -153,8 +156,8 @@ class DecodeLine:
         return _Taken(self._flights.totals.num_prepared, self._flights.decoded_cost, nbytes)
 
     def _leaves_room(self, flight: Flight) -> bool:
-        """Whether there will be room for what is due beside a flight, and beside those that passed it before, once what
-        was there earlier has gone."""
+        """Returns whether the flight that is due will still fit next to `flight`, and next to those that passed it
+        before, once everything older has gone."""
         first = self._first
         assert first is not None
         passed = [one for one in self._passed if self._lies_here(one)] + [flight]
@@ -166,11 +169,12 @@ class DecodeLine:
         return flight.is_prepared and self._flights.is_live(flight)
 
     def _counts(self, flight: Flight) -> bool:
-        """Whether a flight that has begun takes anything still."""
+        """Returns whether a flight that has begun still takes room."""
         return flight in self._being_decoded or self._lies_here(flight)
 
     def _has_room(self, taken: _Taken, flight: Flight) -> bool:
-        """Whether a flight can be decoded beside what others take; alone it always can, or it would not be here."""
+        """Returns whether a flight can be decoded next to what others take. A flight alone always fits, because
+        admission refuses items that do not."""
         room = self._room
         max_cost = room.max_long_cost if flight.is_long else room.max_cost
         return (

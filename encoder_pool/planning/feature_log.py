@@ -1,6 +1,6 @@
-"""What routers are told of the feature cache: items stored and removed, numbered without gaps.
+"""Records how the feature cache changes, for routers: items stored and removed, numbered without gaps.
 
-An item counts as stored while every one of its units is ready. Knows nothing of routers or memory.
+An item counts as stored while every one of its units is ready. The module knows nothing of routers or memory.
 """
 
 from __future__ import annotations
@@ -12,20 +12,21 @@ from fabric.messages import FeatureEvents
 
 
 class FeatureLog:
-    """Not thread-safe. Sequence numbers begin at 1 in each epoch."""
+    """Keeps the events that routers have yet to receive. It is not thread-safe. Sequence numbers begin at 1 in each
+    epoch."""
 
     def __init__(self, encoder_id: MemberId, epoch: int) -> None:
         self._encoder_id = encoder_id
         self._epoch = epoch
         self._item_to_ready: dict[MmHash, set[int]] = {}
         self._stored: dict[MmHash, None] = {}
-        """Ordered, oldest first."""
+        """This is ordered, oldest first."""
         self._pending: list[tuple[bool, MmHash]] = []
-        """Events not yet drained: (is_stored, item), oldest first."""
+        """Holds the events that are not yet drained as (is_stored, item), oldest first."""
         self._last_seq = 0
 
     def unit_ready(self, unit: UnitKey, num_units: int) -> None:
-        """One of the item's `num_units` units can be read; the last of them makes an event."""
+        """Records that one of the item's `num_units` units can be read; the last unit of an item makes an event."""
         ready = self._item_to_ready.setdefault(unit.mm_hash, set())
         ready.add(unit.unit)
         if len(ready) == num_units and unit.mm_hash not in self._stored:
@@ -33,7 +34,7 @@ class FeatureLog:
             self._note(True, unit.mm_hash)
 
     def unit_gone(self, unit: UnitKey) -> None:
-        """The unit was discarded; an item that was whole makes an event."""
+        """Records that the unit was discarded; this makes an event if the item was complete."""
         ready = self._item_to_ready[unit.mm_hash]
         ready.remove(unit.unit)
         if not ready:
@@ -43,7 +44,8 @@ class FeatureLog:
             self._note(False, unit.mm_hash)
 
     def drain(self) -> list[FeatureEvents]:
-        """Takes the events since the last call. A message holds one kind only, so the order within is no question."""
+        """Takes the events since the last call. Each message holds either stored or removed items, so the order within
+        a message does not matter."""
         messages: list[FeatureEvents] = []
         seq = self._last_seq - len(self._pending) + 1
         for is_stored, run in groupby(self._pending, key=lambda event: event[0]):
@@ -55,7 +57,7 @@ class FeatureLog:
         return messages
 
     def snapshot(self) -> FeatureEvents:
-        """Everything stored, as of the last event, drained or not."""
+        """Returns every stored item, as of the last event, whether that event is drained or not."""
         return FeatureEvents(self._encoder_id, self._epoch, self._last_seq, tuple(self._stored), is_snapshot=True)
 
     def _note(self, is_stored: bool, item: MmHash) -> None:

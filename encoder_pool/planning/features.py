@@ -1,14 +1,18 @@
-"""The feature table: which units lie in the arena, who holds them, and what may be evicted for another.
+"""Keeps the feature table: which units are in the arena, which workers hold leases on them, and which may be evicted.
 
-A feature that somebody may still read is never evicted: when the arena is full of leased features, the next one
+A feature that a worker may still read is never evicted. When the arena is full of leased features, the next feature
 waits (back-pressure). Where there are several workers, none may hold more than what it leaves free
-(`planning/shares.py`). Cached features, which nobody leases, are idle slots of the arena, which says which of them must
-go for another. What waits for long for room in one piece claims a range: features that lie there are evicted, or *set
-aside* where somebody may still read them. They are found no more, so that nobody leases them anew, and go with their
-last lease. A lease ends by release, by its expiry, or with its worker, attempt or router. No operation's time grows
-with what is stored, but that of a claim with what lies in its range. Not thread-safe: it lives in the service's event
-loop; only the bytes of a reserved slot are written by another thread. Knows nothing of models, requests' contents or
-the message plane.
+(`planning/shares.py`). Cached features have no lease. They are idle slots of the arena, and the arena names those that
+must be evicted for a new one.
+
+A unit that waits for long for room in one piece claims a range of the arena. Features in that range are evicted, or
+*set aside* if a worker may still read them. A feature that is set aside can no longer be found, so it gets no new
+lease, and its memory is freed with its last lease. A lease ends by release, by expiry, or with its worker, attempt or
+router.
+
+The time of an operation does not grow with the number of stored features, except that the time of a claim grows with
+the features in its range. The table is not thread-safe. It lives in the service's event loop, and another thread writes
+only the bytes of a reserved slot. The module knows nothing of models, the contents of requests or the message plane.
 """
 
 from __future__ import annotations
@@ -29,32 +33,33 @@ from fabric.ids import AttemptId, MemberId, UnitKey
 
 class TableUsage(NamedTuple):
     used_bytes: int
-    """Being written or leased."""
+    """Counts the bytes that are being written or are leased."""
     cached_bytes: int
-    """Complete and unleased: may be evicted."""
+    """Counts the bytes of features that are complete and have no lease; these may be evicted."""
     total_bytes: int
     num_leases: int
     num_encoding: int
     encoding_bytes: int
-    """Of `used_bytes`: being written."""
+    """Counts the part of `used_bytes` that is being written."""
     num_cached: int
     num_staged: int
 
 
 class TableSums(NamedTuple):
-    """Over the table's life."""
+    """Keeps sums over the table's life."""
 
     num_transfers: int = 0
-    """Leases that their worker released."""
+    """Counts the leases that their worker released."""
     transfer_s: float = 0.0
-    """From lease to release, of these."""
+    """Sums the time from lease to release over these leases."""
     num_evictions: int = 0
     evicted_bytes: int = 0
 
 
 class FeatureSpec(NamedTuple):
-    """What every feature of one model looks like: C-contiguous `(num_levels, num_tokens, hidden_size)` of `dtype`.
-    An item may have fewer levels than the model: `num_levels` of a call is `MediaItem.num_levels`."""
+    """A `FeatureSpec` describes every feature of one model: it is C-contiguous, with shape `(num_levels, num_tokens,
+    hidden_size)`, of `dtype`. An item may have fewer levels than the model; the argument `num_levels` of the methods is
+    `MediaItem.num_levels`."""
 
     num_levels: int
     hidden_size: int
@@ -70,7 +75,8 @@ class FeatureSpec(NamedTuple):
 
 @dataclass(slots=True)
 class FeatureEntry:
-    """One unit in the arena. References are sets of leases, so that ending one twice is harmless."""
+    """A `FeatureEntry` is one unit in the arena. Its references are sets of leases, so that ending a lease twice is
+    harmless."""
 
     slot: SourceSlot
     num_units: int
@@ -78,7 +84,8 @@ class FeatureEntry:
     leases: set[LeaseKey] = field(default_factory=set)
     worker_to_num_leases: Counter[MemberId] = field(default_factory=Counter)
     made_for: MemberId | None = None
-    """The worker whose share it was reserved from, until that has leased it or everybody who waited was told."""
+    """Names the worker whose share the memory was reserved from. It is cleared when that worker leases the unit, or
+    when all waiting followers have been informed."""
     is_set_aside: bool = False
 
 
@@ -92,35 +99,36 @@ class FeatureTable:
         self._slot_id_to_unit: dict[int, UnitKey] = {}
         self._key_to_entry: dict[LeaseKey, FeatureEntry] = {}
         self._set_aside: dict[int, FeatureEntry] = {}
-        """By slot id: leased, in the way of a claim, and found no more."""
+        """Holds, by slot id, the entries that are leased, lie in a claimed range, and can no longer be found."""
         self._claimant: UnitKey | None = None
         self._in_the_way: set[int] = set()
-        """Slots in the claimed range that are to be evicted or set aside: they were being written so far."""
+        """Holds the slots in the claimed range that must still be evicted or set aside, because they are being
+        written."""
         self._leases = LeaseBook(clock, lease_s)
         self._worker_to_bytes: Counter[MemberId] = Counter()
-        """Of what each worker leases, or is being written for it."""
+        """Counts the bytes that each worker leases, and those that are being written for it."""
         self._workers: set[MemberId] = set()
-        """Those that are known, with or without leases; one that leases something counts too."""
+        """Holds the known workers, with or without leases; a worker that holds a lease counts too."""
         self._state_to_bytes: Counter[FeatureState] = Counter()
         self._state_to_count: Counter[FeatureState] = Counter()
         self.sums = TableSums()
 
     def is_ready(self, unit: UnitKey) -> bool:
-        """Whether the unit can be leased now."""
+        """Returns whether the unit can be leased now."""
         entry = self._unit_to_entry.get(unit)
         return entry is not None and entry.state in (FeatureState.ENCODED, FeatureState.STAGED)
 
     @property
     def has_shares(self) -> bool:
-        """Whether there are several workers, none of which may take all."""
+        """Returns whether there are several workers, so that none of them may take the whole arena."""
         return len(self._workers | self._worker_to_bytes.keys()) > 1
 
     def worker_came(self, worker_id: MemberId) -> None:
-        """There is this worker, until `end_worker`."""
+        """Adds a worker, which counts until `end_worker`."""
         self._workers.add(worker_id)
 
     def may_take(self, worker_id: MemberId, nbytes: int) -> bool:
-        """Whether so many bytes more are within a worker's share of the arena."""
+        """Returns whether `nbytes` more are within a worker's share of the arena."""
         if not self.has_shares:
             return True
         used_bytes = self._state_to_bytes[FeatureState.ENCODING] + self._state_to_bytes[FeatureState.STAGED]
@@ -128,8 +136,8 @@ class FeatureTable:
         return is_within_share(self._worker_to_bytes[worker_id], nbytes, free_bytes)
 
     def may_lease(self, worker_id: MemberId, unit: UnitKey) -> bool:
-        """Whether a lease of a ready unit is within a worker's share: so is what was made for it, or it leases
-        already."""
+        """Returns whether a lease of a ready unit is within a worker's share. A unit that was made for the worker, or
+        that it already leases, always is."""
         entry = self._unit_to_entry[unit]
         is_its_own = entry.made_for == worker_id or worker_id in entry.worker_to_num_leases
         return is_its_own or self.may_take(worker_id, entry.slot.nbytes)
@@ -137,12 +145,13 @@ class FeatureTable:
     def reserve(
         self, unit: UnitKey, nbytes: int, num_units: int, worker_id: MemberId | None = None, *, is_due: bool = False
     ) -> SourceSlot | None:
-        """Makes room for a unit that is about to be encoded, evicting cached ones as needed. It counts against the
-        share of `worker_id` while it is written.
+        """Makes room for a unit that is about to be encoded and evicts cached units as needed. The unit counts against
+        the share of `worker_id` while it is written.
 
-        None when leased features and ones being written leave no room in one piece. Nothing was evicted then, unless
-        the unit `is_due`: it claims a range, if none is claimed, and has its room at the latest when the leases that
-        there are on it have ended. Raises UnitTooLarge for what can't ever fit.
+        Returns None when leased features and features that are being written leave no room in one piece. Nothing is
+        evicted in that case, unless the unit `is_due`. A unit that is due claims a range if none is claimed, and it has
+        its room at the latest when the present leases in that range have ended. Raises UnitTooLarge for a unit that can
+        never fit.
         """
         assert unit not in self._unit_to_entry, f"{unit} has its memory already"
         slot = self._allocate(nbytes)
@@ -158,13 +167,14 @@ class FeatureTable:
         return slot
 
     def end_claim(self) -> None:
-        """Nothing is kept any more for a unit that claimed a range. Harmless if none did."""
+        """Ends the claim of a range. Does nothing if there is none."""
         self._source.unclaim()
         self._claimant = None
         self._in_the_way.clear()
 
     def complete(self, unit: UnitKey) -> None:
-        """The slot's bytes are written: the unit can be leased, and evicted while it is not."""
+        """Records that the slot's bytes are written. The unit can now be leased, and it can be evicted while it has no
+        lease."""
         entry = self._unit_to_entry[unit]
         self._advance(entry, FeatureState.ENCODED)
         self._hold(entry.made_for, -entry.slot.nbytes)
@@ -172,14 +182,14 @@ class FeatureTable:
         self._log.unit_ready(unit, entry.num_units)
 
     def told(self, unit: UnitKey) -> None:
-        """Everybody who waited for a unit that was completed was told of it: from now on it is like any other that
-        is cached. Harmless for a unit that failed."""
+        """Records that every follower that waited for a completed unit was informed of it. From then on the unit is
+        like any other cached unit. Does nothing for a unit that failed."""
         entry = self._unit_to_entry.get(unit)
         if entry is not None:
             entry.made_for = None
 
     def fail(self, unit: UnitKey) -> None:
-        """The forward failed on this unit: its memory is free again."""
+        """Records that the forward pass failed on this unit and frees its memory."""
         self._hold(self._unit_to_entry[unit].made_for, -self._unit_to_entry[unit].slot.nbytes)
         self._take_out(unit, FeatureState.FAILED)
 
@@ -187,7 +197,8 @@ class FeatureTable:
         """Gives (or renews) a worker's right to read a ready unit, and marks the unit as recently used."""
         entry = self._unit_to_entry[key.unit]
         if self._key_to_entry.get(key, entry) is not entry:
-            self._end(key)  # on one that was set aside since: the worker reads this one instead
+            # The old lease is on an entry that was set aside since then; the worker reads the present entry instead.
+            self._end(key)
         if entry.state is not FeatureState.STAGED:
             self._advance(entry, FeatureState.STAGED)
             self._source.set_busy(entry.slot)
@@ -203,7 +214,8 @@ class FeatureTable:
         return entry.slot
 
     def release(self, key: LeaseKey, generation: int) -> bool:
-        """The worker is done with this generation of the unit. Unknown, ended or older ones are ignored (False)."""
+        """Ends the lease of a worker that no longer needs this generation of the unit. Ignores unknown, ended or older
+        leases and returns False for them."""
         entry = self._key_to_entry.get(key)
         if entry is None or entry.slot.generation != generation:
             return False
@@ -219,7 +231,7 @@ class FeatureTable:
         return self._end_held(attempt_id)
 
     def end_worker(self, worker_id: MemberId) -> int:
-        """The worker has left."""
+        """Forgets a worker that has left and ends its leases; returns how many."""
         self._workers.discard(worker_id)
         return self._end_held(worker_id)
 
@@ -240,7 +252,7 @@ class FeatureTable:
         )
 
     def check_invariants(self) -> None:
-        """Asserts that leases, states, sums and the arena tell one story. Walks everything."""
+        """Asserts that leases, states, sums and the arena are consistent. Walks everything."""
         leases: set[LeaseKey] = set()
         nbytes: Counter[FeatureState] = Counter()
         count: Counter[FeatureState] = Counter()
@@ -287,8 +299,8 @@ class FeatureTable:
         return self._source.allocate(nbytes)
 
     def _allocate_claimed(self, unit: UnitKey, nbytes: int) -> SourceSlot | None:
-        """Room in the range that is claimed for a unit, which is claimed now if there is none; None while something is
-        in the way."""
+        """Allocates room in the range that is claimed for a unit, and claims a range first if none is claimed. Returns
+        None while another claim or a feature in the range prevents it."""
         if self._claimant is None:
             slot_ids = self._source.claim(nbytes)
             if slot_ids is None:
@@ -300,7 +312,7 @@ class FeatureTable:
         for slot_id in list(self._in_the_way):
             other = self._slot_id_to_unit.get(slot_id)
             if other is None:
-                self._in_the_way.discard(slot_id)  # it is set aside or free
+                self._in_the_way.discard(slot_id)  # the slot is set aside or free
             elif self.is_ready(other):
                 self._in_the_way.discard(slot_id)
                 self._clear(other)
@@ -310,7 +322,7 @@ class FeatureTable:
             return None
 
     def _clear(self, unit: UnitKey) -> None:
-        """A ready unit is in the way of a claim: it goes, at the latest with its last lease."""
+        """Removes a ready unit from a claimed range: evicts it if it has no lease, and sets it aside otherwise."""
         entry = self._unit_to_entry[unit]
         if not entry.leases:
             self._evict(unit)
@@ -328,7 +340,7 @@ class FeatureTable:
         self._log.unit_gone(unit)
 
     def _take_out(self, unit: UnitKey, state: FeatureState) -> SourceSlot:
-        """The unit ends in a state; its memory is free."""
+        """Removes a unit, which ends in `state`, and frees its memory."""
         entry = self._unit_to_entry.pop(unit)
         self._count(entry, -1)
         entry.state = advance(entry.state, state)
@@ -363,7 +375,7 @@ class FeatureTable:
         return self._leases.drop(key)
 
     def _hold(self, worker_id: MemberId | None, nbytes: int) -> None:
-        """So many bytes more, or less, count against a worker's share."""
+        """Adds `nbytes`, which may be negative, to what counts against a worker's share."""
         if worker_id is None:
             return
         self._worker_to_bytes[worker_id] += nbytes

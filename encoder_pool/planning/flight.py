@@ -1,4 +1,6 @@
-"""One medium on its way through an encoder, and who waits for it: the state that `flights` keeps, and sums over it."""
+"""Defines the state that `flights` keeps: one medium on its way through an encoder, the requests that wait for it, and
+sums over such media.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from modalities.waveform import Waveform
 
 
 class Phase(Enum):
-    """WAITING -> DECODING (-> DECODED) -> ENCODING; a flight never goes back (what it missed is a new flight's). While
-    it is being decoded, its first units may be encoded already. DECODED: a sound of which the device is to make
-    units."""
+    """Lists the phases of a flight: WAITING -> DECODING (-> DECODED) -> ENCODING. A flight never goes back; units that
+    it missed belong to a new flight. While an item is being decoded, its first units may already be encoded. DECODED is
+    the phase of a sound from which the device has yet to make units."""
 
     WAITING = "waiting"
     DECODING = "decoding"
@@ -27,10 +29,10 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class Follower:
-    """One item of one encode call. Mutable: `missing` shrinks as units are announced."""
+    """A `Follower` is one item of one encode call. It is mutable: `missing` shrinks as units are announced."""
 
     turn: Turn
-    """Of the call; its items share it."""
+    """This is the turn of the call; all items of the call share it."""
     attempt_id: AttemptId
     router_id: MemberId
     destination: Destination
@@ -38,16 +40,16 @@ class Follower:
     data: bytes
     received_s: float
     missing: set[int]
-    """Units not announced yet."""
+    """Holds the units that are not announced yet."""
     num_retries_left: int = 1
     decode_s: float = 0.0
     preprocess_s: float = 0.0
     encode_s: float = 0.0
-    """Of all forwards that made units of it."""
+    """Sums the time of all forward passes that made units of the item."""
     batch_items: int = 0
-    """Units in the largest of them."""
+    """This is the number of units in the largest of these passes."""
     batch_cost: int = 0
-    """Of all of them."""
+    """Sums the cost of all these passes."""
 
     @property
     def call(self) -> int:
@@ -55,7 +57,7 @@ class Follower:
 
 
 def follower_of(request: EncodeRequest, turn: Turn, item: MediaItem, data: bytes, now_s: float) -> Follower:
-    """The wish of one item of a call that was received now."""
+    """Makes the follower for one item of a call that arrived at `now_s`."""
     return Follower(
         turn=turn,
         attempt_id=AttemptId(request.request_id, request.attempt),
@@ -69,57 +71,60 @@ def follower_of(request: EncodeRequest, turn: Turn, item: MediaItem, data: bytes
 
 
 class Stage(NamedTuple):
-    """What a flight waits for; flights of one stage are ranked together."""
+    """A `Stage` names what a flight waits for; flights of one stage are ranked together."""
 
     name: str
     modality: str = ""
-    """Of units, which share a forward with their like."""
+    """This is set for units, which share a forward pass only with units of the same modality."""
     is_long: bool = False
-    """Of decodings."""
+    """This is set for items that wait to be decoded."""
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
+    """A `Flight` makes the units of one item that its followers miss."""
+
     item: MediaItem
     data: bytes
     phase: Phase = Phase.WAITING
     followers: dict[Follower, None] = field(default_factory=dict)
-    """In the order they came."""
+    """Holds the followers in order of arrival."""
     unit_to_cost: dict[int, int] = field(default_factory=dict)
-    """Units still to be made, those in the forward included."""
+    """Holds the units still to be made, including those in the forward pass."""
     remaining_cost: int = 0
-    """Of these units."""
+    """Sums the cost of these units."""
     unit_to_input: dict[int, EncoderInput] = field(default_factory=dict)
-    """Decoded units that wait for their forward, in their order."""
+    """Holds the decoded units that wait for their forward pass, in order."""
     waveform: Waveform | None = None
-    """Of a decoded sound, until the device takes it."""
+    """Holds a decoded sound until the device takes it."""
     forwarding: set[int] = field(default_factory=set)
     is_broken: bool = False
-    """It could not be decoded to its end."""
+    """This is True if the item could not be decoded completely."""
     num_decoded: int = 0
-    """Units that were handed over by the decoder: those before it are not made again."""
+    """Counts the units that the decoder has delivered; earlier units are not made again."""
     places: tuple[float, ...] = ()
-    """Of each unit: the share of the item's rows that come before it."""
+    """Holds, for each unit, the share of the item's rows that precede it."""
 
     @property
     def is_long(self) -> bool:
-        """Of several units: what gives way to others while it is encoded must not hold up their decoding either."""
+        """Returns whether the item has several units. A long item gives way to others while it is encoded, so it must
+        not delay their decoding either."""
         return len(self.item.unit_tokens) > 1
 
     @property
     def is_prepared(self) -> bool:
-        """Whether it is being decoded, or lies decoded, or has a unit that does."""
+        """Returns whether the item is being decoded, is decoded, or has a decoded unit, and still has units to make."""
         is_begun = self.phase in (Phase.DECODING, Phase.DECODED) or bool(self.unit_to_input)
         return is_begun and bool(self.unit_to_cost)
 
     @property
     def lies_decoded(self) -> bool:
-        """Whether something of it is decoded and waits."""
+        """Returns whether a decoded part of the item waits."""
         return bool(self.unit_to_input) or self.waveform is not None
 
     @property
     def stage(self) -> Stage | None:
-        """None while it is being worked on and none of its units waits."""
+        """Returns what the flight waits for; returns None while it is being worked on and none of its units waits."""
         if self.phase is Phase.WAITING:
             return Stage("decoding", is_long=self.is_long)
         if self.waveform is not None:
@@ -127,36 +132,36 @@ class Flight:
         return Stage("unit", self.item.modality) if self.unit_to_input else None
 
     def want(self, unit: int, cost: int) -> None:
-        """The unit is to be made. Harmless if that is known."""
+        """Adds a unit that must be made. Does nothing if the unit is already wanted."""
         if unit not in self.unit_to_cost:
             self.unit_to_cost[unit] = cost
             self.remaining_cost += cost
 
     def drop(self, unit: int) -> None:
-        """The unit was made, or nobody waits for it."""
+        """Removes a unit that was made, or that no follower misses."""
         self.remaining_cost -= self.unit_to_cost.pop(unit)
         self.unit_to_input.pop(unit, None)
 
 
 @dataclass(slots=True)
 class FlightTotals:
-    """Sums over flights, kept up to date by `count` before and after each change of a flight."""
+    """Keeps sums over flights. Callers update them with `count` before and after each change of a flight."""
 
     queued_cost: int = 0
-    """Patches accepted and not yet encoded."""
+    """Sums the patches that are accepted and not yet encoded."""
     num_units_queued: int = 0
-    """Not in the forward."""
+    """Counts the units to be made that are not in the forward pass."""
     num_items_queued: int = 0
-    """With such a unit."""
+    """Counts the items with such a unit."""
     num_in_flight: int = 0
-    """Items being decoded, decoded or in the forward."""
+    """Counts the items that are being decoded, are decoded, or are in the forward pass."""
     num_prepared: int = 0
-    """Items that are being decoded, or lie decoded, or have a unit that does."""
+    """Counts the items that are being decoded, are decoded, or have a decoded unit."""
     num_long_decoding: int = 0
     modality_to_cost: Counter[str] = field(default_factory=Counter)
-    """Of `queued_cost`."""
+    """Splits `queued_cost` by modality."""
     modality_to_decoded_cost: Counter[str] = field(default_factory=Counter)
-    """Of what lies decoded, or is being decoded."""
+    """Sums the cost of items that are decoded or are being decoded, by modality."""
 
     def count(self, flight: Flight, sign: int) -> None:
         is_begun = flight.phase is not Phase.WAITING
@@ -172,16 +177,17 @@ class FlightTotals:
 
 
 class DecodeRoom(NamedTuple):
-    """What may be decoded, or lie decoded, before the forward has room for it."""
+    """A `DecodeRoom` limits what may be decoded, or be kept decoded, before the forward pass has room for it."""
 
     max_cost: int
-    """Patches, or what takes their memory, all together; an item alone may have more."""
+    """Limits the sum of patches, or of what takes their memory; a single item alone may have more."""
     max_items: int
-    """Items; one whose last unit is in the forward counts no more."""
+    """Limits the number of items; an item whose last unit is in the forward pass no longer counts."""
     max_long_cost: int
-    """Patches of which the last to be added is a long item: the rest is kept for short ones."""
+    """Limits the sum of patches when a long item is added; the rest of `max_cost` is kept for short items."""
     max_long_items: int
-    """Long items being decoded at once; at least one."""
+    """Limits the long items that are decoded at once; at least one always may be."""
     max_decode_bytes: int = 2**63
-    """Of memory that items take while they are being decoded, by their headers; none takes more alone. The decoder
-    keeps that budget itself: this keeps its processes from being held by items that wait for it."""
+    """Limits the memory that items take while they are being decoded, as estimated from their headers; no item alone
+    exceeds it. The decoder enforces that budget itself. This limit prevents items that wait for the budget from
+    occupying decode processes."""

@@ -1,11 +1,12 @@
-"""Single flight: a medium that several requests want is decoded and encoded once, for as long as anybody wants it.
+"""Merges requests for the same medium, so that it is decoded and encoded once while any of them wants it.
 
-A *follower* is one request's wish for the units of one item; a *flight* makes the units that its followers miss. A
-flight lives while it has followers, or units in the forward (which can't be stopped). Its units leave the queue with
-the last follower. Knows nothing of memory, processes or messages; it counts, ranks and says who waits for what.
+A *follower* is one request's wish for the units of one item, and a *flight* makes the units that its followers miss. A
+flight lives while it has followers, or units in the forward pass (which can't be stopped). When the last follower
+leaves, its units leave the queue. The module counts, ranks and says which requests wait for which units; it knows
+nothing of memory, processes or messages.
 
-Whose turn is next is a matter of calls: their ranks are kept in a queue for each worker and each stage that their items
-stand in, and corrected when something of the call changes. So an event costs the same however many wait.
+The order of service is an order of calls. Each worker and each stage has a queue of ranked calls, and a change of a
+call corrects its rank in these queues. So the time of an event does not depend on how many calls wait.
 """
 
 from __future__ import annotations
@@ -27,36 +28,39 @@ from modalities.family import EncoderInput
 from modalities.waveform import Waveform
 
 ToSeconds = Callable[[str, int], float]
-"""(modality, cost) -> what that adds to a forward; proportional to the cost."""
+"""Maps (modality, cost) to the seconds that this adds to a forward pass, in proportion to the cost."""
 IsFreeToGo = Callable[[QueuedUnit], bool]
 MayHave = Callable[[MemberId, Flight], bool]
-"""Whether a worker may have a flight decoded."""
+"""Returns whether a worker may have a flight decoded."""
 LOOK_AHEAD = 4
-"""Flights of one worker that wait to be decoded: so many of each kind are looked at for one that has room."""
+"""For each worker the scheduler examines this many long and this many short items that wait to be decoded, and takes
+one that has room."""
 PRICED_COST = 2**20
-"""Whose seconds are asked for, to learn the price of one."""
+"""This is the cost whose seconds are requested in order to compute the price of one unit of cost."""
 PRICE_TOLERANCE = 0.1
-"""Ranks are made of new prices when one has changed by more than this share."""
+"""Ranks are computed from new prices when a price has changed by more than this share."""
 MAX_REPRICED = 8
-"""So many calls may be ranked with new prices for each forward since they were last: what it costs is spread."""
+"""For each forward pass since the last repricing, this many calls may be ranked with new prices; this spreads the cost
+of repricing."""
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """What one call waits for on this encoder."""
+    """A `_Waiting` records what one call waits for on this encoder."""
 
     turn: Turn
     worker_id: MemberId
     rank: Rank
     num_followers: int = 0
     modality_to_cost: Counter[str] = field(default_factory=Counter)
-    """Of the flights that its items follow."""
+    """Sums the cost of the flights that the call's items follow, by modality."""
     stage_to_flights: dict[Stage, dict[Flight, Follower]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class _Held:
-    """What lies decoded for one worker, or waits to be made for it; what several of its calls want counts for each."""
+    """A `_Held` sums what is decoded for one worker, or waits to be made for it. An item that several calls of the
+    worker want counts once for each call."""
 
     num_decoded: int = 0
     modality_to_decoded_cost: Counter[str] = field(default_factory=Counter)
@@ -64,7 +68,7 @@ class _Held:
 
 
 class Flights:
-    """All flights of one encoder, at most one per `mm_hash`. Not thread-safe."""
+    """Holds all flights of one encoder, at most one per `mm_hash`. It is not thread-safe."""
 
     def __init__(self, patience: float, to_seconds: ToSeconds) -> None:
         self._patience = patience
@@ -72,11 +76,11 @@ class Flights:
         self._hash_to_flight: dict[MmHash, Flight] = {}
         self._call_to_waiting: dict[int, _Waiting] = {}
         self._stage_to_queues: dict[Stage, dict[MemberId, CallQueue]] = {}
-        """Of calls, by the worker that their features go to."""
+        """Holds the queues of calls of each stage, by the worker that receives their features."""
         self._modality_to_price: dict[str, float] = {}
-        """Seconds for one of cost, as the ranks have it."""
+        """Holds the seconds per unit of cost that the present ranks use."""
         self._num_forwards = 0
-        """Since all ranks were made of new prices."""
+        """Counts the forward passes since all ranks were last computed from new prices."""
         self._sizes = InputSizes()
         self._prepared: dict[Flight, None] = {}
         self._worker_to_held: defaultdict[MemberId, _Held] = defaultdict(_Held)
@@ -90,17 +94,18 @@ class Flights:
 
     @property
     def decoded_cost(self) -> float:
-        """Of what lies decoded, or is being decoded: as many patches as take that memory."""
+        """Returns the memory of items that are decoded or are being decoded, as a number of patches that take the same
+        memory."""
         return sum(self._sizes.in_patches(*one) for one in self.totals.modality_to_decoded_cost.items())
 
     @property
     def queued_s(self) -> float:
-        """What is accepted and not yet encoded adds to forwards."""
+        """Returns the seconds that all accepted and not yet encoded work adds to forward passes."""
         return sum(self._to_seconds(modality, cost) for modality, cost in self.totals.modality_to_cost.items())
 
     def join(self, follower: Follower) -> Flight:
-        """Adds a follower to the item's flight, which starts now if there is none. A unit that the flight is past
-        making stays in `follower.missing`: the follower joins again when this flight has ended."""
+        """Adds a follower to the item's flight, and starts a flight if there is none. A unit that the flight can no
+        longer make stays in `follower.missing`; the follower joins again when this flight has ended."""
         item = follower.item
         flight = self._hash_to_flight.get(item.mm_hash)
         if flight is None:
@@ -116,21 +121,21 @@ class Flights:
         return flight
 
     def is_followed(self, follower: Follower) -> bool:
-        """Whether it has joined a flight, and neither left it nor was taken from it."""
+        """Returns whether the follower has joined a flight and is still one of its followers."""
         flight = self._hash_to_flight.get(follower.item.mm_hash)
         return flight is not None and follower in flight.followers
 
     def leave(self, follower: Follower) -> Flight | None:
-        """Takes a follower away; harmless if it is gone. Units that nobody misses any more leave the queue at once,
-        unless they are in the forward. Returns the flight if that ended it: its decoding can be cancelled, and
-        followers it still has (they miss what it never made) must join anew."""
+        """Removes a follower; does nothing if it has left already. Units that no other follower misses leave the queue
+        at once, unless they are in the forward pass. Returns the flight if that ended it. The caller can then cancel
+        its decoding, and followers that it still has (they miss units that it never made) must join again."""
         flight = self._hash_to_flight.get(follower.item.mm_hash)
         if flight is None or follower not in flight.followers:
             return None
         self._take_follower(flight, follower)
         with self._changing(flight):
             if not flight.followers:
-                flight.phase = Phase.ENCODING  # whoever comes now starts another
+                flight.phase = Phase.ENCODING  # a follower that joins now starts another flight
             for unit in follower.missing & flight.unit_to_cost.keys() - flight.forwarding:
                 if not any(unit in one.missing for one in flight.followers):
                     flight.drop(unit)
@@ -138,7 +143,7 @@ class Flights:
         return flight if has_ended else None
 
     def take_followers(self, flight: Flight) -> list[Follower]:
-        """Those of a flight that has ended."""
+        """Removes and returns the followers of a flight that has ended."""
         followers = list(flight.followers)
         for follower in followers:
             self._take_follower(flight, follower)
@@ -147,9 +152,10 @@ class Flights:
     # ------------------------------------------------------------ decoding
 
     def to_decode(self, may_have: MayHave, *, may_be_long: bool) -> Iterator[tuple[MemberId, Flight]]:
-        """Flights that wait to be decoded, in line, each with the worker for which it stands there. One that its worker
-        may not have holds up those of its worker behind it, and no others; of each worker, few are looked at. To be
-        read before the flights change."""
+        """Yields flights that wait to be decoded, in order, each with the worker whose call gives it its place. If a
+        worker may not have a flight, that worker's later flights of the same kind (long or short) wait too, and other
+        workers' flights do not. Each worker contributes only a few flights. The caller must finish the iteration before
+        the flights change."""
         stages = [Stage("decoding", is_long=is_long) for is_long in ((False, True) if may_be_long else (False,))]
         lines = [
             islice(self._waiting_for(stage, worker_id), LOOK_AHEAD)
@@ -171,18 +177,20 @@ class Flights:
         return ((rank, worker_id, flight) for rank, flight in self._flights_of(stage, worker_id))
 
     def in_patches(self, flight: Flight) -> float:
-        """What a flight takes, or will take, while it lies decoded: as many patches as take that memory."""
+        """Returns the memory that a flight takes, or will take, while it is decoded, as a number of patches that take
+        the same memory."""
         return self._sizes.in_patches(flight.item.modality, flight.remaining_cost)
 
     def held_by(self, worker_id: MemberId) -> tuple[int, float]:
-        """Items that lie decoded for a worker, and as many patches as take their memory."""
+        """Returns the number of items that are decoded for a worker, and their memory as a number of patches."""
         held = self._worker_to_held.get(worker_id)
         if held is None:
             return 0, 0.0
         return held.num_decoded, sum(self._sizes.in_patches(*one) for one in held.modality_to_decoded_cost.items())
 
     def queued_cost_of(self, worker_id: MemberId) -> int:
-        """Patches accepted for a worker and not yet encoded; what several of its calls want counts for each."""
+        """Returns the patches that are accepted for a worker and not yet encoded; an item that several of its calls
+        want counts once for each."""
         held = self._worker_to_held.get(worker_id)
         return held.queued_cost if held else 0
 
@@ -192,7 +200,8 @@ class Flights:
             flight.phase = Phase.DECODING
 
     def decoded_part(self, flight: Flight, inputs: list[EncoderInput]) -> bool:
-        """Its next units; only those still wanted are kept. False if nobody waits for them: the flight is past that."""
+        """Stores the next decoded units of a flight that are still wanted. Returns False if no request waits for them,
+        because the flight has ended or its decoding was given up."""
         if flight.phase not in (Phase.DECODING, Phase.DECODED) or not self.is_live(flight):
             return False
         with self._changing(flight):
@@ -200,7 +209,7 @@ class Flights:
         return True
 
     def decoded(self, flight: Flight, inputs: list[EncoderInput]) -> None:
-        """The item's last units. The file's bytes are dropped."""
+        """Stores the item's last decoded units and drops the bytes of its file."""
         assert flight.phase in (Phase.DECODING, Phase.DECODED)
         assert self.is_live(flight)
         with self._changing(flight):
@@ -209,7 +218,7 @@ class Flights:
             flight.data = b""
 
     def decoded_sound(self, flight: Flight, waveform: Waveform) -> None:
-        """A sound of which the device is to make units. The file's bytes are dropped."""
+        """Stores a decoded sound from which the device has yet to make units, and drops the bytes of its file."""
         assert flight.phase is Phase.DECODING
         assert self.is_live(flight)
         self._sizes.observe(flight.item.modality, flight.item.cost, waveform.samples.nbytes)
@@ -217,13 +226,13 @@ class Flights:
             flight.phase, flight.waveform, flight.data = Phase.DECODED, waveform, b""
 
     def queued_sounds(self) -> Iterator[QueuedSound]:
-        """Decoded sounds that wait for the device to make units of them, in order of rank. To be read before the
-        flights change."""
+        """Yields decoded sounds that wait for the device to make units of them, in order of rank. The caller must
+        finish the iteration before the flights change."""
         for rank, flight in self._in_line(Stage("sound")):
             yield QueuedSound(rank, flight.item.mm_hash, flight.item.cost)
 
     def sound_started(self, mm_hash: MmHash) -> tuple[Flight, Waveform]:
-        """Takes a sound out of the queue. Its flight is told of the units by `decoded`, if it lives until then."""
+        """Takes a sound out of the queue. The caller passes its units to `decoded` if the flight is still live then."""
         flight = self._hash_to_flight[mm_hash]
         with self._changing(flight):
             waveform, flight.waveform = flight.waveform, None
@@ -231,8 +240,8 @@ class Flights:
         return flight, waveform
 
     def blocked(self, is_blocked: Callable[[MemberId], bool]) -> list[Flight]:
-        """Flights that are prepared, and wanted by calls of blocked workers alone: none of their units can go on. Last
-        in line first. Those with a unit in the forward are left out."""
+        """Returns flights that are prepared and wanted only by calls of blocked workers, so that none of their units
+        can go on. The flight with the worst rank comes first. Flights with a unit in the forward pass are left out."""
         found = [
             flight
             for flight in self._prepared
@@ -251,9 +260,9 @@ class Flights:
     def queued_units(
         self, has_room: IsFreeToGo = lambda unit: True, is_within_share: IsFreeToGo = lambda unit: True
     ) -> Iterator[QueuedUnit]:
-        """Decoded units that wait for their forward, in line: the first of all, then others of its modality. A unit
-        without room is left out; one that is beyond its worker's share holds up those of its worker behind it, and no
-        others. To be read before the flights change."""
+        """Yields decoded units that wait for their forward pass, in order: the first of all, then others of its
+        modality. A unit without room is left out. A unit beyond its worker's share makes that worker's later units wait
+        too, and other workers' units do not. The caller must finish the iteration before the flights change."""
         modality_to_first: dict[str, QueuedUnit] = {}
         for stage in self._stage_to_queues:
             if stage.name == "unit" and (first := next(self._units_in_line(stage, has_room, is_within_share), None)):
@@ -263,13 +272,14 @@ class Flights:
             yield from self._units_in_line(Stage("unit", modality), has_room, is_within_share)
 
     def first_unit(self, worker_id: MemberId) -> Iterator[QueuedUnit]:
-        """The next decoded unit that waits for a worker, of each modality that has one."""
+        """Yields the next decoded unit that waits for a worker, for each modality that has one."""
         for stage, queues in self._stage_to_queues.items():
             if stage.name == "unit" and worker_id in queues:
                 yield from islice(self._units_of(stage, worker_id), 1)
 
     def served(self, units: Iterable[UnitKey], seconds: float, now_s: float) -> None:
-        """A forward over `units` ended: who waited for one of them has had a turn. To be told before its units."""
+        """Records that a forward pass over `units` ended, which counts as service for every call that waits for one of
+        them. The caller must call it before `forward_ended` of these units."""
         turn_to_worth_s: dict[Turn, float] = {}
         for unit in units:
             flight = self._hash_to_flight[unit.mm_hash]
@@ -283,23 +293,24 @@ class Flights:
         self._reprice()
 
     def is_queued(self, unit: UnitKey) -> bool:
-        """Whether the unit is decoded and waits for its forward."""
+        """Returns whether the unit is decoded and waits for its forward pass."""
         flight = self._hash_to_flight.get(unit.mm_hash)
         return flight is not None and unit.unit in flight.unit_to_input
 
     def forward_started(self, unit: UnitKey) -> EncoderInput:
-        """Takes a unit's pixels out of the queue for its forward."""
+        """Takes a unit's input out of the queue for its forward pass."""
         flight = self._hash_to_flight[unit.mm_hash]
         with self._changing(flight):
             flight.forwarding.add(unit.unit)
             return flight.unit_to_input.pop(unit.unit)
 
     def followers_missing(self, unit: UnitKey) -> list[Follower]:
-        """Who waits for a unit, in the order they came."""
+        """Returns the followers that wait for a unit, in order of arrival."""
         return [one for one in self._hash_to_flight[unit.mm_hash].followers if unit.unit in one.missing]
 
     def forward_ended(self, unit: UnitKey) -> Flight | None:
-        """The unit is made, or failed, and whoever missed it was told. Returns the flight if that ended it."""
+        """Records that the unit was made or failed, after the caller has informed the followers that missed it. Returns
+        the flight if that ended it."""
         flight = self._hash_to_flight[unit.mm_hash]
         with self._changing(flight):
             flight.forwarding.remove(unit.unit)
@@ -308,7 +319,8 @@ class Flights:
         return flight if has_ended else None
 
     def end(self, flight: Flight) -> list[Follower]:
-        """Ends a flight that could not be decoded, but for its units in the forward; returns the followers it had."""
+        """Ends a flight that could not be decoded, except for its units in the forward pass; returns the followers it
+        had."""
         followers = self.take_followers(flight)
         with self._changing(flight):
             flight.phase, flight.is_broken = Phase.ENCODING, True
@@ -322,7 +334,7 @@ class Flights:
         return self._hash_to_flight.get(flight.item.mm_hash) is flight
 
     def check_invariants(self) -> None:
-        """Asserts that flights, sums, ranks and queues tell one story. Walks everything."""
+        """Asserts that flights, sums, ranks and queues are consistent. Walks everything."""
         totals, call_to_cost = FlightTotals(), dict[int, Counter[str]]()
         worker_to_held: defaultdict[MemberId, _Held] = defaultdict(_Held)
         queued: set[tuple[Stage, int]] = set()
@@ -368,7 +380,7 @@ class Flights:
 
     @contextmanager
     def _changing(self, flight: Flight) -> Iterator[None]:
-        """Around every change of a flight: sums, and what the calls of its followers wait for, follow it."""
+        """Surrounds every change of a flight and updates the sums, and what the calls of its followers wait for."""
         stage, cost, was_decoded = flight.stage, flight.remaining_cost, flight.lies_decoded
         self.totals.count(flight, -1)
         yield
@@ -417,7 +429,7 @@ class Flights:
             del self._call_to_waiting[follower.call]
 
     def _hold(self, worker_id: MemberId, flight: Flight, cost: int, sign: int, *, is_decoded: bool) -> None:
-        """A flight of that cost is or is no more waited for by a call of a worker."""
+        """Adds (`sign` 1) or removes (`sign` -1) a flight of that cost that a call of a worker waits for."""
         held = self._worker_to_held[worker_id]
         held.queued_cost += sign * cost
         if is_decoded:
@@ -446,13 +458,14 @@ class Flights:
             del queues[waiting.worker_id]
 
     def _rank(self, waiting: _Waiting) -> None:
-        """What the call waits for has changed, or what that costs, or what it has got."""
+        """Ranks a call again, because what it waits for, the price of that, or the service that it has received has
+        changed."""
         waiting.rank = self._rank_of(waiting)
         for stage in waiting.stage_to_flights:
             self._stage_to_queues[stage][waiting.worker_id].put(waiting.turn.call, waiting.rank)
 
     def _rank_of(self, waiting: _Waiting) -> Rank:
-        """A call's rank counts all it waits for on this encoder."""
+        """Returns the rank of a call; it counts all that the call waits for on this encoder."""
         remaining_s = sum(self._price(modality) * cost for modality, cost in waiting.modality_to_cost.items())
         return waiting.turn.rank(remaining_s, self._patience, 0)
 
@@ -462,7 +475,8 @@ class Flights:
         return self._modality_to_price[modality]
 
     def _reprice(self) -> None:
-        """Ranks every call again if a price has moved much, but not more often than forwards pay for."""
+        """Ranks every call again if a price has changed by more than the tolerance, but only as often as `MAX_REPRICED`
+        allows."""
         if self._num_forwards * MAX_REPRICED < len(self._call_to_waiting):
             return
         for modality, price in self._modality_to_price.items():
@@ -479,8 +493,8 @@ class Flights:
     # ------------------------------------------------------------ lines
 
     def _in_line(self, stage: Stage) -> Iterator[tuple[Rank, Flight]]:
-        """Flights of a stage with their ranks: each where the first of its followers stands. A sound track stands where
-        its video does, so that their units take turns."""
+        """Yields the flights of a stage with their ranks; a flight has the rank of the first of its followers. A sound
+        track has the rank of its video, so that their units take turns."""
         lines = [self._flights_of(stage, worker_id) for worker_id in self._stage_to_queues.get(stage, ())]
         seen: set[Flight] = set()
         for rank, flight in heapq.merge(*lines, key=lambda one: one[0]):
@@ -519,7 +533,8 @@ class Flights:
 
     def _take_inputs(self, flight: Flight, inputs: list[EncoderInput]) -> None:
         for unit, one in enumerate(inputs, flight.num_decoded):
-            if flight.phase is Phase.DECODING:  # a waveform is larger than the units that are made of it
+            # In the other phase the item is a waveform, which is larger than the units that are made of it.
+            if flight.phase is Phase.DECODING:
                 self._sizes.observe(one.modality, one.num_patches, one.pixels.nbytes)
             if unit in flight.unit_to_cost:
                 flight.unit_to_input[unit] = one

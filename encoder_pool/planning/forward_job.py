@@ -1,6 +1,7 @@
-"""What goes to the device and what comes back: the seam between the planning and the thread that owns the model.
+"""Defines what goes to the device and what comes back. This is the interface between the planning and the thread that
+owns the model.
 
-Knows nothing of torch; tests drive the pipeline through this seam, one forward at a time.
+The module knows nothing of torch; tests drive the pipeline through this interface, one forward pass at a time.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from modalities.waveform import Waveform
 class ForwardUnit(NamedTuple):
     input: EncoderInput
     num_tokens: int
-    """Rows that were planned."""
+    """This is the planned number of rows."""
     buffer: npt.NDArray[np.uint8]
-    """The slot in the arena, `(nbytes,)`."""
+    """This is the unit's slot in the arena, with shape `(nbytes,)`."""
     num_levels: int = 0
-    """As in `MediaItem`."""
+    """Has the meaning of `MediaItem.num_levels`."""
 
 
 class ForwardResult(NamedTuple):
     errors: list[WeftError | None]
-    """One per unit, in order; None: the unit's bytes are complete in its slot."""
+    """Holds one entry per unit, in order. None means that the unit's bytes are complete in its slot."""
     seconds: float
 
 
@@ -40,16 +41,16 @@ class SoundJob(NamedTuple):
 
 class SoundResult(NamedTuple):
     outcomes: list[list[EncoderInput] | WeftError]
-    """The planned units of each sound, in order, or why there are none."""
+    """Holds the planned units of each sound, in order, or the error that prevented them."""
     seconds: float
 
 
 class Forward(Protocol):
     def submit(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
-        """Encodes a batch of one modality into the units' buffers. `done` is called once, in whatever thread."""
+        """Encodes a batch of one modality into the units' buffers. Calls `done` once, in any thread."""
         ...
 
     def submit_sounds(self, sounds: Sequence[SoundJob], done: Callable[[SoundResult], None]) -> None:
-        """Resamples sounds and makes units of their spectrograms, all in one batch; `done` as above. Only where
-        sounds come as waveforms."""
+        """Resamples sounds and makes units of their spectrograms, all in one batch. Calls `done` once, in any thread.
+        It is only used where sounds arrive as waveforms."""
         ...

@@ -1,6 +1,6 @@
-"""Who holds which lease on a feature, until when, and for whom: found by attempt, by worker and by router.
+"""Records which worker holds which lease on a feature, until when, and for which attempt and router.
 
-Knows nothing of memory or of what a unit is.
+The module knows nothing of memory or of what a unit is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Holder = AttemptId | MemberId
 
 
 class LeaseKey(NamedTuple):
-    """One worker's right to read one unit for one attempt."""
+    """A `LeaseKey` names one worker's right to read one unit for one attempt."""
 
     worker_id: MemberId
     attempt_id: AttemptId
@@ -29,7 +29,8 @@ class _Reader(NamedTuple):
 
 
 class LeaseBook:
-    """Not thread-safe. Ids of workers and of routers are never the same."""
+    """Keeps all leases and finds them by attempt, by worker and by router. It is not thread-safe. Ids of workers and of
+    routers are never the same."""
 
     def __init__(self, clock: Clock, lease_s: float) -> None:
         self._clock = clock
@@ -37,7 +38,7 @@ class LeaseBook:
         self._deadlines: LeaseTable[LeaseKey] = LeaseTable(clock)
         self._key_to_reader: dict[LeaseKey, _Reader] = {}
         self._holder_to_keys: dict[Holder, dict[LeaseKey, None]] = {}
-        """Oldest first."""
+        """Keeps the keys of each holder, oldest first."""
 
     def __len__(self) -> int:
         return len(self._key_to_reader)
@@ -46,7 +47,7 @@ class LeaseBook:
         return self._key_to_reader.keys()
 
     def take(self, key: LeaseKey, router_id: MemberId) -> None:
-        """A new lease, or one that is renewed: then it is the newest."""
+        """Adds a lease or renews it; a renewed lease becomes the newest."""
         if key in self._key_to_reader:
             self._forget(key)
         self._key_to_reader[key] = _Reader(router_id, self._clock.now())
@@ -60,11 +61,12 @@ class LeaseBook:
         return self._clock.now() - self._forget(key).since_s
 
     def expired(self) -> list[LeaseKey]:
-        """Leases that have run out, in order of their deadlines; each is named once and stays until it is dropped."""
+        """Returns leases that have run out, in order of their deadlines. Each is returned once and stays in the book
+        until it is dropped."""
         return self._deadlines.expired()
 
     def held_by(self, holder: Holder) -> list[LeaseKey]:
-        """Leases of one attempt, one worker or one router, oldest first."""
+        """Returns the leases of one attempt, one worker or one router, oldest first."""
         return list(self._holder_to_keys.get(holder, ()))
 
     def check_invariants(self) -> None:

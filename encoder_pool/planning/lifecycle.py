@@ -1,11 +1,11 @@
-"""The life of one unit's feature on its encoder, as a checked state machine.
+"""Defines the life of one unit's feature on its encoder, as a checked state machine.
 
-    ENCODING ──> ENCODED <──> STAGED        design: ENCODING -> ENCODED -> STAGED -> MERGED -> PREFILLED -> DISCARDED
-        │           │                       MERGED and PREFILLED are the worker's; here a feature that every worker
-        v           v                       let go of is ENCODED again: cached, and may be evicted.
-      FAILED    DISCARDED
+    ENCODING ──> ENCODED <──> STAGED        The design has ENCODING -> ENCODED -> STAGED -> MERGED -> PREFILLED ->
+        │           │                       DISCARDED. MERGED and PREFILLED are states of the worker; here a feature
+        v           v                       that every worker has released is ENCODED again: it is cached and may be
+      FAILED    DISCARDED                   evicted.
 
-Knows nothing of memory or leases.
+The module knows nothing of memory or leases.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from enum import Enum
 
 class FeatureState(Enum):
     ENCODING = "encoding"
-    """Its memory is reserved and being written."""
+    """The feature's memory is reserved and is being written."""
     ENCODED = "encoded"
-    """Complete, and nobody holds a lease: cached."""
+    """The feature is complete and no worker holds a lease, so it is cached."""
     STAGED = "staged"
-    """Announced: at least one worker holds a lease."""
+    """The feature is announced and at least one worker holds a lease."""
     DISCARDED = "discarded"
     FAILED = "failed"
 
@@ -34,6 +34,7 @@ NEXT_STATES: dict[FeatureState, frozenset[FeatureState]] = {
 
 
 def advance(state: FeatureState, target: FeatureState) -> FeatureState:
-    """The target, if the machine permits the step. Any other step is a bug of ours, hence an assertion."""
+    """Returns the target if the state machine permits the step. Any other step is a bug in this program, hence an
+    assertion."""
     assert target in NEXT_STATES[state], f"a feature can't go from {state.value} to {target.value}"
     return target

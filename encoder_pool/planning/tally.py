@@ -1,4 +1,6 @@
-"""Sums over an encoder's life, for reports: what came, what was decoded, what forwards took. Knows no clock."""
+"""Keeps sums over an encoder's life, for reports: items received, items decoded, time in forward passes. It has no
+clock.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +9,24 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Tally:
-    """All of these only grow. Seconds are of wall time."""
+    """Keeps counters that only grow. Seconds are of wall time."""
 
     num_items: int = 0
-    """Asked for, each content of a call once."""
+    """Counts the items that calls ask for; a content that occurs several times in one call counts once."""
     num_items_encoded: int = 0
     num_items_failed: int = 0
-    """For whoever asked for them; refused ones included."""
+    """Counts failures per call that asks for the item, refused items included."""
     num_cache_hits: int = 0
     cache_hit_bytes: int = 0
     num_decoded: int = 0
     decode_s: float = 0.0
     preprocess_s: float = 0.0
-    """In whatever process."""
+    """Sums preprocessing time in decode processes and on the device."""
     num_batches: int = 0
     num_units: int = 0
-    """That went through a forward."""
+    """Counts the units that went through a forward pass."""
     encoded_cost: int = 0
-    """Of these units."""
+    """Sums the cost of these units."""
     forward_s: float = 0.0
 
     def batch_ended(self, num_units: int, cost: int, seconds: float) -> None:
@@ -35,16 +37,16 @@ class Tally:
 
 
 class BusyTime:
-    """How much of the time the forward was busy. Times are handed in."""
+    """Measures how much of the time the forward pass keeps the device busy. Callers pass the time in."""
 
     def __init__(self, window_s: float = 1.0) -> None:
         self._window_s = window_s
         self._done_s = 0.0
         self._since_s: float | None = None
         self._window: tuple[float, float] | None = None
-        """When it began, and how long the forward had been busy by then."""
+        """Holds the time when the window began, and how long the device had been busy by then."""
         self.fraction = 0.0
-        """Of the last window that is over."""
+        """Holds the busy share of the last complete window."""
 
     def started(self, now_s: float) -> None:
         self._since_s = now_s
@@ -55,11 +57,11 @@ class BusyTime:
         self._since_s = None
 
     def current_s(self, now_s: float) -> float:
-        """How long the forward has been busy by now; 0 if it is idle."""
+        """Returns for how long the present forward pass has run; returns 0 if there is none."""
         return 0.0 if self._since_s is None else now_s - self._since_s
 
     def roll(self, now_s: float) -> None:
-        """Begins a new window if the last is over. To be called often."""
+        """Begins a new window if the last one is over. Callers must call it often."""
         busy_s = self._done_s + (now_s - self._since_s if self._since_s is not None else 0.0)
         if self._window is None:
             self._window = (now_s, busy_s)

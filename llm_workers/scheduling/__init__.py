@@ -1,4 +1,6 @@
-"""Every decision of the engine: what to compute next, in which blocks, from which features. Pure.
+"""Makes every decision of the engine: what to compute next, in which blocks, and from which features.
 
-One rule: computed tokens catch up with total tokens. `Scheduler` is the door; `plan` is what leaves it.
+The code here is pure. It follows one rule: the computed tokens of a sequence catch up with its total tokens.
+`Scheduler` is the entry point, and `plan` describes the steps that it hands out. This package knows nothing of tensors
+and sockets.
 """

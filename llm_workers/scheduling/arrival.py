@@ -1,8 +1,8 @@
-"""From a request to the sequences that serve it: what can never run is refused here, before anything is taken.
+"""Turns a request into the sequences that serve it, and refuses a request that can never run before it takes anything.
 
-All of it that costs time in proportion to the prompt (arrays of its tokens, hashes of its blocks) is done here, so
-that it can be done outside of the engine's thread: nothing here reads or changes what the engine owns.
-Knows the limits of one worker; knows neither the pool's state nor the inbox.
+All work that costs time in proportion to the prompt (arrays of its tokens, hashes of its blocks) is done here, so that
+it can run outside of the engine's thread: nothing here reads or changes what the engine owns. This module knows the
+limits of one worker; it knows nothing of the pool's state or the inbox.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from modalities.family import Positions
 
 
 def max_total_tokens(config: WorkerConfig, max_model_len: int) -> int:
-    """Longest sequence, prompt and output. The last token is drawn and never computed, so it needs no block."""
+    """Returns the length of the longest possible sequence, prompt and output together. The last token is drawn and
+    never computed, so it needs no block."""
     return min(max_model_len, config.num_blocks * config.block_size + 1)
 
 
 class Arrival(NamedTuple):
-    """A request that can run, not taken in yet."""
+    """An `Arrival` is a request that can run and that the scheduler has not added yet."""
 
     attempt_id: AttemptId
     layout: PromptLayout
     sequences: tuple[Sequence, ...]
-    """One per choice."""
+    """Holds one sequence per choice."""
 
 
 def prepare(
@@ -44,9 +45,10 @@ def prepare(
     arrived_at_s: float,
     guide: Guide | None = None,
 ) -> Arrival:
-    """Each choice has a fork of `guide`, and the hashes of the prompt's full blocks. Raises ContextLengthExceeded (the
-    model's context, the KV pool, or a medium that does not fit in one step where it must not be cut), InvalidRequest,
-    ProtocolError or FeatureMismatch."""
+    """Returns the request's sequences. Each choice gets a fork of `guide`, and with the prefix cache on the hashes of
+    the prompt's full blocks. Raises ContextLengthExceeded (the request exceeds the model's context or the KV pool, or
+    one of its media does not fit in one step where it must not be cut), InvalidRequest, ProtocolError or
+    FeatureMismatch."""
     _check_numbers(request, positions)
     _check_lengths(request, config, max_model_len)
     if unknown := set(request.side_names) - {name for name, _ in config.side_layers}:

@@ -1,16 +1,18 @@
-"""The pool of KV blocks: who refers to each, which can be found by its content, which is given away next.
+"""Manages the pool of KV blocks: which sequences refer to each block, which blocks can be found by their content, and
+which block is given away next.
 
 A block is in one of three conditions:
 
-    referenced   a set of sequences refers to it; findable too once it was full and published
-    cached       nobody refers to it, still findable; kept in the free queue until it is given away
-    free         nobody refers to it, not findable; at the front of the free queue
+    referenced   a set of sequences refers to it; it is also findable once it was full and published
+    cached       no sequence refers to it and it is still findable; it stays in the free queue until it is given away
+    free         no sequence refers to it and it is not findable; it stands at the front of the free queue
 
-References are sets of sequence ids, so freeing twice is harmless. The free queue is least recently used first, and of
-one sequence the tail first: a findable block's parent is always findable too (see `publish`).
-A findable block may carry named side tensors, under the same number and the same eviction: who needs a name finds
-a chain only up to its first block without it. Choices of one request share blocks that can't be found, too.
-Knows no tokens and no tensors: a block is a number, its content a hash.
+References are sets of sequence ids, so freeing twice is harmless. The free queue gives away the least recently used
+block first, and the tail of a sequence before its head: the parent of a findable block is always findable too (see
+`publish`). A findable block may carry named side tensors, which have the same block number and are evicted with it: a
+request that needs a name finds a chain only up to its first block without that name. Choices of one request share
+blocks even if these are not findable. This module knows nothing of tokens and tensors: a block is a number, and its
+content is a hash.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ NO_NAMES: frozenset[str] = frozenset()
 
 
 class BlockPool:
-    """`num_blocks` blocks, numbered from 0."""
+    """Manages `num_blocks` blocks, numbered from 0."""
 
     def __init__(self, num_blocks: int, log: KvEventLog | None = None) -> None:
         self.num_blocks = num_blocks
@@ -40,16 +42,16 @@ class BlockPool:
         self._hash_to_block: dict[BlockHash, int] = {}
         self._hash_to_parent: dict[BlockHash, BlockHash | None] = {}
         self._block_to_names: dict[int, frozenset[str]] = {}
-        """Side tensors of findable blocks, where there are any."""
+        """Holds the names of the side tensors of those findable blocks that carry any."""
         self._queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._num_checked = 0
-        """Blocks that `check_at_rest` has looked at, over all calls."""
+        """Counts the blocks that `check_at_rest` has looked at, over all calls."""
 
     # ------------------------------------------------------------ queries
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` could give, cached ones included."""
+        """Counts the blocks that `allocate` could give, cached ones included."""
         return len(self._queue)
 
     @property
@@ -58,11 +60,12 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Findable blocks, referenced or not."""
+        """Counts the findable blocks, referenced or not."""
         return len(self._hash_to_block)
 
     def lookup(self, hashes: Iterable[BlockHash], names: frozenset[str] = NO_NAMES) -> list[int]:
-        """Blocks of the longest findable run of a chain that all carry the side tensors of these names."""
+        """Returns the blocks of the longest findable beginning of a chain in which every block carries the side tensors
+        of these names."""
         found: list[int] = []
         for block_hash in hashes:
             block = self._hash_to_block.get(block_hash)
@@ -72,11 +75,11 @@ class BlockPool:
         return found
 
     def names(self, block: int) -> frozenset[str]:
-        """Side tensors that a findable block carries."""
+        """Returns the names of the side tensors that a findable block carries."""
         return self._block_to_names.get(block, NO_NAMES)
 
     def num_reclaimable(self, tables: SequenceOf[npt.NDArray[np.int64]]) -> int:
-        """Blocks that would become free if the owners of these block tables gave them up."""
+        """Returns how many blocks would become free if the owners of these block tables gave them up."""
         if not tables:
             return 0
         counts = np.bincount(np.concatenate(tables))
@@ -87,19 +90,20 @@ class BlockPool:
         )
 
     def is_shared(self, block: int, apart_from: Container[SequenceId]) -> bool:
-        """Whether others than these refer to it."""
+        """Returns whether sequences other than these refer to the block."""
         return any(sequence_id not in apart_from for sequence_id in self._references[block])
 
     # ------------------------------------------------------------ references
 
     def share(self, sequence_id: SequenceId, blocks: Iterable[int]) -> None:
-        """Adds references to blocks that a sibling refers to, findable or not."""
+        """Adds references to blocks that a sibling (another choice of the same request) refers to, findable or not."""
         for block in blocks:
             assert self._references[block], "nobody has it"
             self._references[block].add(sequence_id)
 
     def touch(self, blocks: SequenceOf[int]) -> None:
-        """These findable blocks, a chain, are wanted soon: those that nobody refers to are given away last."""
+        """Marks a chain of findable blocks as wanted soon: those that no sequence refers to move to the end of the free
+        queue, so that they are given away last."""
         for block in reversed(blocks):
             if block in self._queue:
                 self._queue.move_to_end(block)
@@ -112,8 +116,8 @@ class BlockPool:
             self._references[block].add(sequence_id)
 
     def allocate(self, sequence_id: SequenceId, count: int) -> list[int]:
-        """Takes `count` blocks from the front of the free queue; what was cached in them is evicted (an event).
-        The caller has seen that `count <= num_free`."""
+        """Takes `count` blocks from the front of the free queue and evicts what was cached in them, which it records as
+        an event. The caller has checked that `count <= num_free`."""
         assert count <= len(self._queue), f"{count} blocks of {len(self._queue)}"
         blocks = [self._queue.popitem(last=False)[0] for _ in range(count)]
         removed: list[BlockHash] = []
@@ -128,8 +132,8 @@ class BlockPool:
         return blocks
 
     def empty_one(self) -> int | None:
-        """The block at the front of the free queue, which stays there; what was cached in it is evicted (an event).
-        None if no block is free."""
+        """Returns the block at the front of the free queue, which stays there, and evicts what was cached in it, which
+        it records as an event. Returns None if no block is free."""
         block = next(iter(self._queue), None)
         block_hash = None if block is None else self._block_to_hash[block]
         if block is not None and block_hash is not None:
@@ -138,7 +142,8 @@ class BlockPool:
         return block
 
     def free(self, sequence_id: SequenceId, blocks: SequenceOf[int]) -> None:
-        """Drops the sequence's references, the tail first. Blocks it does not refer to are left alone."""
+        """Drops the sequence's references, beginning with the tail. Blocks that the sequence does not refer to stay
+        unchanged."""
         for block in reversed(blocks):
             references = self._references[block]
             if sequence_id not in references:
@@ -160,15 +165,16 @@ class BlockPool:
         hashes: SequenceOf[BlockHash],
         names: frozenset[str] = NO_NAMES,
     ) -> list[int]:
-        """Makes a chain of full, computed blocks findable (an event) and returns the blocks to use from now on.
-        `names`: side tensors that these blocks carry.
+        """Makes a chain of full, computed blocks findable, which it records as an event, and returns the blocks to use
+        from now on. `names` are the side tensors that these blocks carry.
 
-        Where equal content is findable already, the sequence takes that block and its own is freed. So a sequence
-        refers to the one findable block of every hash of its chain, frees it after the blocks below it, and a
-        parent never leaves the cache before its children.
+        Where equal content is findable already, the sequence takes the findable block and its own block is freed. So a
+        sequence refers to the one findable block of every hash of its chain and frees that block after the blocks that
+        follow it, and a parent never leaves the cache before its children.
 
-        Where the findable block lacks a name, the sequence's own takes its place; but if others refer to it, the
-        chain ends there: fewer blocks are returned than given, and the rest must never be published."""
+        Where the findable block lacks a name, the sequence's own block replaces it. If other sequences refer to the
+        findable block, the chain ends there: the call returns fewer blocks than it was given, and the rest must never
+        be published."""
         kept: list[int] = []
         fresh: list[BlockHash] = []
         fresh_parent = parent
@@ -196,7 +202,8 @@ class BlockPool:
         return kept
 
     def clear(self) -> bool:
-        """Forgets all cached content (an event). False, and nothing happens, while a sequence refers to a block."""
+        """Forgets all cached content, which it records as an event. Returns False and changes nothing while a sequence
+        refers to a block."""
         if self.num_used:
             return False
         self._hash_to_block.clear()
@@ -210,7 +217,8 @@ class BlockPool:
         return self._log.drain()
 
     def snapshot(self) -> tuple[int, list[BlocksStored]]:
-        """Number of the newest event, and everything findable as of it, parents before children."""
+        """Returns the number of the newest event, and everything that is findable as of that event, parents before
+        children."""
         return self._log.last_seq, chains_of(self._hash_to_parent)
 
     def _log_stored(self, parent: BlockHash | None, hashes: SequenceOf[BlockHash]) -> None:
@@ -228,8 +236,8 @@ class BlockPool:
             self._block_to_names[block] = names
 
     def _take_over(self, known: int, block: int, names: frozenset[str]) -> None:
-        """`block` is findable in the place of `known`, which nobody refers to and which becomes free. Routers see no
-        change: the same hash is here."""
+        """Makes `block` findable in the place of `known`, which no sequence refers to and which becomes free. Routers
+        see no change, because the same hash is still here."""
         block_hash = self._block_to_hash[known]
         assert block_hash is not None
         self._block_to_hash[known] = None
@@ -248,8 +256,9 @@ class BlockPool:
     # ------------------------------------------------------------ checks
 
     def check_at_rest(self, count: int) -> None:
-        """While no sequence refers to a block: asserts the totals, and of `count` blocks, each time the next ones, that
-        they are as they should be. So a pool of any size is looked at in a bounded time, and all of it in turn."""
+        """Asserts, while no sequence refers to a block, that the totals are right and that `count` blocks are
+        consistent. Each call checks the blocks that follow those of the call before. So a pool of any size is checked
+        in a bounded time per call, and all of it over several calls."""
         assert len(self._queue) == self.num_blocks, "a block is referenced, or lost, and no sequence is there"
         assert len(self._hash_to_block) == len(self._hash_to_parent), "findable blocks and their parents differ"
         assert len(self._block_to_names) <= len(self._hash_to_block), "side tensors of what can't be found"
@@ -267,7 +276,8 @@ class BlockPool:
         self._num_checked += min(count, self.num_blocks)
 
     def check_invariants(self, tables: Mapping[SequenceId, SequenceOf[int]]) -> None:
-        """`tables` are the block tables of all live sequences: nobody else may hold a reference."""
+        """Asserts that the pool is consistent. `tables` holds the block tables of all live sequences: no other sequence
+        may hold a reference."""
         expected: list[set[SequenceId]] = [set() for _ in range(self.num_blocks)]
         for sequence_id, table in tables.items():
             assert len(set(table)) == len(table), f"{sequence_id} has a block twice"

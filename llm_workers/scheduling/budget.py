@@ -1,6 +1,7 @@
-"""What a worker's pools take, and whether they can hold the largest request that the limits allow.
+"""Computes how much memory a worker's pools take, and whether they can hold the largest request that the limits allow.
 
-Arithmetic on a model's shape and a config: allocates nothing, loads nothing. Knows no device's size and no weights.
+This is arithmetic on a model's shape and a config: it allocates nothing and loads nothing. It knows nothing of a
+device's size and of weights.
 """
 
 from __future__ import annotations
@@ -15,29 +16,29 @@ from modalities.family import ModelShape
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MIN_TEXT_TOKENS = 64
-"""A chat template around one medium, a short question and the first tokens of an answer."""
+"""Leaves room for a chat template around one medium, a short question and the first tokens of an answer."""
 NUM_HIDDEN_WIDTHS = 16
-"""Hidden-sized values per token that a decoder layer keeps alive at once: the residual and its norm, q, k, v and the
-attention's output (6), the gate, up and product of an MLP of three to four hidden sizes (10)."""
+"""Counts the hidden-sized values per token that a decoder layer keeps alive at once: the residual and its norm, q, k, v
+and the attention's output (6), and the gate, up and product of an MLP of three to four hidden sizes (10)."""
 
 
 class LargestItem(NamedTuple):
-    """The largest medium of one modality that passes the limits."""
+    """A `LargestItem` is the largest medium of one modality that passes the limits."""
 
     modality: str
     num_tokens: int
     max_unit_tokens: int
-    """Of its largest unit: units travel alone."""
+    """Counts the tokens of the medium's largest unit; units are transferred one by one."""
     cost: int
-    """Patches, or mel frames."""
+    """Counts the medium's patches or, for a sound, its mel frames."""
     max_unit_cost: int = 0
-    """Of its largest unit: what one forward must hold."""
+    """Holds the `cost` of the largest unit, which one forward pass must hold."""
     num_levels: int = 0
-    """As in `MediaItem`."""
+    """Has the same meaning as in `MediaItem`."""
 
 
 class WorkerBytes(NamedTuple):
-    """`workspace` is an estimate, the others are what is allocated."""
+    """Holds byte counts: `workspace` is an estimate, and the others are what the worker allocates."""
 
     kv: int
     inbox: int
@@ -45,29 +46,31 @@ class WorkerBytes(NamedTuple):
 
 
 def feature_bytes(shape: ModelShape, num_tokens: int, dtype: str, num_levels: int = 0) -> int:
-    """Payload of one unit: `(num_levels, num_tokens, hidden_size)`; 0 levels means as many as the model has."""
+    """Returns the payload bytes of one unit of shape `(num_levels, num_tokens, hidden_size)`. A `num_levels` of 0 means
+    as many levels as the model has."""
     return (num_levels or shape.num_levels) * num_tokens * shape.hidden_size * DTYPE_BYTES[dtype]
 
 
 def slot_bytes(payload_bytes: int) -> int:
-    """What a feature takes of an arena: its header and the padding (`fabric.slots`)."""
+    """Returns the bytes that a feature occupies in an arena, with its header and the padding (`fabric.slots`)."""
     return -(-(HEADER_BYTES + payload_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def arena_room(arena_bytes: int, unit_bytes: int) -> int:
-    """How many units of that payload an empty arena holds."""
+    """Returns how many units of that payload an empty arena holds."""
     return arena_bytes // slot_bytes(unit_bytes)
 
 
 def worker_bytes(shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtype: str) -> WorkerBytes:
-    """Of one replica, or of rank 0 of one with several ranks."""
+    """Returns the bytes of one replica, or of rank 0 of a replica with several ranks."""
     num_kv_heads, head_dim = kv_heads(shape, config.num_ranks)
     per_layer = 2 * config.num_blocks * config.block_size * num_kv_heads * head_dim * DTYPE_BYTES[dtype]
     step_rows = config.max_step_tokens * shape.hidden_size * DTYPE_BYTES[dtype]
     rows = min(config.max_step_tokens, config.max_sequences * (1 + config.speculation.max_tokens))
     logits = rows * shape.vocab_size * 4
-    # Activations, a step that is all features (copied and joined), logits with their sorted probabilities, the pages
-    # of one layer gathered for attention, and the mask of a chunk at the end of the longest context.
+    # The workspace is the sum of activations, the features of a step that consists of features alone (copied and
+    # joined), logits with their sorted probabilities, the pages of one layer gathered for attention, and the mask of a
+    # chunk at the end of the longest context.
     mask = config.max_step_tokens * min(shape.max_model_len, config.num_blocks * config.block_size) * 4
     workspace = step_rows * (NUM_HIDDEN_WIDTHS + 2 * shape.num_levels) + 3 * logits + per_layer + mask
     return WorkerBytes(shape.num_layers * per_layer, inbox_bytes, workspace)
@@ -76,8 +79,9 @@ def worker_bytes(shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtyp
 def shortfalls(
     shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtype: str, largest: Sequence[LargestItem]
 ) -> list[str]:
-    """Why one request with one such medium could never be served, a sentence each; empty when all can. A medium that
-    is longer than the model's context is never asked for, so no room is demanded beyond it."""
+    """Returns the reasons why a request with one of these media could never be served, one sentence each; the list is
+    empty when all can be served. No request asks for a medium that is longer than the model's context, so no room
+    beyond the context is demanded."""
     found = []
     capacity = config.num_blocks * config.block_size
     for item in largest:
@@ -99,7 +103,8 @@ def shortfalls(
 
 
 def arena_shortfall(name: str, shape: ModelShape, arena_bytes: int, dtype: str, item: LargestItem) -> list[str]:
-    """Why the arena of that name could never hold the item's largest unit, or nothing."""
+    """Returns one sentence that says why the arena of that name could never hold the item's largest unit, or an empty
+    list if it can."""
     num_tokens = min(item.max_unit_tokens, shape.max_model_len - 1)
     needed_bytes = slot_bytes(feature_bytes(shape, num_tokens, dtype, item.num_levels))
     if arena_bytes - arena_bytes % ALIGNMENT_BYTES >= needed_bytes:

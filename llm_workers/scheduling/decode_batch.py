@@ -1,13 +1,17 @@
-"""The sequences that decode plainly, a row of arrays each, which a step only advances.
+"""Keeps the sequences that decode plainly, one row of arrays each, which a step only advances.
 
-Most sequences of a busy worker are in this state, and nothing about them changes from step to step but one token and
-one position. So what a step needs of them (`Decodes`) is a copy of these arrays, and a step that went well adds one to
-them; a block table is written again when a block was taken, once in `block_size` steps. The sequences stay the truth:
-a row can be made anew of its sequence at any time, and a row that leaves gives its place to the last one.
+A sequence decodes plainly if only its last token is not computed and it asks for nothing that only a `Chunk` can
+express. Most sequences of a busy worker are in this state, and from step to step only one token and one position of
+each change. So a step takes what it needs of them (`Decodes`) as a copy of these arrays, and a step that succeeds adds
+one to them; a block table is written again when the sequence took a block, once in `block_size` steps. The sequences
+remain the source of truth: a row can be rebuilt from its sequence at any time, and when a row leaves, the last row
+moves to its index.
 
-    is_plain(sequence)     it decodes, and asks for nothing that only a `Chunk` can say
-    the row's arrays       equal what the sequence says, whenever no step is in flight
-    growing()              rows whose next token needs a block
+    is_plain(sequence)     says whether a sequence decodes plainly
+    the row's arrays       equal what the sequence holds, whenever no step is in flight
+    growing()              returns the sequences whose next token needs a block
+
+This module knows nothing of budgets and of the block pool.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ _FEWEST_ROWS, _FEWEST_BLOCKS = 16, 8
 
 
 def is_plain(sequence: Sequence) -> bool:
-    """Whether a row can say all that a step needs of it. A last block that siblings share has to be copied first."""
+    """Returns whether a row can express all that a step needs of the sequence. A sequence whose last block siblings
+    share is not plain, because that block has to be copied first."""
     sampling = sequence.sampling
     is_shaped = sampling.logit_bias or sampling.num_top_logprobs is not None or sequence.counts is not None
     is_bound = sequence.guide is not None or sequence.num_barred or sequence.side_names
@@ -38,21 +43,23 @@ def is_plain(sequence: Sequence) -> bool:
 
 
 class DecodeBatch:
-    """Rows are in no order."""
+    """Holds the rows in no particular order."""
 
     def __init__(self, block_size: int, *, is_used: bool) -> None:
-        """If it is not used, no sequence ever has a row: with drafts, every step is made of chunks."""
+        """Creates an empty batch. If `is_used` is false, no sequence ever has a row: with drafts, every step is made of
+        chunks."""
         self._block_size, self._is_used = block_size, is_used
         self.sequences: list[Sequence] = []
         self.ending_ids: list[frozenset[int]] = []
-        """Per row, the ids that end it."""
+        """Holds the ids that end the sequence, per row."""
         self.tenant_to_num: Counter[str] = Counter()
         self._sequence_ids: list[SequenceId] = []
         self._sampling: list[SamplingParams] = []
         self._id_to_row: dict[SequenceId, int] = {}
         self._columns = np.zeros((6, _FEWEST_ROWS), dtype=np.int64)
-        """Rows of it: last token, its place, what its position is ahead of its place, blocks, index of the next draw,
-        index of the draw that is the last one by count."""
+        """Holds one column per sequence; its rows are: last token, index of that token, distance from that index to the
+        token's position, number of blocks, index of the next draw, and index of the draw that is the last one by
+        count."""
         self._tables = np.zeros((_FEWEST_ROWS, _FEWEST_BLOCKS), dtype=np.int64)
         self._num_axes = 1
 
@@ -62,10 +69,11 @@ class DecodeBatch:
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence.sequence_id in self._id_to_row
 
-    # ------------------------------------------------------------ who is in it
+    # ------------------------------------------------------------ membership
 
     def refresh(self, sequence: Sequence) -> None:
-        """A live sequence has changed, otherwise than by `advance`: it enters, its row is made anew, or it leaves."""
+        """Updates the batch after a live sequence has changed in another way than by `advance`: the sequence enters,
+        its row is rebuilt, or it leaves."""
         if not self._is_used or not is_plain(sequence):
             self.discard(sequence)
             return
@@ -80,7 +88,7 @@ class DecodeBatch:
         self._write_table(row)
 
     def discard(self, sequence: Sequence) -> None:
-        """The last row takes its place. A sequence that is not here is ignored."""
+        """Removes the sequence's row; the last row moves to its index. A sequence without a row is ignored."""
         row = self._id_to_row.pop(sequence.sequence_id, None)
         if row is None:
             return
@@ -111,19 +119,20 @@ class DecodeBatch:
     # ------------------------------------------------------------ a step
 
     def growing(self) -> list[Sequence]:
-        """Those whose next token needs a block that they do not have."""
+        """Returns the sequences whose next token needs a block that they do not have."""
         places, blocks = self._columns[1, : len(self)], self._columns[3, : len(self)]
         return [self.sequences[row] for row in np.flatnonzero(places >= blocks * self._block_size)]
 
     def take_blocks(self, sequences: Iterable[Sequence]) -> None:
-        """Their block tables have changed, and nothing else; those without a row are ignored."""
+        """Copies the block tables of these sequences into their rows, after these tables and nothing else have changed.
+        Sequences without a row are ignored."""
         for sequence in sequences:
             row = self._id_to_row.get(sequence.sequence_id)
             if row is not None:
                 self._write_table(row)
 
     def decodes(self) -> Decodes:
-        """Of all rows, for the step that begins: copies. There must be a row."""
+        """Returns copies of all rows for the step that begins. There must be at least one row."""
         tokens, places, deltas, blocks, draws, _ = self._columns[:, : len(self)].copy()
         positions = np.broadcast_to(places + deltas, (self._num_axes, len(self)))
         tables = self._tables[: len(self), : int(blocks.max())].copy()
@@ -131,17 +140,17 @@ class DecodeBatch:
         return Decodes(ids, sampling, tokens, places, positions, tables, blocks, draws)
 
     def is_of(self, decodes: Decodes) -> bool:
-        """Whether the rows are still those of the step."""
+        """Returns whether the rows are still those of the step."""
         return len(decodes) == len(self) and decodes.sequence_ids == tuple(self._sequence_ids)
 
     def is_last_draw(self) -> npt.NDArray[np.bool_]:
-        """`(n,)`: whether the next token of a row is its last one by count."""
+        """Returns, with shape `(n,)`, whether the next token of each row is its last one by count."""
         is_last: npt.NDArray[np.bool_] = self._columns[4, : len(self)] >= self._columns[5, : len(self)]
         return is_last
 
     def advance(self, token_ids: Ints) -> list[Sequence]:
-        """Each row has drawn its token of `token_ids` `(n,)`, and so has its sequence. Returns those whose last block
-        is full now."""
+        """Advances each row by its drawn token in `token_ids` `(n,)`, after the same was done with its sequence.
+        Returns the sequences whose last block is full now."""
         rows = self._columns[:, : len(self)]
         rows[0] = token_ids
         rows[1] += 1
@@ -162,7 +171,8 @@ class DecodeBatch:
     # ------------------------------------------------------------ checks
 
     def check_invariants(self, live: Iterable[Sequence]) -> None:
-        """Between calls. `live`: every live sequence; those that decode plainly are here."""
+        """Asserts, between calls, that exactly those of the `live` sequences that decode plainly have a row, and that
+        each row equals its sequence. `live` must hold every live sequence."""
         expected = {one.sequence_id: one for one in live if self._is_used and is_plain(one)}
         assert expected.keys() == self._id_to_row.keys(), "sequences that decode plainly have no row, or others have"
         assert self.tenant_to_num == Counter(one.tenant for one in expected.values())

@@ -1,8 +1,9 @@
-"""Prompt lookup: what a sequence may say next, if it says again what stands in its prompt or its output already.
+"""Guesses by prompt lookup which tokens a sequence generates next, if it repeats text of its prompt or its output.
 
-Its last tokens are looked for further up; what followed them there is the draft (Saxena, "Prompt Lookup Decoding",
-2023). The longest match decides, of several the last one. No state and no Python work per token: a few passes of
-numpy over the ids, so a preempted or migrated sequence drafts at once. Knows neither blocks nor budgets.
+The module searches the earlier tokens for the sequence's last tokens; the tokens that followed them there are the draft
+(Saxena, "Prompt Lookup Decoding", 2023). The longest match decides, and of several longest matches the last one. The
+search keeps no state and does no Python work per token: it makes a few passes of numpy over the ids, so a preempted or
+migrated sequence has drafts at once. This module knows nothing of blocks and budgets.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ NOTHING: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 def propose(token_ids: npt.NDArray[np.int64], num_tokens: int, min_ngram: int, max_ngram: int) -> npt.NDArray[np.int64]:
-    """`(num_tokens,)` ids that may follow `token_ids` `(n,)`, or none. Where the match is so near the end that fewer
-    tokens follow it, the text repeats itself with that period, and so does the draft."""
+    """Returns `(num_tokens,)` ids that may follow `token_ids` `(n,)`, or an empty array. Where the match is so near the
+    end that fewer tokens follow it, the text repeats itself with that period, and so does the draft."""
     if num_tokens < 1 or len(token_ids) <= min_ngram:
         return NOTHING
     ends = np.flatnonzero(token_ids[:-1] == token_ids[-1]) + 1

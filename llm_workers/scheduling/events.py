@@ -1,4 +1,8 @@
-"""What the scheduler tells the engine: answers to `add`, events of a step, counters. Values only."""
+"""Defines what the scheduler reports to the engine: answers to `add`, events of a step, and counters.
+
+The types here are plain values. A sequence is "at its doorstep" while the feature of its next token has not landed, so
+that it can compute nothing. This module knows nothing of how the values come about.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,10 @@ PREEMPTED = "preempted"
 
 
 class SequenceTimes(NamedTuple):
-    """Seconds. `queue_s`: from its arrival to the first step with a chunk of it; `prefill_s`: steps that computed
-    prompt tokens of it; `held_s`: at its doorstep; `first_token_s`: from its arrival to its first new token (0 if none
-    came); `total_s`: from its arrival until now, or its end."""
+    """Holds durations in seconds. `queue_s` lasts from the sequence's arrival to the first step with a chunk of it.
+    `prefill_s` is the time of the steps that computed prompt tokens of it. `held_s` is the time at its doorstep.
+    `first_token_s` lasts from its arrival to its first new token (0 if there was none). `total_s` lasts from its
+    arrival until now, or until its end."""
 
     queue_s: float
     prefill_s: float
@@ -24,30 +29,30 @@ class SequenceTimes(NamedTuple):
 
 
 class SequenceTokens(NamedTuple):
-    """New tokens of one sequence. `first_index` counts generated tokens over all attempts."""
+    """Holds the new tokens of one sequence. `first_index` counts generated tokens over all attempts."""
 
     sequence_id: SequenceId
     first_index: int
     token_ids: tuple[int, ...]
     finish_reason: str | None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per token, if they are wanted."""
+    """Holds one entry per token if the request wants log-probabilities, else none."""
 
 
 class FinishedSequence(NamedTuple):
     sequence_id: SequenceId
     finish_reason: str
-    """`stop` or `length`."""
+    """This is `stop` or `length`."""
     num_tokens: int
-    """Generated over all attempts, the end-of-sequence token included."""
+    """Counts the tokens generated over all attempts, the end-of-sequence token included."""
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Of the prompt, found in the prefix cache before its first step."""
+    """Counts the prompt tokens that were found in the prefix cache before the sequence's first step."""
     times: SequenceTimes
 
 
 class PrefillProgress(NamedTuple):
-    """Prompt tokens `[start, end)` were computed."""
+    """Says that the prompt tokens `[start, end)` were computed."""
 
     sequence_id: SequenceId
     start: int
@@ -55,11 +60,12 @@ class PrefillProgress(NamedTuple):
 
 
 class NextRead(NamedTuple):
-    """Where a unit is needed next. Ordered: of two reads of an attempt, the smaller one comes first."""
+    """Says where an attempt needs a unit next. Values are ordered: of two reads of an attempt, the smaller one comes
+    first."""
 
     choice: int
     position: int
-    """First token of the run of placeholders."""
+    """This is the index of the first token of the run of placeholders."""
 
 
 class NeededUnit(NamedTuple):
@@ -69,36 +75,38 @@ class NeededUnit(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """Answer to `add`."""
+    """An `Admission` is the scheduler's answer to `add`."""
 
     sequence_ids: tuple[SequenceId, ...]
-    """One per choice that runs."""
+    """Holds one id per choice that runs."""
     num_cached_tokens: int
-    """Prompt tokens of the first choice found in the prefix cache."""
+    """Counts the prompt tokens of the first choice that were found in the prefix cache."""
     missing_units: tuple[UnitKey, ...]
-    """Needed by some choice and not landed, in span order."""
+    """Holds the units that some choice needs and that have not landed, in the order of their spans."""
     reason: str
-    """Why missing units that nobody dispatched are needed."""
+    """Says why the missing units that no component has dispatched are needed."""
     finished: tuple[FinishedSequence, ...] = ()
-    """Choices that a former attempt had already brought to their end; they do not run and no event follows."""
+    """Holds the choices that an earlier attempt had already brought to their end; they do not run, and no event follows
+    for them."""
 
 
 class StepEvents(NamedTuple):
     tokens: tuple[SequenceTokens, ...]
     finished: tuple[FinishedSequence, ...]
     units_done: tuple[UnitKey, ...]
-    """No live sequence needs them any more, landed or not: release slots, tickets and transfers."""
+    """Holds the units that no live sequence needs any more, landed or not: the engine can release their slots, tickets
+    and transfers."""
     prefill: tuple[PrefillProgress, ...]
     at_doorstep: tuple[SequenceId, ...]
-    """Sequences that came to stand at their doorstep with this step."""
+    """Holds the sequences that arrived at their doorstep with this step."""
     preempted: tuple[SequenceId, ...]
 
 
 class SchedulerStats(NamedTuple):
-    """The fields of WorkerReport that the scheduler knows, by the same names."""
+    """Holds the fields of WorkerReport that the scheduler knows, under the same names."""
 
     num_running: int
-    """Sequences that have begun; those at their doorstep included."""
+    """Counts the sequences that have begun, including those at their doorstep."""
     num_waiting: int
     num_at_doorstep: int
     queued_tokens: int

@@ -1,4 +1,6 @@
-"""A numpy array that grows at its end: appending costs no copy of what is there, reading a slice costs nothing."""
+"""Provides a numpy array that grows at its end: an append copies nothing of what is there (except when the buffer is
+full and doubles), and reading a slice costs nothing. It knows nothing of what its numbers mean.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import numpy.typing as npt
 
 
 class GrowingArray:
-    """int64, one axis."""
+    """A `GrowingArray` is an int64 array with one axis."""
 
     def __init__(self, values: Sequence[int] | npt.NDArray[np.int64] = (), spare: int = 64) -> None:
         self._length = len(values)
@@ -34,7 +36,7 @@ class GrowingArray:
         self._length += len(values)
 
     def replace(self, start: int, values: Sequence[int]) -> None:
-        """Overwrites what stands at `[start, start + len(values))`."""
+        """Overwrites the values at `[start, start + len(values))`."""
         assert start + len(values) <= self._length
         self._buffer[start : start + len(values)] = values
 
@@ -43,7 +45,8 @@ class GrowingArray:
         self._length = length
 
     def view(self, start: int = 0, end: int | None = None) -> npt.NDArray[np.int64]:
-        """`(end - start,)`, not a copy: growth leaves it as it is, `replace` shows through."""
+        """Returns the values at `[start, end)`, with shape `(end - start,)`, and not a copy: growth leaves the view
+        unchanged, and `replace` shows in it."""
         end = self._length if end is None else end
         assert end <= self._length
         return self._buffer[start:end]

@@ -1,13 +1,14 @@
-"""Which units of features are here, and which sequences still have to compute positions of them.
+"""Tracks which units of features are here, and which sequences still have to compute positions of them.
 
-    EXPECTED ──landed──> LANDED ──in a step's plan──> MERGED ──step ended, nobody needs it──> DISCARDED
-        ^                  │  ^                          │
-        └──────lost────────┘  └──step ended, needed──────┘          lost while MERGED: back to EXPECTED
+    EXPECTED --landed--> LANDED --in a step's plan--> MERGED --step ended, no sequence needs it--> DISCARDED
+        ^                  |  ^                          |
+        +------lost--------+  +--step ended, needed------+          lost while MERGED: back to EXPECTED
 
-DISCARDED is no memory: the entry is gone, and needed again it begins as EXPECTED. A unit that nobody needs any more
-waits in `idle` until it is drained; claimed again before that, it was never given away (so nothing is reported as
-freed that was taken again in the same pass). References are sets of sequence ids: dropping twice is harmless.
-Knows no bytes, no slots, no tickets: those are the service's.
+A unit is one transferable part of a medium's features, and it lands when its feature can be read. DISCARDED keeps no
+memory: the entry is removed, and a unit that is needed again begins as EXPECTED. A unit that no sequence needs any more
+waits in `idle` until it is drained; if a sequence claims it before that, it was never given away (so a unit that the
+same pass claims again is not reported as freed). References are sets of sequence ids: dropping twice is harmless. This
+module knows nothing of bytes, slots and tickets, which belong to the service.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ ALLOWED: Mapping[UnitState, frozenset[UnitState]] = {
 @dataclass(slots=True)
 class _Entry:
     num_tokens: int | None = None
-    """Rows that the claiming requests were promised; None while nobody claimed it."""
+    """Counts the rows that the claiming requests were promised; it is None while no request has claimed the unit."""
     state: UnitState = UnitState.EXPECTED
     wanted_by: set[SequenceId] = field(default_factory=set)
 
@@ -51,10 +52,10 @@ class Inbox:
     def __init__(self) -> None:
         self._entries: dict[UnitKey, _Entry] = {}
         self._missing: dict[SequenceId, set[UnitKey]] = {}
-        """Per sequence, the units it wants that are not here."""
+        """Holds, per sequence, the units that it wants and that are not here."""
         self._idle: dict[UnitKey, None] = {}
         self.num_here = 0
-        """Units that can be read."""
+        """Counts the units that can be read."""
 
     # ------------------------------------------------------------ queries
 
@@ -67,12 +68,12 @@ class Inbox:
         return entry is not None and entry.is_here
 
     def is_needed(self, unit: UnitKey) -> bool:
-        """Wanted by a live sequence, or being read by the step that runs."""
+        """Returns whether a live sequence wants the unit, or the step that runs reads it."""
         entry = self._entries.get(unit)
         return entry is not None and (bool(entry.wanted_by) or entry.state is UnitState.MERGED)
 
     def is_complete(self, sequence_id: SequenceId) -> bool:
-        """Whether everything that the sequence still needs is here."""
+        """Returns whether every unit that the sequence still needs is here."""
         return not self._missing.get(sequence_id)
 
     def is_wanted_by(self, sequence_id: SequenceId, unit: UnitKey) -> bool:
@@ -80,8 +81,8 @@ class Inbox:
         return entry is not None and sequence_id in entry.wanted_by
 
     def check_counts(self, unit_to_tokens: Mapping[UnitKey, int]) -> None:
-        """Raises FeatureMismatch if another request was promised another size for one of the units: this request
-        alone fails, not those that came before."""
+        """Raises FeatureMismatch if another request was promised another size for one of the units: only this request
+        fails, and the earlier ones go on."""
         for unit, num_tokens in unit_to_tokens.items():
             entry = self._entries.get(unit)
             if entry and entry.num_tokens is not None and entry.num_tokens != num_tokens:
@@ -90,7 +91,8 @@ class Inbox:
     # ------------------------------------------------------------ references
 
     def claim(self, sequence_id: SequenceId, units: Mapping[UnitKey, int]) -> list[UnitKey]:
-        """The sequence needs these units (-> rows). Returns those that it had not claimed before and are not here."""
+        """Notes that the sequence needs these units; `units` maps each one to its number of rows. Returns those that
+        the sequence had not claimed before and that are not here."""
         missing: list[UnitKey] = []
         for unit, num_tokens in units.items():
             entry = self._entries.setdefault(unit, _Entry())
@@ -106,7 +108,7 @@ class Inbox:
         return missing
 
     def drop(self, sequence_id: SequenceId, units: Iterable[UnitKey]) -> None:
-        """The sequence has computed its last position of these units, or needs them no more."""
+        """Notes that the sequence has computed its last position of these units, or does not need them any more."""
         missing = self._missing.get(sequence_id, set())
         for unit in units:
             missing.discard(unit)
@@ -120,7 +122,8 @@ class Inbox:
             self._missing.pop(sequence_id, None)
 
     def drain_idle(self) -> list[UnitKey]:
-        """Units that nobody needs any more, landed or not; they are forgotten here and their memory can go."""
+        """Returns the units that no sequence needs any more, landed or not; the inbox forgets them, and the caller can
+        free their memory."""
         idle = list(self._idle)
         self._idle.clear()
         for unit in idle:
@@ -130,8 +133,8 @@ class Inbox:
     # ------------------------------------------------------------ life
 
     def land(self, unit: UnitKey) -> list[SequenceId]:
-        """Readable from now on; twice is harmless. A unit that nobody claimed is kept until claimed or lost. Returns
-        the sequences that waited for it."""
+        """Makes the unit readable from now on; a second call is harmless. A unit that no sequence has claimed is kept
+        until it is claimed or lost. Returns the sequences that waited for the unit."""
         entry = self._entries.setdefault(unit, _Entry())
         if entry.state is not UnitState.EXPECTED:
             return []
@@ -144,7 +147,7 @@ class Inbox:
         return sorted(entry.wanted_by)
 
     def lose(self, unit: UnitKey) -> list[SequenceId]:
-        """Not readable any more. Returns the sequences that need it, which wait again."""
+        """Makes the unit unreadable. Returns the sequences that need it, which wait again."""
         entry = self._entries.get(unit)
         if entry is None:
             return []
@@ -158,13 +161,13 @@ class Inbox:
         return sorted(entry.wanted_by)
 
     def merge(self, unit: UnitKey) -> None:
-        """A step's plan reads it: it can't be given away until the step has ended."""
+        """Notes that a step's plan reads the unit: it can't be given away until the step has ended."""
         entry = self._entries[unit]
         if entry.state is not UnitState.MERGED:
             self._move(entry, UnitState.MERGED)
 
     def settle(self, units: Iterable[UnitKey]) -> None:
-        """The step that read these units has ended, well or not."""
+        """Notes that the step that read these units has ended, successfully or not."""
         for unit in units:
             entry = self._entries.get(unit)
             if entry is None or entry.state is not UnitState.MERGED:
@@ -181,7 +184,8 @@ class Inbox:
     # ------------------------------------------------------------ checks
 
     def check_invariants(self, sequence_to_units: Mapping[SequenceId, set[UnitKey]]) -> None:
-        """`sequence_to_units`: what every live sequence needs. Nobody else may hold a reference."""
+        """Asserts that the inbox is consistent. `sequence_to_units` holds what every live sequence needs: no other
+        sequence may hold a reference."""
         expected: dict[UnitKey, set[SequenceId]] = {}
         for sequence_id, units in sequence_to_units.items():
             for unit in units:

@@ -1,4 +1,5 @@
-"""Keep a feature after prefill, or discard it: the seed's decision table as a pure policy.
+"""Decides whether a feature is kept after prefill or discarded. The policy is a pure function of this table, which
+follows the OmniConnector article (docs/references.md):
 
     row                            action    why
     1 speculative decoding         keep      a draft that fails may have to be prefilled again
@@ -7,13 +8,15 @@
     4 prefix caching               discard   the KV is found by the prefix's hash
     5 single pass                  discard   the KV has what decoding needs
 
-The first row that applies decides. Rows 1 and 2 protect generations that run, so they come before any guess about
-the future. Row 3 comes before row 4 because it rests on what was seen: with the prefix cache on, a unit is fetched a
-second time only when the cache did not cover it (another prompt around it, or evicted), so the cache will not cover
-the third time either. Row 4 before row 5 changes no action; it names the reason.
-The engine's own drafts (prompt lookup) roll back generated positions alone, which read no feature: for them row 1 is
-the seed's word, not a need, and costs host memory within its budget.
-What is kept is demoted to host memory, never left where features land. Knows no bytes.
+The first row that applies decides. Rows 1 and 2 protect generations that run, so they come before any guess about the
+future. Row 3 comes before row 4 because it rests on an observation: with the prefix cache on, a unit is fetched a
+second time only when the cache did not cover it (because the prompt around it differs, or because it was evicted), so
+the cache will not cover it the third time either. The order of rows 4 and 5 changes no action; it only names the
+reason.
+
+The engine's own drafts (prompt lookup) roll back generated positions alone, which read no feature. For them row 1 is
+not needed: it is kept because the article says so, and it costs host memory within its budget. A feature that is
+kept is moved to host memory and never stays where features land. This module knows nothing of bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from fabric.errors import ConfigError
 
 
 class Scenario(Enum):
-    """The rows, in the order of their precedence."""
+    """Lists the rows of the table in the order of their precedence."""
 
     SPECULATION = "speculative decoding"
     BEAM_SEARCH = "beam search"
@@ -39,18 +42,18 @@ MODES = ("auto", "always", "never")
 
 
 class FeatureUse(NamedTuple):
-    """What is known of a feature whose last position was computed."""
+    """Holds what is known of a feature whose last position was computed."""
 
     is_seen_before: bool = False
-    """It had been fetched before: for another request, or for one that lost it."""
+    """Says whether the feature had been fetched before, for another request or for a request that lost it."""
     is_prefix_cached: bool = True
-    """The prefix cache is on."""
+    """Says whether the prefix cache is on."""
     has_beams: bool = False
     has_drafts: bool = False
 
 
 def scenario_of(use: FeatureUse) -> Scenario:
-    """The row that applies."""
+    """Returns the row that applies."""
     if use.has_drafts:
         return Scenario.SPECULATION
     if use.has_beams:
@@ -61,7 +64,8 @@ def scenario_of(use: FeatureUse) -> Scenario:
 
 
 def is_kept(mode: str, use: FeatureUse) -> bool:
-    """`auto` goes by the table; `always` and `never` are the operator's word and stand above it."""
+    """Returns whether the feature is kept. The mode `auto` follows the table; `always` and `never` are set by the
+    operator and override it. Raises ConfigError for any other mode."""
     if mode not in MODES:
         raise ConfigError(f"keep_features must be one of {', '.join(MODES)}, not {mode!r}")
     return mode == "always" or (mode == "auto" and scenario_of(use) in KEPT)

@@ -1,6 +1,6 @@
-"""What became findable or was evicted, numbered without gaps, for the routers' prefix index.
+"""Logs which KV blocks became findable and which were evicted, numbered without gaps, for the routers' prefix index.
 
-Knows no block ids and no sequences: hashes only.
+This module knows nothing of block ids and sequences: it handles hashes only.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from fabric.ids import BlockHash
 from fabric.messages import BlocksStored, KvEvent
 
 MAX_KEPT_EVENTS = 8192
-"""Beyond it the oldest go: the receiver sees the gap in the numbers and asks for a snapshot."""
+"""The log keeps at most this many events and drops the oldest ones beyond that: the receiver sees the gap in the
+numbers and asks for a snapshot."""
 
 
 class KvEventLog:
-    """Events since the last drain. The first event of a worker's life is number 1."""
+    """Holds the events since the last drain. The first event of a worker's life has number 1."""
 
     def __init__(self, max_kept: int = MAX_KEPT_EVENTS) -> None:
         self._events: deque[KvEvent] = deque(maxlen=max_kept)
@@ -24,7 +25,7 @@ class KvEventLog:
 
     @property
     def last_seq(self) -> int:
-        """Number of the newest event, drained or not; 0 before the first."""
+        """Returns the number of the newest event, drained or not; it is 0 before the first event."""
         return self._next_seq - 1
 
     def append(self, event: KvEvent) -> None:
@@ -32,16 +33,16 @@ class KvEventLog:
         self._next_seq += 1
 
     def drain(self) -> tuple[int, list[KvEvent]]:
-        """Number of the first event of the list, and the list; it is forgotten here. With an empty list the number
-        is that of the next event to come."""
+        """Returns the number of the first event of the list, and the list, which the log then forgets. With an empty
+        list the number is that of the next event to come."""
         events = list(self._events)
         self._events.clear()
         return self._next_seq - len(events), events
 
 
 def chains_of(hash_to_parent: Mapping[BlockHash, BlockHash | None]) -> list[BlocksStored]:
-    """All blocks as chains, parents before children; runs without a fork are one chain. Blocks whose parent is not
-    among them can't be found by a walk from the root and are left out."""
+    """Returns all blocks as chains, parents before children; a run of blocks without a fork is one chain. Blocks whose
+    parent is not among them can't be found by a walk from the root and are left out."""
     children: dict[BlockHash | None, list[BlockHash]] = {}
     for block, parent in hash_to_parent.items():
         children.setdefault(parent, []).append(block)

@@ -1,6 +1,7 @@
-"""Where media stand in a prompt: runs of placeholders, the units they take rows of, and what must have landed.
+"""Describes where media stand in a prompt: the runs of placeholder tokens, the units (separate parts of a medium's
+features) whose rows replace them, and which units must have landed.
 
-One layout per request, shared by its choices. Knows no state: which units are there is the inbox's.
+The choices of one request share one layout. It knows no state: the inbox knows which units are here.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from llm_workers.scheduling.plan import Splice
 
 
 class UnitSpan(NamedTuple):
-    """A unit, and where its last run ends, over all occurrences."""
+    """A `UnitSpan` is a unit and the end of its last run, over all occurrences in the prompt."""
 
     unit: UnitKey
     end: int
 
 
 class PromptLayout:
-    """Raises ProtocolError for placeholders that contradict the prompt or its media, FeatureMismatch if the request
-    promises two sizes for one unit."""
+    """Holds the runs of placeholders of one prompt. The constructor raises ProtocolError for placeholders that
+    contradict the prompt or its media, and FeatureMismatch if the request promises two sizes for one unit."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self._runs = request.placeholders
@@ -49,21 +50,21 @@ class PromptLayout:
         return max((run.length for run in self._runs), default=0)
 
     def units_after(self, position: int) -> list[UnitKey]:
-        """Units with a run that ends behind `position`, in the order in which the prompt reaches them."""
+        """Returns the units with a run that ends after `position`, in the order in which the prompt reaches them."""
         return [span.unit for span in self._spans if span.end > position]
 
     def next_read(self, unit: UnitKey, position: int) -> int:
-        """Where the first run of the unit that ends behind `position` begins; there must be one."""
+        """Returns the index at which the unit's first run that ends after `position` begins; there must be one."""
         runs = self._unit_to_runs[unit]
         return runs[bisect_right(runs, position, key=lambda run: run.end)].offset
 
     def units_completed(self, start: int, end: int) -> list[UnitKey]:
-        """Units whose last run ends in `(start, end]`."""
+        """Returns the units whose last run ends in `(start, end]`."""
         first = bisect_right(self._span_ends, start)
         return [span.unit for span in self._spans_by_end[first : bisect_right(self._span_ends, end)]]
 
     def runs_between(self, start: int, end: int) -> list[tuple[PlaceholderRange, UnitKey]]:
-        """Runs that overlap `[start, end)`, in order."""
+        """Returns the runs that overlap `[start, end)`, in order, each with its unit."""
         found = []
         for index in range(bisect_right(self._run_ends, start), len(self._runs)):
             if self._runs[index].offset >= end:
@@ -72,7 +73,7 @@ class PromptLayout:
         return found
 
     def splices(self, start: int, end: int) -> tuple[Splice, ...]:
-        """Rows to splice into a chunk `[start, end)`."""
+        """Returns the rows to splice into a chunk `[start, end)`."""
         splices = []
         for run, unit in self.runs_between(start, end):
             first, last = max(start, run.offset), min(end, run.end)
@@ -80,18 +81,19 @@ class PromptLayout:
         return tuple(splices)
 
     def run_around(self, position: int) -> PlaceholderRange | None:
-        """The run that `position` lies strictly inside of: a step that ended there would cut it."""
+        """Returns the run that `position` lies strictly inside of, or None; a step that ended at `position` would cut
+        this run."""
         index = bisect_right(self._run_ends, position)
         if index < len(self._runs) and self._runs[index].offset < position:
             return self._runs[index]
         return None
 
     def block_keys(self, first: int, last: int, block_size: int) -> dict[int, list[bytes]]:
-        """Extra keys of the hashes of blocks `[first, last)` that have any, by their index counted from `first`; only
-        the runs near them are looked at."""
+        """Returns the extra keys of the hashes of blocks `[first, last)`, for those blocks that have any, by the
+        block's index counted from `first`. Looks only at the runs near these blocks."""
         begin = bisect_right(self._run_ends, first * block_size)
         if begin == len(self._runs) and first:
-            return {}  # behind the last medium, as every generated block is
+            return {}  # All runs end before these blocks, as before every block of generated tokens.
         end = bisect_left(self._runs, last * block_size, lo=begin, key=lambda run: run.offset)
         return keys_of_blocks(first, last, block_size, self._runs[begin:end], self._media, self._cache_salt)
 
@@ -112,7 +114,8 @@ def _check_runs(runs: tuple[PlaceholderRange, ...], media: tuple[MediaItem, ...]
 
 
 def _unit_tokens(media: tuple[MediaItem, ...], units: list[UnitKey]) -> dict[UnitKey, int]:
-    """Promised rows of every unit that the prompt takes."""
+    """Returns the promised number of rows of every unit that the prompt uses. Raises FeatureMismatch if one unit is
+    promised with two sizes."""
     promised: dict[UnitKey, int] = {}
     for item in media:
         for unit, num_tokens in zip(item.unit_keys(), item.unit_tokens, strict=True):

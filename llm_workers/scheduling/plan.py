@@ -1,6 +1,8 @@
-"""One engine step as plain numbers: what the scheduler decides and the runner executes.
+"""Describes one engine step as plain numbers: what the scheduler decides and the runner executes.
 
-plan_step() -> StepPlan;  runner.execute(plan) -> StepResult;  commit(plan, result) -> events
+    plan_step() -> StepPlan;  runner.execute(plan) -> StepResult;  commit(plan, result) -> events
+
+This module knows nothing of how a step is chosen or computed.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ from llm_workers.scheduling.token_counts import TokenCounts
 from llm_workers.step_costs import StepWork
 
 NOT_FINITE_TOKEN = -1
-"""Drawn where the logits are not finite."""
+"""This id is drawn where the logits are not finite."""
 BROKEN_GRAMMAR_TOKEN = -2
-"""Drawn where a grammar can't be followed any further."""
+"""This id is drawn where a grammar can't be followed any further."""
 NO_BLOCK = -1
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Splice:
-    """Rows `[row, row + length)` of a unit's feature go to `[at, at + length)` of the chunk."""
+    """Says that rows `[row, row + length)` of a unit's feature go to `[at, at + length)` of the chunk."""
 
     at: int
     length: int
@@ -39,36 +41,41 @@ class Splice:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens `[start, start + num_tokens)` of one sequence, to be computed in this step."""
+    """A `Chunk` is tokens `[start, start + num_tokens)` of one sequence, which this step computes."""
 
     sequence_id: SequenceId
     start: int
     num_tokens: int
     token_ids: npt.NDArray[np.int64]
-    """`(num_tokens,)`; placeholder positions hold the placeholder's id."""
+    """Has shape `(num_tokens,)`; placeholder positions hold the placeholder's id."""
     positions: npt.NDArray[np.int64]
-    """`(num_axes, num_tokens)`."""
+    """Has shape `(num_axes, num_tokens)`."""
     block_ids: npt.NDArray[np.int64]
-    """The block table up to and including token `start + num_tokens - 1`."""
+    """Holds the block table up to and including the block of token `start + num_tokens - 1`."""
     splices: tuple[Splice, ...]
     sampling: SamplingParams | None
-    """Given when the chunk reaches the sequence's last token, so its logits are sampled."""
+    """This is given when the chunk reaches the sequence's last token, so that its logits are sampled; otherwise it is
+    None."""
     draw_index: int = 0
-    """Index of the token that is drawn (0 is the first generated one)."""
+    """This is the index of the token that is drawn (0 is the first generated one)."""
     counts: TokenCounts | None = None
-    """Of all tokens up to the drawn one, if `sampling` has penalties. The sequence's own: for reading."""
+    """Counts all tokens up to the drawn one, if `sampling` has penalties. It is the sequence's own object, for reading
+    only."""
     barred: tuple[int, ...] = ()
-    """Ids that would end the sequence before its `min_tokens`; the first `num_barred` draws never give them."""
+    """Holds the ids that would end the sequence before its `min_tokens`; the first `num_barred` draws never give
+    them."""
     num_barred: int = 0
     guide: Guide | None = None
-    """Stands behind the last token, if `sampling` has a grammar. The sequence's own: for reading."""
+    """Holds the grammar's state after the last token, if `sampling` has a grammar. It is the sequence's own object, for
+    reading only."""
     side_names: frozenset[str] = frozenset()
-    """Side tensors whose rows of this chunk are to be stored in its blocks."""
+    """Names the side tensors whose rows of this chunk are to be stored in its blocks."""
     num_drafts: int = 0
-    """So many of the last tokens were not drawn but guessed. Logits are sampled at the token in front of them and at
-    each of them; what comes behind the first wrong guess means nothing."""
+    """This many of the last tokens were not drawn but guessed. Logits are sampled at the token before them and at each
+    of them; the results after the first wrong guess have no meaning."""
     copied_from: int = NO_BLOCK
-    """A block whose content is to be copied, before the step, into the block that `start` lies in."""
+    """This is a block whose content is copied, before the step, into the block that `start` lies in; `NO_BLOCK` means
+    none."""
 
     @property
     def end(self) -> int:
@@ -76,12 +83,12 @@ class Chunk:
 
     @property
     def drafts(self) -> npt.NDArray[np.int64]:
-        """`(num_drafts,)`."""
+        """Has shape `(num_drafts,)`."""
         return self.token_ids[self.num_tokens - self.num_drafts :]
 
     def accepted(self, drawn: SequenceOf[int]) -> SequenceOf[int]:
-        """Of the `num_drafts + 1` tokens drawn one after the other, those that would have been drawn without drafts:
-        up to and including the first that is not as it was guessed."""
+        """Returns those of the `num_drafts + 1` tokens drawn one after the other that would have been drawn without
+        drafts: all up to and including the first that differs from its guess."""
         for index, draft in enumerate(self.drafts.tolist()):
             if drawn[index] != draft:
                 return drawn[: index + 1]
@@ -90,33 +97,34 @@ class Chunk:
 
 @dataclass(frozen=True, eq=False)
 class Decodes:
-    """The part of a step that decodes plainly: one known token of each sequence, and nothing beside it. A row says what
-    a chunk of that sequence would say, without an object for each.
+    """`Decodes` is the part of a step that decodes plainly: one known token of each sequence and nothing else. A row
+    says what a chunk of that sequence would say, without an object for each.
 
-    Row i of every field is one sequence. All are sampled, with no more than `sampling` says of the shape of the
-    distribution: no penalties, no bias, no grammar, no barred ids, no log-probabilities, no side tensors."""
+    Row i of every field belongs to one sequence. All sequences are sampled, and only `sampling` shapes the
+    distribution: there are no penalties, no bias, no grammar, no barred ids, no log-probabilities and no side
+    tensors."""
 
     sequence_ids: tuple[SequenceId, ...]
     sampling: tuple[SamplingParams, ...]
     token_ids: Ints
-    """`(n,)`, of the last known tokens."""
+    """Holds the last known tokens, with shape `(n,)`."""
     starts: Ints
-    """`(n,)`, of their places."""
+    """Holds the indexes of these tokens in their sequences, with shape `(n,)`."""
     positions: Ints
-    """`(num_axes, n)`."""
+    """Has shape `(num_axes, n)`."""
     tables: Ints
-    """`(n, width)`: block tables, padded with their own first block."""
+    """Holds the block tables, padded with their own first block, with shape `(n, width)`."""
     num_blocks: Ints
-    """`(n,)`, of each table."""
+    """Holds the number of blocks of each table, with shape `(n,)`."""
     draw_indexes: Ints
-    """`(n,)`, of the tokens that are drawn."""
+    """Holds the indexes of the tokens that are drawn, with shape `(n,)`."""
 
     def __len__(self) -> int:
         return len(self.sequence_ids)
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """The same, a chunk for each."""
+        """Returns the same part of the step as one chunk for each sequence."""
         return tuple(
             Chunk(
                 sequence_id=sequence_id,
@@ -137,13 +145,13 @@ class Decodes:
 class StepPlan:
     step: int
     others: tuple[Chunk, ...]
-    """Chunks of all sequences that are not among `decodes`."""
+    """Holds the chunks of all sequences that are not among `decodes`."""
     decodes: Decodes | None = None
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        """All of the step as chunks, those of `decodes` first. Made at the first call: a step that goes well needs
-        none."""
+        """Returns all of the step as chunks, those of `decodes` first. They are made at the first call, because a step
+        that succeeds needs none."""
         return self.others if self.decodes is None else (*self.decodes.chunks, *self.others)
 
     @property
@@ -152,7 +160,7 @@ class StepPlan:
 
     @property
     def num_decodes(self) -> int:
-        """Sequences among `decodes`."""
+        """Counts the sequences among `decodes`."""
         return 0 if self.decodes is None else len(self.decodes)
 
     @property
@@ -160,7 +168,8 @@ class StepPlan:
         return self.num_decodes + sum(chunk.num_tokens for chunk in self.others)
 
     def work(self, context_scale_tokens: float) -> StepWork:
-        """What the step has to do; a chunk of one known token counts as a decode, its drafts as other tokens."""
+        """Returns the work of the step; a chunk of one known token counts as a decode, and its drafts count as other
+        tokens."""
         num_decodes, num_flat = self.num_decodes, 0.0
         for chunk in self.others:
             is_decode = chunk.num_tokens - chunk.num_drafts == 1 and chunk.start > 0
@@ -171,11 +180,11 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Drawn tokens per sequence that was sampled (one, and one more for each draft that was right), and their
+    """Holds the drawn tokens per sequence that was sampled (one, and one more for each draft that was right), and their
     log-probabilities where they are wanted."""
 
     token_ids: dict[SequenceId, tuple[int, ...]]
     logprobs: dict[SequenceId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     not_finite: set[SequenceId] = field(default_factory=set)
-    """Sequences whose chunk, drawn from or not, gave numbers that are not finite. Such a step must not be committed:
-    its blocks would be found by others."""
+    """Holds the sequences whose chunk, sampled or not, gave numbers that are not finite. Such a step must not be
+    committed, because other sequences would find its blocks."""

@@ -1,15 +1,16 @@
-"""One step's choice: which sequences compute how many tokens. Phases in order: decodes, then prefills, then drafts.
+"""Chooses the work of one step: which sequences compute how many tokens. The phases run in this order:
 
-    decodes    one token each, by rank, so that none waits for a long prompt
-    prefills   up to the doorstep, as far as the budget goes, in the order of `prefill_queue`; what does not fit is
-               passed over, but only so many that would begin
-    drafts     with what is left of the budget and of the free blocks, so that guessing costs nobody a place; not for
-               a sequence with a grammar, whose mask at each guess would have to be rolled back
+    decodes    one token for each decoding sequence, by rank, so that none waits for a long prompt
+    prefills   prompt tokens up to the doorstep, as far as the budget goes, in the order of `prefill_queue`; a sequence
+               that does not fit is passed over, but only a limited number of those that would begin
+    drafts     guessed tokens, with the rest of the budget and of the free blocks, so that a guess takes no sequence's
+               place; a sequence with a grammar has none, because the mask at each guess would have to be rolled back
 
-Rank is priority, then age. Blocks are taken per chunk. When none is left, the sequences that rank last give theirs up
-to one of higher rank, never the other way: so the first in rank that can compute always does, and nothing waits in a
-circle. A step looks at the sequences that run and at a bounded number of those that wait.
-Knows no tokens and no results.
+Rank is priority, then age. A sequence's doorstep is the first placeholder whose feature has not landed. Blocks are
+taken per chunk. When none is left, the sequences that rank last give their blocks up to one of higher rank, and never
+the other way round: so the first in rank that can compute always does, and no sequences wait for each other in a
+circle. A step looks at the sequences that run and at a bounded number of those that wait. This module knows nothing of
+tokens' values and of results.
 """
 
 from __future__ import annotations
@@ -28,31 +29,32 @@ from llm_workers.scheduling.sequence import Rank, Sequence
 from llm_workers.scheduling.standings import Standings
 
 MAX_PASSED_OVER = 8
-"""Sequences that do not begin, for want of blocks, before a step stops looking for a smaller one."""
+"""A step looks at no more than this many sequences that can't begin for lack of blocks before it stops searching for a
+smaller one."""
 _QUICK_VICTIMS = 8
-"""So many are looked at one by one before the blocks of all lower ranks are counted."""
+"""This many sequences of the lowest ranks are checked one by one before the blocks of all lower ranks are counted."""
 
 
 class StepDraft:
-    """A step while it is being chosen."""
+    """A `StepDraft` is a step while it is being chosen."""
 
     def __init__(self, max_tokens: int, max_sequences: int) -> None:
         self.num_tokens_left = max_tokens
         self._num_places = max_sequences
         self.chunks: dict[SequenceId, tuple[Sequence, int]] = {}
-        """-> the sequence and the end of its chunk."""
+        """Maps the sequence's id to the sequence and the end of its chunk."""
         self.batch: DecodeBatch | None = None
-        """All of its rows decode in this step, beside the chunks."""
+        """All rows of this batch decode in this step, in addition to the chunks."""
         self.begun: set[SequenceId] = set()
-        """Those whose first chunk this is, preempted again or not."""
+        """Holds the sequences whose first chunk this is, even those that were preempted again."""
         self.preempted: dict[SequenceId, Sequence] = {}
         self.covered_anew: list[tuple[Sequence, list[UnitKey]]] = []
-        """Sequences that hit more or fewer blocks than when they were last looked at, and the units that they newly
-        miss for it."""
+        """Holds the sequences that hit more or fewer blocks than at the last look, with the units that they now miss
+        because of it."""
         self.drafts: dict[SequenceId, npt.NDArray[np.int64]] = {}
-        """Guessed tokens behind the end of a chunk."""
+        """Holds the guessed tokens that follow the end of a chunk."""
         self.thrown_out: list[SequenceId] = []
-        """The preempted that had begun before this step."""
+        """Holds those preempted sequences that had begun before this step."""
         self._most: tuple[Rank, int] | None = None
 
     @property
@@ -61,14 +63,14 @@ class StepDraft:
 
     @property
     def num_sequences(self) -> int:
-        """That compute something in this step."""
+        """Counts the sequences that compute something in this step."""
         return len(self.chunks) + (0 if self.batch is None else len(self.batch))
 
     def has_room_for(self, num_decodes: int) -> bool:
         return num_decodes <= min(self.num_tokens_left, self._num_places - self.num_sequences)
 
     def take_batch(self, batch: DecodeBatch) -> None:
-        """There is room for it."""
+        """Adds all rows of the batch to the step. The caller has checked that there is room for them."""
         self.batch = batch
         self.num_tokens_left -= len(batch)
 
@@ -83,7 +85,8 @@ class StepDraft:
         self.drafts[sequence.sequence_id] = drafts
 
     def drop(self, sequence: Sequence) -> None:
-        """It is preempted: its chunk, if it had one, goes and gives its tokens back."""
+        """Notes that the sequence is preempted: its chunk, if it had one, is removed and its tokens return to the
+        budget."""
         planned = self.chunks.pop(sequence.sequence_id, None)
         if planned:
             self.num_tokens_left += planned[1] - sequence.num_computed
@@ -95,12 +98,13 @@ class StepDraft:
             self.thrown_out.append(sequence.sequence_id)
 
     def note_most(self, sequence: Sequence, num_blocks: int) -> None:
-        """One of that rank could have so many blocks at most. No later one of this step that ranks behind it can have
-        more: what is free and what lower ranks hold only shrinks while a step is chosen."""
+        """Notes that a sequence of this rank could have at most this many blocks. No later sequence of this step that
+        ranks behind it can have more, because the blocks that are free and those that lower ranks hold only become
+        fewer while a step is chosen."""
         self._most = (sequence.rank, num_blocks)
 
     def is_hopeless(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Whether it is known that the sequence can't have so many."""
+        """Returns whether it is known that the sequence can't have this many blocks."""
         return self._most is not None and sequence.rank >= self._most[0] and num_blocks > self._most[1]
 
 
@@ -111,8 +115,8 @@ class StepPlanner:
         self._standings = standings
 
     def draft(self) -> StepDraft:
-        """Takes and frees blocks; changes no sequence's computed tokens except by preemption and hits. Where the
-        preempted and those covered anew stand is the caller's to refresh."""
+        """Chooses the next step. Takes and frees blocks; changes no sequence's computed tokens except by preemption and
+        by hits. The caller has to refresh the standings of the sequences in `preempted` and in `covered_anew`."""
         draft = StepDraft(self._config.max_step_tokens, self._config.max_sequences)
         self._standings.prefills.begin_step()
         self._plan_decodes(draft)
@@ -124,8 +128,8 @@ class StepPlanner:
     # ------------------------------------------------------------ phases
 
     def _plan_decodes(self, draft: StepDraft) -> None:
-        """The whole batch at once, where budget and blocks suffice for every sequence that decodes: then its order
-        does not matter. Else one by one, by rank."""
+        """Plans the whole batch at once, where budget and blocks suffice for every sequence that decodes: then the
+        order does not matter. Otherwise it plans the sequences one by one, by rank."""
         decodes, batch = self._standings.decodes, self._standings.batch
         growing = batch.growing()
         num_beside = len(decodes) - len(batch)
@@ -144,8 +148,9 @@ class StepPlanner:
                 self._place(draft, sequence)
 
     def _plan_prefills(self, draft: StepDraft) -> None:
-        """In turn, until so many were passed over; then those that have begun, which need no decision to begin; and if
-        nothing at all can be computed, by rank: the first in rank can, if any can."""
+        """Plans prefills in turn, until the limit of sequences passed over is reached. Then it plans those that have
+        begun, which need no decision to begin. If nothing at all can be computed, it goes by rank: the first in rank
+        can compute, if any can."""
         num_passed_over = 0
         with closing(self._standings.prefills.in_turn()) as in_turn:
             for sequence in in_turn:
@@ -182,12 +187,13 @@ class StepPlanner:
     # ------------------------------------------------------------ one sequence
 
     def _try(self, draft: StepDraft, sequence: Sequence) -> bool:
-        """Plans a chunk of a sequence that has begun, or that may begin now. False if it gets none."""
+        """Plans a chunk of a sequence that has begun, or that may begin now. Returns False if the sequence gets no
+        chunk."""
         if sequence.is_started:
             return self._place(draft, sequence)
         residency, holders = self._residency, self._standings.holders
         if draft.num_sequences and not holders.has_below(sequence):
-            # The common case under load costs a look-up at most: there is no room, and nobody to take it from.
+            # The common case under load costs a look-up at most: there is no room, and no sequence to take it from.
             num_left = residency.pool.num_free - draft.num_sequences
             if num_left < 0 or residency.num_missing_blocks(sequence) > num_left:
                 return False
@@ -203,8 +209,9 @@ class StepPlanner:
         return True
 
     def _may_begin(self, draft: StepDraft, sequence: Sequence) -> bool:
-        """A sequence begins if all its tokens find room and every chunk of this step one block more, so that it is
-        not thrown out at once; or by right of rank; or if nothing else could be done in this step."""
+        """Returns whether a sequence may begin. It may if all its tokens find room and each chunk of this step could
+        still take one more block, so that the sequence is not preempted at once; or by right of its rank; or if this
+        step could do nothing else."""
         needed = self._residency.num_new_blocks(sequence, sequence.num_tokens)
         if needed + draft.num_sequences <= self._residency.pool.num_free:
             return True
@@ -213,7 +220,8 @@ class StepPlanner:
         return not draft.num_sequences
 
     def _place(self, draft: StepDraft, sequence: Sequence) -> bool:
-        """Plans as much of the sequence as the doorstep, the budget and the blocks allow. False if that is nothing."""
+        """Plans as much of the sequence as the doorstep, the budget and the blocks allow. Returns False if that is
+        nothing."""
         end = min(sequence.num_tokens, sequence.num_computed + draft.num_tokens_left)
         end = self._whole_runs(sequence, self._residency.doorstep(sequence, sequence.num_computed, end))
         if end <= sequence.num_computed:
@@ -230,8 +238,8 @@ class StepPlanner:
         return True
 
     def _make_room(self, draft: StepDraft, sequence: Sequence, end: int) -> None:
-        """Preempts sequences of lower rank, the last one first, until tokens up to `end` have blocks; none if that
-        would not be enough."""
+        """Preempts sequences of lower rank, the last one first, until tokens up to `end` have blocks. Preempts none if
+        that would not be enough."""
         residency, holders = self._residency, self._standings.holders
         if not holders.has_below(sequence):
             return
@@ -245,7 +253,7 @@ class StepPlanner:
             residency.give_up(victim)
 
     def _can_have(self, draft: StepDraft, sequence: Sequence, num_blocks: int) -> bool:
-        """Whether so many blocks are free, or would be if all lower ranks gave theirs up."""
+        """Returns whether this many blocks are free, or would be if all lower ranks gave theirs up."""
         pool = self._residency.pool
         if draft.is_hopeless(sequence, num_blocks):
             return False
@@ -256,17 +264,18 @@ class StepPlanner:
             if num_found >= num_blocks:
                 return True
         num_found = pool.num_free + self._residency.num_reclaimable(lower)
-        # What one that only tries to begin refers to becomes free again if it does not.
+        # The blocks of a sequence that only tries to begin become free again if it does not begin.
         draft.note_most(sequence, num_found + (0 if sequence.is_started else len(sequence.table)))
         return num_found >= num_blocks
 
     def _whole_runs(self, sequence: Sequence, end: int) -> int:
-        """`end`, moved to the start of a run that it would cut, if media must be computed in one piece."""
+        """Returns `end`, moved to the start of a run of placeholders that it would cut, if media must be computed in
+        one piece."""
         run = None if self._config.is_chunked_media_enabled else sequence.layout.run_around(end)
         return end if run is None else run.offset
 
     def _least_end(self, sequence: Sequence) -> int:
-        """End of the smallest chunk that it could compute next."""
+        """Returns the end of the smallest chunk that the sequence could compute next."""
         least = sequence.num_computed + 1
         run = None if self._config.is_chunked_media_enabled else sequence.layout.run_around(least)
         return least if run is None else run.end

@@ -1,12 +1,12 @@
-"""Sequences that could compute tokens of their prompt now, in the order in which a step tries them.
+"""Keeps the sequences that could compute tokens of their prompt now, in the order in which a step tries them:
 
-    priority      the lowest number first, as in vLLM
-    readiness     then those that have all their media, before those that can only come nearer to a picture
-    fairness      then tenants in turn, by what they were served (`fairness`)
-    age           of one tenant the oldest first
+    priority      the lowest number comes first, as in vLLM
+    readiness     sequences that have all their media come before those that can only compute up to a missing medium
+    fairness      tenants take turns, by how much they were served (`fairness`)
+    age           the oldest sequence of one tenant comes first
 
-Kept by events: a step pays for the sequences that it looks at, not for those that wait behind them.
-Knows neither blocks nor features; whether a sequence is ready it is told.
+Events keep the order up to date: a step pays for the sequences that it looks at, not for those that wait behind them.
+This module knows nothing of blocks and features; the caller says whether a sequence is ready.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llm_workers.scheduling.ranked import RankedHeap
 from llm_workers.scheduling.sequence import AgeKey, Sequence
 
 _GroupKey = tuple[int, bool]
-"""Priority, and whether media are missing."""
+"""Holds the priority, and whether media are missing."""
 
 
 class PrefillQueue:
@@ -30,13 +30,13 @@ class PrefillQueue:
         self._shares = FairShare()
         self._groups: dict[_GroupKey, _Group] = {}
         self._keys: list[_GroupKey] = []
-        """Of the groups, in order."""
+        """Holds the keys of the groups, in order."""
         self._places: dict[Sequence, _GroupKey] = {}
         self._by_rank: RankedHeap[Sequence] = RankedHeap()
         self._num_ready: Counter[str] = Counter()
-        """Tenant -> its sequences that have all their media."""
+        """Counts, per tenant, the sequences that have all their media."""
         self._satisfied: list[str] = []
-        """Tenants that got all that they asked for in the last step."""
+        """Holds the tenants that got all that they asked for in the last step."""
 
     def __len__(self) -> int:
         return len(self._places)
@@ -45,7 +45,7 @@ class PrefillQueue:
         return sequence in self._places
 
     def put(self, sequence: Sequence, is_ready: bool) -> None:
-        """Adds the sequence, or moves it to where it belongs now."""
+        """Adds the sequence, or moves it to the place where it now belongs."""
         key, place = (sequence.priority, not is_ready), self._places.get(sequence)
         if key == place:
             return
@@ -80,21 +80,22 @@ class PrefillQueue:
         self._shares.begin_step()
 
     def in_turn(self) -> Generator[Sequence, None, None]:
-        """All in the order in which they are to be tried; nothing may be added or removed meanwhile. Close the
-        iterator when it is not read to its end."""
+        """Yields all sequences in the order in which the step tries them; none may be added or removed meanwhile. Close
+        the iterator when it is not read to its end."""
         for key in self._keys:
             yield from self._groups[key].in_turn(self._max_step_tokens)
 
     def first_by_rank(self, count: int) -> list[Sequence]:
-        """So many, by priority and age alone."""
+        """Returns the first `count` sequences by priority and age alone."""
         first = [self._by_rank.pop()[1] for _ in range(min(count, len(self._by_rank)))]
         for sequence in first:
             self._by_rank.put(sequence, sequence.rank)
         return first
 
     def end_step(self, chunks: Iterable[tuple[Sequence, int]], tenant_to_decodes: Mapping[str, int]) -> None:
-        """These sequences compute up to these ends in this step, and so many of each tenant decode beside them. The
-        tenants are charged; one whose ready prompts are all computed to their ends got all that it asked for."""
+        """Notes that these sequences compute up to these ends in this step, and that these numbers of sequences of each
+        tenant decode in the same step. The tenants are charged; a tenant whose ready prompts are all computed to their
+        ends got all that it asked for."""
         charges: Counter[str] = Counter(tenant_to_decodes)
         num_ended: Counter[str] = Counter()
         for sequence, end in chunks:
@@ -112,7 +113,7 @@ class PrefillQueue:
     # ------------------------------------------------------------ checks
 
     def check_invariants(self) -> None:
-        """For tests, and in production when idle."""
+        """Asserts that the queue is consistent; for tests, and in production when the worker is idle."""
         ready = Counter(one.tenant for one, (_, is_waiting) in self._places.items() if not is_waiting)
         assert ready == +self._num_ready, "ready sequences are counted wrongly"
         assert self._keys == sorted(self._groups), "the groups are out of order"
@@ -137,15 +138,15 @@ class PrefillQueue:
 
 
 class _Group:
-    """Sequences of one priority that are equally ready."""
+    """Holds the sequences of one priority that are equally ready."""
 
     def __init__(self, shares: FairShare) -> None:
         self._shares = shares
         self._tenant_to_queue: dict[str, RankedHeap[Sequence]] = {}
-        """By age."""
+        """Holds the sequences of each tenant, ordered by age."""
         self._tenants: RankedHeap[str] = RankedHeap()
-        """By count, then by the age of the tenant's first sequence. Counts grow: one that grew since it was noted here
-        is noted again when it comes up."""
+        """Holds the tenants, ordered by count and then by the age of the tenant's first sequence. Counts grow: a tenant
+        whose count grew since it was put here is put here again when it comes first."""
 
     def __bool__(self) -> bool:
         return bool(self._tenant_to_queue)
@@ -164,10 +165,11 @@ class _Group:
         self._note(sequence.tenant, queue)
 
     def in_turn(self, max_step_tokens: int) -> Generator[Sequence, None, None]:
-        """As `PrefillQueue.in_turn`: each that comes up counts as served, as much of it as a step could compute."""
+        """Yields sequences as `PrefillQueue.in_turn` does. Each tenant whose sequence comes up counts as served with as
+        many of its tokens as a step could compute."""
         shown: list[Sequence] = []
         turned: list[tuple[int, AgeKey, str]] = []
-        """Tenants that had a turn in this pass and have more: count, age of the next sequence, name."""
+        """Holds the tenants that had a turn in this pass and have more: count, age of the next sequence, name."""
         try:
             while True:
                 first = self._least_served()

@@ -1,6 +1,6 @@
-"""Two collections that are kept in order: a heap for what waits, a list for what runs.
+"""Provides two collections that stay in order: a heap for waiting items, and a list for running items.
 
-Neither knows what its items are.
+This module knows nothing of what the items are.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class RankedHeap(Generic[Item]):
-    """Items with a key each, the smallest key first. Adding, moving and removing one costs the logarithm of their
-    number: an item that is moved or removed leaves its old entry in the heap, where it is skipped."""
+    """Holds items with one key each, the smallest key first. Adding, moving and removing an item costs the logarithm of
+    their number: an item that is moved or removed leaves its old entry in the heap, where it is skipped."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Any, int, Item]] = []
         self._item_to_serial: dict[Item, int] = {}
-        """Serial number of the entry that counts; it also orders items of equal key by their time of adding."""
+        """Holds the serial number of each item's valid entry; the number also orders items of equal key by the time
+        when they were added."""
         self._next_serial = 0
 
     def __len__(self) -> int:
@@ -30,7 +31,7 @@ class RankedHeap(Generic[Item]):
         return item in self._item_to_serial
 
     def __iter__(self) -> Iterator[Item]:
-        """In no order."""
+        """Yields the items in no particular order."""
         return iter(self._item_to_serial)
 
     def put(self, item: Item, key: Any) -> None:
@@ -47,7 +48,7 @@ class RankedHeap(Generic[Item]):
         self._item_to_serial.pop(item, None)
 
     def peek(self) -> tuple[Any, Item] | None:
-        """Key and item that come first, or None."""
+        """Returns the key and item that come first, or None."""
         while self._entries:
             key, _, item = self._entries[0]
             if self._counts(self._entries[0]):
@@ -68,8 +69,8 @@ class RankedHeap(Generic[Item]):
 
 
 class RankedList(Generic[Item]):
-    """Items in the order of a rank that no two of them share and that never changes. For as many as run at once:
-    adding one moves those behind it in memory."""
+    """Holds items in the order of a rank that no two of them share and that never changes. It suits as many items as
+    run at once, because adding one moves the items after it in memory."""
 
     def __init__(self, rank: Callable[[Item], Any]) -> None:
         self._rank = rank
@@ -86,7 +87,7 @@ class RankedList(Generic[Item]):
         return iter(self._items)
 
     def add(self, item: Item) -> None:
-        """Nothing happens if it is here."""
+        """Adds the item; nothing happens if it is here already."""
         if item not in self._members:
             self._members.add(item)
             self._items.insert(self._place(item), item)
@@ -98,11 +99,11 @@ class RankedList(Generic[Item]):
             del self._items[self._place(item)]
 
     def has_below(self, item: Item) -> bool:
-        """Whether one ranks behind `item`, which need not be here."""
+        """Returns whether an item ranks behind `item`, which need not be here."""
         return bool(self._items) and self._rank(self._items[-1]) > self._rank(item)
 
     def below(self, item: Item) -> list[Item]:
-        """Those that rank behind `item`, which need not be here; the last one last."""
+        """Returns the items that rank behind `item`, which need not be here; the lowest-ranked one is last."""
         at = self._place(item)
         return self._items[at + (item in self._members) :]
 

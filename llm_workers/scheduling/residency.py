@@ -1,17 +1,20 @@
-"""What a sequence holds: its blocks in the pool and its claims on the inbox, moved together so that they agree.
+"""Manages what a sequence holds: its blocks in the pool and its claims on the inbox, changed together so that they
+agree.
 
-    claims(sequence) == units whose last run ends behind claims_from
-    table(sequence) covers num_computed; blocks behind it belong to the step that runs
+    claims(sequence) == units whose last run ends after claims_from
+    table(sequence) covers num_computed; blocks after it belong to the step that runs
 
-A sequence that waits for its first chunk holds no blocks: what it hits is looked up when it is admitted, which says
-what units it needs, and again when it is tried. Blocks that were evicted in between cost it their units, which it
-claims then. So a crowd of waiting requests takes no memory, and a step pays nothing for it.
+A sequence that waits for its first chunk holds no blocks: its hits in the prefix cache are looked up when it is
+admitted, which says what units it needs, and again when the planner tries it. If blocks were evicted in between, the
+sequence needs their units and claims them then. So any number of waiting requests takes no memory,
+and a step pays nothing for them.
 
-Choices of one request share the blocks of their prompt, the last one too where the prompt ends inside of it: who
-writes behind the prompt there takes a block of its own first, into which the step copies what stands in the shared
-one. The reference on that one stays until the step has ended, so that it can be copied again if the step fails.
+Choices of one request share the blocks of their prompt, and the last block too where the prompt ends inside of it. A
+choice that writes after the prompt in that block takes a block of its own first, into which the step copies the content
+of the shared one. The reference to the shared block stays until the step has ended, so that it can be copied again if
+the step fails.
 
-Knows no order and no budget: whom to serve is the planner's.
+This module knows nothing of order and budget: the planner decides which sequence to serve.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ class Residency:
         return -(-num_tokens // self._block_size)
 
     def reach(self, sequence: Sequence) -> int:
-        """Tokens that its own and all free blocks could hold."""
+        """Returns the number of tokens that the sequence's own blocks and all free blocks could hold."""
         num_free = self.pool.num_free
         if self._has_foreign_tail(sequence):
             if not num_free:
@@ -51,21 +54,23 @@ class Residency:
         return (len(sequence.table) + num_free) * self._block_size
 
     def num_new_blocks(self, sequence: Sequence, end: int, given_up: Collection[Sequence] = ()) -> int:
-        """Blocks that it must take to compute tokens up to `end`, once these others have given theirs up."""
+        """Returns how many blocks the sequence must take to compute tokens up to `end`, once the sequences in
+        `given_up` have given theirs up."""
         is_copied = end > sequence.num_prompt and self._has_foreign_tail(sequence, given_up)
         return self.blocks_for(end) - len(sequence.table) + is_copied
 
     def blocks_of(self, sequence: Sequence) -> list[int]:
-        """All that it refers to."""
+        """Returns all blocks that the sequence refers to."""
         blocks: list[int] = sequence.table.view().tolist()
         return blocks if sequence.copied_from == NO_BLOCK else [*blocks, sequence.copied_from]
 
     def num_missing_blocks(self, sequence: Sequence) -> int:
-        """Blocks that a sequence without any would have to take for all its tokens, beside those that it hits."""
+        """Returns how many blocks a sequence without any would have to take for all its tokens, in addition to those
+        that it hits."""
         return self.blocks_for(sequence.num_tokens) - len(self._find_hits(sequence))
 
     def num_reclaimable(self, sequences: Iterable[Sequence]) -> int:
-        """Blocks that would become free if these sequences gave theirs up."""
+        """Returns how many blocks would become free if these sequences gave theirs up."""
         return self.pool.num_reclaimable(
             [
                 one.table.view() if one.copied_from == NO_BLOCK else np.array(self.blocks_of(one), dtype=np.int64)
@@ -74,7 +79,8 @@ class Residency:
         )
 
     def doorstep(self, sequence: Sequence, start: int, end: int) -> int:
-        """How far it may compute from `start`, at most `end`: up to the first placeholder whose unit is not here."""
+        """Returns how far the sequence may compute from `start`, at most `end`: up to the first placeholder whose unit
+        is not here. That index is called the sequence's doorstep."""
         for run, unit in sequence.layout.runs_between(start, end):
             if not self.inbox.is_here(unit):
                 return max(run.offset, start)
@@ -83,9 +89,9 @@ class Residency:
     # ------------------------------------------------------------ arrival and departure
 
     def admit(self, sequence: Sequence) -> list[UnitKey]:
-        """For a sequence without blocks, new or preempted: looks up what is findable of it and makes its claims
-        agree. Returns the units that it newly claims and that are not here. The blocks that it hits are not held, but
-        become the last ones to be given away."""
+        """Looks up what is findable of a sequence without blocks, new or preempted, and makes its claims agree. Returns
+        the units that it newly claims and that are not here. The sequence does not hold the blocks that it hits, but
+        they become the last ones to be given away."""
         assert not len(sequence.table), "it holds blocks"
         assert not sequence.is_started
         hits = self._find_hits(sequence)
@@ -95,9 +101,9 @@ class Residency:
         return self._claim(sequence)
 
     def try_hits(self, sequence: Sequence) -> list[UnitKey]:
-        """Before its first chunk: refers to the blocks that it hits now; `start` or `withdraw` comes next. Returns the
-        units that it must claim after all and that are not here, as blocks were evicted since it was admitted; those
-        that lie in blocks which became findable since are dropped."""
+        """Makes the sequence refer, before its first chunk, to the blocks that it hits now; `start` or `withdraw` comes
+        next. Returns the units that it must now claim and that are not here, because blocks were evicted since it was
+        admitted. Drops the units that lie in blocks which became findable since."""
         hits = self._find_hits(sequence)
         self.pool.acquire(sequence.sequence_id, hits)
         sequence.table.extend(hits)
@@ -110,15 +116,16 @@ class Residency:
         return []
 
     def start(self, sequence: Sequence) -> None:
-        """It has its first chunk, and keeps what `try_hits` took."""
+        """Notes that the sequence has its first chunk and keeps what `try_hits` took."""
         sequence.is_started = True
 
     def withdraw(self, sequence: Sequence) -> None:
-        """It got no chunk: it lets go of what `try_hits` took."""
+        """Notes that the sequence got no chunk, and releases what `try_hits` took."""
         self.give_up(sequence)
 
     def give_up(self, sequence: Sequence) -> None:
-        """Frees its blocks; it begins again from its first token. Its claims stay (`admit` comes next)."""
+        """Frees the sequence's blocks, so that it begins again from its first token. Its claims stay (`admit` comes
+        next)."""
         sequence.num_covered = sequence.claims_from
         self.pool.free(sequence.sequence_id, self.blocks_of(sequence))
         sequence.table.truncate(0)
@@ -127,11 +134,13 @@ class Residency:
         sequence.is_started = sequence.is_private = sequence.may_share_tail = False
 
     def fork(self, leader: Sequence, sibling: Sequence) -> list[UnitKey]:
-        """`leader` has computed the prompt: `sibling`, which holds nothing, refers to the same blocks. Without tokens
-        of a former attempt it computes the last one again, for its logits. Returns as `admit`."""
+        """Makes `sibling`, which holds nothing, refer to the same blocks as `leader`, which has computed the prompt.
+        Without tokens of an earlier attempt, the sibling computes the last token again, for its logits. Returns, as
+        `admit` does, the units that it newly claims and that are not here."""
         assert not len(sibling.table), "it holds blocks"
         num_full = sibling.num_prompt // self._block_size
-        # A last block that the leader has filled with tokens of its own and published stays the cache's alone.
+        # If the leader has filled the last block with tokens of its own and published it, the sibling does not share
+        # that block.
         is_tail_shared = leader.num_published <= num_full
         num_shared = sibling.num_prompt if is_tail_shared else num_full * self._block_size
         sibling.num_computed = min(num_shared, sibling.num_tokens - 1)
@@ -147,7 +156,7 @@ class Residency:
         return self._claim(sibling)
 
     def leave(self, sequence: Sequence) -> None:
-        """Frees its blocks and drops its claims."""
+        """Frees the sequence's blocks and drops its claims."""
         units = sequence.layout.units_after(sequence.claims_from)
         self.give_up(sequence)
         self._drop(sequence, units)
@@ -155,7 +164,7 @@ class Residency:
     # ------------------------------------------------------------ a step
 
     def grow(self, sequence: Sequence, end: int) -> None:
-        """Blocks for tokens up to `end`; the caller has seen that they are there."""
+        """Takes the blocks that are missing for tokens up to `end`; the caller has checked that they are free."""
         if end > sequence.num_prompt and self._has_foreign_tail(sequence):
             at = sequence.num_computed // self._block_size
             sequence.copied_from = sequence.table[at]
@@ -165,7 +174,7 @@ class Residency:
             sequence.table.extend(self.pool.allocate(sequence.sequence_id, count))
 
     def trim(self, sequence: Sequence) -> None:
-        """Gives back blocks behind the computed tokens, and one that was not copied into."""
+        """Gives back blocks after the computed tokens, and an own block into which the shared one was not copied."""
         if sequence.copied_from != NO_BLOCK:
             at = sequence.num_computed // self._block_size
             self.pool.free(sequence.sequence_id, [sequence.table[at]])
@@ -178,8 +187,8 @@ class Residency:
         sequence.table.truncate(keep)
 
     def advance(self, sequence: Sequence, end: int) -> None:
-        """Tokens up to `end` are computed: full blocks become findable, units that are behind are dropped, and blocks
-        that only wrong drafts were written to are given back."""
+        """Notes that tokens up to `end` are computed: full blocks become findable, units that are passed are dropped,
+        and blocks that only wrong drafts were written to are given back."""
         before = sequence.num_computed
         if sequence.copied_from != NO_BLOCK:
             self.pool.free(sequence.sequence_id, [sequence.copied_from])
@@ -191,7 +200,8 @@ class Residency:
         self.trim(sequence)
 
     def _has_foreign_tail(self, sequence: Sequence, given_up: Collection[Sequence] = ()) -> bool:
-        """Whether the block that its next token goes to, behind the prompt, is a sibling's too."""
+        """Returns whether a sibling also refers to the block, after the prompt, that the sequence's next token goes
+        to."""
         if not sequence.may_share_tail or sequence.copied_from != NO_BLOCK:
             return False
         at = sequence.num_computed // self._block_size
@@ -205,7 +215,7 @@ class Residency:
         return self.inbox.claim(sequence.sequence_id, {unit: sequence.layout.unit_to_tokens[unit] for unit in units})
 
     def publish(self, sequence: Sequence) -> None:
-        """Makes blocks that are full now findable; its table may name others in their places afterwards."""
+        """Makes blocks that are full now findable; afterwards its table may hold other blocks in their places."""
         first, last = sequence.num_published, sequence.num_computed // self._block_size
         if first >= last or sequence.is_private or not self._is_cache_enabled:
             return
@@ -219,9 +229,9 @@ class Residency:
         sequence.is_private = sequence.num_published < last
 
     def _find_hits(self, sequence: Sequence) -> list[int]:
-        """Blocks of it that are findable. The last token is always computed again, for its logits: a full hit is cut
-        by one token. The block that it stands in is shared all the same; what is written there again is what stands
-        there."""
+        """Returns the sequence's blocks that are findable. The last token is always computed again, for its logits: a
+        full hit is cut by one token. The block of that token is shared all the same, because the values that are
+        written there again equal those that are there."""
         if not self._is_cache_enabled:
             return []
         sequence.extend_hashes(sequence.num_tokens // self._block_size, self._block_size)

@@ -1,7 +1,7 @@
-"""Which sequences are alive, by id and by attempt, and which of them wait for a sibling.
+"""Records which sequences are alive, by id and by attempt, and which of them wait for a sibling.
 
-Choices of one request share their prompt: the others wait until one has computed it, and take over its blocks.
-Knows nothing of blocks or units.
+Choices of one request share their prompt: one of them, the leader, computes it, and the others wait until then and take
+over its blocks. This module knows nothing of blocks or units.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ class Roster:
         self._sequences: dict[SequenceId, Sequence] = {}
         self._attempts: dict[AttemptId, list[Sequence]] = {}
         self._led: dict[AttemptId, list[Sequence]] = {}
-        """Attempts of several choices whose prompt nobody has computed yet; the first is the leader."""
+        """Holds the attempts of several choices whose prompt no choice has computed yet; the first sequence is the
+        leader."""
         self._held: set[SequenceId] = set()
         self._released: list[Sequence] = []
-        """Those of them that lead now."""
+        """Holds the sequences that waited and lead now."""
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -31,23 +32,23 @@ class Roster:
 
     @property
     def sequences(self) -> Collection[Sequence]:
-        """All that are alive, in no order."""
+        """Returns all live sequences, in no particular order."""
         return self._sequences.values()
 
     def get(self, sequence_id: SequenceId) -> Sequence | None:
         return self._sequences.get(sequence_id)
 
     def of_attempt(self, attempt_id: AttemptId) -> list[Sequence]:
-        """Its live sequences, by choice; empty for an unknown attempt."""
+        """Returns the attempt's live sequences, by choice; the list is empty for an unknown attempt."""
         return list(self._attempts.get(attempt_id, ()))
 
     def is_held(self, sequence: Sequence) -> bool:
-        """Whether it waits for a sibling to compute the prompt, and has claimed no unit; or did until its leader left,
-        and `take_released` has not been called since."""
+        """Returns whether the sequence waits for a sibling to compute the prompt and has claimed no unit. The answer
+        stays True after its leader has left until `take_released` is called."""
         return sequence.sequence_id in self._held
 
     def add(self, attempt_id: AttemptId, sequences: SequenceOf[Sequence]) -> None:
-        """All choices of an attempt. Only the first one begins before the prompt is computed."""
+        """Adds all choices of an attempt. Only the first one begins before the prompt is computed."""
         if not sequences:
             return
         self._attempts[attempt_id] = list(sequences)
@@ -58,20 +59,22 @@ class Roster:
             self._sequences[sequence.sequence_id] = sequence
 
     def take_released(self) -> list[Sequence]:
-        """Siblings that lead now because the former leader has left, each once: they are to claim what they need."""
+        """Returns, each once, the siblings that lead now because the former leader has left: they have to claim what
+        they need."""
         released, self._released = self._released, []
         live = [one for one in released if self._sequences.get(one.sequence_id) is one]
         self._held.difference_update(one.sequence_id for one in live)
         return live
 
     def prompt_computed(self, attempt_id: AttemptId) -> list[Sequence]:
-        """The siblings that may begin and are to take over their leader's blocks; none at later calls."""
+        """Returns the siblings that may begin and that have to take over their leader's blocks; later calls return
+        none."""
         siblings = self._led.pop(attempt_id, [])[1:]
         self._held.difference_update(one.sequence_id for one in siblings)
         return siblings
 
     def remove(self, sequence: Sequence) -> None:
-        """If it led its siblings, the next one does."""
+        """Removes the sequence. If it led its siblings, the next one becomes the leader."""
         attempt_id = sequence.sequence_id.attempt_id
         del self._sequences[sequence.sequence_id]
         self._held.discard(sequence.sequence_id)

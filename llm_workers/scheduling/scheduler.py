@@ -1,13 +1,13 @@
-"""The engine's decisions behind one door.
+"""Provides the engine's decisions through one class, `Scheduler`.
 
-    prepare -> add                             a request comes
-    abort / unit_landed / unit_lost            what happens to the worker
-    plan_step -> (execute) -> commit           one step; `rollback` instead of `commit` when execution failed
-    drain_needed / drain_kv_events / ...       what the worker tells others
+    prepare -> add                             a request arrives
+    abort / unit_landed / unit_lost            something happens to a request or to the worker's features
+    plan_step -> (execute) -> commit           one step; `rollback` replaces `commit` when execution failed
+    drain_needed / drain_kv_events / ...       the worker reports changes to other components
 
-One rule: the computed tokens of every sequence catch up with its total, under a budget of tokens per step. Not
-thread-safe: one engine owns it, and at most one step is in flight. Knows no tensors, no sockets, no time but the
-clock it is given.
+The scheduler follows one rule: the computed tokens of every sequence catch up with its total, under a budget of tokens
+per step. It is not thread-safe: one engine owns it, and at most one step is in flight. It knows nothing of tensors and
+sockets, and knows no time but the clock that it is given.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ __all__ = ["Admission", "NeededUnit", "Scheduler", "SchedulerStats", "StepEvents
 
 
 BLOCKS_CHECKED_AT_REST = 256
-"""Of the pool, each time the worker comes to rest: about a tenth of a millisecond."""
+"""Limits the blocks of the pool that are checked each time the worker comes to rest: this many take about a tenth of a
+millisecond."""
 
 
 class Scheduler:
     def __init__(
         self, config: WorkerConfig, shape_max_model_len: int, clock: Clock, context_scale_tokens: float = inf
     ) -> None:
-        """`context_scale_tokens`: of the model, for the weight of tokens (`fabric.flat_tokens`)."""
+        """Creates a scheduler without requests. `context_scale_tokens` belongs to the model and gives the weight of
+        tokens (`fabric.flat_tokens`)."""
         self._config = config
         self._context_scale_tokens = context_scale_tokens
         self._max_model_len = shape_max_model_len
@@ -60,13 +62,13 @@ class Scheduler:
         self._roster = Roster()
         self._tally = Tally()
         self._late: list[NeededUnit] = []
-        """Of siblings that waited for their leader, whose blocks were evicted meanwhile."""
+        """Holds needed units of siblings that waited for their leader and whose blocks were evicted meanwhile."""
         batch = DecodeBatch(config.block_size, is_used=not config.speculation.max_tokens)
         self._standings = Standings(self._roster, self._residency, batch, config.max_step_tokens, context_scale_tokens)
         planner = StepPlanner(config, self._residency, self._standings)
         self._steps = Steps(planner, self._residency, self._roster, self._standings, self._tally, clock)
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ requests and features
 
     def prepare(self, request: GenerateRequest, positions: Positions, guide: Guide | None = None) -> Arrival:
         """Creates one sequence per choice (each forks `guide`), which waits from now on. Changes nothing and may be
@@ -77,11 +79,11 @@ class Scheduler:
         return prepare(request, positions, self._config, self._max_model_len, self._clock.now(), guide)
 
     def add(self, arrival: Arrival) -> Admission:
-        """Takes the sequences in: looks up what the prefix cache has of each, claims the units that it needs beside
-        that.
+        """Adds the arrival's sequences: looks up what the prefix cache has of each, and claims the units that it needs
+        in addition to that.
 
         Raises FeatureMismatch (a unit has another size than was promised to others) or ProtocolError (the attempt is
-        already here); then nothing changed."""
+        already here); then nothing has changed."""
         now_s = self._clock.now()
         attempt_id, layout, sequences = arrival
         if attempt_id in self._roster:
@@ -106,9 +108,9 @@ class Scheduler:
         )
 
     def abort(self, attempt_id: AttemptId, choices: SequenceOf[int] = ()) -> list[SequenceId]:
-        """Frees everything of these choices (empty: all of them) at once, also while a step is in flight. Returns
-        the sequences that ended by it; units that nobody needs any more come with the next `commit` or
-        `drain_units_done`."""
+        """Frees everything of these choices (if `choices` is empty, of all choices) at once, also while a step is in
+        flight. Returns the sequences that ended by it. The next `commit` or `drain_units_done` reports the units that
+        no sequence needs any more."""
         aborted: list[SequenceId] = []
         for sequence in self._roster.of_attempt(attempt_id):
             if not choices or sequence.sequence_id.choice in choices:
@@ -119,11 +121,12 @@ class Scheduler:
         return aborted
 
     def unit_landed(self, unit: UnitKey) -> None:
-        """The runner can read its feature from now on."""
+        """Notes that the runner can read the unit's feature from now on."""
         self._refresh(self._inbox.land(unit))
 
     def unit_lost(self, unit: UnitKey) -> list[SequenceId]:
-        """The feature is gone, or its transfer failed. Returns the sequences that need it; they wait again."""
+        """Notes that the feature is gone, or that its transfer failed. Returns the sequences that need it; they wait
+        again."""
         missing_it = self._inbox.lose(unit)
         self._refresh(missing_it)
         return missing_it
@@ -131,7 +134,8 @@ class Scheduler:
     # ------------------------------------------------------------ one step
 
     def plan_step(self) -> StepPlan:
-        """May be empty. Takes blocks, preempts if they run out. `commit` or `rollback` comes before the next one."""
+        """Plans the next step, which may be empty. Takes blocks, and preempts sequences if blocks run out. `commit` or
+        `rollback` must come before the next call."""
         for sequence in self._roster.take_released():
             missing = self._residency.admit(sequence)
             self._late += [NeededUnit(sequence.sequence_id, unit, events.PREEMPTED) for unit in missing]
@@ -139,64 +143,68 @@ class Scheduler:
         return self._steps.plan()
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepEvents:
-        """The step was executed. Chunks of sequences that were aborted meanwhile are ignored."""
+        """Applies the result of an executed step. Chunks of sequences that were aborted meanwhile are ignored."""
         return self._steps.commit(plan, result)
 
     def rollback(self, plan: StepPlan) -> None:
-        """The step failed: sequences stand where they stood before it, without its blocks."""
+        """Undoes a step that failed: sequences have the state that they had before it, without its blocks."""
         self._steps.rollback(plan)
 
     # ------------------------------------------------------------ queries and drains
 
     def work(self, plan: StepPlan) -> StepWork:
-        """What a step has to do, as its cost is reckoned."""
+        """Returns the work of a step, in the terms in which its cost is calculated."""
         return plan.work(self._context_scale_tokens)
 
     def times_of(self, attempt_id: AttemptId) -> dict[SequenceId, SequenceTimes]:
-        """Of the live sequences of an attempt, so far: what is known of them when they are aborted."""
+        """Returns the times of an attempt's live sequences until now, as far as they are known when they are
+        aborted."""
         now_s = self._clock.now()
         return {one.sequence_id: one.stopwatch.times(now_s) for one in self._roster.of_attempt(attempt_id)}
 
     def needs_unit(self, unit: UnitKey) -> bool:
-        """Whether a live sequence still has to compute positions of it, or the step in flight reads it."""
+        """Returns whether a live sequence still has to compute positions of the unit, or the step in flight reads
+        it."""
         return self._inbox.is_needed(unit)
 
     def drain_needed(self) -> list[NeededUnit]:
-        """Units needed again since the last call: (sequence, unit, reason)."""
+        """Returns the units needed again since the last call, as (sequence, unit, reason)."""
         late, self._late = self._late, []
         live = [one for one in late if self._roster.get(one.sequence_id) is not None]
         return live + self._steps.drain_needed()
 
     def drain_units_done(self) -> list[UnitKey]:
-        """Units that no live sequence needs any more, as `StepEvents.units_done`: for aborts when no step follows."""
+        """Returns the units that no live sequence needs any more, as `StepEvents.units_done` does: for aborts after
+        which no step follows."""
         return self._inbox.drain_idle()
 
     def drain_reads(self) -> Reads:
-        """What may have changed since the last call in who still has to compute positions of which unit, here or not,
-        and where."""
+        """Returns what may have changed since the last call: which attempts still have to compute positions of which
+        unit, here or not, and where."""
         return self._residency.reads.drain(self._next_read)
 
     def drain_kv_events(self) -> tuple[int, list[KvEvent]]:
-        """Number of the first event, and the events since the last call. Numbers begin with 1; old events are
-        dropped when nobody drains, which the receiver sees as a gap."""
+        """Returns the number of the first event, and the events since the last call. Numbers begin with 1. Old events
+        are dropped when no caller drains them, which the receiver sees as a gap."""
         return self._pool.drain_events()
 
     def kv_snapshot(self) -> tuple[int, list[BlocksStored]]:
-        """Number of the newest event (drained or not), and all findable blocks as of it."""
+        """Returns the number of the newest event (drained or not), and all findable blocks as of that event."""
         return self._pool.snapshot()
 
     def empty_block(self) -> int | None:
-        """A block that no sequence reads and nobody finds, to be written to until the next step is planned; None if
-        every block is in use. Side effect: what was cached in it is evicted."""
+        """Returns a block that no sequence reads or finds, which the caller may write to until the next step is
+        planned. Returns None if every block is in use. As a side effect, the content that was cached in the block is
+        evicted."""
         return self._pool.empty_one()
 
     def clear_cache(self) -> bool:
-        """Forgets all cached blocks; False, and nothing happens, while a sequence holds a block."""
+        """Forgets all cached blocks. Returns False and changes nothing while a sequence holds a block."""
         return self._pool.clear()
 
     @property
     def num_sequences(self) -> int:
-        """That are alive, begun or not."""
+        """Counts the live sequences, begun or not."""
         return len(self._roster)
 
     def stats(self) -> SchedulerStats:
@@ -222,14 +230,15 @@ class Scheduler:
         )
 
     def check_at_rest(self) -> None:
-        """When the last sequence has left, in production: a bounded part of `check_invariants`, another one each
-        time. A step is not in flight."""
+        """Asserts, in production after the last sequence has left, a bounded part of `check_invariants`, which is
+        another part at each call. No step may be in flight."""
         assert not len(self._roster), "a sequence is there"
         self._pool.check_at_rest(BLOCKS_CHECKED_AT_REST)
         self._inbox.check_invariants({})
 
     def check_invariants(self) -> None:
-        """Between calls, a step in flight or not. For tests after every step: it looks at everything."""
+        """Asserts, between calls and with or without a step in flight, that the whole state is consistent. It is for
+        tests after every step, because it looks at everything."""
         live = list(self._roster.sequences)
         self._pool.check_invariants({one.sequence_id: self._residency.blocks_of(one) for one in live})
         claiming = [one for one in live if not self._roster.is_held(one)]
@@ -242,7 +251,7 @@ class Scheduler:
         self._standings.check_invariants()
 
     def _next_read(self, unit: UnitKey, attempt_id: AttemptId) -> NextRead | None:
-        """Of the attempt's first choice that needs the unit; None if no choice does."""
+        """Returns the next read of the attempt's first choice that needs the unit, or None if no choice needs it."""
         for sequence in self._roster.of_attempt(attempt_id):
             if self._inbox.is_wanted_by(sequence.sequence_id, unit):
                 position = sequence.layout.next_read(unit, sequence.claims_from)

@@ -1,8 +1,8 @@
-"""One choice of one attempt: its tokens, how far they are computed, and the blocks that hold the result.
+"""Holds one choice of one attempt: its tokens, how far they are computed, and the blocks that hold the result.
 
-Prompt, generated and migrated tokens are one array; there is no prefill phase and no decode phase. Nothing here costs
-time in proportion to the context when one token is added.
-Knows neither the pool nor the inbox: `residency` moves blocks in and out.
+Prompt, generated and migrated tokens are one array; there is no prefill phase and no decode phase. Adding one token
+never costs time in proportion to the context. This module knows nothing of the pool and the inbox: `residency` assigns
+blocks and takes them away.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from llm_workers.scheduling.token_counts import TokenCounts
 from modalities.family import Positions
 
 AgeKey = tuple[float, str, int, int]
-"""Total order over all sequences: (wall time of admission, request id, attempt, choice)."""
+"""Defines a total order over all sequences: (wall time of admission, request id, attempt, choice)."""
 Rank = tuple[int, float, str, int, int]
-"""Priority (the lowest number first), then age: who is served first, and the last one gives up blocks first."""
+"""Holds the priority (the lowest number comes first), then the age. It orders which sequence is served first; the last
+one gives up blocks first."""
 
 
 class Sequence:
-    """Tokens `[0, num_computed)` have their KV in `table`; `hashes` names the full blocks in order, as far as known;
-    the first `num_published` of them are findable."""
+    """Holds the state of one sequence. Tokens `[0, num_computed)` have their KV in `table`; `hashes` names the full
+    blocks in order, as far as they are known; the first `num_published` of them are findable."""
 
     def __init__(
         self,
@@ -45,15 +46,15 @@ class Sequence:
         stopwatch: Stopwatch,
         guide: Guide | None = None,
     ) -> None:
-        """`prompt`: the request's tokens, `(num_prompt,)`. `guide` is this sequence's own and stands at the grammar's
-        beginning; it is taken to the emitted tokens."""
+        """Creates a sequence. `prompt` holds the request's tokens, `(num_prompt,)`. `guide` belongs to this sequence
+        alone and is at the grammar's beginning; the constructor advances it past the emitted tokens."""
         self.sequence_id = sequence_id
         self.layout = layout
         self.sampling = request.sampling
         self.stop = request.stop
         self.priority = request.priority
         self.tenant = request.cache_salt
-        """Who shares no cache with others is served in turn with them."""
+        """Tenants are told apart by their cache salt: requests that share no cache are served in turn."""
         self.side_names = frozenset(request.side_names)
         self.age: AgeKey = (*request.age, request.attempt, sequence_id.choice)
         self.rank: Rank = (request.priority, *self.age)
@@ -72,31 +73,33 @@ class Sequence:
         self.hashes: list[BlockHash] = []
         self.num_computed = 0
         self.num_covered = 0
-        """While it has not begun: so many tokens were findable in the prefix cache when units were last claimed for
-        it. It holds none of their blocks."""
+        """Counts, while the sequence has not begun, the tokens that were findable in the prefix cache when units were
+        last claimed for it. The sequence holds none of their blocks."""
         self.num_published = 0
         self.is_private = False
-        """It publishes no more blocks: one of its chain is findable without the side tensors, and in use."""
+        """Says that the sequence publishes no more blocks, because a block of its chain is findable without the side
+        tensors and in use."""
         self.num_cached = 0
-        """Prompt tokens found in the prefix cache before the first step."""
+        """Counts the prompt tokens that were found in the prefix cache before the first step."""
         self.is_started = False
-        """It had a chunk since it was added or preempted. Until then it holds no blocks."""
+        """Says that the sequence had a chunk since it was added or preempted. Until then it holds no blocks."""
         self.is_forked = False
-        """It took over its prompt from a sibling that had computed it."""
+        """Says that the sequence took over its prompt from a sibling that had computed it."""
         self.may_share_tail = False
-        """It gave or took over the block that its prompt ends in, and has not written behind the prompt since."""
+        """Says that the sequence gave or took over the block that its prompt ends in, and has not written after the
+        prompt since."""
         self.is_at_doorstep = False
         self.copied_from = NO_BLOCK
-        """Until the step in flight has ended: the shared block that its own copy is made of."""
+        """Holds, until the step in flight has ended, the shared block that the sequence's own copy is made of."""
 
     @property
     def num_axes(self) -> int:
-        """Of its positions."""
+        """Counts the axes of the sequence's positions."""
         return int(self._positions.ids.shape[0])
 
     @property
     def position_delta(self) -> int:
-        """What the position of a generated token is ahead of its place, on every axis."""
+        """Returns how far the position of a generated token is ahead of its index, on every axis."""
         return self._positions.delta
 
     @property
@@ -109,33 +112,35 @@ class Sequence:
 
     @property
     def claims_from(self) -> int:
-        """It claims the units whose last run ends behind this position."""
+        """Returns the position after which the sequence claims units: it claims those whose last run ends later."""
         return self.num_computed if self.is_started else self.num_covered
 
     @property
     def is_decoding(self) -> bool:
-        """Only the token that was drawn last is not computed yet, and the sequence is not one that begins again."""
+        """Returns whether only the token that was drawn last is not computed yet, and the sequence is not one that
+        begins again."""
         num_tokens = len(self.tokens)
         return self.is_started and self.num_computed == num_tokens - 1 and num_tokens > self.num_prompt
 
     @property
     def num_barred(self) -> int:
-        """How many of the next draws must not end it (as in vLLM). With a grammar it decides: at its end nothing else
-        may come."""
+        """Returns how many of the next draws must not end the sequence (as in vLLM). With a grammar the answer is 0,
+        because the grammar decides: at its end no other token may come."""
         return 0 if self.guide is not None else max(0, self.stop.min_tokens - self.num_generated)
 
     @property
     def barred(self) -> tuple[int, ...]:
-        """Ids that must not be drawn yet."""
+        """Returns the ids that must not be drawn yet."""
         return ending_ids(self.stop) if self.num_barred else ()
 
     @property
     def num_open(self) -> int:
-        """Most tokens that may still be drawn."""
+        """Returns how many tokens may still be drawn at most."""
         return min(self.stop.max_tokens - self.num_generated, self.max_total_tokens - self.num_tokens)
 
     def take(self, token_ids: SequenceOf[int]) -> tuple[int, str | None]:
-        """Adds drawn tokens up to one that ends it; returns how many, and the finish reason if there is one."""
+        """Adds drawn tokens up to one that ends the sequence. Returns how many it added, and the finish reason if there
+        is one."""
         for index, token_id in enumerate(token_ids):
             self.tokens.append(token_id)
             if self.counts is not None:
@@ -147,7 +152,8 @@ class Sequence:
         return len(token_ids), None
 
     def finish_reason(self) -> str | None:
-        """Of the sequence as it stands; None while it may go on, or nothing was generated yet."""
+        """Returns the finish reason of the sequence in its present state; None while it may go on, or if nothing was
+        generated yet."""
         if not self.num_generated:
             return None
         is_full = self.num_tokens >= self.max_total_tokens
@@ -157,7 +163,8 @@ class Sequence:
         return TokenCounts(self.tokens.view(0, self.num_prompt), self.tokens.view(self.num_prompt))
 
     def positions(self, start: int, end: int) -> npt.NDArray[np.int64]:
-        """`(num_axes, end - start)`: the prompt's as given, behind it index + delta on every axis."""
+        """Returns positions with shape `(num_axes, end - start)`: the prompt's as given, and index + delta on every
+        axis after the prompt."""
         ids = self._positions.ids
         if end <= self.num_prompt:
             return ids[:, start:end]
@@ -167,7 +174,7 @@ class Sequence:
         return generated if start >= self.num_prompt else np.concatenate([ids[:, start:], generated], axis=1)
 
     def extend_hashes(self, num_blocks: int, block_size: int) -> None:
-        """Makes `hashes` name the first `num_blocks` blocks, all of which must be full; each is made once."""
+        """Makes `hashes` name the first `num_blocks` blocks, all of which must be full; each hash is computed once."""
         first = len(self.hashes)
         if first >= num_blocks:
             return

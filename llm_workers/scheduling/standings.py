@@ -1,13 +1,14 @@
-"""Where each live sequence stands, kept by events: a step, a report and an arrival cost nothing for the others.
+"""Tracks by events which state each live sequence is in, so that a step, a report and an arrival cost nothing for the
+other sequences.
 
-    held           waits for a sibling that computes their prompt
-    at doorstep    the unit of its next token is not here
+    held           waits for a sibling (another choice of its request) that computes their prompt
+    at doorstep    the unit of its next token is not here, so it can compute nothing
     prefilling     could compute tokens now: in `prefills`, in the order in which they are tried
     decoding       only its last token is not computed: in `decodes`
 
-Beside that, a sequence that has begun is in `holders`: it alone may hold blocks. One that decodes and asks for nothing
-else has a row in `batch`.
-`refresh` is called whenever something of a sequence has changed that matters here. Knows no steps.
+In addition, a sequence that has begun is in `holders`: only such sequences may hold blocks. A sequence that decodes and
+asks for nothing else has a row in `batch`. `refresh` must be called whenever a change of a sequence matters here. This
+module knows nothing of steps.
 """
 
 from __future__ import annotations
@@ -28,19 +29,21 @@ _rank: Callable[[Sequence], object] = attrgetter("rank")
 
 
 class Backlog(NamedTuple):
-    """Tokens that could be computed and are not yet: what a request that comes now has ahead of it."""
+    """Counts the tokens that could be computed and are not yet, which is the work ahead of a request that arrives
+    now."""
 
     num_tokens: int
     flat_tokens: float
-    """Weighed by their contexts (`fabric.flat_tokens`)."""
+    """Counts the same tokens, weighed by their contexts (`fabric.flat_tokens`)."""
 
 
 class _Open(NamedTuple):
-    """What one sequence adds to the backlog, in whole numbers, so that sums stay exact."""
+    """Holds what one sequence adds to the backlog, in whole numbers, so that sums stay exact."""
 
     num_tokens: int
     num_token_contexts: int
-    """Twice the sum over its tokens of the tokens in front of each: `n * (2 * context + n)`."""
+    """This is twice the sum, over the sequence's tokens, of the number of tokens before each: `n * (2 * context +
+    n)`."""
 
 
 class Standings:
@@ -59,11 +62,11 @@ class Standings:
         self.decodes: RankedList[Sequence] = RankedList(_rank)
         self.holders: RankedList[Sequence] = RankedList(_rank)
         self._open: dict[Sequence, _Open] = {}
-        """Of sequences that could compute something and do not decode."""
+        """Holds the sequences that could compute something and do not decode."""
         self._num_tokens = self._num_token_contexts = 0
-        """Sums over `_open`."""
+        """Holds the sums over `_open`."""
         self._stirred: dict[Sequence, None] = {}
-        """Refreshed since doorsteps were last noted."""
+        """Holds the sequences that were refreshed since doorsteps were last noted."""
         self.num_at_doorstep = 0
 
     @property
@@ -72,7 +75,8 @@ class Standings:
         return Backlog(self._num_tokens, weighed)
 
     def refresh(self, sequence: Sequence) -> None:
-        """Something of a live sequence has changed: its tokens, its blocks, its units, or that it is held."""
+        """Updates the state of a live sequence after a change of its tokens, its blocks or its units, or of whether it
+        is held."""
         self._stirred[sequence] = None
         if sequence.is_started:
             self.holders.add(sequence)
@@ -91,7 +95,7 @@ class Standings:
         self._count(sequence, opened)
 
     def remove(self, sequence: Sequence) -> None:
-        """It has left."""
+        """Removes a sequence that has left."""
         self.holders.discard(sequence)
         self.decodes.discard(sequence)
         self.batch.discard(sequence)
@@ -101,8 +105,8 @@ class Standings:
         self.num_at_doorstep -= sequence.is_at_doorstep
 
     def note_doorsteps(self, in_flight: Container[SequenceId], now_s: float) -> list[SequenceId]:
-        """Starts and stops the watches of those that came to their doorsteps or left them since the last call, and
-        returns the former. A sequence that is in flight stands at none."""
+        """Starts and stops the stopwatches of those sequences that came to their doorsteps or left them since the last
+        call, and returns those that came. A sequence that is in flight is at no doorstep."""
         arrived = []
         for sequence in self._stirred:
             is_at_doorstep = (
@@ -121,7 +125,8 @@ class Standings:
         return arrived
 
     def check_invariants(self) -> None:
-        """Between calls. For tests, and in production when idle."""
+        """Asserts, between calls, that the state is consistent; for tests, and in production when the worker is
+        idle."""
         live = list(self._roster.sequences)
         self.prefills.check_invariants()
         self.batch.check_invariants(live)
@@ -141,7 +146,7 @@ class Standings:
         assert self.num_at_doorstep == sum(one.is_at_doorstep for one in live)
 
     def _open_of(self, sequence: Sequence) -> _Open | None:
-        """None if it stands at its doorstep."""
+        """Returns the sequence's open tokens, or None if it is at its doorstep."""
         start = sequence.claims_from
         count = self._residency.doorstep(sequence, start, sequence.num_tokens) - start
         return _Open(count, count * (2 * start + count)) if count else None

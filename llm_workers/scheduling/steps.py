@@ -1,6 +1,7 @@
-"""The life of a step: a draft becomes a plan of plain numbers, its result becomes tokens and events.
+"""Runs the life of a step: it turns a draft into a plan of plain numbers, and the result into tokens and events.
 
-At most one step is in flight. A sequence that is aborted meanwhile has left the roster: its chunk is ignored.
+At most one step is in flight. A sequence that is aborted meanwhile has left the roster: its chunk is ignored. This
+module knows nothing of how a step is chosen or computed.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class Steps:
         self._step = 0
         self._planned_at_s = 0.0
         self._in_flight: dict[SequenceId, Sequence] = {}
-        """Those of chunks."""
+        """Holds the sequences of chunks."""
         self._decoding: list[Sequence] = []
-        """Those of rows, in their order."""
+        """Holds the sequences of rows, in the rows' order."""
         self._merged: set[UnitKey] = set()
         self._needed: list[NeededUnit] = []
         self._preempted: list[SequenceId] = []
@@ -65,7 +66,8 @@ class Steps:
         assert not self._decoding, "the last step was neither committed nor rolled back"
         now_s = self._planned_at_s = self._clock.now()
         draft, decodes = self._planner.draft(), None
-        if draft.batch is not None and len(draft.batch):  # before a sequence that begins now gets a row of its own
+        # The rows are copied before `_settle`, which gives a row to a sequence that begins now.
+        if draft.batch is not None and len(draft.batch):
             self._decoding, decodes = draft.batch.sequences.copy(), draft.batch.decodes()
         self._settle(draft)
         self._step += 1
@@ -77,8 +79,8 @@ class Steps:
         return StepPlan(self._step, chunks, decodes)
 
     def _settle(self, draft: StepDraft) -> None:
-        """Preempted sequences wait again, and ask for units that they need again; so do those whose blocks were
-        evicted before they began. All that the draft has moved stands where it belongs."""
+        """Applies the draft's other effects. Preempted sequences wait again and ask for units that they need again; so
+        do those whose blocks were evicted before they began. All sequences that the draft has moved are refreshed."""
         for sequence, missing in draft.covered_anew:
             self._ask(sequence, missing)
         for sequence in draft.preempted.values():
@@ -94,7 +96,7 @@ class Steps:
         self._standings.refresh(sequence)
 
     def _seal(self, sequence: Sequence, end: int, drafts: npt.NDArray[np.int64], now_s: float) -> Chunk:
-        """`drafts` stand behind `end`, where the sequence ends as far as it is known."""
+        """Makes the chunk of one sequence. `drafts` come after `end`, where the sequence ends as far as it is known."""
         start, draft_end = sequence.num_computed, end + len(drafts)
         self._note_begin(sequence, now_s)
         splices = sequence.layout.splices(start, end) if start < sequence.num_prompt else ()
@@ -123,7 +125,7 @@ class Steps:
         )
 
     def _note_begin(self, sequence: Sequence, now_s: float) -> None:
-        """Before its first chunk."""
+        """Records that the sequence begins. The call comes before the sequence's first chunk."""
         if sequence.stopwatch.has_begun:
             return
         sequence.stopwatch.begin(now_s)
@@ -179,13 +181,13 @@ class Steps:
             self._standings.refresh(sequence)
 
     def drain_needed(self) -> list[NeededUnit]:
-        """Of sequences that are still alive."""
+        """Returns the units that live sequences need again."""
         needed, self._needed = self._needed, []
         return [one for one in needed if self._roster.get(one.sequence_id) is not None]
 
     def _end_flight(self, plan: StepPlan) -> tuple[list[tuple[Chunk, Sequence]], list[Sequence]]:
-        """The chunks, and the sequences of rows, that are still alive. Units that the step read can be given away from
-        now on."""
+        """Ends the flight of a step. Returns the chunks, and the sequences of rows, that are still alive. Units that
+        the step read can be given away from now on."""
         flying, self._in_flight = self._in_flight, {}
         decoding, self._decoding = self._decoding, []
         assert flying.keys() == {chunk.sequence_id for chunk in plan.others}, "not the step that is in flight"
@@ -199,8 +201,8 @@ class Steps:
         return chunks, decoding
 
     def _commit_decodes(self, decodes: Decodes, decoding: list[Sequence], result: StepResult) -> list[SequenceTokens]:
-        """One token for each of these sequences, all of which have rows. The batch still has the rows of the step,
-        unless one was aborted meanwhile: then its rows are made anew."""
+        """Commits one token for each of these sequences, all of which have rows. The batch still has the rows of the
+        step, unless one was aborted meanwhile: then its rows are rebuilt."""
         batch = self._standings.batch
         is_whole = batch.is_of(decodes)
         tokens = [result.token_ids[one.sequence_id] for one in decoding]
@@ -231,8 +233,8 @@ class Steps:
         return finished_sequence(sequence, reason, now_s)
 
     def _advance(self, chunk: Chunk, sequence: Sequence, result: StepResult) -> SequenceTokens | None:
-        """The chunk is computed, as far as it was no wrong draft; returns the tokens it gave. Siblings that waited
-        for the prompt take it over."""
+        """Commits a computed chunk up to its first wrong draft, and returns the tokens that it gave. Siblings that
+        waited for the prompt take it over."""
         first_index, end, drawn = sequence.num_generated, chunk.end - chunk.num_drafts, None
         if chunk.sampling is not None:
             token_ids = result.token_ids[chunk.sequence_id]

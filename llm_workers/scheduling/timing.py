@@ -1,4 +1,6 @@
-"""How long a sequence waited, was computed and stood at its doorstep. Reads no clock: every moment is passed in."""
+"""Measures how long a sequence waited, was computed, and was at its doorstep (waiting for the feature of its next
+token). It reads no clock: every moment is passed in.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from llm_workers.scheduling.events import SequenceTimes
 
 
 class Stopwatch:
-    """Moments are seconds of one clock, never going back."""
+    """Adds up one sequence's durations. Moments are seconds of one clock that never goes back."""
 
     def __init__(self, added_at_s: float) -> None:
         self._added_at_s = added_at_s
@@ -21,18 +23,18 @@ class Stopwatch:
         return self._queue_s is not None
 
     def begin(self, now_s: float) -> None:
-        """The first chunk was planned."""
+        """Notes that the first chunk was planned."""
         self._queue_s = now_s - self._added_at_s
 
     def add_prefill(self, seconds: float) -> None:
         self._prefill_s += seconds
 
     def first_token(self, now_s: float) -> None:
-        """Later calls change nothing."""
+        """Notes the moment of the first token; later calls change nothing."""
         self._first_token_s = self._first_token_s or now_s - self._added_at_s
 
     def hold(self, is_held: bool, now_s: float) -> None:
-        """Whether it stands at its doorstep from now on."""
+        """Sets whether the sequence is at its doorstep from now on."""
         if self._held_since_s is not None:
             self._held_s += now_s - self._held_since_s
         self._held_since_s = now_s if is_held else None

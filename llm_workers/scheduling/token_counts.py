@@ -1,7 +1,8 @@
-"""Which tokens a sequence has seen and how often it generated each: what the penalties go by.
+"""Counts which tokens a sequence has seen and how often it generated each, which is what the penalties need.
 
-Sparse, so that a long vocabulary costs nothing; adding a token costs the same however long the context is. Rebuilt
-from the ids alone, so a migrated sequence counts as the first attempt did. Knows no penalty.
+The counts are sparse, so that a long vocabulary costs nothing; adding a token costs the same however long the context
+is. They follow from the ids alone, so a migrated sequence counts as its first attempt did. This module knows nothing of
+penalties.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from llm_workers.scheduling.growing import GrowingArray
 
 
 class SeenTokens(NamedTuple):
-    """As `TokenCounts`, of one moment."""
+    """Holds the arrays of `TokenCounts` at one moment."""
 
     ids: npt.NDArray[np.int64]
     num_generated: npt.NDArray[np.int64]
 
 
 class TokenCounts:
-    """`ids` and `num_generated` go together, `(num_distinct,)` int64 each. A token of the prompt that was never
-    generated counts 0."""
+    """Keeps `ids` and `num_generated`, which belong together, int64 with shape `(num_distinct,)` each. A token of the
+    prompt that was never generated counts 0."""
 
     def __init__(self, prompt: npt.NDArray[np.int64], generated: npt.NDArray[np.int64]) -> None:
         distinct, counts = np.unique(generated, return_counts=True)
@@ -35,16 +36,16 @@ class TokenCounts:
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """Distinct, in no order. A view."""
+        """Returns a view of the distinct ids, in no particular order."""
         return self._ids.view()
 
     @property
     def num_generated(self) -> npt.NDArray[np.int64]:
-        """A view."""
+        """Returns a view of the counts."""
         return self._counts.view()
 
     def add(self, token_id: int) -> None:
-        """It was generated."""
+        """Counts one generated token."""
         place = self._id_to_place.get(token_id)
         if place is None:
             self._id_to_place[token_id] = len(self._ids)
@@ -54,7 +55,7 @@ class TokenCounts:
             self._counts.replace(place, (self._counts[place] + 1,))
 
     def after(self, token_ids: Sequence[int]) -> SeenTokens:
-        """As they would be if these few tokens were generated too."""
+        """Returns the ids and counts as they would be if these few tokens were generated too."""
         ids, counts = self.ids, self.num_generated.copy()
         fresh: dict[int, int] = {}
         for token_id in token_ids:

@@ -1,2 +1,6 @@
-"""One worker on several ranks. Rank 0 is the worker that everybody knows: scheduler, inbox, splice, sampling, plane.
-The others hold their share of each layer's weights and KV heads and run the same forward (docs/adr/0003)."""
+"""Runs one worker on several ranks (docs/adr/0003).
+
+Rank 0 is the worker that all other components know: it has the scheduler, the inbox, the splice of features, sampling
+and the message plane. The other ranks, the followers, hold their share of each layer's weights and KV heads and run the
+same forward pass.
+"""

@@ -1,7 +1,8 @@
-"""A rank that is not the first: joins, loads its share, and computes every step that rank 0 announces.
+"""Runs a rank that is not the first: it joins the group, loads its share, and computes every step that rank 0
+announces.
 
-Keeps no state but weights and KV pages, and decides nothing. Ends when it is told to, when rank 0 is gone, or when a
-step fails: the group ends with its first member.
+A follower keeps no state but weights and KV pages, and decides nothing. It ends when rank 0 says so, when rank 0 is
+gone, or when a step fails: the group ends with the first member that ends. It knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Share(NamedTuple):
-    """What one rank holds."""
+    """Holds what one rank needs for a forward pass."""
 
     model: LanguageModel
     kv: PagedKV
@@ -34,7 +35,8 @@ class Share(NamedTuple):
 
 
 def follow(invitation: Invitation, load: Callable[[], Share]) -> None:
-    """Returns when the group has ended. `load` is called inside the process group."""
+    """Joins the group and computes its steps; returns when the group has ended. `load` is called inside the process
+    group."""
     link = knock(invitation.host, invitation.door_port, invitation.token, invitation.start_timeout_s)
     try:
         with process_group(invitation):
@@ -43,7 +45,7 @@ def follow(invitation: Invitation, load: Callable[[], Share]) -> None:
             _serve(link, share)
     except LinkClosed:
         _LOG.info("rank %d: rank 0 is gone", invitation.rank)
-    except Exception as error:  # the loop of a process: rank 0 is told, and ends the group
+    except Exception as error:  # This is the loop of a process: it reports the error to rank 0, which ends the group.
         _LOG.exception("rank %d ends", invitation.rank)
         with suppress(LinkClosed):
             link.send(Failed(ErrorInfo.of(error)))
@@ -63,7 +65,8 @@ def _serve(link: Link, share: Share) -> None:
 
 @torch.inference_mode()
 def _compute(header: StepHeader, share: Share) -> None:
-    """The same forward as rank 0's; of the result only what the sums after each layer took is used."""
+    """Runs the same forward pass as rank 0. Of the result, only the sums after each layer are used, in which this rank
+    took part."""
     model, kv, backend = share
     rows = [Rows(*row) for row in rows_of(header)]
     copy_blocks(kv, rows)

@@ -1,7 +1,8 @@
-"""Rank 0's side of a worker group: starts the followers, tells them each step, notices when one is gone.
+"""Implements rank 0's side of a worker group: it starts the followers, sends them each step, and detects when one is
+gone.
 
-A group that has lost a member is lost as a whole, for good: the ranks' KV pages and their place in the sequence of
-sums would differ from then on.
+A group that has lost a member is lost as a whole and never recovers: the ranks' KV pages and their place in the
+sequence of sums would differ from then on. This module knows nothing of what a step computes.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ _STOP_GRACE_S = 5.0
 
 
 class Follower(Protocol):
-    """A started follower, wherever it runs."""
+    """A `Follower` is a started follower in any place."""
 
     def is_alive(self) -> bool: ...
 
     def end(self) -> None:
-        """At once, whatever it does. Idempotent."""
+        """Ends the follower at once, in any state. The call is idempotent."""
         ...
 
 
@@ -41,10 +42,11 @@ Launch = Callable[[Invitation], Follower]
 
 
 class RankGroup:
-    """Of one worker. `open`, then steps, then `stop`. Steps come from one thread at a time."""
+    """A `RankGroup` is the group of one worker. A caller calls `open`, then runs steps, then calls `stop`. Steps come
+    from one thread at a time."""
 
     def __init__(self, host: str, num_ranks: int, device: str, step_timeout_s: float, start_timeout_s: float) -> None:
-        """Opens the ports that followers come to."""
+        """Opens the ports that followers connect to."""
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._door = Door(host, self._token)
         self._store = open_store(host, num_ranks, start_timeout_s)
@@ -62,9 +64,9 @@ class RankGroup:
     # ------------------------------------------------------------ life
 
     def open(self, launch: Launch, load: Callable[[], Loaded]) -> Loaded:
-        """Starts the followers, joins them to the process group, calls `load` (rank 0's own share) while they load
-        theirs, and returns what it made when all are ready. Raises what a follower failed with, WorkerLost if one died
-        or did not get ready in time; then nothing is left running."""
+        """Starts the followers, joins them to the process group, calls `load` (for rank 0's own share) while they load
+        theirs, and returns the result of `load` when all are ready. Raises the error that a follower failed with, or
+        WorkerLost if a follower died or was not ready in time; then nothing is left running."""
         deadline_s = time.monotonic() + self._invitation.start_timeout_s
         try:
             for rank in range(1, self._invitation.num_ranks):
@@ -96,7 +98,8 @@ class RankGroup:
         self._door.close()
 
     def on_lost(self, call: Callable[[], object]) -> None:
-        """`call` is called once, in some thread, when a member is gone; at once if it is gone already."""
+        """Registers `call`, which is called once, in some thread, when a member is gone. If one is gone already, it is
+        called at once."""
         with self._lock:
             self._on_lost = call
             is_lost = self._lost is not None
@@ -104,7 +107,8 @@ class RankGroup:
             call()
 
     def stop(self) -> None:
-        """Followers end; those that do not within a few seconds are ended. Leaves the process group. Idempotent."""
+        """Stops all followers; those that do not end within a few seconds (`_STOP_GRACE_S`) are ended by force. Leaves
+        the process group. The call is idempotent."""
         with self._lock:
             self._is_stopping = True
         for link in self._links:
@@ -123,25 +127,26 @@ class RankGroup:
     # ------------------------------------------------------------ steps
 
     def check(self) -> None:
-        """Raises WorkerLost when a member is gone."""
+        """Raises WorkerLost if a member is gone."""
         if self._lost is not None:
             raise WorkerLost(self._lost)
 
     @contextmanager
     def step(self, header: StepHeader) -> Iterator[None]:
-        """Announces a step, which the block then computes with the others. Raises WorkerLost if that can't be done;
-        whatever the block raises ends the group."""
+        """Announces a step, which the `with` block then computes together with the other ranks. Raises WorkerLost if
+        that is not possible; any error that the block raises ends the group."""
         self.check()
         try:
             for link in self._links:
                 link.send(header)
             yield
-        except Exception as error:  # whatever it was: the ranks are out of step, and nothing after it could be right
+        except Exception as error:  # After any error the ranks are out of step, and no later result could be right.
             self._lose(f"a step of the worker's ranks failed ({type(error).__name__})")
             raise WorkerLost(self._lost or "a rank is gone") from error
 
     def _watch(self, link: Link) -> None:
-        """In a thread of its own: a follower speaks up only when it ends."""
+        """Waits, in a thread of its own, for a message of one follower: after its start a follower sends one only when
+        it ends."""
         try:
             message: Message = link.receive()
         except (LinkClosed, ProtocolError) as error:
@@ -161,7 +166,7 @@ class RankGroup:
 
 
 def _expect_ready(link: Link, timeout_s: float) -> None:
-    """Raises what the follower failed with."""
+    """Waits until the follower is ready. Raises the error that the follower failed with."""
     message = link.receive(timeout_s)
     if isinstance(message, Failed):
         raise message.error.to_error()

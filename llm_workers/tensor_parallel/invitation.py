@@ -1,4 +1,6 @@
-"""What a follower must know to join its group. Plain values, so that it can be handed to another process."""
+"""Defines what a follower must know to join its group. An `Invitation` holds plain values, so that it can be passed to
+another process. It knows nothing of weights and models.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ class Invitation:
     rank: int
     num_ranks: int
     host: str
-    """Of rank 0."""
+    """This is the host of rank 0."""
     door_port: int
     store_port: int
     token: bytes
-    """Who shows it belongs to the group."""
+    """A connection that sends this token belongs to the group."""
     device: str
-    """`cpu` or `cuda`."""
+    """This is `cpu` or `cuda`."""
     step_timeout_s: float
-    """How long one rank waits for the others in a step before it gives the group up."""
+    """One rank waits this long for the others in a step before it gives the group up."""
     start_timeout_s: float

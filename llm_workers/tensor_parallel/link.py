@@ -1,7 +1,9 @@
-"""A byte-stream connection between rank 0 and one follower: framed messages, and an end that both sides notice.
+"""Provides a byte-stream connection (`Link`) between rank 0 and one follower: it carries framed messages, and both
+sides notice its end.
 
-Beside the process group because waiting there has a timeout (and on CUDA keeps the device busy), and a worker may be
-idle for hours. Who connects must first show the group's token.
+The connection exists in addition to the process group, because waiting there has a timeout (and on CUDA keeps the
+device busy), and a worker may be idle for hours. A rank that connects must first send the group's token. This module
+knows nothing of what the messages mean.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ TOKEN_BYTES = 32
 
 
 class LinkClosed(ConnectionError):
-    """The other side has ended."""
+    """Says that the other side has ended."""
 
 
 class Link:
-    """Sending and receiving may go on in two threads. Raises LinkClosed, and TimeoutError where one was given."""
+    """Sends and receives messages; both may go on in two threads. Raises LinkClosed, and TimeoutError where a timeout
+    was given."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -36,7 +39,7 @@ class Link:
             raise LinkClosed(f"can't send to a rank: {error}") from error
 
     def receive(self, timeout_s: float | None = None) -> Message:
-        """Waits; for ever if there is no timeout."""
+        """Waits for the next message; without a timeout it waits for ever."""
         self._socket.settimeout(timeout_s)
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size))
         return decode(self._take(length))
@@ -56,14 +59,14 @@ class Link:
         return bytes(data)
 
     def close(self) -> None:
-        """Wakes a thread that is receiving. Idempotent."""
+        """Closes the connection, which wakes a thread that is receiving. The call is idempotent."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 class Door:
-    """Where followers connect: a free port of one address."""
+    """A `Door` is the listening side, where followers connect: a free port of one address."""
 
     def __init__(self, host: str, token: bytes) -> None:
         self._token = token
@@ -71,7 +74,8 @@ class Door:
         self.port: int = self._socket.getsockname()[1]
 
     def accept(self, timeout_s: float) -> Link | None:
-        """The next follower that knows the token; None if nobody, or a stranger, came in time."""
+        """Returns the link of the next follower that knows the token, or None if no connection, or only one without the
+        token, came in time."""
         self._socket.settimeout(timeout_s)
         try:
             connection, _ = self._socket.accept()
@@ -93,7 +97,7 @@ class Door:
 
 
 def knock(host: str, port: int, token: bytes, timeout_s: float) -> Link:
-    """A follower's side. Raises OSError."""
+    """Connects a follower to rank 0's `Door`. Raises OSError."""
     connection = socket.create_connection((host, port), timeout_s)
     connection.sendall(token)
     connection.settimeout(None)

@@ -1,4 +1,6 @@
-"""The text half of a model on several ranks, seen from rank 0 as one `LanguageModel`."""
+"""Presents the text half of a model on several ranks to rank 0 as one `LanguageModel`. It knows nothing of requests and
+sampling.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from modalities.family import LanguageModel
 
 
 class ParallelLanguageModel:
-    """Implements `modalities.family.LanguageModel`; embeddings and head are rank 0's own. One forward at a time."""
+    """Implements `modalities.family.LanguageModel`; rank 0 alone has the embeddings and the head. One forward pass runs
+    at a time."""
 
     def __init__(self, share: LanguageModel, ranks: RankGroup) -> None:
         self._share, self._ranks = share, ranks
@@ -21,7 +24,7 @@ class ParallelLanguageModel:
         self.device: torch.device = share.device
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 `(num_tokens,)` -> `(num_tokens, hidden)`."""
+        """Maps int64 token ids `(num_tokens,)` to embeddings `(num_tokens, hidden)`."""
         return self._share.embed(token_ids)
 
     def forward(
@@ -33,8 +36,8 @@ class ParallelLanguageModel:
         feature_levels: torch.Tensor | None,
         wanted_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As the contract says. `attention` must say its `rows`. Raises WorkerLost when a rank is gone, too late or
-        broken, and ever after."""
+        """Runs the forward pass that the contract describes, on all ranks. `attention` must have `rows`. Raises
+        WorkerLost when a rank is gone, too late or broken, and at every later call."""
         features = None
         if feature_rows is not None and feature_levels is not None:
             features = (feature_levels.shape[0], feature_levels.shape[1])
@@ -44,5 +47,5 @@ class ParallelLanguageModel:
             return self._share.forward(embeddings, positions, attention, feature_rows, feature_levels, wanted_rows)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`(n, hidden)` -> float32 `(n, vocab)`."""
+        """Maps hidden states `(n, hidden)` to float32 logits `(n, vocab)`."""
         return self._share.logits(hidden)

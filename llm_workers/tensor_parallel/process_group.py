@@ -1,6 +1,7 @@
-"""torch's default process group for the ranks of one worker, and a step's tensors through it.
+"""Manages torch's default process group for the ranks of one worker, and sends a step's tensors through it.
 
-gloo on CPU, nccl on CUDA. A process can be in one group only: it is torch's.
+The backend is gloo on CPU and nccl on CUDA. A process can be in one group only, because it is torch's default group.
+This module knows nothing of what a step computes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from llm_workers.tensor_parallel.wire import StepHeader
 
 
 class StepTensors(NamedTuple):
-    """The tensors of one forward, as `LanguageModel.forward` takes them."""
+    """Holds the tensors of one forward pass, as `LanguageModel.forward` takes them."""
 
     embeddings: torch.Tensor
     positions: torch.Tensor
@@ -29,7 +30,8 @@ class StepTensors(NamedTuple):
 
 
 def open_store(host: str, num_ranks: int, timeout_s: float) -> dist.TCPStore:
-    """Rank 0's meeting point for the ranks, listening on `host` alone (torch's own would listen everywhere)."""
+    """Opens rank 0's store, through which the ranks find each other. It listens on `host` alone (torch's own store
+    would listen on every address)."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -45,8 +47,9 @@ def open_store(host: str, num_ranks: int, timeout_s: float) -> dist.TCPStore:
 
 @contextmanager
 def process_group(invitation: Invitation, store: dist.TCPStore | None = None) -> Iterator[None]:
-    """This process is a member during the block. Waits for all ranks to join. Side effect: torch's default group.
-    Raises ConfigError if this process is in a group already, RuntimeError if the others do not come."""
+    """Makes this process a member of the group during the `with` block. Waits for all ranks to join. As a side effect,
+    sets torch's default group. Raises ConfigError if this process is in a group already, and RuntimeError if the others
+    do not come."""
     if dist.is_initialized():
         raise ConfigError("this process is a rank of another worker already; one process holds one rank")
     if store is None:
@@ -73,7 +76,8 @@ def process_group(invitation: Invitation, store: dist.TCPStore | None = None) ->
 
 
 def send_step(tensors: StepTensors) -> None:
-    """Rank 0's side; `receive_step` is the others'. Raises RuntimeError if a rank is gone or too late."""
+    """Sends the tensors of a step from rank 0; the other ranks call `receive_step`. Raises RuntimeError if a rank is
+    gone or too late."""
     dist.broadcast(tensors.embeddings.contiguous(), src=0)
     places = tensors.positions.reshape(-1)
     if tensors.feature_rows is not None:
@@ -84,7 +88,7 @@ def send_step(tensors: StepTensors) -> None:
 
 
 def receive_step(header: StepHeader, dtype: torch.dtype, device: torch.device) -> StepTensors:
-    """Raises RuntimeError if rank 0 is gone or too late."""
+    """Receives the tensors of a step from rank 0. Raises RuntimeError if rank 0 is gone or too late."""
     embeddings = torch.empty((header.num_tokens, header.hidden_size), dtype=dtype, device=device)
     dist.broadcast(embeddings, src=0)
     num_places = header.num_axes * header.num_tokens

@@ -1,4 +1,4 @@
-"""What one rank of a worker holds. Pure."""
+"""Computes what one rank of a worker holds. The module is pure and knows nothing of devices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from modalities.family import ModelShape
 
 
 def check_shares(shape: ModelShape, num_ranks: int) -> None:
-    """Raises ConfigError if the KV heads can't be shared out evenly: a head is never split or kept twice."""
+    """Raises ConfigError if the KV heads can't be divided evenly among the ranks: a head is never split or kept
+    twice."""
     if shape.num_kv_heads % num_ranks:
         raise ConfigError(
             f"workers.tensor_parallel is {num_ranks}, which does not divide the model's {shape.num_kv_heads} KV heads"
@@ -15,5 +16,5 @@ def check_shares(shape: ModelShape, num_ranks: int) -> None:
 
 
 def kv_heads(shape: ModelShape, num_ranks: int) -> tuple[int, int]:
-    """(KV heads of one rank, their size): what each rank's pages are made of."""
+    """Returns (number of KV heads of one rank, size of a head), which give the shape of each rank's pages."""
     return shape.num_kv_heads // num_ranks, shape.head_dim

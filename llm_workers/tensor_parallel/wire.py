@@ -1,6 +1,8 @@
-"""What rank 0 tells the others, as bytes: one header per step, whose tensors follow in the process group. Pure.
+"""Encodes the messages between rank 0 and the other ranks as bytes: one header per step, whose tensors follow in the
+process group.
 
-The header carries what the attention's metadata is built from, and the sizes of the tensors to expect.
+The header carries the data from which the attention's metadata is built, and the sizes of the tensors to expect. The
+module is pure and knows nothing of connections.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from fabric.errors import ErrorInfo, ProtocolError
 
 
 class RowsLike(NamedTuple):
-    """One sequence's tokens of a step; see `llm_workers.paged_kv.Rows`, which has these fields."""
+    """Describes one sequence's tokens of a step. `llm_workers.paged_kv.Rows` has the same fields."""
 
     at: int
     start: int
@@ -34,33 +36,33 @@ class _Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepHeader(msgspec.Struct, frozen=True, array_like=True, tag="step"):
-    """One forward. The tensors are broadcast in this order: embeddings `(num_tokens, hidden_size)`; int64 positions
-    `(num_axes, num_tokens)` with the feature rows behind; feature levels `(num_levels, num_feature_rows, hidden_size)`
-    where there are any."""
+    """Announces one forward pass. The tensors are broadcast in this order: embeddings `(num_tokens, hidden_size)`;
+    int64 positions `(num_axes, num_tokens)`, followed by the feature rows; feature levels `(num_levels,
+    num_feature_rows, hidden_size)` where there are any."""
 
     num_tokens: int
     hidden_size: int
     num_axes: int
     num_feature_rows: int | None
-    """None: no features at all."""
+    """None means that the step has no features at all."""
     num_levels: int
     spans: tuple[_Span, ...]
     block_ids: bytes
-    """int64, little endian, of all spans one after the other."""
+    """Holds the block ids of all spans one after the other, as int64, little endian."""
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """A follower has its weights."""
+    """Says that a follower has its weights."""
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """A follower ends, and why."""
+    """Says that a follower ends, and why."""
 
     error: ErrorInfo
 
 
 class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """Rank 0 ends."""
+    """Says that rank 0 ends."""
 
 
 Message = StepHeader | Ready | Failed | Stop
@@ -73,7 +75,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Raises ProtocolError."""
+    """Decodes a message. Raises ProtocolError if `data` is none."""
     try:
         return _DECODER.decode(data)
     except msgspec.DecodeError as error:
@@ -83,7 +85,8 @@ def decode(data: bytes) -> Message:
 def step_header(
     rows: Sequence[RowsLike], embeddings: tuple[int, int], num_axes: int, features: tuple[int, int] | None
 ) -> StepHeader:
-    """`embeddings` and `features` are shapes: (num_tokens, hidden_size), (num_levels, num_feature_rows)."""
+    """Builds the header of a step. `embeddings` and `features` are shapes: (num_tokens, hidden_size) and (num_levels,
+    num_feature_rows)."""
     tables = [np.ascontiguousarray(row.block_ids, dtype="<i8") for row in rows]
     spans = [
         _Span(int(r.at), int(r.start), int(r.num_tokens), len(t), r.copied_from)
@@ -95,7 +98,7 @@ def step_header(
 
 
 def rows_of(header: StepHeader) -> list[RowsLike]:
-    """As rank 0 has them. Raises ProtocolError if the block tables do not fit the spans."""
+    """Returns the rows of a step as rank 0 has them. Raises ProtocolError if the block tables do not fit the spans."""
     block_ids = np.frombuffer(header.block_ids, dtype="<i8").astype(np.int64)
     if len(block_ids) != sum(span.num_blocks for span in header.spans):
         raise ProtocolError("a step's block tables do not fit its rows")

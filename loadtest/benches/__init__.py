@@ -1,5 +1,6 @@
-"""Benchmarks: `weft bench NAME`. Each prints a table, or with --json its bars and nothing else. Tests never measure
-speed."""
+"""Runs benchmarks: `weft bench NAME`. Each prints a table, or with --json its bars and nothing else. Tests never
+measure speed.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {
 
 @contextmanager
 def _standard_output_to_error() -> Iterator[None]:
-    """Of this process and of what it starts: what a bench or a server of its prints is for people."""
+    """Redirects standard output to standard error, for this process and for the processes that it starts, because the
+    output of a bench or of its servers is for people."""
     sys.stdout.flush()
     kept = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
@@ -68,8 +70,8 @@ def _standard_output_to_error() -> Iterator[None]:
 
 
 def run_benches(name: str, *, as_json: bool, options: Sequence[str] = ()) -> int:
-    """Runs one bench, or all with their defaults. Returns 0 even when a bar is missed: a miss is a result. Raises
-    ConfigError for an unknown name."""
+    """Runs one bench, or all with their defaults. Returns 0 even when a bar is missed, because a miss is a result.
+    Raises ConfigError for an unknown name."""
     if name == "list":
         print("\n".join(BENCHES))
         return 0

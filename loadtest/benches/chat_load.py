@@ -1,4 +1,6 @@
-"""Load on a server that speaks the OpenAI chat API, ours or another's: all requests of a round at once."""
+"""Puts load on a server that implements the OpenAI chat API, Weft's or another; it sends all requests of one round at
+the same time.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,14 @@ TIMEOUT_S = 1800.0
 
 
 class ChatRound(NamedTuple):
-    """Of one round."""
+    """Holds the measurements of one round."""
 
     seconds: float
     tokens: int
 
 
 def picture_messages(load: Load, seed: int) -> list[list[Body]]:
-    """Per request a picture of noise that nobody has seen before, and a short question."""
+    """Makes, for each request, a picture of noise that no server has received before, and a short question."""
     rng = np.random.default_rng(seed)
     conversations = []
     for _ in range(load.concurrency):
@@ -44,7 +46,8 @@ def picture_messages(load: Load, seed: int) -> list[list[Body]]:
 
 
 def word_messages(load: Load, seed: int, model_dir: Path) -> list[list[Body]]:
-    """Per request as many random words as the prompt should have tokens: each word is one token of the model's."""
+    """Makes, for each request, as many random words as the prompt should have tokens; each word is one token of the
+    model."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
@@ -71,7 +74,7 @@ def transformers_body(model: str, messages: list[Body], output_tokens: int) -> B
 
 
 async def run_chats(url: str, bodies: list[Body]) -> ChatRound:
-    """Raises ConfigError when an answer is not one, or is shorter than was asked for."""
+    """Sends all requests at once. Raises ConfigError when an answer is an error or is shorter than requested."""
     limits = httpx.Limits(max_connections=len(bodies))
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
         begun = time.monotonic()

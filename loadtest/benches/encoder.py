@@ -1,6 +1,9 @@
-"""`weft bench encoder`: the seeds' tables on the device at hand. Latency and output size per modality, latency per
-batch size (real architectures' sizes, random weights); and through a real encoder service with the demo model, how
-much one picture is delayed by a video of 120 frames."""
+"""Runs `weft bench encoder`: repeats the latency tables of the design notes (docs/references.md) on the present device.
+
+It measures latency and output size per modality, and latency per batch size, at the sizes of the real architectures
+with random weights. Through a real encoder service with the demo model, it measures by how much a video of 120 frames
+delays one picture.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,8 @@ from loadtest.benches.report import Bar, BenchResult
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 GPU_GAIN, CPU_GAIN = 3.0, 0.95
-"""Pictures per second at 8 a forward over one by one. Seed 000: 3.8 on an A100; a CPU is full with one."""
+"""Holds the target gain in pictures per second at 8 per forward pass, compared with one per pass. The OmniConnector
+article (docs/references.md) reports 3.8 on an A100; one picture keeps a CPU fully busy."""
 
 
 class Case(NamedTuple):
@@ -30,8 +34,8 @@ class Case(NamedTuple):
     encoder: str
     build: Callable[[Place], Run]
     num_items: int
-    seed_ms: float
-    """On the seed's A100 in half precision."""
+    published_ms: float
+    """This is the latency in the design notes (docs/references.md), on an A100 in half precision."""
 
 
 CASES = (
@@ -70,7 +74,7 @@ def run(arguments: Sequence[str] = ()) -> BenchResult:
         batches = _batch_latencies(tower, place, chosen.seconds)
         gains = batching_gains(lambda num_items: _timed(tower, num_items, place))
     waits = asyncio.run(measure_waits(place.device))
-    table = [["modality", "input", "encoder", "output", "MiB", "ms", "seed (A100) ms", "per second"], *rows]
+    table = [["modality", "input", "encoder", "output", "MiB", "ms", "A100 ms", "per second"], *rows]
     table += _batch_rows(batches)
     return BenchResult(table, _bars(batches, gains, waits, place), _notes(place, gains, waits))
 
@@ -90,21 +94,21 @@ def _modality_row(case: Case, place: Place, seconds: float) -> list[str]:
         f"[{num_tokens}, {width}]",
         f"{nbytes / 2**20:.1f}",
         f"{1000 * latency_s:.1f}",
-        f"{case.seed_ms:g}" if case.seed_ms else "",
+        f"{case.published_ms:g}" if case.published_ms else "",
         f"{1 / latency_s:.1f}",
     ]
 
 
 def _batch_latencies(tower: Run, place: Place, seconds: float) -> dict[int, float]:
-    """Batch size -> seconds. One by one is measured around each, in turn, so that a machine whose speed changes does
-    not decide."""
+    """Returns the seconds of a forward pass for each batch size. All sizes are measured twice, in turn, so that a
+    machine whose speed changes does not distort the comparison."""
     found = {size: _latency_s(tower, size, place, seconds) for size in BATCH_SIZES}
     again = {size: _latency_s(tower, size, place, seconds) for size in BATCH_SIZES}
     return {size: min(found[size], again[size]) for size in BATCH_SIZES}
 
 
 def _batch_rows(size_to_s: dict[int, float]) -> list[list[str]]:
-    seed_ms = {1: 4.8, 4: 7.2, 8: 10.1, 16: 16.3, 32: 29.7}
+    published_ms = {1: 4.8, 4: 7.2, 8: 10.1, 16: 16.3, 32: 29.7}
     return [
         [
             "image",
@@ -113,7 +117,7 @@ def _batch_rows(size_to_s: dict[int, float]) -> list[list[str]]:
             f"{1000 * seconds / size:.2f} ms each",
             "",
             f"{1000 * seconds:.1f}",
-            f"{seed_ms.get(size, '')}",
+            f"{published_ms.get(size, '')}",
             f"{size / seconds:.1f}",
         ]
         for size, seconds in size_to_s.items()
@@ -145,8 +149,8 @@ def _notes(place: Place, gains: list[BatchingGain], waits: list[Waits]) -> list[
     return [
         f"{place.device}, {str(place.dtype).removeprefix('torch.')}, depth and width x {place.scale:g}, random "
         f"weights; {torch.get_num_threads()} threads.",
-        "Latencies are medians of one forward, the wait for the device included; the seed's are an A100's, in half "
-        "precision, at full size.",
+        "Latencies are medians of one forward, the wait for the device included; the published ones are an "
+        "A100's, in half precision, at full size.",
         *(
             f"After {gain.num_worn} pictures of one size {NUM_PICTURES} waiting ones went in {len(gain.first_sizes)} "
             f"forwards of {gain.first_sizes}, in the last round of {gain.last_sizes}."
@@ -169,7 +173,7 @@ def _delays_note(waits: Waits) -> str:
 
 
 def _latency_s(tower: Run, num_items: int, place: Place, seconds: float) -> float:
-    """Median of one forward; at least three, else for as long as `seconds`."""
+    """Returns the median duration of a forward pass, over at least three passes and for at least `seconds`."""
     _timed(tower, num_items, place)
     found: list[float] = []
     while len(found) < 3 or sum(found) < seconds:

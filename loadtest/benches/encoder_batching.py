@@ -1,7 +1,10 @@
-"""What the encoders' own batcher makes of 64 waiting pictures, against one by one: it learns what forwards take, and
-fuses where that gains. Measured with fresh costs and with worn ones: after many pictures of one size alone, which tell
-nothing about the price of a forward. Knows no model: it is handed what runs so many pictures and says how long that
-took."""
+"""Measures how much faster the encoder's own batcher encodes 64 waiting pictures than passes over one picture each. The
+batcher learns how long forward passes take, and fuses pictures where that gains time.
+
+The gain is measured with fresh cost estimates and with worn ones; estimates are worn after many pictures of one size
+alone, which say nothing about the overhead of a pass. The module knows no model: it receives a function that runs a
+number of pictures and returns how long that took.
+"""
 
 from __future__ import annotations
 
@@ -18,29 +21,31 @@ from fabric.ids import MmHash, UnitKey
 NUM_PICTURES = 64
 NUM_ROUNDS = 5
 WORN = (0, 6, 480)
-"""Forwards of one picture that went before, with nothing waiting."""
+"""Holds the numbers of forward passes of one picture that precede the measurement, with nothing waiting."""
 NUM_TIMED = 6
-"""Of these are run; their times stand for the others."""
+"""At most this many of these passes are run; their times stand for the others."""
 COST = 1024
-"""Patches of a picture of 448 x 448."""
+"""This is the number of patches of a picture of 448 x 448."""
 
 
 class BatchingGain(NamedTuple):
     num_worn: int
     gain: float
-    """Pictures per second, batched over one by one: the median over the rounds but the first, which only learns."""
+    """This is the ratio of pictures per second, batched to one by one: the median over all rounds but the first, in
+    which the batcher only learns."""
     first_sizes: list[int]
-    """Pictures in each forward of the first round, with costs as they were worn."""
+    """Holds the number of pictures in each forward pass of the first round, which uses the worn estimates."""
     last_sizes: list[int]
 
 
 def batching_gains(forward_s: Callable[[int], float]) -> list[BatchingGain]:
-    """For each wear of the costs. `forward_s` runs a forward of so many pictures."""
+    """Returns the gain for each number of preceding passes. `forward_s` runs a forward pass of the given number of
+    pictures."""
     return [batching_gain(forward_s, num_worn) for num_worn in WORN]
 
 
 def batching_gain(forward_s: Callable[[int], float], num_worn: int) -> BatchingGain:
-    """Rounds of both kinds take turns; the costs are worn again before each."""
+    """Alternates rounds of both kinds; the estimates are worn again before each round."""
     costs = ForwardCosts()
     for num_items in (1, 2):
         costs.observe("image", num_items * COST, forward_s(num_items))
@@ -62,7 +67,7 @@ def _wear(costs: ForwardCosts, forward_s: Callable[[int], float], num_forwards: 
 
 
 def _batched(forward_s: Callable[[int], float], costs: ForwardCosts) -> tuple[float, list[int]]:
-    """Seconds in forwards until all pictures are done, and how many went into each."""
+    """Returns the seconds in forward passes until all pictures are done, and how many pictures went into each pass."""
     queue = [
         QueuedUnit(
             Turn(number, (0.0, f"{number:02}"), 0.0).rank(costs.work_s("image", COST), 4.0, 0),

@@ -1,5 +1,6 @@
-"""What the encoder bench shows an encoder: films and pictures that differ, and the demo model, willing to look at every
-frame of a film."""
+"""Makes the inputs of the encoder bench: videos and pictures that differ, and the demo model with a limit of frames
+that covers a whole video.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ NUM_FRAMES = 120
 
 
 def picture(seed: int) -> bytes:
-    """A PNG of noise, 96 x 96."""
+    """Makes a PNG of noise, 96 x 96."""
     pixels = np.random.default_rng(seed).integers(0, 256, (96, 96, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
@@ -25,7 +26,7 @@ def picture(seed: int) -> bytes:
 
 
 def film() -> bytes:
-    """An MP4 of 120 frames of 256 x 256, 30 a second."""
+    """Makes an MP4 of 120 frames of 256 x 256, at 30 frames per second."""
     import av
 
     frames = np.random.default_rng(0).integers(0, 256, (4, 256, 256, 3), dtype=np.uint8)
@@ -41,12 +42,14 @@ def film() -> bytes:
 
 
 def another(film: bytes, number: int) -> bytes:
-    """The same film in a file of its own, which no cache knows: a box of free space follows (ISO 14496-12, 8.1.2)."""
+    """Returns the same video as a different file, which no cache has: a box of free space follows (ISO 14496-12,
+    8.1.2)."""
     return film + struct.pack(">I4sQ", 16, b"free", number)
 
 
 def model_of_long_films(directory: Path) -> Path:
-    """The demo checkpoint in `directory`, by links, but that it looks at up to 120 frames; its own limit is 32."""
+    """Makes a copy of the demo checkpoint in `directory`, by links, that uses up to 120 frames of a video; the demo's
+    own limit is 32."""
     for file in demo_checkpoint().iterdir():
         if file.name == "video_preprocessor_config.json":
             settings = json.loads(file.read_text()) | {"max_frames": NUM_FRAMES}

@@ -1,5 +1,7 @@
-"""The encoders that the seeds' tables are about, at their real architectures' sizes, with random weights: for speed
-only. Each takes so many items at once and gives their rows, projected to a language model's width."""
+"""Builds the encoders of the latency tables in the design notes (docs/references.md), at the sizes of the real
+architectures, with random weights, for speed only. Each encodes a number of items at once and returns their rows,
+projected to a language model's width.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,15 @@ class Place(NamedTuple):
     device: str
     dtype: torch.dtype
     scale: float
-    """Of depth and width; 1 is the real size."""
+    """Scales depth and width; 1 is the real size."""
 
 
 Run = Callable[[int], torch.Tensor]
-"""Number of items -> rows `(num_items, num_tokens, width)`."""
+"""Maps a number of items to rows `(num_items, num_tokens, width)`."""
 
 
 def siglip_l(edge: int) -> Callable[[Place], Run]:
-    """SigLIP-L/14 on square pictures."""
+    """Builds SigLIP-L/14 for square pictures."""
 
     def build(place: Place) -> Run:
         from transformers import SiglipVisionConfig, SiglipVisionModel
@@ -37,7 +39,7 @@ def siglip_l(edge: int) -> Callable[[Place], Run]:
 
 
 def clip_l(edge: int) -> Callable[[Place], Run]:
-    """CLIP's ViT-L/14 (seed 003)."""
+    """Builds CLIP's ViT-L/14 (from the article on multimodal routing in Dynamo)."""
 
     def build(place: Place) -> Run:
         from transformers import CLIPVisionConfig, CLIPVisionModel
@@ -49,7 +51,8 @@ def clip_l(edge: int) -> Callable[[Place], Run]:
 
 
 def internvit(num_frames: int, num_pooled: int) -> Callable[[Place], Run]:
-    """InternViT-300M on frames of 256 x 256 at patches of 16; means over `num_pooled` frames in a row."""
+    """Builds InternViT-300M for frames of 256 x 256 at patches of 16; it averages over `num_pooled` consecutive
+    frames."""
 
     def build(place: Place) -> Run:
         from transformers import InternVLVisionConfig, InternVLVisionModel
@@ -69,7 +72,7 @@ def internvit(num_frames: int, num_pooled: int) -> Callable[[Place], Run]:
 
 
 def qwen2_5_vl(edge: int) -> Callable[[Place], Run]:
-    """Qwen2.5-VL's vision tower, packed: windows, four full layers, rows of 2 x 2 patches."""
+    """Builds Qwen2.5-VL's vision tower, packed: with windows, four full layers, and rows of 2 x 2 patches."""
 
     def build(place: Place) -> Run:
         from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
@@ -101,7 +104,8 @@ def qwen2_5_vl(edge: int) -> Callable[[Place], Run]:
 
 
 def whisper(size: str, num_chunks: int, num_pooled: int) -> Callable[[Place], Run]:
-    """Whisper's encoder (`large` or `small`) on chunks of 30 s; means over `num_pooled` rows in a row."""
+    """Builds Whisper's encoder (`large` or `small`) for chunks of 30 s; it averages over `num_pooled` consecutive
+    rows."""
 
     def build(place: Place) -> Run:
         from transformers import WhisperConfig
@@ -131,7 +135,7 @@ def whisper(size: str, num_chunks: int, num_pooled: int) -> Callable[[Place], Ru
 
 
 def _pictures(tower: nn.Module, width: int, edge: int, place: Place, num_first: int = 0) -> Run:
-    """Of a tower that gives `num_first` rows before those of the patches."""
+    """Returns the run function of a tower that outputs `num_first` rows before those of the patches."""
     tower = _placed(tower, place)
     project = _placed(nn.Linear(width, _lm_width(place)), place)
 

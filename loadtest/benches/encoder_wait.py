@@ -1,13 +1,15 @@
-"""How much later one picture is encoded because of a video of 120 frames, in a real encoder service with decode
-processes and the demo model: from its call to its answer, less what the same takes in an idle service.
+"""Measures by how much a video of 120 frames delays one picture, in a real encoder service with decode processes and
+the demo model. The delay is the time from the picture's call to its answer, minus the same time in an idle service.
 
-Pictures come at several moments of a unit in the video's midst, and once such that they are decoded when the next has
-just begun, which is the worst that can happen: nearly the whole of it is still to come. While the video is being
-decoded, a unit starts when it is ready, and decoders compete with the forward; once it lies decoded, unit follows unit.
-A moment counts by the median of several arrivals, and the bar by the worst moment of both: not the luckless single
-arrival, but what one that comes at the worst time has to expect. An arrival's delay is divided by the seconds of the
-unit that was in its way: decoding the picture slows that one down as well. (By the median of all units, which mostly
-have the processors to themselves, it is told beside.)
+Pictures arrive at several moments of a unit in the middle of the video. At the worst moment they are decoded when the
+next unit has just begun, so that nearly the whole of that unit is still to come. While the video is being decoded, a
+unit starts when it is ready, and decoders compete with the forward pass for processors; once the video is decoded, the
+units follow each other directly.
+
+The result of a moment is the median of several arrivals, and the bar is the worst moment of both cases. So the bar
+shows what a picture at the worst moment must expect, and not the worst single arrival. An arrival's delay is divided by
+the seconds of the unit that delayed it, because decoding the picture slows that unit down as well. The notes of the
+bench also give the delay in median units, over all units of the video; most of these have the processors to themselves.
 """
 
 from __future__ import annotations
@@ -38,23 +40,24 @@ from modalities.identify import plan_media
 from modalities.registry import REGISTRY
 
 NUM_ARRIVALS = 5
-"""At each moment."""
+"""This is the number of arrivals at each moment."""
 PARTS = (0.0, 0.25, 0.5, 0.75)
-"""Of the time from a unit's start to the next one's: when pictures come."""
+"""Holds the moments when pictures arrive, as shares of the time from a unit's start to the next unit's start."""
 JUST_AFTER = 1 / 16
-"""Of a unit: how long it has been running when a picture that comes at the worst moment is decoded."""
+"""This is the share of a unit that has run when a picture of the worst moment is decoded."""
 MOST_BEFORE = 2
-"""Of the video's forwards come before the one in which pictures come, if it has that many."""
+"""This many of the video's forward passes precede the one in which pictures arrive, if the video has that many."""
 OPTIONS = MediaOptions(fps=30.0, max_frames=NUM_FRAMES)
 WORKER = Member(MemberId("worker-1"), "worker", "local://worker-1", "here", 1, (), "worker-1")
 
 
 class Delay(NamedTuple):
-    """Of one picture."""
+    """Holds the delay of one picture."""
 
     delay_s: float
     unit_s: float
-    """Of the film's unit in its way; of the film's whole units, median, if there was none."""
+    """This is the duration of the video's unit that delayed the picture, or the median of the video's whole units if
+    none did."""
 
     @property
     def units(self) -> float:
@@ -62,24 +65,24 @@ class Delay(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """Behind videos that were still being decoded when pictures came, or were not any more."""
+    """Holds the delays by videos that were still being decoded when pictures arrived, or that were decoded already."""
 
     is_decoded: bool
     alone_s: float
-    """Of a picture in an idle service, median."""
+    """This is the median time of a picture in an idle service."""
     unit_s: float
-    """Of the video's whole units, median."""
+    """This is the median time of the video's whole units."""
     moments: tuple[tuple[Delay, ...], ...]
-    """For each moment of a unit, the worst one last: how much later each picture was that came then."""
+    """Holds, for each moment of a unit, the delays of the pictures that arrived then; the worst moment is last."""
 
     @property
     def medians(self) -> list[float]:
-        """Of each moment, in units that were in the way."""
+        """Returns the median of each moment, in units of the video's unit that delayed the picture."""
         return [statistics.median(delay.units for delay in delays) for delays in self.moments]
 
     @property
     def worst_of_median_units(self) -> float:
-        """The worst moment's median, in median units."""
+        """Returns the median of the worst moment, in median units."""
         return max(statistics.median(delay.delay_s for delay in delays) for delays in self.moments) / self.unit_s
 
 
@@ -91,7 +94,7 @@ class Forward(NamedTuple):
 
 
 class Watched:
-    """The model, with when each forward began and ended. While the gate is closed, none begins."""
+    """Wraps the model and records when each forward pass began and ended. While the gate is closed, no pass begins."""
 
     def __init__(self, model: EncoderModel, loop: asyncio.AbstractEventLoop) -> None:
         self._model = model
@@ -111,7 +114,7 @@ class Watched:
         return features
 
     def forget(self) -> None:
-        """What was before."""
+        """Discards all records."""
         self.forwards.clear()
         self.starts = asyncio.Queue()
 
@@ -125,7 +128,7 @@ class Shown(NamedTuple):
 
 
 class Stage:
-    """A running service, and what it is shown."""
+    """A `Stage` is a running service with the media that are sent to it."""
 
     def __init__(self, service: EncoderService, family: Family, model: Watched) -> None:
         self.model = model
@@ -135,19 +138,20 @@ class Stage:
         self._numbers = itertools.count()
 
     def picture(self) -> Shown:
-        """A new one."""
+        """Makes a new picture."""
         number = next(self._numbers)
         return self._shown(number, picture(number), "image")
 
     async def encode_s(self, shown: Shown) -> float:
-        """From the call to the answer."""
+        """Encodes a medium and returns the seconds from the call to the answer."""
         called_s = time.monotonic()
         await self._service.encode(shown.request, [shown.data])
         return time.monotonic() - called_s
 
     async def start_film(self, num_before: int, *, is_decoded: bool) -> tuple[asyncio.Task[float], float]:
-        """The call of a new film, and when its next forward after `num_before` ones began: now. With `is_decoded`
-        nothing is encoded before the whole film lies decoded."""
+        """Starts the call of a new video and returns when the forward pass after the first `num_before` ones begins.
+        Returns the call and the start time of that pass. With `is_decoded`, nothing is encoded before the whole video
+        is decoded."""
         number = next(self._numbers)
         shown = self._shown(number, another(self._film, number), "video")
         self.model.forget()
@@ -171,24 +175,24 @@ class Stage:
 
 
 class Pace(NamedTuple):
-    """How the service was seen to work just before; medians."""
+    """Holds medians of how fast the service worked just before the measurement."""
 
     decoded_s: float
-    """From a picture's call to its forward, with nothing else to do."""
+    """This is the time from a picture's call to its forward pass in an idle service."""
     unit_s: float
     period_s: float
-    """From the start of a film's forward to that of the next."""
+    """This is the time from the start of one forward pass of a video to the start of the next."""
     num_before: int
-    """Forwards of a film before the one that pictures come in."""
+    """Counts the forward passes of a video before the one during which pictures arrive."""
 
     def moments_s(self) -> list[float]:
-        """When pictures are to come after that forward has begun; the worst moment last."""
+        """Returns when pictures arrive, in seconds after that forward pass has begun; the worst moment is last."""
         worst_s = self.period_s + JUST_AFTER * self.unit_s - self.decoded_s
         return [*(part * self.period_s for part in PARTS), worst_s]
 
 
 async def measure_waits(device: str) -> list[Waits]:
-    """Starts and stops a service of its own."""
+    """Measures the delays in a service that it starts and stops itself."""
     with tempfile.TemporaryDirectory() as directory:
         async with _running(model_of_long_films(Path(directory)), device) as stage:
             return [await _behind_films(stage, is_decoded=is_decoded) for is_decoded in (False, True)]
@@ -215,7 +219,8 @@ async def _behind_films(stage: Stage, *, is_decoded: bool) -> Waits:
 
 
 def _in_the_way_s(forwards: Sequence[Forward], came_s: float) -> float:
-    """What the last of a film's forwards took that ran between a picture's coming and its own forward."""
+    """Returns the duration of the last forward pass of a video that ran between a picture's arrival and its own
+    pass."""
     (picture,) = [forward for forward in forwards if forward.modality == "image"]
     film = [forward for forward in forwards if forward.modality == "video"]
     met = [one for one in film if one.ended_s > came_s and one.started_s < picture.started_s]
@@ -243,7 +248,8 @@ async def _pace(stage: Stage, *, is_decoded: bool) -> Pace:
 
 
 def _unit_s(films: Sequence[Forward]) -> float:
-    """What a forward over one of a film's units takes, median; units are fused where that is worth it."""
+    """Returns the median duration of a forward pass over one unit of a video; passes over several fused units do not
+    count."""
     least = min(forward.num_patches for forward in films)
     return statistics.median(one.ended_s - one.started_s for one in films if one.num_patches == least)
 

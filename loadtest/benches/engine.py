@@ -1,9 +1,11 @@
-"""`weft bench engine`: tokens per second of one worker, where a step's time goes, and the same work on what a user
-would pick instead (`--against transformers,transformers-serve,vllm`), in turn, in one run, medians of the rounds. Each
-chooses its own dtype for the bfloat16 weights, unless `--dtype` says which; `vllm-float32` is vLLM that was told that.
-It runs on a CUDA device where there is one; `--size 7b` is of a size that a GPU is for.
-`--images N`: N requests at once that bring a picture each, through a whole cluster over HTTP. `--host`: the host's
-share of a decode step alone, with a model that does nothing."""
+"""Runs `weft bench engine`: measures tokens per second of one worker and the parts of a step's time.
+
+It runs the same work on alternatives that a user might choose (`--against transformers,transformers-serve,vllm`), in
+turn, in one run, and takes medians of the rounds. Each engine chooses its own dtype for the bfloat16 weights unless
+`--dtype` sets it; `vllm-float32` is vLLM with float32. The bench runs on a CUDA device if there is one; `--size 7b` is
+a size meant for a GPU. `--images N` runs N requests at once with a picture each, through a whole cluster over HTTP.
+`--host` measures only the host's share of a decode step, with a model that does nothing.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,15 @@ if TYPE_CHECKING:
 PEERS = Path(__file__).parent / "peers"
 MAX_STEP_TOKENS, GPU_MAX_STEP_TOKENS = 1024, 8192
 BLOCK_SIZE, GPU_BLOCK_SIZE = 16, 256
-"""The kernel that reads pages in place on a GPU wants blocks of 256 tokens."""
+"""`GPU_BLOCK_SIZE` is 256 because the kernel that reads pages in place on a GPU requires blocks of 256 tokens."""
 MANY = Load(64, 64, 32)
-"""Many short sequences running at once: what a step costs beside its forward shows most."""
+"""This is a load of many short sequences that run at once, where the cost of a step outside of its forward pass is most
+visible."""
 NAME_TO_BAR = {"transformers": 1.0, "vllm": 1.2, "vllm-float32": 1.2}
-"""Times the peer's tokens per second."""
+"""Holds the target ratio of Weft's tokens per second to the peer's."""
 SPLICE_BAR_S, SPLICE_BAR_RATIO = 0.3e-3, 4 / 0.3
-"""The seed's, for a prompt of 5,000 tokens, against 4 ms in a loop; it does not say how wide the rows are."""
+"""Holds the targets for the splice of a prompt of 5,000 tokens. They come from a design note (docs/references.md),
+which compares with 4 ms in a loop and does not say how wide the rows are."""
 
 Split = dict[str, float]
 
@@ -72,7 +76,7 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def run(arguments: Sequence[str] = ()) -> BenchResult:
-    """Raises ConfigError when a peer can't be started."""
+    """Runs the bench that the arguments choose. Raises ConfigError when a peer can't be started."""
     chosen = options(arguments)
     if chosen.host:
         from loadtest.benches.engine_host import run_host
@@ -89,7 +93,8 @@ def run(arguments: Sequence[str] = ()) -> BenchResult:
 
 
 def start_peers(chosen: argparse.Namespace, model_dir: Path, *, has_pictures: bool = False) -> list[Peer]:
-    """Those of `--against`, in order. Raises ConfigError, and closes those that had started."""
+    """Starts the peers of `--against`, in order. Raises ConfigError if one does not start, and closes those that had
+    started."""
     started: list[Peer] = []
     try:
         for name in filter(None, chosen.against.split(",")):
@@ -152,7 +157,7 @@ async def _run(chosen: argparse.Namespace, model_dir: Path, peers: Sequence[Peer
 
 
 def _variant(chosen: argparse.Namespace, dtype: str) -> str:
-    """Names the file of results after what is not the default: `h100-7b`, `float32`."""
+    """Names the file of results after the options that differ from their defaults: `h100-7b`, `float32`."""
     names = [name for name, default in ((chosen.size, "180m"), (dtype, "bfloat16")) if name != default]
     if chosen.device == "cuda":
         import torch
@@ -179,7 +184,7 @@ def _config(chosen: argparse.Namespace, model_dir: Path, load: Load) -> ClusterC
 
 
 def seconds_so_far(worker: WorkerService) -> Split:
-    """Per part of a step, in their order."""
+    """Returns the seconds spent in each part of a step, in the order of the parts."""
     step, run = worker.step_times, worker.run_times
     return {
         "schedule": step.schedule_s,

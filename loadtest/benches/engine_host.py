@@ -1,8 +1,10 @@
-"""The host's share of a decode step, around a model that does nothing: ours, and vLLM's own where it is installed.
+"""Measures the host's share of a decode step around a model that does nothing: Weft's, and vLLM's own where it is
+installed.
 
-Ours is `plan_step`, the runner's inputs and `commit`; vLLM's its scheduler's `schedule` and `update_from_output` and
-its runner's state, inputs and attention metadata between them (what it writes of drawn tokens into its own batch is not
-counted). Times are CPU times of the thread, means over steps in which every sequence fills blocks of 16, in one run.
+Weft's share is `plan_step`, the runner's inputs and `commit`. vLLM's share is its scheduler's `schedule` and
+`update_from_output`, and its runner's state, inputs and attention metadata between them; the time in which vLLM writes
+sampled tokens into its own batch is not counted. Times are CPU times of the thread, in one run, and means over steps in
+which every sequence fills blocks of 16.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ PEER = Path(__file__).parent / "peers" / "vllm_host.py"
 NUM_SEQUENCES = (64, 256, 1024)
 BLOCK_SIZES = (16, 256)
 SMALLEST_VLLM_BLOCK = 32
-"""Its CPU attention takes multiples of it: against our blocks of 16 it has these, which cost it less."""
+"""vLLM's attention on a CPU takes multiples of this block size. Weft's blocks of 16 are compared with vLLM's blocks of
+this size, which cost vLLM less time than blocks of 16 would."""
 PROMPT_TOKENS = 256
 NUM_STEPS = 32
 HEAD_DIM = 32
@@ -61,7 +64,7 @@ _TINY: dict[str, Any] = {
 
 
 class HostTimes(NamedTuple):
-    """Seconds of one step."""
+    """Holds the seconds of one step."""
 
     plan_s: float
     inputs_s: float
@@ -73,7 +76,7 @@ class HostTimes(NamedTuple):
 
 
 class _Nothing:
-    """A LanguageModel that computes nothing and draws token 1 for ever."""
+    """Implements LanguageModel without computation and always samples token 1."""
 
     def __init__(self) -> None:
         import torch
@@ -95,7 +98,7 @@ class _Nothing:
 
 
 def run_host(chosen: argparse.Namespace) -> BenchResult:
-    """Raises ConfigError when vLLM is asked for and can't be started."""
+    """Runs the bench. Raises ConfigError when vLLM is chosen and can't be started."""
     is_beside_vllm = "vllm" in chosen.against.split(",")
     rows = [["sequences", "blocks of", "plan (ms)", "inputs (ms)", "commit (ms)", "sum (ms)", "vLLM's (ms)"]]
     bars = []
@@ -119,7 +122,7 @@ def run_host(chosen: argparse.Namespace) -> BenchResult:
 
 
 def measure(num_sequences: int, block_size: int) -> HostTimes:
-    """Ours."""
+    """Measures Weft's share."""
     import torch
 
     from llm_workers.attention import select_backend
@@ -181,7 +184,8 @@ def _none() -> Iterator[None]:
 
 @contextmanager
 def _vllm(python: str, block_size: int) -> Iterator[Any]:
-    """A function from a number of sequences to vLLM's seconds per step. Raises ConfigError if it does not start."""
+    """Starts vLLM and yields a function from a number of sequences to vLLM's seconds per step. Raises ConfigError if
+    vLLM does not start."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_TINY))
         command = [python, str(PEER), folder, str(max(block_size, SMALLEST_VLLM_BLOCK)), str(max(NUM_SEQUENCES))]

@@ -1,4 +1,6 @@
-"""Parts of the engine alone: the splice of a long prompt, and where a forward's time goes by kind of operation."""
+"""Measures parts of the engine alone: the splice of a long prompt, and how a forward pass's time divides between kinds
+of operation.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,8 @@ class SpliceTimes(NamedTuple):
 
 
 def splice_times(hidden: int = 1024) -> SpliceTimes:
-    """Medians for a prompt of 5,000 tokens with four pictures of 1,000 in bfloat16: the runner's splice, and the loop
-    over tokens that one would write first."""
+    """Returns medians for a prompt of 5,000 tokens with four pictures of 1,000 tokens in bfloat16: for the runner's
+    splice, and for a simple loop over tokens."""
     import torch
 
     from llm_workers.scheduling.plan import Splice
@@ -75,8 +77,8 @@ def splice_times(hidden: int = 1024) -> SpliceTimes:
 def forward_shares(
     config: ClusterConfig, num_sequences: int, prompt_tokens: int, context: int
 ) -> dict[str, dict[str, float]]:
-    """Step (`decode`, `prefill`) -> kind of operation -> share of the forward's time, as torch's profiler sees it.
-    Loads the model anew; side effects of `compose.prepare_process`."""
+    """Returns, for each step (`decode`, `prefill`), the share of the forward pass's time of each kind of operation, as
+    torch's profiler measures it. Loads the model again and has the side effects of `compose.prepare_process`."""
     import torch
 
     from llm_workers.attention import select_backend
@@ -112,7 +114,8 @@ def forward_shares(
 
 
 def _shares(forward: Callable[[], Any], *, is_gpu: bool) -> dict[str, float]:
-    """On a GPU the time of its kernels counts, by the operation that started them; what the host adds is idle time."""
+    """Returns the share of each kind of operation. On a GPU, the time of a kernel counts for the operation that started
+    it, and time that only the host takes is idle time."""
     import torch
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
@@ -129,7 +132,7 @@ def _shares(forward: Callable[[], Any], *, is_gpu: bool) -> dict[str, float]:
     kind_to_us: dict[str, float] = {}
     for event in seen.key_averages():
         if event.device_type != DeviceType.CPU:
-            continue  # a kernel, which counts with the operation that started it
+            continue  # this is a kernel, which counts with the operation that started it
         kind = operation_to_kind.get(event.key, "norms, rotary and the rest")
         own_us = event.self_device_time_total if is_gpu else event.self_cpu_time_total
         kind_to_us[kind] = kind_to_us.get(kind, 0.0) + own_us

@@ -1,5 +1,7 @@
-"""`weft bench engine --images N`: requests with a picture each, through router, encoder and worker in one process, over
-HTTP; and the same on `transformers serve` (a LLaVA), or on vLLM's own server (a Qwen2.5-VL of that size)."""
+"""Runs `weft bench engine --images N`: requests with a picture each, through router, encoder and worker in one process,
+over HTTP. It runs the same requests on `transformers serve` (a LLaVA), or on vLLM's own server (a Qwen2.5-VL of that
+size).
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,14 @@ from loadtest.benches.synthetic import IMAGE_SIDE, IMAGE_TOKENS
 from loadtest.benches.worker_load import Load
 
 ENCODE_TIMEOUT_MS = 120_000
-"""A slow machine takes longer over so many pictures at once than a cluster lets them wait by itself."""
+"""A slow machine takes longer to encode so many pictures at once than the default timeout of a cluster permits."""
 NAME_TO_BAR = {"transformers-serve": 5.0, "vllm": 1.2, "vllm-float32": 1.2}
-"""Times the peer. `transformers serve` takes one request with a picture after the other; vLLM runs a Qwen2.5-VL."""
+"""Holds the target ratio of Weft's rate to the peer's rate. `transformers serve` serves requests with a picture one
+after the other; vLLM runs a Qwen2.5-VL."""
 
 
 async def run_pictures(chosen: argparse.Namespace, model_dir: Path, peers: Sequence[Peer]) -> BenchResult:
-    """Closes the peers."""
+    """Runs the rounds on Weft and on each peer, and closes the peers."""
     load = Load(chosen.images, IMAGE_TOKENS, chosen.output_tokens)
     config = ClusterConfig.model_validate(
         {
@@ -67,7 +70,7 @@ async def run_pictures(chosen: argparse.Namespace, model_dir: Path, peers: Seque
 
 
 async def _round(url: str, load: Load, seed: int) -> float:
-    """Output tokens per second."""
+    """Runs one round and returns the output tokens per second."""
     bodies = [weft_body("bench", messages, load.output_tokens) for messages in picture_messages(load, seed)]
     done = await run_chats(url, bodies)
     return done.tokens / done.seconds

@@ -1,8 +1,9 @@
-"""`weft bench memory`: does memory stay flat while every request brings a picture never seen before?
+"""Runs `weft bench memory`: measures whether memory stays flat while every request brings a picture that was never sent
+before.
 
-Through a whole cluster in this process (2,000 requests take a few minutes on two cores); with `--replicas` through
-Ray, a process per member. Resident memory is read again and again: what counts is the median after the warm-up
-against the median at the end, and the highest in between.
+The requests go through a whole cluster in this process (2,000 requests take a few minutes on two cores), or with
+`--replicas` through Ray, with a process per member. Resident memory is read repeatedly. The bench compares the median
+after the warm-up with the median at the end, and also shows the highest value in between.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ NUM_WARM_UP = 400
 CONCURRENCY = 8
 SAMPLE_EVERY = 50
 NUM_SAMPLES = 5
-"""At the beginning and at the end; of a short run fewer."""
+"""This is the number of samples at the beginning and at the end; a short run uses fewer."""
 MOST_GROWTH_MIB = 50.0
 MIB = 2**20
 
 
 @dataclass
 class Samples:
-    """Resident bytes of each process, every so many requests."""
+    """Holds the resident bytes of each process, read after every `SAMPLE_EVERY` requests."""
 
     name_to_pid: dict[str, int]
     name_to_bytes: dict[str, list[int]] = field(default_factory=dict)
@@ -66,8 +67,8 @@ def run(options: Sequence[str] = ()) -> BenchResult:
 
 
 def _config() -> ClusterConfig:
-    """Small caches, so that they are full when the warm-up ends: what grows afterwards is a leak. Pictures alone: the
-    largest video would not fit them."""
+    """Makes a config with small caches, so that they are full when the warm-up ends; later growth is then a leak. It
+    serves pictures only, because the largest video would not fit into these caches."""
     data = load_config(None).model_dump()
     data["server"]["port"] = 0
     data["encoders"]["arena_bytes"] = data["workers"]["inbox_bytes"] = data["workers"]["kept_bytes"] = 4 * MIB
@@ -82,7 +83,8 @@ def _config() -> ClusterConfig:
 
 
 def _in_process(config: ClusterConfig, num_warm_up: int, num_requests: int) -> Samples:
-    """Router, encoder, worker and client are this process: what any of them keeps is seen."""
+    """Runs router, encoder, worker and client in this process, so that the measurement covers the memory of all of
+    them."""
     return asyncio.run(_serve_here(config, num_warm_up, num_requests))
 
 
@@ -137,7 +139,7 @@ def _in_parts(ask_all: Callable[[range], object], samples: Samples, num_warm_up:
 
 
 def _body(model: str, number: int) -> dict[str, object]:
-    """A picture of noise; few sizes, so that each comes often."""
+    """Makes a request with a picture of noise; there are few sizes, so that each occurs often."""
     rng = np.random.default_rng(number)
     width, height = (int(side) for side in rng.choice((64, 96, 128), 2))
     buffer = io.BytesIO()

@@ -1,7 +1,8 @@
-"""`weft bench path`: where the time of a request goes, on the machine at hand, with the demo model.
+"""Runs `weft bench path`: measures where the time of a request goes, on this machine, with the demo model.
 
-Three parts: the engine alone (steps and tokens per second by concurrency), one feature over NIXL between two
-processes, and requests through a real cluster, cut at the trace's events into router, Ray and engine.
+The bench has three parts: the engine alone (steps and tokens per second by concurrency), one feature over NIXL between
+two processes, and requests through a real cluster. The trace's events divide the time of a request into router, Ray and
+engine.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def run() -> BenchResult:
 
 
 async def _engine() -> dict[int, Measured]:
-    """Concurrency -> medians over the rounds, of one worker service without router, Ray or HTTP."""
+    """Returns, for each concurrency, the medians over the rounds of one worker service without router, Ray or HTTP."""
     loads = [Load(concurrency, PROMPT_TOKENS, OUTPUT_TOKENS) for concurrency in CONCURRENCIES]
     taken: dict[int, list[Measured]] = {load.concurrency: [] for load in loads}
     async with worker_of(load_config(None)) as worker:
@@ -68,7 +69,7 @@ async def _engine() -> dict[int, Measured]:
 
 
 def _nixl(num_pulls: int = 30) -> float:
-    """Median milliseconds of one pull between two processes, generation check included."""
+    """Returns the median milliseconds of one pull between two processes, generation check included."""
     from fabric.channel_nixl import NixlFeatureSink
 
     context = multiprocessing.get_context("spawn")
@@ -103,7 +104,7 @@ def _publish(pipe: Connection) -> None:
 
 
 def _cluster_path(num_requests: int = 40) -> dict[str, float]:
-    """Median milliseconds per stage of short text requests, one at a time, through Ray Serve and HTTP."""
+    """Returns the median milliseconds per stage of short text requests, one at a time, through Ray Serve and HTTP."""
     import httpx
 
     from deploy.serving.runtime import run_cluster

@@ -1,4 +1,4 @@
-"""What a user would pick instead, each in a process of its own."""
+"""Runs the alternatives to Weft that a user might choose, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ class Peer(Protocol):
     name: str
 
     def run(self, load: Load, seed: int) -> float:
-        """Output tokens per second of one round; fresh prompts of that seed. Raises ConfigError if it did less."""
+        """Runs one round with fresh prompts made from `seed`, and returns the output tokens per second. Raises
+        ConfigError if the peer made fewer tokens."""
         ...
 
     def close(self) -> None: ...
 
 
 class RoundsPeer:
-    """A script that follows `peers/protocol.py`: token ids in, seconds out."""
+    """Runs a script that follows `peers/protocol.py`: token ids in, seconds out."""
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
-        """Raises ConfigError if it ends before it is ready."""
+        """Starts the script. Raises ConfigError if it ends before it is ready."""
         self.name = name
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None
@@ -64,7 +65,7 @@ class RoundsPeer:
 
 
 class ServePeer:
-    """A server over HTTP that speaks the OpenAI chat API."""
+    """Runs a server over HTTP that implements the OpenAI chat API."""
 
     def __init__(
         self,
@@ -73,8 +74,8 @@ class ServePeer:
         environment: Mapping[str, str],
         make_bodies: Callable[[Load, int], list[Body]],
     ) -> None:
-        """`command` is run with `--host` and `--port` behind it; `make_bodies` gives the requests of a load and a seed.
-        Raises ConfigError if the server does not answer in time, with what it said last."""
+        """Runs `command` with `--host` and `--port` appended; `make_bodies` makes the requests of a load from a seed.
+        Raises ConfigError, with the last line of the server's output, if the server does not answer in time."""
         self.name, self._make_bodies = name, make_bodies
         port = _free_port()
         self._url = f"http://127.0.0.1:{port}"
@@ -114,8 +115,8 @@ class ServePeer:
 
 
 def transformers_serve(python: str, model_dir: Path, dtype: str, num_threads: int, *, has_pictures: bool) -> ServePeer:
-    """`transformers serve`. It needs `fastapi`, `uvicorn`, `openai` and `accelerate` beside transformers, in the
-    environment of the given Python."""
+    """Starts `transformers serve`. It requires `fastapi`, `uvicorn`, `openai` and `accelerate` in addition to
+    transformers, in the environment of the given Python."""
     command = [
         str(Path(python).with_name("transformers")),
         "serve",
@@ -134,11 +135,11 @@ def transformers_serve(python: str, model_dir: Path, dtype: str, num_threads: in
 
 
 def vllm_serve(name: str, python: str, model_dir: Path, dtype: str, num_threads: int) -> ServePeer:
-    """vLLM's own server, for requests with pictures; its caches of prompts and of pictures are on, as ours are. It is
-    given the first `num_threads` cores: by itself it leaves one to its other processes."""
+    """Starts vLLM's own server, for requests with pictures; its caches of prompts and of pictures are on, as Weft's
+    are. The server gets the first `num_threads` cores; by default it leaves one core to its other processes."""
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model_dir), "--dtype", dtype]
     command += ["--served-model-name", "bench", "--max-model-len", "1024", "--limit-mm-per-prompt", '{"video": 0}']
-    command += ["--distributed-executor-backend", "uni"]  # in one process with its engine: faster here than in two
+    command += ["--distributed-executor-backend", "uni"]  # one process with the engine is faster here than two
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{num_threads - 1}",

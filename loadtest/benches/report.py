@@ -1,4 +1,6 @@
-"""What a bench returns and where it goes: a table on standard output, bars as JSON, a file with machine and commit."""
+"""Defines what a bench returns and where it goes: a table on standard output, bars as JSON, and a file with machine and
+commit.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A measured value against its target. `is_max`: the value must not pass the target (times), else it must reach
-    it (rates)."""
+    """A `Bar` is a measured value and its target. With `is_max` the value must not exceed the target (times); otherwise
+    it must reach the target (rates)."""
 
     name: str
     value: float
@@ -41,13 +43,13 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class BenchResult:
-    """Rows of the table (the first is the heading) and the bars."""
+    """Holds the rows of the table (the first row is the heading) and the bars."""
 
     rows: list[list[str]]
     bars: list[Bar]
     notes: list[str] = field(default_factory=list)
     variant: str = ""
-    """Of a bench that can do several things: each has a file of its own."""
+    """Names the kind of run of a bench that has several; each kind has a file of its own."""
 
 
 def render_table(rows: list[list[str]]) -> str:
@@ -60,7 +62,7 @@ def render_table(rows: list[list[str]]) -> str:
 
 
 def machine() -> dict[str, object]:
-    """What the numbers were taken on."""
+    """Describes the machine on which the numbers were taken."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     cpu = platform.processor() or platform.machine()
     with open("/proc/cpuinfo") as info:
@@ -75,7 +77,7 @@ def machine() -> dict[str, object]:
 
 
 def _gpu() -> dict[str, str]:
-    """Nothing where the bench did not import torch, or torch sees no CUDA device."""
+    """Describes the GPU. Returns nothing if the bench did not import torch, or if torch finds no CUDA device."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return {}
@@ -83,7 +85,8 @@ def _gpu() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Of the checkout that the bench runs from; `-dirty` when it has changes, `unknown` outside of one."""
+    """Returns the commit of the checkout that the bench runs from, with `-dirty` if it has changes, or `unknown`
+    outside of a checkout."""
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],
@@ -98,8 +101,8 @@ def commit() -> str:
 
 
 def publish(name: str, result: BenchResult, *, as_json: bool) -> None:
-    """Prints the table, or with `as_json` the bars as one line of JSON and the table on standard error, and writes
-    `loadtest/results/NAME.json` (the newest run replaces the last; git keeps the history)."""
+    """Prints the table, or with `as_json` prints the bars as one line of JSON and the table on standard error. Also
+    writes `loadtest/results/NAME.json` (the newest run replaces the last; git keeps the history)."""
     people = sys.stderr if as_json else sys.stdout
     name = f"{name}-{result.variant}" if result.variant else name
     print(f"bench {name}\n\n{render_table(result.rows)}\n", file=people)

@@ -1,4 +1,6 @@
-"""Random checkpoints of a given size, for speed only: weights say nothing, shapes and dtypes are real."""
+"""Makes random checkpoints of a given size, for speed only: the weights are meaningless, and shapes and dtypes are
+real.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ IMAGE_SIDE = 448
 IMAGE_TOKENS = 256
 _PATCH = 28
 _IMAGE_ID = 2_048
-"""Of `<image>`: the first behind the demo tokenizer's own tokens."""
+"""This is the id of `<image>`, which follows the demo tokenizer's own tokens."""
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 1024,
@@ -39,25 +41,26 @@ _TEMPLATE = """{%- for message in messages -%}
 
 
 def qwen2_180m() -> Path:
-    """A Qwen2 of about 180M random parameters in bfloat16, with the demo model's tokenizer. Cached; seeded."""
+    """Makes a Qwen2 of about 180M random parameters in bfloat16, with the demo model's tokenizer. Cached; seeded."""
     return _cached("bench-qwen2-180m-2", _write_qwen2)
 
 
 def qwen2_7b() -> Path:
-    """A Qwen2 with the layers of Qwen2.5-7B and the small vocabulary of the others: 6.8 billion random parameters in
-    bfloat16, 13 GB. Cached; seeded."""
+    """Makes a Qwen2 with the layers of Qwen2.5-7B and the small vocabulary of the other checkpoints: 6.8 billion random
+    parameters in bfloat16, 13 GB. Cached; seeded."""
     return _cached("bench-qwen2-7b-1", _write_qwen2_7b)
 
 
 def llava_180m() -> Path:
-    """The same language model behind a small CLIP tower (12M parameters): a picture of 448 pixels is one tile of 256
-    tokens. LLaVA, as its processor runs without torchvision in transformers too. Cached; seeded."""
+    """Makes a LLaVA with the same language model behind a small CLIP tower (12M parameters); a picture of 448 pixels is
+    one tile of 256 tokens. LLaVA was chosen because its processor also runs in transformers without torchvision.
+    Cached; seeded."""
     return _cached("bench-llava-180m-1", _write_llava)
 
 
 def qwen2_5_vl_180m() -> Path:
-    """The same language model with M-RoPE behind a Qwen2.5-VL tower of the same size as LLaVA's: a picture of 448
-    pixels is 1,024 patches and 256 tokens. What vLLM's own server runs too. Cached; seeded."""
+    """Makes a model with the same language model and M-RoPE behind a Qwen2.5-VL tower of the size of LLaVA's tower; a
+    picture of 448 pixels is 1,024 patches and 256 tokens. vLLM's own server runs it too. Cached; seeded."""
     return _cached("bench-qwen2.5-vl-180m-1", _write_qwen2_5_vl)
 
 
@@ -134,7 +137,8 @@ def _write_llava(directory: Path) -> None:
 
 
 def _write_qwen2_5_vl(directory: Path) -> None:
-    """With the demo's tokenizer and template as they are: they know the tokens of Qwen's pictures."""
+    """Writes the checkpoint with the demo's tokenizer and template unchanged, because they include the tokens of Qwen's
+    pictures."""
     import torch
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -179,7 +183,8 @@ def _write_qwen2_5_vl(directory: Path) -> None:
 
 
 def _write_tokenizer(directory: Path) -> None:
-    """The demo's, with `<image>` and a template that any server can render, and no word of the demo's processor."""
+    """Writes the demo's tokenizer with `<image>` added, a template that any server can render, and without the settings
+    of the demo's processor."""
     from deploy.demo.build import demo_checkpoint
 
     shutil.copyfile(demo_checkpoint() / "tokenizer.json", directory / "tokenizer.json")

@@ -1,4 +1,4 @@
-"""Load on one worker service, without router, Ray or HTTP: what the engine alone can do."""
+"""Puts load on one worker service without router, Ray or HTTP, to measure the engine alone."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 
 ROUTER, ROUTER_ADDRESS = MemberId("bench-router"), "local://bench-router"
 LEASE_S = 24 * 3600.0
-"""Of the router that is not there: a worker ends the requests of one that it has not heard of for long."""
+"""This is the lease of the simulated router; a worker ends the requests of a router that sends no heartbeat for
+long."""
 
 
 class Load(NamedTuple):
-    """`concurrency` requests at once, each with so many tokens in and out."""
+    """A `Load` is `concurrency` requests at once, each with `prompt_tokens` tokens in and `output_tokens` tokens
+    out."""
 
     concurrency: int
     prompt_tokens: int
@@ -36,7 +38,7 @@ class Load(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Of one round."""
+    """Holds the measurements of one round."""
 
     steps_per_s: float
     tokens_per_s: float
@@ -46,7 +48,7 @@ class Measured(NamedTuple):
 
 @contextlib.asynccontextmanager
 async def worker_of(config: ClusterConfig) -> AsyncIterator[WorkerService]:
-    """A started worker of the configured model, alone."""
+    """Starts one worker of the configured model, without any other member, and stops it at the end."""
     compose.prepare_process(config)
     config, model = compose.open_model(config)
     hub = LocalHub()
@@ -66,12 +68,12 @@ async def worker_of(config: ClusterConfig) -> AsyncIterator[WorkerService]:
 
 
 def prompts_of(load: Load, vocab_size: int, seed: int) -> np.ndarray:
-    """Random token ids `(concurrency, prompt_tokens)`: nothing of them is in a prefix cache."""
+    """Returns random token ids `(concurrency, prompt_tokens)`; no part of them is in a prefix cache."""
     return np.random.default_rng(seed).integers(1, vocab_size, (load.concurrency, load.prompt_tokens))
 
 
 async def run_load(worker: WorkerService, load: Load, vocab_size: int, seed: int) -> Measured:
-    """One round: fresh random prompts, so that nothing is found in the prefix cache."""
+    """Runs one round with fresh random prompts, so that nothing is found in the prefix cache."""
     prompts = prompts_of(load, vocab_size, seed)
     steps, begun = worker.report().steps, time.monotonic()
     results = await asyncio.gather(

@@ -1,5 +1,6 @@
-"""Audio towers: what a sound becomes in each family, and the encoders themselves.
+"""Turns sounds into features: plans and spectrograms of each family, and the encoders (audio towers) themselves.
 
-Pure: `cutting` (where a spectrogram may be cut), `sound` (a family's half for sounds), `halves` (that of each family,
-from its config). Torch: `encoder` and a module per tower.
+Three modules are pure: `cutting` decides where a spectrogram may be cut, `sound` holds what a family does with sounds
+before its encoder, and `halves` builds that for each family from its config. Torch is needed by `attention`,
+`device_sounds`, `encoder` and by the module of each tower (`qwen2_audio`, `qwen2_5_omni`, `qwen3_omni`).
 """

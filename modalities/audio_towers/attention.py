@@ -1,7 +1,7 @@
-"""Attention within segments of packed rows, under transformers' own attention modules.
+"""Computes attention within segments of packed rows, called by transformers' own attention modules.
 
-A tower's layers are called with all rows in one sequence and the keyword `segments`: rows of a segment see each other
-and nobody else. Segments of one length are attended to together. Knows no models.
+A tower's layers receive all rows in one sequence and the keyword `segments`: a row sees only the rows of its own
+segment. Segments of equal length are computed together. This module knows nothing of particular models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ATTENTION_NAME = "weft_segments"
 
 
 class Segments:
-    """Lengths of segments that follow each other, and where the rows of equally long ones stand."""
+    """Holds the lengths of consecutive segments, and the indexes of the rows of all segments of equal length."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths = list(lengths)
@@ -27,9 +27,10 @@ class Segments:
             (starts[:-1][counts == length][:, None] + torch.arange(length)).to(device)
             for length in sorted(set(self.lengths))
         ]
-        """int64 `(num_segments, length)` each: indexes of rows."""
+        """Holds the indexes of rows, one tensor for each length. Each is int64 and has shape
+        `(num_segments, length)`."""
         self.whole = torch.tensor([0, sum(self.lengths)])
-        """As one sequence, for modules that would cut it themselves."""
+        """Holds the bounds of all rows as one sequence, for modules that would otherwise cut the rows themselves."""
 
 
 def attend(
@@ -42,8 +43,10 @@ def attend(
     segments: Segments | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers' attention modules call: `query` `(1, num_heads, num_rows, head_dim)` ->
-    `(1, num_rows, num_heads, head_dim)`."""
+    """Computes the attention within each segment; transformers' attention modules call this function.
+
+    `query` has shape `(1, num_heads, num_rows, head_dim)`, the result `(1, num_rows, num_heads, head_dim)`. Raises
+    ConfigError if `segments` is missing."""
     if segments is None:
         raise ConfigError("the segmented attention was called without its segments")
     packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
@@ -55,7 +58,7 @@ def attend(
 
 
 def register_attention() -> str:
-    """Makes the function known to transformers, for this process; returns its name. Idempotent."""
+    """Registers `attend` with transformers for this process and returns its name. The function is idempotent."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, attend)

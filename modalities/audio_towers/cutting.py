@@ -1,6 +1,7 @@
-"""Where a spectrogram may be cut into units so that each, encoded alone, gives exactly its rows of the whole.
+"""Cuts a spectrogram into units so that each unit, encoded alone, gives exactly its rows of the whole spectrogram.
 
-Each tower's convolutions and attention stay within chunks of mel frames; a unit is some chunks. Knows no weights.
+Each tower's convolutions and attention stay within chunks of mel frames; a unit is one or more chunks. This module
+knows nothing of weights.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 
 class Window(NamedTuple):
-    """A unit."""
+    """A `Window` holds the size of one unit: its mel frames, and the rows (tokens) that they become."""
 
     num_frames: int
     num_tokens: int
@@ -18,17 +19,17 @@ class Window(NamedTuple):
 class Cutting(Protocol):
     @property
     def unit_frames(self) -> int:
-        """Mel frames of a full unit."""
+        """Returns the number of mel frames of a full unit."""
         ...
 
     def num_tokens(self, num_frames: int) -> int:
-        """Rows that so many frames in a row become, from the beginning of a unit on."""
+        """Returns the number of rows that the first `num_frames` consecutive mel frames of a unit become."""
         ...
 
 
 def cut(num_frames: int, cutting: Cutting) -> tuple[Window, ...]:
-    """The units of a spectrogram. A rest that gives no row of its own joins the unit before it; nothing at all if the
-    whole gives none."""
+    """Returns the units of a spectrogram. A remainder that gives no row of its own joins the unit before it. The result
+    is empty if the whole spectrogram gives no row."""
     counts = [cutting.unit_frames] * (num_frames // cutting.unit_frames)
     if rest := num_frames % cutting.unit_frames:
         counts.append(rest)
@@ -38,8 +39,9 @@ def cut(num_frames: int, cutting: Cutting) -> tuple[Window, ...]:
 
 
 class PooledChunks(NamedTuple):
-    """One halving by convolution within each chunk, one by pooling pairs over the whole (Qwen2.5-Omni, Qwen2-Audio:
-    `_get_feat_extract_output_lengths`). `unit_frames` must be whole chunks and a multiple of four."""
+    """Counts the rows of Qwen2.5-Omni and Qwen2-Audio (`_get_feat_extract_output_lengths`): a convolution halves the
+    frames within each chunk, then pooling of pairs over the whole unit halves them a second time. `unit_frames` must
+    be a whole number of chunks and a multiple of four."""
 
     unit_frames: int
 
@@ -48,8 +50,8 @@ class PooledChunks(NamedTuple):
 
 
 class ConvolvedChunks(NamedTuple):
-    """Three halvings by convolution within each chunk (Qwen3-Omni: `_get_feat_extract_output_lengths`, which counts
-    what is left of a full chunk as 13)."""
+    """Counts the rows of Qwen3-Omni (`_get_feat_extract_output_lengths`): three convolutions halve the frames within
+    each chunk. The reference counts 13 rows for a full chunk."""
 
     chunk_frames: int
     unit_frames: int
@@ -60,7 +62,7 @@ class ConvolvedChunks(NamedTuple):
 
 
 def halved(num_frames: int, num_times: int) -> int:
-    """Frames behind so many convolutions of stride two and padding one."""
+    """Returns the number of frames that remain after `num_times` convolutions of stride two and padding one."""
     for _ in range(num_times):
         num_frames = (num_frames + 1) // 2
     return num_frames

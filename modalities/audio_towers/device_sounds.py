@@ -1,4 +1,7 @@
-"""A family's sounds -> units, on a device: resampled, transformed and cut in batches. Knows no weights."""
+"""Turns the sounds of a family into units on a device: it resamples and transforms them in batches and cuts them.
+
+This module knows nothing of weights.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from modalities.waveform import Waveform
 
 
 class DeviceSounds:
-    """Implements `modalities.waveform.Spectrograms`. Not thread-safe."""
+    """Implements `modalities.waveform.Spectrograms`. It is not thread-safe."""
 
     def __init__(self, half: SoundHalf, device: str) -> None:
         self._half = half
@@ -24,7 +27,7 @@ class DeviceSounds:
         self._mel = DeviceMel(half.mel, device)
 
     def units(self, waveforms: Sequence[Waveform]) -> list[list[EncoderInput]]:
-        """Of each sound what `SoundHalf.preprocess` gives, to 1e-4."""
+        """Returns for each sound the units that `SoundHalf.preprocess` returns, equal to within 1e-4."""
         half = self._half
         sounds = self._resampler.resampled(waveforms)
         segments = [half.segments(waveform.num_samples) for waveform in waveforms]
@@ -37,7 +40,8 @@ class DeviceSounds:
 
 
 def _on_host(spectrograms: Sequence[torch.Tensor]) -> list[npt.NDArray[np.float32]]:
-    """In one copy: units wait for their forward in host memory, whose budget is kept."""
+    """Copies all spectrograms to the host at once. Units wait for their forward pass in host memory because the
+    encoder limits how much of that memory they take."""
     if not spectrograms:
         return []
     values: npt.NDArray[np.float32] = torch.cat(list(spectrograms)).cpu().numpy()

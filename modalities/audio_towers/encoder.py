@@ -1,4 +1,7 @@
-"""Spectrograms of many sounds -> features, in one packed forward. Knows no requests, no queues and no one tower."""
+"""Encodes the spectrograms of many sounds into features, in one packed forward pass.
+
+This module knows nothing of requests or queues, and of no particular tower.
+"""
 
 from __future__ import annotations
 
@@ -20,34 +23,35 @@ _TOWER_NAMES = PartNames({r"^(thinker\.)?(model\.)?audio_tower\.": ""}, names_of
 
 class RowsOf(Protocol):
     def __call__(self, tower: Any, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:
-        """Rows of each unit, `(num_tokens, hidden)`."""
+        """Returns the rows of each unit. Each tensor has shape `(num_tokens, hidden)`."""
         ...
 
 
 class SoundEncoder:
-    """Implements `modalities.family.EncoderModel`. One forward at a time: not thread-safe."""
+    """Implements `modalities.family.EncoderModel`. It runs one forward pass at a time and is not thread-safe."""
 
     def __init__(self, tower: PreTrainedModel, rows_of: RowsOf) -> None:
         self._tower, self._rows_of = tower, rows_of
 
     @torch.no_grad()
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        """Per unit `(1, num_tokens, hidden)`: sounds have no DeepStack levels. Units do not attend to each other."""
+        """Returns the features of each unit, with shape `(1, num_tokens, hidden)`: sounds have no DeepStack levels.
+        Units do not attend to each other."""
         return [rows[None].contiguous() for rows in self._rows_of(self._tower, inputs)] if inputs else []
 
 
 def load_tower(
     kind: type[PreTrainedModel], model_dir: Path, config: PreTrainedConfig, place: tuple[str, str]
 ) -> PreTrainedModel:
-    """An Omni model's audio tower, its attention that of `attention`. `config`: the model's `audio_config`; `place` is
-    (device, dtype). Raises ConfigError if a weight is missing."""
+    """Loads an Omni model's audio tower, with the attention of `modalities.audio_towers.attention`. `config` is the
+    model's `audio_config`; `place` is (device, dtype). Raises ConfigError if a weight is missing."""
     tower: PreTrainedModel = load_part(kind, model_dir, config, _TOWER_NAMES, place, register_attention())
     return tower
 
 
 def batched(pieces: Sequence[np.ndarray], num_frames: int, like: torch.Tensor) -> torch.Tensor:
-    """Spectrograms `(n, num_bins)` of at most `num_frames` -> `(len(pieces), num_bins, num_frames)`, filled up with
-    zeros; device and dtype of `like`."""
+    """Stacks spectrograms of shape `(n, num_bins)`, with `n` at most `num_frames`, and pads them with zeros. The result
+    has shape `(len(pieces), num_bins, num_frames)` and the device and dtype of `like`."""
     batch = np.zeros((len(pieces), pieces[0].shape[1], num_frames), dtype=np.float32)
     for index, piece in enumerate(pieces):
         batch[index, :, : len(piece)] = piece.T
@@ -55,11 +59,13 @@ def batched(pieces: Sequence[np.ndarray], num_frames: int, like: torch.Tensor) -
 
 
 def taken(batch: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
-    """The first `counts[i]` rows of `batch[i]`, packed: `(n, num_rows, width)` -> `(sum(counts), width)`."""
+    """Returns the first `counts[i]` rows of each `batch[i]`, packed. `batch` has shape `(n, num_rows, width)`, the
+    result `(sum(counts), width)`."""
     return torch.cat([rows[:count] for rows, count in zip(batch, counts, strict=True)])
 
 
 def pooled_pairs(rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
-    """Means of pairs within each of the packed units of `counts` rows; an odd last one is dropped."""
+    """Returns the means of pairs of rows within each packed unit; unit `i` has `counts[i]` rows. An odd last row is
+    dropped."""
     units = rows.split(list(counts))
     return [(unit[0 : 2 * (len(unit) // 2) : 2] + unit[1::2]) / 2 for unit in units]

@@ -1,4 +1,7 @@
-"""The half for sounds of each family, from its config files. What Weft can't run is refused here. Pure."""
+"""Reads from each family's config files how it treats sounds (its `SoundHalf`), and refuses what Weft can't run.
+
+This module is pure and knows nothing of weights.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,20 @@ from modalities.mel import MelOptions
 from modalities.mel_options import read_mel_options
 
 _ROWS_OF_A_CHUNK = 13
-"""That Qwen3-Omni's count of rows has as a constant, whatever the chunk."""
+"""This is the number of rows per chunk that Qwen3-Omni's count of rows has as a constant, for every chunk size."""
 _UNIT_CHUNKS = 4
-"""Of Qwen2.5-Omni: units of 8 s, as long as Qwen3-Omni's. A unit has its own announcement and transfer, and a chunk
-alone (50 rows) would be too little for them."""
+"""This is the number of chunks in a unit of Qwen2.5-Omni, so that its units last 8 s like those of Qwen3-Omni. Each
+unit is announced and transferred separately, and a single chunk (50 rows) is too small for that cost."""
 _READ_AHEAD = 2
-"""Mel frames that the two convolutions of Qwen2-Audio see behind the last row that counts."""
+"""This is the number of mel frames that the two convolutions of Qwen2-Audio read after the last row that counts."""
 
 
 def qwen3_omni_sound(model_dir: Path, audio: Mapping[str, Any], hidden_size: int) -> SoundHalf:
-    """`audio`: the model's `audio_config`; `hidden_size`: the text model's. Convolutions see chunks of `2 * n_window`
-    mel frames, attention `n_window_infer`, which is a unit. Sounds of any length (the reference's processor:
-    `padding=True, truncation=False`). Raises ConfigError."""
+    """Returns how Qwen3-Omni treats sounds. `audio` is the model's `audio_config`; `hidden_size` is the text model's.
+
+    Convolutions see chunks of `2 * n_window` mel frames; attention sees `n_window_infer` mel frames, rounded down to
+    whole chunks, and these are a unit. Sounds may have any length (the reference's processor uses
+    `padding=True, truncation=False`). Raises ConfigError for a config that Weft can't run."""
     mel = _mel(model_dir, audio)
     _check_width(audio, hidden_size)
     chunk_frames, seen = 2 * _number(audio, "n_window", 50), _number(audio, "n_window_infer", 800)
@@ -34,9 +39,11 @@ def qwen3_omni_sound(model_dir: Path, audio: Mapping[str, Any], hidden_size: int
 
 
 def qwen2_5_omni_sound(model_dir: Path, audio: Mapping[str, Any], hidden_size: int) -> SoundHalf:
-    """As above. Convolutions and attention see chunks of `2 * n_window` mel frames; of these, pairs are pooled. The
-    spectrogram is that of a sound with silence up to the extractor's length; longer sounds, which the reference's
-    processor cuts off, are taken whole. Raises ConfigError."""
+    """Returns how Qwen2.5-Omni treats sounds. `audio` and `hidden_size` are as in `qwen3_omni_sound`.
+
+    Convolutions and attention see chunks of `2 * n_window` mel frames, and pairs of their rows are pooled. The
+    spectrogram is computed as if silence padded the sound to the extractor's length. The reference's processor
+    truncates longer sounds; Weft encodes them whole. Raises ConfigError for a config that Weft can't run."""
     mel = _mel(model_dir, audio)
     _check_width(audio, hidden_size)
     chunk_frames = 2 * _number(audio, "n_window", 100)
@@ -44,8 +51,10 @@ def qwen2_5_omni_sound(model_dir: Path, audio: Mapping[str, Any], hidden_size: i
 
 
 def qwen2_audio_sound(model_dir: Path, audio: Mapping[str, Any]) -> SoundHalf:
-    """Attention sees the extractor's 30 s, so these are a unit. A longer sound, which the reference's processor cuts
-    off, is heard as several, one behind the other. Raises ConfigError."""
+    """Returns how Qwen2-Audio treats sounds. `audio` is the model's `audio_config`.
+
+    Attention sees the extractor's 30 s, so these are a unit. The reference's processor truncates a longer sound; Weft
+    encodes it as several consecutive sounds. Raises ConfigError for a config that Weft can't run."""
     mel = _mel(model_dir, audio)
     num_frames = mel.chunk_samples // mel.hop
     if num_frames != 2 * _number(audio, "max_source_positions", 1500) or mel.chunk_samples % mel.hop:

@@ -1,4 +1,5 @@
-"""Qwen2.5-Omni's audio tower: convolutions and attention per chunk of `2 * n_window` mel frames, pairs pooled."""
+"""Runs Qwen2.5-Omni's audio tower: convolutions and attention stay within chunks of `2 * n_window` mel frames, then
+pairs of rows are pooled. This module knows nothing of requests or queues."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from modalities.family import EncoderInput
 
 
 def load_encoder(model_dir: Path, config: PreTrainedConfig, place: tuple[str, str]) -> SoundEncoder:
-    """`config`: the model's `audio_config`; `place` is (device, dtype). Raises ConfigError if a weight is missing."""
+    """Loads the audio tower. `config` is the model's `audio_config`; `place` is (device, dtype). Raises ConfigError if
+    a weight is missing."""
     return SoundEncoder(load_tower(Qwen2_5OmniAudioEncoder, model_dir, config, place), _rows)
 
 

@@ -1,7 +1,8 @@
-"""Qwen2-Audio's encoder and projector. The one place that knows the names of their weights.
+"""Loads and runs Qwen2-Audio's encoder and projector. Only this module knows the names of their weights.
 
-The reference encodes every sound as 30 s, silence behind it masked as keys; rows of silence reach nothing that counts,
-so here there are none: only the two mel frames of it that the convolutions of the last row see.
+The reference pads every sound with silence to 30 s and masks the rows of silence as keys. These rows influence no row
+that counts, so this module leaves them out. Of the silence it reads only the two mel frames that the convolutions of
+the last row see. It knows nothing of requests or queues.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _NAMES = {r"^(model\.)?(audio_tower|multi_modal_projector)\.": r"\2."}
 
 
 class AudioHalf(Qwen2AudioPreTrainedModel):
-    """The model without its text half."""
+    """An `AudioHalf` is the model without its language model."""
 
     def __init__(self, config: Qwen2AudioConfig) -> None:
         super().__init__(config)
@@ -40,7 +41,7 @@ class AudioHalf(Qwen2AudioPreTrainedModel):
 
 
 def load_encoder(model_dir: Path, place: tuple[str, str]) -> SoundEncoder:
-    """`place` is (device, dtype). Raises ConfigError if a weight is missing."""
+    """Loads encoder and projector. `place` is (device, dtype). Raises ConfigError if a weight is missing."""
     config = read_pretrained_config(model_dir)
     names = PartNames(_NAMES, names_of_others("sound", "projector"))
     part = load_part(AudioHalf, model_dir, config, names, place, register_attention())

@@ -1,8 +1,9 @@
-"""Qwen3-Omni's audio tower: three convolutions in two dimensions per chunk, attention over `n_window_infer`.
+"""Runs Qwen3-Omni's audio tower: three two-dimensional convolutions per chunk, then attention over `n_window_infer`.
 
-A chunk that is not full is convolved with zeros behind it, which reach into its last row. So does the reference, to
-the longest chunk of its batch; here a sound's features must not depend on its neighbours, so a rest is filled up to a
-full chunk and a sound shorter than one is not filled at all: what the reference makes of each sound alone.
+A chunk that is not full is padded with zeros, and the convolutions carry them into the chunk's last row. The reference
+pads each chunk to the longest chunk of its batch. In Weft a sound's features must not depend on the other sounds of
+the batch. So the last chunk of a sound is padded to a full chunk, and a sound shorter than one chunk is not padded:
+this gives what the reference computes for each sound alone. This module knows nothing of requests or queues.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from modalities.family import EncoderInput
 
 _NUM_CONVOLUTIONS = 3
 _CHUNKS_IN_CACHE = 8
-"""Convolved at once on a CPU; 64 take 1.6 times as long each: what lies between convolutions leaves the cache."""
+"""A CPU convolves this many chunks at once. With 64 at once each chunk takes 1.6 times as long, because the values
+between the convolutions no longer fit into the cache."""
 
 
 def load_encoder(model_dir: Path, config: PreTrainedConfig, sound: SoundHalf, place: tuple[str, str]) -> SoundEncoder:
-    """`config`: the model's `audio_config`; `place` is (device, dtype). Raises ConfigError if a weight is missing."""
+    """Loads the audio tower. `config` is the model's `audio_config`; `place` is (device, dtype). Raises ConfigError if
+    a weight is missing."""
     hop = sound.mel.hop
 
     def rows_of(tower: Any, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:
@@ -59,23 +62,24 @@ def _rows(tower: Any, inputs: Sequence[EncoderInput], hop: int) -> Sequence[torc
 
 
 def _num_frames(unit: EncoderInput, hop: int) -> int:
-    """Of the whole sound."""
+    """Returns the number of mel frames of the whole sound that the unit belongs to."""
     return unit.geometry[1] // hop if unit.geometry else len(unit.pixels)
 
 
 def _convolved(tower: Any, chunks: Sequence[np.ndarray], widths: Sequence[int]) -> torch.Tensor:
-    """Chunks of mel frames, filled up to their widths, -> rows with positions, packed in their order."""
+    """Pads each chunk of mel frames to its width and convolves it. Returns the rows of all chunks, with positional
+    embeddings added, packed in the order of the chunks."""
     found: list[torch.Tensor] = [torch.empty(0)] * len(chunks)
     for width in sorted(set(widths)):
         at = [index for index, one in enumerate(widths) if one == width]
         values = batched([chunks[index] for index in at], width, tower.conv2d1.weight)[:, None]
         parts = []
-        # On a device the reference's own number, which bounds the memory.
+        # A device uses the reference's own chunk count, which limits the memory.
         for part in values.split(tower.conv_chunksize if values.is_cuda else _CHUNKS_IN_CACHE):
             for convolution in (tower.conv2d1, tower.conv2d2, tower.conv2d3):
                 part = functional.gelu(convolution(part))
             parts.append(part)
-        made = torch.cat(parts).permute(0, 3, 1, 2).flatten(2)  # (chunks, rows, channels * bins)
+        made = torch.cat(parts).permute(0, 3, 1, 2).flatten(2)  # The shape is (chunks, rows, channels * bins).
         made = tower.conv_out(made)
         made = made + tower.positional_embedding.positional_embedding[: made.shape[1]].to(made.dtype)
         for index, rows in zip(at, made, strict=True):

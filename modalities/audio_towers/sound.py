@@ -1,6 +1,7 @@
-"""A family's half for sounds: how many rows one becomes, known from its header, and its spectrogram, cut into units.
+"""Plans the sounds of a family and turns them into encoder inputs.
 
-Pure but for decoding. Knows neither tokenizers nor weights.
+The plan (how many rows a sound becomes) follows from the sound's header alone; the inputs are its spectrogram, cut into
+units. The module is pure except for decoding. It knows nothing of tokenizers or weights.
 """
 
 from __future__ import annotations
@@ -26,32 +27,33 @@ _AUDIO = "audio"
 
 
 class Unit(NamedTuple):
-    """Mel frames of one segment of the sound."""
+    """A `Unit` is a run of mel frames from one segment of the sound; it is encoded by itself."""
 
     segment: slice
-    """Samples with a spectrogram of their own."""
+    """Holds the range of samples that the unit's spectrogram is computed from."""
     start: int
     num_frames: int
     num_read: int
-    """With those behind them that the convolutions read."""
+    """Counts the unit's frames and the frames after them that the convolutions read too."""
     num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class SoundHalf:
-    """One checkpoint's. Immutable and thread-safe."""
+    """Holds what one checkpoint does with sounds before its encoder runs. It is immutable and thread-safe."""
 
     mel: MelOptions
     cutting: Cutting
     padded_to: int = 0
-    """Samples that a spectrogram is made of, silence behind the sound; 0 for the sound alone."""
+    """A sound is padded with silence to at least this many samples for its spectrogram; 0 means no padding."""
     segment_samples: int = 0
-    """A longer sound becomes several, each with a spectrogram of its own; 0 for one, however long."""
+    """A sound with more samples than this is split into segments, each with its own spectrogram; 0 means that a sound
+    of any length has one spectrogram."""
     num_extra_frames: int = 0
-    """Mel frames behind its own that a unit's convolutions read, as far as there are any."""
+    """A unit's convolutions read up to this many mel frames after its own, as far as the spectrogram has them."""
 
     def plan(self, header: AudioHeader) -> ItemPlan:
-        """Raises InvalidMedia for a sound too short to become a row."""
+        """Plans a sound from its header alone. Raises InvalidMedia for a sound that is too short to become a row."""
         num_samples = num_samples_at(header, self.mel.rate)
         units = self.cut(num_samples)
         if not units:
@@ -66,22 +68,25 @@ class SoundHalf:
         )
 
     def options(self) -> str:
-        """Canonical JSON of everything that a sound's features depend on: part of the content's identity."""
+        """Returns canonical JSON of all options that a sound's features depend on; it is part of the content's
+        identity."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
 
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
-        """A file of sound, or a video's track, -> its units. Raises InvalidMedia for a broken file or one that is not
-        what was planned."""
+        """Returns the units of a sound file, or of the sound track of a video. Raises InvalidMedia for a broken file
+        and for one that differs from its plan."""
         rate, num_samples = self._planned(data, item)
         return self.inputs(decode_samples(data, rate, num_samples, item.part))
 
     def decode_waveform(self, data: bytes, item: MediaItem) -> Waveform:
-        """As far as `preprocess` comes without a spectrogram; perhaps at the file's own rate. Raises as that does."""
+        """Decodes the sound like `preprocess`, but computes no spectrogram. The result may have the file's own rate.
+        Raises InvalidMedia in the same cases as `preprocess`."""
         rate, num_samples = self._planned(data, item)
         return decode_waveform(data, rate, num_samples, item.part)
 
     def inputs(self, samples: npt.NDArray[np.float32]) -> list[EncoderInput]:
-        """`(num_samples,)` at the family's rate -> units, pixels `(num_read, num_bins)`, grid `(num_frames, 1, 1)`."""
+        """Computes the units of a sound from its samples, of shape `(num_samples,)` at the family's rate. A unit's
+        pixels have shape `(num_read, num_bins)`, and its grid is `(num_frames, 1, 1)`."""
         spectrograms = [
             log_mel(samples[segment], self.mel, self.padded_to, self.num_extra_frames)
             for segment in self.segments(len(samples))
@@ -89,12 +94,13 @@ class SoundHalf:
         return self.units(len(samples), spectrograms)
 
     def segments(self, num_samples: int) -> list[slice]:
-        """The samples of each spectrogram of a sound, in order."""
+        """Returns the range of samples of each spectrogram of a sound, in order."""
         found = dict.fromkeys((unit.segment.start, unit.segment.stop) for unit in self.cut(num_samples))
         return [slice(*bounds) for bounds in found]
 
     def units(self, num_samples: int, spectrograms: Sequence[npt.NDArray[np.float32]]) -> list[EncoderInput]:
-        """Cuts the spectrograms of the sound's segments, in their order, into units as `inputs` does."""
+        """Cuts the spectrograms of a sound's segments into units like `inputs`; they are in the order of the
+        segments."""
         starts = [segment.start for segment in self.segments(num_samples)]
         start_to_values = dict(zip(starts, spectrograms, strict=True))
         found: list[EncoderInput] = []
@@ -106,8 +112,8 @@ class SoundHalf:
         return found
 
     def cut(self, num_samples: int) -> list[Unit]:
-        """The units of a sound of so many samples at the family's rate; none if it is too short. A last segment too
-        short to become a row is left out."""
+        """Returns the units of a sound of `num_samples` samples at the family's rate; there are none if it is too
+        short. A last segment that is too short to become a row is left out."""
         length = self.segment_samples or max(1, num_samples)
         found: list[Unit] = []
         for start in range(0, num_samples, length):
@@ -122,7 +128,8 @@ class SoundHalf:
         return found
 
     def _planned(self, data: bytes, item: MediaItem) -> tuple[int, int]:
-        """The family's rate, and samples at it. Raises InvalidMedia if the file is not what was planned."""
+        """Returns the family's rate and the number of samples at that rate. Raises InvalidMedia if the file differs
+        from its plan."""
         found = self.plan(probe_sound(data, item.part))
         if (found.grid, found.unit_tokens) != (item.grid, item.unit_tokens):
             raise InvalidMedia(

@@ -1,7 +1,8 @@
-"""Plain causal language models of transformers on Weft's attention: Llama, Qwen2, Qwen3, alone or as the text half of
-a model with media.
+"""Implements plain causal language models of transformers on Weft's attention: Llama, Qwen2 and Qwen3, alone or as the
+text half of a model with media.
 
-Pure: `config`, `positions`, `family`; torch: `checkpoint`, `language_model`.
+`config`, `positions` and `family` are pure; `checkpoint` and `language_model` import torch. The package knows nothing
+of media.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def load(model_dir: Path) -> Family:
-    """A family that takes text alone. Raises ConfigError."""
+    """Returns a family that takes text alone. Raises ConfigError."""
     from modalities.causal_lm.family import TextFamily
 
     return TextFamily(model_dir)

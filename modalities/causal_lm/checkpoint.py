@@ -1,9 +1,11 @@
-"""Parts of a checkpoint as transformers modules: a causal language model, or whatever else stands beside one.
+"""Loads parts of a checkpoint as transformers modules: a causal language model, or another part of the same checkpoint,
+such as an encoder.
 
-A part is loaded with a mapping from the checkpoint's names to its own; without one transformers would leave the
-weights random and say so in a log line only. So whatever is missing refuses the start, and so does whatever is left
-over: a weight that nothing uses means that the model is not what it was taken for. A family names the weights of its
-other parts; nothing else may stay unused but buffers that old checkpoints hold.
+A part is loaded with a mapping from the checkpoint's names to its own; without such a mapping, transformers would leave
+the weights random and report that only in a log line. So a missing weight refuses the start, and so does a weight that
+is left over: a weight that nothing uses means that the model is not the one it was taken for. A family names the
+weights of its other parts; no other weights may stay unused, except buffers that old checkpoints hold. This module
+knows nothing of how a part computes.
 """
 
 from __future__ import annotations
@@ -35,19 +37,19 @@ _MODEL_TYPE_TO_CLASS: Mapping[str, type[PreTrainedModel]] = {
     "qwen2": Qwen2ForCausalLM,
     "qwen3": Qwen3ForCausalLM,
 }
-# The text half of a larger model: the names before and since transformers 4.52.
+# These names belong to the text half of a larger model, before and since transformers 4.52.
 _TEXT_NAMES = {
     r"^language_model\.lm_head\.": "lm_head.",
     r"^language_model\.model\.": "model.",
     r"^model\.language_model\.": "model.",
 }
 _OLD_BUFFERS = (r"(^|\.)rotary(_pos)?_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Computed today; once a part of checkpoints."""
+"""Matches buffers that are computed today and that older checkpoints contain."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def read_pretrained_config(model_dir: Path) -> PreTrainedConfig:
-    """Raises ConfigError."""
+    """Reads the checkpoint's config with transformers. Raises ConfigError."""
     try:
         return AutoConfig.from_pretrained(model_dir, local_files_only=True)
     except (OSError, ValueError, TypeError) as error:
@@ -55,8 +57,8 @@ def read_pretrained_config(model_dir: Path) -> PreTrainedConfig:
 
 
 def load_text_half(model_dir: Path, device: str, dtype: str, attention_name: str) -> PreTrainedModel:
-    """A language model with its head, out of its own checkpoint or one that has it as `text_config`; its attention is
-    the function registered as `attention_name`. Raises ConfigError."""
+    """Loads a language model with its head, from its own checkpoint or from one that has it as `text_config`; its
+    attention is the function registered as `attention_name`. Raises ConfigError."""
     config = read_pretrained_config(model_dir)
     text = getattr(config, "text_config", None)
     if text is None:
@@ -72,12 +74,12 @@ def load_text_half(model_dir: Path, device: str, dtype: str, attention_name: str
 
 @dataclass(frozen=True, slots=True)
 class PartNames:
-    """The names of a part's weights in its checkpoints."""
+    """Holds the names of a part's weights in its checkpoints."""
 
     own: Mapping[str, str]
-    """Patterns of the checkpoints' names -> the part's."""
+    """Maps patterns of the checkpoints' names to the part's names."""
     others: Sequence[str]
-    """Patterns of the names of other parts."""
+    """Holds patterns of the names of other parts."""
 
 
 def load_part(
@@ -88,17 +90,18 @@ def load_part(
     place: tuple[str, str],
     attention_name: str,
 ) -> Any:
-    """A `kind` with weights, on a device, in evaluation mode; those that are stored as float8 are dequantised.
-    `place` is (device, dtype). Raises ConfigError for weights that are missing, left over, or of a form that can't be
-    loaded."""
+    """Loads a `kind` with its weights, on a device and in evaluation mode; weights that are stored as float8 are
+    dequantised. `place` is (device, dtype). Raises ConfigError for weights that are missing, left over, or of a form
+    that can't be loaded."""
     device, dtype = place
     if dtype not in _DTYPES:
         raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPES)}")
-    # transformers keeps the class's name in its own tables of names, so the part is called like its original.
+    # transformers looks the class's name up in its own tables, so the part has the same name as its original.
     unused = (*(kind._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS)
     part_kind = type(kind.__name__, (kind,), {"_keys_to_ignore_on_load_unexpected": unused})
     config = copy.deepcopy(config)
-    if hasattr(config, "quantization_config"):  # what Weft makes of it is no quantised model to transformers
+    # Weft dequantises the weights, so transformers must not treat the model as quantised.
+    if hasattr(config, "quantization_config"):
         del config.quantization_config
     with open_tensors(model_dir, names.others, read_quantisation(model_dir)) as tensors:
         try:

@@ -1,7 +1,7 @@
-"""The config of a text model, alone or as a section of a larger one, read as plain JSON.
+"""Reads the config of a text model, alone or as a section of a larger config, as plain JSON.
 
-Missing keys take the values that transformers 5.23 gives them. What Weft can't run is refused here, so every part of
-the cluster refuses it at start.
+Missing keys take the values that transformers 5.23 gives them. The module refuses what Weft can't run, so that every
+part of the cluster refuses it at start. It knows nothing of weights.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ MODEL_TYPE_TO_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "head_dim": 128,
     },
 }
-# Their frequencies follow the longest position of the batch, so one sequence would change another's result.
+# The frequencies of these kinds follow the longest position of the batch, so one sequence would change another's
+# result.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def text_shape(config: Mapping[str, Any]) -> ModelShape:
-    """Of a text model with one feature level. Raises ConfigError for another kind of model, and for what Weft's paged
-    attention, which is causal and full, would get silently wrong."""
+    """Returns the shape of a text model with one feature level. Raises ConfigError for another kind of model, and for
+    any feature that Weft's paged attention, which is causal and full, would compute wrongly without notice."""
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPE_TO_DEFAULTS:
         known = ", ".join(MODEL_TYPE_TO_DEFAULTS)
@@ -56,7 +57,8 @@ def text_shape(config: Mapping[str, Any]) -> ModelShape:
 
 
 def shape_of(text: Mapping[str, Any], num_levels: int) -> ModelShape:
-    """Of a text model's config with no key missing but `head_dim`. Raises ConfigError for values that can't be."""
+    """Returns the shape that a text model's config describes; no key but `head_dim` may be missing. Raises ConfigError
+    for impossible values."""
     try:
         hidden_size, num_heads = int(text["hidden_size"]), int(text["num_attention_heads"])
         return ModelShape(
@@ -73,8 +75,9 @@ def shape_of(text: Mapping[str, Any], num_levels: int) -> ModelShape:
 
 
 def refuse_unsupported(text: Mapping[str, Any]) -> None:
-    """Weft's paged attention is causal and full, and rotates each token by its own position alone; anything else
-    would silently become that. Raises ConfigError. A window counts as used unless the config says otherwise."""
+    """Raises ConfigError for a kind of attention or of rotation that Weft does not have. Weft's paged attention is
+    causal and full, and rotates each token by its own position alone; without this check any other kind would silently
+    be computed in that way. A window counts as used unless the config says otherwise."""
     _refuse_attention(text)
     _refuse_rope(text)
 

@@ -1,4 +1,6 @@
-"""A language model without media. Pure but for the loader, which imports torch when it is called."""
+"""Implements the family of a language model without media. It is pure except for the loader, which imports torch when
+it is called. It knows nothing of requests.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ from modalities.json_files import model_id, read_json
 
 
 class TextFamily:
-    """One checkpoint directory. Immutable and thread-safe. Whatever has to do with media raises UnsupportedModality,
-    loading an encoder ConfigError."""
+    """Represents one checkpoint directory. It is immutable and thread-safe. All methods for media raise
+    UnsupportedModality, and loading an encoder raises ConfigError."""
 
     def __init__(self, model_dir: Path) -> None:
         """Reads config.json only. Raises ConfigError."""
@@ -47,7 +49,7 @@ class TextFamily:
         plans: Sequence[ItemPlan],
         tokenize: Callable[[str], Sequence[int]] | None = None,
     ) -> ExpandedPrompt:
-        """The prompt as it is. Raises InvalidRequest if there are plans."""
+        """Returns the prompt unchanged. Raises InvalidRequest if there are plans."""
         if plans:
             raise InvalidRequest(f"the prompt has no placeholders for {len(plans)} media items")
         return ExpandedPrompt(list(token_ids), ())
@@ -55,7 +57,7 @@ class TextFamily:
     def positions(
         self, token_ids: Sequence[int], placeholders: Sequence[PlaceholderRange], media: Sequence[MediaItem]
     ) -> Positions:
-        """One axis."""
+        """Returns positions with one axis."""
         return running_positions(len(token_ids))
 
     def options(self, modality: str) -> str:
@@ -65,11 +67,11 @@ class TextFamily:
         raise _no_media(item.modality)
 
     def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
-        """Raises ConfigError."""
+        """Raises ConfigError, because a text model has no encoder."""
         raise ConfigError(f"{self.name} takes text alone: serve it without encoders (`encoders.replicas: 0`)")
 
     def load_language_model(self, model_dir: Path, device: str, dtype: str, attention_name: str) -> LanguageModel:
-        """Raises ConfigError if a weight is missing."""
+        """Loads the language model. Raises ConfigError if a weight is missing."""
         from modalities.causal_lm.language_model import load_causal_lm
 
         return load_causal_lm(model_dir, device, dtype, attention_name)

@@ -1,8 +1,9 @@
-"""Decoder layers of transformers' dense families, rebuilt from their own weights with few large operations.
+"""Rebuilds decoder layers of transformers' dense families from their own weights, with few large operations.
 
-Query, key and value are one product, rotated together; residuals, activation and gate are done in the products; keys
-and values go straight to Weft's attention. A layer takes and returns what the one that it replaces did, so the models
-around them, rotary tables, DeepStack and hooks included, stay transformers'. Whatever is not known here stays as it is.
+Query, key and value are one product and are rotated together; residuals, activation and gate are computed within the
+products; keys and values go straight to Weft's attention. A layer takes and returns what the layer that it replaces
+did, so the models around the layers, rotary tables, DeepStack and hooks included, remain those of transformers. Parts
+that are not known here stay unchanged. This module knows nothing of requests and checkpoints.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ LAYERS = frozenset(
         "Qwen3OmniMoeThinkerTextDecoderLayer",
     }
 )
-"""Classes of transformers 5.23 whose layers are norm, attention, sum, norm, MLP, sum, and whose rotary table comes
-merged over its axes."""
+"""Lists the classes of transformers 5.23 whose layers are norm, attention, sum, norm, MLP, sum, and whose rotary table
+is already merged over its axes."""
 NORM_BYTES = 2**19
-"""Of float32 copies at once per thread, on a CPU: a norm of 1,024 rows takes a quarter longer in one piece, and four
-times as long where its copies are new memory each time."""
+"""Limits the bytes of float32 copies that exist at once per thread, on a CPU: a norm of 1,024 rows takes a quarter
+longer in one piece, and four times as long where its copies are new memory each time."""
 _WITH_HEAD_NORMS = ("Qwen3",)
 _GATED_MLPS = frozenset(
     {
@@ -50,8 +51,9 @@ _GATED_MLPS = frozenset(
 
 
 def fused(part: PreTrainedModel) -> PreTrainedModel:
-    """Replaces the decoder layers, the last norm and the head of `part` (which has `model` and `lm_head`) in place;
-    returns it. A share of a model is left as it is: transformers sums the ranks' parts inside its layers."""
+    """Replaces the decoder layers, the last norm and the head of `part` (which has `model` and `lm_head`) in place, and
+    returns it. A rank's share of a model stays unchanged, because transformers sums the ranks' parts inside its
+    layers."""
     if is_sharding():
         return part
     model = part.model
@@ -67,8 +69,9 @@ def fused(part: PreTrainedModel) -> PreTrainedModel:
 def run_layers(
     model: Any, embeddings: torch.Tensor, positions: torch.Tensor, attention: Any, last_rows: torch.Tensor | None
 ) -> torch.Tensor:
-    """What a plain text model does around its layers, and nothing else: `embeddings` `(num_tokens, hidden)`, positions
-    `(1, num_tokens)` -> last hidden states, normed; of `last_rows` alone if given. All layers must be fused."""
+    """Runs a plain text model's layers, with exactly the operations around them that such a model has: from
+    `embeddings` `(num_tokens, hidden)` and positions `(1, num_tokens)` to the last hidden states, normed. Returns only
+    `last_rows` if given. All layers must be fused."""
     hidden = embeddings[None]
     table = model.rotary_emb(hidden, positions)
     for layer in model.layers:
@@ -77,17 +80,17 @@ def run_layers(
 
 
 def is_packed(part: PreTrainedModel) -> bool:
-    """Whether its products are oneDNN's: then steps should come in few sizes."""
+    """Returns whether the part's products are oneDNN's, so that steps should come in few sizes."""
     return isinstance(part.lm_head, PackedProjection)
 
 
 def can_end_early(part: PreTrainedModel) -> bool:
-    """Whether its last layer takes `last_rows`."""
+    """Returns whether the part's last layer takes `last_rows`."""
     return isinstance(part.model.layers[-1], FusedLayer)
 
 
 class FusedLayer(nn.Module):
-    """One decoder layer. Its input is left unchanged."""
+    """Computes one decoder layer. Its input stays unchanged."""
 
     def __init__(self, layer: Any, activation: str, *, is_last: bool = False) -> None:
         super().__init__()
@@ -106,9 +109,9 @@ class FusedLayer(nn.Module):
         last_rows: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """`(1, num_tokens, hidden)` and the step's rotary table (cos, sin), each `(1, num_tokens, head_dim)`. The last
-        layer computes what comes behind its attention for `last_rows` alone, and returns these: of a prompt's other
-        tokens nobody needs more than keys and values."""
+        """Takes `(1, num_tokens, hidden)` and the step's rotary table (cos, sin), each `(1, num_tokens, head_dim)`. The
+        last layer computes the operations after its attention for `last_rows` alone, and returns only these rows,
+        because of a prompt's other tokens only the keys and values are needed."""
         hidden = hidden_states[0]
         rows = last_rows if self.is_last else None
         hidden = self.attention(self.before_attention(hidden), hidden, position_embeddings, weft, rows)
@@ -116,7 +119,7 @@ class FusedLayer(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Attention of one layer, its residual included."""
+    """Computes the attention of one layer, its residual included."""
 
     def __init__(self, attention: Any, has_head_norms: bool) -> None:
         super().__init__()
@@ -135,8 +138,8 @@ class FusedAttention(nn.Module):
         weft: Any,
         rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """`(num_tokens, hidden)`, or `(len(rows), hidden)`; rows behind those of the step's attention are of no
-        meaning."""
+        """Returns `(num_tokens, hidden)`, or `(len(rows), hidden)` if `rows` are given. Rows after those of the step's
+        attention have no meaning."""
         heads = self.inputs(x).view(x.shape[0], -1, self.head_dim)
         rotated, v = heads.split([self._num_heads + self._num_kv_heads, self._num_kv_heads], dim=1)
         if self.head_norm is not None:
@@ -149,7 +152,7 @@ class FusedAttention(nn.Module):
         return self.output.plus(attended, residual)
 
     def _head_norm(self, attention: Any) -> RowNorm:
-        """Of queries and keys at once: a row of weights per head."""
+        """Returns one norm for queries and keys together, with a row of weights per head."""
         norm = RowNorm(attention.q_norm)
         queries, keys = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
         norm.weight = torch.cat([queries.expand(self._num_heads, -1), keys.expand(self._num_kv_heads, -1)])
@@ -157,7 +160,7 @@ class FusedAttention(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """down(silu(gate(x)) * up(x)), and the residual."""
+    """Computes down(silu(gate(x)) * up(x)), and adds the residual."""
 
     def __init__(self, mlp: Any) -> None:
         super().__init__()
@@ -168,7 +171,7 @@ class GatedMlp(nn.Module):
 
 
 class OtherMlp(nn.Module):
-    """A block as transformers has it (experts, other activations), and the residual."""
+    """Runs a block as transformers has it (experts, other activations), and adds the residual."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -179,7 +182,7 @@ class OtherMlp(nn.Module):
 
 
 class RowNorm(nn.Module):
-    """RMS norm over the last dimension, rounded where transformers rounds."""
+    """Computes the RMS norm over the last dimension, rounded where transformers rounds."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
@@ -201,22 +204,24 @@ class RowNorm(nn.Module):
         return out
 
     def _normed(self, x: torch.Tensor) -> torch.Tensor:
-        """float32, a new tensor: x / sqrt(mean(x^2) + epsilon), the root as a hypotenuse: fewer operations."""
+        """Returns x / sqrt(mean(x^2) + epsilon) as a new float32 tensor. The root is computed as a hypotenuse, which
+        takes fewer operations."""
         wide = x.to(torch.float32, copy=True)
         lengths = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).mul_(wide.shape[-1] ** -0.5)
         return wide.div_(lengths.hypot_(self._root))
 
 
 def _rows_at_once(x: torch.Tensor) -> int:
-    """Rows whose float32 copies stay in the cores' caches; all of them on a device."""
+    """Returns the number of rows whose float32 copies stay in the cores' caches; on a device it is the number of all
+    rows."""
     if x.device.type != "cpu":
         return x.shape[0]
     return max(1, NORM_BYTES * torch.get_num_threads() // (4 * x[0].numel()))
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary positions of all heads: `x` `(num_tokens, num_heads, head_dim)`, the table `(1, num_tokens, head_dim)`
-    with equal halves."""
+    """Applies rotary positions to all heads: `x` has shape `(num_tokens, num_heads, head_dim)`, and the table `(1,
+    num_tokens, head_dim)` with equal halves."""
     done = native_rotation(x, cos[0], sin[0])
     if done is not None:
         return done

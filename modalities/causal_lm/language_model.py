@@ -1,6 +1,7 @@
-"""A causal language model on Weft's attention: embeddings in, hidden states and logits out.
+"""Runs a causal language model on Weft's attention: it maps embeddings to hidden states, and these to logits.
 
-Knows no sequences: packed tokens, and metadata for the attention function that it hands through unread.
+The module knows nothing of sequences: it gets packed tokens, and metadata for the attention function that it passes on
+unread.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from modalities.causal_lm.step_sizes import pad_step
 
 
 class CausalLM:
-    """Implements `modalities.family.LanguageModel`. One forward at a time: not thread-safe."""
+    """Implements `modalities.family.LanguageModel`. Only one forward pass may run at a time: the class is not
+    thread-safe."""
 
     def __init__(self, part: Any) -> None:
         self._part = part
@@ -31,7 +33,7 @@ class CausalLM:
 
     @torch.no_grad()
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 `(num_tokens,)` -> `(num_tokens, hidden)`."""
+        """Maps int64 token ids `(num_tokens,)` to embeddings `(num_tokens, hidden)`."""
         return self._part.model.embed_tokens(token_ids)
 
     @torch.no_grad()
@@ -44,8 +46,9 @@ class CausalLM:
         feature_levels: torch.Tensor | None,
         wanted_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`(num_tokens, hidden)`, positions `(1, num_tokens)` -> last hidden states `(num_tokens, hidden)`, normed;
-        of `wanted_rows` alone if given. Features have one level, which is spliced in already."""
+        """Maps embeddings `(num_tokens, hidden)` and positions `(1, num_tokens)` to the last hidden states
+        `(num_tokens, hidden)`, normed. Returns only `wanted_rows` if given. Features have one level, which the
+        embeddings already contain."""
         num_tokens = len(embeddings)
         if self._is_padded:
             embeddings, positions = pad_step(embeddings, positions)
@@ -66,13 +69,14 @@ class CausalLM:
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`(n, hidden)` -> float32 `(n, vocab)`."""
+        """Maps hidden states `(n, hidden)` to float32 logits `(n, vocab)`."""
         return self._part.lm_head(hidden).float()
 
 
 def load_causal_lm(model_dir: Path, device: str, dtype: str, attention_name: str) -> CausalLM:
-    """Raises ConfigError if a weight is missing, or if `attention_name` is not an attention function without a mask
-    function: with one, transformers would build masks over the packed tokens of a step."""
+    """Loads the model with fused layers. Raises ConfigError if a weight is missing, or if `attention_name` is not a
+    registered attention function without a mask function: with one, transformers would build masks over the packed
+    tokens of a step."""
     if attention_name not in ALL_ATTENTION_FUNCTIONS:
         raise ConfigError(f"attention {attention_name!r} is not registered")
     if attention_name in ALL_MASK_ATTENTION_FUNCTIONS:

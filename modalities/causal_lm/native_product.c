@@ -1,16 +1,17 @@
-/* Products of float32 rows with the weights of a linear layer, y = x W^T, the weights laid out once, and what follows a
- * product. Weights are kept in bfloat16 where that loses nothing, and widened on the way: a product of few rows takes as
- * long as reading its weights.
+/* Multiplies float32 rows by the weights of a linear layer, y = x W^T, and applies the operations that follow the
+ * product. The weights are rearranged once. They are kept in bfloat16 where that loses nothing, and are widened during
+ * the product, because a product of few rows takes as long as reading its weights.
  *
- * For any processor: the vectors are the compiler's own (GCC's and Clang's vector extensions). Compiled at first use by
- * `native_product.py`, which checks every precondition. A row is computed alike whatever other rows are there.
+ * The code runs on any processor: the vectors are the compiler's own (GCC's and Clang's vector extensions).
+ * `native_product.py` compiles it at first use and checks every precondition. A row's result does not depend on the
+ * other rows. The code knows nothing of models.
  */
 #include <stdint.h>
 #include <stdlib.h>
 
 #if defined(__AVX512F__)
-#define LANES 16 /* values of a vector */
-#define ROWS 12  /* rows at a time: their sums, two vectors each, stay in registers */
+#define LANES 16 /* A vector holds this many values. */
+#define ROWS 12  /* Rows are computed this many at a time: their sums, two vectors each, stay in registers. */
 #elif defined(__aarch64__)
 #define LANES 4
 #define ROWS 12
@@ -21,10 +22,10 @@
 #define LANES 4
 #define ROWS 6
 #endif
-#define PANEL (2 * LANES)  /* outputs at a time */
-#define DEPTH 1024         /* inputs at a time, */
-#define ROWS_AT_ONCE 240   /* and so many rows of them: both of a panel and of the rows stay in second-level cache */
-#define PREFETCH_DEPTH 32  /* inputs ahead */
+#define PANEL (2 * LANES)  /* Outputs are computed this many at a time. */
+#define DEPTH 1024         /* Inputs are processed this many at a time. */
+#define ROWS_AT_ONCE 240   /* With this many rows, DEPTH inputs of a panel and of the rows stay in L2 cache. */
+#define PREFETCH_DEPTH 32  /* Inputs are prefetched this many ahead. */
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 typedef float unaligned_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -33,25 +34,27 @@ typedef int32_t signed_lanes __attribute__((vector_size(4 * LANES)));
 typedef uint32_t unaligned_whole_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 typedef struct {
-  const float *x;      /* (num_rows, num_in), dense */
-  const void *panels;  /* as `weft_lay_out` fills them */
-  float *y;            /* (num_rows, num_out), dense: y = x W^T, then in this order + bias, silu, * factor, + addend */
-  const float *bias;   /* NULL, or (num_out) */
-  const float *factor; /* NULL, or as y */
-  const float *addend; /* NULL, or as y */
+  const float *x;      /* Has shape (num_rows, num_in), dense. */
+  const void *panels;  /* Holds the weights as `weft_lay_out` arranges them. */
+  /* Has shape (num_rows, num_out), dense: y = x W^T, then in this order + bias, silu, * factor, + addend. */
+  float *y;
+  const float *bias;   /* Is NULL, or has shape (num_out). */
+  const float *factor; /* Is NULL, or has the shape of y. */
+  const float *addend; /* Is NULL, or has the shape of y. */
   int64_t num_rows, num_in, num_out;
-  int32_t has_silu;  /* y / (1 + exp(-y)) */
-  int32_t is_narrow; /* the weights are kept in bfloat16 */
+  int32_t has_silu;  /* Says whether y becomes y / (1 + exp(-y)). */
+  int32_t is_narrow; /* Says whether the weights are kept in bfloat16. */
 } Product;
 
 static inline lanes load(const float *from) { return *(const unaligned_lanes *)from; }
 static inline void store(float *to, lanes x) { *(unaligned_lanes *)to = x; }
 
-/* Outputs that are computed at a time: `num_out` is a multiple. */
+/* Returns the number of outputs that are computed at a time: `num_out` must be a multiple of it. */
 int64_t weft_panel_width(void) { return PANEL; }
 
-/* `weight` (num_out, num_in) -> panels of PANEL outputs, each (num_in, PANEL): as they are, or in bfloat16, where one
- * word holds output i in its low half and output LANES + i in its high half. All values must be bfloat16's then. */
+/* Rearranges `weight` (num_out, num_in) into panels of PANEL outputs, each (num_in, PANEL). The values stay float32, or
+ * become bfloat16, where one word holds output i in its low half and output LANES + i in its high half. In that case
+ * bfloat16 must hold every value exactly. */
 void weft_lay_out(const uint32_t *weight, int64_t num_out, int64_t num_in, int is_narrow, uint32_t *panels) {
   const int64_t words = is_narrow ? LANES : PANEL;
 #pragma omp parallel for
@@ -70,12 +73,13 @@ static inline lanes chosen(signed_lanes is_first, lanes first, lanes second) {
   return (lanes)((is_first & (signed_lanes)first) | (~is_first & (signed_lanes)second));
 }
 
-/* x / (1 + exp(-x)); NaN stays NaN. 2 to the whole part of the exponent by its bits, to the rest by a polynomial. */
+/* Returns x / (1 + exp(-x)); NaN stays NaN. The exponential is a power of 2: its bits give 2 to the whole part of the
+ * exponent, and a polynomial gives 2 to the rest. */
 static inline lanes silu(lanes x) {
   lanes exponent = x * -1.44269504f;
   exponent = chosen(exponent < -126.0f, (lanes){0} - 126.0f, exponent);
-  exponent = chosen(exponent > 128.0f, (lanes){0} + 128.0f, exponent); /* 2 to the 128 is infinite */
-  const lanes shifted = exponent + 12582912.0f; /* 1.5 * 2^23: rounds to whole numbers, which stand in the low bits */
+  exponent = chosen(exponent > 128.0f, (lanes){0} + 128.0f, exponent); /* 2 to the 128 is infinite. */
+  const lanes shifted = exponent + 12582912.0f; /* Adding 1.5 * 2^23 rounds to a whole number in the low bits. */
   const lanes part = exponent - (shifted - 12582912.0f);
   lanes sum = part * 1.52527338e-5f + 1.54035304e-4f;
   sum = sum * part + 1.33335581e-3f;
@@ -87,7 +91,7 @@ static inline lanes silu(lanes x) {
   return x / (sum * (lanes)(((signed_lanes)shifted - 0x4b400000 + 127) << 23) + 1.0f);
 }
 
-/* What follows a product, for LANES values of `row` from output `out` on. */
+/* Applies the operations that follow a product to LANES values of `row`, from output `out` on. */
 static inline lanes followed(const Product *product, int64_t row, int64_t out, lanes y) {
   const int64_t place = row * product->num_out + out;
   if (product->bias) y += load(product->bias + out);
@@ -97,8 +101,8 @@ static inline lanes followed(const Product *product, int64_t row, int64_t out, l
   return y;
 }
 
-/* `num_rows` rows (at most ROWS) from `row` on and one panel of outputs from `out` on, over `depth` inputs: the first
- * ones, the last ones, or some between. */
+/* Computes `num_rows` rows (at most ROWS) from `row` on and one panel of outputs from `out` on, over `depth` inputs,
+ * which are the first ones (`is_first`), the last ones (`is_last`), or some between. */
 static inline __attribute__((always_inline)) void tile(
     const Product *product, const float *x, const uint32_t *panel, int64_t row, int64_t out, int64_t depth,
     int is_first, int is_last, const int num_rows, const int is_narrow) {
@@ -151,7 +155,7 @@ static inline __attribute__((always_inline)) void tile(
     default: call(ROWS);                                                                                               \
   }
 
-/* One panel of the rows [first, last), which lie in `laid` as `lay_rows` leaves them. */
+/* Computes one panel of the rows [first, last), which lie in `laid` as `lay_rows` arranges them. */
 static void fill_panel(const Product *product, int64_t panel, int64_t first, int64_t last, const float *laid) {
   const int64_t num_in = product->num_in, out = panel * PANEL;
   const uint32_t *weights = (const uint32_t *)product->panels + panel * num_in * (product->is_narrow ? LANES : PANEL);
@@ -172,14 +176,14 @@ static void fill_panel(const Product *product, int64_t panel, int64_t first, int
   }
 }
 
-/* The rows from `first` on, ROWS at most, input by input. */
+/* Copies the rows from `first` on, at most ROWS and none from `last` on, into `laid`, input by input. */
 static void lay_rows(const Product *product, int64_t first, int64_t last, float *laid) {
   const int64_t num_in = product->num_in, num_rows = last - first < ROWS ? last - first : ROWS;
   for (int64_t row = 0; row < num_rows; row++)
     for (int64_t in = 0; in < num_in; in++) laid[in * ROWS + row] = product->x[(first + row) * num_in + in];
 }
 
-/* 0, or 1 when there is no memory for rows laid out. */
+/* Computes a whole product. Returns 0, or 1 when there is no memory for the rearranged rows. */
 int weft_product(const Product *product, int num_threads) {
   const int64_t num_rows = product->num_rows, num_in = product->num_in;
   if (num_rows == 0) return 0;

@@ -1,7 +1,9 @@
-"""Products of float32 rows with laid-out weights, in C. Weights that a checkpoint holds in bfloat16 are kept so, and
-widened on the way: half of the memory, and of the time where a product is bound by reading its weights.
+"""Multiplies float32 rows with rearranged weights in C. Weights that a checkpoint holds in bfloat16 are kept so, and
+are widened during the product: this saves half of the memory, and half of the time where a product is bound by reading
+its weights.
 
-The C source is compiled at first use. Where that can't be done there are no `NativeWeights`. Knows nothing of models.
+The C source is compiled at first use. Where that is not possible there are no `NativeWeights`. This module knows
+nothing of models.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ SOURCE = Path(__file__).with_name("native_product.c")
 
 
 class _Product(ctypes.Structure):
-    """As in the C source."""
+    """Mirrors the struct `Product` of the C source."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "panels", "y", "bias", "factor", "addend")),
@@ -28,15 +30,16 @@ class _Product(ctypes.Structure):
 
 
 class NativeWeights:
-    """The weights and the bias of one linear layer, laid out for the C code. The weights are a copy."""
+    """Holds the weights and the bias of one linear layer, rearranged for the C code. The weights are a copy."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        """`weight` float32 `(num_out, num_in)` for which `is_native` holds, `bias` `(num_out,)`."""
+        """Copies the weights. `weight` is float32 `(num_out, num_in)`, and `is_native` must hold for it; `bias` is
+        `(num_out,)`."""
         library = _library()
         assert library is not None
         self.num_out, self.num_in = weight.shape
         self.is_narrow = bool((weight == weight.bfloat16()).all())
-        """Whether they are kept in bfloat16, which loses nothing."""
+        """Says whether the weights are kept in bfloat16, which loses nothing."""
         self._bias = None if bias is None else bias.detach().float().contiguous()
         weight = weight.detach().contiguous()
         self._panels = torch.empty(weight.shape, dtype=torch.bfloat16 if self.is_narrow else torch.float32)
@@ -50,9 +53,9 @@ class NativeWeights:
         factor: torch.Tensor | None = None,
         addend: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`x` `(n, num_in)` times the weights, plus the bias; then silu of it, times `factor`, plus `addend`, each if
-        asked for and `(n, num_out)`. A new `(n, num_out)`; all is float32. A row's result does not depend on the other
-        rows. Raises MemoryError."""
+        """Multiplies `x` `(n, num_in)` by the weights and adds the bias. Then it applies silu, multiplies by `factor`
+        and adds `addend`, in this order, each only if asked for; both have shape `(n, num_out)`. Returns a new `(n,
+        num_out)`; all tensors are float32. A row's result does not depend on the other rows. Raises MemoryError."""
         library = _library()
         assert library is not None
         assert x.shape[1] == self.num_in
@@ -75,7 +78,7 @@ class NativeWeights:
 
 
 def is_native(weight: torch.Tensor) -> bool:
-    """Whether the C code multiplies by these `(num_out, num_in)`, on this machine."""
+    """Returns whether the C code can multiply by this `(num_out, num_in)` weight on this machine."""
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return False
     library = _library()
@@ -84,7 +87,7 @@ def is_native(weight: torch.Tensor) -> bool:
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """None where it can't be had."""
+    """Returns the compiled library, or None where it is not available."""
     library = load_c_library(SOURCE)
     if library is not None:
         library.weft_panel_width.restype = ctypes.c_int64

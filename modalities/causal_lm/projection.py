@@ -1,7 +1,9 @@
-"""Matrix products with weights that are laid out once, at load, and what follows them.
+"""Computes matrix products with weights that are rearranged once, at load, together with the operations that follow
+them.
 
-On a CPU float32 is multiplied by a loop of our own (`native_product.py`), half precision by oneDNN in its own layout,
-which torch would make anew at every call; everywhere else the weights are as they were. Knows nothing of models.
+On a CPU, float32 is multiplied by our own C code (`native_product.py`), and half precision by oneDNN in its own layout,
+which torch would otherwise rebuild at every call. Everywhere else the weights stay unchanged. This module knows nothing
+of models.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from modalities.causal_lm.native_product import NativeWeights, is_native
 
 
 class Projection(nn.Module):
-    """`x W^T + b`. Each call takes `(n, in_features)` and returns a new `(n, out_features)`."""
+    """Computes `x W^T + b`. Each call takes `(n, in_features)` and returns a new `(n, out_features)`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -30,16 +32,16 @@ class Projection(nn.Module):
         return silu(self(x))
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        """The product, multiplied by `factor` `(n, out_features)`."""
+        """Returns the product, multiplied by `factor` `(n, out_features)`."""
         return self(x).mul_(factor)
 
     def plus(self, x: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
-        """The product, and `summand` `(n, out_features)` added."""
+        """Returns the product with `summand` `(n, out_features)` added."""
         return self(x).add_(summand)
 
 
 class NativeProjection(nn.Module):
-    """A Projection of float32 by `native_product.py`."""
+    """Multiplies as `Projection` does, with float32 weights and by `native_product.py`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -59,7 +61,8 @@ class NativeProjection(nn.Module):
 
 
 class PackedProjection(nn.Module):
-    """A Projection in oneDNN's layout. What follows a product is done before it is rounded."""
+    """Multiplies as `Projection` does, with weights in the layout of oneDNN. The operations that follow a product run
+    before the result is rounded."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -86,14 +89,15 @@ def project(*linears: nn.Linear) -> Projection | NativeProjection | PackedProjec
 
 
 def projection_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Projection | NativeProjection | PackedProjection:
-    """As `project`, of `weight` `(out_features, in_features)` and `bias` `(out_features,)`."""
+    """Returns the same kind of layer as `project`, for `weight` `(out_features, in_features)` and `bias`
+    `(out_features,)`."""
     if is_native(weight):
         return NativeProjection(weight, bias)
     return PackedProjection(weight, bias) if is_packable(weight) else Projection(weight, bias)
 
 
 def is_packable(weight: torch.Tensor) -> bool:
-    """Whether oneDNN multiplies these on this machine."""
+    """Returns whether oneDNN multiplies weights of this kind on this machine."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:

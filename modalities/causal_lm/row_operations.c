@@ -1,5 +1,6 @@
-/* RMS norm and rotary positions over rows of bfloat16, each in one pass. For processors with AVX512-BF16; compiled at
- * first use for `row_operations.py`, which checks every precondition. */
+/* Computes RMS norm and rotary positions over rows of bfloat16, each in one pass, on processors with AVX512-BF16.
+ * `row_operations.py` compiles this file at first use and checks every precondition. The code knows nothing of
+ * models. */
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
@@ -24,7 +25,8 @@ static inline __m512 rounded(__m512 values) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
 }
 
-/* `x` and `out` (num_rows, width), `weight` (width); rounded before the weight, as transformers does. */
+/* Writes the RMS norm of `x` to `out`, both (num_rows, width), with `weight` (width). The values are rounded before
+ * they are multiplied by the weight, as in transformers. */
 void weft_row_norm(
     const uint16_t *x, const uint16_t *weight, uint16_t *out, int64_t num_rows, int64_t width, float epsilon,
     int num_threads) {
@@ -43,7 +45,8 @@ void weft_row_norm(
   }
 }
 
-/* `x` (num_rows, num_heads, dim), its rows `stride` values apart; `cos` and `sin` (num_rows, dim); `out` as x, dense. */
+/* Rotates `x` (num_rows, num_heads, dim), whose rows are `stride` values apart, by `cos` and `sin` (num_rows, dim), and
+ * writes to `out`, which is dense and has the shape of x. */
 void weft_rotate(
     const uint16_t *x, int64_t stride, const uint16_t *cos, const uint16_t *sin, uint16_t *out, int64_t num_rows,
     int64_t num_heads, int64_t dim, int num_threads) {

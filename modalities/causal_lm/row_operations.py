@@ -1,5 +1,8 @@
-"""RMS norm and rotary positions in C, for float32 and, on processors that have it, for bfloat16; None where they can't
-be had, and the layers do the same by torch. Results differ by rounding alone."""
+"""Computes RMS norm and rotary positions in C, for float32 and, on processors that support it, for bfloat16.
+
+The functions return None where the C code is not available, and the layers then compute the same with torch. The
+results differ by rounding alone. This module knows nothing of models.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
 
 
 def native_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor | None:
-    """`x` `(num_rows, width)`, `weight` `(width,)` -> a new tensor like `x`."""
+    """Returns the RMS norm of `x` `(num_rows, width)` with `weight` `(width,)` as a new tensor like `x`, or None."""
     library = _library_for(x)
     is_dense = x.dim() == 2 and x.is_contiguous() and weight.is_contiguous()
     if library is None or weight.dtype != x.dtype or not is_dense or x.shape[1] % _LANES:
@@ -32,8 +35,8 @@ def native_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.
 
 
 def native_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
-    """`x` `(num_tokens, num_heads, head_dim)`, heads dense within a row; `cos` and `sin` `(num_tokens, head_dim)` ->
-    a new, dense tensor like `x`."""
+    """Rotates `x` `(num_tokens, num_heads, head_dim)`, whose heads are dense within a row, by `cos` and `sin`
+    `(num_tokens, head_dim)`. Returns a new, dense tensor like `x`, or None."""
     library = _library_for(x)
     is_dense = x.stride(2) == 1 and x.stride(1) == x.shape[2] and cos.is_contiguous() and sin.is_contiguous()
     if library is None or cos.dtype != x.dtype or not is_dense or x.shape[2] % (2 * _LANES):

@@ -1,5 +1,6 @@
-/* RMS norm and rotary positions over rows of float32, each in one pass. For any processor, by the compiler's own vectors
- * (GCC's and Clang's); compiled at first use for `row_operations.py`, which checks every precondition. */
+/* Computes RMS norm and rotary positions over rows of float32, each in one pass, on any processor, with the compiler's
+ * own vectors (GCC's and Clang's). `row_operations.py` compiles this file at first use and checks every precondition.
+ * The code knows nothing of models. */
 #include <math.h>
 #include <stdint.h>
 
@@ -11,7 +12,7 @@ typedef float unaligned_lanes __attribute__((vector_size(4 * LANES), aligned(4),
 static inline lanes load(const float *from) { return *(const unaligned_lanes *)from; }
 static inline void store(float *to, lanes x) { *(unaligned_lanes *)to = x; }
 
-/* `x` and `out` (num_rows, width), `weight` (width). */
+/* Writes the RMS norm of `x` to `out`, both (num_rows, width), with `weight` (width). */
 void weft_row_norm(
     const float *x, const float *weight, float *out, int64_t num_rows, int64_t width, float epsilon, int num_threads) {
 #pragma omp parallel for num_threads(num_threads) schedule(static)
@@ -26,7 +27,8 @@ void weft_row_norm(
   }
 }
 
-/* `x` (num_rows, num_heads, dim), its rows `stride` values apart; `cos` and `sin` (num_rows, dim); `out` as x, dense. */
+/* Rotates `x` (num_rows, num_heads, dim), whose rows are `stride` values apart, by `cos` and `sin` (num_rows, dim), and
+ * writes to `out`, which is dense and has the shape of x. */
 void weft_rotate(
     const float *x, int64_t stride, const float *cos, const float *sin, float *out, int64_t num_rows, int64_t num_heads,
     int64_t dim, int num_threads) {

@@ -1,7 +1,8 @@
-"""InternVL (transformers' own form of the checkpoints): text, images and videos in, text out; a picture becomes a grid
-of tiles of nearly its aspect ratio, and the whole of it small. Of a video each frame is a tile, its number in front.
+"""Implements InternVL (transformers' own form of the checkpoints): it takes text, images and videos and returns text.
 
-Pure: `family`; numpy and Pillow: `tiling`; torch: `encoder`.
+A picture becomes a grid of tiles of nearly its aspect ratio, and one more tile with the whole picture scaled down. Each
+frame of a video is one tile, and the prompt has the frame's number before it. `family` is pure, `tiling` needs numpy
+and Pillow, and `encoder` needs torch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ ARCHITECTURES = ("InternVLForConditionalGeneration",)
 
 
 def load(model_dir: Path) -> Family:
-    """Raises ConfigError."""
+    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
     from modalities.internvl.family import load_family
 
     return load_family(model_dir)

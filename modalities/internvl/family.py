@@ -1,4 +1,4 @@
-"""What an InternVL checkpoint says, as a family on tiles."""
+"""Reads an InternVL checkpoint's config files and builds a family on tiles from them. It knows nothing of weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _START, _END, _CONTEXT, _VIDEO = "<img>", "</img>", "<IMG_CONTEXT>", "<video>"
 
 
 def load_family(model_dir: Path) -> Family:
-    """Reads config files, and of the tokenizer the added tokens. Raises ConfigError."""
+    """Returns the family. It reads only config files and the tokenizer's added tokens. Raises ConfigError if Weft can't
+    use them."""
     config, files = read_tiled_config(model_dir, ("image_token_id", 151667), _VISION_DEFAULTS, "qwen2")
     if square(files.processor.get("size", 384), "size") != config.tile_size:
         raise ConfigError(
@@ -30,7 +31,7 @@ def load_family(model_dir: Path) -> Family:
         pixels=read_pixel_options(files.processor, _PROCESSORS),
         tile_size=config.tile_size,
         tokens_per_tile=_tokens_per_tile(config, files),
-        # InternVLProcessor cuts into tiles whatever the image processor's own file says.
+        # InternVLProcessor always cuts into tiles; it ignores what the image processor's own file says about that.
         min_tiles=int(files.processor.get("min_patches", 1)),
         max_tiles=int(files.processor.get("max_patches", 12)),
     )
@@ -43,7 +44,7 @@ def load_family(model_dir: Path) -> Family:
 
 
 def _videos(model_dir: Path, config: TiledConfig, tokens_per_tile: int, ids: Mapping[str, int]) -> Videos | None:
-    """None for a checkpoint whose tokenizer has no token for them."""
+    """Returns the settings for videos, or None for a checkpoint whose tokenizer has no token for videos."""
     if _VIDEO not in ids:
         return None
     frames = FrameTiling(
@@ -59,7 +60,8 @@ def _videos(model_dir: Path, config: TiledConfig, tokens_per_tile: int, ids: Map
 
 
 def _tokens_per_tile(config: TiledConfig, files: ConfigFiles) -> int:
-    """Raises ConfigError for a tower whose patches can't be shuffled into a smaller square."""
+    """Returns the number of tokens of one tile. Raises ConfigError for a tower whose patches can't be shuffled into a
+    smaller square, and for features that are not those of one layer without the class token."""
     model = files.model
     ratio = float(model.get("downsample_ratio", 0.5))
     side = config.patches_per_side * ratio
@@ -73,7 +75,8 @@ def _tokens_per_tile(config: TiledConfig, files: ConfigFiles) -> int:
 
 
 def _added_tokens(model_dir: Path) -> dict[str, int]:
-    """Text -> id, from tokenizer_config.json or tokenizer.json. Raises ConfigError for broken files."""
+    """Returns the ids of the added tokens by their texts, from tokenizer_config.json or tokenizer.json. Raises
+    ConfigError for broken files."""
     found: dict[str, int] = {}
     for name in ("tokenizer_config.json", "tokenizer.json"):
         path = model_dir / name

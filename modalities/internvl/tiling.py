@@ -1,5 +1,7 @@
-"""A picture is scaled to the grid of tiles whose aspect ratio is nearest, cut, and added once more as a whole:
-transformers' GotOcr2ImageProcessorPil, to the bit. Knows nothing of models or torch."""
+"""Cuts a picture into a grid of tiles and adds one tile of the whole picture.
+
+The picture is scaled to the grid whose aspect ratio is nearest. The result equals that of transformers'
+GotOcr2ImageProcessorPil, bit by bit. This module knows nothing of models or torch."""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from modalities.tiled.family import Cut, Halved
 
 @dataclass(frozen=True, slots=True)
 class GridOfTiles:
-    """A Tiling."""
+    """Implements `modalities.tiled.family.Tiling`."""
 
     pixels: PixelOptions
     tile_size: int
@@ -30,11 +32,12 @@ class GridOfTiles:
     def cut(self, width: int, height: int) -> Cut:
         num_columns, num_rows = self.grid(width, height)
         num_tiles = num_columns * num_rows
-        num_tiles += num_tiles > 1  # the whole picture, small
+        num_tiles += num_tiles > 1  # One more tile shows the whole picture scaled down.
         return Cut(num_tiles, num_tiles * self.tokens_per_tile)
 
     def halved(self, width: int, height: int, times: int) -> Halved:
-        """A quarter of the tiles; the size itself plays no part in their number."""
+        """Returns a tiling with a quarter of the tiles for each halving. The picture keeps its size, because the
+        aspect ratio and not the size determines the grid."""
         columns, rows = self.grid(width, height)
         fewer = max(1, self.min_tiles, columns * rows >> (2 * times))
         return Halved(dataclasses.replace(self, max_tiles=fewer), (width, height))
@@ -44,8 +47,8 @@ class GridOfTiles:
         return dataclasses.replace(self, max_tiles=min(self.max_tiles, most))
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
-        """(columns, rows). Of grids that are equally near the larger is taken, unless the picture would have to grow
-        to more than twice its area."""
+        """Returns the (columns, rows) of the grid whose aspect ratio is nearest. Of equally near grids it takes the
+        larger one, unless the picture would have to grow to twice its area or more."""
         best, least = (1, 1), float("inf")
         for columns, rows in _grids(self.min_tiles, self.max_tiles):
             distance = abs(width / height - columns / rows)
@@ -56,7 +59,8 @@ class GridOfTiles:
         return best
 
     def tiles(self, image: Image.Image) -> npt.NDArray[np.float32]:
-        """`(num_tiles, 3, tile_size, tile_size)`, row by row, the whole picture last."""
+        """Returns the tiles row by row and the whole picture last. Their shape is
+        `(num_tiles, 3, tile_size, tile_size)`."""
         columns, rows = self.grid(*image.size)
         size, resample = self.tile_size, self.pixels.resample
         scaled = np.asarray(image.resize((columns * size, rows * size), resample=resample))
@@ -71,7 +75,8 @@ class GridOfTiles:
 
 @functools.cache
 def _grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
-    """(columns, rows) of every grid within the limits, the smallest first; equal ones by columns."""
+    """Returns the (columns, rows) of every grid within the limits. They are ordered by number of tiles, then by number
+    of columns."""
     sides = range(1, max_tiles + 1)
     found = [(columns, rows) for columns in sides for rows in sides if min_tiles <= columns * rows <= max_tiles]
     return tuple(sorted(found, key=lambda grid: grid[0] * grid[1]))

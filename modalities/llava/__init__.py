@@ -1,6 +1,6 @@
-"""LLaVA-1.5: text and images in, text out; a picture is one tile, cut from its middle.
+"""Implements LLaVA-1.5: it takes text and images and returns text. A picture is one tile, cut from its centre.
 
-Pure: `family`; numpy and Pillow: `tiling`; torch: `encoder`.
+`family` is pure, `tiling` needs numpy and Pillow, and `encoder` needs torch.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ ARCHITECTURES = ("LlavaForConditionalGeneration",)
 
 
 def load(model_dir: Path) -> Family:
-    """Raises ConfigError."""
+    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
     from modalities.llava.family import load_family
 
     return load_family(model_dir)

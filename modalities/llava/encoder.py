@@ -1,4 +1,4 @@
-"""LLaVA-1.5's vision tower and projector. The one place that knows the names of their weights."""
+"""Loads and runs LLaVA-1.5's vision tower and projector. Only this module knows the names of their weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMES = {r"^model\.(vision_tower|multi_modal_projector)\.": r"\1."}
 
 
 class VisionHalf(LlavaPreTrainedModel):
-    """The model without its text half."""
+    """A `VisionHalf` is the model without its language model."""
 
     def __init__(self, config: LlavaConfig) -> None:
         super().__init__(config)
@@ -35,7 +35,7 @@ def rows_of(part: Any, tiles: torch.Tensor, inputs: Sequence[EncoderInput]) -> l
 
 
 def load_encoder(model_dir: Path, device: str, dtype: str) -> TileEncoder:
-    """Raises ConfigError if a weight is missing."""
+    """Loads vision tower and projector. Raises ConfigError if a weight is missing."""
     config = read_pretrained_config(model_dir)
     names = PartNames(NAMES, names_of_others("vision", "projector"))
     return TileEncoder(load_part(VisionHalf, model_dir, config, names, (device, dtype), "sdpa"), rows_of)

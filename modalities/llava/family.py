@@ -1,4 +1,4 @@
-"""What a LLaVA-1.5 checkpoint says, as a family on tiles."""
+"""Reads a LLaVA-1.5 checkpoint's config files and builds a family on tiles from them. It knows nothing of weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from modalities.tiled.config import read_pixel_options, read_tiled_config, squar
 from modalities.tiled.family import TiledFamily
 
 _VISION_DEFAULTS = {"model_type": "clip_vision_model", "image_size": 224, "patch_size": 32}
-# Both scale the shortest edge and crop the centre; the second could also pad, which is refused below.
+# Both scale the shortest edge and crop the centre. The second one could also pad; `_shortest_edge` refuses that.
 _PROCESSORS = ("CLIPImageProcessor", "LlavaImageProcessor")
 
 
 def load_family(model_dir: Path) -> Family:
-    """Reads config files only. Raises ConfigError."""
+    """Returns the family. It reads only config files. Raises ConfigError if Weft can't use them."""
     config, files = read_tiled_config(model_dir, ("image_token_index", 32000), _VISION_DEFAULTS, "llama")
     strategy = files.model.get("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
@@ -27,13 +27,14 @@ def load_family(model_dir: Path) -> Family:
         pixels=read_pixel_options(files.processor, _PROCESSORS),
         shortest_edge=_shortest_edge(files.processor, config.tile_size),
         tile_size=config.tile_size,
-        num_tokens=config.patches_per_side**2 + (strategy == "full"),  # the class token, unless it is dropped
+        num_tokens=config.patches_per_side**2 + (strategy == "full"),  # "full" keeps the class token.
     )
     return TiledFamily("llava", config, tiling, "<image>", _load_encoder)
 
 
 def _shortest_edge(processor: Mapping[str, Any], tile_size: int) -> int:
-    """Raises ConfigError for a processor whose pictures are not what the vision tower takes."""
+    """Returns the length to which the processor scales the shortest edge of a picture. Raises ConfigError for a
+    processor whose pictures the vision tower does not take."""
     if not processor.get("do_center_crop", True) or processor.get("do_pad", False):
         raise ConfigError("the image processor must crop the centre, and not pad")
     crop = square(processor.get("crop_size", 224), "crop_size")

@@ -1,5 +1,7 @@
-"""A picture is scaled until its shortest edge fits, and its centre cut out: transformers' CLIPImageProcessorPil, to
-the bit. Knows nothing of models or torch."""
+"""Scales a picture so that its shortest edge has the right length, and cuts out its centre.
+
+The result equals that of transformers' CLIPImageProcessorPil, bit by bit. This module knows nothing of models or
+torch."""
 
 from __future__ import annotations
 
@@ -17,12 +19,13 @@ from modalities.tiled.config import PixelOptions
 from modalities.tiled.family import Cut, Halved
 
 _MAX_ASPECT_RATIO = 200
-"""The reference scales before it crops: without a bound, a line of 100,000 pixels would become gigabytes."""
+"""Limits the aspect ratio of a picture. The reference scales before it crops, so without a limit a line of 100,000
+pixels would become gigabytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class CentreCrop:
-    """A Tiling: one tile, always of the same number of tokens."""
+    """Implements `modalities.tiled.family.Tiling` with one tile, which always has the same number of tokens."""
 
     pixels: PixelOptions
     shortest_edge: int
@@ -30,21 +33,21 @@ class CentreCrop:
     num_tokens: int
 
     def cut(self, width: int, height: int) -> Cut:
-        """Raises InvalidMedia for a picture that is more than 200 times as long as wide."""
+        """Returns the one tile and its tokens. Raises InvalidMedia for an aspect ratio above 200."""
         if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
             raise InvalidMedia(f"{width}x{height} pixels: the aspect ratio is above {_MAX_ASPECT_RATIO}")
         return Cut(1, self.num_tokens)
 
     def halved(self, width: int, height: int, times: int) -> Halved:
-        """The same: one tile is the least."""
+        """Returns this tiling and the same size, because a picture can't have fewer than one tile."""
         return Halved(self, (width, height))
 
     def limited(self, max_pixels: int) -> CentreCrop:
-        """The same: one tile is the least."""
+        """Returns this tiling, because a picture can't have fewer than one tile."""
         return self
 
     def tiles(self, image: Image.Image) -> npt.NDArray[np.float32]:
-        """`(1, 3, tile_size, tile_size)`."""
+        """Scales and crops the picture. The result has shape `(1, 3, tile_size, tile_size)`."""
         width, height = image.size
         edge = self.shortest_edge
         size = (edge, int(edge * height / width)) if width <= height else (int(edge * width / height), edge)

@@ -1,9 +1,9 @@
-"""LLaVA-OneVision: text, images and videos in, text out; a picture becomes the tiles of the resolution that suits it
-best, with its padding taken out again and a newline behind each row of features. Of a video each frame is a tile, its
-features scaled down to half.
+"""Implements LLaVA-OneVision: it takes text, images and videos and returns text.
 
-Every picture of a prompt is cut alike, which is how transformers' processor treats a flat list of images.
-Pure: `family`; numpy and Pillow: `tiling`; torch: `encoder`.
+A picture becomes the tiles of the resolution that suits it best. The features of padding are removed, and a newline
+follows each row of features. Each frame of a video is one tile, whose features are scaled down to half. Every picture
+of a prompt is cut in the same way, as transformers' processor does for a flat list of images.
+`family` is pure, `tiling` needs numpy and Pillow, and `encoder` needs torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ARCHITECTURES = ("LlavaOnevisionForConditionalGeneration",)
 
 
 def load(model_dir: Path) -> Family:
-    """Raises ConfigError."""
+    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
     from modalities.llava_onevision.family import load_family
 
     return load_family(model_dir)

@@ -1,4 +1,6 @@
-"""LLaVA-OneVision's vision tower, projector and newline. The one place that knows the names of their weights."""
+"""Loads and runs LLaVA-OneVision's vision tower and projector, and its newline.
+
+Only this module knows the names of their weights."""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ NAMES = {
 
 
 class VisionHalf(LlavaOnevisionPreTrainedModel):
-    """The model without its text half."""
+    """A `VisionHalf` is the model without its language model."""
 
     def __init__(self, config: LlavaOnevisionConfig) -> None:
         super().__init__(config)
@@ -50,7 +52,7 @@ def rows_of(part: Any, tiles: torch.Tensor, inputs: Sequence[EncoderInput]) -> l
 
 
 def _rows_of_videos(part: Any, frames: torch.Tensor, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
-    # As videos of one frame each; the newline behind a video stands behind its last unit alone.
+    # The model gets the frames as videos of one frame each. The newline follows only the last unit of a video.
     made = part.get_video_features(frames[:, None], return_dict=True).pooler_output[:, :-1]
     units = made.split([len(unit.pixels) for unit in inputs])
     rows = [frame_rows(steps, unit) for steps, unit in zip(units, inputs, strict=True)]
@@ -62,7 +64,7 @@ def _rows_of_videos(part: Any, frames: torch.Tensor, inputs: Sequence[EncoderInp
 
 
 def load_encoder(model_dir: Path, device: str, dtype: str) -> TileEncoder:
-    """Raises ConfigError if a weight is missing."""
+    """Loads vision tower, projector and newline. Raises ConfigError if a weight is missing."""
     config = read_pretrained_config(model_dir)
     names = PartNames(NAMES, names_of_others("vision", "projector"))
     return TileEncoder(load_part(VisionHalf, model_dir, config, names, (device, dtype), "sdpa"), rows_of)

@@ -1,4 +1,7 @@
-"""What a LLaVA-OneVision checkpoint says, as a family on tiles."""
+"""Reads a LLaVA-OneVision checkpoint's config files and builds a family on tiles from them.
+
+It knows nothing of weights.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ _DEFAULT_RESOLUTIONS = [[height, width] for height in _STEPS for width in _STEPS
 
 
 def load_family(model_dir: Path) -> Family:
-    """Reads config files only. Raises ConfigError."""
+    """Returns the family. It reads only config files. Raises ConfigError if Weft can't use them."""
     config, files = read_tiled_config(model_dir, ("image_token_index", 151646), _VISION_DEFAULTS, "qwen2")
     _refuse_unsupported(files, config.tile_size)
     aspect_ratio = re.fullmatch(r"anyres_max_(\d+)", str(files.model.get("vision_aspect_ratio", "anyres_max_9")))
@@ -56,8 +59,8 @@ def _refuse_unsupported(files: ConfigFiles, tile_size: int) -> None:
 
 
 def _resolutions(files: ConfigFiles, tile_size: int) -> tuple[tuple[int, int], ...]:
-    """(height, width) of every canvas. Raises ConfigError for ones that are not made of whole tiles, or that model
-    and processor do not have in common."""
+    """Returns the (height, width) of every canvas. Raises ConfigError for canvases that do not consist of whole tiles,
+    and for canvases that model and image processor do not have in common."""
     ours: Any = files.model.get("image_grid_pinpoints") or _DEFAULT_RESOLUTIONS
     if ours != (files.processor.get("image_grid_pinpoints") or _DEFAULT_RESOLUTIONS):
         raise ConfigError("image_grid_pinpoints of model and image processor differ")

@@ -1,6 +1,8 @@
-"""A picture is scaled into the best of some fixed canvases, padded with black and cut; the whole of it, squeezed into
-one tile, comes first: transformers' LlavaOnevisionImageProcessorPil, to the bit. The count of rows follows what the
-model does with the tiles' features. Knows nothing of models or torch."""
+"""Scales a picture into the best of several fixed canvases, pads it with black and cuts it into tiles.
+
+The first tile is the whole picture, squeezed into one tile. The result equals that of transformers'
+LlavaOnevisionImageProcessorPil, bit by bit. The number of rows follows from what the model does with the features of
+the tiles. This module knows nothing of models or torch."""
 
 from __future__ import annotations
 
@@ -20,25 +22,28 @@ from modalities.tiled.family import Cut, Halved
 
 @dataclass(frozen=True, slots=True)
 class AnyResolution:
-    """A Tiling."""
+    """Implements `modalities.tiled.family.Tiling`."""
 
     pixels: PixelOptions
     tile_size: int
     patches_per_side: int
     resolutions: tuple[tuple[int, int], ...]
-    """(height, width), in the checkpoint's order: of equally good ones the first is taken."""
+    """Holds the (height, width) of each canvas in the checkpoint's order: of equally good canvases the first is
+    taken."""
     max_tiles_of_rows: int
-    """Above 1.1 times the rows of so many tiles, squared, features are scaled down to these."""
+    """If the canvas gives more rows of features than 1.1 squared times those of this many tiles, its features are
+    scaled down to the rows of this many tiles."""
 
     def cut(self, width: int, height: int) -> Cut:
         canvas_height, canvas_width = self.canvas(width, height)
         num_tiles = canvas_height // self.tile_size * (canvas_width // self.tile_size)
         num_rows, num_columns = self._shape_of_features(width, height, canvas_height, canvas_width)
-        # Behind each row of features stands a newline.
+        # A newline follows each row of features.
         return Cut(1 + num_tiles, self.patches_per_side**2 + num_rows * (num_columns + 1))
 
     def halved(self, width: int, height: int, times: int) -> Halved:
-        """Half of the picture as it would lie on its canvas, which then finds a smaller one."""
+        """Returns a smaller size: half the sides, `times` times, that the picture has on its canvas or by itself. A
+        smaller canvas then suits it best."""
         shown = self._scaled_size(width, height, *self.canvas(width, height))
         size = (max(1, min(width, shown[0]) >> times), max(1, min(height, shown[1]) >> times))
         return Halved(self, size)
@@ -50,8 +55,8 @@ class AnyResolution:
         return dataclasses.replace(self, resolutions=fitting)
 
     def canvas(self, width: int, height: int) -> tuple[int, int]:
-        """(height, width) of the canvas on which the picture keeps most of its pixels, and of these the one that
-        wastes least."""
+        """Returns the (height, width) of the canvas on which the picture keeps most of its pixels; of several, the one
+        that wastes least."""
         best, most, least = self.resolutions[0], 0, math.inf
         for canvas_height, canvas_width in self.resolutions:
             scale = min(canvas_width / width, canvas_height / height)
@@ -62,7 +67,8 @@ class AnyResolution:
         return best
 
     def tiles(self, image: Image.Image) -> npt.NDArray[np.float32]:
-        """`(1 + num_tiles, 3, tile_size, tile_size)`: the whole picture, then the canvas row by row."""
+        """Returns the whole picture, then the tiles of the canvas row by row. Their shape is
+        `(1 + num_tiles, 3, tile_size, tile_size)`."""
         canvas_height, canvas_width = self.canvas(*image.size)
         size, resample = self.tile_size, self.pixels.resample
         scaled = image.resize(self._scaled_size(*image.size, canvas_height, canvas_width), resample=resample)
@@ -78,15 +84,15 @@ class AnyResolution:
         return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
 
     def _scaled_size(self, width: int, height: int, canvas_height: int, canvas_width: int) -> tuple[int, int]:
-        """(width, height) of the picture on its canvas."""
+        """Returns the (width, height) of the picture on its canvas."""
         scale_width, scale_height = canvas_width / width, canvas_height / height
         if scale_width < scale_height:
             return canvas_width, min(math.ceil(height * scale_width), canvas_height)
         return min(math.ceil(width * scale_height), canvas_width), canvas_height
 
     def _shape_of_features(self, width: int, height: int, canvas_height: int, canvas_width: int) -> tuple[int, int]:
-        """(rows, columns) that are left of the canvas's patches without padding, scaled down where there are too
-        many. The order of operations is that of transformers' `unpad_image`: the rounding depends on it."""
+        """Returns the (rows, columns) of the canvas's patches that remain without padding, scaled down if there are too
+        many. The order of operations is that of transformers' `unpad_image`, because the rounding depends on it."""
         num_rows = canvas_height // self.tile_size * self.patches_per_side
         num_columns = canvas_width // self.tile_size * self.patches_per_side
         if width / height > num_columns / num_rows:

@@ -1,6 +1,8 @@
-"""Qwen2.5-Omni (thinker): text, images, videos and sounds in, text out. Speech is not declared yet.
+"""Implements Qwen2.5-Omni's thinker: it takes text, images, videos and sounds and returns text.
 
-Torch: `checkpoint`. What its siblings share stands in `modalities.qwen_vl`.
+Speech is not supported yet.
+
+`checkpoint` needs torch. `modalities.qwen_vl` holds what the related families share.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ LAYOUT = Layout(
 
 
 def load(model_dir: Path) -> Family:
-    """Raises ConfigError."""
+    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
     from modalities.qwen_vl.family import QwenVLFamily
 
     return QwenVLFamily(LAYOUT, model_dir, _checkpoint)

@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni's transformers classes."""
+"""Names the transformers classes of Qwen2.5-Omni. It knows nothing of requests."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Qwen2.5-VL: text, images and videos in, text out. Its tower attends within windows, in some layers within a
-whole picture or temporal patch.
+"""Implements Qwen2.5-VL: it takes text, images and videos and returns text.
 
-Torch: `checkpoint`. What its siblings share stands in `modalities.qwen_vl`.
+Its vision tower attends within windows, and in some layers within a whole picture or temporal patch.
+
+`checkpoint` needs torch. `modalities.qwen_vl` holds what the related families share.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ LAYOUT = Layout(
 
 
 def load(model_dir: Path) -> Family:
-    """Raises ConfigError."""
+    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
     from modalities.qwen_vl.family import QwenVLFamily
 
     return QwenVLFamily(LAYOUT, model_dir, _checkpoint)

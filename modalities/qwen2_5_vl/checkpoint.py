@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's transformers classes."""
+"""Names the transformers classes of Qwen2.5-VL. It knows nothing of requests."""
 
 from __future__ import annotations
 

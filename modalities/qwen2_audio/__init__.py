@@ -1,6 +1,6 @@
-"""Qwen2-Audio: text and sounds in, text out; a sound is heard in windows of 30 s.
+"""Implements Qwen2-Audio: it takes text and sounds and returns text. A sound is encoded in windows of 30 s.
 
-Pure: `family`; its encoder stands with the other audio towers.
+`family` is pure. The encoder is in `modalities.audio_towers`, with the other audio towers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ ARCHITECTURES = ("Qwen2AudioForConditionalGeneration",)
 
 
 def load(model_dir: Path) -> Family:
-    """Raises ConfigError."""
+    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
     from modalities.qwen2_audio.family import Qwen2AudioFamily
 
     return Qwen2AudioFamily(model_dir)

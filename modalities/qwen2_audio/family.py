@@ -1,6 +1,7 @@
-"""A Qwen2-Audio checkpoint: what it takes, how much of the prompt a sound takes, where it stands.
+"""Implements the family Qwen2-Audio: which media it takes, and which tokens and positions the prompt has for a sound.
 
-Pure but for the two loaders, which import torch when they are called.
+The module is pure except for `load_spectrograms`, `load_encoder` and `load_language_model`, which import torch when
+they are called. It knows nothing of weights.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from modalities.waveform import Spectrograms, Waveform
 
 _AUDIO = "audio"
 _AUDIO_TOKEN_ID = 151646
-"""transformers' default."""
+"""This is transformers' default id of the placeholder token."""
 
 
 class Qwen2AudioFamily:
-    """One checkpoint directory. Immutable and thread-safe."""
+    """A `Qwen2AudioFamily` stands for one checkpoint directory. It is immutable and thread-safe."""
 
     name = "qwen2_audio"
 
     def __init__(self, model_dir: Path) -> None:
-        """Reads config files only. Raises ConfigError."""
+        """Reads only config files. Raises ConfigError if Weft can't use them."""
         raw, config = read_json(model_dir / "config.json")
         self.model_id = model_id(model_dir, raw)
         self.shape = text_shape({"model_type": "qwen2", **section(config, "text_config")})
@@ -49,13 +50,14 @@ class Qwen2AudioFamily:
         self._token_id = int(config.get("audio_token_index", config.get("audio_token_id", _AUDIO_TOKEN_ID)))
 
     def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
-        """Raises InvalidMedia for a sound too short to become a row."""
+        """Plans a sound from its header. Raises InvalidMedia for a sound that is too short to become a row, and
+        UnsupportedModality for another medium."""
         if not isinstance(header, AudioHeader):
             raise UnsupportedModality(f"{self.name} takes sounds alone")
         return self.sound.plan(header)
 
     def placeholder_text(self, modality: str) -> str:
-        """Raises UnsupportedModality."""
+        """Returns the placeholder of a sound. Raises UnsupportedModality for another modality."""
         self._check(modality)
         return "<|AUDIO|>"
 
@@ -65,38 +67,41 @@ class Qwen2AudioFamily:
         plans: Sequence[ItemPlan],
         tokenize: Callable[[str], Sequence[int]] | None = None,
     ) -> ExpandedPrompt:
-        """Raises InvalidRequest if placeholders and plans do not match."""
+        """Repeats each placeholder once per row of its sound. Raises InvalidRequest if placeholders and plans do not
+        match."""
         return expand_placeholders(token_ids, {_AUDIO: self._token_id}, plans)
 
     def positions(
         self, token_ids: Sequence[int], placeholders: Sequence[PlaceholderRange], media: Sequence[MediaItem]
     ) -> Positions:
-        """One axis."""
+        """Returns positions on one axis."""
         return running_positions(len(token_ids))
 
     def options(self, modality: str) -> str:
-        """Raises UnsupportedModality."""
+        """Returns canonical JSON of the processing options. Raises UnsupportedModality for another modality."""
         self._check(modality)
         return self.sound.options()
 
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
-        """A unit for each window. Raises InvalidMedia for a broken file or one that is not what was planned."""
+        """Returns one unit for each window. Raises InvalidMedia for a broken file and for one that differs from its
+        plan."""
         self._check(item.modality)
         return self.sound.preprocess(data, item)
 
     def decode_waveform(self, data: bytes, item: MediaItem) -> Waveform:
-        """As `modalities.waveform` says."""
+        """Decodes a sound without computing its spectrogram, as `modalities.waveform` describes."""
         self._check(item.modality)
         return self.sound.decode_waveform(data, item)
 
     def load_spectrograms(self, device: str) -> Spectrograms:
-        """As `modalities.waveform` says."""
+        """Returns what computes spectrograms on `device`, as `modalities.waveform` describes."""
         from modalities.audio_towers.device_sounds import DeviceSounds
 
         return DeviceSounds(self.sound, device)
 
     def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
-        """Audio tower and projector. Raises ConfigError if a weight is missing, UnsupportedModality."""
+        """Loads audio tower and projector. Raises ConfigError if a weight is missing, and UnsupportedModality for
+        another modality."""
         from modalities.audio_towers.qwen2_audio import load_encoder
 
         for modality in modalities:
@@ -104,7 +109,7 @@ class Qwen2AudioFamily:
         return load_encoder(model_dir, (device, dtype))
 
     def load_language_model(self, model_dir: Path, device: str, dtype: str, attention_name: str) -> LanguageModel:
-        """The text half. Raises ConfigError if a weight is missing."""
+        """Loads the language model. Raises ConfigError if a weight is missing."""
         from modalities.causal_lm.language_model import load_causal_lm
 
         return load_causal_lm(model_dir, device, dtype, attention_name)

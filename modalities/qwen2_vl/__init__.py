@@ -1,6 +1,6 @@
-"""Qwen2-VL: text, images and videos in, text out.
+"""Implements Qwen2-VL: it takes text, images and videos and returns text.
 
-Torch: `checkpoint`. What its siblings share stands in `modalities.qwen_vl`.
+`checkpoint` needs torch. `modalities.qwen_vl` holds what the related families share.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ LAYOUT = Layout(
         "temporal_patch_size": 2,
         "hidden_size": 3584,
     },
-    feature_size_key="hidden_size",  # the tower's own width is `embed_dim`
+    feature_size_key="hidden_size",  # The config calls the tower's own width `embed_dim`.
     is_text_flat=True,
 )
 
 
 def load(model_dir: Path) -> Family:
-    """Raises ConfigError."""
+    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
     from modalities.qwen_vl.family import QwenVLFamily
 
     return QwenVLFamily(LAYOUT, model_dir, _checkpoint)

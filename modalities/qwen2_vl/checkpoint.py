@@ -1,4 +1,4 @@
-"""Qwen2-VL's transformers classes."""
+"""Names the transformers classes of Qwen2-VL. It knows nothing of requests."""
 
 from __future__ import annotations
 

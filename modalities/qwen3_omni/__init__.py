@@ -1,6 +1,7 @@
-"""Qwen3-Omni (thinker): text, images, videos and sounds in, text out. Speech is not declared yet.
+"""Implements Qwen3-Omni's thinker: it takes text, images, videos and sounds and returns text.
 
-Pure: `config`, `family`; torch: `checkpoint`. What its siblings share stands in `modalities.qwen_vl`.
+Speech is not supported yet. `config` and `family` are pure, and `checkpoint` needs torch. `modalities.qwen_vl` holds
+what the related families share.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ ARCHITECTURES = ("Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3OmniMoeFor
 
 
 def load(model_dir: Path) -> Family:
-    """Raises ConfigError."""
+    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
     from modalities.qwen3_omni.family import Qwen3OmniFamily
 
     return Qwen3OmniFamily(model_dir)

@@ -1,4 +1,4 @@
-"""Qwen3-Omni's transformers classes."""
+"""Names the transformers classes of Qwen3-Omni. It knows nothing of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Qwen3-Omni's config files: the thinker alone, or as a part of the whole model."""
+"""Reads Qwen3-Omni's config files, of the thinker alone or of the whole model that contains it.
+
+It knows nothing of weights.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ LAYOUT = Layout(
     sound=SoundLayout(
         read=qwen3_omni_sound,
         start=Control("audio_start_token_id", 151647),
-        end=Control("audio_end_token_id"),  # transformers' config has no such field; published checkpoints do
+        end=Control("audio_end_token_id"),  # transformers' config lacks this field, but published checkpoints have it.
     ),
     text_defaults={
         "vocab_size": 3584,
@@ -50,5 +53,5 @@ LAYOUT = Layout(
 
 
 def read_config(model_dir: Path) -> QwenVLConfig:
-    """Raises ConfigError for missing or broken files and for what Weft can't run."""
+    """Returns the config. Raises ConfigError for missing or broken files and for a model that Weft can't run."""
     return read_with_layout(model_dir, LAYOUT)

@@ -1,4 +1,4 @@
-"""The family Qwen3-Omni: its layout and its classes, put together."""
+"""Combines the layout and the transformers classes of Qwen3-Omni into a family. It knows nothing of weights."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Qwen3OmniFamily(QwenVLFamily):
-    """One checkpoint directory. Immutable and thread-safe."""
+    """A `Qwen3OmniFamily` stands for one checkpoint directory. It is immutable and thread-safe."""
 
     def __init__(self, model_dir: Path) -> None:
-        """Reads config files only. Raises ConfigError."""
+        """Reads only config files. Raises ConfigError if Weft can't use them."""
         super().__init__(LAYOUT, model_dir, _checkpoint)
 
 

@@ -1,4 +1,4 @@
-"""Qwen3-Omni's positions are those of its siblings: see `modalities.qwen_vl.positions`."""
+"""Exports the positions of Qwen3-Omni, which are those of the related families in `modalities.qwen_vl.positions`."""
 
 from modalities.qwen_vl.positions import BlockPositions, grid_positions, prompt_positions
 

@@ -1,4 +1,4 @@
-"""Qwen3-Omni's pictures are those of its siblings: see `modalities.qwen_vl.preprocess`."""
+"""Exports the picture processing of Qwen3-Omni, which is that of `modalities.qwen_vl.preprocess`."""
 
 from modalities.qwen_vl.preprocess import image_grid, image_patches, patchify, smart_resize
 

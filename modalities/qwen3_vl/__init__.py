@@ -1,6 +1,8 @@
-"""Qwen3-VL (dense): text, images and videos in, text out. Its tower gives DeepStack levels.
+"""Implements Qwen3-VL (the dense models): it takes text, images and videos and returns text.
 
-Torch: `checkpoint`. What its siblings share stands in `modalities.qwen_vl`.
+Its vision tower returns DeepStack levels: besides its last features, those of some of its middle layers.
+
+`checkpoint` needs torch. `modalities.qwen_vl` holds what the related families share.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ LAYOUT = Layout(
 
 
 def load(model_dir: Path) -> Family:
-    """Raises ConfigError."""
+    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
     from modalities.qwen_vl.family import QwenVLFamily
 
     return QwenVLFamily(LAYOUT, model_dir, _checkpoint)

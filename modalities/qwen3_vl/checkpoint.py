@@ -1,4 +1,4 @@
-"""Qwen3-VL's transformers classes."""
+"""Names the transformers classes of Qwen3-VL. It knows nothing of requests."""
 
 from __future__ import annotations
 

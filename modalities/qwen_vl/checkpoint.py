@@ -1,4 +1,6 @@
-"""Parts of a Qwen vision checkpoint as transformers modules. The one place that knows the checkpoints' weight names."""
+"""Loads parts of a Qwen vision checkpoint as transformers modules. Only this module knows the checkpoints' weight
+names. It knows nothing of how a part computes.
+"""
 
 from __future__ import annotations
 
@@ -21,38 +23,41 @@ _TEXT_NAMES = {
     r"^(thinker\.)?model\.language_model\.": "model.",
     r"^thinker\.model\.": "model.",
 }
-# Sorts tokens by expert and sums each token's experts in a fixed order. `eager` adds with atomics on CUDA, so its sums
-# depend on the batch; `batched_mm` copies the weights once per token.
+# This implementation sorts tokens by expert and sums each token's experts in a fixed order. `eager` adds with atomics
+# on CUDA, so its sums depend on the batch; `batched_mm` copies the weights once per token.
 _EXPERTS = "grouped_mm"
 
 
 LoadSound = Callable[[Path, PreTrainedConfig, QwenVLConfig, tuple[str, str]], EncoderModel]
-"""Model directory, `audio_config`, the family's config, (device, dtype)."""
+"""Loads the encoder of sounds; its parameters are the model directory, `audio_config`, the family's config, and
+(device, dtype)."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A family's transformers classes."""
+    """Holds a family's transformers classes."""
 
     config: type[PreTrainedConfig]
-    """Of the model with vision and text."""
+    """This is the config class of the model with vision and text."""
     tower: type[PreTrainedModel]
     text_model: type[PreTrainedModel]
     whole_config: type[PreTrainedConfig] | None = None
-    """Of a checkpoint that holds the model as its thinker."""
+    """This is the config class of a checkpoint that holds the model as its thinker (the part of an omni model that
+    reads media and writes text)."""
     has_experts: bool = False
     load_sound: LoadSound | None = None
-    """Of a family that hears."""
+    """This is set for a family that takes sound."""
 
     def load_vision_tower(self, model_dir: Path, config: QwenVLConfig, device: str, dtype: str) -> PreTrainedModel:
-        """On `device`, in evaluation mode. Raises ConfigError."""
+        """Loads the vision tower on `device`, in evaluation mode. Raises ConfigError."""
         kind = type("VisionTower", (self.tower,), {})
         vision_config = self._model_config(model_dir, config).vision_config
         names = PartNames(_VISION_NAMES, names_of_others("vision"))
         return load_part(kind, model_dir, vision_config, names, (device, dtype), "sdpa")
 
     def load_sound_tower(self, model_dir: Path, config: QwenVLConfig, place: tuple[str, str]) -> EncoderModel:
-        """`place` is (device, dtype). Raises ConfigError, also for a family that does not hear."""
+        """Loads the encoder of sounds; `place` is (device, dtype). Raises ConfigError, also for a family that does not
+        take sound."""
         if self.load_sound is None:
             raise ConfigError(f"{model_dir} has no audio tower")
         audio_config = self._model_config(model_dir, config).audio_config
@@ -61,7 +66,8 @@ class Checkpoint:
     def load_text_half(
         self, model_dir: Path, config: QwenVLConfig, device: str, dtype: str, attention_name: str
     ) -> PreTrainedModel:
-        """`model` and `lm_head`; its attention is the function registered as `attention_name`. Raises ConfigError."""
+        """Loads the text half, with `model` and `lm_head`; its attention is the function registered as
+        `attention_name`. Raises ConfigError."""
         model_config = self._model_config(model_dir, config)
         text_config = model_config.text_config
         text_config.tie_word_embeddings = bool(model_config.tie_word_embeddings)
@@ -84,8 +90,9 @@ class Checkpoint:
 
 
 def text_half_of(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A text model and its head, without the encoders."""
-    (family,) = text_model.__bases__  # the family's PreTrainedModel: initial weights, what its attention supports
+    """Returns a class that holds a text model and its head, without the encoders."""
+    # The base class is the family's PreTrainedModel, which knows the initial weights and the supported attention.
+    (family,) = text_model.__bases__
 
     class TextHalf(family):  # type: ignore[misc, valid-type]
         config_class = text_model.config_class

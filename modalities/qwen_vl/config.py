@@ -1,6 +1,7 @@
-"""config.json of a Qwen vision family, read as plain JSON: neither torch nor transformers is imported.
+"""Reads config.json of a Qwen vision family as plain JSON: it imports neither torch nor transformers.
 
-What Weft can't run is refused here, so every part of the cluster refuses it at start.
+The module refuses what Weft can't run, so that every part of the cluster refuses it at start. It knows nothing of
+weights.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ IMAGE, VIDEO, AUDIO = "image", "video", "audio"
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """A token by its key in config.json."""
+    """Identifies a token by its key in config.json."""
 
     key: str
     default: int | None = None
     text: str = ""
-    """As chat templates write it, of a placeholder."""
+    """Holds the text that chat templates write for the token, if the token is a placeholder."""
 
 
 _VISION_START = Control("vision_start_token_id", 151652)
@@ -38,48 +39,50 @@ VISION = {
     IMAGE: Control("image_token_id", 151655, "<|image_pad|>"),
     VIDEO: Control("video_token_id", 151656, "<|video_pad|>"),
 }
-"""Placeholders of most of the families."""
+"""Holds the placeholders of most of the families."""
 
 
 @dataclass(frozen=True, slots=True)
 class SoundLayout:
-    """Of a family that hears."""
+    """Describes the sound half of a family that takes sound."""
 
     read: Callable[[Path, Mapping[str, Any], int], SoundHalf]
-    """Model directory, `audio_config`, width of the text model. Raises ConfigError."""
+    """Reads the sound half's config; its parameters are the model directory, `audio_config`, and the width of the text
+    model. Raises ConfigError."""
     start: Control
     end: Control
-    """These two are written around a video's rows if its sound is among them."""
+    """These two tokens (`start` and `end`) are written around a video's rows if its sound is among them."""
     are_marks_paired: bool = False
-    """As in `positions.prompt_positions`."""
+    """Has the same meaning as in `positions.prompt_positions`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What sets one family apart from its siblings in config.json. Defaults are transformers 5.23's."""
+    """Describes how one family differs from the others in config.json. Defaults are those of transformers 5.23."""
 
     name: str
     modality_to_placeholder: Mapping[str, Control]
-    """What the chat template writes for a medium; one token."""
+    """Maps a modality to the one token that the chat template writes for a medium."""
     text_defaults: Mapping[str, Any]
-    """Missing keys of the text model."""
+    """Holds the values of missing keys of the text model."""
     vision_defaults: Mapping[str, Any]
-    """Missing keys of the vision tower, patch and merge sizes always among them."""
+    """Holds the values of missing keys of the vision tower, always including the patch and merge sizes."""
     video_time: Callable[[Mapping[str, Any]], VideoTime]
-    """From the model's config."""
+    """Derives the times of a video's steps from the model's config."""
     video: VideoDefaults
     sound: SoundLayout | None = None
     feature_size_key: str = "out_hidden_size"
-    """Of the vision config: the width of a feature."""
+    """Names the key of the vision config that holds the width of a feature."""
     whole_architectures: tuple[str, ...] = ()
-    """A checkpoint of one of these holds the family as its `thinker_config`, beside other parts."""
+    """A checkpoint of one of these architectures holds the family as its `thinker_config`, in addition to other
+    parts."""
     is_text_flat: bool = False
-    """Older checkpoints have no `text_config`: its keys stand at the top."""
+    """Says that older checkpoints have no `text_config`: its keys stand at the top level."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Tokens that are written around rows; None where the config does not name one."""
+    """Holds the tokens that are written around rows; a token is None where the config does not name one."""
 
     vision_start: int | None = None
     vision_end: int | None = None
@@ -91,10 +94,11 @@ class Marks:
 class QwenVLConfig:
     model_id: str
     is_thinker_only: bool
-    """Otherwise the model is a part of a checkpoint with talker and vocoder."""
+    """Says that the checkpoint holds the thinker alone; otherwise the model is a part of a checkpoint with talker and
+    vocoder."""
     shape: ModelShape
     modality_to_token: Mapping[str, int]
-    """Modalities that the family takes -> their placeholders."""
+    """Maps the modalities that the family takes to their placeholder tokens."""
     marks: Marks
     num_deepstack_levels: int
     image: ImageOptions
@@ -108,7 +112,8 @@ class QwenVLConfig:
 
 
 def read_config(model_dir: Path, layout: Layout) -> QwenVLConfig:
-    """Raises ConfigError for missing or broken files and for what Weft can't run."""
+    """Reads the family's config from `model_dir`. Raises ConfigError for missing or broken files and for what Weft
+    can't run."""
     raw, config = read_json(model_dir / "config.json")
     is_thinker_only = set(layout.whole_architectures).isdisjoint(config.get("architectures") or ())
     model = config if is_thinker_only else section(config, "thinker_config")
@@ -157,7 +162,8 @@ def _check_patches(vision: Mapping[str, Any], options: ImageOptions, name: str) 
 
 
 def _token(model: Mapping[str, Any], control: Control) -> int | None:
-    """Older names of the omni families end in `_index`."""
+    """Returns the token's id, or None. The keys of the omni families that end in `_token_index` are older names; the
+    function also accepts the newer ones, which end in `_token_id`."""
     found = model.get(control.key, model.get(control.key.replace("_token_index", "_token_id"), control.default))
     return None if found is None else int(found)
 

@@ -1,4 +1,6 @@
-"""The encoders: patches of many pictures or frames, and spectrograms -> features. Knows no requests and no queues."""
+"""Runs the encoders: they turn patches of many pictures or frames, and spectrograms, into features. The module knows
+nothing of requests and queues.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,17 @@ from modalities.video_rows import StepRows
 
 
 class VisionEncoder:
-    """Implements `modalities.family.EncoderModel`. One forward at a time: not thread-safe."""
+    """Implements `modalities.family.EncoderModel`. Only one forward pass may run at a time: the class is not
+    thread-safe."""
 
     def __init__(self, tower: PreTrainedModel, has_deepstack: bool) -> None:
         self._tower, self._has_deepstack = tower, has_deepstack
 
     @torch.no_grad()
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        """Per unit `(1 + num_deepstack_levels, num_tokens, hidden)`: level 0 stands in for the embedding, level i is
-        added to the hidden states behind layer i - 1 of the text model. Pictures do not attend to each other, and
-        neither do the temporal patches of a video."""
+        """Returns, per unit, `(1 + num_deepstack_levels, num_tokens, hidden)`: level 0 replaces the embedding, and
+        level i is added to the hidden states after layer i - 1 of the text model. Pictures do not attend to each other,
+        and neither do the temporal patches of a video."""
         if not inputs:
             return []
         pixels = torch.from_numpy(np.concatenate([unit.pixels for unit in inputs]))
@@ -43,13 +46,13 @@ class VisionEncoder:
 
 
 class OmniEncoder:
-    """Towers by modality. Implements `modalities.family.EncoderModel` as they do."""
+    """Holds one tower per modality. Implements `modalities.family.EncoderModel` as the towers do."""
 
     def __init__(self, modality_to_encoder: Mapping[str, EncoderModel]) -> None:
         self._modality_to_encoder = modality_to_encoder
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        """By the tower of the one modality that they have."""
+        """Encodes the inputs, which all have one modality, with the tower of that modality."""
         return self._modality_to_encoder[inputs[0].modality].encode(inputs) if inputs else []
 
 
@@ -60,8 +63,8 @@ def load_encoder(
     place: tuple[str, str],
     modalities: Sequence[str],
 ) -> EncoderModel:
-    """`place` is (device, dtype). Only the towers of `modalities`; pictures and videos share one. Raises ConfigError
-    if a weight is missing."""
+    """Loads only the towers of `modalities`; pictures and videos share one. `place` is (device, dtype). Raises
+    ConfigError if a weight is missing."""
     found: dict[str, EncoderModel] = {}
     if set(modalities) - {AUDIO}:
         tower = fused_tower(checkpoint.load_vision_tower(model_dir, config, *place))
@@ -73,7 +76,8 @@ def load_encoder(
 
 
 def _thinned(unit: EncoderInput, feature: torch.Tensor) -> torch.Tensor:
-    """The rows that stay of a video's unit `(num_levels, num_tokens, hidden)`."""
+    """Returns the rows that remain of a video's unit `(num_levels, num_tokens, hidden)` after thinning; other units
+    stay unchanged."""
     if unit.modality != VIDEO:
         return feature
     steps = feature.unflatten(1, (unit.grid[0], -1))

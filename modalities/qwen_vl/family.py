@@ -1,6 +1,6 @@
-"""A Qwen vision family: what it takes, how much of the prompt a medium takes, where it stands.
+"""Implements a Qwen vision family: what it takes, how many prompt tokens a medium takes, and where these tokens stand.
 
-Pure but for the two loaders, which import torch when they are called.
+The module is pure except for the two loaders, which import torch when they are called. It knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MODALITY_TO_BLOCK = {IMAGE: image_block, VIDEO: video_block, AUDIO: audio_block
 
 
 class QwenVLFamily:
-    """One checkpoint directory. Immutable and thread-safe."""
+    """Represents one checkpoint directory. It is immutable and thread-safe."""
 
     def __init__(self, layout: Layout, model_dir: Path, checkpoint: Callable[[], Checkpoint]) -> None:
         """Reads config files only. `checkpoint` imports the family's transformers classes when it is called. Raises
@@ -59,8 +59,8 @@ class QwenVLFamily:
         self._layout, self._checkpoint = layout, checkpoint
 
     def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
-        """Raises InvalidMedia for an aspect ratio above 200, a video of no frames, a sound too short to become a
-        row."""
+        """Plans one medium from its header. Raises InvalidMedia for an aspect ratio above 200, a video without frames,
+        or a sound that is too short for one row."""
         if isinstance(header, ImageHeader):
             return self._plan_image(header, options)
         if isinstance(header, VideoHeader):
@@ -68,7 +68,7 @@ class QwenVLFamily:
         return self._plan_sound(header)
 
     def placeholder_text(self, modality: str) -> str:
-        """Raises UnsupportedModality."""
+        """Returns the text of the modality's placeholder. Raises UnsupportedModality."""
         self._check(modality)
         return self._layout.modality_to_placeholder[modality].text
 
@@ -78,22 +78,22 @@ class QwenVLFamily:
         plans: Sequence[ItemPlan],
         tokenize: Callable[[str], Sequence[int]] | None = None,
     ) -> ExpandedPrompt:
-        """Raises InvalidRequest if placeholders and plans do not match, ConfigError for a family that writes the time
-        between frames if there is no `tokenize`."""
+        """Expands the placeholders of a prompt. Raises InvalidRequest if placeholders and plans do not match, and
+        ConfigError for a family that writes the time between frames if there is no `tokenize`."""
         pieces_of = partial(pieces, self.config, plans, tokenize=tokenize)
         return expand_pieces(token_ids, self.config.modality_to_token, plans, pieces_of)
 
     def positions(
         self, token_ids: Sequence[int], placeholders: Sequence[PlaceholderRange], media: Sequence[MediaItem]
     ) -> Positions:
-        """M-RoPE, three axes. Raises ProtocolError if the ranges do not fit."""
+        """Returns M-RoPE positions, which have three axes. Raises ProtocolError if the ranges do not fit."""
         blocks = {name: partial(_MODALITY_TO_BLOCK[name], self.config) for name in self.max_items}
         sound = self._layout.sound
         are_marks_paired = sound is not None and sound.are_marks_paired
         return prompt_positions(len(token_ids), placeholders, media, blocks, are_marks_paired)
 
     def options(self, modality: str) -> str:
-        """Raises UnsupportedModality."""
+        """Returns the options of the modality's preprocessing as text. Raises UnsupportedModality."""
         self._check(modality)
         if modality == AUDIO:
             return self._sound_half().options()
@@ -101,12 +101,12 @@ class QwenVLFamily:
         return json.dumps(dataclasses.asdict(options), sort_keys=True, separators=(",", ":"))
 
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
-        """A picture is one unit, a video or sound several. Raises InvalidMedia for a broken file or one that is not
-        what was planned."""
+        """Returns the units of a medium: a picture is one unit, and a video or sound is several. Raises InvalidMedia
+        for a broken file or one that differs from its plan."""
         return list(self.preprocess_units(data, item))
 
     def preprocess_units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
-        """As `modalities.unit_stream` says."""
+        """Yields the units as `modalities.unit_stream` describes."""
         self._check(item.modality)
         if item.modality == VIDEO:
             from modalities.qwen_vl.video_frames import video_units
@@ -118,11 +118,13 @@ class QwenVLFamily:
             yield self._image_input(data, item)
 
     def decode_waveform(self, data: bytes, item: MediaItem) -> Waveform:
-        """As `modalities.waveform` says. Raises UnsupportedModality for a model without ears."""
+        """Decodes a sound as `modalities.waveform` describes. Raises UnsupportedModality for a model that takes no
+        sound."""
         return self._sound_half().decode_waveform(data, item)
 
     def load_spectrograms(self, device: str) -> Spectrograms:
-        """As `modalities.waveform` says. Raises UnsupportedModality for a model without ears."""
+        """Returns the computation of spectrograms that `modalities.waveform` describes. Raises UnsupportedModality for
+        a model that takes no sound."""
         from modalities.audio_towers.device_sounds import DeviceSounds
 
         return DeviceSounds(self._sound_half(), device)
@@ -136,7 +138,8 @@ class QwenVLFamily:
         return EncoderInput(IMAGE, pixels, item.grid)
 
     def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
-        """The towers of `modalities`. Raises ConfigError if a weight is missing, UnsupportedModality."""
+        """Loads the towers of `modalities`. Raises ConfigError if a weight is missing, and UnsupportedModality for a
+        modality that the model does not take."""
         from modalities.qwen_vl.encoder import load_encoder
 
         for modality in modalities:
@@ -144,7 +147,7 @@ class QwenVLFamily:
         return load_encoder(self._checkpoint(), model_dir, self.config, (device, dtype), modalities)
 
     def load_language_model(self, model_dir: Path, device: str, dtype: str, attention_name: str) -> LanguageModel:
-        """The text half. Raises ConfigError if a weight is missing."""
+        """Loads the text half. Raises ConfigError if a weight is missing."""
         from modalities.qwen_vl.language_model import load_text_model
 
         return load_text_model(self._checkpoint(), model_dir, self.config, device, dtype, attention_name)

@@ -1,8 +1,9 @@
-"""Vision towers of the Qwen-VL families, their blocks rebuilt from their own weights with few large operations.
+"""Rebuilds the blocks of the Qwen-VL families' vision towers from their own weights, with few large operations.
 
-Query, key and value are one product, rotated together; residuals and gate are done in the products; windows of one
-size attend in one call; the convolution over patches that do not overlap is the product that it amounts to. Blocks,
-mergers and patch embedding take and return what they did, so the tower around them stays transformers'.
+Query, key and value are one product and are rotated together; residuals and gate are computed within the products;
+windows of one size attend in one call; the convolution over patches, which do not overlap, is computed as the product
+that it equals. Blocks, mergers and patch embedding take and return what the original ones did, so the tower around them
+remains that of transformers. This module knows nothing of requests and checkpoints.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ BLOCKS = frozenset(
         "Qwen3OmniMoeVisionBlock",
     }
 )
-"""Classes of transformers 5.23 whose blocks are norm, attention, sum, norm, MLP, sum."""
+"""Lists the classes of transformers 5.23 whose blocks are norm, attention, sum, norm, MLP, sum."""
 
 
 def fused_tower(tower: Any) -> Any:
-    """Replaces the blocks, the patch embedding and the mergers' products of `tower`, a vision tower of transformers,
-    in place; returns it. What is not known here stays as it is."""
+    """Replaces the blocks, the patch embedding and the mergers' products of `tower`, a vision tower of transformers, in
+    place, and returns it. Blocks that are not known here stay unchanged."""
     for index, block in enumerate(tower.blocks):
         if type(block).__name__ in BLOCKS:
             tower.blocks[index] = FusedVisionBlock(block)
@@ -42,7 +43,7 @@ def fused_tower(tower: Any) -> Any:
 
 
 class FusedVisionBlock(nn.Module):
-    """One block. Its input is left unchanged."""
+    """Computes one block. Its input stays unchanged."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -57,14 +58,14 @@ class FusedVisionBlock(nn.Module):
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         **_: Any,
     ) -> torch.Tensor:
-        """`(num_patches, hidden)`; patches attend within the segments that start at `cu_seqlens`
-        `(num_segments + 1,)`; rotary table (cos, sin), each `(num_patches, head_dim)`."""
+        """Takes and returns `(num_patches, hidden)`. Patches attend within the segments that start at `cu_seqlens`
+        `(num_segments + 1,)`; the rotary table is (cos, sin), each `(num_patches, head_dim)`."""
         hidden = self.attention(self.before_attention(hidden_states), hidden_states, cu_seqlens, position_embeddings)
         return self.mlp(self.before_mlp(hidden), hidden)
 
 
 class FusedVisionAttention(nn.Module):
-    """Attention of one block, its residual included."""
+    """Computes the attention of one block, its residual included."""
 
     def __init__(self, attention: Any) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class FusedVisionAttention(nn.Module):
         cu_seqlens: torch.Tensor,
         table: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
-        """`(num_patches, hidden)`."""
+        """Takes and returns `(num_patches, hidden)`."""
         heads = self.inputs(x).view(x.shape[0], -1, self.head_dim)
         rotated, v = heads.split([2 * self.num_heads, self.num_heads], dim=1)
         cos, sin = (each.float()[None] for each in table)
@@ -94,8 +95,8 @@ class FusedVisionAttention(nn.Module):
 def attend_within(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scaling: float
 ) -> torch.Tensor:
-    """Attention without a mask within consecutive segments of `lengths` rows; each `(num_rows, num_heads, head_dim)`.
-    Neighbours of one length are computed at once."""
+    """Computes attention without a mask within consecutive segments of `lengths` rows; each tensor has shape
+    `(num_rows, num_heads, head_dim)`. Neighbouring segments of one length are computed in one call."""
     done, start = [], 0
     for length, run in groupby(lengths):
         end = start + length * len(list(run))
@@ -107,7 +108,7 @@ def attend_within(
 
 
 class PlainMlp(nn.Module):
-    """second(activation(first(x))), and the residual."""
+    """Computes second(activation(first(x))), and adds the residual."""
 
     def __init__(self, first: nn.Linear, activation: nn.Module, second: nn.Linear) -> None:
         super().__init__()
@@ -118,7 +119,8 @@ class PlainMlp(nn.Module):
 
 
 class PatchProjection(nn.Module):
-    """The patch embedding as a product: its convolution's kernel is as large as a patch, and so are its strides."""
+    """Computes the patch embedding as a product: its convolution's kernel is as large as a patch, and so are its
+    strides."""
 
     def __init__(self, convolution: nn.Conv3d) -> None:
         super().__init__()
@@ -126,7 +128,7 @@ class PatchProjection(nn.Module):
         self.projection = projection_of(convolution.weight.detach().flatten(1), convolution.bias)
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
-        """`(num_patches, values of a patch)` -> `(num_patches, hidden)`."""
+        """Maps `(num_patches, values of a patch)` to `(num_patches, hidden)`."""
         return self.projection(patches)
 
 
@@ -143,7 +145,7 @@ def _mlp(mlp: Any) -> nn.Module:
 
 
 def _project_linears(part: nn.Module) -> None:
-    """Replaces the linear layers of `part`, which gives them rows."""
+    """Replaces the linear layers of `part`, which must give them rows `(n, in_features)`."""
     for parent in list(part.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:

@@ -1,6 +1,6 @@
-"""How a checkpoint wants its pictures cut (transformers' Qwen2VLImageProcessor), read as plain JSON.
+"""Reads, as plain JSON, how a checkpoint wants its pictures cut (transformers' Qwen2VLImageProcessor).
 
-Missing keys take the values that transformers 5.23 gives them. Knows no model.
+Missing keys take the values that transformers 5.23 gives them. The module knows nothing of models.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BICUBIC = 3
 
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
-    """How a picture becomes patches (transformers' Qwen2VLImageProcessor)."""
+    """Describes how a picture becomes patches (transformers' Qwen2VLImageProcessor)."""
 
     patch_size: int
     merge_size: int
@@ -28,20 +28,20 @@ class ImageOptions:
     min_pixels: int
     max_pixels: int
     resample: int
-    """Pillow's number of the filter."""
+    """This is Pillow's number of the resize filter."""
     rescale_factor: float | None
     mean: tuple[float, float, float] | None
     std: tuple[float, float, float] | None
 
     @property
     def factor(self) -> int:
-        """Both sides of a resized image are multiples of it."""
+        """Both sides of a resized image are multiples of this number."""
         return self.patch_size * self.merge_size
 
 
 def read_image_options(model_dir: Path) -> ImageOptions:
-    """From processor_config.json (nested) or preprocessor_config.json, in transformers' order. Raises ConfigError for
-    missing or broken files and for another kind of image processor."""
+    """Reads the options from processor_config.json (nested) or preprocessor_config.json, in transformers' order. Raises
+    ConfigError for missing or broken files and for another kind of image processor."""
     options = read_image_processor(model_dir)
     kind = options.get("image_processor_type", "Qwen2VLImageProcessor")
     if not str(kind).startswith("Qwen2VLImageProcessor"):
@@ -55,8 +55,8 @@ def read_image_options(model_dir: Path) -> ImageOptions:
 
 
 def pixel_options(options: Mapping[str, Any], min_pixels: int, max_pixels: int) -> ImageOptions:
-    """Of a processor's config; the number of pixels where it says nothing. Raises TypeError or ValueError for values
-    of the wrong kind."""
+    """Returns the options of a processor's config; `min_pixels` and `max_pixels` hold where the config names none.
+    Raises TypeError or ValueError for values of the wrong kind."""
     size = options.get("size") or {}
     is_normalised = options.get("do_normalize", True)
     return ImageOptions(

@@ -1,6 +1,7 @@
-"""A text half on Weft's attention: embeddings in, hidden states and logits out.
+"""Runs a text half on Weft's attention: it maps embeddings to hidden states, and these to logits.
 
-Knows no sequences: packed tokens, and metadata for the attention function that it hands through unread.
+The module knows nothing of sequences: it gets packed tokens, and metadata for the attention function that it passes on
+unread.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from modalities.qwen_vl.config import QwenVLConfig
 
 
 class TextModel:
-    """Implements `modalities.family.LanguageModel`. One forward at a time: not thread-safe."""
+    """Implements `modalities.family.LanguageModel`. Only one forward pass may run at a time: the class is not
+    thread-safe."""
 
     def __init__(self, part: PreTrainedModel) -> None:
         self._part = part
@@ -31,12 +33,12 @@ class TextModel:
         self._is_padded = is_packed(part)
 
     def layer(self, index: int) -> torch.nn.Module:
-        """A decoder layer, whose output is the residual stream `(1, num_tokens, hidden)`."""
+        """Returns a decoder layer, whose output is the residual stream `(1, num_tokens, hidden)`."""
         return self._part.model.layers[index]
 
     @torch.no_grad()
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """int64 `(num_tokens,)` -> `(num_tokens, hidden)`."""
+        """Maps int64 token ids `(num_tokens,)` to embeddings `(num_tokens, hidden)`."""
         return self._part.model.embed_tokens(token_ids)
 
     @torch.no_grad()
@@ -49,18 +51,20 @@ class TextModel:
         feature_levels: torch.Tensor | None,
         wanted_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`(num_tokens, hidden)`, positions `(3, num_tokens)` -> last hidden states `(num_tokens, hidden)`, normed;
-        of `wanted_rows` alone if given. `feature_levels[i]` is added behind layer i at `feature_rows` (DeepStack)."""
+        """Maps embeddings `(num_tokens, hidden)` and positions `(3, num_tokens)` to the last hidden states
+        `(num_tokens, hidden)`, normed. Returns only `wanted_rows` if given. `feature_levels[i]` is added after layer i
+        at `feature_rows` (DeepStack)."""
         num_tokens = len(embeddings)
         if self._is_padded:
             embeddings, positions = pad_step(embeddings, positions)
         is_early = can_end_early(self._part)
-        deepstack: dict[str, Any] = {}  # not every family's model takes it
+        deepstack: dict[str, Any] = {}  # The models of some families do not take it.
         if feature_rows is not None and feature_levels is not None and len(feature_rows) and len(feature_levels):
             mask = torch.zeros((1, embeddings.shape[0]), dtype=torch.bool, device=embeddings.device)
             mask[0, feature_rows] = True
             deepstack = {"visual_pos_masks": mask, "deepstack_visual_embeds": list(feature_levels.unbind(0))}
-            is_early = is_early and len(feature_levels) < len(self._part.model.layers)  # the last gets none
+            # The last layer can end early only if it gets no features.
+            is_early = is_early and len(feature_levels) < len(self._part.model.layers)
         rows = LastRows(wanted_rows, len(embeddings), is_padded=self._is_padded, can_end_early=is_early)
         output = self._part.model(
             inputs_embeds=embeddings[None],
@@ -74,15 +78,16 @@ class TextModel:
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`(n, hidden)` -> float32 `(n, vocab)`."""
+        """Maps hidden states `(n, hidden)` to float32 logits `(n, vocab)`."""
         return self._part.lm_head(hidden).float()
 
 
 def load_text_model(
     checkpoint: Checkpoint, model_dir: Path, config: QwenVLConfig, device: str, dtype: str, attention_name: str
 ) -> TextModel:
-    """Raises ConfigError if a weight is missing, or if `attention_name` is not an attention function without a mask
-    function: with one, transformers would build masks over the packed tokens of a step."""
+    """Loads the text half with fused layers. Raises ConfigError if a weight is missing, or if `attention_name` is not a
+    registered attention function without a mask function: with one, transformers would build masks over the packed
+    tokens of a step."""
     if attention_name not in ALL_ATTENTION_FUNCTIONS:
         raise ConfigError(f"attention {attention_name!r} is not registered")
     if attention_name in ALL_MASK_ATTENTION_FUNCTIONS:

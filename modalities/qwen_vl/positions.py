@@ -1,8 +1,9 @@
-"""M-RoPE positions of a whole prompt, from the grids alone: equal to transformers' `get_rope_index`.
+"""Computes the M-RoPE positions of a whole prompt from the grids alone, equal to transformers' `get_rope_index`.
 
-A prompt is walked in runs. Text takes the next positions, the same on all three axes (time, height, width). A medium
-takes a block of positions that starts where the text ended; a sound track's begins with its video's. Where the text
-behind goes on is the block's business (`Block.span`). Knows no token ids: placeholder ranges say where the media stand.
+The code walks a prompt run by run. Text takes the next positions, the same on all three axes (time, height, width). A
+medium takes a block of positions that starts where the text before it ended; the block of a sound track starts where
+its video's block starts. The block decides where the text after it continues (`Block.span`). The module knows nothing
+of token ids: placeholder ranges say where the media stand.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from modalities.family import Positions
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Positions of all rows of an item, as if it began at 0."""
+    """Holds the positions of all rows of an item, as if it began at 0."""
 
     ids: npt.NDArray[np.int64]
-    """`(3, num_tokens)`."""
+    """Has shape `(3, num_tokens)`."""
     span: int | None = None
-    """How far behind the block's begin the text goes on; None: behind the largest position of the last run."""
+    """The text continues at this distance after the start of the block; with None it continues after the largest
+    position of the last run."""
     is_parted: bool = False
-    """Each run is a block of its own, and begins where the text before it ends."""
+    """Says that each run is a block of its own, which starts where the text before it ends."""
 
 
 BlockPositions = Callable[[MediaItem], Block]
 
 
 def grid_positions(grid: tuple[int, int, int], merge_size: int, time_step: int) -> npt.NDArray[np.int64]:
-    """Of a grid of patches (t, h, w), row-major after merging: `(3, t * h * w / merge_size**2)`. Time advances by
-    `time_step` from one temporal patch to the next."""
+    """Returns the positions of a grid of patches (t, h, w), row-major after merging: `(3, t * h * w / merge_size**2)`.
+    Time advances by `time_step` from one temporal patch to the next."""
     time, height, width = grid[0], grid[1] // merge_size, grid[2] // merge_size
     block = np.indices((time, height, width), dtype=np.int64).reshape(3, -1)
     block[0] *= time_step
@@ -49,10 +51,10 @@ def prompt_positions(
     modality_to_block: Mapping[str, BlockPositions],
     are_marks_paired: bool = False,
 ) -> Positions:
-    """Of the expanded prompt. `placeholders` sorted by offset; the runs of one item, and of the sound that is anchored
-    to it, share the begin of the first run, unless its block is parted. `are_marks_paired`: the two tokens in front of
-    a video with sound stand at one position, and so do the two behind (Qwen2.5-Omni). Raises ProtocolError if the runs
-    do not fit media or prompt."""
+    """Returns the positions of the expanded prompt. `placeholders` must be sorted by offset. The runs of one item, and
+    of the sound that is anchored to it, share the start of the first run, unless its block is parted. With
+    `are_marks_paired`, the two tokens before a video with sound have one position, and so do the two after it
+    (Qwen2.5-Omni). Raises ProtocolError if the runs do not fit media or prompt."""
     ids = np.empty((3, num_tokens), dtype=np.int64)
     item_to_block: dict[int, Block] = {}
     item_to_start: dict[int, int] = {}
@@ -81,18 +83,18 @@ def prompt_positions(
             ids[:, at] = following
             at += 1
     ids[:, at:] = np.arange(following, following + num_tokens - at)
-    # As `generate` goes on, one behind the last position of the prompt. `get_rope_index` itself returns a delta that
-    # counts from the largest, which may be within a video.
+    # The delta makes generated tokens continue as in `generate`, one after the last position of the prompt.
+    # `get_rope_index` itself returns a delta that counts from the largest position, which may lie within a video.
     return Positions(ids, following - at)
 
 
 def _root(item: MediaItem) -> int:
-    """The item whose begin it shares."""
+    """Returns the index of the item whose start this item shares."""
     return item.anchor if item.anchor >= 0 else item.index
 
 
 def _last_runs(placeholders: Sequence[PlaceholderRange], media: Sequence[MediaItem]) -> dict[int, int]:
-    """Videos with sound -> the last run of the two."""
+    """Maps each video with sound to the last run of the video and its sound."""
     roots = {item.anchor for item in media if item.anchor >= 0}
     items = [(_root(media[run.item]) if 0 <= run.item < len(media) else -1) for run in placeholders]
     return {root: index for index, root in enumerate(items) if root in roots}
@@ -110,7 +112,7 @@ def _block(item: MediaItem, modality_to_block: Mapping[str, BlockPositions]) -> 
 
 
 def _rows(item: MediaItem, run: PlaceholderRange) -> slice:
-    """The item's rows that stand in the run."""
+    """Returns the item's rows that stand in the run. Raises ProtocolError if the run does not fit the item."""
     if not 0 <= run.unit < len(item.unit_tokens):
         raise ProtocolError(f"item {item.index} has no unit {run.unit}")
     if run.length < 1 or not 0 <= run.row <= item.unit_tokens[run.unit] - run.length:

@@ -1,6 +1,6 @@
-"""Pictures -> patches, in numpy and Pillow, equal to transformers' Qwen2VLImageProcessorPil to the bit.
+"""Turns pictures into patches with numpy and Pillow, equal to transformers' Qwen2VLImageProcessorPil to the bit.
 
-Knows nothing of requests, models or torch.
+The module knows nothing of requests, models or torch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _MAX_ASPECT_RATIO = 200
 
 
 def smart_resize(height: int, width: int, options: ImageOptions, most_pixels: int | None = None) -> tuple[int, int]:
-    """Size (height, width) that a picture is scaled to: multiples of `options.factor`, the number of pixels within
-    the options' range (or up to `most_pixels`), the aspect ratio nearly kept (rule and rounding of Qwen2-VL). Raises
-    InvalidMedia for a picture that is more than 200 times as long as wide."""
+    """Returns the size (height, width) that a picture is scaled to: both are multiples of `options.factor`, the number
+    of pixels is within the options' range (or at most `most_pixels`), and the aspect ratio is nearly kept (rule and
+    rounding are those of Qwen2-VL). Raises InvalidMedia for a picture whose longer side is more than 200 times the
+    shorter one."""
     if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
         raise InvalidMedia(f"{width}x{height} pixels: the aspect ratio is above {_MAX_ASPECT_RATIO}")
     factor, most_pixels = options.factor, options.max_pixels if most_pixels is None else most_pixels
@@ -41,9 +42,9 @@ def smart_resize(height: int, width: int, options: ImageOptions, most_pixels: in
 def image_grid(
     header: ImageHeader, options: ImageOptions, wishes: MediaOptions = DEFAULT_OPTIONS
 ) -> tuple[int, int, int]:
-    """Patches (t, h, w) of a picture, from its header. It has at most `wishes.max_pixels` pixels, and the sides that it
-    would be scaled to are halved `wishes.reduction` times, down to the smallest size that the model takes. Raises
-    InvalidMedia."""
+    """Returns the numbers of patches (t, h, w) of a picture, from its header. It has at most `wishes.max_pixels`
+    pixels, and the sides that it would be scaled to are halved `wishes.reduction` times, down to the smallest size that
+    the model takes. Raises InvalidMedia."""
     most, reduction = options.max_pixels, wishes.reduction
     if wishes.max_pixels:
         most = min(most, max(wishes.max_pixels, options.min_pixels))
@@ -63,8 +64,8 @@ def image_patches(
     param: str,
     wishes: MediaOptions = DEFAULT_OPTIONS,
 ) -> npt.NDArray[np.float32]:
-    """Decodes a picture into patches, float32 `(grid_h * grid_w, 3 * temporal_patch_size * patch_size**2)`, those of
-    one merged token side by side. Raises InvalidMedia for a broken file or one that does not give `grid`."""
+    """Decodes a picture into patches, float32 `(grid_h * grid_w, 3 * temporal_patch_size * patch_size**2)`. The patches
+    of one merged token follow each other. Raises InvalidMedia for a broken file or one that does not give `grid`."""
     image, header = decode_image(data, param)
     found = image_grid(header, options, wishes)
     if found != grid:
@@ -76,11 +77,12 @@ def image_patches(
 
 
 def patchify(pixels: npt.NDArray[np.uint8], options: ImageOptions) -> npt.NDArray[np.float32]:
-    """`(height, width, 3)` -> `(num_patches, patch_dim)`. A still picture fills all frames of a temporal patch."""
+    """Turns pixels `(height, width, 3)` into patches `(num_patches, patch_dim)`. A still picture fills all frames of a
+    temporal patch."""
     patch, merge = options.patch_size, options.merge_size
     rows, columns = pixels.shape[0] // patch, pixels.shape[1] // patch
     blocks = pixels.reshape(rows // merge, merge, patch, columns // merge, merge, patch, 3)
-    blocks = blocks.transpose(0, 3, 1, 4, 6, 2, 5)  # (rows/m, columns/m, m, m, channel, patch, patch)
+    blocks = blocks.transpose(0, 3, 1, 4, 6, 2, 5)  # The axes are (rows/m, columns/m, m, m, channel, patch, patch).
     blocks = blocks.reshape(rows * columns, 3, 1, patch * patch)
     values = channel_values(Normalisation(options.rescale_factor, options.mean, options.std))[
         np.arange(3)[None, :, None, None], blocks

@@ -1,4 +1,6 @@
-"""What a medium of a Qwen vision family takes up in the prompt: tokens, rows, and their positions. Pure."""
+"""Computes what a medium of a Qwen vision family takes up in the prompt: tokens, rows, and their positions. The module
+is pure and knows nothing of pixels.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ Tokenize = Callable[[str], Sequence[int]]
 
 
 def image_block(config: QwenVLConfig, item: MediaItem) -> Block:
-    """One temporal patch, so its time step plays no part."""
+    """Returns the positions of a picture. It is one temporal patch, so its time step has no effect."""
     return Block(grid_positions(item.grid, config.image.merge_size, time_step=0))
 
 
@@ -30,7 +32,7 @@ def audio_block(config: QwenVLConfig, item: MediaItem) -> Block:
 
 
 def video_block(config: QwenVLConfig, item: MediaItem) -> Block:
-    """Rows that stand for several steps have the time of the first."""
+    """Returns the positions of a video's rows. A row that stands for several steps has the time of the first one."""
     rows = grid_rows(item.grid, config.video.frame.merge_size, MediaOptions.decode(item.options))
     time, merge = config.video_time, config.video.frame.merge_size
     moments = time.positions(item.grid[0], item.row_seconds)[:: rows.num_pooled]
@@ -41,8 +43,8 @@ def video_block(config: QwenVLConfig, item: MediaItem) -> Block:
 
 
 def pieces(config: QwenVLConfig, plans: Sequence[ItemPlan], index: int, tokenize: Tokenize | None) -> list[Piece]:
-    """What the placeholder of plan `index` becomes. Raises ConfigError for text between frames without a tokenizer,
-    and for a video with sound if the checkpoint does not name the tokens around it."""
+    """Returns the pieces that replace the placeholder of plan `index`. Raises ConfigError for text between frames
+    without a tokenizer, and for a video with sound if the checkpoint does not name the tokens around it."""
     plan = plans[index]
     sounds = [sound for sound, other in enumerate(plans) if other.anchor == index]
     if sounds:
@@ -53,8 +55,8 @@ def pieces(config: QwenVLConfig, plans: Sequence[ItemPlan], index: int, tokenize
 
 
 def _written(config: QwenVLConfig, plan: ItemPlan, index: int, tokenize: Tokenize | None) -> Iterator[Piece]:
-    """The time in front of each step (Qwen3VLProcessor's `replace_video_token`); of steps that were averaged, the
-    middle of their times."""
+    """Yields each step with its time before it (Qwen3VLProcessor's `replace_video_token`); for steps that were
+    averaged, the time is the mean of their times."""
     start, end = config.marks.vision_start, config.marks.vision_end
     if tokenize is None or start is None or end is None:
         raise ConfigError("videos of this family need a tokenizer and the tokens around a frame")
@@ -68,7 +70,8 @@ def _written(config: QwenVLConfig, plan: ItemPlan, index: int, tokenize: Tokeniz
 
 
 def _woven(config: QwenVLConfig, plans: Sequence[ItemPlan], video: int, sound: int) -> Iterator[Piece]:
-    """A video and its sound, by time (the omni processors' `replace_video_with_audio_token`)."""
+    """Yields the rows of a video and of its sound, ordered by time (the omni processors'
+    `replace_video_with_audio_token`)."""
     plan, time = plans[video], config.video_time
     start, end = config.marks.audio_start, config.marks.audio_end
     if start is None or end is None or not isinstance(time, SharedTime):
@@ -85,12 +88,12 @@ def _woven(config: QwenVLConfig, plans: Sequence[ItemPlan], video: int, sound: i
 
 
 def _runs(flags: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Half-open ranges of equal flags."""
+    """Yields half-open ranges of equal flags."""
     edges = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(flags)]
     yield from pairwise(edges)
 
 
 def _rows_of_step(plan: ItemPlan) -> int:
-    """Of those that were averaged together."""
+    """Returns the number of rows of a step, or of several steps that were averaged together."""
     grid: Grid = plan.grid
     return sum(plan.unit_tokens) // -(-grid[0] // plan.num_pooled_frames)

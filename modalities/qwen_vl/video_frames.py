@@ -1,7 +1,8 @@
-"""Videos -> patches, in numpy and Pillow: transformers' Qwen2VLVideoProcessor, but for the filter of the resize, which
-is Pillow's (of pictures of things, torchvision's differs by a grey level or two of 256).
+"""Turns videos into patches with numpy and Pillow, as transformers' Qwen2VLVideoProcessor does, except for the filter
+of the resize, which is Pillow's (on pictures of real things, torchvision's filter differs by one or two of 256 grey
+levels).
 
-Knows nothing of requests, models or torch.
+The module knows nothing of requests, models or torch.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ Pixels = npt.NDArray[np.uint8]
 
 
 def video_units(data: bytes, item: MediaItem, rules: VideoOptions) -> Iterator[EncoderInput]:
-    """The units of a video, each as soon as its frames are decoded. Raises InvalidMedia for a broken file or one that
-    is not what was planned."""
+    """Yields the units of a video, each as soon as its frames are decoded. Raises InvalidMedia for a broken file or one
+    that differs from its plan."""
     options = MediaOptions.decode(item.options)
     header = VideoPlugin().probe(data, item.part)
     cut = cut_video(header, options, rules)
@@ -48,8 +49,8 @@ def video_units(data: bytes, item: MediaItem, rules: VideoOptions) -> Iterator[E
 def step_patches(
     frames: Iterator[Pixels], grid: tuple[int, int, int], options: ImageOptions
 ) -> Iterator[npt.NDArray[np.float32]]:
-    """Frames `(height, width, 3)` of any size -> per temporal patch float32 `(grid_h * grid_w, patch_dim)`, those of
-    one merged token side by side."""
+    """Turns frames `(height, width, 3)` of any size into patches: yields, per temporal patch, float32 `(grid_h *
+    grid_w, patch_dim)`. The patches of one merged token follow each other."""
     size = (grid[2] * options.patch_size, grid[1] * options.patch_size)
     for _ in range(grid[0]):
         step = [_resized(next(frames), size, options.resample) for _ in range(options.temporal_patch_size)]
@@ -57,18 +58,19 @@ def step_patches(
 
 
 def _resized(pixels: Pixels, size: tuple[int, int], resample: int) -> Pixels:
-    """`size` is width and height."""
+    """Returns the frame, resized to `size`, which is width and height."""
     if pixels.shape[1::-1] == size:
         return pixels
     return np.asarray(Image.fromarray(pixels).resize(size, resample=resample))
 
 
 def _patchify(frames: Pixels, options: ImageOptions) -> npt.NDArray[np.float32]:
-    """`(temporal_patch_size, height, width, 3)` -> `(num_patches, patch_dim)`."""
+    """Turns frames `(temporal_patch_size, height, width, 3)` into patches `(num_patches, patch_dim)`."""
     patch, merge, step = options.patch_size, options.merge_size, options.temporal_patch_size
     rows, columns = frames.shape[1] // patch, frames.shape[2] // patch
     blocks = frames.reshape(step, rows // merge, merge, patch, columns // merge, merge, patch, 3)
-    blocks = blocks.transpose(1, 4, 2, 5, 7, 0, 3, 6)  # (rows/m, columns/m, m, m, channel, step, patch, patch)
+    # The axes become (rows/m, columns/m, m, m, channel, step, patch, patch).
+    blocks = blocks.transpose(1, 4, 2, 5, 7, 0, 3, 6)
     blocks = blocks.reshape(rows * columns, 3, step * patch * patch)
     values = fused_channel_values(Normalisation(options.rescale_factor, options.mean, options.std))
     return values[np.arange(3)[None, :, None], blocks].reshape(rows * columns, -1)

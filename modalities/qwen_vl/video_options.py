@@ -1,5 +1,6 @@
-"""How a checkpoint wants its videos looked at and cut (transformers' Qwen2VL- and Qwen3VLVideoProcessor), read as plain
-JSON. Missing keys take the values that transformers 5.23 gives them. Knows no model.
+"""Reads, as plain JSON, how a checkpoint wants the frames of its videos chosen and cut (transformers' Qwen2VL- and
+Qwen3VLVideoProcessor). Missing keys take the values that transformers 5.23 gives them. The module knows nothing of
+models.
 """
 
 from __future__ import annotations
@@ -14,32 +15,34 @@ from modalities.qwen_vl.image_options import ImageOptions, pixel_options
 
 
 class SizeRange(NamedTuple):
-    """Pixels, least and most."""
+    """Holds the least and the largest number of pixels."""
 
     least: int
     most: int
 
 
 class VideoDefaults(NamedTuple):
-    """What a family's video processor assumes where the checkpoint says nothing."""
+    """Holds what a family's video processor assumes where the checkpoint gives no value."""
 
     processor: str
     frame_pixels: SizeRange | None = None
-    """The family's processor asks for it when it is called; it holds for checkpoints without a file for videos."""
+    """The family's processor passes this range when it is called; it holds for checkpoints without a file for
+    videos."""
 
 
 @dataclass(frozen=True, slots=True)
 class VideoOptions:
     frame: ImageOptions
-    """How one frame is cut. Its range of pixels holds for a frame, or for all of them (`is_budget_shared`)."""
+    """Describes how one frame is cut. Its range of pixels holds for one frame, or for all frames together
+    (`is_budget_shared`)."""
     min_frames: int
     max_frames: int
     is_budget_shared: bool
-    """Qwen3-VL: frames, height and width together stay within the range of pixels."""
+    """Says that frames, height and width together stay within the range of pixels, as in Qwen3-VL."""
     is_capped: bool
-    """`cap_pixels_per_frame`."""
+    """Has the value of the key `cap_pixels_per_frame`."""
     max_video_tokens: int
-    """What the cap is derived from."""
+    """The cap is derived from this number."""
 
 
 class _Kind(NamedTuple):
@@ -58,7 +61,8 @@ _KINDS = {
 
 
 def read_video_options(model_dir: Path, defaults: VideoDefaults) -> VideoOptions:
-    """Raises ConfigError for missing or broken files and for another kind of video processor."""
+    """Reads the options of videos. Raises ConfigError for missing or broken files and for another kind of video
+    processor."""
     found, is_own = read_video_processor(model_dir)
     name = str(found.get("video_processor_type", defaults.processor))
     kind = _KINDS.get(name.removesuffix("Fast"))

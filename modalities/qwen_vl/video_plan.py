@@ -1,6 +1,7 @@
-"""What of a video is looked at, and how much that is: frames, their size, temporal patches, rows, units. Pure.
+"""Plans what the model sees of a video, and how much that is: frames, their size, temporal patches, rows, units.
 
-A *step* is a temporal patch: the frames that become one plane of patches. Towers attend within a step.
+A *step* is a temporal patch: the frames that become one plane of patches. Towers attend within a step. The module is
+pure and knows nothing of pixels' values.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ Grid = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class VideoCut:
-    """How a video is looked at: what follows from its header and its options."""
+    """Describes which parts of a video the model sees, as they follow from its header and its options."""
 
     frames: tuple[int, ...]
-    """Ascending, in whole steps; the last one is repeated where there are too few, and one that is shown for long may
-    be looked at more than once."""
+    """Holds the frames in ascending order, in whole steps. The last frame is repeated where there are too few, and a
+    frame that is shown for long may be taken more than once."""
     times_s: tuple[float, ...]
-    """When each of `frames` is looked at."""
+    """Holds the time at which each of `frames` is seen."""
     num_moments: int
-    """Different ones among `times_s`."""
+    """Counts the different values among `times_s`."""
     grid: Grid
     rows: StepRows
     unit_steps: tuple[int, ...]
-    """Steps in each unit."""
+    """Holds the number of steps in each unit."""
     is_as_asked: bool
-    """The rate is constant, and no limit has changed how many frames are looked at in a second."""
+    """Says that the frame rate is constant, and that no limit has changed how many frames are taken per second."""
 
     @property
     def unit_tokens(self) -> tuple[int, ...]:
@@ -43,9 +44,9 @@ class VideoCut:
 
 
 def cut_video(header: VideoHeader, options: MediaOptions, rules: VideoOptions) -> VideoCut:
-    """Frames are as large as they would be if none had been thinned out. Raises InvalidMedia for a video of no frames,
-    an aspect ratio that the model refuses, or one that has more rows than `options.max_tokens` however few frames are
-    looked at."""
+    """Plans a video. Frames are as large as they would be without thinning out. Raises InvalidMedia for a video without
+    frames, for an aspect ratio that the model refuses, and for a video that has more rows than `options.max_tokens`
+    even with the fewest frames."""
     step = rules.frame.temporal_patch_size
     timeline = Timeline.of(header, options)
     asked = _sampled(timeline, dataclasses.replace(options, reduction=0), rules, rules.max_frames)
@@ -72,13 +73,13 @@ def cut_video(header: VideoHeader, options: MediaOptions, rules: VideoOptions) -
 
 
 def grid_rows(grid: Grid, merge_size: int, options: MediaOptions) -> StepRows:
-    """Of the patches `grid`."""
+    """Returns how the rows of the patches `grid` are thinned."""
     return step_rows(grid[1] * grid[2] // merge_size**2, options)
 
 
 def frame_size(header: VideoHeader, num_frames: int, options: MediaOptions, rules: VideoOptions) -> tuple[int, int]:
-    """Height and width that frames are scaled to, as the reference's video processor does for so many frames; one
-    step never has more rows than `options.max_tokens`."""
+    """Returns the height and width that frames are scaled to, as the reference's video processor does for this many
+    frames. One step never has more rows than `options.max_tokens`."""
     frame, side = rules.frame, rules.frame.factor
     most_of_frame = options.max_tokens * side**2
     least, most = frame.min_pixels, frame.max_pixels
@@ -95,7 +96,7 @@ def frame_size(header: VideoHeader, num_frames: int, options: MediaOptions, rule
 
 
 def step_times_s(cut: VideoCut, step: int) -> tuple[float, ...]:
-    """Of each step: the time between its first and its last frame's (Qwen3VLProcessor's rule)."""
+    """Returns, for each step, the time halfway between its first and its last frame (Qwen3VLProcessor's rule)."""
     return tuple((cut.times_s[at] + cut.times_s[at + step - 1]) / 2 for at in range(0, len(cut.times_s), step))
 
 
@@ -112,7 +113,8 @@ def _sampled(timeline: Timeline, options: MediaOptions, rules: VideoOptions, max
 
 
 def _shared_size(header: VideoHeader, num_frames: int, pixels: tuple[int, int], rules: VideoOptions) -> tuple[int, int]:
-    """`smart_resize` of transformers' Qwen3VLVideoProcessor: `pixels`, least and most, are those of all frames."""
+    """Computes `smart_resize` of transformers' Qwen3VLVideoProcessor: `pixels`, least and most, count those of all
+    frames."""
     step, side = rules.frame.temporal_patch_size, rules.frame.factor
     height, width = header.height, header.width
     if height < side or width < side:
@@ -121,7 +123,7 @@ def _shared_size(header: VideoHeader, num_frames: int, pixels: tuple[int, int], 
     if max(height, width) / min(height, width) > 200:
         raise InvalidMedia(f"{header.width}x{header.height} pixels: the aspect ratio is above 200")
     new_height, new_width = round(height / side) * side, round(width / side) * side
-    # The reference refuses fewer frames than a step has.
+    # The reference refuses fewer frames than a step has, so this `max` exists only here.
     num_pixels = max(round(num_frames / step), 1) * step * new_height * new_width
     if num_pixels > pixels[1]:
         beta = math.sqrt(num_frames * height * width / pixels[1])

@@ -1,6 +1,8 @@
-"""When the steps of a video are, in the families' four ways: positions, text, and sound that runs along. Pure.
+"""Computes the times of a video's steps, in the families' four ways: as positions, as text, and together with the sound
+that belongs to the video.
 
-A *step* is a temporal patch. Rules are those of transformers' `get_rope_index` and of the families' processors.
+A *step* is a temporal patch. The rules are those of transformers' `get_rope_index` and of the families' processors. The
+module is pure and knows nothing of pixels.
 """
 
 from __future__ import annotations
@@ -20,26 +22,27 @@ Ints = npt.NDArray[np.int64]
 class VideoTime(Protocol):
     @property
     def is_written(self) -> bool:
-        """Steps stand in the prompt one by one, the time in front of each as text."""
+        """Says that steps stand in the prompt one by one, each with its time as text before it."""
         ...
 
     @property
     def ends_with_sides(self) -> bool:
-        """The text behind a medium goes on as far from its begin as a frame is long, whatever its duration."""
+        """Says that the text after a medium continues as far from the medium's start as a frame is long, independent of
+        the medium's duration."""
         ...
 
     def row_seconds(self, cut: VideoCut, header: VideoHeader, options: MediaOptions, step: int) -> float:
-        """From one step of `step` frames to the next; 0.0 where positions do not depend on it."""
+        """Returns the seconds from one step of `step` frames to the next; 0.0 where positions do not depend on it."""
         ...
 
     def positions(self, num_steps: int, row_seconds: float) -> Ints:
-        """`(num_steps,)`, from 0."""
+        """Returns the positions of the steps on the time axis, `(num_steps,)`, from 0."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CountedTime:
-    """Qwen2-VL: a position for each step."""
+    """Implements Qwen2-VL's rule: each step has the next position."""
 
     is_written = False
     ends_with_sides = True
@@ -53,7 +56,7 @@ class CountedTime:
 
 @dataclass(frozen=True, slots=True)
 class WrittenTime:
-    """Qwen3-VL: every step is a block of its own, behind its time in words."""
+    """Implements Qwen3-VL's rule: every step is a block of its own, after its time in words."""
 
     is_written = True
     ends_with_sides = True
@@ -67,7 +70,8 @@ class WrittenTime:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTime:
-    """Qwen2.5-VL: so many positions a second, by the time between the frames that are really looked at."""
+    """Implements Qwen2.5-VL's rule: there are `per_second` positions per second, by the time between the frames that
+    are actually taken."""
 
     per_second: float
     is_written = False
@@ -77,25 +81,26 @@ class MeasuredTime:
         return step * header.seconds / cut.num_moments
 
     def positions(self, num_steps: int, row_seconds: float) -> Ints:
-        # Truncated, in float32, as the reference does.
+        # The reference computes in float32 and truncates, so this code does too.
         interval = np.float32(self.per_second) * np.float32(row_seconds)
         return (np.arange(num_steps, dtype=np.float32) * interval).astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedTime:
-    """The Omni families: one clock for what is seen and what is heard.
+    """Implements the Omni families' rule: pictures and sound share one clock.
 
-    The time between two steps is what was asked for (the reference's `fps`), unless limits made it longer: then it is
-    the time between the frames that are really looked at, since the sound runs on regardless."""
+    The time between two steps is the one that was asked for (the reference's `fps`), unless limits made it longer: then
+    it is the time between the frames that are actually taken, since the sound continues unchanged."""
 
     per_second: int
-    """Positions; of sound, also rows."""
+    """Counts the positions per second, and for sound also the rows per second."""
     is_rounded_up: bool
-    """The reference (Qwen3-Omni) has fractions of positions; here they are rounded up, which keeps its order of what
-    is seen and what is heard. Otherwise they are cut off, as the reference does (Qwen2.5-Omni)."""
+    """Says that fractions of positions are rounded up, which keeps the order of video and sound rows of the reference
+    (Qwen3-Omni), where positions have fractions. Otherwise they are cut off, as the reference does (Qwen2.5-Omni)."""
     chunk: int
-    """Positions that are seen, then those that are heard, in turn (Qwen2.5-Omni); 0: merged by position."""
+    """This is the number of positions after which rows of video and rows of sound take turns (Qwen2.5-Omni). With 0 the
+    rows are merged by position."""
     is_written = False
     ends_with_sides = False
 
@@ -109,8 +114,8 @@ class SharedTime:
         return found.astype(np.int64)
 
     def woven(self, seen: Ints, num_heard: int) -> npt.NDArray[np.bool_]:
-        """`(len(seen) + num_heard,)`: where a row of the video stands, and where one of the sound. `seen` are the
-        positions of the video's rows, ascending; those of the sound count up from 0."""
+        """Returns `(len(seen) + num_heard,)`: True where a row of the video stands, and False where one of the sound
+        stands. `seen` holds the positions of the video's rows, ascending; those of the sound count up from 0."""
         heard = np.arange(num_heard, dtype=np.int64)
         keys = [seen, heard] if not self.chunk else [_chunks(seen, self.chunk), _chunks(heard, self.chunk)]
         order = np.argsort(np.concatenate(keys), kind="stable")
@@ -118,7 +123,7 @@ class SharedTime:
 
 
 def _chunks(positions: Ints, size: int) -> Ints:
-    """In which chunk each row is: a row opens at most one (`get_chunked_index` of the reference)."""
+    """Returns the chunk of each row: a row opens at most one chunk (`get_chunked_index` of the reference)."""
     found = np.zeros(len(positions), dtype=np.int64)
     chunk = 0
     for index, position in enumerate(positions.tolist()):

@@ -1,6 +1,6 @@
-"""Reads what a checkpoint says about its text: chat template, names of special tokens, end-of-turn ids.
+"""Reads a checkpoint's settings for text: the chat template, the names of special tokens, the end-of-turn ids.
 
-Does not know tokenizers or Jinja. Each function raises ConfigError for a file that can't be used.
+It knows nothing of tokenizers or Jinja. Each function raises ConfigError for a file that can't be used.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from fabric.errors import ConfigError
 
 
 def chat_template(model_dir: Path) -> str:
-    """Of chat_template.jinja, chat_template.json or tokenizer_config.json, the first that has one."""
+    """Returns the chat template. It comes from the first of chat_template.jinja, chat_template.json and
+    tokenizer_config.json that contains one; ConfigError is raised if none does."""
     file = model_dir / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):
         template = read_json(model_dir / name).get("chat_template")
-        if isinstance(template, list):  # named templates, an older form
+        if isinstance(template, list):  # An older form is a list of named templates.
             template = {named["name"]: named["template"] for named in template}.get("default")
         if isinstance(template, str):
             return template
@@ -27,7 +28,7 @@ def chat_template(model_dir: Path) -> str:
 
 
 def special_token_names(model_dir: Path) -> dict[str, str]:
-    """`eos_token` and the like -> the token's text, from tokenizer_config.json."""
+    """Returns the special tokens of tokenizer_config.json: a mapping from names such as `eos_token` to their texts."""
     config = read_json(model_dir / "tokenizer_config.json")
     extra = config.get("extra_special_tokens")
     named = {**config, **(extra if isinstance(extra, Mapping) else {})}
@@ -40,7 +41,8 @@ def special_token_names(model_dir: Path) -> dict[str, str]:
 
 
 def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """From generation_config.json, else config.json (top, then the text model's part), without repeats."""
+    """Returns the end-of-turn ids without repeats. They come from generation_config.json or else from config.json (its
+    top level, then the text model's part)."""
     config = read_json(model_dir / "config.json")
     for source in (read_json(model_dir / "generation_config.json"), config, *_text_configs(config)):
         ids = source.get("eos_token_id")
@@ -58,7 +60,7 @@ def _text_configs(config: Mapping[str, object]) -> list[Mapping[str, object]]:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """Empty if the file is absent."""
+    """Returns the JSON object in the file, which is empty if the file is absent."""
     if not path.is_file():
         return {}
     try:

@@ -1,7 +1,7 @@
-"""Text to token ids and back, and conversations to prompts, without torch or transformers.
+"""Converts text to token ids and back, and conversations to prompts, without torch or transformers.
 
-What a client wrote never becomes a control token; a conversation that spells none is tokenised exactly as
-transformers' `apply_chat_template` does. Does not know media: a placeholder is one token here.
+Text from a client never becomes a control token. A conversation that spells no control token is tokenised exactly as by
+transformers' `apply_chat_template`. This module knows nothing of media: a placeholder is one token here.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from modalities.text.template import ChatTemplate
 from modalities.text.tokenizer_files import load_tokenizer
 
 MAX_CHARS_PER_TOKEN = 64
-"""On average over a whole context. English has 4 or 5, code up to 8; only runs of blanks or dashes have more."""
+"""Limits the average number of characters per token over a whole context; longer texts are refused untokenised.
+
+English has 4 or 5 characters per token, code has up to 8; only runs of blanks or dashes have more."""
 TRIED_CHARS_PER_TOKEN = 8
-"""Of a text that has more, a beginning is tokenised first: if that is too long, the rest is not looked at."""
+"""A text with more characters than this per permitted token is first tokenised in part: if a beginning is already too
+long, the rest is not tokenised."""
 
 
 class TextCodec:
-    """The tokenizer and chat template of one checkpoint. Immutable in use; safe between threads."""
+    """Holds the tokenizer and chat template of one checkpoint. Its methods change nothing; threads may share it."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, eos_token_ids: Sequence[int]) -> None:
-        """Raises ConfigError for a tokenizer that is not byte-level, or a control token that can't be guarded."""
+        """Raises ConfigError for a tokenizer that is not byte-level and for a control token that can't be guarded."""
         if not isinstance(tokenizer.decoder, ByteLevel):
             raise ConfigError("the tokenizer's decoder is not byte-level; only byte-level ones are supported")
         self._tokenizer = tokenizer
@@ -38,14 +41,15 @@ class TextCodec:
         self._control_tokens = ControlTokens(_control_tokens(tokenizer, template.literal_text))
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
-        """Number of tokens with a text; the model's logits may be wider (padding)."""
+        """Counts the tokens that have a text; the model's logits may be wider because of padding."""
         added = tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(id for id, token in added.items() if token.special)
-        """The ids that `decode` leaves out."""
+        """Holds the ids that `decode` leaves out by default."""
 
     @classmethod
     def load(cls, model_dir: Path, *, now: Callable[[], datetime] = datetime.now) -> TextCodec:
-        """From a model directory. `now` is what a template's `strftime_now` reads. Raises ConfigError."""
+        """Loads the codec from a model directory. A template's `strftime_now` reads the time from `now`. Raises
+        ConfigError for files that can't be used."""
         tokenizer = load_tokenizer(model_dir)
         names = checkpoint.special_token_names(model_dir)
         template = ChatTemplate(checkpoint.chat_template(model_dir), names, now)
@@ -59,13 +63,13 @@ class TextCodec:
         template_kwargs: Mapping[str, object] | None = None,
         most_tokens: int | None = None,
     ) -> list[int]:
-        """The conversation's token ids, one placeholder token per medium.
+        """Returns the conversation's token ids, with one placeholder token per medium.
 
         `messages` are JSON-like: `content` is a string or a list of parts (`{"type": "text", "text": ...}`,
-        `{"type": "image"}`). `template_kwargs` are variables of the template, untrusted as well. Raises
-        InvalidRequest for what the template refuses (an unknown role) and for text that is not Unicode;
-        ContextLengthExceeded for text of far more than `most_tokens`, as soon as that is plain: the work for a text
-        that fits nowhere is bounded. One that has only some more is returned.
+        `{"type": "image"}`). `template_kwargs` are variables of the template and are untrusted too. Raises
+        InvalidRequest for messages that the template refuses (such as an unknown role) and for text that is not
+        Unicode. Raises ContextLengthExceeded for text of far more than `most_tokens` tokens, as soon as that is
+        certain, which limits the work for a text that can't fit. A text of only slightly more tokens is returned.
         """
         if not messages:
             raise InvalidRequest("messages can't be empty", param="messages")
@@ -91,23 +95,24 @@ class TextCodec:
         return self._encode_pieces(self._control_tokens.pieces(rendered, mark), most_tokens)
 
     def encode(self, text: str) -> list[int]:
-        """Of text from outside: what spells a control token becomes ordinary tokens (see `token_id`). Raises
-        InvalidRequest for text that is not Unicode."""
+        """Returns the token ids of text from outside. Characters that spell a control token become ordinary tokens;
+        `token_id` returns the id of a control token. Raises InvalidRequest for text that is not Unicode."""
         if not self._control_tokens.is_contained(text):
             return self._encode_pieces([text])
         mark = unused_mark([text])
         return self._encode_pieces(self._control_tokens.pieces(self._control_tokens.marked_inside(text, mark), mark))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Bytes that are not UTF-8 become U+FFFD; ids without a token become nothing."""
+        """Returns the text of the ids. Bytes that are not UTF-8 become U+FFFD; ids without a token become nothing."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str | None:
-        """As it stands in the vocabulary (byte-level letters for an ordinary token), or None."""
+        """Returns the token's entry in the vocabulary, or None if there is none. An ordinary token's entry consists of
+        byte-level letters."""
         return self._tokenizer.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
-        """Of a token by its exact text, control tokens too, or None."""
+        """Returns the id of the token with this exact text, or None. The token may be a control token."""
         return self._tokenizer.token_to_id(token)
 
     def _encode_pieces(self, pieces: Iterable[str], most_tokens: int | None = None) -> list[int]:
@@ -119,8 +124,11 @@ class TextCodec:
         return ids
 
     def _encode_piece(self, piece: str, most_tokens: int | None) -> list[int]:
-        """A beginning alone may have more tokens than the same characters have in the whole (the last word is cut), but
-        never twice as many."""
+        """Returns the token ids of one piece. With `most_tokens`, it first tokenises beginnings of growing length and
+        raises ContextLengthExceeded if one has more than twice that many tokens.
+
+        A beginning alone may have more tokens than the same characters have in the whole piece, because its last word
+        is cut, but never twice as many."""
         if most_tokens is not None:
             tried = TRIED_CHARS_PER_TOKEN * most_tokens
             while tried < len(piece):
@@ -131,9 +139,9 @@ class TextCodec:
 
     def _token_ids(self, text: str) -> list[int]:
         try:
-            # A batch of one: unlike `encode`, it releases the interpreter's lock, for a second with some MB of text.
+            # This is a batch of one. It releases the interpreter's lock; `encode` holds it for a second with some MB.
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        except TypeError as error:  # how the library refuses lone surrogates
+        except TypeError as error:  # The library refuses lone surrogates in this way.
             raise InvalidRequest("the text is not valid Unicode (a lone surrogate)", param="messages") from error
 
 
@@ -143,8 +151,10 @@ def _too_long(most_tokens: int) -> ContextLengthExceeded:
 
 
 def _control_tokens(tokenizer: Tokenizer, template_text: str) -> list[str]:
-    """Special tokens, and other added tokens that the template itself writes (`<think>`), as in transformers'
-    `sanitize_control_tokens`; white space that was added as a token is ordinary text."""
+    """Returns the control tokens: special tokens and other added tokens that the template itself writes (`<think>`).
+
+    The rule is that of transformers' `sanitize_control_tokens`. White space that was added as a token is ordinary text.
+    Raises ConfigError for a control token that can't be guarded."""
     tokens = []
     for token in tokenizer.get_added_tokens_decoder().values():
         text = token.content

@@ -1,12 +1,13 @@
-"""Keeps text from outside from becoming a control token (`<|im_end|>`, `<|image_pad|>`).
+"""Prevents text from outside from becoming a control token (`<|im_end|>`, `<|image_pad|>`).
 
-A mark, one character that occurs nowhere else, is set into every string from outside wherever a control token could
-come out of it: inside each one it spells, and at its ends where it could join with what stands beside it after
-rendering. The rendered text is then cut at those marks that ended up inside a control token, and only there, so that
-what is harmless is tokenised exactly as if nothing had been done. Does not know tokenizers or templates.
+A mark is one character that occurs in none of the texts. It is inserted into every string from outside wherever a
+control token could arise: inside each control token that the string spells, and at the string's ends where it could
+join with its neighbouring text after rendering. The rendered text is then cut at those marks that are inside a control
+token, and only there, so that harmless text is tokenised exactly as if there were no marks. This module knows nothing
+of tokenizers or templates.
 
-Not covered: a template that rewrites its input's letters (upper case, slices inside words) into a control token. A
-template that measures or compares a text with a mark in it sees the mark; it may render that text in another way.
+It does not cover a template that rewrites its input's letters (upper case, slices inside words) into a control token.
+A template that measures or compares a text with a mark sees the mark and may render that text differently.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MARK_RANGES = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0
 
 
 class ControlTokens:
-    """The control tokens of one tokenizer. Each has two characters or more and no white space at its ends."""
+    """Holds the control tokens of one tokenizer. Each has two or more characters and no white space at its ends."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
         self.tokens = tuple(sorted(set(tokens), key=lambda token: (-len(token), token)))
@@ -35,23 +36,23 @@ class ControlTokens:
         self._max_length = max(map(len, self.tokens), default=0)
 
     def is_contained(self, text: str) -> bool:
-        """True if the text spells a control token."""
+        """Returns true if the text spells a control token."""
         return self._pattern.search(text) is not None
 
     def is_harmless(self, text: str, is_structural: bool = False) -> bool:
-        """True if no control token can come out of this text, wherever it is put."""
+        """Returns true if no control token can arise from this text, regardless of the text around it."""
         if is_structural or self.is_contained(text):
             return not self.is_contained(text)
         return not (self._opens(text) or self._closes(text) or self._is_inside(text))
 
     def marked_inside(self, text: str, mark: str) -> str:
-        """With the mark after the first character of every control token in the text, overlapping ones too."""
+        """Returns the text with the mark after the first character of every control token, overlapping ones too."""
         cuts = [match.start() + 1 for match in self._starts_pattern.finditer(text)]
         return mark.join(text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True))
 
     def marked(self, text: str, mark: str) -> str:
-        """As `marked_inside`, and at the ends that could join with their surroundings. The marks at the ends stand
-        inside the surrounding white space, so that a template can still trim it."""
+        """Returns the text with marks as in `marked_inside` and at the ends that could join with their surroundings.
+        The marks at the ends stand inside the surrounding white space, so that a template can still trim it."""
         core = text.strip()
         before, _, after = text.partition(core) if core else (text, "", "")
         head = mark if self._closes(text) else ""
@@ -59,15 +60,15 @@ class ControlTokens:
         return f"{before}{head}{self.marked_inside(core, mark)}{tail}{after}"
 
     def pieces(self, text: str, mark: str) -> list[str]:
-        """The text without marks, cut where a mark stood inside a control token. Tokenised one by one, no piece
-        yields a control token that a mark stood in."""
+        """Returns the text without marks, cut where a mark is inside a control token. If the pieces are tokenised one
+        by one, no piece yields a control token that contained a mark."""
         parts = text.split(mark)
         plain = "".join(parts)
         cuts = list(self._cuts(plain, parts))
         return [plain[start:end] for start, end in zip([0, *cuts], [*cuts, len(plain)], strict=True)]
 
     def _cuts(self, plain: str, parts: Sequence[str]) -> Iterator[int]:
-        """Positions in `plain`, ascending: the first mark inside each control token that has one."""
+        """Yields ascending positions in `plain`: that of the first mark inside each control token that has one."""
         marks, end = [], 0
         for part in parts[:-1]:
             end += len(part)
@@ -98,11 +99,12 @@ class ControlTokens:
 class Text(NamedTuple):
     text: str
     is_structural: bool
-    """A key, a role or a type: compared by templates, so that only a whole control token in it is broken."""
+    """Is true for a key, a role or a type. Templates compare these, so that only a whole control token in them is
+    broken up."""
 
 
 def strings(value: object, is_structural: bool = False) -> Iterator[Text]:
-    """Every string in a JSON-like value, keys too. Raises InvalidRequest on what is not JSON."""
+    """Yields every string in a JSON-like value, keys included. Raises InvalidRequest for a value that is not JSON."""
     if isinstance(value, str):
         yield Text(value, is_structural)
     elif isinstance(value, Mapping):
@@ -113,12 +115,12 @@ def strings(value: object, is_structural: bool = False) -> Iterator[Text]:
         for item in value:
             yield from strings(item)
     elif value is not None and not isinstance(value, (bool, int, float)):
-        # Objects would bring their methods into the template's sandbox.
+        # Other objects are refused because they would bring their methods into the template's sandbox.
         raise InvalidRequest(f"a {type(value).__name__} can't be put into a chat template", param="messages")
 
 
 def with_strings(value: object, free: Callable[[str], str], structural: Callable[[str], str]) -> object:
-    """A copy with every free string mapped by `free`; keys, roles and types by `structural`."""
+    """Returns a copy of `value` in which `free` maps every free string and `structural` maps keys, roles and types."""
     if isinstance(value, str):
         return free(value)
     if isinstance(value, Mapping):
@@ -134,7 +136,7 @@ def with_strings(value: object, free: Callable[[str], str], structural: Callable
 
 
 def unused_mark(texts: Iterable[str]) -> str:
-    """A private-use character that occurs in none of the texts. Raises InvalidRequest if they use them all."""
+    """Returns a private-use character that occurs in none of the texts. Raises InvalidRequest if they use all."""
     used = set().union(*texts)
     for code in (code for codes in MARK_RANGES for code in codes):
         if chr(code) not in used:

@@ -1,4 +1,4 @@
-"""Stop strings over streamed text. Does not know tokens; standard library only."""
+"""Finds stop strings in streamed text. It knows nothing of tokens and uses only the standard library."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from fabric.errors import InvalidRequest
 
 class StopResult(NamedTuple):
     text: str
-    """May be shown now: it is no part of a stop string."""
+    """Holds the text that may be shown now, because it is part of no stop string."""
     hit: str | None
-    """The stop string that ended the text, or None."""
+    """Names the stop string that ended the text, or is None."""
 
 
 class StopStrings:
-    """Ends a text at the stop string that is complete first (of several that end together, the longest).
+    """Ends a text at the stop string that is complete first; if several end at the same place, the longest one counts.
 
-    The same result for the same text, however it is cut into pushes: as if the text came letter by letter.
+    The result for a text does not depend on how it is cut into pushes: it is as if the text came letter by letter.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -32,8 +32,8 @@ class StopStrings:
         self._hit: str | None = None
 
     def push(self, text: str) -> StopResult:
-        """Text in front of a stop string is given out, the stop string and what follows never. After a hit every
-        push answers with that hit and no text."""
+        """Returns the text before a stop string, but never the stop string or the text after it. After a hit every push
+        returns that hit and no text."""
         if self._hit is not None:
             return StopResult("", self._hit)
         text = self._held + text
@@ -47,11 +47,11 @@ class StopStrings:
         return StopResult(text[:cut], None)
 
     def flush(self) -> str:
-        """The text that was held back; the stream has ended without completing a stop string."""
+        """Returns the text that was held back; call it when the stream ends without completing a stop string."""
         held, self._held = self._held, ""
         return held
 
     def _num_held(self, text: str) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Returns the length of the longest suffix of the text that begins a stop string."""
         lengths = range(min(self._max_held, len(text)), 0, -1)
         return next((length for length in lengths if text[-length:] in self._prefixes), 0)

@@ -1,7 +1,7 @@
-"""Chat templates: Jinja in a sandbox, rendered as transformers' `apply_chat_template` renders them.
+"""Renders chat templates (Jinja in a sandbox) as transformers' `apply_chat_template` renders them.
 
-Does not know tokens. The environment (options, filters, globals, the `generation` tag) follows
-transformers/utils/chat_template_utils.py of 5.23; a parity test holds the two together.
+It knows nothing of token ids. The environment (options, filters, globals, the `generation` tag) follows
+transformers/utils/chat_template_utils.py of 5.23; a parity test compares the two.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from jinja2.utils import Namespace
 
 from fabric.errors import ConfigError, InvalidRequest
 
-# Names that a client may not set: the conversation, and the template itself (CVE-2025-62426).
+# A client may not set these names: they hold the conversation and the template itself (CVE-2025-62426).
 RESERVED_VARIABLES = frozenset({"add_generation_prompt", "chat_template", "messages", "self"})
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
-    """One template, compiled. `special_tokens` are variables of the template (`eos_token`). Safe between threads."""
+    """Holds one compiled template. `special_tokens` are variables of it (`eos_token`). Threads may share it."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime]) -> None:
-        """Raises ConfigError if the source is no template."""
+        """Compiles the template. Raises ConfigError if the source is no template."""
         self._special_tokens = dict(special_tokens)
         environment = _environment(now)
         try:
@@ -41,12 +41,13 @@ class ChatTemplate:
         literals = {data.data for data in tree.find_all(nodes.TemplateData)}
         literals |= {const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str)}
         self.literal_text = "\0".join(sorted(literals))
-        """All text that the template can write by itself, its literals joined by NUL."""
+        """Holds all text that the template can write by itself: its literals, joined by NUL."""
 
     def render(
         self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, variables: Mapping[str, object]
     ) -> str:
-        """Raises InvalidRequest for what the template refuses, or breaks on."""
+        """Returns the rendered conversation. Raises InvalidRequest if the template refuses the messages or fails on
+        them, and for a reserved variable."""
         if reserved := sorted((RESERVED_VARIABLES | self._special_tokens.keys()) & variables.keys()):
             raise InvalidRequest(f"{reserved[0]} can't be set by a request", param="chat_template_kwargs")
         prepared = [_with_reasoning_names(message) for message in messages]
@@ -57,20 +58,20 @@ class ChatTemplate:
         except TemplateError as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            # The template computes with what the client sent: these are its type errors, not ours.
+            # The template computes with the client's data, so these type errors come from the request, not from Weft.
             kind = type(error).__name__
             raise InvalidRequest(f"the chat template can't render the messages ({kind})", param="messages") from error
 
 
 def _with_reasoning_names(message: Mapping[str, object]) -> dict[str, object]:
-    """Without absent (None) fields, and with a message's reasoning under the two names that templates read."""
+    """Returns the message without None fields, and with its reasoning under the two names that templates read."""
     present = {key: value for key, value in message.items() if value is not None}
     reasoning = next((present[key] for key in REASONING_FIELDS if key in present), None)
     return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training; rendered as if it were not there."""
+    """Renders `{% generation %}`, which marks the assistant's text for training, as if the tag were not there."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance variable
 
@@ -81,7 +82,7 @@ class _GenerationTag(Extension):
 
 
 class _Dict:
-    """`dict` for templates, without the class's attributes."""
+    """Replaces `dict` in templates, without the class's attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -91,9 +92,9 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace` for templates, without underscore attributes."""
+    """Replaces `namespace` in templates, without underscore attributes."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # so that `namespace(self=...)` works, as jinja2's own does
+    def __init__(*args: Any, **kwargs: Any) -> None:  # This lets `namespace(self=...)` work, as in jinja2.
         self, args = args[0], args[1:]
         attributes = dict(*args, **kwargs)
         for name in attributes:
@@ -121,7 +122,7 @@ def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        """Jinja's own escapes for HTML."""
+        """Writes plain JSON; Jinja's own `tojson` escapes it for HTML."""
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     def strftime_now(format: str) -> str:

@@ -1,6 +1,6 @@
 """Builds a `tokenizers.Tokenizer` from a checkpoint: tokenizer.json, or Qwen's vocab.json and merges.txt.
 
-Does not know chat templates.
+It knows nothing of chat templates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fabric.errors import ConfigError
 from modalities.text.checkpoint import read_json
 
 QWEN_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
-# transformers/models/qwen2/tokenization_qwen2.py, PRETOKENIZE_REGEX.
+# This is PRETOKENIZE_REGEX of transformers/models/qwen2/tokenization_qwen2.py.
 QWEN_SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -23,13 +23,14 @@ ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized"
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """Without truncation and padding, which a file may ask for. Raises ConfigError."""
+    """Loads the tokenizer and switches off truncation and padding, which a file may ask for. Raises ConfigError if it
+    can't be loaded."""
     file = model_dir / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else _from_vocabulary(model_dir)
     except ConfigError:
         raise
-    except Exception as error:  # the library raises Exception itself, nothing narrower
+    except Exception as error:  # The library raises Exception itself, nothing narrower.
         raise ConfigError(f"{model_dir.name}: the tokenizer can't be loaded: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -37,7 +38,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
 
 
 def qwen_tokenizer(model: BPE) -> Tokenizer:
-    """Qwen's normaliser, pre-tokenizer and decoder around a BPE model."""
+    """Returns a tokenizer with Qwen's normaliser, pre-tokenizer and decoder around a BPE model."""
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(QWEN_SPLIT_PATTERN), behavior="isolated", invert=False)
@@ -48,7 +49,8 @@ def qwen_tokenizer(model: BPE) -> Tokenizer:
 
 
 def _from_vocabulary(model_dir: Path) -> Tokenizer:
-    """As the Qwen checkpoints have it that ship without a tokenizer.json."""
+    """Builds the tokenizer of a Qwen checkpoint that has no tokenizer.json. Raises ConfigError for other
+    checkpoints."""
     config = read_json(model_dir / "tokenizer_config.json")
     if config.get("tokenizer_class") not in QWEN_CLASSES:
         raise ConfigError(f"{model_dir.name}: no tokenizer.json, and tokenizer_class is not one of {QWEN_CLASSES}")

@@ -1,6 +1,7 @@
-"""What LLaVA, LLaVA-OneVision and InternVL share: pictures become square tiles of one size, each encoded alone by a
-plain vision transformer; positions run on one axis; the text half is a plain causal language model.
+"""Holds what LLaVA, LLaVA-OneVision and InternVL share, which are called families on tiles.
 
-A family says how a picture is cut (`Tiling`) and how the tiles' features become rows. Pure: `config`, `family`; numpy
-and Pillow: the tilings; torch: `encoder`.
+A picture becomes square tiles of one size, and a plain vision transformer encodes each tile alone. Positions run on one
+axis. The text half is a plain causal language model. Each family defines how a picture is cut (`Tiling`) and how the
+features of the tiles become rows. `config` and `family` are pure, the tilings need numpy and Pillow, and `encoder`
+needs torch. This package knows nothing of a particular family.
 """

@@ -1,6 +1,6 @@
-"""config.json and preprocessor_config.json of a model on tiles, read as plain JSON.
+"""Reads config.json and preprocessor_config.json of a model on tiles as plain JSON.
 
-Missing keys take the values that transformers 5.23 gives them.
+Missing keys take the values that transformers 5.23 gives them. This module knows nothing of a particular family.
 """
 
 from __future__ import annotations
@@ -23,42 +23,44 @@ _BICUBIC = 3
 
 @dataclass(frozen=True, slots=True)
 class TiledConfig:
-    """What all families of this kind have."""
+    """Holds the settings that all families on tiles have."""
 
     model_id: str
     shape: ModelShape
     image_token_id: int
     tile_size: int
-    """Both sides of a tile in pixels."""
+    """This is the length of each side of a tile, in pixels."""
     patches_per_side: int
-    """Patches that the vision transformer sees along one side of a tile."""
+    """Counts the patches that the vision transformer sees along one side of a tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class PixelOptions:
-    """How pixels are scaled and normalised, alike in all of transformers' image processors."""
+    """Says how pixels are scaled and normalised. All image processors of transformers have these options."""
 
     resample: int
-    """Pillow's number of the filter."""
+    """This is Pillow's number for the resampling filter."""
     normalisation: Normalisation
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigFiles:
-    """The files as they are, for what a family reads on top."""
+    """Holds the contents of the files, for the settings that only one family reads."""
 
     model: Mapping[str, Any]
     vision: Mapping[str, Any]
-    """With `vision_defaults` in place of missing keys."""
+    """Holds the vision tower's section, with `vision_defaults` in place of missing keys."""
     processor: Mapping[str, Any]
 
 
 def read_tiled_config(
     model_dir: Path, image_token: tuple[str, int], vision_defaults: Mapping[str, Any], default_text: str
 ) -> tuple[TiledConfig, ConfigFiles]:
-    """`image_token`: key and default of the placeholder's id; `vision_defaults` has `model_type`, which is the only
-    one accepted, `image_size` and `patch_size`; `default_text`: the text model's type where it is not named. Raises
-    ConfigError for missing or broken files and for what Weft can't run."""
+    """Returns the settings of a checkpoint, and the files that they come from.
+
+    `image_token` is the key and the default of the placeholder's id. `vision_defaults` has `model_type` (no other type
+    is accepted), `image_size` and `patch_size`. `default_text` is the text model's type if the config does not name
+    one. Raises ConfigError for missing or broken files and for a model that Weft can't run."""
     raw, model = read_json(model_dir / "config.json")
     vision = {**vision_defaults, **section(model, "vision_config")}
     if vision["model_type"] != vision_defaults["model_type"]:
@@ -82,8 +84,11 @@ def read_pixel_options(
     mean: tuple[float, float, float] = _CLIP_MEAN,
     std: tuple[float, float, float] = _CLIP_STD,
 ) -> PixelOptions:
-    """`kinds`: names of image processors that cut pictures in the way in question, without `Fast` or `Pil`. `mean` and
-    `std` in place of missing ones. Raises ConfigError for another processor and for one that does less than those."""
+    """Returns the pixel options of an image processor's config.
+
+    `kinds` are the names, without `Fast` or `Pil`, of the image processors that cut pictures as the caller does. `mean`
+    and `std` replace missing values. Raises ConfigError for another processor, for one that does not resize or convert
+    to RGB, and for a broken config."""
     name = str(processor.get("image_processor_type", kinds[0]))
     if name.removesuffix("Fast").removesuffix("Pil") not in kinds:
         raise ConfigError(f"unsupported image processor {name!r}")
@@ -105,7 +110,8 @@ def read_pixel_options(
 
 
 def square(size: Any, name: str) -> int:
-    """A side given as a number or as two equal ones. Raises ConfigError."""
+    """Returns the side of a square, given as one number or as two equal numbers. Raises ConfigError for other sizes;
+    the message calls the size `name`."""
     if isinstance(size, Mapping):
         size = [size.get("height"), size.get("width")]
     sides = size if isinstance(size, (list, tuple)) else [size]

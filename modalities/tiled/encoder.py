@@ -1,4 +1,4 @@
-"""Tiles of many pictures -> features, in one forward. Knows no requests and no queues."""
+"""Encodes the tiles of many pictures into features, in one forward pass. It knows nothing of requests or queues."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from modalities.video_features import thinned
 from modalities.video_rows import StepRows
 
 RowsOf = Callable[[Any, torch.Tensor, Sequence[EncoderInput]], Sequence[torch.Tensor]]
-"""(part, tiles `(num_tiles, 3, height, width)`, the units they are of) -> rows of each unit `(num_tokens, hidden)`."""
+"""A `RowsOf` computes the rows of each unit, of shape `(num_tokens, hidden)`. Its arguments are the loaded part of the
+model, the tiles of shape `(num_tiles, 3, height, width)`, and the units that the tiles come from."""
 
 
 class TileEncoder:
-    """Implements `modalities.family.EncoderModel`. One forward at a time: not thread-safe."""
+    """Implements `modalities.family.EncoderModel`. It runs one forward pass at a time and is not thread-safe."""
 
     def __init__(self, part: Any, rows_of: RowsOf) -> None:
         self._part, self._rows_of = part, rows_of
 
     @torch.no_grad()
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        """Per unit `(1, num_tokens, hidden)`. Tiles do not attend to each other."""
+        """Returns the features of each unit, of shape `(1, num_tokens, hidden)`. Tiles do not attend to each other."""
         if not inputs:
             return []
         tiles = torch.from_numpy(np.concatenate([unit.pixels for unit in inputs]))
@@ -33,10 +34,11 @@ class TileEncoder:
 
 
 def frame_rows(frames: torch.Tensor, unit: EncoderInput) -> torch.Tensor:
-    """Of a video's unit: `(num_frames, num_rows, hidden)` -> those rows that stay, `(num_tokens, hidden)`."""
+    """Returns the rows that the sampling options keep of a video's unit. `frames` has shape
+    `(num_frames, num_rows, hidden)`, the result `(num_tokens, hidden)`."""
     return thinned(frames[None], StepRows.of_geometry(unit.geometry[1:]))[0]
 
 
 def is_closed(unit: EncoderInput) -> bool:
-    """Whether a row behind the last frame ends the video's unit."""
+    """Returns whether an extra row after the last frame ends the video's unit."""
     return bool(unit.geometry[0])

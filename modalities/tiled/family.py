@@ -1,6 +1,7 @@
-"""A family on tiles: what it takes, how much of the prompt a picture takes, where it stands.
+"""Implements the families on tiles: which media they take, and which tokens and positions the prompt has for them.
 
-Pure but for the two loaders, which import torch when they are called.
+The module is pure except for the two loaders, which import torch when they are called. It knows nothing of how a
+particular family cuts pictures.
 """
 
 from __future__ import annotations
@@ -38,68 +39,70 @@ from modalities.tiled.video import FrameTiling
 _IMAGE, _VIDEO = "image", "video"
 
 LoadEncoder = Callable[[Path, str, str], EncoderModel]
-"""(model_dir, device, dtype) -> encoder."""
+"""A `LoadEncoder` takes (model_dir, device, dtype) and returns the encoder."""
 
 
 class Cut(NamedTuple):
-    """What becomes of a picture of known size."""
+    """Counts the tiles and the tokens that a picture of known size becomes."""
 
     num_tiles: int
     num_tokens: int
 
 
 class Halved(NamedTuple):
-    """How a picture is cut that is to be shown smaller."""
+    """Says how a picture is cut that the model should see at a reduced size."""
 
     tiling: Tiling
     size: tuple[int, int]
-    """(width, height) that it is scaled to beforehand."""
+    """The picture is scaled to this (width, height) before it is cut."""
 
 
 class Tiling(Protocol):
-    """How a family cuts pictures."""
+    """A `Tiling` is the way in which a family cuts pictures."""
 
     def halved(self, width: int, height: int, times: int) -> Halved:
-        """Half the sides, so many times, of what the model would have seen; the same where it has nothing smaller."""
+        """Returns how to cut the picture so that its sides, as the model sees them, are halved `times` times. If the
+        model has no smaller form, the picture is cut as before."""
         ...
 
     def limited(self, max_pixels: int) -> Tiling:
-        """The same, with tiles of at most so many pixels together (the one of the whole picture not counted), or as
-        few as it has."""
+        """Returns this tiling, limited to tiles of at most `max_pixels` pixels together, or to the smallest number of
+        tiles that it allows. The tile of the whole picture does not count."""
         ...
 
     def cut(self, width: int, height: int) -> Cut:
-        """From the size alone. Raises InvalidMedia for a size that the model can't take."""
+        """Returns the number of tiles and tokens, from the size alone. Raises InvalidMedia for a size that the model
+        can't take."""
         ...
 
     def tiles(self, image: Image.Image) -> npt.NDArray[np.float32]:
-        """An RGB picture -> `(num_tiles, 3, tile_size, tile_size)`."""
+        """Cuts an RGB picture into tiles. The result has shape `(num_tiles, 3, tile_size, tile_size)`."""
         ...
 
     def options(self) -> str:
-        """Canonical JSON of everything that the two above depend on."""
+        """Returns canonical JSON of all options that `cut` and `tiles` depend on."""
         ...
 
 
 class Videos(NamedTuple):
-    """Of a family that takes them."""
+    """Holds what a family that takes videos needs for them."""
 
     tiling: FrameTiling
     placeholder: str
     token_id: int
     row_token_id: int
-    """At each row of a video's features."""
+    """The prompt has this token at each row of a video's features."""
 
 
 class Wrapping(NamedTuple):
-    """Token ids that the reference's processor puts around a picture's rows."""
+    """Holds the token ids that the reference's processor puts before and after a picture's rows."""
 
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
 
 
 class TiledFamily:
-    """One checkpoint directory. Immutable and thread-safe."""
+    """A `TiledFamily` stands for one checkpoint directory. It is immutable and thread-safe."""
 
     def __init__(
         self,
@@ -117,7 +120,8 @@ class TiledFamily:
         self._placeholder, self._load_encoder, self._wrapping = placeholder, load_encoder, wrapping
 
     def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
-        """Raises InvalidMedia for a size that the model can't take."""
+        """Plans an image or a video from its header. Raises InvalidMedia for a size that the model can't take and
+        UnsupportedModality for another medium."""
         if isinstance(header, VideoHeader) and self.videos is not None:
             return self.videos.tiling.plan(header, options)
         if not isinstance(header, ImageHeader):
@@ -129,7 +133,8 @@ class TiledFamily:
         return ItemPlan(_IMAGE, (cut.num_tiles, side, side), (cut.num_tokens,), cost, size)
 
     def placeholder_text(self, modality: str) -> str:
-        """Raises UnsupportedModality."""
+        """Returns the placeholder of one item. Raises UnsupportedModality for a modality that the family does not
+        take."""
         self._check(modality)
         return self.videos.placeholder if self.videos and modality == _VIDEO else self._placeholder
 
@@ -139,8 +144,8 @@ class TiledFamily:
         plans: Sequence[ItemPlan],
         tokenize: Callable[[str], Sequence[int]] | None = None,
     ) -> ExpandedPrompt:
-        """Raises InvalidRequest if placeholders and plans do not match, ConfigError for a family that numbers frames
-        if there is no `tokenize`."""
+        """Replaces each placeholder by the tokens of its item. Raises InvalidRequest if placeholders and plans do not
+        match, and ConfigError for a family that numbers frames if there is no `tokenize`."""
         placeholders = row_tokens = {_IMAGE: self.config.image_token_id}
         if self.videos:
             placeholders = {**placeholders, _VIDEO: self.videos.token_id}
@@ -157,21 +162,22 @@ class TiledFamily:
     def positions(
         self, token_ids: Sequence[int], placeholders: Sequence[PlaceholderRange], media: Sequence[MediaItem]
     ) -> Positions:
-        """One axis."""
+        """Returns positions on one axis."""
         return running_positions(len(token_ids))
 
     def options(self, modality: str) -> str:
-        """Raises UnsupportedModality."""
+        """Returns canonical JSON of the processing options. Raises UnsupportedModality for a modality that the family
+        does not take."""
         self._check(modality)
         return self.videos.tiling.options() if self.videos and modality == _VIDEO else self.tiling.options()
 
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
-        """A picture is one unit, a video several. Raises InvalidMedia for a broken file or one that is not what was
-        planned."""
+        """Returns the units of `item`: one for a picture, one or more for a video. Raises InvalidMedia for a broken
+        file and for one that differs from its plan."""
         return list(self.preprocess_units(data, item))
 
     def preprocess_units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
-        """As `modalities.unit_stream` says."""
+        """Yields the units as `modalities.unit_stream` describes: each one as soon as it is ready."""
         self._check(item.modality)
         if self.videos and item.modality == _VIDEO:
             yield from self.videos.tiling.units(data, item)
@@ -192,13 +198,14 @@ class TiledFamily:
         return EncoderInput(_IMAGE, tiles, found.grid, found.grid[1] * found.grid[2], found.geometry)
 
     def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
-        """Vision tower and projector. Raises ConfigError if a weight is missing, UnsupportedModality."""
+        """Loads vision tower and projector. Raises ConfigError if a weight is missing, and UnsupportedModality for a
+        modality that the family does not take."""
         for modality in modalities:
             self._check(modality)
         return self._load_encoder(model_dir, device, dtype)
 
     def load_language_model(self, model_dir: Path, device: str, dtype: str, attention_name: str) -> LanguageModel:
-        """The text half. Raises ConfigError if a weight is missing."""
+        """Loads the language model. Raises ConfigError if a weight is missing."""
         from modalities.causal_lm.language_model import load_causal_lm
 
         return load_causal_lm(model_dir, device, dtype, attention_name)

@@ -1,6 +1,7 @@
-"""Videos of a family on tiles: every frame becomes one tile. Which frames, how many rows, what stands in the prompt.
+"""Handles the videos of a family on tiles, where every frame becomes one tile.
 
-Pure but for decoding. Knows no weights.
+It decides which frames are decoded, how many rows they become, and which tokens the prompt has for them. The module is
+pure except for decoding and knows nothing of weights.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ Tokenize = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class FramePrompt:
-    """Frames stand in the prompt one by one, as `Frame1: ` and so on, each between two tokens (InternVL)."""
+    """Holds the tokens that stand before and after the rows of a frame in InternVL's prompts. Each frame (or group of
+    frames that are averaged) has the text `Frame1: `, `Frame2: ` and so on, then its rows between these two tokens."""
 
     start: int
     end: int
@@ -39,20 +41,22 @@ class FramePrompt:
 
 @dataclass(frozen=True, slots=True)
 class FrameTiling:
-    """A family's half for videos."""
+    """Plans the videos of one checkpoint and turns them into encoder inputs."""
 
     pixels: PixelOptions
     tile_size: int
     patches_per_side: int
     rows_per_frame: int
     is_centred: bool
-    """Frames are taken from the middle of their shares of the video, not from the beginnings."""
+    """The video is divided into equal shares, one per frame. If this is true, a frame is taken from the middle of its
+    share, otherwise from the beginning."""
     has_newline: bool
-    """One more row behind the last frame."""
+    """If this is true, one more row follows the last frame."""
     prompt: FramePrompt | None = None
 
     def plan(self, header: VideoHeader, options: MediaOptions) -> ItemPlan:
-        """Raises InvalidMedia for a video of no frames, and if a frame has more rows than `options.max_tokens`."""
+        """Plans a video from its header. Raises InvalidMedia for a video of no frames, and if a frame has more rows
+        than `options.max_tokens`."""
         timeline, slots, rows, units = self._cut(header, options)
         return ItemPlan(
             modality=_VIDEO,
@@ -65,12 +69,12 @@ class FrameTiling:
         )
 
     def options(self) -> str:
-        """Canonical JSON."""
+        """Returns canonical JSON of these settings."""
         return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
 
     def units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
-        """Units of tiles, each as soon as its frames are decoded. Raises InvalidMedia for a broken file or one that is
-        not what was planned."""
+        """Yields the units of a video, each as soon as its frames are decoded. Raises InvalidMedia for a broken file
+        and for one that differs from its plan."""
         from modalities.keyframes import settled_frames
         from modalities.video import VideoPlugin, decode_frames
 
@@ -93,7 +97,8 @@ class FrameTiling:
             yield EncoderInput(_VIDEO, pixels, (num_frames, side, side), side * side, geometry)
 
     def pieces(self, plan: ItemPlan, index: int, tokenize: Tokenize | None) -> Iterator[Piece]:
-        """What the placeholder of plan `index` becomes. Raises ConfigError for text without a tokenizer."""
+        """Yields the pieces of the prompt that replace the placeholder of plan `index`. Raises ConfigError if the
+        family writes text between frames and `tokenize` is None."""
         num_rows = sum(plan.unit_tokens)
         if self.prompt is None:
             yield Rows(index, 0, num_rows)
@@ -108,7 +113,8 @@ class FrameTiling:
             yield [self.prompt.end]
 
     def _cut(self, header: VideoHeader, options: MediaOptions) -> tuple[Timeline, list[int], StepRows, tuple[int, ...]]:
-        """The timeline and the slots of it that are looked at, rows, frames of each unit."""
+        """Returns the video's timeline, the slots of it that the model sees, which rows of a frame stay, and the number
+        of frames in each unit."""
         timeline = Timeline.of(header, options)
         rows = step_rows(self.rows_per_frame, options)
         most = (options.max_tokens - self.has_newline) // len(rows.kept) * rows.num_pooled
@@ -133,8 +139,9 @@ class FrameTiling:
 
 
 def read_frame_pixels(model_dir: Path, config: TiledConfig, kind: str) -> PixelOptions:
-    """Of the video processor `kind`, where the checkpoint has a file for videos, else as of pictures. Raises
-    ConfigError for another processor, and for frames that are not of a tile's size."""
+    """Returns the pixel options for video frames. They come from the config of the video processor `kind` if the
+    checkpoint has a file for videos, otherwise from that of the image processor. Raises ConfigError for another video
+    processor, for one that crops frames, and for frames that do not have the size of a tile."""
     found, is_own = read_video_processor(model_dir)
     if is_own and str(found.get("video_processor_type", kind)).removesuffix("Fast") != kind:
         raise ConfigError(f"unsupported video processor {found['video_processor_type']!r}")

@@ -1,1 +1,3 @@
-"""OpenAI's HTTP formats: requests in, responses, chunks and errors out. Knows nothing of how they are served."""
+"""This package holds OpenAI's HTTP formats: it reads requests, and writes responses, chunks and errors. It knows
+nothing of how requests are served.
+"""

@@ -1,6 +1,6 @@
-"""What stands in a message: text and media parts, each with its path in the request (`messages.0.content.1`).
+"""Reads the content of a message: text and media parts, each with its path in the request (`messages.0.content.1`).
 
-Checks shapes only; what a medium holds is its plugin's, whether the model takes it the intake's.
+It checks shapes only. The medium's plugin checks what a medium holds, and the intake checks whether the model takes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ PART_TYPE_TO_MODALITY = {
     "video_url": "video",
     "file": "file",
 }
-"""Types that OpenAI and its users know. One without a plugin is an unsupported modality, not an unknown part."""
+"""Maps the part types that OpenAI and its users know to modalities. A type without a plugin is an unsupported modality,
+not an unknown part."""
 
 
 MAX_UUID_LENGTH = 256
@@ -36,7 +37,7 @@ class MediaPart(NamedTuple):
     fields: Mapping[str, object]
     param: str
     detail: Detail = "auto"
-    """How closely a picture is to be looked at."""
+    """Says how closely the model should look at a picture."""
 
 
 Part = TextPart | MediaPart
@@ -47,8 +48,8 @@ def _is_none(part_type: str) -> bool:
 
 
 def parts_of(message: ChatMessage, index: int, is_media: Callable[[str], bool] = _is_none) -> str | list[Part]:
-    """The content of message `index`. `is_media`: part types beyond the common ones that somebody parses. Raises
-    InvalidRequest."""
+    """Returns the content of the message with index `index`. `is_media` tells whether a part type beyond the common
+    ones has a parser. Raises InvalidRequest."""
     path = f"messages.{index}"
     if (message.model_extra or {}).get("tool_calls"):
         raise InvalidRequest("tool calls are not supported by this server", param=f"{path}.tool_calls")
@@ -80,8 +81,8 @@ def _part(part: object, param: str, is_media: Callable[[str], bool]) -> Part:
 
 
 def _detail(part: Mapping[str, object], kind: str, param: str) -> Detail:
-    """Raises InvalidRequest for a word that OpenAI does not know, and for anything but a picture that is to be looked
-    at less closely."""
+    """Returns the `detail` of a part. Raises InvalidRequest for a value that OpenAI does not define, and for `low` on
+    anything but a picture."""
     value = part.get(kind)
     found = value.get("detail") if isinstance(value, Mapping) else None
     path = f"{param}.{kind}.detail"
@@ -95,9 +96,10 @@ def _detail(part: Mapping[str, object], kind: str, param: str) -> Detail:
 
 
 def _check_uuid(part: Mapping[str, object], kind: str, param: str) -> None:
-    """A client's name for a medium (vLLM's extension), beside the medium or within it. It is a label without effect: a
-    medium is known by its content, so that no client can name another's. Raises InvalidRequest for one that is no
-    string, and for one without the medium."""
+    """Checks a client's name for a medium (vLLM's extension), which stands next to the medium or within it. The name is
+    a label without effect: a medium is identified by its content, so that no client can refer to another client's
+    medium. Raises InvalidRequest for a name that is not a string of 1 to `MAX_UUID_LENGTH` characters, and for a name
+    without the medium."""
     value = part.get(kind)
     inner = value if isinstance(value, Mapping) else {}
     uuid = part.get("uuid", inner.get("uuid"))

@@ -1,6 +1,7 @@
-"""From the error tree to HTTP: the one table, and OpenAI's error envelope.
+"""Turns errors of the error tree into HTTP answers: it holds the one table of statuses, and OpenAI's error envelope.
 
-Knows nothing of who raised what. A status is looked up by class, so a new leaf without a row fails a test.
+It knows nothing of where an error was raised. A status is looked up by class, so a new leaf class without a row fails a
+test.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fabric.errors import WeftError
 
 
 class HttpError(NamedTuple):
-    """An answer that is an error. `body` is JSON."""
+    """An `HttpError` is an answer that reports an error. `body` is JSON."""
 
     status: int
     body: bytes
@@ -50,39 +51,40 @@ ERROR_TO_STATUS: dict[type[WeftError], int] = {
     errors.ProtocolError: 500,
     errors.ConfigError: 500,
 }
-"""499 (the client left) is for logs. A transfer error is handled inside; its row is for the case that none could."""
+"""Status 499 (the client left) appears in logs only. A transfer error is handled inside the cluster; its row is for the
+case that it could not be handled."""
 
 INTERNAL_STATUS = 500
 MAX_RETRY_AFTER_S = 60
-"""Clients stop retrying above 120 s."""
+"""Limits Retry-After, because clients stop retrying above 120 s."""
 
 
 def status_of(error: WeftError) -> int:
-    """500 for an error that is no leaf of the tree (`internal_error`)."""
+    """Returns the HTTP status of an error; it is 500 for an error that is no leaf of the tree (`internal_error`)."""
     return ERROR_TO_STATUS.get(type(error), INTERNAL_STATUS)
 
 
 def error_type(status: int) -> str:
-    """OpenAI's `type`, which is coarser than the code."""
+    """Returns OpenAI's `type`, which is coarser than the code."""
     if status == 429:
         return "rate_limit_error"
     return "invalid_request_error" if status < 500 else "server_error"
 
 
 def error_object(error: WeftError) -> dict[str, object]:
-    """What stands under `error`, in an answer and in a stream."""
+    """Returns the object under `error`, for an answer and for a stream."""
     return {"message": error.message, "type": error_type(status_of(error)), "param": error.param, "code": error.code}
 
 
 def envelope(message: str, status: int, code: str, param: str | None = None) -> bytes:
-    """For answers that no WeftError describes: unknown routes and methods."""
+    """Returns the error envelope for answers that no WeftError describes: unknown routes and methods."""
     detail = {"message": message, "type": error_type(status), "param": param, "code": code}
     return msgspec.json.encode({"error": detail})
 
 
 def http_error(error: WeftError, default_retry_after_s: float = 1.0) -> HttpError:
-    """The whole answer. 429 and 503 say when to come back; a 5xx that would only break again says not to, or a
-    client would break three replicas with one request."""
+    """Returns the whole answer. 429 and 503 say when to come back. A 5xx for a request that would only fail again says
+    not to retry; otherwise a client would break three replicas with one request."""
     status = status_of(error)
     headers: dict[str, str] = {}
     if status in (429, 503):

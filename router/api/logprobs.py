@@ -1,6 +1,7 @@
-"""Log-probabilities in OpenAI's format: the token's text, its bytes, and the most probable tokens beside it.
+"""Formats log-probabilities as OpenAI does: the token's text, its bytes, and the most probable tokens at its position.
 
-One entry per token that counts, the one that ended the choice included (as in vLLM). Knows no request.
+There is one entry per token that counts, including the one that ended the choice (as in vLLM). The module knows nothing
+of requests.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import NamedTuple
 from fabric.messages import TokenLogprobs
 
 LEAST = -9999.0
-"""What stands for minus infinity, which JSON has not (OpenAI's own number)."""
+"""This number replaces minus infinity, which JSON does not have (it is OpenAI's own number)."""
 
 TokenBytes = Callable[[int], bytes]
-"""The bytes of a token, a control token's name included."""
+"""A `TokenBytes` function returns the bytes of a token; for a control token it returns the bytes of the name."""
 
 
 class ScoredToken(NamedTuple):
@@ -23,7 +24,7 @@ class ScoredToken(NamedTuple):
 
 
 def logprobs_object(tokens: Sequence[ScoredToken], bytes_of: TokenBytes) -> dict[str, object]:
-    """The `logprobs` of a choice, or of a chunk of it."""
+    """Returns the `logprobs` object of a choice, or of a chunk of it."""
     return {
         "content": [
             _entry(token_id, logprobs.logprob, bytes_of)
@@ -35,6 +36,7 @@ def logprobs_object(tokens: Sequence[ScoredToken], bytes_of: TokenBytes) -> dict
 
 
 def _entry(token_id: int, logprob: float, bytes_of: TokenBytes) -> dict[str, object]:
-    """A token that is a part of a character is not readable: then its bytes tell."""
+    """Returns the entry of one token. A token that is a part of a character has no readable text; its bytes then
+    identify it."""
     data = bytes_of(token_id)
     return {"token": data.decode(errors="replace"), "logprob": max(logprob, LEAST), "bytes": list(data)}

@@ -1,6 +1,8 @@
-"""Parameters that change the output and that Weft can't honour yet: refused unless they ask for what happens anyway.
+"""Refuses parameters that change the output and that Weft can't honour yet, unless their value asks for what happens
+anyway.
 
-To honour one, take its row out and add the field to `ChatRequest`.
+To honour one, remove its row and add the field to `ChatRequest`. The module knows nothing of the parameters that are
+honoured.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def _is_text_only(value: object) -> bool:
 
 
 PARAM_TO_NEUTRAL: dict[str, Neutral] = {
-    # OpenAI
+    # These parameters are OpenAI's.
     "tools": _is_empty,
     "tool_choice": _equals("none", "auto"),
     "functions": _is_empty,
@@ -46,7 +48,7 @@ PARAM_TO_NEUTRAL: dict[str, Neutral] = {
     "reasoning_effort": _equals("none"),
     "verbosity": _equals("medium"),
     "web_search_options": _is_empty,
-    # vLLM
+    # These parameters are vLLM's.
     "length_penalty": _equals(1),
     "best_of": _equals(1),
     "use_beam_search": _is(False),
@@ -70,7 +72,8 @@ PARAM_TO_NEUTRAL: dict[str, Neutral] = {
 
 
 def refuse_unsupported(extra: Mapping[str, object]) -> None:
-    """`extra` are the fields beyond ChatRequest's own. Raises InvalidRequest naming the first unsupported one."""
+    """Raises InvalidRequest naming the first unsupported field. `extra` holds the fields beyond those of
+    `ChatRequest`."""
     for name, value in extra.items():
         is_neutral = PARAM_TO_NEUTRAL.get(name)
         if is_neutral is not None and not is_neutral(value):

@@ -1,7 +1,8 @@
-"""The chat completions request as OpenAI's clients send it, checked for shape and for parameters we can't honour.
+"""Defines the chat completions request as OpenAI's clients send it, and checks its shape and the parameters that Weft
+can't honour.
 
-Unknown fields are tolerated and listed (`ignored_fields`). Limits that an operator sets, the model's name and the
-media are the intake's.
+Unknown fields are tolerated and listed (`ignored_fields`). The intake checks an operator's limits, the model's name and
+the media.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from router.api.refusals import refuse_unsupported
 
 INT64_MAX = 2**63 - 1
 MAX_BIASED_TOKENS = 1024
-"""A bound on work per step; OpenAI takes 300."""
+"""Limits the work per step; OpenAI takes 300."""
 MAX_LISTED_FIELDS = 64
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 class ChatMessage(BaseModel):
-    """One message. `content` is read by `api.content`, which names the offending part."""
+    """A `ChatMessage` is one message of the request. `api.content` reads `content` and names the offending part."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -42,8 +43,9 @@ class StreamOptions(BaseModel):
 
 
 class ChatRequest(BaseModel):
-    """What is honoured. Names and bounds are OpenAI's, and vLLM's where OpenAI has none. Lists fail at their first
-    flaw: a client is told of no other, and a list may have tens of thousands."""
+    """A `ChatRequest` holds the parameters that Weft honours. Names and bounds are OpenAI's, and vLLM's where OpenAI
+    has none. Validation of a list stops at its first flaw: the client gets only that one, and a list may have tens of
+    thousands."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -59,7 +61,7 @@ class ChatRequest(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_BIASED_TOKENS)
-    """Token ids as strings, JSON's keys."""
+    """Maps token ids to biases; the ids are strings because they are JSON keys."""
     seed: int | None = Field(None, ge=-(2**63), le=INT64_MAX)
     stop: Annotated[list[str] | None, FailFast()] = None
     stop_token_ids: Annotated[list[int] | None, FailFast()] = None
@@ -67,25 +69,26 @@ class ChatRequest(BaseModel):
     min_tokens: int | None = Field(None, ge=0)
     n: int | None = Field(None, ge=1)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    """Lower is served first, as in vLLM."""
+    """A request with a lower number is served first, as in vLLM."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, max_length=256)
     user: str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
-    """vLLM's: one of `json`, `regex`, `choice`, `json_object`."""
+    """This is vLLM's parameter: one of `json`, `regex`, `choice`, `json_object`."""
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str] | None, FailFast()] = None
     mm_processor_kwargs: MediaKwargs | None = None
-    """vLLM's: how the request's videos are sampled."""
+    """This is vLLM's parameter: it says how the request's videos are sampled."""
     on_encode_failure: Literal["error", "reduce", "text_only"] | None = None
-    """What becomes of the request if a medium can't be encoded; by default what the deployment says."""
+    """Says what happens to the request if a medium can't be encoded; the deployment sets the default."""
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     return_token_ids: bool | None = None
-    """vLLM's extension: `prompt_token_ids` beside the choices, `token_ids` in each (in each chunk, when streamed)."""
+    """This is vLLM's extension: it adds `prompt_token_ids` next to the choices, and `token_ids` in each choice (in each
+    chunk, when streamed)."""
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -94,7 +97,7 @@ class ChatRequest(BaseModel):
 
     @property
     def token_limit(self) -> int | None:
-        """The newer name wins."""
+        """Returns the limit of generated tokens; the newer name `max_completion_tokens` wins over `max_tokens`."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -103,7 +106,7 @@ class ChatRequest(BaseModel):
 
     @property
     def is_structured(self) -> bool:
-        """Whether the output may have to match something (see `router.structured`)."""
+        """Tells whether the output may have to match something (see `router.structured`)."""
         asked = (self.response_format, self.structured_outputs, self.guided_json, self.guided_regex, self.guided_choice)
         return any(each is not None for each in asked)
 
@@ -113,8 +116,8 @@ class ChatRequest(BaseModel):
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Fields that were sent and change nothing here, sorted; of very many the first, and how many more. They are
-        kept with the request's trace."""
+        """Returns the fields that were sent and change nothing here, sorted. If there are very many, it returns the
+        first of them and how many more there are. The list is kept with the request's trace."""
         names = self.model_extra or {}
         listed = [_quoted(name) for name in heapq.nsmallest(MAX_LISTED_FIELDS, names)]
         num_more = len(names) - len(listed)
@@ -122,8 +125,8 @@ class ChatRequest(BaseModel):
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    """Raises InvalidRequest, `param` naming the first offending field; also for a parameter that would change the
-    output and isn't supported: it is refused, never ignored."""
+    """Parses and checks the body of a request. Raises InvalidRequest, whose `param` names the first offending field; it
+    also refuses, and never ignores, a parameter that would change the output and is not supported."""
     check_shape(body)
     try:
         chat = ChatRequest.model_validate_json(body)
@@ -151,6 +154,7 @@ def _refusal(error: ValidationError) -> InvalidRequest:
 
 
 def _quoted(step: int | str) -> str:
-    """A step of a place in the body. A key that a client made up is escaped: it must not look like a line of a log."""
+    """Returns one step of a path in the body. A key that a client made up is escaped, because it must not look like a
+    line of a log."""
     is_plain = isinstance(step, int) or re.fullmatch(r"[\w-]{1,64}", step) is not None
     return str(step) if is_plain else repr(step[:64])

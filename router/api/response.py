@@ -1,4 +1,6 @@
-"""Builders of chat completions, their chunks and the model list, in OpenAI's shapes. JSON out, nothing decided."""
+"""Builds chat completions, their chunks and the model list as JSON in OpenAI's shapes. It decides nothing, and knows
+nothing of how an answer is made.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,18 @@ DONE = b"data: [DONE]\n\n"
 
 
 Degraded = Sequence[Mapping[str, object]]
-"""One object per medium that was reduced or removed."""
+"""Holds one object per medium that was reduced or removed."""
 
 
 class Usage(NamedTuple):
-    """Exact counts of one request. `num_completion_tokens` is over all choices, each up to its stop."""
+    """Holds the exact token counts of one request. `num_completion_tokens` is the sum over all choices, each up to its
+    stop."""
 
     num_prompt_tokens: int
     num_completion_tokens: int
     num_cached_tokens: int
     modality_to_tokens: dict[str, int]
-    """Prompt tokens that are placeholders of a medium."""
+    """Counts, per modality, the prompt tokens that are placeholders of a medium."""
 
     def to_json(self) -> dict[str, object]:
         media_tokens = sum(self.modality_to_tokens.values())
@@ -41,21 +44,21 @@ class Usage(NamedTuple):
 
 
 class ChoiceText(NamedTuple):
-    """One choice of a whole answer."""
+    """A `ChoiceText` is one choice of a whole answer."""
 
     choice: int
     text: str
     finish_reason: str
     details: Mapping[str, object] | None = None
-    """Further fields that the client asked for: `token_ids`, `logprobs`."""
+    """Holds further fields that the client asked for: `token_ids`, `logprobs`."""
 
 
 class Head(NamedTuple):
-    """What every object of one answer repeats."""
+    """Holds what every object of one answer repeats."""
 
     completion_id: str
     created: int
-    """Unix time in seconds."""
+    """This is the Unix time in seconds."""
     model: str
 
 
@@ -66,7 +69,8 @@ def completion(
     prompt_token_ids: Sequence[int] | None = None,
     degraded: Degraded = (),
 ) -> bytes:
-    """The body of an answer that isn't streamed. `prompt_token_ids` only if the client asked for them."""
+    """Returns the body of an answer that is not streamed. `prompt_token_ids` is given only if the client asked for
+    it."""
     listed = [
         {
             "index": each.choice,
@@ -82,7 +86,8 @@ def completion(
 
 
 class ChunkWriter:
-    """Server-sent events of one answer. With `has_usage_chunk` every chunk says `usage: null` but the last."""
+    """Builds the server-sent events of one answer. With `has_usage_chunk`, every chunk except the last says `usage:
+    null`."""
 
     def __init__(self, head: Head, has_usage_chunk: bool) -> None:
         self.has_usage_chunk = has_usage_chunk
@@ -118,7 +123,7 @@ class ChunkWriter:
 
 
 def error_event(error: WeftError) -> bytes:
-    """A failure in mid-stream; SDKs raise on it."""
+    """Returns the event for a failure in mid-stream; SDKs raise an exception on it."""
     return _event({"error": error_object(error)})
 
 
@@ -131,7 +136,7 @@ def _ids(prompt_token_ids: Sequence[int] | None) -> dict[str, object]:
 
 
 def _weft(degraded: Degraded) -> dict[str, object]:
-    """Weft's own part of an answer: what the model was not shown as it was sent."""
+    """Returns Weft's own part of an answer: the media that the model did not get as they were sent."""
     return {"weft": {"degraded": list(degraded)}} if degraded else {}
 
 

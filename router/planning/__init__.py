@@ -1,2 +1,2 @@
-"""Where a request goes, and why: pure decisions on frozen views. `cluster` alone has a memory; nothing here has a
-clock, a socket or a random source of its own."""
+"""This package decides where a request goes, and why. Its decisions are pure functions of frozen views. Only `cluster`
+has a memory; nothing in this package has a clock, a socket or a random source of its own."""

@@ -1,6 +1,7 @@
-"""Predicted against actual, per stage: a planner that can't predict is not trusted, and its error is a metric.
+"""This module compares predicted with actual values, per stage: a planner that cannot predict is not trusted, so its
+error is a metric.
 
-Sums only, so that a scraper can take rates of them.
+It keeps sums only, so that a scraper can take rates of them. It knows nothing of how a prediction is made.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StageError:
-    """Sums since the start. `actual / predicted` is the bias, `abs_error / actual` the relative error. Seconds;
-    for the stages `prefix_tokens` tokens, for `cached_items` items."""
+    """A `StageError` holds one stage's sums since the start. `actual / predicted` is the bias, and `abs_error / actual`
+    is the relative error. The unit is seconds, except for the stages `prefix_tokens` (tokens) and `cached_items`
+    (items)."""
 
     num_observations: int = 0
     predicted: float = 0.0
@@ -21,9 +23,10 @@ class StageError:
 
 
 class Accuracy:
-    """Stages: `queue`, `prefill`, `held`, `ttft` of a worker; `encoder_wait`, `prepare`, `encode` of an encoder;
-    `transfer`; `lower_bound` (bound against actual TTFT: the overlap's efficiency); `prefix_tokens` and
-    `cached_items`, hits as the indexes promised them against what was found."""
+    """Keeps a `StageError` for each stage. A worker has the stages `queue`, `prefill`, `held` and `ttft`; an encoder
+    has `encoder_wait`, `prepare` and `encode`. `transfer` is the time on a link. `lower_bound` compares the lower bound
+    with the actual TTFT, which shows how efficiently work overlaps. `prefix_tokens` and `cached_items` compare the hits
+    that the indexes promised with the hits that the members found."""
 
     def __init__(self) -> None:
         self._stage_to_error: dict[str, StageError] = {}

@@ -1,12 +1,14 @@
-"""Estimates age: what was learned of a member long ago is believed less and less, and what its kind costs in common
-the more.
+"""Estimates age: the longer ago the router learned the cost of a member, the less it trusts that cost, and the more it
+uses the common cost of the member's kind instead.
 
-Without it a member that looked slow once would look so for ever: it gets nothing to do as long as others are idle, so
-nothing corrects it. With it, its estimate comes near the others' in some half-lives, it gets a request, and what that
-teaches counts. One that really is slow is found so again, and each time believed twice as long.
+Without ageing, a member that looked slow once would look slow for ever: it gets no requests as long as other members
+are idle, so nothing corrects its estimate. With ageing, its estimate approaches that of the others within some
+half-lives, it gets a request, and the result of that request counts. A member that really is slow is found slow again,
+and each time the estimate is trusted twice as long.
 
-Differences between members that are within the noise of measuring count as none, else the same one of two equals would
-get everything. The time is passed in. Knows nothing of members, queues or the score.
+Differences between members that lie within the noise of measuring count as zero; otherwise one of two equal members
+would always get every request. The caller passes the time in. This module knows nothing of members, queues or the
+score.
 """
 
 from __future__ import annotations
@@ -19,32 +21,36 @@ from router.planning.cost import LEARNING_RATE, LinearCost
 from router.planning.views import Line
 
 HALF_LIFE_S = 10.0
-"""Of the trust in an estimate that nothing confirms. A machine is busy with other things for seconds or minutes."""
+"""This is the half-life of the trust in an estimate that nothing confirms. A machine is busy with other things for
+seconds or minutes."""
 MAX_HALF_LIFE_S = 160.0
-"""Of one that was found true after each silence."""
+"""This is the longest half-life; an estimate reaches it after it was confirmed after each of several silences."""
 CONFIRMED = 1.5
-"""What is found again within this factor is taken as the same."""
+"""A new value confirms the old one if it is within this factor of it."""
 NOISE = 0.2
-"""Logarithm of the factor within which a member counts as no other than its kind; from twice that on as itself."""
+"""This is the logarithm of a factor. A member whose cost differs from the common one by less than this factor counts as
+equal to its kind; from twice this logarithm on, its own cost counts in full."""
 _LEAST_TRUST = 1e-9
-"""So that of estimates that are all old, the least old count most."""
+"""The trust never falls below this value once there is evidence. So when all estimates are old, the least old ones
+still count most."""
 
 
 class Age:
-    """Since when nothing is known of a member, and how fast that is forgotten."""
+    """Keeps the time of the last evidence about a member, and the half-life with which the trust in it falls."""
 
     def __init__(self) -> None:
         self._at_s: float | None = None
         self._half_life_s = HALF_LIFE_S
 
     def trust(self, now: float) -> float:
-        """In [0, 1]; 0 before the first evidence, 1 at the moment of the last."""
+        """Returns the trust, in [0, 1]. It is 0 before the first evidence and 1 at the moment of the last."""
         if self._at_s is None:
             return 0.0
         return max(_LEAST_TRUST, exp2(-max(0.0, now - self._at_s) / self._half_life_s))
 
     def renew(self, now: float, is_confirmed: bool) -> None:
-        """There is new evidence. What was doubted and is confirmed is believed longer from now on."""
+        """Records new evidence. If the trust had fallen below one half and the evidence confirms the estimate, the
+        half-life doubles; if the evidence contradicts the estimate, the half-life falls back to `HALF_LIFE_S`."""
         if not is_confirmed:
             self._half_life_s = HALF_LIFE_S
         elif self._at_s is not None and self.trust(now) < 0.5:
@@ -58,7 +64,7 @@ class Estimate(NamedTuple):
 
 
 class AgeingCost:
-    """A member's line, and how old it is."""
+    """Keeps a member's cost line and its age."""
 
     def __init__(self, start: Line) -> None:
         self._cost = LinearCost(start)
@@ -67,7 +73,7 @@ class AgeingCost:
 
     @property
     def line(self) -> Line:
-        """As it was learned, however long ago."""
+        """This is the line as it was learned, however long ago that was."""
         return self._cost.line
 
     @property
@@ -78,7 +84,8 @@ class AgeingCost:
         return Estimate(self._cost.line, self._age.trust(now))
 
     def observe(self, x: float, actual_s: float, now: float) -> None:
-        """What a response reports. After a silence it counts for more than what was known."""
+        """Corrects the line by what a response reports. After a silence the response counts for more than the earlier
+        estimate."""
         if not (actual_s > 0.0 and x >= 0.0):
             return
         predicted_s = self._cost.line.at(x)
@@ -88,7 +95,8 @@ class AgeingCost:
         self._age.renew(now, is_confirmed)
 
     def anchor(self, measured: Line, now: float) -> None:
-        """What the member reports. Numbers that are those of its last report are no news."""
+        """Takes the line that the member itself reports. A line that equals the one of its last report is no news and
+        is ignored."""
         if measured == self._reported:
             return
         self._reported = measured
@@ -99,8 +107,9 @@ class AgeingCost:
 
 
 def common_line(estimates: Iterable[Estimate]) -> Line | None:
-    """What a kind costs: the median of its members, each weighing as much as it is trusted, so that a slow one does not
-    make the others look slow; the lower of two that weigh the same. None without any evidence."""
+    """Returns what a kind of member costs, or None without any evidence. It is the median of the members' lines, each
+    weighted by its trust, so that one slow member does not make the others look slow. If two values split the weight
+    equally, the lower one is taken."""
     known = [estimate for estimate in estimates if estimate.trust > 0.0]
     if not known:
         return None
@@ -112,7 +121,8 @@ def common_line(estimates: Iterable[Estimate]) -> Line | None:
 
 
 def believed(estimate: Estimate, common: Line | None) -> Line:
-    """Between a member's own line and the common one, by trust; and at the common one within the noise."""
+    """Returns a line between the member's own and the common one, in proportion to the trust. Where the difference is
+    within the noise, it returns the common line."""
     line, trust = estimate
     if common is None:
         return line
@@ -120,7 +130,8 @@ def believed(estimate: Estimate, common: Line | None) -> Line:
 
 
 def _median(values: Sequence[tuple[float, float]], half: float) -> float:
-    """Of (value, weight), the smallest first; `half` of all weight."""
+    """Returns the weighted median of (value, weight) pairs that are sorted by value; `half` is half of the sum of all
+    weights."""
     below = 0.0
     for value, weight in values:
         below += weight
@@ -140,5 +151,5 @@ def _drawn(own: float, common: float, trust: float) -> float:
 
 
 def _are_alike(before: Line, after: Line) -> bool:
-    """Of what small and of what large amounts cost."""
+    """Returns whether both lines predict about the same cost for a small and for a large amount."""
     return all(1.0 / CONFIRMED <= after.at(x) / before.at(x) <= CONFIRMED for x in (1.0, 1000.0))

@@ -1,8 +1,10 @@
-"""The queue of requests that nobody can serve now: who waits for what, and whose turn it is when a member comes.
+"""This module is the queue of requests that no member can serve now. It records which request waits for which kinds of
+members, and it decides which one goes next when a member comes.
 
-A request joins when a plan found no worker, or no encoder for a modality that it needs. It leaves when the members
-that it needs are there, when its deadline has passed, or when its client has left. Pure: it knows neither futures nor
-members, and the time is an argument. `router/capacity.py` puts it into the event loop.
+A request joins when a plan found no worker, or no encoder for a modality that the request needs. It leaves when the
+members that it needs are there, when its deadline has passed, or when its client has disconnected. A request that was
+released and has no token yet is `on_the_way`. The queue is pure: it knows nothing of futures or members, and the time
+is an argument. `router/capacity.py` puts it into the event loop.
 """
 
 from __future__ import annotations
@@ -14,40 +16,42 @@ from typing import NamedTuple, Protocol
 from fabric.ids import MemberId
 
 FIRST_ON_THE_WAY = 16
-"""Released requests that have no token yet, at most, when the line begins to move: a member that has just started gets
-no herd. Each that arrives at its first token makes room for one more than itself, so that the line moves as fast as the
-cluster turns out to be."""
+"""Limits how many released requests may be without their first token when requests begin to leave the queue, so that a
+member that has just started does not receive all of them at once. Each request that reaches its first token makes room
+for one more than itself, so the queue moves as fast as the cluster turns out to be."""
 MIN_DROPPED = 16
-"""Waiters that have left are dropped from a line when they outnumber the others by so many."""
+"""A line drops the waiters that have left when they outnumber the present ones by this many."""
 
 
 class Need(NamedTuple):
-    """What a request must find before it is worth planning: a worker, and an encoder for each modality. Requests of
-    equal needs stand in one line."""
+    """A `Need` says what must be available before planning a request is worthwhile: a worker, and an encoder for each
+    modality. Requests with equal needs stand in one line."""
 
     modalities: frozenset[str] = frozenset()
     exclusions: frozenset[tuple[MemberId, float]] = frozenset()
-    """Members that failed the request, and until when it does not use them."""
+    """These are the members that failed the request, each with the time until which the request does not use it."""
 
     def excluded(self, now: float) -> frozenset[MemberId]:
         return frozenset(member_id for member_id, until in self.exclusions if until > now)
 
 
 class Supply(Protocol):
-    """The members, as the queue sees them."""
+    """A `Supply` is the queue's view of the members."""
 
     def can_serve(self, modalities: frozenset[str], excluded: frozenset[MemberId], now: float) -> bool:
-        """Whether a plan would find a worker and an encoder for each modality."""
+        """Returns whether a plan would find a worker and an encoder for each modality."""
         ...
 
     def next_return_s(self, now: float) -> float | None:
-        """When the next member that is set aside for a while may be used again; None if there is none."""
+        """Returns the time at which the next member that is set aside for a while may be used again, or None if there
+        is no such member."""
         ...
 
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """One request's place. Ordered by age, so that a request that waits again keeps its place."""
+    """A `Waiter` is the place of one request in the queue. Waiters are ordered by age, so a request that waits a second
+    time keeps its place."""
 
     age: tuple[float, str]
     need: Need
@@ -58,14 +62,15 @@ class Waiter:
 
 
 class Turn(NamedTuple):
-    """The end of one wait. `is_served` is False when the deadline passed first."""
+    """A `Turn` is the end of one wait. `is_served` is False when the deadline passed first."""
 
     waiter: Waiter
     is_served: bool
 
 
 class _Line:
-    """Waiters by a key, the least first. Those that have left are skipped, and dropped once they are the most."""
+    """Keeps waiters sorted by a key, the smallest key first. It skips waiters that have left, and drops them once they
+    are the majority."""
 
     def __init__(self, present: set[Waiter]) -> None:
         self._present = present
@@ -85,14 +90,15 @@ class _Line:
 
 
 class CapacityQueue:
-    """Waiters in order of age, a line for each need, and those released that are still on the way to their first token.
-    The cost of every call grows with the number of different needs, not with the number of waiters."""
+    """Keeps the waiters in order of age, with one line for each need, and the released requests that have not reached
+    their first token yet. The cost of every call grows with the number of different needs, not with the number of
+    waiters."""
 
     def __init__(self, supply: Supply, first_on_the_way: int = FIRST_ON_THE_WAY) -> None:
         self._supply = supply
         self._first_on_the_way = first_on_the_way
         self._max_on_the_way = first_on_the_way
-        """Grows while somebody waits."""
+        """This limit grows while any request waits."""
         self._waiting: set[Waiter] = set()
         self._on_the_way: set[Waiter] = set()
         self._need_to_line: dict[Need, _Line] = {}
@@ -116,22 +122,22 @@ class CapacityQueue:
         self._by_deadline.add((waiter.deadline_s, *waiter.age), waiter)
 
     def leave(self, waiter: Waiter, has_arrived: bool = False) -> None:
-        """Whether it waits or is on the way: its place is free. `has_arrived`: it has its first token. A waiter that is
-        neither waiting nor on the way is ignored."""
+        """Frees the place of a waiter, whether it still waits or is on the way. `has_arrived` says that it has its
+        first token. A waiter that is neither waiting nor on the way is ignored."""
         self._waiting.discard(waiter)
         if waiter in self._on_the_way:
             self._on_the_way.remove(waiter)
             self._max_on_the_way += has_arrived
 
     def must_wait(self, age: tuple[float, str], now: float) -> bool:
-        """Whether a request of this age would overtake one that waits and could be served now."""
+        """Returns whether a request of this age would overtake a waiting request that could be served now."""
         first = self._first_served(now)
         return first is not None and first.age < age
 
     def take(self, now: float) -> Turn | None:
-        """Ends one wait, and says whose: the oldest request that can be served, or one whose deadline has passed.
-        None if all must go on waiting. One that can be served and is only held back by those on the way is released
-        at its deadline, not given up."""
+        """Ends one wait and returns its `Turn`: that of the oldest request that can be served, or of one whose deadline
+        has passed. Returns None if all requests must go on waiting. A request that members could serve, and that only
+        the limit on released requests holds back, is released at its deadline instead of being given up."""
         served = self._first_served(now)
         if served is not None and len(self._on_the_way) < self._max_on_the_way:
             return self._end(served, is_served=True)
@@ -141,7 +147,8 @@ class CapacityQueue:
         return self._end(late, self._supply.can_serve(late.need.modalities, late.need.excluded(now), now))
 
     def next_at_s(self, now: float) -> float | None:
-        """When `take` may find somebody although no member comes: a deadline, or the end of an exclusion."""
+        """Returns when `take` may find a request even if no member comes: at a deadline, or at the end of an exclusion.
+        Returns None if no request waits."""
         soonest = self._by_deadline.first
         if soonest is None:
             return None
@@ -158,13 +165,14 @@ class CapacityQueue:
         return Turn(waiter, is_served)
 
     def _needs(self) -> list[Need]:
-        """Of those that wait. Lines that have become empty are dropped."""
+        """Returns the needs of the requests that wait, and drops lines that have become empty."""
         for need in [need for need, line in self._need_to_line.items() if line.first is None]:
             del self._need_to_line[need]
         return list(self._need_to_line)
 
     def _first_served(self, now: float) -> Waiter | None:
-        """The oldest waiter that can be served. Needs that are equal now are asked about once."""
+        """Returns the oldest waiter that can be served. It asks the supply only once about needs that are equal at this
+        time."""
         asked: dict[tuple[frozenset[str], frozenset[MemberId]], bool] = {}
         served: list[Waiter] = []
         for need in self._needs():

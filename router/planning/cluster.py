@@ -1,8 +1,8 @@
-"""The router's mutable picture of the cluster, from which each query gets its frozen snapshot.
+"""This module is the router's mutable picture of the cluster, from which each query gets its frozen snapshot.
 
-Owns the indexes, the members' reports, the learned costs, the in-flight accounting and the exclusions. Everything
-arrives by method calls with the time as an argument; nothing that arrives, is late or is missing makes it fail.
-Knows nothing of sockets, and of no other router: what others dispatched it sees in reports.
+It owns the indexes, the members' reports, the learned costs, the in-flight accounting and the exclusions. All input
+arrives by method calls with the time as an argument; no input that arrives, is late or is missing makes it fail. It
+knows nothing of sockets, or of other routers: it sees what they dispatched in the members' reports.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ class PlannerSettings:
     max_index_blocks: int = 1 << 18
     max_index_items: int = 1 << 16
     stale_after_s: float = 3.0
-    """Reports older than this are not believed any more."""
+    """Reports older than this are no longer used."""
     snapshot_retry_s: float = 1.0
-    """A snapshot that has not come is asked for again after this."""
+    """The router asks again for a snapshot that has not come after this time."""
     tolerance: float = 0.02
-    """Share of a request's own work within which workers count as equal."""
+    """Workers count as equal if they differ by less than this share of a request's own work."""
     cost_defaults: CostDefaults = CostDefaults()  # noqa: RUF009 (a NamedTuple is immutable)
 
 
 class MemberChange(NamedTuple):
-    """Workers and encoders that came and went. One that restarted under its id is in both."""
+    """Lists the workers and encoders that came and went. A member that restarted under its id is in both."""
 
     joined: tuple[Member, ...]
     left: tuple[Member, ...]
 
 
 class ClusterState:
-    """Not thread-safe: it belongs to the router's event loop."""
+    """Keeps the state of all members. It is not thread-safe: it belongs to the router's event loop."""
 
     def __init__(
         self,
@@ -85,7 +85,8 @@ class ClusterState:
     # ------------------------------------------------------------ membership
 
     def update_members(self, members: Sequence[Member]) -> MemberChange:
-        """Takes the directory's view. Members that left lose their load, their index entries and exclusions."""
+        """Takes the directory's view of the members. Members that left lose their load, their index entries and their
+        exclusions."""
         new = {member.member_id: member for member in members if member.kind in ("worker", "encoder")}
         states: list[WorkerState | EncoderState] = [*self._workers.values(), *self._encoders.values()]
         old = {state.member.member_id: state.member for state in states}
@@ -102,7 +103,7 @@ class ClusterState:
         return MemberChange(joined, left)
 
     def exclude(self, member_id: MemberId, until: float) -> None:
-        """No plan uses the member before `until`; a longer exclusion stays."""
+        """Keeps plans from using the member before `until`; a longer exclusion stays in force."""
         if member_id in self._workers or member_id in self._encoders:
             self._member_to_exclusion_end_s[member_id] = max(
                 until, self._member_to_exclusion_end_s.get(member_id, until)
@@ -111,8 +112,8 @@ class ClusterState:
     # ------------------------------------------------------------ messages
 
     def apply(self, message: ClusterMessage, now: float) -> Sequence[MemberId]:
-        """Takes a report, events or a snapshot in. Returns the members to ask for a snapshot (SnapshotRequest), at
-        most once per `snapshot_retry_s` each. Messages of members not in the view are ignored."""
+        """Takes in a report, events or a snapshot. Returns the members to ask for a snapshot (`SnapshotRequest`), each
+        at most once per `snapshot_retry_s`. Messages of members that are not in the view are ignored."""
         if isinstance(message, WorkerReport):
             return self._take_worker_report(message, now)
         if isinstance(message, EncoderReport):
@@ -132,7 +133,8 @@ class ClusterState:
     # ------------------------------------------------------------ planning
 
     def snapshot(self, query: RouteQuery, now: float) -> Snapshot:
-        """Frozen views for one query; excluded members are left out. Changes nothing but the random source."""
+        """Returns frozen views for one query; excluded members are left out. It changes nothing but the random
+        source."""
         worker_to_blocks = self._prefixes.lookup(query.block_hashes)
         encoder_to_cached = self._cached(query)
         barred = self._barred(query.excluded, now)
@@ -160,14 +162,14 @@ class ClusterState:
         )
 
     def can_serve(self, modalities: frozenset[str], excluded: frozenset[MemberId], now: float) -> bool:
-        """Whether there is a worker, and an encoder for each modality, that a plan may use. If so, `plan_route` finds
-        a route for a query with these media and exclusions."""
+        """Returns whether there are a worker, and an encoder for each modality, that a plan may use. If so,
+        `plan_route` finds a route for a query with these media and exclusions."""
         barred = self._barred(excluded, now)
         served = {m for each in self._encoders.values() if each.member.member_id not in barred for m in each.modalities}
         return modalities <= served and any(worker_id not in barred for worker_id in self._workers)
 
     def next_return_s(self, now: float) -> float | None:
-        """When the next exclusion ends; None if no member is excluded."""
+        """Returns when the next exclusion ends, or None if no member is excluded."""
         return min((until for until in self._member_to_exclusion_end_s.values() if until > now), default=None)
 
     def note_dispatched(self, query: RouteQuery, plan: RoutePlan, now: float) -> None:
@@ -181,7 +183,7 @@ class ClusterState:
         self.note_encoding(query.attempt_id, winner.items)
 
     def note_encoding(self, attempt_id: AttemptId, items: Sequence[ItemTerms]) -> None:
-        """Counts items sent to encoders (of a plan, or of `plan_encoding`)."""
+        """Counts items that were sent to encoders (those of a plan, or of `plan_encoding`)."""
         encoder_to_cost: dict[MemberId, int] = {}
         for terms in items:
             encoder_to_cost[terms.encoder_id] = encoder_to_cost.get(terms.encoder_id, 0) + terms.load
@@ -190,7 +192,7 @@ class ClusterState:
                 self._in_flight.add(attempt_id, encoder_id, cost)
 
     def note_ended(self, attempt_id: AttemptId) -> None:
-        """The attempt ended, however it did. Twice is a no-op."""
+        """Records that the attempt ended, with or without success. A second call does nothing."""
         self._in_flight.end(attempt_id)
 
     # ------------------------------------------------------------ learning
@@ -200,12 +202,12 @@ class ClusterState:
         self._learning.observe_generate(plan, result, self._workers.get(result.worker_id), self._encoders, now)
 
     def observe_encode(self, plan: RoutePlan, result: EncodeResult, now: float) -> None:
-        """Corrects the encoder's costs; its share of the attempt has ended."""
+        """Corrects the encoder's costs, and ends the encoder's share of the attempt."""
         self._in_flight.end_at(plan.attempt_id, result.encoder_id)
         self._learning.observe_encode(plan, result, self._encoders.get(result.encoder_id), now)
 
     def accuracy(self) -> Mapping[str, StageError]:
-        """Predicted against actual, per stage."""
+        """Returns the comparison of predicted with actual values, per stage."""
         return self._learning.accuracy.stages()
 
     def prefix_stats(self) -> IndexStats:

@@ -1,7 +1,8 @@
-"""What a stage costs, learned online: straight lines `base_s + per_unit_s * x`, one per member and stage.
+"""This module learns online what a stage costs. A cost is a straight line `base_s + per_unit_s * x`; there is one per
+member and stage.
 
-A line starts from an anchor (a default, or what the member measured itself and reports) and is corrected by what
-responses report. Knows nothing of members, queues or the score.
+A line starts from an anchor (a default, or what the member measured itself and reports), and responses correct it. This
+module knows nothing of members, queues or the score.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from router.planning.views import Line
 
 LEARNING_RATE = 0.25
 MAX_CORRECTION = 1e4
-"""Bound on the learned factor between an anchor and the line."""
+"""Limits the learned factor between an anchor and the line."""
 
 
 class CostDefaults(NamedTuple):
-    """Before anything is measured: a small model on a CPU. An order of magnitude is enough, they are corrected."""
+    """Holds the costs before anything is measured: those of a small model on a CPU. An order of magnitude is enough,
+    because the costs are corrected."""
 
     prefill: Line = Line(base_s=5e-3, per_unit_s=1e-4)
     prepare: Line = Line(base_s=2e-3, per_unit_s=2e-6)
@@ -37,13 +39,13 @@ class CostDefaults(NamedTuple):
 
 
 class LinearCost:
-    """A line that is corrected by observations (`fabric.learned_cost`), within bounds of its anchor."""
+    """A `LinearCost` is a line that observations correct (`fabric.learned_cost`), within bounds of its anchor."""
 
     def __init__(self, anchor: Line) -> None:
         self._anchor = anchor
         self._is_measured = False
         self._factors = Line(1.0, 1.0)
-        """Between the anchor and the line: what responses taught."""
+        """These are the factors between the anchor and the line, which responses taught."""
         self._line = anchor
 
     @property
@@ -52,11 +54,12 @@ class LinearCost:
 
     @property
     def is_measured(self) -> bool:
-        """The member reports its own measurements."""
+        """This is whether the member reports its own measurements."""
         return self._is_measured
 
     def observe(self, x: float, actual_s: float, gain: float = LEARNING_RATE) -> None:
-        """`actual_s` seconds were spent on `x` units. Values that say nothing (not positive) are ignored."""
+        """Corrects the line by an observation: `x` units took `actual_s` seconds. Values that are not positive carry no
+        information and are ignored."""
         if x < 0.0:
             return
         old = self._line
@@ -68,9 +71,10 @@ class LinearCost:
         self._refresh()
 
     def anchor(self, measured: Line) -> None:
-        """The member's own measurement. The first one replaces what was learned on a guess. Later ones keep the
-        correction, which is relative, but for what they say themselves now: a change that responses had taught
-        already is not counted twice. A slope that is not positive means `not known yet`."""
+        """Takes the member's own measurement as the anchor. The first one replaces what was learned on top of a guess.
+        Later ones keep the learned correction, which is relative, except for the part of it that the new measurement
+        itself contains, so that a change that responses had already taught is not counted twice. A slope that is not
+        positive means "not known yet" and is ignored."""
         if measured.per_unit_s <= 0.0 or measured.base_s < 0.0:
             return
         if not self._is_measured:
@@ -87,7 +91,7 @@ class LinearCost:
 
 
 def _caught_up(factor: float, old: float, new: float) -> float:
-    """A correction, less the part of it that the anchor's change from `old` to `new` has made good."""
+    """Returns a correction without the part of it that the anchor's change from `old` to `new` already contains."""
     if old <= 0.0 or new <= 0.0 or factor == 1.0:
         return factor
     moved, correction = log(new / old), log(factor)

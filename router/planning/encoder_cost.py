@@ -1,7 +1,8 @@
-"""What an encoder costs, by modality: a patch of a video and a mel frame of a sound take different times.
+"""This module keeps what an encoder costs, by modality: a patch of a video and a mel frame of a sound take different
+times.
 
-A modality that nothing is known of yet costs what the encoder's work costs in general. Estimates age towards what
-encoders cost in common. Pure; knows no queues.
+A modality of which nothing is known yet costs what the encoder's work costs in general. Estimates age towards what
+encoders cost in common. This module is pure and knows nothing of queues.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class StageEstimates(NamedTuple):
 
 
 class CommonStages(NamedTuple):
-    """Of encoders in general; None where nothing is known."""
+    """Holds the cost lines of encoders in general; a line is None where nothing is known."""
 
     prepare: Line | None = None
     encode: Line | None = None
@@ -43,29 +44,29 @@ class CommonStages(NamedTuple):
 
 
 GENERAL = ""
-"""Over all modalities, as they came."""
+"""This is the key of the costs over all modalities, in the mix in which items came."""
 
 CommonCosts = Mapping[str, CommonStages]
-"""By modality, and GENERAL."""
+"""Maps each modality, and `GENERAL`, to the common cost lines."""
 
 
 class EncoderCost:
-    """Of one encoder; starts from defaults."""
+    """Keeps the costs of one encoder; they start from defaults."""
 
     def __init__(self, defaults: EncoderCosts) -> None:
         self._modality_to_stages = {GENERAL: _stages(defaults)}
 
     def estimates(self, now: float) -> dict[str, StageEstimates]:
-        """Of the modalities that something is known of, and GENERAL."""
+        """Returns the estimates for the modalities of which something is known, and for `GENERAL`."""
         return {name: stages.estimates(now) for name, stages in self._modality_to_stages.items()}
 
     def of(self, modality: str) -> EncoderCosts:
-        """As it was learned, however long ago."""
+        """Returns the costs as they were learned, however long ago that was."""
         stages = self._modality_to_stages.get(modality, self._modality_to_stages[GENERAL])
         return EncoderCosts(stages.prepare.line, stages.encode.line)
 
     def anchor(self, report: EncoderReport, now: float) -> None:
-        """The encoder's own measurements of its forwards."""
+        """Takes the encoder's own measurements of its forward passes."""
         general = Line(report.batch_overhead_s, report.encode_s_per_cost)
         self._modality_to_stages[GENERAL].encode.anchor(general, now)
         for cost in report.costs:
@@ -86,7 +87,7 @@ class EncoderCost:
 
 
 def common_costs(encoders: Iterable[Mapping[str, StageEstimates]]) -> dict[str, CommonStages]:
-    """Of several encoders' `estimates`."""
+    """Returns the common costs of several encoders, given the `estimates` of each."""
     name_to_estimates: dict[str, list[StageEstimates]] = {}
     for estimates in encoders:
         for name, each in estimates.items():

@@ -1,8 +1,9 @@
-"""What this router dispatched and the members' reports do not contain yet. Without it, a burst between two reports
-would all go to the one member that was idle in the last one.
+"""This module counts the work that this router dispatched and that the members' reports do not contain yet. Without it,
+all requests of a burst between two reports would go to the one member that was idle in its last report.
 
-Each dispatched attempt weighs on a member (tokens on a worker, patches on an encoder) as *pending* until a report
-acknowledges it, and as *open* until it ends there. The second is what is left to balance by when reports stop.
+Each dispatched attempt puts load on a member (tokens on a worker, patches on an encoder). The load is *pending* until a
+report acknowledges it, and *open* until the attempt ends on that member. When reports stop, only the open load is left
+to balance by. This module knows nothing of reports or costs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from fabric.ids import AttemptId, MemberId
 
 @dataclass(slots=True)
 class Load:
-    """Sums over one member's attempts; units are tokens or patches."""
+    """Holds sums over one member's attempts; the units are tokens or patches."""
 
     num_open: int = 0
     open_units: int = 0
@@ -26,7 +27,7 @@ class Load:
 
 @dataclass(slots=True)
 class _Share:
-    """One attempt on one member."""
+    """A `_Share` is the load of one attempt on one member."""
 
     units: int = 0
     pending_units: int = 0
@@ -35,18 +36,21 @@ class _Share:
 
 
 class InFlight:
-    """Shares by attempt and member, and their sums by member. Ending or acknowledging twice is a no-op."""
+    """Keeps the shares by attempt and member, and their sums by member. To end or acknowledge a share twice does
+    nothing the second time."""
 
     def __init__(self) -> None:
         self._attempt_to_shares: dict[AttemptId, dict[MemberId, _Share]] = {}
         self._member_to_load: dict[MemberId, Load] = {}
 
     def load(self, member_id: MemberId) -> Load:
-        """A copy would cost more than it protects: read it, don't keep it."""
+        """Returns the member's load. The object is not a copy, because a copy would cost more than it protects; callers
+        read it and do not keep it."""
         return self._member_to_load.get(member_id) or Load()
 
     def add(self, attempt_id: AttemptId, member_id: MemberId, units: int, num_blocks: int = 0) -> None:
-        """Dispatching more of an attempt to the same member adds to its share, and that part is pending."""
+        """Adds load to an attempt's share on a member. If more of an attempt goes to the same member, its share grows,
+        and the new part is pending."""
         share = self._attempt_to_shares.setdefault(attempt_id, {}).get(member_id)
         load = self._member_to_load.setdefault(member_id, Load())
         if share is None:
@@ -62,26 +66,26 @@ class InFlight:
         load.pending_blocks += num_blocks
 
     def acknowledge(self, member_id: MemberId, attempt_ids: Iterable[AttemptId]) -> None:
-        """The member's report contains these attempts."""
+        """Records that the member's report contains these attempts."""
         for attempt_id in attempt_ids:
             share = self._attempt_to_shares.get(attempt_id, {}).get(member_id)
             if share is not None:
                 self._settle(member_id, share)
 
     def end(self, attempt_id: AttemptId) -> None:
-        """Everywhere."""
+        """Ends the attempt on all members."""
         for member_id, share in self._attempt_to_shares.pop(attempt_id, {}).items():
             self._drop(member_id, share)
 
     def end_at(self, attempt_id: AttemptId, member_id: MemberId) -> None:
-        """On one member: an encoder has delivered."""
+        """Ends the attempt on one member, as when an encoder has delivered."""
         shares = self._attempt_to_shares.get(attempt_id, {})
         self._drop(member_id, shares.pop(member_id, None))
         if not shares:
             self._attempt_to_shares.pop(attempt_id, None)
 
     def forget_member(self, member_id: MemberId) -> None:
-        """It has left: nothing weighs on it any more."""
+        """Drops all load of a member that has left."""
         if self._member_to_load.pop(member_id, None) is None:
             return
         for attempt_id in [attempt for attempt, shares in self._attempt_to_shares.items() if member_id in shares]:

@@ -1,12 +1,13 @@
-"""When the features of a request's media reach a worker, and which encoder should make them.
+"""This module predicts when the features of a request's media reach a worker, and chooses the encoder for each item.
 
     land(unit, w) = max(wait(e), decode_queue(e) + decode + preprocess)
                     + encode_e(units of this request on e, up to and including this one)
                     + alpha(e,w) + beta(e,w) * bytes
 
-Items go, in order, to the encoder where they land earliest. A feature cached at an encoder costs its transfer alone.
-Costs are those of the item's modality; units of different modalities never share a forward.
-Media are fetched by the router before it plans, so no fetch appears. Knows nothing of workers but the links to one.
+Items go, in order, to the encoder from which they land earliest. A feature that an encoder has cached costs only its
+transfer. Costs are those of the item's modality; units of different modalities never share a forward pass. The router
+fetches media before it plans, so the formula contains no fetch. This module knows nothing of workers except the links
+to one.
 """
 
 from __future__ import annotations
@@ -22,34 +23,36 @@ from router.planning.views import EncoderView, ItemTerms, Line
 
 @dataclass(frozen=True, slots=True)
 class Landings:
-    """Of all items that one worker lacks."""
+    """Holds the predictions for all items that one worker lacks."""
 
     items: tuple[ItemTerms, ...]
     unit_to_landing_s: Mapping[tuple[int, int], float]
-    """(item, unit) -> seconds from now."""
+    """Maps (item, unit) to seconds from now."""
 
 
 class _Offer(NamedTuple):
-    """What one encoder could do for one item."""
+    """An `_Offer` is what one encoder could do for one item."""
 
     encoder: EncoderView
     link: Line
     is_cached: bool
     ready_s: float
-    """When its forward can begin."""
+    """This is the number of seconds until the item's forward pass can begin."""
     modality_to_cost_before: Mapping[str, int]
-    """Patches of this request that it encodes before this item."""
+    """Counts the patches of this request that the encoder encodes before this item."""
 
     def landing_s(self, item: MediaItem, num_rows: int, last_rows: int, row_bytes: int) -> float:
-        """Of the item's first `num_rows` rows, the last `last_rows` of which are one unit. Units leave one after
-        another, each when its share of the patches is done; from a cache all leave at once and share the link."""
+        """Returns when the item's first `num_rows` rows have landed, of which the last `last_rows` are one unit.
+        Encoded units leave one after another, each when its share of the patches is done. Cached units all leave at
+        once and share the link."""
         if self.is_cached:
             return self.link.at(num_rows * row_bytes)
         encode_s = self.encode_s(item, item.cost * (num_rows / max(item.num_tokens, 1)))
         return self.ready_s + encode_s + self.link.at(last_rows * row_bytes)
 
     def encode_s(self, item: MediaItem, cost: float) -> float:
-        """Until `cost` patches of the item are encoded, from this request's first forward on."""
+        """Returns the seconds from the start of this request's first forward pass until `cost` patches of the item are
+        encoded."""
         before = self.modality_to_cost_before
         others_s = sum(
             self.encoder.costs_of(name).encode.at(cost_before)
@@ -65,9 +68,9 @@ def land_items(
     encoder_to_link: Mapping[MemberId, Line],
     row_bytes: int,
 ) -> Landings:
-    """Assigns each item to one of `options[item.index]` (not empty); of equals, the first. `encoder_to_link` are the
-    links to the one worker in question, `row_bytes` the size of a row of features on one level. Greedy in order of
-    index: each item knows of those before it."""
+    """Assigns each item to one of `options[item.index]` (which is not empty); between equal options it takes the first.
+    `encoder_to_link` holds the links to the one worker in question, and `row_bytes` is the size of a row of features on
+    one level. The choice is greedy in order of index: each item takes account of the items before it."""
     encoder_to_costs: dict[MemberId, dict[str, int]] = {}
     hash_to_terms: dict[MmHash, ItemTerms] = {}
     chosen: list[ItemTerms] = []
@@ -103,12 +106,13 @@ def land_items(
 
 
 def wait_s(encoder: EncoderView) -> float:
-    """Until the forward of new work can begin, its queue being served in order."""
+    """Returns the seconds until the forward pass of new work can begin, given that the encoder serves its queue in
+    order."""
     return encoder.costs.encode.at(encoder.queued_cost) if encoder.queued_cost else 0.0
 
 
 def prepare_s(encoder: EncoderView, item: MediaItem) -> float:
-    """Decode queue, decoding and preprocessing of an item."""
+    """Returns the seconds for the decode queue, and for decoding and preprocessing the item."""
     queue_s = encoder.costs.prepare.per_unit_s * encoder.queued_cost
     return queue_s + encoder.costs_of(item.modality).prepare.at(item.cost)
 
@@ -155,7 +159,7 @@ def _item_terms(item: MediaItem, offer: _Offer, landing_s: float, row_bytes: int
 
 
 def _twin_terms(item: MediaItem, twin: ItemTerms) -> ItemTerms:
-    """The same medium a second time: it is encoded once, and its features land once."""
+    """Returns the terms of a medium that occurs a second time: it is encoded once, and its features land once."""
     return ItemTerms(
         item.index, item.mm_hash, twin.encoder_id, True, 0.0, 0.0, 0.0, 0.0, twin.landing_s, item.cost, 0, item.modality
     )

@@ -1,7 +1,8 @@
-"""Learning from results: costs per member, and per link class, from the timings that each response carries.
+"""This module learns costs, per member and per link class, from the timings that each response carries.
 
-Newcomers, of whom nothing is known, cost what their kind costs in common (`ageing`), so that a new replica is neither
-shunned nor stormed for a default that fits nobody. Also keeps the score of predictions.
+A new member, of which nothing is known, costs what its kind costs in common (`ageing`), so that a default that fits no
+member neither keeps requests away from a new replica nor floods it. This module also records the accuracy of
+predictions. It knows nothing of queues or of the choice between members.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from router.planning.views import EncoderCosts, ItemTerms, Line, RoutePlan
 
 
 class Learning:
-    """`context_scale_tokens`: see `fabric.flat_tokens`."""
+    """Creates the cost state of new members and corrects it by results. For `context_scale_tokens` see
+    `fabric.flat_tokens`."""
 
     def __init__(self, defaults: CostDefaults, context_scale_tokens: float) -> None:
         self.accuracy = Accuracy()
@@ -46,9 +48,9 @@ class Learning:
         encoders: Mapping[MemberId, EncoderState],
         now: float,
     ) -> None:
-        """Ignores results that ended in an error, and those of another worker than planned: they say nothing of the
-        prediction. A worker that measures its steps itself learns nothing of its pace from a result, whose steps were
-        also others'."""
+        """Corrects the costs by a worker's result. Results that ended in an error, and those of another worker than
+        planned, are ignored, because they say nothing about the prediction. If a worker measures its steps itself, the
+        result does not change its prefill cost, because its steps also contained other requests."""
         if result.error is not None or worker is None or result.worker_id != plan.worker_id:
             return
         terms = plan.explanation.winner
@@ -65,7 +67,8 @@ class Learning:
         self._observe_transfers(plan, result, worker, encoders)
 
     def observe_encode(self, plan: RoutePlan, result: EncodeResult, encoder: EncoderState | None, now: float) -> None:
-        """Items that failed say nothing; items from the cache only that they were cached."""
+        """Corrects the costs by an encoder's result. Items that failed are ignored; items from the cache only count as
+        cache hits in the accuracy."""
         index_to_terms = {terms.item_index: terms for terms in plan.explanation.winner.items}
         for item in result.items:
             terms = index_to_terms.get(item.index)
@@ -92,8 +95,8 @@ class Learning:
     def _observe_transfers(
         self, plan: RoutePlan, result: GenerateResult, worker: WorkerState, encoders: Mapping[MemberId, EncoderState]
     ) -> None:
-        """A pull is what lies between a unit's announcement and its landing in the worker's trace, so the wait for
-        inbox room is in it. Units of one item are taken as equally large."""
+        """Corrects the costs of the links. The time of a pull is the time between a unit's announcement and its landing
+        in the worker's trace, so it includes the wait for inbox room. Units of one item are taken as equally large."""
         hash_to_terms = {terms.mm_hash: terms for terms in plan.explanation.winner.items if terms.num_bytes}
         pulls = [(unit.partition(":")[0], seconds) for unit, seconds in _pulls(result.trace)]
         hash_to_num_units = Counter(mm_hash for mm_hash, _ in pulls)
@@ -109,7 +112,7 @@ class Learning:
 
 
 def _pulls(trace: Sequence[TraceEvent]) -> list[tuple[str, float]]:
-    """`mm_hash:unit` and seconds of each unit whose announcement and landing are both there, once."""
+    """Returns (`mm_hash:unit`, seconds) once for each unit whose announcement and landing are both in the trace."""
     unit_to_announced_s: dict[str, float] = {}
     pulls: list[tuple[str, float]] = []
     for event in trace:

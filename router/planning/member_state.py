@@ -1,7 +1,9 @@
-"""What the router knows of one worker or one encoder: its last report and its learned costs. Mutable, one per member.
+"""This module keeps what the router knows of one worker or one encoder: its last report and its learned costs. The
+state is mutable, and there is one per member.
 
-A member without a report counts as idle. One whose reports stopped is balanced by this router's own open attempts,
-without affinity: its queue, its cache and its memory are not what they were.
+A member without a report counts as idle. A member whose reports stopped is balanced by this router's own open attempts
+on it, without affinity, because its queue, its cache and its memory have changed since. This module knows nothing of
+the choice between members.
 """
 
 from __future__ import annotations
@@ -15,25 +17,25 @@ from router.planning.views import EncoderCosts, EncoderView, Line, WorkerView
 
 
 class Freshness:
-    """Order and age of one member's reports."""
+    """Keeps the order and the age of one member's reports."""
 
     def __init__(self) -> None:
         self._last: tuple[int, int] | None = None
         self._at_s = 0.0
 
     def accept(self, epoch: int, seq: int, now: float) -> bool:
-        """False for a report that is not newer than the last."""
+        """Records a report. Returns False for a report that is not newer than the last one."""
         if self._last is not None and (epoch, seq) <= self._last:
             return False
         self._last, self._at_s = (epoch, seq), now
         return True
 
     def is_stale(self, now: float, stale_after_s: float) -> bool:
-        """Reports came, and stopped."""
+        """Returns whether reports came and then stopped."""
         return self._last is not None and now - self._at_s > stale_after_s
 
     def age_s(self, now: float) -> float:
-        """Of the last report that was accepted."""
+        """Returns the seconds since the last accepted report."""
         return max(0.0, now - self._at_s)
 
 
@@ -49,7 +51,8 @@ class WorkerState:
         self.prefill.anchor(Line(report.step_overhead_s, report.prefill_s_per_token), now)
 
     def view(self, covered_blocks: int, load: Load, is_stale: bool, common: Line | None, now: float) -> WorkerView:
-        """`load` is what this router has on it, `common` what workers cost in general."""
+        """Returns the planner's view of the worker. `load` is what this router has on it, and `common` is what workers
+        cost in general."""
         member, report = self.member, self.report
         prefill = believed(self.prefill.estimate(now), common)
         if report is None or is_stale:
@@ -86,13 +89,15 @@ class WorkerState:
         )
 
     def _decode_s(self, report: WorkerReport, believed_line: Line) -> float:
-        """What was measured beside the step's overhead is believed as far as that."""
+        """Returns the decode time per sequence. The worker measured it together with the step's overhead, so the
+        believed overhead scales it."""
         own_s = self.prefill.line.base_s
         return report.decode_s_per_sequence * (believed_line.base_s / own_s if own_s else 1.0)
 
 
 def _place_wait_s(report: WorkerReport, load: Load) -> float:
-    """When all places of a step are taken they come free at the pace at which sequences end, in order."""
+    """Returns the seconds until a new sequence gets a place. When all places of a step are taken, they become free in
+    order, at the pace at which sequences end."""
     num_there = report.num_running + report.num_waiting + load.num_pending
     num_over = num_there + 1 - report.max_sequences
     if not report.max_sequences or num_over <= 0:
@@ -115,7 +120,8 @@ class EncoderState:
     def view(
         self, cached: frozenset[MmHash], load: Load, is_stale: bool, common: CommonCosts, now: float
     ) -> EncoderView:
-        """`load` is what this router has on it, `common` what encoders cost in general."""
+        """Returns the planner's view of the encoder. `load` is what this router has on it, and `common` is what
+        encoders cost in general."""
         if self.report is None or is_stale:
             queued_cost = load.open_units
         else:
@@ -132,7 +138,8 @@ class EncoderState:
         )
 
     def _costs(self, common: CommonCosts, now: float) -> dict[str, EncoderCosts]:
-        """By modality, and GENERAL: its own as far as they are believed. What it has not met is as with others."""
+        """Returns the costs by modality, and under `GENERAL`: the encoder's own costs as far as they are trusted. A
+        modality that it has not met costs what it costs on other encoders."""
         estimates = self.cost.estimates(now)
         unmet = (name for name in common if name not in estimates and name in self.modalities)
         estimates |= {name: _unknown(self.cost.of(GENERAL)) for name in unmet}

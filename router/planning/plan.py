@@ -1,6 +1,6 @@
-"""The choice: `plan_route` scores workers, each with the encoders that suit it best, and takes the earliest first
-token. Pure functions of frozen values; chance enters as the snapshot's `tie_break`.
-"""
+"""This module makes the choice: `plan_route` scores workers, each with the encoders that suit it best, and takes the
+one with the earliest first token. Its functions are pure functions of frozen values; chance enters only as the
+snapshot's `tie_break`. It knows nothing of how the views come about."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from router.planning.views import Assignment, Explanation, ItemTerms, RoutePlan,
 
 
 def plan_route(query: RouteQuery, snapshot: Snapshot, now: float) -> RoutePlan:
-    """The worker, and an encoder for each item that it lacks, with the earliest predicted first token. Of workers
-    that are near-equal, one with the fewest open attempts, by `tie_break` among those.
+    """Returns the plan with the earliest predicted first token: a worker, and an encoder for each item that the worker
+    lacks. Of workers that are near-equal, it takes one with the fewest open attempts; `tie_break` decides among those.
 
-    Raises NoCapacity without a worker, or naming the modality that no encoder can take.
+    Raises NoCapacity if there is no worker, or if no encoder can take a modality; the error then names the modality.
     """
     search = Search.of(query, snapshot)
     scored = search.run()
@@ -53,9 +53,10 @@ def plan_route(query: RouteQuery, snapshot: Snapshot, now: float) -> RoutePlan:
 def plan_encoding(
     query: RouteQuery, worker_id: MemberId, item_indexes: Sequence[int], snapshot: Snapshot
 ) -> tuple[ItemTerms, ...]:
-    """Encoders for items that a worker needs after all (evicted, an encoder lost), by the same landing times.
+    """Returns encoders, chosen by the same landing times, for items that a worker needs after all (because it evicted
+    them, or because an encoder is lost).
 
-    Raises NoCapacity, naming the modality that no encoder can take.
+    Raises NoCapacity, naming the modality, if no encoder can take it.
     """
     options = encoder_options(query, snapshot)
     items = [item for item in query.media if item.index in set(item_indexes)]

@@ -1,4 +1,5 @@
-"""The score: the time to first token that a worker would need, by walking the prompt in order.
+"""This module computes the score of a worker: the time to first token that it would need, by walking the prompt in
+order.
 
     t = time until w can start (its queue: see `waiting`)
     for each span not covered by w's KV prefix:
@@ -6,8 +7,8 @@
         media unit:  t = max(t, land(unit, w)) + prefill_w(length, context)
     ttft(w) = t + first_token_w
 
-Text in front of a medium overlaps its encoding because `t` runs on meanwhile; with nothing in front, the walk is the
-plain sum of encoding, transfer and prefill. Knows nothing of the choice between workers.
+Text ahead of a medium overlaps with the medium's encoding, because `t` advances meanwhile; with no text ahead of it,
+the walk is the plain sum of encoding, transfer and prefill. This module knows nothing of the choice between workers.
 """
 
 from __future__ import annotations
@@ -24,35 +25,35 @@ TEXT = -1
 
 
 class Span(NamedTuple):
-    """Prompt positions `[start, end)`: text, or a run of one unit's features."""
+    """A `Span` holds the prompt positions `[start, end)`: text, or a run of one unit's features."""
 
     start: int
     end: int
     item: int
-    """`MediaItem.index`, or TEXT."""
+    """This is the `MediaItem.index`, or `TEXT`."""
     unit: int
     num_flat: float
-    """Its tokens, weighed by their context."""
+    """This is the number of the span's tokens, weighted by their context (`fabric.flat_tokens`)."""
 
 
 class Prompt(NamedTuple):
-    """A query's prompt, cut into what the walk needs."""
+    """A `Prompt` is a query's prompt, cut into the parts that the walk needs."""
 
     spans: tuple[Span, ...]
-    """All positions, in order, without holes or empty spans."""
+    """These spans contain all positions, in order, without holes or empty spans."""
     span_ends: tuple[int, ...]
     media: tuple[MediaItem, ...]
     item_ends: tuple[int, ...]
-    """Per medium, where its last run ends (0 if it has no run)."""
+    """This holds, for each medium, where its last run ends (0 if it has no run)."""
     num_tokens: int
     context_scale_tokens: float
 
     def num_flat_after(self, covered_tokens: int) -> float:
-        """What is to be computed behind a prefix, in flat tokens."""
+        """Returns what remains to be computed after a prefix, in flat tokens."""
         return flat_tokens(self.num_tokens - covered_tokens, covered_tokens, self.context_scale_tokens)
 
     def missing_items(self, covered_tokens: int) -> tuple[MediaItem, ...]:
-        """Media that a prefix does not wholly contain: each must be encoded, and whole."""
+        """Returns the media that a prefix does not wholly contain; each of them must be encoded, and as a whole."""
         return tuple(item for item, end in zip(self.media, self.item_ends, strict=True) if end > covered_tokens)
 
 
@@ -63,7 +64,7 @@ class Walk(NamedTuple):
 
 
 def cut(query: RouteQuery, context_scale_tokens: float) -> Prompt:
-    """Spans of a query."""
+    """Cuts a query into spans."""
     spans: list[Span] = []
     item_to_end: dict[int, int] = {}
 
@@ -84,7 +85,8 @@ def cut(query: RouteQuery, context_scale_tokens: float) -> Prompt:
 
 
 def covered_tokens(worker: WorkerView, num_tokens: int, block_size: int) -> int:
-    """Prompt tokens that need no computing: whole blocks, and never the last token (its logits are needed)."""
+    """Returns how many prompt tokens need no computing: whole blocks only, and never the last token, because its logits
+    are needed."""
     return min(worker.covered_blocks, max(num_tokens - 1, 0) // block_size) * block_size
 
 
@@ -95,7 +97,7 @@ def walk(
     per_token_s: float,
     unit_to_landing_s: Mapping[tuple[int, int], float],
 ) -> Walk:
-    """From `start_s` over the spans behind `covered` tokens. Each unit met must have a landing time."""
+    """Walks from `start_s` over the spans after `covered` tokens. Each unit on the way must have a landing time."""
     now_s, prefill_s, held_s = start_s, 0.0, 0.0
     for start, end, item, unit, num_flat in prompt.spans[bisect_right(prompt.span_ends, covered) :]:
         if item != TEXT:

@@ -1,7 +1,9 @@
-"""The search: every worker that could serve a query, its bound, and its score with the encoders that suit it best.
+"""This module searches the workers that could serve a query: for each it computes a lower bound, and then its score
+with the encoders that suit it best.
 
-Workers are looked at in order of a lower bound (their queue and their prefill, as if no medium had to be waited for)
-until the bound alone is worse than what was found: so the pruned search finds what the full one would.
+The search takes workers in order of the lower bound (their queue and their prefill, as if no medium had to be waited
+for) until the bound alone is worse than the scores found so far. So the pruned search finds what the full one would
+find. This module knows nothing of how the views come about.
 """
 
 from __future__ import annotations
@@ -20,22 +22,23 @@ from router.planning.views import CandidateTerms, EncoderView, Line, RouteQuery,
 from router.planning.waiting import Need, Waiting, idle_pace, waiting
 
 _ROUNDING = 1e-9
-"""Relative slack when a bound is held against a score: they add the same terms in another order."""
+"""This is the relative slack when the search compares a bound with a score, because the two add the same terms in a
+different order."""
 
 
 class Bound(NamedTuple):
-    """A worker that could serve the request, and what it needs at the least."""
+    """A `Bound` is a worker that could serve the request, with the least time that it needs."""
 
     bound_s: float
     own_s: float
-    """Without what is in front."""
+    """This is the part of `bound_s` without the work that is ahead of the request."""
     covered: int
     waiting: Waiting
     worker: WorkerView
 
 
 class Candidate(NamedTuple):
-    """A worker with its score."""
+    """A `Candidate` is a worker with its score."""
 
     worker: WorkerView
     covered: int
@@ -62,8 +65,8 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """One query against one snapshot. `known` remembers landings: workers that lack the same items and reach the
-    encoders over the same links see the same ones."""
+    """A `Search` is one query against one snapshot. `known` caches landings: workers that lack the same items and reach
+    the encoders over the same links have the same ones."""
 
     query: RouteQuery
     snapshot: Snapshot
@@ -93,7 +96,8 @@ class Search:
         return cls(query, snapshot, prompt, options, bounds, snapshot.tolerance * own_s, machines)
 
     def run(self, prune: bool = True) -> list[Candidate]:
-        """Scores workers; with `prune`, all that could be the best, near-equal to it or the second best, else all."""
+        """Scores workers and returns them as candidates. With `prune`, it scores all that could be the best, near-equal
+        to the best or the second best; otherwise it scores all."""
         scored: list[Candidate] = []
         best_s = second_s = float("inf")
         for bound in self.bounds:
@@ -106,8 +110,9 @@ class Search:
         return scored
 
     def lower_bound_s(self, candidate: Candidate) -> float:
-        """The walk on this worker with every queue empty, encoders chosen anew. Or as they were chosen, if that is
-        less: a greedy choice may come out worse on empty queues than on full ones."""
+        """Returns the walk on this worker with every queue empty and the encoders chosen again for that case. If the
+        encoders as they were chosen give less, it returns that: a greedy choice may be worse on empty queues than on
+        full ones."""
         worker, missing = candidate.worker, self.prompt.missing_items(candidate.covered)
         idle = {item.index: [e._replace(queued_cost=0) for e in self.options[item.index]] for item in missing}
         idle_landings = land_items(missing, idle, self.links_to(worker.host), self.query.feature_row_bytes)
@@ -119,7 +124,7 @@ class Search:
         return min(end_s(idle_landings), end_s(candidate.landings)) + pace.base_s
 
     def landings(self, items: Sequence[MediaItem], host: str) -> Landings:
-        """Of these items at a worker on `host`."""
+        """Returns the landings of these items at a worker on `host`."""
         if not items:
             return Landings((), {})
         key = tuple(item.index for item in items), host if machine(host) in self.encoder_machines else ""
@@ -155,7 +160,8 @@ def _need(worker: WorkerView, prompt: Prompt, covered: int, block_size: int) -> 
 
 
 def encoder_options(query: RouteQuery, snapshot: Snapshot) -> dict[int, list[EncoderView]]:
-    """Per medium, the encoders that have its modality, from a random one on: equals are taken in that order."""
+    """Returns, per medium, the encoders that support its modality. The list starts at a random encoder, because equal
+    ones are taken in its order."""
     encoders = [encoder for encoder in snapshot.encoders if encoder.encoder_id not in query.excluded]
     first = int(snapshot.tie_break * len(encoders))
     turned = encoders[first:] + encoders[:first]

@@ -1,7 +1,7 @@
-"""What the planner sees and what it answers: frozen values.
+"""This module defines what the planner sees and what it answers, as frozen values.
 
-Times are seconds, costs of media are patches, lengths are tokens. NamedTuples where many are made per request.
-Knows nothing of how the views come about (`cluster`) or of the formula (`score`).
+Times are seconds, costs of media are patches, and lengths are tokens. Types of which many are made per request are
+NamedTuples. This module knows nothing of how the views come about (`cluster`) or of the formula (`score`).
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from router.planning.links import LinkClass
 
 @dataclass(frozen=True, slots=True)
 class RouteQuery:
-    """One attempt of a request, its prompt expanded."""
+    """A `RouteQuery` is one attempt of a request, with its prompt expanded."""
 
     attempt_id: AttemptId
     token_count: int
-    """Prompt tokens, placeholders expanded."""
+    """Counts the prompt's tokens with the placeholders expanded."""
     block_hashes: tuple[BlockHash, ...]
-    """Of all full blocks of the prompt."""
+    """These are the hashes of all full blocks of the prompt."""
     media: tuple[MediaItem, ...] = ()
     placeholders: tuple[PlaceholderRange, ...] = ()
-    """Sorted by offset, disjoint."""
+    """The ranges are sorted by offset and disjoint."""
     feature_row_bytes: int = 0
-    """Bytes of one row of features on one level: `hidden_size * itemsize`."""
+    """This is the size in bytes of one row of features on one level: `hidden_size * itemsize`."""
     excluded: frozenset[MemberId] = frozenset()
-    """Members that this request must not try again."""
+    """These are the members that this request must not try again."""
 
 
 class Line(NamedTuple):
-    """`base_s + per_unit_s * x` seconds."""
+    """A `Line` is a cost of `base_s + per_unit_s * x` seconds."""
 
     base_s: float
     per_unit_s: float
@@ -45,8 +45,8 @@ class Line(NamedTuple):
 
 
 class EncoderCosts(NamedTuple):
-    """Of one encoder, in patches, or mel frames of sounds: decoding and preprocessing of an item (on the CPU), and its
-    forward."""
+    """Holds the costs of one encoder, per patch, or per mel frame for sounds: those of decoding and preprocessing an
+    item (on the CPU), and those of its forward pass."""
 
     prepare: Line
     encode: Line
@@ -57,31 +57,32 @@ class WorkerView(NamedTuple):
     address: str
     host: str
     covered_blocks: int
-    """Leading blocks of this query's prompt in its KV, by the index."""
+    """Counts the leading blocks of this query's prompt that the worker's KV holds, according to the index."""
     queued_tokens: float
-    """In front of this request, when it last reported; flat ones (`fabric.flat_tokens`) that could be computed then."""
+    """Counts the tokens that were ahead of this request when the worker last reported; they are flat tokens
+    (`fabric.flat_tokens`) that could be computed then."""
     num_decoding: int
-    """Sequences with a token in every step."""
+    """Counts the sequences that compute one token in every step."""
     num_open: int
-    """Attempts of this router that have not ended there."""
+    """Counts this router's attempts that have not ended on the worker."""
     kv_blocks_free: int | None
-    """None if unknown."""
+    """This is None if unknown."""
     prefill: Line
-    """`base_s` is the overhead of a step, `per_unit_s` the time of a flat token."""
+    """`base_s` is the overhead of a step, and `per_unit_s` is the time of a flat token."""
     decode_s: float = 0.0
-    """What each sequence that decodes adds to a step; 0: as much as a flat token."""
+    """This is the time that each decoding sequence adds to a step; 0 means as much as a flat token."""
     pending_tokens: float = 0.0
-    """Flat tokens dispatched and not yet reported."""
+    """Counts the flat tokens that were dispatched and are not reported yet."""
     num_pending: int = 0
-    """Attempts that they are of."""
+    """Counts the attempts to which `pending_tokens` belong."""
     report_age_s: float = 0.0
-    """Since the last report."""
+    """This is the time since the last report."""
     max_step_tokens: int = 0
-    """0 if unknown."""
+    """This is 0 if unknown."""
     place_wait_s: float = 0.0
-    """Until a sequence has ended whose place in the steps is free for this one."""
+    """This is the time until a sequence has ended whose place in the steps is free for this request."""
     kv_blocks_per_s: float = 0.0
-    """That sequences give back as they end; 0 if unknown."""
+    """This is the rate at which sequences return blocks as they end; it is 0 if unknown."""
 
 
 class EncoderView(NamedTuple):
@@ -89,13 +90,13 @@ class EncoderView(NamedTuple):
     host: str
     modalities: frozenset[str]
     queued_cost: int
-    """Patches in front of this request: reported, and dispatched since."""
+    """Counts the patches ahead of this request: those that were reported, and those that were dispatched since."""
     cached: frozenset[MmHash]
-    """Which of this query's items it holds."""
+    """These are the items of this query that the encoder holds."""
     costs: EncoderCosts
-    """Over all modalities."""
+    """These are the costs over all modalities."""
     modality_to_costs: Mapping[str, EncoderCosts] = MappingProxyType({})
-    """Of those that something is known of."""
+    """Holds the costs of those modalities of which something is known."""
 
     def costs_of(self, modality: str) -> EncoderCosts:
         return self.modality_to_costs.get(modality, self.costs)
@@ -103,20 +104,20 @@ class EncoderView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The cluster at one moment, for one query."""
+    """A `Snapshot` is the cluster at one moment, for one query."""
 
     block_size: int
     workers: tuple[WorkerView, ...]
     encoders: tuple[EncoderView, ...]
     links: Mapping[LinkClass, Line]
-    """Transfer of `x` bytes."""
+    """Maps each link class to the cost of a transfer of `x` bytes."""
     context_scale_tokens: float = float("inf")
-    """Context at which a token's attention costs as much as the rest of it."""
+    """This is the context at which a token's attention costs as much as the rest of the token."""
     tie_break: float = 0.0
-    """In [0, 1): which of several near-equal choices is taken."""
+    """This number in [0, 1) decides which of several near-equal choices is taken."""
     tolerance: float = 0.02
-    """Workers are near-equal within this share of the request's lower bound: less than one more request of its kind
-    in a queue, so that near-equality never hides load."""
+    """Workers are near-equal within this share of the request's lower bound. It is less than one more request of the
+    same kind in a queue, so near-equality never hides load."""
 
 
 class Assignment(NamedTuple):
@@ -126,7 +127,7 @@ class Assignment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ItemTerms:
-    """How one item's landing time came about; the parts do not sum where preparing overlaps waiting."""
+    """Explains one item's landing time. The parts do not add up to it where preparing overlaps waiting."""
 
     item_index: int
     mm_hash: MmHash
@@ -135,48 +136,52 @@ class ItemTerms:
     wait_s: float
     prepare_s: float
     encode_s: float
-    """From this request's first unit on that encoder to this item's last."""
+    """This is the time from the start of this request's first unit on that encoder to the end of this item's last
+    unit."""
     transfer_s: float
     landing_s: float
     cost: int
-    """Patches of the item."""
+    """Counts the item's patches."""
     num_bytes: int
     modality: str = ""
 
     @property
     def load(self) -> int:
-        """Patches that the encoder will really encode."""
+        """Counts the patches that the encoder really encodes."""
         return 0 if self.is_cached else self.cost
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateTerms:
-    """One worker's prediction: `queue_s + prefill_s + held_s + first_token_s == ttft_s`. As the worker measures it,
-    `queue_s` ends when the first step with a part of the request begins, and steps are `prefill_s + first_token_s`."""
+    """Holds one worker's prediction, with `queue_s + prefill_s + held_s + first_token_s == ttft_s`. In the terms that
+    the worker measures, `queue_s` ends when the first step with a part of the request begins, and the steps take
+    `prefill_s + first_token_s`."""
 
     worker_id: MemberId
     covered_tokens: int
     num_prefill_tokens: int
     queue_s: float
     prefill_s: float
-    """Prompt tokens: the request's, and those of others in its first step."""
+    """This is the time for prompt tokens: those of the request, and those of other requests in its first step."""
     held_s: float
-    """Standing at the doorstep, waiting for features."""
+    """This is the time that the request waits for features at its doorstep, the first placeholder whose unit has not
+    arrived."""
     first_token_s: float
-    """The step that the first token comes of, besides its prompt tokens: overhead and others' decodes."""
+    """This is the time of the step that produces the first token, without its prompt tokens: the step's overhead and
+    the decoding of other sequences."""
     ttft_s: float
     items: tuple[ItemTerms, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why: `msgspec.to_builtins` makes it JSON for the trace and the decision table."""
+    """Explains a plan. `msgspec.to_builtins` turns it into JSON for the trace and the decision table."""
 
     winner: CandidateTerms
     runner_up: CandidateTerms | None
     num_workers: int
     num_scored: int
-    """Workers that the bound could not rule out."""
+    """Counts the workers that the bound could not rule out."""
     num_near_equal: int
 
 
@@ -186,12 +191,12 @@ class RoutePlan:
     worker_id: MemberId
     worker_address: str
     assignments: tuple[Assignment, ...]
-    """Every item that isn't covered, in order of index."""
+    """Assigns every item that is not covered, in order of index."""
     covered_items: tuple[int, ...]
-    """Items that lie wholly inside the worker's cached KV."""
+    """These items lie wholly inside the worker's cached KV."""
     predicted_ttft_s: float
     lower_bound_s: float
-    """The same walk on this worker with every queue empty."""
+    """This is the same walk on this worker with every queue empty."""
     explanation: Explanation = field(repr=False)
     planned_at_s: float = 0.0
-    """The router's clock when it was made: what `now` was."""
+    """This is the time on the router's clock when the plan was made (the argument `now`)."""

@@ -1,4 +1,4 @@
-"""Conversations about sounds, and about a picture together with a sound."""
+"""Draws conversations about sounds, and about a picture together with a sound. It knows no model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from deploy.demo.media import Sample, Sound
 
 
 def beeping(rng: Rng) -> tuple[Sound, Fact]:
-    """One to five beeps."""
+    """Draws a sound of one to five beeps, and the fact about their number."""
     count = int(rng.integers(1, 6))
     amount = number_of(count, "beep")
     sound = Sound(sounds.beeps(rng, count, sounds.any_pitch(rng)), amount)
@@ -18,7 +18,7 @@ def beeping(rng: Rng) -> tuple[Sound, Fact]:
 
 
 def pitched(rng: Rng) -> tuple[Sound, Fact]:
-    """A tone that is low or high."""
+    """Draws a tone that is low or high, and the fact about its pitch."""
     word = pick(rng, ("low", "high"))
     hertz = _log_uniform(rng, *(sounds.LOW_HERTZ if word == "low" else sounds.HIGH_HERTZ))
     sound = Sound(sounds.steady(rng, hertz), f"a {word} tone of {hertz:.0f} Hz")
@@ -27,7 +27,7 @@ def pitched(rng: Rng) -> tuple[Sound, Fact]:
 
 
 def gliding(rng: Rng) -> tuple[Sound, Fact]:
-    """A tone that rises or falls."""
+    """Draws a tone that rises or falls, and the fact about its direction."""
     word = pick(rng, ("rising", "falling"))
     sound = Sound(sounds.sweep(rng, word == "rising"), f"a {word} tone")
     questions = ("Is the tone rising or falling?", "Is the sound rising or falling?", "Is this tone falling or rising?")
@@ -74,7 +74,7 @@ def about_spoken_colour(rng: Rng, _scale: int) -> Sample:
 
 
 def picture_and_sound(rng: Rng, scale: int) -> Sample:
-    """A picture and beeps, a question about either."""
+    """Draws a conversation about a picture and beeps; its question is about one of the two."""
     scene = scenes.one_figure(rng, scenes.picture_size(rng, scale))
     sound, fact = beeping(rng)
     facts = [scene.fact(pick(rng, ("colour", "shape"))), fact]

@@ -1,4 +1,4 @@
-"""Conversations that ask everything about their pictures: for training only.
+"""Draws conversations that ask several questions about each of their media; they serve for training only.
 
 A second question about a picture costs a tenth of a second picture, and teaches as much.
 """
@@ -35,7 +35,8 @@ def two_figures(rng: Rng, scale: int) -> Sample:
 
 
 def several_pictures(rng: Rng, scale: int) -> Sample:
-    """Which picture, what in which picture, how many pictures."""
+    """Draws a conversation about two or three pictures: which picture shows something, what a picture shows, and how
+    many pictures there are."""
     count = int(rng.integers(2, 4))
     shapes, colours = (
         rng.choice(SHAPES, count, replace=False).tolist(),
@@ -64,7 +65,8 @@ def several_pictures(rng: Rng, scale: int) -> Sample:
 
 
 def clip(rng: Rng, _scale: int) -> Sample:
-    """A clip, often with a sound track, and everything that it shows and lets hear."""
+    """Draws a conversation about a clip, often with a sound track, and about everything that one can see and hear in
+    it."""
     story = list(STORY_OF_TASK.values())[int(rng.choice(len(STORY_OF_TASK), p=(0.4, 0.3, 0.1, 0.2)))](rng)
     facts, sound = list(story.facts), None
     if rng.random() < 0.5:

@@ -1,4 +1,5 @@
-"""Conversations about pictures: one, several, interleaved with text, and pictures of earlier turns."""
+"""Draws conversations about pictures: one picture, several, pictures interleaved with text, and pictures of earlier
+turns. It knows no model."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ SCENES = (scenes.one_figure, scenes.several_figures, scenes.placed_figure, scene
 
 
 def about_one(task: str) -> Callable[[Rng, int], Sample]:
-    """One picture, one question."""
+    """Returns a function that draws a conversation with one picture and one question."""
 
     def sample(rng: Rng, scale: int) -> Sample:
         scene = SCENE_OF_TASK[task](rng, scenes.picture_size(rng, scale))
@@ -35,7 +36,8 @@ def about_one(task: str) -> Callable[[Rng, int], Sample]:
 
 
 def looking(rng: Rng, scale: int) -> Sample:
-    """A picture and everything that can be asked about it: the densest lesson, for the beginning of training."""
+    """Draws a conversation with a picture and every question about it. It has the most questions per picture and serves
+    the beginning of training."""
     draw = SCENES[int(rng.choice(len(SCENES), p=(0.5, 0.25, 0.15, 0.1)))]
     scene = draw(rng, scenes.picture_size(rng, scale))
     facts = list(scene.facts)
@@ -44,20 +46,20 @@ def looking(rng: Rng, scale: int) -> Sample:
 
 
 def in_a_sentence(rng: Rng, scale: int) -> Sample:
-    """The system prompt asks for a sentence."""
+    """Draws a conversation about one picture whose system prompt asks for a sentence."""
     task = pick(rng, tuple(SCENE_OF_TASK))
     scene = SCENE_OF_TASK[task](rng, scenes.picture_size(rng, scale))
     return conversation(rng, "sentence", [scene.picture], [scene.fact(task)], "sentence")
 
 
 def present(rng: Rng, scale: int) -> Sample:
-    """Yes or no."""
+    """Draws a conversation about one picture with a question that is answered by yes or no."""
     scene = scenes.one_figure(rng, scenes.picture_size(rng, scale))
     return conversation(rng, "yes or no", [scene.picture], [presence(rng, scene.figures[0])], any_manner(rng))
 
 
 def presence(rng: Rng, figure: Figure) -> Fact:
-    """Whether it has some shape or colour: yes half of the time."""
+    """Returns a fact that says whether the figure has some shape or colour; the answer is yes half of the time."""
     is_present = rng.random() < 0.5
     if rng.random() < 0.5:
         shape = figure.shape if is_present else pick(rng, [s for s in SHAPES if s != figure.shape])
@@ -70,7 +72,7 @@ def presence(rng: Rng, figure: Figure) -> Fact:
 
 
 def earlier(rng: Rng, scale: int) -> Sample:
-    """Several turns about the picture of the first one."""
+    """Draws a conversation of several turns about the picture of the first turn."""
     task = pick(rng, ("colour", "shape", "count", "place", "size", "colour of one of two"))
     scene = SCENE_OF_TASK[task](rng, scenes.picture_size(rng, scale))
     facts = list(scene.facts)
@@ -84,7 +86,8 @@ def earlier(rng: Rng, scale: int) -> Sample:
 
 
 def which_of_several(rng: Rng, scale: int) -> Sample:
-    """Two or three pictures, exactly one of which has what is asked for."""
+    """Draws a conversation about two or three pictures, exactly one of which has the shape or colour that the question
+    names."""
     count = int(rng.integers(2, 4))
     shapes, colours = (
         rng.choice(SHAPES, count, replace=False).tolist(),
@@ -101,13 +104,14 @@ def which_of_several(rng: Rng, scale: int) -> Sample:
 
 
 def which_fact(name: str, noun: str, ordinal: str) -> Fact:
-    """Of the circle, or of the red shape."""
+    """Returns a fact that says which picture has, for example, the circle or the red shape."""
     questions = (f"Which picture has the {name}{noun}?", f"In which picture is the {name}{noun}?")
     return Fact("which picture", questions, ordinal, f"The {name}{noun} is in the {ordinal} picture.")
 
 
 def interleaved(rng: Rng, scale: int) -> Sample:
-    """Picture, text, picture (, text, picture), then a question about one of them."""
+    """Draws a conversation with two or three pictures and text between them, and then a question about one of the
+    pictures."""
     count = int(rng.integers(2, 4))
     pictures = [scenes.one_figure(rng, scenes.picture_size(rng, scale)) for _ in range(count)]
     wording = pick(rng, ("This is the {} picture.", "The {} picture:", "and"))

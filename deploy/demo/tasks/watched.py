@@ -1,4 +1,4 @@
-"""Conversations about clips, silent and with a sound track."""
+"""Draws conversations about clips, silent ones and ones with a sound track. It knows no model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STORY_OF_TASK: dict[str, Callable[[Rng], clips.Story]] = {
 
 
 def about(task: str) -> Callable[[Rng, int], Sample]:
-    """One silent clip, one question."""
+    """Returns a function that draws a conversation with one silent clip and one question."""
 
     def sample(rng: Rng, _scale: int) -> Sample:
         story = STORY_OF_TASK[task](rng)
@@ -30,7 +30,7 @@ def about(task: str) -> Callable[[Rng, int], Sample]:
 
 
 def with_sound(rng: Rng, _scale: int) -> Sample:
-    """A clip with its sound track, a question about either."""
+    """Draws a conversation about a clip with a sound track; its question is about the pictures or the sound."""
     story = clips.moving(rng) if rng.random() < 0.6 else clips.changing(rng)
     sound, heard = beeping(rng) if rng.random() < 0.6 else pitched(rng)
     clip = clips.film(rng, story, float(rng.choice(clips.SECONDS)), sound=sound)

@@ -1,4 +1,5 @@
-"""Conversations without media: greetings, what the model can do, and questions about earlier turns."""
+"""Draws conversations without media: greetings, questions about what the model can do, and questions about earlier
+turns. It knows no model."""
 
 from __future__ import annotations
 
@@ -38,13 +39,14 @@ ANIMALS = ("cat", "dog", "horse", "bird", "fish", "cow", "sheep", "lion", "bear"
 
 
 def fixed(rng: Rng, _scale: int) -> Sample:
-    """A greeting or a question about the model."""
+    """Draws a conversation that is a greeting or a question about the model."""
     questions, answer = FIXED[int(rng.integers(len(FIXED)))]
     return Sample("greeting", (Turn("user", (pick(rng, questions),)),), answer)
 
 
 def recall(rng: Rng, _scale: int) -> Sample:
-    """What the user said in an earlier turn, with other talk between."""
+    """Draws a conversation that asks what the user said in an earlier turn, sometimes with another exchange in
+    between."""
     kind = pick(rng, ("name", "colour", "animal", "number"))
     options = {"name": NAMES, "colour": COLOURS, "animal": ANIMALS, "number": NUMBERS}[kind]
     word = pick(rng, options)

@@ -1,2 +1,4 @@
-"""What a user would pick instead, driven as processes of their own: each reads rounds from standard input and answers
-with the seconds that it took. They may run under another Python than ours (`--vllm-python`)."""
+"""Drives the alternatives to Weft that a user might choose. Each runs as a process of its own, reads rounds from
+standard input, and answers with the seconds that a round took. A process may run under another Python than Weft's
+(`--vllm-python`).
+"""

@@ -1,4 +1,6 @@
-"""The loop of a peer process. Standard library only: it runs in environments that are not ours."""
+"""Implements the loop of a peer process. It uses the standard library only, because it runs in other environments than
+Weft's.
+"""
 
 import json
 import sys
@@ -9,8 +11,8 @@ Prompts = list[list[int]]
 
 
 def serve_rounds(generate: Callable[[Prompts, int], int]) -> None:
-    """Reads `{"prompts": [[id, ...], ...], "output_tokens": n}` lines; `generate(prompts, n)` returns how many
-    tokens came out; answers `{"seconds": s, "tokens": t}`. Ends with standard input."""
+    """Reads lines of `{"prompts": [[id, ...], ...], "output_tokens": n}` and answers each with `{"seconds": s,
+    "tokens": t}`. `generate(prompts, n)` returns the number of tokens that it made. Ends with standard input."""
     print("ready", flush=True)
     for line in sys.stdin:
         round_ = json.loads(line)

@@ -1,4 +1,4 @@
-"""transformers' own `generate` on one static batch: what a script would do."""
+"""Runs transformers' own `generate` on one static batch, as a simple script would."""
 
 import sys
 from pathlib import Path

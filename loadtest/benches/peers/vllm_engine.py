@@ -1,7 +1,7 @@
-"""vLLM's engine (its CPU build on a machine without a GPU), prefix cache off as every prompt is new.
+"""Runs vLLM's engine (its CPU build on a machine without a GPU), with the prefix cache off because every prompt is new.
 
-It is given the first `num_threads` cores and one process: by itself it leaves one core to its other processes, which on
-two cores halves its speed.
+The engine gets the first `num_threads` cores and one process. By default it leaves one core to its other processes,
+which on two cores halves its speed.
 """
 
 import os
@@ -16,7 +16,7 @@ from protocol import Prompts, serve_rounds
 def main(model_dir: str, dtype: str, num_threads: int) -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # The bench's own process has one thread for OpenMP in its environment: it sets its threads by torch.
+    # The environment of the bench's own process sets one OpenMP thread, because that process sets its threads by torch.
     os.environ["OMP_NUM_THREADS"] = str(num_threads)
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"0-{num_threads - 1}"
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

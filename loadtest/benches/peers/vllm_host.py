@@ -1,9 +1,11 @@
-"""The host's share of vLLM's decode step: its own scheduler and input preparation around a model that does nothing.
+"""Measures the host's share of vLLM's decode step: its own scheduler and input preparation around a model that does
+nothing.
 
-Everything runs in one process and one thread, so that thread times say what each part takes. Reads
-`{"sequences": n, "prompt_tokens": p, "steps": s}` lines; answers with means per step, in seconds, of `schedule`,
-`inputs` (state of the batch, inputs and attention metadata), `commit` (of the scheduler alone) and `tokens` (drawn
-tokens into the batch's own rows). Standard library and vLLM only: it runs in an environment that is not ours.
+Everything runs in one process and one thread, so that thread times show what each part takes. The process reads lines
+of `{"sequences": n, "prompt_tokens": p, "steps": s}`. It answers with means per step, in seconds, of `schedule`,
+`inputs` (state of the batch, inputs and attention metadata), `commit` (of the scheduler alone) and `tokens` (writing
+sampled tokens into the batch's own rows). It uses only the standard library and vLLM, because it runs in another
+environment than Weft's.
 """
 
 import json
@@ -27,7 +29,7 @@ SCHEDULER_PARTS = {"schedule": "schedule", "update_from_output": "commit"}
 
 
 class Timed:
-    """Thread time per part, of the step under way."""
+    """Sums the thread time of each part in the present step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)

@@ -1,7 +1,8 @@
-"""`weft bench scale` shows that the cost of one event does not grow with what is stored or waiting.
+"""Runs `weft bench scale`, which shows that the cost of one event does not grow with what is stored or waiting.
 
-Each module of this folder other than `case` holds the cases of one part of the house in a tuple `CASES`. A case is
-prepared at two sizes ten times apart and measured in turn, several rounds; the bar is the ratio of the medians.
+Each module of this folder other than `case` holds the cases of one part of the project in a tuple `CASES`. A case is
+prepared at two sizes ten times apart, and the two are measured in turn for several rounds; the bar is the ratio of the
+medians.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ def _all_cases() -> Iterator[ScaleCase]:
 
 
 def _measure(case: ScaleCase, num_rounds: int) -> tuple[float, float]:
-    """Median CPU seconds per event at the small and at the large size. The state of each size is prepared once; the
-    first round of each size only warms up and is not counted."""
+    """Returns the median CPU seconds per event at the small and at the large size. The state of each size is prepared
+    once; the first round of each size only warms up and is not counted."""
     size_to_run = {size: case.prepare(size) for size in (case.small, case.small * GROWTH)}
     size_to_costs: dict[int, list[float]] = {size: [] for size in size_to_run}
     gc.collect()
-    gc.disable()  # a collection walks the whole heap: its time belongs to no single event
+    gc.disable()  # a collection walks the whole heap, so its time belongs to no single event
     try:
         for _ in range(num_rounds + 1):
             for size, run_events in size_to_run.items():

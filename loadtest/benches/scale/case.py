@@ -1,4 +1,4 @@
-"""One row of `weft bench scale`: an event whose cost must not depend on how much is stored or waiting."""
+"""Defines one row of `weft bench scale`: an event whose cost must not depend on how much is stored or waiting."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ScaleCase:
-    """A state that can be prepared at any size, and an event that is repeated on it."""
+    """A `ScaleCase` is a state that can be prepared at any size, and an event that is repeated on it."""
 
     name: str
-    """What the event is and what there is a lot of, for example "evict one feature, slots stored"."""
+    """Says what the event is and what the size counts, for example "evict one feature, slots stored"."""
     small: int
-    """The small size; the large one is ten times this."""
+    """This is the small size; the large one is ten times as large."""
     prepare: Callable[[int], Callable[[], int]]
-    """`prepare(size)` builds the state, unmeasured, and returns a function that performs one round of events on it and
-    returns how many events those were. It is called once per round, so a round must leave the size as it found it."""
+    """Builds the state of a size, unmeasured, and returns a function that performs one round of events on it and
+    returns the number of events. That function is called once per round, so a round must leave the size unchanged."""

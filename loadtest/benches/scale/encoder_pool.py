@@ -1,4 +1,6 @@
-"""The encoder's bookkeeping with a lot stored and a lot waiting: the arena, the feature table, the queue."""
+"""Measures the encoder's bookkeeping while much is stored and many requests wait: the arena, the feature table, the
+queue.
+"""
 
 from __future__ import annotations
 
@@ -37,16 +39,16 @@ from modalities.family import EncoderInput
 SLOT_BYTES = 1024
 NUM_EVENTS = 200
 NUM_TOGETHER = 16
-"""Slots that one large feature takes."""
+"""This is the number of slots that one large feature takes."""
 COST = 1024
-"""Patches of a picture."""
+"""This is the number of patches of a picture."""
 NUM_PUMPED = 50
 PIXELS = np.zeros((1, 1), np.float32)
 ROUTER, WORKER = MemberId("router"), MemberId("worker")
 
 
 class MemorySource:
-    """Keeps `FeatureSource` without a transport."""
+    """Implements `FeatureSource` without a transport."""
 
     def __init__(self, total_bytes: int) -> None:
         self._memory = SourceMemory("source", total_bytes)
@@ -66,7 +68,8 @@ class MemorySource:
 
 
 class FullTable:
-    """A table whose arena is full of equal features, cached but for each eighth if `is_leased`."""
+    """A `FullTable` has an arena full of equal features. All are cached; with `is_leased`, every eighth is leased
+    instead."""
 
     def __init__(self, num_slots: int, is_leased: bool = False) -> None:
         self.numbers = count()
@@ -80,7 +83,7 @@ class FullTable:
                 self.table.lease(LeaseKey(WORKER, AttemptId(RequestId(unit.mm_hash), 0), unit), ROUTER)
 
     def store(self, num_slots: int) -> UnitKey:
-        """One more feature, of the size of so many."""
+        """Stores one more feature, of the size of `num_slots` slots."""
         unit = UnitKey(MmHash(f"{next(self.numbers):032x}"), 0)
         assert self.table.reserve(unit, num_slots * SLOT_BYTES - HEADER_BYTES, 1) is not None
         self.table.complete(unit)
@@ -163,7 +166,7 @@ def _end_attempt(num_slots: int) -> Callable[[], int]:
 
 
 class QuickDecoder:
-    """Keeps `Decoder`: a picture lies decoded at once."""
+    """Implements `Decoder`; a picture is decoded at once."""
 
     num_parallel = 2
 
@@ -172,7 +175,7 @@ class QuickDecoder:
 
 
 class HeldForward:
-    """Keeps `Forward`: a forward ends when the bench says so."""
+    """Implements `Forward`; a forward pass ends when the bench calls `end`."""
 
     def __init__(self) -> None:
         self.job: tuple[int, Callable[[ForwardResult], None]] | None = None
@@ -203,8 +206,8 @@ class SilentPlane:
 
 
 class BusyPipeline:
-    """A pipeline in front of which so many pictures wait, each of a call of its own. They are encoded one by one, and
-    for each that is done another comes."""
+    """A `BusyPipeline` is a pipeline with `num_queued` waiting pictures, each of a call of its own. They are encoded
+    one by one, and for each that is done another arrives."""
 
     def __init__(self, num_queued: int) -> None:
         self._loop = asyncio.new_event_loop()
@@ -240,7 +243,7 @@ class BusyPipeline:
         return num_done
 
     def run_late(self) -> int:
-        """Calls come whose time is over before they had their turn."""
+        """Measures calls whose time is over before they are served."""
         for _ in range(NUM_PUMPED):
             self._come(time_left_s=1.0)
             self._settle()
@@ -269,7 +272,7 @@ class BusyPipeline:
         self._tasks.add(self._loop.create_task(self._pipeline.encode(request, [b"file"])))
 
     def _settle(self) -> None:
-        """Runs the loop until a forward is under way and nothing else is ready to run."""
+        """Runs the loop until a forward pass is under way and nothing else is ready to run."""
         for _ in range(6):
             self._loop.call_soon(self._loop.stop)
             self._loop.run_forever()
@@ -284,7 +287,7 @@ def _late(num_queued: int) -> Callable[[], int]:
 
 
 def _choose_batch(num_queued: int) -> Callable[[], int]:
-    """Decoded units of equal calls, all but the first few too large for the batch that is being filled."""
+    """Prepares decoded units of many calls; every second unit is too large for the rest of the batch."""
     flights = Flights(4.0, lambda modality, cost: 1e-5 * cost)
     for number in range(num_queued):
         cost = COST if number % 2 else 20 * COST
@@ -305,7 +308,8 @@ def _choose_batch(num_queued: int) -> Callable[[], int]:
 
 
 def _find_to_decode(num_waiting: int) -> Callable[[], int]:
-    """One item lies decoded, and none that waits has room beside it, or beside what is due."""
+    """Prepares one decoded item, and waiting items of which none has room next to it or next to the item that is
+    due."""
     flights = Flights(4.0, lambda modality, cost: 1e-5 * cost)
     room = DecodeRoom(max_cost=2 * COST, max_items=32, max_long_cost=2 * COST, max_long_items=1)
     line = DecodeLine(flights, room)

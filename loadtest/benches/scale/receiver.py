@@ -1,4 +1,6 @@
-"""Features on their way to a worker, and prompts that come: the receiver's and the engine's bookkeeping per event."""
+"""Measures the bookkeeping of the receiver and the engine per event, for features on their way to a worker and for
+prompts that arrive.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,11 @@ from loadtest.benches.scale.case import ScaleCase
 from modalities.family import Positions
 
 NUM_UNITS = 16
-"""Of each request, one token each."""
+"""Counts the units of each request; each unit has one token."""
 NUM_EVENTS = 64
 LARGE, SMALL = 1 << 20, 4
-"""Bytes of a feature that finds no room, and of one that does (a float32)."""
+"""`LARGE` is the number of bytes of a feature that finds no room, and `SMALL` that of a feature that does (a
+float32)."""
 
 
 def _request(name: str, age: float, num_tokens: int = 2 * NUM_UNITS, num_units: int = NUM_UNITS) -> GenerateRequest:
@@ -69,7 +72,7 @@ def _announcement(request: GenerateRequest, unit: UnitKey, nbytes: int) -> UnitR
 
 
 class _Sink:
-    """Has room for small features alone. Pulls end when they are told to."""
+    """A `_Sink` has room for small features only. Its pulls end when `land` is called."""
 
     is_alive = True
 
@@ -102,7 +105,8 @@ class _Sink:
 
 
 class _Plane:
-    """Everything is sent and nothing arrives. Also stands for the engine, which is told and says nothing."""
+    """A `_Plane` accepts every message and delivers none. It also stands in for the engine, whose calls do nothing
+    here."""
 
     address = "local://worker"
     is_alive = True
@@ -124,8 +128,8 @@ class _Plane:
 
 
 def _prepare_receiver(num_waiting: int) -> Callable[[], int]:
-    """A request with sixteen units comes, has them announced, pulled and read, and ends, while `num_waiting` others
-    wait for sixteen announced units each that find no room."""
+    """Prepares a request with sixteen units that arrives, has its units announced, pulled and read, and ends. Meanwhile
+    `num_waiting` other requests wait for sixteen announced units each that find no room."""
     sink, plane, clock = _Sink(), _Plane(), ManualClock()
     listener = Listener(lambda *_: None, lambda _: None, lambda *_: None)
     receiver = Receiver(Endpoint(MemberId("w"), plane, sink, clock), WorkerConfig(), (1, 1), plane, listener, {})
@@ -169,8 +173,8 @@ def _prepare_receiver(num_waiting: int) -> Callable[[], int]:
 
 
 def _prepare_shared_unit(num_sharers: int) -> Callable[[], int]:
-    """One more announcement of a unit that `num_sharers` requests wait for and that finds no room; it is decided what
-    to pull and what to give back."""
+    """Prepares one more announcement of a unit that `num_sharers` requests wait for and that finds no room. The
+    measured event includes the decisions on what to pull and what to release."""
     intake = Intake(ManualClock(), 30.0, 10.0)
     unit = UnitKey(MmHash("popular"), 0)
     for number in range(num_sharers):
@@ -191,7 +195,8 @@ def _prepare_shared_unit(num_sharers: int) -> Callable[[], int]:
 
 
 def _prepare_reads(num_waiting: int) -> Callable[[], int]:
-    """A request with sixteen units is added, its next reads are told, and it is aborted, beside `num_waiting`."""
+    """Prepares a request with sixteen units that is added, has its next reads reported, and is aborted, next to
+    `num_waiting` other requests."""
     scheduler = Scheduler(WorkerConfig(num_blocks=64), 1 << 20, ManualClock())
     for number in range(num_waiting):
         request = _request(f"waiting-{number}", 1.0 + number)
@@ -217,7 +222,7 @@ def _positions(request: GenerateRequest) -> Positions:
 
 
 def _prepare_prompt(num_tokens: int) -> Callable[[], int]:
-    """A prompt of `num_tokens` is added on the engine's thread, and aborted."""
+    """Prepares a prompt of `num_tokens` that is added on the engine's thread, and aborted."""
     scheduler = Scheduler(WorkerConfig(num_blocks=1 << 15), 1 << 20, ManualClock())
     request = _request("long", 0.0, num_tokens, num_units=0)
     arrival = scheduler.prepare(request, _positions(request))
@@ -232,7 +237,7 @@ def _prepare_prompt(num_tokens: int) -> Callable[[], int]:
 
 
 def _prepare_rest(num_blocks: int) -> Callable[[], int]:
-    """The worker comes to rest with a pool of `num_blocks` cached blocks."""
+    """Prepares a worker that becomes idle with a pool of `num_blocks` cached blocks."""
     pool, holder = BlockPool(num_blocks), SequenceId(RequestId("r"), 0, 0)
     blocks = pool.allocate(holder, num_blocks)
     hashes = [number.to_bytes(16, "little") for number in range(num_blocks)]
@@ -248,7 +253,7 @@ def _prepare_rest(num_blocks: int) -> Callable[[], int]:
 
 
 def _prepare_calls(num_open: int) -> Callable[[], int]:
-    """A step's update with one token reaches a worker with `num_open` open calls."""
+    """Prepares a step's update with one token that reaches a worker with `num_open` open calls."""
     calls = OpenCalls(MemberId("w"), _Plane(), ManualClock())
 
     async def open_all() -> None:

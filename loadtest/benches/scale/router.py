@@ -1,4 +1,6 @@
-"""The router's line for capacity with many requests in it: one more comes, passes by, leaves, or is released."""
+"""Measures the router's queue for capacity with many requests in it: one more request joins, passes, leaves, or is
+released.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ IMAGE, AUDIO, TEXT = (frozenset(names) for names in (("image",), ("audio",), ())
 
 
 class SomeMembers:
-    """A `Supply` with a worker and no encoder, but for what `served` names."""
+    """Implements `Supply` with a worker and with encoders for the modalities in `served` only."""
 
     def __init__(self) -> None:
         self.served: frozenset[str] = frozenset()
@@ -27,7 +29,7 @@ class SomeMembers:
 
 
 def waiting_line(num_waiting: int) -> tuple[CapacityQueue, SomeMembers, count[int]]:
-    """Requests about pictures, which nobody can serve."""
+    """Makes a queue of requests about pictures that no member can serve."""
     members, numbers = SomeMembers(), count()
     queue = CapacityQueue(members)
     for _ in range(num_waiting):
@@ -36,7 +38,7 @@ def waiting_line(num_waiting: int) -> tuple[CapacityQueue, SomeMembers, count[in
 
 
 def pass_by(num_waiting: int) -> Callable[[], int]:
-    """A request that needs no encoder comes while all others wait for one."""
+    """Measures a request that needs no encoder and arrives while all others wait for one."""
     queue, _, numbers = waiting_line(num_waiting)
 
     def run() -> int:
@@ -63,7 +65,7 @@ def join_and_leave(num_waiting: int) -> Callable[[], int]:
 
 
 def release_behind(num_waiting: int) -> Callable[[], int]:
-    """A request about a sound is released from behind all that wait for another encoder."""
+    """Measures the release of a request about a sound that is behind all requests that wait for another encoder."""
     queue, members, numbers = waiting_line(num_waiting)
     members.served = AUDIO
 

@@ -1,4 +1,4 @@
-"""A crowd of waiting requests: what a step, an arrival, an abort and a commit cost with it."""
+"""Measures what a step, an arrival, an abort and a commit cost while many requests wait."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ NUM_EVENTS = 32
 
 
 class _Crowd:
-    """Requests that decode, in a pool that has no room for another one, and many that wait behind them. All begin with
-    the same tokens. With `num_spare_blocks`, those that decode may use them, and it is places in a step that are
-    short."""
+    """A `_Crowd` is a set of requests that decode, in a pool that has no room for another request, and many requests
+    that wait behind them. All prompts begin with the same tokens. With `num_spare_blocks`, the decoding requests may
+    use these blocks, and places in a step are scarce instead of blocks."""
 
     def __init__(
         self, num_waiting: int, prefix_tokens: int = PREFIX_TOKENS, is_salted: bool = False, num_spare_blocks: int = 0
@@ -83,7 +83,7 @@ class _Crowd:
 
 
 def _plans(prefix_tokens: int, is_salted: bool) -> Callable[[int], Callable[[], int]]:
-    """Steps that are planned and rolled back, so that each round finds the same."""
+    """Measures steps that are planned and rolled back, so that each round begins with the same state."""
 
     def prepare(num_waiting: int) -> Callable[[], int]:
         crowd = _Crowd(num_waiting, prefix_tokens, is_salted)
@@ -99,7 +99,7 @@ def _plans(prefix_tokens: int, is_salted: bool) -> Callable[[int], Callable[[], 
 
 
 def _commits(num_waiting: int) -> Callable[[], int]:
-    """Steps of the running requests alone, planned, committed and reported."""
+    """Measures steps of the running requests alone, which are planned, committed and reported."""
     crowd = _Crowd(num_waiting, BLOCK_SIZE, num_spare_blocks=100 * NUM_RUNNING)
 
     def run() -> int:
@@ -112,7 +112,7 @@ def _commits(num_waiting: int) -> Callable[[], int]:
 
 
 def _arrivals(is_salted: bool) -> Callable[[int], Callable[[], int]]:
-    """Requests that come and leave again, the last one first."""
+    """Measures requests that arrive and leave again; the last to arrive leaves first."""
 
     def prepare(num_waiting: int) -> Callable[[], int]:
         crowd = _Crowd(num_waiting, BLOCK_SIZE, is_salted)
@@ -131,7 +131,7 @@ def _arrivals(is_salted: bool) -> Callable[[int], Callable[[], int]]:
 
 
 def _aborts(num_waiting: int) -> Callable[[], int]:
-    """Requests that leave from the middle of the queue; as many come at its end."""
+    """Measures requests that leave from the middle of the queue; as many arrive at its end."""
     crowd = _Crowd(num_waiting, BLOCK_SIZE)
     middle = itertools.count(NUM_RUNNING + num_waiting // 2)
 
