@@ -1,4 +1,7 @@
-"""One HTTP exchange with an ASGI app, message by message: for clients that leave, dawdle or never stop sending."""
+"""Runs one HTTP exchange with an ASGI app, message by message.
+
+Tests use it as a client that disconnects, is slow or never stops sending. It knows nothing of Weft.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,14 @@ from starlette.types import ASGIApp
 
 
 class Exchange:
-    """Starts the app on a request. `feed` gives body pieces, `leave` disconnects; what the app sends is collected."""
+    """Starts the app on a request. `feed` sends pieces of the body and `leave` disconnects. `sent` collects the app's
+    messages."""
 
     def __init__(self, app: ASGIApp, method: str, path: str, headers: Mapping[str, str] | None = None) -> None:
         self.sent: list[dict[str, Any]] = []
         self.num_received = 0
         self.can_write = asyncio.Event()
-        """Cleared: the socket is full, and the app's sends wait."""
+        """While this event is cleared, the socket is full and the app's sends wait."""
         self.can_write.set()
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._changed = asyncio.Event()
@@ -44,7 +48,7 @@ class Exchange:
         self._incoming.put_nowait({"type": "http.disconnect"})
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Waits until the condition holds, looked at whenever the app sent something."""
+        """Waits until the condition holds. It checks the condition after each message of the app."""
         async with asyncio.timeout(10):
             while not condition():
                 self._changed.clear()

@@ -1,4 +1,4 @@
-"""Pictures and chat messages for tests, drawn on the spot."""
+"""Makes pictures and chat messages for tests. It knows nothing of clusters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw
 
 
 def picture(seed: int, width: int = 96, height: int = 96) -> Image.Image:
-    """A filled shape on a plain ground; different seeds give different pictures."""
+    """Draws a filled shape on a plain background; different seeds give different pictures."""
     rng = np.random.default_rng(seed)
     ground, colour = (tuple(int(c) for c in rng.integers(0, 256, 3)) for _ in range(2))
     image = Image.new("RGB", (width, height), ground)
@@ -39,5 +39,5 @@ def text_part(text: str) -> dict[str, object]:
 
 
 def user(*parts: dict[str, object] | str) -> list[dict[str, object]]:
-    """One user turn; strings become text parts."""
+    """Returns one user turn of these parts; strings become text parts."""
     return [{"role": "user", "content": [text_part(p) if isinstance(p, str) else p for p in parts]}]

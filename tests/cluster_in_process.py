@@ -1,4 +1,4 @@
-"""A cluster in this process behind its own HTTP API, for tests that ask it something."""
+"""Starts a cluster in this process behind its own HTTP API, for tests that send it requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS = "Write a long story about a fox."
 
 @asynccontextmanager
 async def serving(**workers: Any) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
-    """`workers`: fields of that section of the config."""
+    """Starts a cluster and a client of it. `workers` are fields of that section of the config."""
     config = ClusterConfig.model_validate(
         {
             "workers": {"replicas": 1, "num_blocks": 256} | workers,

@@ -1,4 +1,5 @@
-"""A real cluster as a user starts it: the `weft serve` command in a process of its own, found by what it prints."""
+"""Starts a real cluster as a user does: it runs the `weft serve` command in a separate process and reads the cluster's
+address from its output."""
 
 from __future__ import annotations
 
@@ -26,28 +27,28 @@ class ClusterProcess:
     process: subprocess.Popen[str]
     log: Path
     temp_dir: Path
-    """Where the cluster keeps its temporary files, and nobody else."""
+    """The cluster keeps its temporary files here, and nothing else does."""
     log_dir: Path
-    """Above the folder of its logs."""
+    """This folder contains the folder of the cluster's logs."""
     mark: str
-    """Stands in the environment that the cluster was started with."""
+    """The environment that the cluster is started with contains this value."""
 
     def client(self, **options: object) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=120, **options)  # type: ignore[arg-type]
 
     def metrics(self) -> dict[str, float]:
-        """Sample name with labels -> value, as /metrics prints them."""
+        """Returns the values of all samples of /metrics by the sample's name with its labels."""
         text = httpx.get(f"{self.url}/metrics", timeout=30).text
         samples = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, value in samples}
 
     def total(self, name: str) -> float:
-        """Sum of a metric over its labels."""
+        """Returns the sum of a metric over its labels."""
         return sum(value for sample, value in self.metrics().items() if re.match(rf"{name}(\{{|$)", sample))
 
 
 def pids(cluster: ClusterProcess, kind: str) -> dict[str, int]:
-    """Process of each live member of a kind, by its name."""
+    """Returns the process id of each live member of a kind, by the member's name."""
     with cluster.client() as client:
         members = client.get("/weft/members").json()["members"]
     return {member["member_id"]: member["pid"] for member in members if member["kind"] == kind}
@@ -57,16 +58,16 @@ def pids(cluster: ClusterProcess, kind: str) -> dict[str, int]:
 def start_cluster(
     ready_timeout_s: float = 400.0, in_process: bool = False, **sections: dict[str, object]
 ) -> Iterator[ClusterProcess]:
-    """`weft serve` on a free port with the given config sections on top of the laptop's defaults. Asserts that it
-    leaves nothing behind in its temporary folder."""
+    """Runs `weft serve` on a free port, with the given config sections in addition to the laptop's defaults. Asserts
+    that the cluster leaves nothing in its temporary folder."""
     with launched(in_process, **sections) as starting:
         yield wait_ready(starting, ready_timeout_s)
 
 
 @contextlib.contextmanager
 def launched(in_process: bool = False, **sections: dict[str, object]) -> Iterator[ClusterProcess]:
-    """As `start_cluster`, without waiting: `url` and `model` are empty."""
-    with tempfile.TemporaryDirectory(prefix="w-") as folder:  # short, as Ray puts sockets below it
+    """Does the same as `start_cluster`, but does not wait until it is ready: `url` and `model` are empty."""
+    with tempfile.TemporaryDirectory(prefix="w-") as folder:  # The name is short because Ray puts sockets below it.
         config, log, temp_dir = Path(folder) / "cluster.yaml", Path(folder) / "log", Path(folder) / "t"
         logs: dict[str, object] = {"logging": {"dir": str(Path(folder) / "logs")}}
         config.write_text(yaml.safe_dump({"server": {"port": 0}} | logs | sections))
@@ -92,7 +93,8 @@ def launched(in_process: bool = False, **sections: dict[str, object]) -> Iterato
 
 
 def wait_ready(starting: ClusterProcess, timeout_s: float = 400.0) -> ClusterProcess:
-    """The cluster once it says where it is. Raises AssertionError with the end of its log if it does not."""
+    """Returns the cluster with its address once it has printed it. Raises AssertionError with the end of its log if the
+    cluster ends or `timeout_s` passes before that."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         match = re.search(r"ready at (\S+) \(model (\S+)\)", starting.log.read_text())
@@ -116,7 +118,8 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 def eventually(condition: object, timeout_s: float = 120.0) -> None:
-    """Waits until `condition()` is true; reports arrive periodically, so state seen from outside lags behind."""
+    """Waits until `condition()` is true. Reports arrive periodically, so the state that a test sees from outside lags
+    behind."""
     assert callable(condition)
     deadline = time.monotonic() + timeout_s
     while not condition():

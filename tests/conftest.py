@@ -1,4 +1,4 @@
-"""Shared by all tests: what must hold for every one of them."""
+"""Sets up what all tests share, and checks what must hold for every run."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ from hypothesis import HealthCheck, Phase, settings
 
 from deploy.environment import set_local_switches, set_switches
 
-# What a test, or a process that it starts, keeps in the temporary folder lies in one of this run, which must be empty
-# at the end but for pytest's own. A short name: Ray puts sockets below it.
+# Tests and the processes that they start keep temporary files in this folder of the run. At its end the folder must be
+# empty except for pytest's own folders. Its name is short because Ray puts sockets below it.
 TEMP_DIR = tempfile.mkdtemp(prefix="w-")
 os.environ["TMPDIR"] = tempfile.tempdir = TEMP_DIR
-atexit.register(shutil.rmtree, TEMP_DIR, ignore_errors=True)  # where a run ends before its session does
+atexit.register(shutil.rmtree, TEMP_DIR, ignore_errors=True)  # This covers a run that ends before its session.
 
-# A run may have been started to ignore them, and what it starts would inherit that: `weft serve` does as it is told.
+# The parent may have set these signals to be ignored. Processes of a test would inherit that, and `weft serve` obeys.
+# So this process restores the defaults.
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
-# Read by libraries at import; set before any test module imports them.
+# Libraries read these switches at import, so they are set before any test module imports a library.
 set_switches()
 set_local_switches()
 
-# What a run says belongs to the commit, so everybody's run draws the same examples. `make explore` draws new ones.
+# The result of a run must depend only on the commit, so each run draws the same examples. `make explore` draws others.
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("explore", print_blob=True, deadline=None)
-# `make mutants` runs the properties hundreds of times: few examples each, and no shrinking of what fails.
+# `make mutants` runs the properties hundreds of times, so they have few examples and failures are not shrunk.
 settings.register_profile(
     "mutants",
     derandomize=True,
@@ -44,12 +45,12 @@ settings.register_profile(
 )
 settings.load_profile("same")
 
-# What a property of `make mutants` may draw: what survives is killed by a unit test, not by the 300th example.
+# Limits the examples of a property in `make mutants`: a unit test must kill a mutant, not the 300th example.
 MUTANT_EXAMPLES = int(os.environ.get("WEFT_MUTANT_EXAMPLES", "20"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Under the profile `mutants`, caps the examples that a test asks for itself and keeps a tenth of the histories."""
+    """Limits the examples that each test asks for, and keeps a tenth of the histories, under the profile `mutants`."""
     if settings.get_current_profile_name() != "mutants":
         return
     items[:] = [item for item in items if not item.name.startswith("test_histories[") or item.name.endswith("[0]")]
@@ -67,8 +68,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A run that leaves something in the temporary folder fails. (Those of `make mutants` are many in one process and
-    its forks, which share the folder; the campaign removes it.)"""
+    """Fails a run that leaves something in the temporary folder. It skips the check in `make mutants`, where many runs
+    in one process and its forks share the folder; the campaign removes that folder."""
     if settings.get_current_profile_name() == "mutants":
         return
     if (rig := sys.modules.get("worker_rig")) is not None:

@@ -1,6 +1,7 @@
-"""Modalities that are decoded where others are only probed: what an encoder's decode process does, in a probe pool.
+"""Adds modalities whose files are decoded when they are probed, so that a probe pool does the work of an encoder's
+decode process.
 
-A defect is told apart from a refusal: it comes back as a header whose format begins with `DEFECT`.
+A refused file raises InvalidMedia. A defect of the decoder returns a header whose format begins with `DEFECT`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ DEFECT = "DEFECT"
 
 
 class DecodingPlugin:
-    """`decoded-image` for `image`, and so on."""
+    """Probes a file of a modality and decodes it. It is called `decoded-image` for `image`, and so on."""
 
     needs_process = True
 
@@ -42,7 +43,7 @@ class DecodingPlugin:
     def probe(self, data: bytes, param: str) -> MediaHeader:
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Pillow's, about what it mends
+                warnings.simplefilter("ignore")  # Pillow warns about what it repairs.
                 header = self._plugin.probe(data, param)
                 self._plugin.validate(header, LIMITS, param)
                 self._decode(data, header, param)
@@ -63,7 +64,7 @@ def decode_picture(data: bytes, header: MediaHeader, param: str) -> None:
 
 
 def decode_video(data: bytes, header: MediaHeader, param: str) -> None:
-    """Eight frames, and the sound track where it may be heard."""
+    """Decodes eight frames, and the sound track if it is not longer than the limit."""
     assert isinstance(header, VideoHeader)
     indices = sample_frames(header.num_frames, header.seconds, MediaOptions("uniform", max_frames=8))
     frames = list(decode_frames(data, indices, header, param))

@@ -1,4 +1,8 @@
-"""A bench for the encoder service: the real demo checkpoint, a local plane and channel, a worker that only listens."""
+"""Provides a test bench for the encoder service.
+
+It has the encoder of the real demo checkpoint, a local plane and channel, and a worker that only listens. It knows
+nothing of routing.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +35,9 @@ ENCODER = MemberId("encoder-1")
 
 
 class GatedModel:
-    """The real encoder behind a gate, so that a test decides what queues meanwhile; it keeps the size of each batch.
-    A unit whose patches number is in `poison_patches` breaks its batch, one in `spoilt_patches` spoils its features."""
+    """Wraps the real encoder with a gate, so that a test decides what queues meanwhile. It records the size of each
+    batch. A unit whose number of patches is in `poison_patches` fails its batch; one in `spoilt_patches` gets spoilt
+    features."""
 
     def __init__(self, model: EncoderModel) -> None:
         self._model = model
@@ -40,16 +45,16 @@ class GatedModel:
         self.gate.set()
         self.batch_sizes: list[int] = []
         self.batches: list[tuple[str, list[int]]] = []
-        """Modality, and patches of each unit."""
+        """Holds for each batch its modality and the number of patches of each unit."""
         self.is_stepped = False
-        """The gate closes behind each forward."""
+        """If this is true, the gate closes after each forward pass."""
         self.poison_patches: set[int] = set()
         self.spoilt_patches: set[int] = set()
         self.num_spoilt_forwards = 0
-        """So many of the next forwards give what is not finite, whatever is in them."""
+        """This many of the next forward passes return values that are not finite, regardless of their units."""
         self.spoils_with = float("nan")
         self.max_units: int | None = None
-        """More units than that run out of memory."""
+        """A batch of more units than this runs out of memory."""
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
         assert self.gate.wait(30)
@@ -72,7 +77,7 @@ class GatedModel:
 
 
 class KnownCosts(ForwardCosts):
-    """What a forward is taken to cost, whatever it takes: so that a test knows what is fused."""
+    """Returns fixed costs of a forward pass, independent of its duration, so that a test knows what is fused."""
 
     def __init__(self, overhead_s: float, seconds_per_cost: float) -> None:
         super().__init__()
@@ -96,7 +101,7 @@ class Bench:
     router: LocalPlane
     ready: list[UnitReady] = field(default_factory=list)
     told: list[PlaneMessage] = field(default_factory=list)
-    """What the router was sent."""
+    """Holds the messages that the router received."""
     num_requests: int = 0
 
     def item(
@@ -107,7 +112,8 @@ class Bench:
         modality: str = "image",
         options: MediaOptions = DEFAULT_OPTIONS,
     ) -> MediaItem:
-        """Planned from the header, as a router does; `declared` is the file whose header is believed."""
+        """Plans an item from a header, as a router does. The header is that of `declared` if it is given, otherwise
+        that of `data`."""
         plugin = REGISTRY.modality(modality)
         part = f"messages.0.content.{index + 1}"
         header = plugin.probe(declared or data, part)
@@ -122,20 +128,20 @@ class Bench:
         return EncodeRequest(request_id, 0, ROUTER.member_id, planned, destination, age)
 
     def expected(self, files: Sequence[bytes], items: Sequence[MediaItem] = ()) -> list[bytes]:
-        """What the family's encoder computes for each unit alone, as bytes."""
+        """Returns the features that the family's encoder computes for each unit alone, as bytes."""
         planned = items or [self.item(data) for data in files]
         pairs = zip(files, planned, strict=True)
         inputs = [unit for data, item in pairs for unit in self.family.preprocess(data, item)]
         return [self.model._model.encode([unit])[0].contiguous().view(torch.uint8).numpy().tobytes() for unit in inputs]
 
     async def step(self) -> None:
-        """Lets one forward pass the gate, and waits until its end was heard of."""
+        """Opens the gate for one forward pass and waits until the service reports its end."""
         num_batches = self.service.report().batches
         self.model.gate.set()
         await self.until(lambda: self.service.report().batches > num_batches)
 
     async def queued(self, num_units: int) -> None:
-        """Waits until so many units lie decoded."""
+        """Waits until `num_units` units are decoded and wait for their forward pass."""
         pipeline = self.service._pipeline
         await self.until(lambda: sum(len(flight.unit_to_input) for flight in pipeline.flights) == num_units)
 
@@ -151,13 +157,13 @@ class Bench:
         self.worker.send(message.encoder_address, release)
 
     async def until(self, is_true: Callable[[], bool]) -> None:
-        """Lets the loop run until something has happened; the test's time limit is generous, not a measurement."""
+        """Runs the event loop until `is_true` returns true. The time limit of 30 s is generous, not a measurement."""
         async with asyncio.timeout(30):
-            while not is_true():  # noqa: ASYNC110 - what it waits for is in another part, which knows of no event
+            while not is_true():  # noqa: ASYNC110 - another component sets this state and has no event for it
                 await asyncio.sleep(0.001)
 
     async def is_idle(self) -> None:
-        """Everything that was announced is released; asserts that nothing is in use then."""
+        """Releases everything that was announced, and asserts that nothing is in use afterwards."""
         for message in self.ready:
             self.release(message)
         await self.until(lambda: self.service.report().num_leases == 0)
@@ -167,7 +173,7 @@ class Bench:
 
 
 def picture(seed: int, width: int = 96, height: int = 64) -> bytes:
-    """A PNG of noise, different for each seed."""
+    """Returns a PNG of noise, which is different for each seed."""
     rng = np.random.default_rng(seed)
     buffer = io.BytesIO()
     Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(buffer, "PNG")

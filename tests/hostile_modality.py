@@ -1,4 +1,4 @@
-"""A modality whose files do to their reader what the worst containers do. Registered in helpers of a probe pool."""
+"""Adds a modality whose files harm their reader like the worst containers. Helpers of a probe pool register it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from modalities.registry import Registry, builtin_registry
 
 
 class HostilePlugin:
-    """A file is a command; what is none is probed as a picture as wide as the process id."""
+    """Runs a file as a command when it is probed. A file that is no command gives a picture whose width is the process
+    id."""
 
     modality = "hostile"
     part_types = ("hostile_url",)
@@ -28,10 +29,10 @@ class HostilePlugin:
         if data == b"die":
             os.kill(os.getpid(), signal.SIGSEGV)
         if data.startswith(b"hang"):
-            if data != b"hang":  # a pipe whose reader wants to know that it has begun
+            if data != b"hang":  # This names a pipe. Opening it tells its reader that the command has begun.
                 Path(os.fsdecode(data[4:])).write_bytes(b"")
             threading.Event().wait()
-        if data.startswith(b"wait"):  # two pipes: whose reader wants to know that it has begun, whose writer ends it
+        if data.startswith(b"wait"):  # The first pipe reports the start; the second one ends the wait.
             begun, ended = (Path(os.fsdecode(name)) for name in data[4:].split(b"\0"))
             begun.write_bytes(b"")
             with ended.open("rb") as pipe:
@@ -40,7 +41,7 @@ class HostilePlugin:
             pass
         if data == b"stop":
             os.kill(os.getpid(), signal.SIGSTOP)
-        if data == b"oom":  # what the kernel does to the largest process when memory is short
+        if data == b"oom":  # The kernel does this to the largest process when memory is short.
             os.kill(os.getpid(), signal.SIGKILL)
         if data == b"grow":
             return ImageHeader("HOSTILE", len(bytearray(2**34)), 1, "")

@@ -1,4 +1,4 @@
-"""Files that decode to exactly what went in: H.264 without loss and linear PCM, in Matroska."""
+"""Writes files that decode to exactly their input: lossless H.264 and linear PCM, in Matroska."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ RATE = 16_000
 
 
 def quantised(samples: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """As 16 bits hold them."""
+    """Returns the samples rounded to 16 bits."""
     return (_pcm(samples) / np.float32(2**15)).astype(np.float32)
 
 
 def wav(samples: npt.NDArray[np.float32]) -> bytes:
-    """Mono, 16 kHz, 16 bits."""
+    """Returns a WAV file: mono, 16 kHz, 16 bits."""
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
         file.setnchannels(1)
@@ -30,7 +30,8 @@ def wav(samples: npt.NDArray[np.float32]) -> bytes:
 
 
 def mkv(frames: npt.NDArray[np.uint8], fps: float | Fraction, samples: npt.NDArray[np.float32] | None = None) -> bytes:
-    """`frames` `(num_frames, height, width, 3)`; `samples` at 16 kHz as its sound track."""
+    """Returns a Matroska file. `frames` has shape `(num_frames, height, width, 3)`; `samples` are its sound track, at
+    16 kHz."""
     buffer = io.BytesIO()
     rate = Fraction(fps).limit_denominator(1001)
     with av.open(buffer, "w", format="matroska") as container:

@@ -1,7 +1,7 @@
-"""Generated files of moving pictures and sound, in the containers and codecs that clients send.
+"""Generates video and sound files in the containers and codecs that clients send.
 
-Every frame is a flat background with a bright square that has moved on, so that frames can be told apart after lossy
-coding. Files are made once per process.
+Every frame is a flat background with a bright square that moves from frame to frame, so that frames differ even after
+lossy coding. Files are made once per process. This module knows nothing of Weft.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Pixels = npt.NDArray[np.uint8]
 
 
 class Clip(NamedTuple):
-    """How to make a file of moving pictures."""
+    """A `Clip` says how to make a video file."""
 
     container: str = "mp4"
     codec: str = "libx264"
@@ -31,11 +31,11 @@ class Clip(NamedTuple):
     fps: int = 10
     sound_codec: str = ""
     rotation: int = 0
-    """To be turned counterclockwise by so many degrees when shown."""
+    """A player must turn the video counterclockwise by this many degrees."""
     times: tuple[int, ...] = ()
-    """Of the frames, in 1/1000 s, for a variable rate."""
+    """Holds the times of the frames in 1/1000 s, for a variable rate."""
     options: tuple[tuple[str, str], ...] = ()
-    """Of the codec."""
+    """Holds the options of the codec."""
     pixel_format: str = "yuv420p"
     muxer_options: tuple[tuple[str, str], ...] = ()
 
@@ -75,13 +75,15 @@ CLIPS: Mapping[str, Clip] = {
 
 
 STORED = ("hevc.mp4", "av1.mp4")
-"""Files beside this module, 12 frames of 128x96 at 10 a second: their encoders write to the terminal, and one of them
-corrupts the heap of its process on small pictures (x265 4.1, 48x32)."""
+"""Names the files in the folder `media`, each with 12 frames of 128x96 at 10 frames per second. They are stored because
+their encoders write to the terminal, and one of them corrupts the heap of its process on small pictures (x265 4.1,
+48x32)."""
 _FOLDER = Path(__file__).parent / "media"
 
 
 def frame_pixels(index: int, width: int, height: int) -> Pixels:
-    """RGB `(height, width, 3)`: a square that wanders, on a ground whose brightness follows the index."""
+    """Returns an RGB frame of shape `(height, width, 3)`: a square on a background. The index determines the place
+    of the square and the brightness of the background."""
     pixels = np.full((height, width, 3), 20 + index * 37 % 120, np.uint8)
     left, top = index * 5 % (width - 8), index * 3 % (height - 8)
     pixels[top : top + 8, left : left + 8] = (250, 240, 30)
@@ -89,14 +91,14 @@ def frame_pixels(index: int, width: int, height: int) -> Pixels:
 
 
 def tone(num_samples: int, sample_rate: int, hertz: float = 440.0) -> npt.NDArray[np.int16]:
-    """Mono."""
+    """Returns a mono tone."""
     wave = np.sin(2 * np.pi * hertz * np.arange(num_samples) / sample_rate)
     return (wave * 12000).astype(np.int16)
 
 
 @cache
 def video_file(name: str) -> bytes:
-    """A file of `CLIPS`, or one of `STORED`."""
+    """Returns a file of `CLIPS` or of `STORED`."""
     if name in STORED:
         return (_FOLDER / name).read_bytes()
     clip = CLIPS[name]
@@ -104,7 +106,7 @@ def video_file(name: str) -> bytes:
 
 
 def encode_video(frames: Sequence[Pixels], clip: Clip) -> bytes:
-    """`frames` as `clip` says. Raises as PyAV does."""
+    """Encodes `frames` as `clip` says. Raises the errors of PyAV."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=clip.container, options=dict(clip.muxer_options)) as container:
         stream = container.add_stream(clip.codec, rate=clip.fps, options=dict(clip.options))
@@ -129,7 +131,7 @@ def encode_video(frames: Sequence[Pixels], clip: Clip) -> bytes:
 
 
 def motion_jpeg(pictures: Sequence[bytes]) -> bytes:
-    """An AVI whose header says 64x48, of JPEG files as they are."""
+    """Returns an AVI of unchanged JPEG files. Its header says 64x48."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="avi") as file:
         stream = file.add_stream("mjpeg", rate=10)
@@ -144,7 +146,7 @@ def motion_jpeg(pictures: Sequence[bytes]) -> bytes:
 
 
 def _mux_sound(container: Any, stream: Any, samples: npt.NDArray[np.int16], sample_rate: int) -> None:
-    """`samples` mono `(num_samples,)`."""
+    """Encodes mono samples of shape `(num_samples,)` and writes them into the container."""
     chunk = av.AudioFrame.from_ndarray(samples[None], format="s16", layout="mono")
     chunk.sample_rate = sample_rate
     stream.codec_context.open(strict=False)
@@ -156,7 +158,7 @@ def _mux_sound(container: Any, stream: Any, samples: npt.NDArray[np.int16], samp
 
 
 class Recording(NamedTuple):
-    """How to make a file of sound."""
+    """A `Recording` says how to make a sound file."""
 
     container: str
     codec: str
@@ -191,7 +193,7 @@ RECORDINGS: Mapping[str, Recording] = {
 
 @cache
 def sound_file(name: str) -> bytes:
-    """A file of `RECORDINGS`."""
+    """Returns a file of `RECORDINGS`."""
     made = RECORDINGS[name]
     buffer = io.BytesIO()
     with av.open(buffer, "w", format=made.container, options=dict(made.muxer_options)) as container:
@@ -201,8 +203,8 @@ def sound_file(name: str) -> bytes:
 
 
 def silent_opus(num_packets: int) -> bytes:
-    """An Ogg file whose packets of two bytes are 120 ms of silence each (RFC 6716, section 3.2.5: SILK, two frames of
-    60 ms and no bytes)."""
+    """Returns an Ogg file in which each packet of two bytes is 120 ms of silence (RFC 6716, section 3.2.5: SILK, two
+    frames of 60 ms and no bytes)."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="ogg") as container:
         stream = container.add_stream("libopus", rate=48000)

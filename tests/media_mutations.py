@@ -1,4 +1,4 @@
-"""Files as a hostile client would send them: whole ones, spoiled in seeded ways."""
+"""Makes files like those of a hostile client: valid files that are damaged at random, with a seed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Spoiled(NamedTuple):
 
 @cache
 def whole_files() -> Mapping[str, tuple[tuple[str, bytes], ...]]:
-    """Modality -> (name, file); small ones, so that a mutation hits something that matters."""
+    """Returns for each modality pairs of a name and a valid file. The files are small, so that a mutation hits
+    something that matters."""
     pictures = {
         "png": encode(picture(31, 17)),
         "png-palette": encode(picture(31, 17, "P"), transparency=3),
@@ -45,13 +46,13 @@ def whole_files() -> Mapping[str, tuple[tuple[str, bytes], ...]]:
 
 
 def spoiled_file(seed: int) -> Spoiled:
-    """The same for the same seed."""
+    """Returns a damaged file, which is the same for the same seed."""
     rng = np.random.default_rng(seed)
     modality = ("image", "video", "video", "audio")[seed % 4]
     files = whole_files()[modality]
     name, data = files[int(rng.integers(len(files)))]
     spoiled = bytearray(data)
-    if rng.random() < 0.4:  # deep inside, where a decoder meets it
+    if rng.random() < 0.4:  # The damage is deep inside, where a decoder reads it.
         for place in rng.integers(len(data) // 4, len(data), size=int(rng.integers(1, 4))):
             spoiled[int(place)] ^= 1 << int(rng.integers(8))
     else:
@@ -63,7 +64,7 @@ def spoiled_file(seed: int) -> Spoiled:
 def _spoil(data: bytearray, rng: np.random.Generator, files: tuple[tuple[str, bytes], ...]) -> None:
     if len(data) < 16:
         return
-    # Headers are at both ends, and worth more than what is between.
+    # Headers are at both ends and matter more than the bytes between them.
     reach = len(data) if rng.random() < 0.5 else min(len(data), 512)
     at = int(rng.integers(reach))
     at = len(data) - 1 - at if rng.random() < 0.3 else at

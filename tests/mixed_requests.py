@@ -1,9 +1,8 @@
-"""Many requests of all kinds at once against a running cluster, with something killed among them, and whether each
-answer is right.
+"""Sends many requests of all kinds to a running cluster at once, kills a process meanwhile, and checks every answer.
 
-A question of the demo has one right answer, which the demo model gives nearly always. That would not show an answer
-that is right by luck, so every question is asked again when the cluster is whole, and computed anew: each token must
-have had the same log-probability. No answer of these questions hangs on rounding: see `TOLERANCE`.
+A question of the demo has one right answer, which the demo model gives nearly always. An answer could still be right by
+luck, so every question is asked and computed again when the cluster is undisturbed: each token must have the same
+log-probability. No answer to these questions depends on rounding (see `TOLERANCE`).
 """
 
 from __future__ import annotations
@@ -38,12 +37,14 @@ NUM_AT_ONCE_AGAIN = 4
 FROZEN_S = 0.3
 ITEMS_ENCODED = "weft_encoder_items_encoded_total"
 LEAST_RIGHT = 0.95
-"""Share of the answers that must be right: else the model is not what it was."""
+"""At least this share of the answers must be right; otherwise the model has changed."""
 LEAST_ANEW = 0.5
-"""Share of the media that must be encoded again for the second answer: else it says little of the features."""
+"""At least this share of the media must be encoded again for the second answer; otherwise it hardly tests the
+features."""
 TOLERANCE = 1e-3
-"""Between the log-probabilities of a token, computed in batches of other sizes. They were 1.4e-5 apart at most in some
-7,000 answers under load (float32), and the two best tokens of a thousand questions 0.3 at least."""
+"""Limits the difference between the log-probabilities of a token that are computed in batches of different sizes. In
+some 7,000 answers under load (float32) they differed by at most 1.4e-5. The two best tokens of a thousand questions
+differed by at least 0.3."""
 
 
 class Question(NamedTuple):
@@ -55,9 +56,9 @@ class Question(NamedTuple):
 class Reply(NamedTuple):
     status: int
     text: str
-    """The answer, or the body of a failure."""
+    """Holds the answer, or the body of a failure."""
     logprobs: tuple[float, ...] = ()
-    """Of the answer's tokens."""
+    """Holds the log-probabilities of the answer's tokens."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Outcome:
 
 
 def questions(number: int, seed: int) -> Iterator[Question]:
-    """Kinds in turn; no two are alike."""
+    """Yields `number` questions, with the kinds in turn. No two questions are equal."""
     rng = np.random.default_rng((0xD1CE, seed))
     name_to_task = {task.name: task for task in TASKS}
     kinds = list(KIND_TO_TASKS.items())
@@ -87,7 +88,7 @@ def questions(number: int, seed: int) -> Iterator[Question]:
 
 
 def ask(client: httpx.Client, model: str, question: Question, is_streamed: bool = False, salt: str = "") -> Reply:
-    """Greedily. A stream that breaks off is a failure."""
+    """Asks a question with greedy decoding. A stream that breaks off is a failure."""
     body: dict[str, Any] = {
         "model": model,
         "messages": question.messages,
@@ -136,8 +137,8 @@ def run_mixed(
     disturb: Callable[[], None] = lambda: None,
     salt: str = "",
 ) -> Outcome:
-    """Asks everything in order, `num_at_once` at a time, every other one as a stream. `disturb` is called in a thread
-    of its own when a third is answered; what it raises is raised."""
+    """Asks all questions in order, `num_at_once` at a time, every other one as a stream. When a third is answered,
+    `disturb` is called in a separate thread; its error is raised."""
     replies: list[Reply | None] = [None] * len(asked)
     is_time = threading.Event()
     num_answered = 0
@@ -171,8 +172,9 @@ def run_mixed(
 
 
 def assert_all_right(cluster: ClusterProcess, outcome: Outcome) -> None:
-    """Every one answered, and with what an undisturbed cluster answers. The cluster's arenas must be too small for all
-    features of the questions: asked again in their order, most are not found."""
+    """Asserts that every question is answered, and with the answer of an undisturbed cluster. The cluster's arenas must
+    be too small for the features of all questions, so that most are missing when the questions are asked again in
+    order."""
     assert outcome.failures == [], f"{len(outcome.failures)} of {len(outcome.questions)} failed"
     assert len(outcome.replies) == len(outcome.questions)
     assert len(outcome.unexpected) <= (1 - LEAST_RIGHT) * len(outcome.questions)
@@ -189,9 +191,11 @@ def assert_all_right(cluster: ClusterProcess, outcome: Outcome) -> None:
 
 
 def kill_at_work(cluster: ClusterProcess, kind: str, gauge: str) -> str:
-    """SIGKILL to the process of a member of a kind that is at work by its `gauge`. Returns its name. Reports are a
-    little late, so it is frozen first for a moment, in which the router gives it more: it dies with work in its hands,
-    which the router counts as lost."""
+    """Sends SIGKILL to a member of the kind whose `gauge` says that it is working, and returns its name. Raises
+    AssertionError if there is none within 60 s.
+
+    Reports are a little late, so the process is first stopped for a moment in which the router gives it more work. So
+    it dies with work that the router counts as lost."""
     name_to_pid = pids(cluster, kind)
     deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Files that tests of `modalities` read: pictures in many forms, and a checkpoint directory without weights."""
+"""Makes files for tests of `modalities`: pictures in many forms, and a checkpoint directory without weights."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ TOKENS = {
 
 
 def thinker_config(text: dict[str, Any] | None = None, vision: dict[str, Any] | None = None) -> dict[str, Any]:
-    """config.json of a tiny thinker, with changes to its parts."""
+    """Returns the config.json of a tiny thinker, with changes to its parts."""
     return {
         "architectures": ["Qwen3OmniMoeThinkerForConditionalGeneration"],
         "text_config": TEXT_CONFIG | (text or {}),
@@ -97,7 +97,7 @@ def write_config(model_dir: Path, config: dict[str, Any], preprocessor: dict[str
 
 
 def picture(width: int, height: int, mode: str = "RGB", seed: int = 0) -> Image.Image:
-    """Noise in `mode`; `P` with one transparent colour, when saved as PNG."""
+    """Returns noise in `mode`. A picture of mode `P` has one transparent colour when it is saved as PNG."""
     rng = np.random.default_rng(seed)
     if mode == "I;16":
         return Image.fromarray(rng.integers(0, 65536, (height, width), dtype=np.uint16))
@@ -119,7 +119,7 @@ def encode(image: Image.Image, file_format: str = "PNG", **options: Any) -> byte
 
 
 def oriented(image: Image.Image, orientation: int, file_format: str = "JPEG", **options: Any) -> bytes:
-    """With an EXIF orientation."""
+    """Returns a file of the picture with an EXIF orientation."""
     exif = Image.Exif()
     exif[0x0112] = orientation
     return encode(image, file_format, exif=exif, **options)

@@ -1,4 +1,4 @@
-"""Small clusters and queries for the planner's tests, built by plain construction."""
+"""Builds small clusters and queries for the planner's tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def image(index: int, num_tokens: int = 64, cost: int = 256, digit: str = "", mo
 
 
 def query(*parts: int | MediaItem, attempt: str = "req", excluded: Sequence[str] = ()) -> RouteQuery:
-    """A prompt of `parts` in order: a number is that much text, an item its placeholders."""
+    """Returns the query for a prompt of `parts` in order. A number stands for this many tokens of text, an item for its
+    placeholders."""
     media, runs, at = [], [], 0
     for part in parts:
         if isinstance(part, int):

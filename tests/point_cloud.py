@@ -1,5 +1,6 @@
-"""A modality and a model that Weft has never heard of: clouds of points, and a family that sees them. What an outsider
-writes: a plugin, a family, and three registrations (`register`)."""
+"""Adds a modality and a model that Weft does not contain: clouds of points, and a family that takes them.
+
+It consists of what an external author writes: a plugin, a family, and three registrations (`register`)."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class PointHeader:
 
 
 class PointPlugin:
-    """Points in `point_cloud` parts: `{"type": "point_cloud", "points": [[x, y, z], ...]}`."""
+    """Reads points from `point_cloud` parts: `{"type": "point_cloud", "points": [[x, y, z], ...]}`."""
 
     modality = POINTS
     part_types = ("point_cloud",)
@@ -65,7 +66,7 @@ class PointPlugin:
 
 
 class PointEncoder:
-    """Each row of features is a fixed projection of the mean of eight points."""
+    """Computes each row of features as a fixed projection of the mean of eight points."""
 
     def __init__(self, num_levels: int, hidden_size: int, device: str, dtype: str) -> None:
         weights = torch.randn(3, hidden_size, generator=torch.Generator().manual_seed(5))
@@ -81,7 +82,7 @@ class PointEncoder:
 
 
 class PointFamily:
-    """The demo model's text half, which sees points in the place of pictures."""
+    """Combines the demo model's language model with points in place of pictures."""
 
     name = "point_cloud"
 
@@ -125,14 +126,15 @@ class PointFamily:
 
 
 def register(registry: Registry) -> None:
-    """All that it takes."""
+    """Registers the plugin, the family and its samples. Nothing more is necessary."""
     registry.register_modality(PointPlugin())
     registry.register_family((ARCHITECTURE,), PointFamily)
     MODALITY_TO_SAMPLES[POINTS] = (_sample, (64, 1024))
 
 
 def write_model(model_dir: Path) -> Path:
-    """The demo's files, but for its name and what its template writes for a cloud. Returns the directory."""
+    """Links the demo's files into `model_dir`, changes the architecture's name and the template's part for a cloud, and
+    returns the directory."""
     for file in demo_checkpoint().iterdir():
         (model_dir / file.name).symlink_to(file)
     template = (model_dir / "chat_template.jinja").read_text()

@@ -1,4 +1,4 @@
-"""What plain `transformers` answers from the same checkpoint: the definition of correct."""
+"""Computes the answers of plain `transformers` from the same checkpoint, which define what is correct."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from transformers import AutoTokenizer, Qwen3OmniMoeThinkerForConditionalGenerat
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 NEAR_TIE = 1e-4
-"""A difference passes only where the reference's two best logits lie this close, on at most 0.1 % of sequences."""
+"""A difference is accepted only if the reference's two best logits differ by at most this, in at most 0.1 % of
+sequences."""
 
 
 @dataclass
@@ -23,12 +24,12 @@ class Answer:
     prompt_ids: list[int]
     token_ids: list[int]
     margins: list[float]
-    """Best minus second best logit, per generated token."""
+    """Holds the best minus the second best logit, for each generated token."""
 
 
 @dataclass
 class Comparison:
-    """Counts what was compared; `check` fails on the first real difference."""
+    """Counts the compared sequences. `check` fails at the first real difference."""
 
     num_sequences: int = 0
     near_ties: list[str] = field(default_factory=list)
@@ -68,7 +69,8 @@ class ReferenceModel:
         )
 
     def answer(self, messages: list[dict[str, Any]], max_tokens: int) -> Answer:
-        """Greedy continuation of a chat whose pictures are data URLs. Ends at the model's end-of-turn token."""
+        """Returns the greedy continuation of a chat whose pictures are data URLs. It ends at the model's end-of-turn
+        token."""
         key = repr((messages, max_tokens))
         if key not in self._answers:
             self._answers[key] = self._compute(messages, max_tokens)

@@ -1,4 +1,4 @@
-"""Chat requests for tests of the router, and readers of their streams."""
+"""Builds chat requests for tests of the router and reads their streams."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text(words: str) -> dict[str, object]:
 
 
 async def read(stream: RequestStream) -> tuple[list[str], list[str | None], Usage]:
-    """Texts and finish reasons per choice, and the usage. Raises what ended the request."""
+    """Returns texts and finish reasons per choice, and the usage. Raises the error that ended the request."""
     texts = [""] * len(stream.choices)
     reasons: list[str | None] = [None] * len(stream.choices)
     async for deltas in stream:
@@ -42,7 +42,7 @@ async def read(stream: RequestStream) -> tuple[list[str], list[str | None], Usag
 
 
 def expected(cluster: FakeCluster, choice: int = 0) -> str:
-    """What the fake workers answer to the last request."""
+    """Returns the answer of the fake workers to the last request."""
     requests = [request for worker in cluster.workers for request in worker.requests]
     request = max(requests, key=lambda each: (each.age, each.attempt))
     return reply_text(request.token_ids, request.sampling.seed, choice)

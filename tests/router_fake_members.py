@@ -1,8 +1,8 @@
-"""Workers and encoders that behave, for tests of the router, on a real local plane and without a model.
+"""Provides fake workers and encoders for tests of the router, on a real local plane and without a model.
 
-A fake worker answers with a fixed function of (prompt, seed, choice), token by token; it waits for the features it
-lacks, keeps a prefix cache, honours aborts, and can be told to pause, to lose frames or to die. A fake encoder
-announces what it was given.
+A fake worker answers with a fixed function of (prompt, seed, choice), token by token. It waits for the features that it
+lacks, keeps a prefix cache and obeys aborts. A test can make it pause, lose frames or die. A fake encoder announces
+the units of its requests. This module knows nothing of the router.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ BLOCK_SIZE = 16
 
 
 def reply_text(token_ids: Sequence[int], seed: int, choice: int) -> str:
-    """What every fake worker answers: multi-byte characters included."""
+    """Returns the answer of every fake worker. It contains multi-byte characters."""
     digest = hashlib.sha256(repr((tuple(token_ids), seed, choice)).encode()).hexdigest()[:8]
     return f"choice {choice} of {len(token_ids)} tokens: {digest} – grüß dich 🙂 ok"
 
 
 @dataclass
 class Script:
-    """What a fake worker is told to do. Tokens are counted per attempt."""
+    """Holds a test's instructions for a fake worker. Tokens are counted per attempt."""
 
     die_at: int | None = None
-    """Raises WorkerLost-like `error` after so many tokens."""
+    """The worker raises `error` (an error like WorkerLost) after this many tokens."""
     error: WeftError | None = None
     pause_at: int | None = None
-    """Waits for `resume` in front of this token."""
+    """The worker waits for `resume` before this token."""
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     frames: Callable[[list[TokenFrame]], list[TokenFrame]] = lambda frames: frames
-    """May lose, repeat or delay what is sent."""
+    """Returns the frames that the worker sends instead. It may lose, repeat or delay frames."""
     forgets_prefix: bool = False
-    """Admits without the blocks that the router may have counted on."""
+    """The worker admits requests without the cached blocks that the router may expect."""
 
 
 class FakeWorker:
-    """A member. One `generate` call is one task; steps yield to the loop."""
+    """A `FakeWorker` is a member. One `generate` call is one task, and its steps yield to the event loop."""
 
     def __init__(self, hub: LocalHub, name: str, codec: TextCodec) -> None:
         self.member_id = MemberId(name)
@@ -245,7 +245,8 @@ class FakeWorker:
 
 
 class FakeEncoder:
-    """A member. `failures` are taken one per call: an exception is raised, an ErrorInfo becomes every item's."""
+    """A `FakeEncoder` is a member. Each call uses up one of `failures`: an exception is raised, and an ErrorInfo
+    becomes the error of every item."""
 
     def __init__(self, hub: LocalHub, name: str) -> None:
         self.member_id = MemberId(name)
@@ -255,7 +256,7 @@ class FakeEncoder:
         self.aborted: list[AbortAttempt] = []
         self.failures: list[WeftError | ErrorInfo] = []
         self.fails: Callable[[MediaItem], ErrorInfo | None] = lambda item: None
-        """Of an item, at every try."""
+        """Returns the error of an item, or None. It is called in every attempt."""
         self.modalities: tuple[str, ...] = ("image",)
         self.gate: asyncio.Event | None = None
         self.num_cancelled = 0

@@ -1,5 +1,6 @@
-"""A cluster for tests of the router: fake members around a real service, planner and plane. The codec is the real one,
-over a byte vocabulary."""
+"""Provides a cluster for tests of the router: fake members around a real service, planner and plane.
+
+The codec is the real one, with a vocabulary of bytes."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ MODEL = "tiny"
 
 
 def tiny_codec() -> TextCodec:
-    """Bytes 0 to 255 as ids 0 to 255, then the specials."""
+    """Returns a codec with bytes 0 to 255 as ids 0 to 255, followed by the special tokens."""
     tokenizer = Tokenizer(models.BPE(vocab=dict(LETTER_TO_BYTE), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -64,7 +65,7 @@ def tiny_codec() -> TextCodec:
 
 
 class NoProber:
-    """For files whose first bytes say what they are: whatever comes to it is refused."""
+    """Refuses every file. Tests use it with files that need no prober, because their first bytes say what they are."""
 
     async def start(self) -> None:
         return
@@ -77,7 +78,7 @@ class NoProber:
 
 
 class TinyFamily:
-    """Images become one row per 32 x 32 pixels."""
+    """Takes images and turns them into one row per 32 x 32 pixels."""
 
     name = "tiny"
     model_id = "tiny-0"
@@ -111,7 +112,7 @@ class TinyFamily:
 
 
 class FakePools:
-    """Both pools: by member id; one that isn't there is TargetGone."""
+    """Implements both pools by member id. Raises TargetGone for a member that is not present."""
 
     def __init__(self) -> None:
         self.workers: dict[MemberId, FakeWorker] = {}
@@ -129,7 +130,7 @@ class FakePools:
 
 
 class FakeCluster:
-    """A started router service and its members. `members` may be changed; `publish` tells the router."""
+    """Holds a router service and its members. A test may add and remove members; `publish` informs the router."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class FakeCluster:
         self.service.update_members(self.members)
 
     def add_worker(self) -> FakeWorker:
-        """One more, under a new name. The router knows of it once `publish` has told it."""
+        """Adds a worker with a new name and returns it. The router knows it after `publish`."""
         worker = FakeWorker(self.hub, f"worker-{len(self.workers)}", self.codec)
         worker.plane.start(worker.handle)
         self.workers.append(worker)
@@ -175,7 +176,7 @@ class FakeCluster:
         return worker
 
     def add_encoder(self) -> FakeEncoder:
-        """As `add_worker`."""
+        """Adds an encoder with a new name and returns it. The router knows it after `publish`."""
         encoder = FakeEncoder(self.hub, f"encoder-{len(self.encoders)}")
         encoder.plane.start(encoder.handle)
         self.encoders.append(encoder)
@@ -183,7 +184,7 @@ class FakeCluster:
         return encoder
 
     def remove(self, member: FakeWorker | FakeEncoder) -> None:
-        """It has left. The router knows once `publish` has told it."""
+        """Removes a member. The router knows this after `publish`."""
         self.pools.workers.pop(member.member_id, None)
         self.pools.encoders.pop(member.member_id, None)
 
@@ -202,8 +203,8 @@ async def fake_cluster(
     clock: Clock | None = None,
     **settings: object,
 ) -> AsyncIterator[FakeCluster]:
-    """A cluster whose members the router knows; asserts at the end that nothing is left in flight. `model` takes the
-    place of the tiny family and codec; `settings` are RouterConfig's."""
+    """Starts a cluster whose members the router knows, and asserts at the end that no request is in flight. `model`
+    replaces the tiny family and codec; `settings` are fields of RouterConfig."""
     waits = {"gap_timeout_s": 0.2, "settle_timeout_s": 0.2, "capacity_wait_s": 0.2}
     defaults: dict[str, object] = {"block_size": BLOCK_SIZE, "heartbeat_s": 60.0, **waits}
     config = RouterConfig(model_name=MODEL, **(defaults | settings))  # type: ignore[arg-type]
@@ -227,9 +228,9 @@ async def fake_cluster(
 
 
 async def settled(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Lets the loop run until the condition holds."""
+    """Runs the event loop until the condition holds."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - nothing tells when a fake has got that far
+        while not condition():  # noqa: ASYNC110 - a fake sets no event for this condition
             await asyncio.sleep(0)
 
 

@@ -1,6 +1,6 @@
-"""Pictures, videos and sounds of a few readable bytes, plugins that probe them, and a family that takes them all.
+"""Provides pictures, videos and sounds of a few readable bytes, plugins that probe them, and a family that takes them.
 
-A file reads `video 64x32 90 3.0 16000x48000` (size, frames, seconds, sound track) or `audio 16000x48000`.
+The text of a file is `video 64x32 90 3.0 16000x48000` (size, frames, seconds, sound track) or `audio 16000x48000`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _sound(words: str) -> AudioHeader:
 
 
 class PlainPlugin:
-    """Of one modality. `parsed` are the parts it was given."""
+    """Parses and probes the files of one modality. `parsed` lists the parts that it has parsed."""
 
     needs_process = False
 
@@ -72,8 +72,9 @@ class PlainPlugin:
 
 
 class MediaFamily(TinyFamily):
-    """Images as in TinyFamily; of each frame as many rows, so many frames as the options say; 5 tokens a second of
-    sound. `frame_text` is written before every frame."""
+    """Takes images, videos and sounds. An image has rows as in TinyFamily, and a frame has as many rows as such an
+    image; the options determine the number of frames. Sound has 5 tokens per second. The prompt has `frame_text`
+    before every frame."""
 
     def __init__(self, max_model_len: int = 2048, frame_text: str = "", **max_items: int) -> None:
         super().__init__(max_model_len)
@@ -105,7 +106,7 @@ class MediaFamily(TinyFamily):
         plans: Sequence[ItemPlan],
         tokenize: Callable[[str], Sequence[int]] | None = None,
     ) -> ExpandedPrompt:
-        """The sound of a video behind its pictures."""
+        """Expands the placeholders; a video's sound follows its frames."""
         ids: list[int] = []
         runs: list[PlaceholderRange] = []
 
@@ -140,7 +141,7 @@ def media_registry() -> Registry:
 
 
 def media_cluster(family: MediaFamily | None = None, registry: Registry | None = None, **settings: object):  # type: ignore[no-untyped-def]
-    """A fake cluster (see `fake_cluster`) whose encoders take everything."""
+    """Returns a fake cluster (see `fake_cluster`) whose encoders take all modalities."""
     model = family or MediaFamily(), tiny_codec()
     return fake_cluster(
         model=model,
@@ -156,7 +157,7 @@ def plain(modality: str, words: str) -> dict[str, object]:
 
 
 def video(frames: int = 90, seconds: float = 3.0, sound: str = "", size: str = "64x32") -> dict[str, object]:
-    """30 frames a second by default, and 2 rows of features each."""
+    """Returns the part of a video. By default it has 30 frames per second and 2 rows of features per frame."""
     return plain("video", f"{size} {frames} {seconds} {sound}")
 
 
@@ -165,6 +166,6 @@ def audio(seconds: int = 2) -> dict[str, object]:
 
 
 SOUND = "16000x48000"
-"""Three seconds: 15 tokens."""
+"""Describes three seconds of sound, which become 15 tokens."""
 
 __all__ = ["SOUND", "FakeCluster", "MediaFamily", "audio", "image", "media_cluster", "media_registry", "video"]

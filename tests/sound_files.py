@@ -1,4 +1,4 @@
-"""Files of sound that tests are made of: tones and noise, in every container and codec that is taken."""
+"""Makes sound files for tests: tones and noise, in every container and codec that Weft takes."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ FORMATS: dict[str, tuple[str, str, dict[str, str]]] = {
     "m4a": ("ipod", "aac", {"b": "96k"}),
     "webm": ("webm", "libopus", {"b": "64k"}),
 }
-"""Name -> (muxer, codec, options)."""
+"""Maps a name to its (muxer, codec, options)."""
 MEL = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16}
 
 
 def tone(seconds: float, rate: int, hz: float = 440.0, level: float = 0.5, num_channels: int = 1) -> Samples:
-    """`(num_channels, num_samples)`, the same in all channels."""
+    """Returns a tone of shape `(num_channels, num_samples)`, which is the same in all channels."""
     times = np.arange(round(seconds * rate)) / rate
     return np.tile((level * np.sin(2 * np.pi * hz * times)).astype(np.float32), (num_channels, 1))
 
 
 def noise(num_samples: int, seed: int = 0, level: float = 0.1) -> Samples:
-    """`(num_samples,)`: some tones that begin and end, over noise."""
+    """Returns some tones that begin and end, over noise. It has shape `(num_samples,)`."""
     rng = np.random.default_rng(seed)
     times = np.arange(num_samples) / 16000
     found = rng.standard_normal(num_samples)
@@ -48,7 +48,7 @@ def noise(num_samples: int, seed: int = 0, level: float = 0.1) -> Samples:
 
 
 def encoded(samples: Samples, rate: int, name: str = "wav") -> bytes:
-    """`(num_channels, num_samples)` -> a file."""
+    """Returns a file of samples of shape `(num_channels, num_samples)`."""
     muxer, codec, options = FORMATS[name]
     layout = {1: "mono", 2: "stereo", 6: "5.1"}[len(samples)]
     out = io.BytesIO()
@@ -73,7 +73,7 @@ def encoded(samples: Samples, rate: int, name: str = "wav") -> bytes:
 
 
 def wav(samples: Samples, rate: int) -> bytes:
-    """One channel, 16 bits; nothing at all, too."""
+    """Returns a WAV file of one channel and 16 bits. It may have no samples."""
     out = io.BytesIO()
     with wave.open(out, "wb") as file:
         file.setnchannels(1)
@@ -84,7 +84,7 @@ def wav(samples: Samples, rate: int) -> bytes:
 
 
 def write_preprocessor(directory: Path, **changes: Any) -> Path:
-    """A checkpoint directory's preprocessor_config.json."""
+    """Writes preprocessor_config.json into a checkpoint directory and returns the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "preprocessor_config.json").write_text(json.dumps(MEL | changes))
     return directory

@@ -1,4 +1,4 @@
-"""What the learners of `test_demo_learning` do; a module of its own, because each process imports it."""
+"""Contains what the learners of `test_demo_learning` do; it is a module of its own because each process imports it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from deploy.demo.pair import average_gradients
 
 
 def descend(learner: int, out_dir: Path) -> None:
-    """Three steps on this learner's half of a batch, then writes the weights. A layer that only the second learner
-    uses gets half of its gradient; one that nobody uses gets none."""
+    """Takes three steps on this learner's half of a batch, then writes the weights. A layer that only the second
+    learner uses gets half of its gradient; a layer that no learner uses gets none."""
     torch.manual_seed(0)
     used, once, never = nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 2)
     parameters = [p for layer in (used, once, never) for p in layer.parameters()]
-    # Decay moves whatever has a gradient, even one of zero.
+    # Weight decay moves every parameter that has a gradient, even a gradient of zero.
     optimizer = torch.optim.SGD(parameters, lr=0.1, weight_decay=0.5)
     batch = torch.arange(12.0).view(4, 3)[learner * 2 : learner * 2 + 2]
     for _ in range(3):
@@ -31,7 +31,7 @@ def descend(learner: int, out_dir: Path) -> None:
 
 
 def fail(learner: int) -> None:
-    """The second learner ends with an error while the first waits for it."""
+    """Fails in the second learner while the first one waits for it."""
     if learner == 1:
         raise ValueError("the second learner")
     average_gradients([nn.Parameter(torch.zeros(2))])

@@ -1,5 +1,5 @@
-"""Sources as a sink's tests need them: each fills slots, frees them, freezes, thaws and dies when told. One lives
-in this process, the other in a spawned one of its own, so that it can be stopped and killed by signal."""
+"""Provides the sources that a sink's tests need: each fills slots, frees them, freezes, thaws and dies on command. One
+kind lives in this process, the other in a spawned process of its own, so that signals can stop and kill it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _NAMES = itertools.count()
 
 
 def payload(seed: int, nbytes: int) -> np.ndarray:
-    """What a peer writes into the slot of `seed`: uint8 `(nbytes,)`."""
+    """Returns the bytes that a peer writes into the slot of `seed`: uint8 `(nbytes,)`."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
 class Stock:
-    """A source with its offers, by seed."""
+    """Holds a source and its offers by seed."""
 
     def __init__(self, source: FeatureSource) -> None:
         self._source = source
@@ -48,11 +48,11 @@ class Stock:
         (self._source.set_idle if is_idle else self._source.set_busy)(self._slots[seed])
 
     def victims(self, nbytes: int) -> list[int] | None:
-        """Seeds of the slots that would have to go."""
+        """Returns the seeds of the slots that have to be freed to make room for `nbytes`."""
         return self._seeds(self._source.victims(nbytes))
 
     def claim(self, nbytes: int) -> list[int] | None:
-        """Seeds of the slots that lie in the claimed range."""
+        """Claims a range and returns the seeds of the slots that lie in it."""
         return self._seeds(self._source.claim(nbytes))
 
     def unclaim(self) -> None:
@@ -63,7 +63,7 @@ class Stock:
         return None if slot_ids is None else [slot_id_to_seed[slot_id] for slot_id in slot_ids]
 
     def clear(self) -> None:
-        """Frees everything, for the next test."""
+        """Frees every slot for the next test."""
         for slot in self._slots.values():
             self._source.free(slot)
         self._slots.clear()
@@ -74,7 +74,7 @@ class Stock:
 
 class Peer(Protocol):
     name: str
-    """Of its transfer agent."""
+    """This is the name of its transfer agent."""
 
     def offer(self, seed: int, shape: Shape, is_claimed: bool = False) -> FeatureTicket: ...
 
@@ -100,7 +100,7 @@ class Peer(Protocol):
 
 
 class LocalPeer(Stock):
-    """In this process; its freezing and dying are the hub's."""
+    """A `LocalPeer` is a source in this process; the hub makes it freeze and die."""
 
     def __init__(self, hub: LocalChannelHub) -> None:
         self.name = f"enc-{next(_NAMES)}"
@@ -118,7 +118,7 @@ class LocalPeer(Stock):
 
 
 def _serve(connection: Any, name: str) -> None:
-    """The other process: commands in, results out, until the pipe ends."""
+    """Serves a source in the other process: it receives commands and sends results until the pipe ends."""
     from fabric.channel_nixl import NixlFeatureSource
 
     stock = Stock(NixlFeatureSource(name, ARENA_BYTES))
@@ -134,7 +134,7 @@ def _serve(connection: Any, name: str) -> None:
 
 
 class ProcessPeer:
-    """A NIXL source in a spawned process; freezing and dying are signals."""
+    """A `ProcessPeer` is a NIXL source in a spawned process; signals make it freeze and die."""
 
     def __init__(self) -> None:
         self.name = f"enc-{os.getpid()}-{next(_NAMES)}"
@@ -198,7 +198,8 @@ class ProcessPeer:
 
 
 class World:
-    """The peers of one transport. They are slow to make, so tests share two; only those that kill make their own."""
+    """Makes the peers of one transport. They are slow to make, so tests share two; only tests that kill a peer make
+    their own."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

@@ -1,4 +1,4 @@
-"""Two processes learn as one would from the whole batch."""
+"""Checks that two processes learn as one process learns from the whole batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What each stage of the demo model's training shows, and what it moves: one step of each."""
+"""Checks what each stage of the demo model's training shows and which parameters it moves, with one step of each
+stage."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ ALL = ("visual", "audio_tower", "language_model", "lm_head")
 
 @pytest.fixture(autouse=True)
 def words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where espeak-ng is not installed, each word is a tone of its own: what is learned here does not matter."""
+    """Replaces each word by a tone of its own where espeak-ng is not installed; what the model learns does not matter
+    here."""
 
     def tone(word: str, voice: str, words_per_minute: int, pitch: int) -> np.ndarray:
         hertz = 200 + 10 * (sum(map(ord, word + voice)) % 50) + pitch
@@ -39,7 +41,8 @@ def words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Iterator[Any]:
-    """Its files but the weights are in `tmp_path`. A cluster in this process has turned gradients off for good."""
+    """Yields the model, whose files except for the weights are in `tmp_path`. It enables gradients because a cluster in
+    this process turns them off permanently."""
     model = load_trainable(write_all_but_weights(tmp_path), 0, demo_checkpoint())
     prepare_model(model)
     with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""What a member believes of the others while the directory restarts."""
+"""Checks what a member believes about the other members while the directory restarts."""
 
 from __future__ import annotations
 

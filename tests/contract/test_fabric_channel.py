@@ -1,6 +1,6 @@
-"""One suite for every feature channel: a copy inside one process, and NIXL from a process of its own.
+"""Runs one suite for every feature channel: a copy inside one process, and NIXL from a process of its own.
 
-A frozen source is one that was stopped before the sink ever connected: what is under way then stays under way.
+A frozen source is one that was stopped before the sink ever connected; a pull from it then stays in progress.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fabric.slots import HEADER_BYTES
 
 PATIENCE_S = 30.0
 TIMEOUT_S = 5.0
-"""Of pulls, on the sink's own clock: it passes when a test says so."""
+"""Limits pulls on the sink's own clock, which advances when a test says so."""
 SHAPE = (1, 64, 16)
 NBYTES = 4096
 SLOT_BYTES = NBYTES + HEADER_BYTES
@@ -44,7 +44,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def sink(world: World, clock: ManualClock) -> Iterator[FeatureSink]:
-    """Connected to nobody yet."""
+    """Yields a sink that is not connected to any peer yet."""
     sink = world.make_sink(INBOX_SLOTS * SLOT_BYTES, clock)
     yield sink
     sink.close()
@@ -66,14 +66,14 @@ def other(world: World) -> Iterator[Peer]:
 
 @pytest.fixture
 def mortal(world: World) -> Iterator[Peer]:
-    """A peer that may be killed."""
+    """Yields a peer that a test may kill."""
     mortal = world.make_peer()
     yield mortal
     mortal.close()
 
 
 def eventually(condition: Callable[[], bool]) -> None:
-    """For what happens in another thread or process and has nobody to tell it."""
+    """Waits for an event in another thread or process that sends no notification."""
     give_up_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < give_up_s, "did not happen"
@@ -86,8 +86,8 @@ def is_empty(sink: FeatureSink) -> bool:
 
 
 def freeze_with_pull(peer: Peer, sink: FeatureSink) -> Future[LandedFeature]:
-    """A pull that is under way, from a peer that will not answer. Pulls begin in order, so once the one from
-    nowhere has failed, the one before it has begun."""
+    """Returns a pull in progress from a peer that will not answer. Pulls begin in order, so once the pull from an
+    unknown source has failed, the one before it has begun."""
     ticket = peer.offer(1, SHAPE)
     peer.freeze()
     future = sink.pull(ticket, TIMEOUT_S)
@@ -148,7 +148,7 @@ def test_a_source_tells_full_from_too_large_and_frees_once(peer):
 
 
 def test_a_source_names_idle_slots_where_giving_them_up_makes_room(peer):
-    """Four slots of a quarter each: what is asked for must fit between the ones that stay."""
+    """There are four slots of a quarter each: the requested slot must fit between the slots that stay."""
     quarter = (1, ARENA_BYTES // 256 - 1, 16)
     quarter_bytes, half_bytes = ARENA_BYTES // 4 - 64, ARENA_BYTES // 2 - 64
     for seed in range(4):
@@ -169,7 +169,7 @@ def test_a_source_names_idle_slots_where_giving_them_up_makes_room(peer):
 
 
 def test_a_source_keeps_a_claimed_range_for_what_it_was_claimed_for(peer):
-    """Nothing else is placed there, and it can be had once those that lie there are freed."""
+    """No other slot is placed in the range, and it is available once the slots that lie in it are freed."""
     quarter, half = (1, ARENA_BYTES // 256 - 1, 16), (1, ARENA_BYTES // 128 - 1, 16)
     for seed in range(3):
         peer.offer(seed, quarter)

@@ -1,5 +1,5 @@
-"""NIXL over TCP alone: here a peer's own process sends the bytes, so one that is stopped in the middle of a transfer
-sends the rest when it wakes up. Dropping the connection did not stop that with NIXL 1.5.1."""
+"""Checks NIXL over TCP alone: here a peer's own process sends the bytes, so a process that is stopped in the middle of
+a transfer sends the rest when it wakes up. Dropping the connection did not stop that with NIXL 1.5.1."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NBYTES = 4 << 20
 
 
 def wake_up_late() -> None:
-    """In a process of its own, with a sink for two features and a small one."""
+    """Runs in a process of its own, with a sink for two features and a small one."""
     from fabric.channel_nixl import NixlFeatureSink
 
     peer, other = ProcessPeer(), ProcessPeer()

@@ -1,4 +1,4 @@
-"""One suite for every message plane: inside a process and over ZeroMQ."""
+"""Runs one suite for every message plane: inside a process and over ZeroMQ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from fabric.plane_zmq import ZmqPlane
 
 PATIENCE_S = 30.0
 QUEUE = 64
-"""Room for each peer in the planes of this suite; sockets add their own."""
+"""The planes of this suite queue this many messages, or a multiple of it, for each peer; sockets have queues of their
+own."""
 MORE_THAN_ANY_QUEUE = 20_000
 KEYS = PlaneKeys.make()
 
@@ -31,7 +32,7 @@ def message(number: int, request: str = "r") -> AbortAttempt:
 
 
 class Inbox:
-    """A handler that lets a test wait for a number of messages."""
+    """Collects messages as a handler and lets a test wait for a number of them."""
 
     def __init__(self) -> None:
         self.messages: list[PlaneMessage] = []
@@ -53,7 +54,7 @@ class Inbox:
 
 @pytest.fixture(params=["local", "zmq"])
 def make_plane(request: pytest.FixtureRequest) -> Iterator[Callable[..., Plane]]:
-    """Makes endpoints that reach each other; closes them all at the end."""
+    """Makes endpoints that reach each other, and closes all of them at the end."""
     hub, numbers, planes = LocalHub(max_messages=QUEUE * 20), itertools.count(), []
 
     def make() -> Plane:
@@ -229,7 +230,7 @@ async def test_what_can_not_be_sent_fails_at_the_sender(make_plane):
     assert await inbox.wait_for(1) == [message(1)]
 
 
-# ---------------------------------------------------------------- of one plane only
+# ---------------------------------------------------------------- tests of one plane only
 
 
 @pytest.fixture

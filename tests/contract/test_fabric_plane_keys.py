@@ -1,4 +1,4 @@
-"""Who lacks the cluster's keys gets nothing into the message plane and nothing out of it."""
+"""Checks that a process without the cluster's keys can neither send into the message plane nor receive from it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make_plane() -> Iterator[Callable[[PlaneKeys], ZmqPlane]]:
 
 @pytest.fixture
 def make_socket() -> Iterator[Callable[[int], zmq.Socket[bytes]]]:
-    """Sockets of a stranger's own context."""
+    """Makes sockets in a stranger's own context."""
     context, sockets = zmq.Context(), []
 
     def make(kind: int) -> zmq.Socket[bytes]:
@@ -53,7 +53,7 @@ def make_socket() -> Iterator[Callable[[int], zmq.Socket[bytes]]]:
 
     yield make
     for each in sockets:
-        monitor = each.get_monitor_socket()  # the same again, if there was one
+        monitor = each.get_monitor_socket()  # it is the same monitor again, if there was one
         each.disable_monitor()
         monitor.close()
         each.close()
@@ -61,7 +61,7 @@ def make_socket() -> Iterator[Callable[[int], zmq.Socket[bytes]]]:
 
 
 def wait_turned_away(monitor: zmq.Socket[bytes]) -> None:
-    """Until the peer has ended the handshake."""
+    """Waits until the peer has ended the handshake."""
     while True:
         assert monitor.poll(PATIENCE_MS), "nobody turned the stranger away"
         if recv_monitor_message(monitor)["event"] in TURNED_AWAY:
@@ -69,7 +69,7 @@ def wait_turned_away(monitor: zmq.Socket[bytes]) -> None:
 
 
 class Inbox:
-    """A handler that lets a test wait for a message."""
+    """Collects messages as a handler and lets a test wait for one."""
 
     def __init__(self) -> None:
         self.messages: list[PlaneMessage] = []
@@ -87,7 +87,7 @@ class Inbox:
 
 
 async def arrived_before_a_member_s(plane: ZmqPlane, member: ZmqPlane) -> list[PlaneMessage]:
-    """Everything that the plane delivers up to a message of a true member."""
+    """Returns everything that the plane delivers before the message of a true member."""
     inbox = Inbox()
     plane.start(inbox)
     member.send(plane.address, TRUE)
@@ -116,7 +116,8 @@ async def test_nothing_of_a_stranger_comes_in(make_plane, make_socket, keys: Pla
 
 
 async def test_the_keys_let_one_in(make_plane, make_socket) -> None:
-    """The same socket as a stranger's, with the right keys: what the other tests see is the keys' doing."""
+    """The socket is the same as a stranger's but has the right keys: this shows that the keys cause what the other
+    tests see."""
     plane, third, inbox = make_plane(), make_socket(zmq.PUSH), Inbox()
     KEYS.secure_sender(third)
     third.connect(plane.address)
@@ -128,7 +129,7 @@ async def test_the_keys_let_one_in(make_plane, make_socket) -> None:
 
 @pytest.mark.parametrize("keys", [None, OTHERS], ids=["no keys", "another cluster's"])
 async def test_nothing_goes_out_to_a_stranger(make_plane, make_socket, keys: PlaneKeys | None) -> None:
-    """A member is told of an address where a stranger listens."""
+    """A member sends to an address where a stranger listens."""
     member, listener = make_plane(), make_socket(zmq.PULL)
     if keys is not None:
         listener.setsockopt(zmq.CURVE_SERVER, 1)
@@ -141,7 +142,7 @@ async def test_nothing_goes_out_to_a_stranger(make_plane, make_socket, keys: Pla
 
 
 async def test_nothing_can_be_read_on_the_way(make_plane) -> None:
-    """A relay between two members sees the whole conversation, and nothing of the message."""
+    """A relay between two members sees the whole conversation, but cannot read any of the message."""
     plane, member, inbox = make_plane(), make_plane(), Inbox()
     plane.start(inbox)
     place = urlsplit(plane.address)

@@ -1,4 +1,4 @@
-"""The front end's own server: several on one port, and a stop that lets open answers be read."""
+"""Checks the front end's own server: several servers share one port, and a stop lets clients read open answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def free_port() -> int:
 
 
 class NamedApp:
-    """Answers its name and counts; then, where it is held, waits to be let go on and answers it again."""
+    """Answers with its name and counts the answers; while it is held, it then waits until the test lets it continue,
+    and sends its name again."""
 
     def __init__(self, name: str) -> None:
         self.num_answers = 0
@@ -55,7 +56,8 @@ def get(port: int) -> bytes:
 
 
 async def test_front_ends_of_one_host_share_a_port_and_one_that_stops_leaves_it_to_the_other() -> None:
-    """The kernel spreads connections over those that listen: 64 of them never all reach one by chance."""
+    """The kernel spreads connections over the listening sockets: it is practically impossible that 64 of them all reach
+    one by chance."""
     port = free_port()
     apps = [NamedApp("one"), NamedApp("two")]
     servers = [HttpServer(app, HOST, port) for app in apps]  # type: ignore[arg-type]
@@ -84,7 +86,8 @@ def test_a_port_of_somebody_else_is_refused_by_name() -> None:
 
 
 async def test_a_stop_waits_for_answers_that_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deploy.http_server, "CLOSE_S", 30 * deploy.http_server.CLOSE_S)  # however busy the machine is
+    # the limit must not end the wait on a busy machine
+    monkeypatch.setattr(deploy.http_server, "CLOSE_S", 30 * deploy.http_server.CLOSE_S)
     app = NamedApp("x")
     app.goes_on.clear()
     server = HttpServer(app, HOST, 0)  # type: ignore[arg-type]
@@ -105,7 +108,8 @@ async def test_a_stop_waits_for_answers_that_are_under_way(monkeypatch: pytest.M
 
 
 async def test_a_stop_tells_open_streams_how_they_end() -> None:
-    """The router ends its requests, then the server closes: the client reads an error event, not a cut connection."""
+    """The router ends its requests, then the server closes: the client reads an error event instead of a cut
+    connection."""
     async with fake_cluster() as cluster:
         cluster.workers[0].script.pause_at = 2
         server = HttpServer(create_app(cluster.service), HOST, 0)
@@ -124,11 +128,12 @@ async def test_a_stop_tells_open_streams_how_they_end() -> None:
         writer.close()
 
 
-# ---------------------------------------------------------------- what a client may cost the event loop
+# ---------------------------------------------------------------- the cost of a client for the event loop
 
 
 class BodyApp:
-    """Reads the body, and answers how long it was; or answers at once, and reads it then."""
+    """Reads the body and records how long it was, before it answers; with `is_early` it starts its answer first and
+    reads the body then."""
 
     def __init__(self) -> None:
         self.num_bytes: list[int] = []
@@ -154,13 +159,13 @@ class BodyApp:
 
 
 def chunked(body: bytes, num_bytes: int) -> bytes:
-    """In chunks of that size."""
+    """Returns the body in chunks of `num_bytes`."""
     pieces = [body[at : at + num_bytes] for at in range(0, len(body), num_bytes)]
     return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
 
 
 def post(port: int, *parts: bytes, head: bytes = b"Transfer-Encoding: chunked") -> bytes:
-    """What is answered until the server closes, or has answered in full."""
+    """Returns the answer, read until the server closes the connection."""
     with socket.create_connection((HOST, port), timeout=60) as client:
         with contextlib.suppress(ConnectionError):
             client.sendall(b"POST / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n" + head + b"\r\n\r\n")
@@ -199,12 +204,12 @@ async def test_bodies_in_ordinary_chunks_are_read(
 async def test_a_body_in_very_many_chunks_is_refused_before_it_is_parsed_whole(
     body_server: tuple[BodyApp, int], num_chunk_bytes: int, is_early: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each takes the event loop some microseconds: 32 MiB of single bytes took minutes of it. Also a body that is only
-    read to be dropped, for it was refused."""
+    """Each chunk takes the event loop some microseconds: 32 MiB of single bytes took minutes of it. The limit also
+    holds for a body that is refused and is read only to be dropped."""
     app, port = body_server
     app.is_early = is_early
     answer = await asyncio.to_thread(post, port, chunked(bytes(2**16 * num_chunk_bytes), num_chunk_bytes))
-    early = (b"HTTP/1.1 413", b"HTTP/1.1 400")  # the second if all came before the app was asked
+    early = (b"HTTP/1.1 413", b"HTTP/1.1 400")  # it is the second if all chunks came before the server called the app
     assert answer.startswith(early if is_early else b"HTTP/1.1 400")
     (num_bytes,) = app.num_bytes
     assert num_bytes <= 10_000 * num_chunk_bytes
@@ -215,7 +220,7 @@ async def test_a_body_in_very_many_chunks_is_refused_before_it_is_parsed_whole(
 
 
 async def test_no_other_protocol_is_taken(body_server: tuple[BodyApp, int]) -> None:
-    """A parser of web sockets would be one more that clients' bytes reach."""
+    """Web sockets would add one more parser that clients' bytes reach."""
     app, port = body_server
     head = b"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\nContent-Length: 3\r\n"
     head += b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA=="

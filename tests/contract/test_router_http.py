@@ -1,5 +1,5 @@
-"""Real clients against the router's HTTP edge: the OpenAI library over a real uvicorn, with fake members behind; and
-the demo checkpoint's own tokenizer and family in front of them."""
+"""Runs real clients against the router's HTTP edge: the OpenAI library over a real uvicorn, with fake members behind
+the router, and the demo checkpoint's own tokenizer and family."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ async def test_demo_model_renders_plans_and_answers(tmp_path: Path) -> None:
 async def send(
     port: int, body: bytes, receive_buffer: int | None = None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A request by hand; returns while the body may still be on its way."""
+    """Sends a request by hand; it returns while the body may still be in transit."""
     sock = socket.socket()
     if receive_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -164,7 +164,8 @@ async def send(
 
 
 async def settled_slowly(condition) -> None:  # type: ignore[no-untyped-def]
-    """As `settled`, for what passes through sockets: gives the selector time instead of spinning."""
+    """Waits as `settled` does, for conditions that depend on sockets: it gives the selector time instead of
+    spinning."""
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110 - nothing tells when a socket's end is noticed
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""One Ray cluster for all tests that only need the laptop's defaults."""
+"""Starts one Ray cluster for all tests that need only the laptop's defaults."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What nobody should send, through HTTP and the whole cluster: each a 400 that names the part, the neighbours of it
-unharmed, and the cluster as well afterwards as before."""
+"""Sends bad media through HTTP and the whole cluster: each is answered with a 400 that names the part, other requests
+are not affected, and the cluster is as healthy afterwards as before."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def picture_file(name: str) -> bytes:
 
 
 def png_of(width: int, height: int) -> bytes:
-    """A PNG whose header promises so much; there is hardly anything behind it."""
+    """Returns a PNG whose header promises this size, followed by hardly any data."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -55,7 +55,7 @@ def png_of(width: int, height: int) -> bytes:
 
 
 def silence(seconds: int) -> bytes:
-    """FLAC at 8 kHz: a few bytes per second."""
+    """Returns silent FLAC at 8 kHz, which takes a few bytes per second."""
     buffer = io.BytesIO()
     with av.open(buffer, "w", format="flac") as container:
         stream = container.add_stream("flac", rate=8000, layout="mono")
@@ -79,7 +79,7 @@ def cut(data: bytes, share: float = 0.5) -> bytes:
 
 
 def spoilt(data: bytes) -> bytes:
-    """The first bytes are right, all others noise."""
+    """Returns data whose first bytes are right and whose other bytes are noise."""
     return data[:32] + NOISE
 
 

@@ -1,4 +1,4 @@
-"""The real cluster (Ray, Serve, NIXL, sockets) as an ordinary OpenAI client sees it."""
+"""Checks the real cluster (Ray, Serve, NIXL, sockets) as an ordinary OpenAI client sees it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def test_openai_client_streams_text_about_a_picture(cluster: ClusterProcess, ref
 
 
 def test_streamed_token_ids_are_those_of_the_whole_answer(cluster: ClusterProcess) -> None:
-    """`return_token_ids` (vLLM's extension): each id in exactly one chunk, stop strings cut alike."""
+    """Checks `return_token_ids` (vLLM's extension): each id comes in exactly one chunk, and stop strings cut both
+    answers alike."""
     messages = user("What can you do?")
     whole = ask(cluster, messages, 24)
     text = whole["choices"][0]["message"]["content"]
@@ -142,7 +143,7 @@ def test_tokens_equal_transformers(cluster: ClusterProcess, reference: Reference
 
 
 def test_same_text_other_picture_shares_only_the_text_in_front(cluster: ClusterProcess) -> None:
-    """The second request hits the text blocks before the picture, the third everything and encodes nothing."""
+    """The second request hits the text blocks before the picture; the third hits everything and encodes nothing."""
     prefix = "Please look very carefully at the picture that follows these words and tell me what you see in it. " * 2
     first = ask(cluster, user(prefix, image_part(41)))
     assert first["usage"]["prompt_tokens_details"]["cached_tokens"] < BLOCK * 2

@@ -1,4 +1,4 @@
-"""The command line as a user meets it."""
+"""Checks the command line as a user uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weft demo` against a real server of the whole cluster in one process."""
+"""Checks `weft demo` against a real server of the whole cluster in one process."""
 
 from __future__ import annotations
 

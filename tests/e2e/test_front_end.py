@@ -1,4 +1,5 @@
-"""Why the router has its own HTTP server (docs/adr/0001): a slow reader, a 1 GB body, and where it listens."""
+"""Checks the reasons why the router has its own HTTP server (docs/adr/0001): a slow reader, a body of 1 GB, and the
+addresses that it listens on."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def head(cluster: ClusterProcess, length: int | None) -> bytes:
 
 
 def listeners(cluster: ClusterProcess) -> set[tuple[str, int]]:
-    """Addresses on which the cluster's processes listen."""
+    """Returns the addresses on which the cluster's processes listen."""
     root = psutil.Process(cluster.process.pid)
     found = set()
     for process in [root, *root.children(recursive=True)]:
@@ -51,8 +52,8 @@ def test_http_listens_on_loopback_only(cluster: ClusterProcess) -> None:
 
 
 def test_planes_and_transfers_stay_on_loopback(cluster: ClusterProcess) -> None:
-    """What moves messages and features between members must not be reachable from outside. Ray's own servers listen on
-    every interface and ask for the cluster's token; they speak HTTP/2, which neither ZeroMQ nor UCX does."""
+    """The sockets that move messages and features between members must not be reachable from outside. Ray's own servers
+    listen on every interface and require the cluster's token; they speak HTTP/2, which neither ZeroMQ nor UCX does."""
     with cluster.client() as client:
         members = client.get("/weft/members").json()["members"]
     assert {member["kind"] for member in members} == {"worker", "encoder"}
@@ -64,7 +65,7 @@ def test_planes_and_transfers_stay_on_loopback(cluster: ClusterProcess) -> None:
 
 
 def speaks_http2(port: int) -> bool:
-    """Whether the server there answers HTTP/2's opening with a frame of settings."""
+    """Returns whether the server at the port answers HTTP/2's opening with a frame of settings."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as client:
         client.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0")
         try:
@@ -75,7 +76,7 @@ def speaks_http2(port: int) -> bool:
 
 
 def outside(listeners: list[Any]) -> list[Any]:
-    """Those that are reachable from another machine."""
+    """Returns the listeners that are reachable from another machine."""
     return [each for each in listeners if not ipaddress.ip_address(each.laddr.ip).is_loopback]
 
 
@@ -89,7 +90,8 @@ def test_a_declared_gigabyte_is_refused_before_it_is_read(cluster: ClusterProces
 
 
 def test_an_undeclared_gigabyte_is_cut_off_while_it_arrives(cluster: ClusterProcess) -> None:
-    """Chunked, so nothing is known beforehand: the answer comes long before the end, and memory stays flat."""
+    """The body is chunked, so its size is not known in advance: the answer comes long before its end, and memory stays
+    flat."""
     processes = [psutil.Process(cluster.process.pid), *psutil.Process(cluster.process.pid).children(recursive=True)]
     before = max(process.memory_info().rss for process in processes)
     piece = b"x" * (1 << 20)
@@ -117,7 +119,7 @@ def test_an_undeclared_gigabyte_is_cut_off_while_it_arrives(cluster: ClusterProc
 
 
 def test_a_slow_reader_delays_nobody(cluster: ClusterProcess) -> None:
-    """One client asks for a long answer and does not read; others are served to their end meanwhile."""
+    """One client asks for a long answer and does not read it; other clients get their whole answers meanwhile."""
     body = json.dumps(
         {"model": cluster.model, "messages": user("Go on"), "max_tokens": 2000, "ignore_eos": True, "stream": True}
     ).encode()

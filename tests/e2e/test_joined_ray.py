@@ -1,4 +1,4 @@
-"""`weft serve` on a Ray that somebody else has started, with an environment that knows nothing of Weft."""
+"""Checks `weft serve` on a Ray that another process has started, with an environment that knows nothing of Weft."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.nixl, pytest.mark.torch]
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 PATIENCE = ("RAY_gcs_rpc_server_reconnect_timeout_s", "300")
-"""Ray's processes end themselves when its head has not answered for so long, of itself 60 s: on a machine whose cores
-are all taken it may only be slow. A head that is dead still fails the tests, by their own times."""
+"""Ray's processes end themselves when their head has not answered for this long; Ray's default is 60 s. On a machine
+whose cores are all busy the head may only be slow. A dead head still fails the tests, through their own time limits."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,8 +41,9 @@ def _patience() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def foreign_ray(_patience: None) -> Iterator[tuple[str, psutil.Process]]:
-    """A Ray of its own: address and process. It has the token of this run, and no switch of Weft's. It chooses its port
-    itself: a port that somebody else has chosen and let go may be another's by the time that Ray listens on it."""
+    """Yields address and process of a separate Ray. It has the token of this run, and none of Weft's switches. It
+    chooses its port itself: a port that another process chose and released may be taken by the time that Ray listens on
+    it."""
     kept = ("PATH", "HOME", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", PATIENCE[0])
     environment = {name: os.environ[name] for name in kept if name in os.environ}
     folder = Path(tempfile.mkdtemp(prefix="r-"))
@@ -65,7 +66,7 @@ def foreign_ray(_patience: None) -> Iterator[tuple[str, psutil.Process]]:
         assert process.poll() is None, f"the Ray ended by itself:\n{last_words(folder)}"
     finally:
         tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-        for each in tree:  # asked to end, it would drain for half a minute
+        for each in tree:  # if it is asked to end, it drains for half a minute
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
         process.wait()
@@ -74,7 +75,7 @@ def foreign_ray(_patience: None) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def last_words(folder: Path) -> str:
-    """The ends of what the parts of a Ray wrote before it ended."""
+    """Returns the ends of the logs that the parts of a Ray wrote before it ended."""
     logs = folder / "session_latest" / "logs"
     names = ("ray_process_exit.log", "gcs_server.out", "raylet.out", "dashboard_agent.log", "runtime_env_agent.log")
     files = [folder / "log", *(logs / name for name in names)]
@@ -82,7 +83,7 @@ def last_words(folder: Path) -> str:
 
 
 def actors(ray: psutil.Process, name: str) -> list[psutil.Process]:
-    """Live ones below the Ray whose title has the name."""
+    """Returns the live processes below the Ray whose command line contains the name."""
     found = []
     for process in ray.children(recursive=True):
         try:
@@ -94,7 +95,7 @@ def actors(ray: psutil.Process, name: str) -> list[psutil.Process]:
 
 
 def is_clear(ray: psutil.Process, cluster: str = "weft") -> bool:
-    """Whether nothing of a cluster of that name is left on the Ray, nor any directory."""
+    """Returns whether no replica of a cluster of that name is left on the Ray, and no directory."""
     return not actors(ray, f"ServeReplica:{cluster}:") and not actors(ray, "DirectoryActor")
 
 
@@ -111,7 +112,7 @@ def answer(cluster: ClusterProcess, max_tokens: int = 12, **fields: Any) -> dict
 
 
 def kill_at_once(cluster: ClusterProcess) -> None:
-    """Supervisor and server, by a signal that neither hears."""
+    """Kills supervisor and server with a signal that neither can handle."""
     tree = [psutil.Process(cluster.process.pid), *psutil.Process(cluster.process.pid).children(recursive=True)]
     for each in tree:
         each.suspend()

@@ -1,4 +1,5 @@
-"""The log of a real cluster: every process writes where `weft serve` says, and a request's way can be followed."""
+"""Checks the log of a real cluster: every process writes where `weft serve` says, and the log shows the path of a
+request."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ SECRET = "open sesame"
 
 
 def said_folder(cluster: ClusterProcess) -> Path:
-    """Where the command says that the logs are."""
+    """Returns the folder that the command names as the place of the logs."""
     match = re.search(r"the log of every process is in (\S+) \(json, from level debug\)", cluster.log.read_text())
     assert match is not None
     return Path(match[1])
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    """Of all processes; every line of every file is an object."""
+    """Returns the lines of all processes; every line of every file is an object."""
     return [json.loads(line) for path in folder.glob("*.log") for line in path.read_text().splitlines()]
 
 

@@ -1,5 +1,5 @@
-"""Videos, sounds and the failure ladder through the whole cluster: what is asked for is what is planned, and what was
-taken away is told."""
+"""Checks videos, sounds and the failure ladder through the whole cluster: the plan matches what the request asks for,
+and the answer names what was taken away."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ SOUND = {"type": "audio_url", "audio_url": {"url": data_url(sound_file("flac"), 
 
 
 class TightEncoder:
-    """Runs out of memory on pictures of more than `max_patches`, and stands still on sounds until it is let go on."""
+    """Runs out of memory on pictures of more than `max_patches`, and blocks on sounds until the test lets it
+    continue."""
 
     def __init__(self, model: EncoderModel) -> None:
         self.max_patches: int | None = None
@@ -57,7 +58,7 @@ async def serving() -> AsyncIterator[tuple[LocalCluster, TightEncoder, httpx.Asy
     ):
         (encoder,) = cluster.encoders.services.values()
         tight = encoder._forward._model = TightEncoder(encoder._forward._model)
-        encoder._forward._probe_inputs = ()  # it is tighter than any device that has started
+        encoder._forward._probe_inputs = ()  # it has less memory than any device that has started
         yield cluster, tight, client
 
 

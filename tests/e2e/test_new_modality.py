@@ -1,5 +1,5 @@
-"""A modality that Weft does not ship, registered from outside: clouds of points go through the whole cluster and change
-what is answered. Nothing of Weft is changed for it."""
+"""Checks a modality that Weft does not ship and that is registered from outside: point clouds pass through the whole
+cluster and change the answer, without any change to Weft."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ pytestmark = pytest.mark.torch
 
 @pytest.fixture
 def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Registered for the time of the test."""
+    """Registers the modality for the time of the test and returns the folder of its model."""
     for name in ("_modality_to_plugin", "_part_type_to_plugin", "_architecture_to_loader"):
         monkeypatch.setattr(REGISTRY, name, dict(getattr(REGISTRY, name)))
     monkeypatch.setattr(samples, "MODALITY_TO_SAMPLES", samples.MODALITY_TO_SAMPLES)
-    monkeypatch.setitem(samples.MODALITY_TO_SAMPLES, POINTS, None)  # taken out again at the end
+    monkeypatch.setitem(samples.MODALITY_TO_SAMPLES, POINTS, None)  # the fixture removes it at the end
     register(REGISTRY)
     return write_model(tmp_path)
 

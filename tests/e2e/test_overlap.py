@@ -1,4 +1,5 @@
-"""With an encoder slowed on purpose nobody else waits, and the text in front of the picture is computed first."""
+"""Checks that an encoder that is slowed on purpose delays no other request, and that the text before the picture is
+computed first."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ async def test_slow_encoder_delays_only_what_needs_it() -> None:
         picture = asyncio.create_task(ask("picture", user(prefix, image_part(81))))
         async with asyncio.timeout(60):
             while not _at_doorstep(await client.get("/metrics")):  # noqa: ASYNC110 -- it is HTTP that is polled
-                await asyncio.sleep(0.01)  # the cluster's threads are in this process: they need the interpreter too
+                await asyncio.sleep(0.01)  # the cluster's threads run in this process and need the interpreter too
         await ask("text", user("Hello"))
         answer = await picture
         trace = (await client.get(f"/weft/requests/{answer['id']}")).json()

@@ -1,4 +1,5 @@
-"""Token for token what `transformers` generates, through router, encoder and worker, at every chunk size."""
+"""Checks, token for token and at every chunk size, that router, encoder and worker generate what `transformers`
+generates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Calls to a named replica on real Ray Serve: the four situations that hung it before the guards (design, traps)."""
+"""Checks calls to a named replica on real Ray Serve, in the four situations that made it hang before the guards (they
+are listed as traps in the design)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from fabric.ids import MemberId
 
 pytestmark = pytest.mark.ray
 
-# Replicas can't import a test module: its classes travel by value.
+# Replicas cannot import a test module, so its classes travel by value.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 PINNED = RequestRouterConfig(request_router_class=PinnedRequestRouter, request_router_kwargs={"unknown_grace_s": 2.0})
@@ -31,7 +32,7 @@ ACTOR = {"num_cpus": 0}
 
 
 class Target:
-    """A replica that says who it is and can be held."""
+    """A `Target` is a replica that gives its name and that a test can hold."""
 
     def __init__(self) -> None:
         self._released = asyncio.Event()
@@ -89,7 +90,7 @@ def handles() -> Iterator[tuple[DeploymentHandle, DeploymentHandle]]:
 
 
 def names(targets: DeploymentHandle) -> list[str]:
-    """The unique ids of both replicas, asked without a pin."""
+    """Returns the unique ids of both replicas; it asks for them without a pin."""
     found: set[str] = set()
     while len(found) < 2:
         found.add(targets.who.remote().result(timeout_s=20))
@@ -116,7 +117,7 @@ def test_one_request_reaches_two_replicas_at_once(handles: tuple[DeploymentHandl
 
 
 def test_a_pin_that_nobody_ever_saw_fails_after_a_moment(handles: tuple[DeploymentHandle, DeploymentHandle]) -> None:
-    """The moment is for replicas that have just started; nobody else waits in it."""
+    """The short wait is for replicas that have just started; it delays no other call."""
     _, targets = handles
     with pytest.raises(TargetGone, match="replica nobody is gone"):
         call(targets, "who", "nobody")
@@ -148,14 +149,14 @@ def test_a_full_replica_does_not_block_the_other(handles: tuple[DeploymentHandle
                 task.cancel()
             ended = await asyncio.gather(queued, *held, return_exceptions=True)
         assert all(isinstance(outcome, asyncio.CancelledError) for outcome in ended)
-        # Cancelling frees the slots: the full replica answers again.
+        # The cancellation frees the slots, so the full replica answers again.
         assert await asyncio.wait_for(call_pinned(targets.who, pin, EncoderLost), 20) == full
 
     asyncio.run(run())
 
 
 def test_a_killed_replica_is_lost_then_gone(handles: tuple[DeploymentHandle, DeploymentHandle]) -> None:
-    """In the middle of a call: EncoderLost. Afterwards Serve starts another, under another name."""
+    """A call in progress raises `EncoderLost`. Afterwards Serve starts another replica under another name."""
     _, targets = handles
     victim, survivor = names(targets)
     pid = call(targets, "pid", victim)
@@ -174,8 +175,8 @@ def test_a_killed_replica_is_lost_then_gone(handles: tuple[DeploymentHandle, Dep
 
 
 def test_no_replica_at_all_fails_cleanly(handles: tuple[DeploymentHandle, DeploymentHandle]) -> None:
-    """Neither right after the only one was killed, nor when the deployment is gone, does a call wait for another: the
-    20 s of `call` are for a busy machine, and running into them is a failure."""
+    """A call waits for no other replica, neither right after the only one was killed nor when the deployment is gone:
+    the 20 s of `call` are for a busy machine, and reaching them is a failure."""
     _, targets = handles
     lone = serve.run(
         serve.deployment(Target, name="Lone", ray_actor_options=ACTOR, request_router_config=PINNED).bind(),

@@ -1,4 +1,4 @@
-"""`weft serve` is told to stop: what was accepted ends, and nothing is left on the machine. The tests look."""
+"""Stops `weft serve` and checks that accepted requests end and that nothing is left on the machine."""
 
 from __future__ import annotations
 
@@ -36,26 +36,27 @@ def shared_memory_files() -> set[str]:
 
 
 def segment_makers() -> set[int]:
-    """Processes that made the System V segments that are there."""
+    """Returns the processes that made the existing System V segments."""
     rows = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()]
     return {int(row[rows[0].index("cpid")]) for row in rows[1:]}
 
 
 def marked_processes(mark: str) -> list[str]:
-    """Command lines of the processes whose environment has the mark."""
+    """Returns the command lines of the processes whose environment has the mark."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.environ().get("WEFT_TEST_MARK") == mark:
                 found.append(" ".join(process.cmdline()))
-        except psutil.Error:  # it has ended, or is another user's
+        except psutil.Error:  # it has ended, or belongs to another user
             continue
     return found
 
 
 @contextmanager
 def nothing_is_left(cluster: ClusterProcess) -> Iterator[None]:
-    """What the cluster has at the start of the block is gone at its end, and the command's status is 0."""
+    """Checks that everything that the cluster has at the start of the block is gone at its end, and that the command's
+    status is 0."""
     tree = psutil.Process(cluster.process.pid).children(recursive=True)
     assert len(tree) > 1
     assert any(cluster.temp_dir.iterdir())
@@ -70,7 +71,7 @@ def nothing_is_left(cluster: ClusterProcess) -> Iterator[None]:
 
 
 class Streamed(threading.Thread):
-    """A streamed answer, read in a thread of its own."""
+    """Reads a streamed answer in a thread of its own."""
 
     def __init__(self, cluster: ClusterProcess) -> None:
         super().__init__()
@@ -107,7 +108,7 @@ def request_bytes(content: dict[str, Any]) -> bytes:
 
 @contextmanager
 def idle_connections(cluster: ClusterProcess) -> Iterator[None]:
-    """Connections that were used once and are kept open."""
+    """Keeps connections open that were used once."""
     with ExitStack() as stack:
         for _ in range(NUM_IDLE):
             client = stack.enter_context(connect(cluster))
@@ -144,7 +145,7 @@ def test_what_was_accepted_ends_and_nothing_new_is_taken(in_process: bool) -> No
 
 @both_ways
 def test_a_reader_that_takes_nothing_holds_the_end_up_to_the_limit_alone(in_process: bool) -> None:
-    """Ctrl-C as a terminal sends it: to every process of the group."""
+    """The test sends Ctrl-C as a terminal does: to every process of the group."""
     with start_cluster(in_process=in_process, workers={"replicas": 1}, server={"port": 0, "drain_s": 2}) as cluster:
         with connect(cluster) as slow:
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

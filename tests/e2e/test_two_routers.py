@@ -1,4 +1,4 @@
-"""Two routers, and every modality, on real Ray and NIXL: what they answer is what one process answers."""
+"""Checks two routers, and every modality, on real Ray and NIXL: their answers equal those of one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ QUESTIONS: list[tuple[list[Any], dict[str, Any], set[str]]] = [
     (["First", image_part(32), "then", SOUND, "and", VIDEO, "?"], SILENT, {"image", "audio", "video"}),
     (["Only words"], {}, set()),
 ]
-"""Parts, fields of the request, and the modalities that the prompt must hold tokens of."""
+"""Each question has its parts, the fields of the request, and the modalities that the prompt must hold tokens of."""
 
 
 def body(index: int) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def body(index: int) -> dict[str, Any]:
 
 
 def essence(answer: dict[str, Any]) -> tuple[Any, ...]:
-    """What must not depend on who answered."""
+    """Returns the parts of an answer that must not depend on the router that gave it."""
     choice, usage = answer["choices"][0], answer["usage"]
     media = {name: count for name, count in usage["prompt_tokens_details"].items() if name != "cached_tokens"}
     return choice["message"]["content"], choice["token_ids"], answer["prompt_token_ids"], media
@@ -56,7 +56,7 @@ def essence(answer: dict[str, Any]) -> tuple[Any, ...]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[tuple[Any, ...]]:
-    """From one process: direct calls, and features copied within its memory."""
+    """Returns the answers of one process, which uses direct calls and copies features within its memory."""
 
     async def ask_all() -> list[tuple[Any, ...]]:
         local = SECTIONS | {"encoders": SECTIONS["encoders"] | {"decode_processes": 0}}
@@ -83,13 +83,13 @@ def cluster() -> Iterator[ClusterProcess]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # Two can only share a port that they are told.
+    # Two routers can share a port only if the config names it.
     with start_cluster(server={"port": port}, router={"replicas": 2}, **SECTIONS) as running_cluster:
         yield running_cluster
 
 
 def ask(cluster: ClusterProcess, index: int) -> tuple[dict[str, Any], str]:
-    """The answer, and the router that gave it. A connection of its own goes to either router."""
+    """Returns the answer and the router that gave it. It opens a new connection, which reaches either router."""
     with cluster.client() as client:
         response = client.post("/v1/chat/completions", json=body(index))
         assert response.status_code == 200, response.text
@@ -100,7 +100,7 @@ def ask(cluster: ClusterProcess, index: int) -> tuple[dict[str, Any], str]:
 
 
 def routers(cluster: ClusterProcess) -> set[str]:
-    """That answer now, as far as a handful of connections tell."""
+    """Returns the routers that answer now, as far as 16 connections show."""
     return {ask(cluster, len(QUESTIONS) - 1)[1] for _ in range(16)}
 
 
@@ -121,7 +121,8 @@ def test_every_modality_is_answered_alike_by_both_routers(
 
 
 def test_features_of_every_modality_went_from_process_to_process(cluster: ClusterProcess) -> None:
-    """Of the questions above: each medium was encoded once or found, moved, and its lease given back."""
+    """For the questions of the first test: each medium was encoded once or found, then moved, and its lease was
+    released."""
     eventually(lambda: cluster.total("weft_encoder_num_leases") == 0)
     assert cluster.total("weft_encoder_transfers_total") >= 6
     assert cluster.total("weft_encoder_items_failed_total") == 0
@@ -133,10 +134,10 @@ def test_features_of_every_modality_went_from_process_to_process(cluster: Cluste
 
 
 def test_both_routers_know_what_the_workers_hold(cluster: ClusterProcess) -> None:
-    """Blocks of the questions above, whichever of the two sent them: either index has every one."""
+    """Each router's index has every block of the questions of the first test, whichever router sent them."""
 
     def indexes() -> dict[float, float]:
-        """Of each router, which the sum of its requests' seconds tells from the other: the keys of its index."""
+        """Maps each router, identified by the sum of its requests' seconds, to the number of keys of its index."""
         scrapes = [cluster.metrics() for _ in range(16)]
         return {scrape["weft_router_e2e_seconds_sum"]: scrape['weft_index_keys{index="prefix"}'] for scrape in scrapes}
 

@@ -1,4 +1,5 @@
-"""A video's units stream: the first is computed in the language model while later ones are still being encoded."""
+"""Checks that the units of a video stream: the language model computes the first ones while later ones are still being
+encoded."""
 
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ pytestmark = pytest.mark.torch
 
 
 def film() -> bytes:
-    """Five seconds; looked at eight times a second it is the model's 32 frames of 10 x 10 patches."""
+    """Returns a video of five seconds; sampled eight times a second, it has the model's 32 frames of 10 x 10
+    patches."""
     rng = np.random.default_rng(5)
     frames = [rng.integers(0, 256, (160, 160, 3), dtype=np.uint8) for _ in range(4)]
     return encode_video([frames[at % 4] for at in range(40)], Clip(codec="mpeg4", num_frames=40, fps=8))
 
 
 async def test_the_first_unit_is_prefilled_before_the_last_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four units, each has a forward of its own, and each forward is preceded by a pause."""
+    """There are four units; each has a forward pass of its own, and a pause precedes each forward pass."""
     monkeypatch.setattr(video_rows, "UNIT_PATCHES", 400)
     config = ClusterConfig.model_validate(
         {

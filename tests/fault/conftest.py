@@ -1,4 +1,4 @@
-"""A Ray cluster of its own: these tests kill parts of it."""
+"""Starts a separate Ray cluster, because these tests kill parts of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from cluster_process import ClusterProcess, start_cluster
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ClusterProcess]:
-    # One with work is nearly always at it. Its arena holds a third of the features of the mixed questions.
+    # An encoder with work is nearly always in a forward pass. Its arena holds a third of the features of the mixed
+    # questions.
     encoders = {"replicas": 2, "decode_processes": 1, "encode_delay_s": 0.05, "arena_bytes": 2**20}
     with start_cluster(encoders=encoders, workers={"replicas": 2}) as running:
         yield running

@@ -1,4 +1,5 @@
-"""An encoder that has more work than time, in a real cluster: it says so in time, and nobody is blamed for it."""
+"""Checks an encoder that has more work than time, in a real cluster: it says so in time, and no member is blamed for
+it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.nixl]
 
 NUM_PICTURES = 24
 DELAY_S = 1.0
-"""Of each forward, which is of one picture: all together take four times what one may take."""
+"""Delays each forward pass, which is of one picture: all together take four times as long as one request may take."""
 TIMEOUT_MS = 6_000
 
 

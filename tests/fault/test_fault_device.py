@@ -1,5 +1,5 @@
-"""A device fails for good in the middle of many requests, a worker's or an encoder's: they go on elsewhere, and end as
-they would have."""
+"""Checks a device of a worker or an encoder that fails permanently in the middle of many requests: the requests
+continue elsewhere and end with the same answers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def chat(number: int, words: str = "") -> ChatRequest:
 
 
 class Device:
-    """Between an engine and its runner. It fails every step once `is_broken`, and each that contains the poison."""
+    """Wraps an engine's executor. It fails every step once `is_broken` is set, and each step that contains the
+    poison."""
 
     def __init__(self, cluster: LocalCluster, worker_id: MemberId) -> None:
         self.is_broken = False
@@ -130,8 +131,8 @@ async def test_a_poisoned_request_among_healthy_ones_fails_alone_and_no_worker_i
 
 
 class EncoderDevice:
-    """Around an encoder's model. It fails every forward once `is_broken`, and each with a wide picture if those are
-    poison."""
+    """Wraps an encoder's model. It fails every forward pass once `is_broken` is set, and each one with a wide picture
+    if `is_wide_poison` is set."""
 
     def __init__(self, cluster: LocalCluster, encoder_id: MemberId) -> None:
         self.is_broken = False

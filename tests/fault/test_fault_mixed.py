@@ -1,5 +1,5 @@
-"""Five hundred requests of all kinds at twelve at once on the real cluster, while its only encoder, or one of its two
-workers, is killed at work: every one is answered, and rightly."""
+"""Sends five hundred requests of all kinds, twelve at a time, to the real cluster, while its only encoder, or one of
+its two workers, is killed at work: every request gets the right answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.nixl]
 NUM_REQUESTS = 500
 NUM_AT_ONCE = 12
 ENCODE_DELAY_S = 0.05
-"""In front of each forward, so that an encoder with work is nearly always in one."""
+"""This delay precedes each forward pass, so that an encoder with work is nearly always in one."""
 ENCODER_LOST = 'weft_router_dispatch_errors_total{code="encoder_lost",kind="encode"}'
 WORKER_LOST = 'weft_router_attempts_total{outcome="worker_lost"}'
 
@@ -25,7 +25,7 @@ def cluster() -> Iterator[ClusterProcess]:
         "replicas": 1,
         "decode_processes": 1,
         "encode_delay_s": ENCODE_DELAY_S,
-        "arena_bytes": 8 * 2**20,  # a third of the features of 500 questions
+        "arena_bytes": 8 * 2**20,  # it holds a third of the features of 500 questions
     }
     with start_cluster(encoders=encoders, workers={"replicas": 2}) as running:
         yield running

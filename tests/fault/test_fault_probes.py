@@ -1,4 +1,4 @@
-"""Probing in helper processes: what a file does to its reader hurts that file alone."""
+"""Checks probing in helper processes: what a file does to the process that reads it affects that file alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def pool() -> AsyncIterator[ProbePool]:
 
 
 async def reader_pid(pool: ProbePool) -> int:
-    """Of the helper that takes the next file."""
+    """Returns the process id of the helper that takes the next file."""
     header = await pool.probe("hostile", b"hello", PARAM)
     assert isinstance(header, ImageHeader)
     assert header.height == 5
@@ -91,7 +91,7 @@ async def test_a_file_that_burns_processor_time_is_refused() -> None:
 
 @pytest.mark.parametrize("data", [b"hang", b"stop", b"oom"])
 async def test_a_reader_that_is_not_given_what_it_needs_blames_no_file(data: bytes) -> None:
-    """It sleeps, is stopped, or is killed for memory: no file's fault that is known."""
+    """The helper sleeps, is stopped, or is killed for its memory: no file is known to be at fault."""
     pool = ProbePool(1, ProbeLimits(timeout_s=0.3), hostile_registry)
     await pool.start()
     with pytest.raises(MachineBusy, match="too busy") as caught:
@@ -133,7 +133,7 @@ async def test_a_helper_that_is_stopped_idle_is_replaced_and_its_file_read() -> 
 
 
 async def hanging_probe(pool: ProbePool, folder: Path) -> asyncio.Task[MediaHeader]:
-    """One that hangs already."""
+    """Returns a probe that already hangs."""
     begun = folder / "begun"
     os.mkfifo(begun)
     task = asyncio.create_task(pool.probe("hostile", b"hang" + os.fsencode(begun), PARAM))
@@ -161,7 +161,7 @@ async def test_who_leaves_at_once_does_too(pool: ProbePool) -> None:
 
 
 async def test_who_leaves_late_ends_nobody_elses(pool: ProbePool, tmp_path: Path) -> None:
-    """Its own file was read already, and the helper is at another's."""
+    """Its own file was already read, and the helper reads another request's file."""
     begun, ended = tmp_path / "begun", tmp_path / "ended"
     for pipe in (begun, ended):
         os.mkfifo(pipe)
@@ -171,7 +171,7 @@ async def test_who_leaves_late_ends_nobody_elses(pool: ProbePool, tmp_path: Path
     await asyncio.to_thread(begun.read_bytes)
     (helper,) = pool._helpers
     helper.end(threading.Event())
-    writer = os.open(ended, os.O_RDWR)  # waits for no reader
+    writer = os.open(ended, os.O_RDWR)  # this mode does not wait for a reader
     os.write(writer, b".")
     header = await others
     os.close(writer)
@@ -221,7 +221,7 @@ async def test_without_processes_a_thread_probes() -> None:
 
 
 def comment_markers(num_bytes: int) -> bytes:
-    """A JPEG of comments that hold nothing, behind which there may be a picture."""
+    """Returns a JPEG of empty comments; a picture may follow them."""
     return b"\xff\xd8" + b"\xff\xfe\x00\x02" * (num_bytes // 4)
 
 
@@ -231,7 +231,8 @@ def image_part(data: bytes, name: str) -> MediaPart:
 
 
 async def test_pictures_that_take_long_to_read_hold_up_no_others() -> None:
-    """Eight JPEGs of 24 MB of comment markers, and pictures of others that come after them."""
+    """Eight JPEGs consist of 24 MB of comment markers each, and ordinary pictures of another request come after
+    them."""
     began_s = time.thread_time()
     with pytest.raises(InvalidMedia):
         ImagePlugin().probe(comment_markers(2**18), PARAM)
@@ -258,12 +259,12 @@ async def test_pictures_that_take_long_to_read_hold_up_no_others() -> None:
 
 
 def own_cpu_s() -> float:
-    """Processor time of this process, all threads together."""
+    """Returns the processor time of this process, all threads together."""
     return time.process_time()
 
 
 class Listed:
-    """A pool that keeps the parts whose headers were read, in order."""
+    """Wraps a pool and lists, in order, the parts whose headers were read."""
 
     def __init__(self, pool: ProbePool) -> None:
         self.read: list[str] = []
@@ -282,7 +283,8 @@ class Listed:
 
 
 async def test_a_request_of_many_costly_files_takes_turns_with_others() -> None:
-    """64 pictures behind as many comments as their helper's time allows, in one request, on the only helper."""
+    """One request has 64 pictures, each with about as many comments before it as the helper's time allows, and there is
+    only one helper."""
     costly = b"\xff\xd8" + comment_markers(2**18)[2:] + encode(picture(9, 7), "JPEG")[2:]
     threads, pool = RequestThreads(), Listed(ProbePool(1, NO_HURRY))
     await pool.start()

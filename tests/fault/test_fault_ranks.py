@@ -1,4 +1,5 @@
-"""A worker of two ranks in a real cluster: placed together, and the loss of one is the loss of the worker."""
+"""Checks a worker of two ranks in a real cluster: Ray places the ranks together, and the loss of one is the loss of the
+worker."""
 
 from __future__ import annotations
 
@@ -35,13 +36,13 @@ def ask(cluster: ClusterProcess, messages: list[dict[str, Any]]) -> dict[str, An
 
 
 def followers(cluster: ClusterProcess) -> list[psutil.Process]:
-    """Ray names an actor's process after its class."""
+    """Returns the processes of follower ranks; Ray names an actor's process after its class."""
     tree = psutil.Process(cluster.process.pid).children(recursive=True)
     return [process for process in tree if "FollowerActor" in " ".join(process.cmdline())]
 
 
 def workers(cluster: ClusterProcess) -> list[str]:
-    """Names of the live ones: a replica that was replaced has another."""
+    """Returns the names of the live workers; a replacement has another name than the replica that it replaces."""
     with cluster.client() as client:
         members = client.get("/weft/members").json()["members"]
     return [member["member_id"] for member in members if member["kind"] == "worker"]

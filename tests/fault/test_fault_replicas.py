@@ -1,4 +1,4 @@
-"""Replicas are killed while they serve: what was accepted is answered, and the answer is what it would have been."""
+"""Kills replicas while they serve: accepted requests are answered, and the answers are the same as without the kill."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.nixl]
 
 
 NUM_TOKENS = 2000
-"""So many that the stream is under way for long after its first token, however busy the machine."""
+"""This many tokens keep the stream in progress for long after its first token, even on a busy machine."""
 NUM_MIXED = 150
 ENCODER_LOST = 'weft_router_dispatch_errors_total{code="encoder_lost",kind="encode"}'
 WAITED = 'weft_router_capacity_wait_seconds_count{outcome="served"}'
@@ -24,7 +24,7 @@ LOST = 'weft_router_attempts_total{outcome="worker_lost"}'
 
 
 def serving_worker(cluster: ClusterProcess, completion_id: str) -> str:
-    """The worker that the request was planned onto."""
+    """Returns the worker that the request was planned onto."""
     with cluster.client() as client:
         plans = client.get(f"/weft/requests/{completion_id}").json()["plans"]
     return str(plans[-1]["plan"]["worker_id"])
@@ -62,7 +62,7 @@ def text_of(line: str) -> str:
 def test_a_worker_lost_in_mid_stream_does_not_change_the_stream(
     cluster: ClusterProcess, number: signal.Signals
 ) -> None:
-    """A killed worker is seen by its open call, a frozen one by the directory, which no longer hears from it."""
+    """The open call detects a killed worker; the directory detects a frozen one, which no longer reports to it."""
     messages = user("Tell me about this picture at length", image_part(90 + number))
     expected = ask(cluster, messages, NUM_TOKENS)
     lost, name_to_pid = cluster.metrics().get(LOST, 0), pids(cluster, "worker")
@@ -85,7 +85,7 @@ def test_a_worker_lost_in_mid_stream_does_not_change_the_stream(
 
 
 def test_an_encoder_killed_at_work_hands_its_items_to_the_other_and_is_replaced(cluster: ClusterProcess) -> None:
-    """Nobody waits: the other encoder takes what was in its hands, and the answers are right."""
+    """No request waits: the other encoder takes the items that the killed one held, and the answers are right."""
     killed: list[str] = []
     lost, waits = (cluster.metrics().get(name, 0) for name in (ENCODER_LOST, WAITED))
 

@@ -1,4 +1,4 @@
-"""Sounds on a GPU: resampling and spectrograms there are those of the host, also through the encoder service."""
+"""Checks sounds on a GPU: resampling and spectrograms equal those of the host, also through the encoder service."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_spectrograms(padded_to: int) -> None:
 
 
 def test_resampling() -> None:
-    """By torchaudio where it is installed."""
+    """Compares the resampling, which uses torchaudio where it is installed."""
     files = [wav(noise(round(seconds * rate), rate), rate) for rate in (8000, 44100, 48000) for seconds in (0.5, 3.3)]
     planned = [-(-round(seconds * rate) * RATE // rate) for rate in (8000, 44100, 48000) for seconds in (0.5, 3.3)]
     waveforms = [decode_waveform(data, RATE, size, "part") for data, size in zip(files, planned, strict=True)]
@@ -51,7 +51,7 @@ def test_torchaudios_filter_is_ours(found: int) -> None:
 
 
 async def test_features_through_the_service_are_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of the tower's own convolutions
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # it applies to the tower's own convolutions
     family = REGISTRY.load_family(demo_checkpoint())
     encoder = family.load_encoder(demo_checkpoint(), "cuda", "float32", ("audio",))
     config = EncoderConfig(modalities=("audio",), num_decode_processes=0, mel_device="cuda")

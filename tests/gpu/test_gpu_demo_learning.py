@@ -1,4 +1,4 @@
-"""A step of the demo model's training on a GPU is the one of the CPU."""
+"""Checks that a step of the demo model's training on a GPU equals one on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine and the encoder on a CUDA device against plain transformers. Skipped without one."""
+"""Checks the engine and the encoder on a CUDA device against plain transformers. The tests are skipped without one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPTS: list[list[dict[str, Any]]] = [
 
 @pytest.mark.parametrize("max_step_tokens", [16, 4096])
 async def test_greedy_tokens_on_cuda_equal_transformers(max_step_tokens: int) -> None:
-    """float32 on the device against float32 on the CPU."""
+    """Compares float32 on the device with float32 on the CPU."""
     device = {"device": "cuda", "gpus_per_replica": 1}
     config = ClusterConfig.model_validate(
         {

@@ -1,4 +1,5 @@
-"""Recorded decode steps against the same steps run one kernel at a time. Skipped without a CUDA device."""
+"""Checks recorded decode steps against the same steps run one kernel at a time. The tests are skipped without a CUDA
+device."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ PAGE, STEPS = 256, 6
 
 
 def decoded(*, has_graphs: bool) -> list[torch.Tensor]:
-    """Hidden states of prompts of 5, 255 and 300 tokens and of six steps behind them, sequences leaving on the way."""
+    """Returns hidden states of prompts of 5, 255 and 300 tokens and of six steps after them; one sequence leaves on the
+    way."""
     family = REGISTRY.load_family(demo_checkpoint())
     model = family.load_language_model(demo_checkpoint(), "cuda", "bfloat16", register_attention())
     shape = family.shape
@@ -29,7 +31,7 @@ def decoded(*, has_graphs: bool) -> list[torch.Tensor]:
     kv = PagedKV(shape.num_layers, 8, PAGE, heads, model.dtype, model.device)
     for layer in range(shape.num_layers):
         for pages in kv.layer(layer):
-            pages.fill_(float("nan"))  # what a former owner left behind must never show
+            pages.fill_(float("nan"))  # values of a previous owner must never show
     if has_graphs:
         model = with_graphs(model, kv, 1024)
         assert isinstance(model, GraphedModel)

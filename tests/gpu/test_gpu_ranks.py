@@ -1,4 +1,5 @@
-"""A worker of two ranks on two CUDA devices, summing over nccl, against plain transformers. Skipped without two."""
+"""Checks a worker of two ranks on two CUDA devices, which sums over nccl, against plain transformers. The tests are
+skipped without two devices."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ PROMPTS: list[list[dict[str, Any]]] = [
 
 
 async def test_greedy_tokens_of_two_devices_equal_transformers() -> None:
-    """float32 on the devices against float32 on the CPU."""
+    """Compares float32 on the devices with float32 on the CPU."""
     device = {"device": "cuda", "gpus_per_replica": 1}
     workers = {"replicas": 1, "tensor_parallel": 2, "num_blocks": 256, "max_step_tokens": 32, **device}
     config = ClusterConfig.model_validate({"workers": workers, "encoders": {"decode_processes": 0, **device}})

@@ -1,9 +1,9 @@
-"""Mutation testing of the pure modules: draws a sample of mutants, runs those that have no result, writes the report.
+"""Tests the tests of the pure modules with mutants: draws a sample, runs those without a result, writes the report.
 
-A mutant is one small change to one function, made by `mutmut` (its settings stand in `pyproject.toml`). A mutant that
-no test notices shows a test that is missing. mutmut notes which tests enter which function, so a mutant meets only
-those, the fastest first. Its results lie in `mutants/` and outlive an interrupted run; a function that changes loses
-the results of its own mutants and no others.
+A mutant is one small change to one function, made by `mutmut` (its settings are in `pyproject.toml`). A mutant that no
+test notices shows that a test is missing. mutmut records which tests enter which function, and runs only those tests on
+a mutant, the fastest first. Its results are in `mutants/` and survive an interrupted run. A function that changes loses
+the results of its own mutants only.
 
     python tests/mutation/campaign.py                 draw, run what has no result, write SURVIVORS.md
     python tests/mutation/campaign.py --again         run the survivors and the timeouts of the sample once
@@ -11,11 +11,11 @@ the results of its own mutants and no others.
     python tests/mutation/campaign.py --only 'fabric.*'
     python tests/mutation/campaign.py --report        only write SURVIVORS.md
 
-The sample is stratified: each module gives as many mutants as its share of all of them, those whose hash with the seed
-is smallest. So a change to one function draws other mutants in its own module only.
+The sample is stratified: each module contributes in proportion to its number of mutants, and gives those whose hash
+with the random seed is smallest. So a change to one function changes the sample of its own module only.
 
-This module does not know how a mutant is made or run. mutmut leaves decorated functions alone (properties among them)
-and what stands outside functions, so constants and defaults of dataclasses are not mutated.
+This module knows nothing of how a mutant is made or run. mutmut does not mutate decorated functions (such as
+properties) or code outside functions, so constants and defaults of dataclasses are not mutated.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ KILLED = frozenset({"killed", "timeout", "segfault"})
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change to one function, and what the tests made of it. `module` is a path, `kv_index/feed.py`."""
+    """A `Mutant` is one change to one function, with the result of its tests. `module` is a path,
+    `kv_index/feed.py`."""
 
     name: str
     module: str
@@ -62,15 +63,15 @@ class Mutant:
 
     @property
     def function(self) -> str:
-        """`EventFeed.publish`, from the name `kv_index.feed.xǁEventFeedǁpublish__mutmut_3`."""
+        """Returns `EventFeed.publish` for the name `kv_index.feed.xǁEventFeedǁpublish__mutmut_3`."""
         mangled = self.name.rpartition(".")[2].rpartition("__mutmut_")[0]
         return mangled.removeprefix("xǁ").replace("ǁ", ".") if "ǁ" in mangled else mangled.removeprefix("x_")
 
 
 def draw(module_to_names: Mapping[str, Sequence[str]], size: int, seed: int) -> list[str]:
-    """A stratified sample: per module its share of `size`, by largest remainder; within a module by hash.
+    """Returns a stratified sample of `size` names, or all names if there are no more.
 
-    All names if there are no more than `size`.
+    Each module has its share of `size`, rounded by largest remainder. Within a module the hash of a name decides.
     """
     num_all = sum(map(len, module_to_names.values()))
     if num_all <= size:
@@ -90,8 +91,8 @@ def draw(module_to_names: Mapping[str, Sequence[str]], size: int, seed: int) -> 
 
 
 def make_mutants() -> None:
-    """Brings `mutants/` up to date with the sources: a copy of the project in which each pure function carries its
-    mutants. Results of functions that did not change are kept."""
+    """Brings `mutants/` up to date with the sources. This folder is a copy of the project in which each pure function
+    contains its mutants. Results of functions that did not change are kept."""
     from mutmut.__main__ import create_mutants
     from mutmut.configuration import config
     from mutmut.mutation.trampoline import set_mutant_under_test
@@ -107,7 +108,8 @@ def make_mutants() -> None:
 
 
 def _forget_stale_copies(source: Path) -> None:
-    """mutmut copies a data file once: what has changed since, or is gone, is removed here."""
+    """Removes copies whose original is gone, and copies of data files that have changed: mutmut copies a data file only
+    once."""
     copies = Path("mutants") / source
     for copy in sorted(copies.rglob("*"), reverse=True):
         if copy.is_dir() or copy.suffix in {".meta", ".spans", ".pyc"}:
@@ -121,8 +123,8 @@ def _forget_stale_copies(source: Path) -> None:
 
 
 def forget_old_stats() -> None:
-    """Drops mutmut's notes of which tests enter which function if code or tests have changed since: it would only add
-    what new tests enter, and a new function would seem to be entered by none of the old ones."""
+    """Deletes mutmut's record of which tests enter which function if code or tests have changed since. mutmut would
+    only add what new tests enter, so that no old test would seem to enter a new function."""
     from mutmut.configuration import config
 
     digest = hashlib.blake2b(digest_size=16)
@@ -136,7 +138,7 @@ def forget_old_stats() -> None:
 
 
 def read_mutants() -> list[Mutant]:
-    """All mutants there are, with the result of the last run."""
+    """Returns all mutants, each with the result of its last run."""
     from mutmut.configuration import config
     from mutmut.stats import status_by_exit_code
 
@@ -152,7 +154,7 @@ def read_mutants() -> list[Mutant]:
 
 
 def sample_of(mutants: Iterable[Mutant], size: int, seed: int) -> list[Mutant]:
-    """The mutants that count."""
+    """Returns the mutants of the sample, which are those that count for the score."""
     module_to_names: dict[str, list[str]] = defaultdict(list)
     by_name = {}
     for mutant in mutants:
@@ -162,7 +164,7 @@ def sample_of(mutants: Iterable[Mutant], size: int, seed: int) -> list[Mutant]:
 
 
 def run(names: Sequence[str], num_workers: int, num_examples: int) -> None:
-    """Runs these mutants, with so many examples of each property; mutmut saves each result as it comes."""
+    """Runs these mutants with `num_examples` examples of each property. mutmut saves each result at once."""
     os.nice(10)
     environment = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "WEFT_MUTANT_EXAMPLES": str(num_examples)}
     with tempfile.TemporaryDirectory(prefix="w-", ignore_cleanup_errors=True) as folder:
@@ -174,7 +176,7 @@ def run(names: Sequence[str], num_workers: int, num_examples: int) -> None:
 
 
 def change_of(mutant: Mutant) -> tuple[str, str]:
-    """The lines that a mutant removes and adds, stripped."""
+    """Returns the lines that a mutant removes and the lines that it adds, stripped."""
     from mutmut.mutation.diff_apply import get_diff_for_mutant
 
     lines = get_diff_for_mutant(mutant.name, path=mutant.module).splitlines()
@@ -184,12 +186,14 @@ def change_of(mutant: Mutant) -> tuple[str, str]:
 
 
 def load_reasons() -> list[dict[str, str]]:
-    """What `reasons.yaml` says: `function` and `was` name the line, `now` (if given) the change, `why` the reason."""
+    """Returns the entries of `reasons.yaml`: `function` and `was` name the line, `now` (if given) the change, and `why`
+    the reason."""
     return list(yaml.safe_load(REASONS.read_text()) or []) if REASONS.exists() else []
 
 
 def reason_for(function: str, removed: str, added: str, reasons: Sequence[Mapping[str, str]]) -> str | None:
-    """The reason on file for this change: `was` and `now` are patterns of the lines removed and added."""
+    """Returns the recorded reason for this change, or None. `was` and `now` are patterns of the lines that the mutant
+    removes and adds."""
     for entry in reasons:
         if (
             entry["function"] == function
@@ -201,7 +205,7 @@ def reason_for(function: str, removed: str, added: str, reasons: Sequence[Mappin
 
 
 def render(sample: Sequence[Mutant], num_all: int, seed: int) -> str:
-    """SURVIVORS.md: the score per package, then each survivor with its change and its reason."""
+    """Returns the text of SURVIVORS.md: the score per package, then each survivor with its change and its reason."""
     from loadtest.benches.report import commit, machine
 
     counts: dict[str, Counter[str]] = {package: Counter() for package in PACKAGES}

@@ -1,8 +1,8 @@
-"""mutmut's command line, with time limits that reach the mutant they are meant for and nothing else.
+"""Runs mutmut's command line with time limits that affect only the mutant that they are meant for.
 
-mutmut 3.8 keeps the process number of each mutant until its time is over, and signals it then, also where the mutant
-has long ended and another process has that number: clusters under test were ended so. A handle on a process (`pidfd`)
-stays that process's own.
+mutmut 3.8 keeps the process number of each mutant until its time limit and then signals that number, even if the mutant
+has ended and another process has the number: clusters under test were ended in this way. A handle on a process
+(`pidfd`) always refers to the same process. This module knows nothing of samples or reports.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from threading import Timer
 
 
 def limit_time(pid: int, timeout_s: float) -> None:
-    """Ends a child of this process by SIGXCPU when so much time has passed; harmless if it has ended by then."""
+    """Signals SIGXCPU to a child of this process after `timeout_s` seconds. It does nothing if the child has ended by
+    then."""
     handle = os.pidfd_open(pid)
     timer = Timer(timeout_s, out_of_time, (handle,))
     timer.daemon = True
@@ -23,14 +24,14 @@ def limit_time(pid: int, timeout_s: float) -> None:
 
 
 def out_of_time(handle: int) -> None:
-    """Signals the process of a handle, if it is still there, and closes the handle."""
+    """Signals the process of a handle, if it still exists, and closes the handle."""
     with contextlib.suppress(ProcessLookupError):
         signal.pidfd_send_signal(handle, signal.SIGXCPU)
     os.close(handle)
 
 
 def main() -> None:
-    # As `python -m mutmut` would have it: mutmut imports what lies in the working directory, not beside this file.
+    # `python -m mutmut` does the same: mutmut imports from the working directory, not from the folder of this file.
     sys.path[0] = os.getcwd()
     from mutmut.__main__ import cli
     from mutmut.workers import isolation

@@ -1,4 +1,7 @@
-"""Tiny audio towers of each family, saved, and what transformers' own make of the same sounds."""
+"""Saves tiny audio towers of each family, and computes with transformers what the tests expect for the same sounds.
+
+It knows nothing of the encoder service.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ _QWEN2 = _TINY | {"max_source_positions": 100}
 
 @dataclass(frozen=True)
 class Tower:
-    """One family's: transformers' whole model beside our halves."""
+    """Holds one family's audio tower: the whole model of transformers, and this project's two halves of the tower."""
 
     model: Any
     sound: SoundHalf
@@ -52,10 +55,11 @@ class Tower:
     extractor: WhisperFeatureExtractor
     padding: str | bool
     num_tokens: Callable[[int], int]
-    """Of mel frames, as the reference's processor counts."""
+    """Maps a number of mel frames to the number of tokens, as the reference's processor counts them."""
 
     def spectrograms(self, sounds: Sequence[Samples]) -> list[torch.Tensor]:
-        """By transformers' extractor, the frames that its mask keeps: `(num_bins, num_frames)` per sound."""
+        """Returns one spectrogram `(num_bins, num_frames)` per sound, made by transformers' extractor. It contains only
+        the frames that the extractor's mask keeps."""
         found = []
         for samples in sounds:
             made = self.extractor(
@@ -70,7 +74,8 @@ class Tower:
         return found
 
     def expected(self, sounds: Sequence[Samples]) -> list[torch.Tensor]:
-        """Rows `(num_tokens, hidden)` per sound, by the reference's own tower, each sound alone."""
+        """Returns rows `(num_tokens, hidden)` per sound. The reference's own tower computes them, one sound at a
+        time."""
         with torch.inference_mode():
             return [self._reference(samples) for samples in sounds]
 

@@ -1,7 +1,8 @@
-"""The demo's conversations about sounds and clips: lossless files for the cluster, tensors for plain transformers.
+"""Prepares the demo's conversations about sounds and clips: as lossless files for the cluster, and as tensors for plain
+transformers.
 
-The tensors are the trainer's (held to the reference processors by test_demo_encoding.py); prompt, positions and
-answers are transformers' own.
+The tensors are the trainer's (test_demo_encoding.py compares them with the reference processors). Prompt, positions and
+answers come from transformers itself.
 """
 
 from __future__ import annotations
@@ -25,18 +26,18 @@ SECONDS_PER_GRID = 2 / FRAMES_PER_SECOND
 
 
 def as_on_file(sample: Sample) -> Sample:
-    """Its sounds in 16 bits."""
+    """Returns the sample with its sounds quantised to 16 bits, as a file holds them."""
     turns = tuple(replace(turn, parts=tuple(_on_file(part) for part in turn.parts)) for turn in sample.turns)
     return replace(sample, turns=turns)
 
 
 def lossless_messages(sample: Sample) -> list[dict[str, Any]]:
-    """The `messages` of a chat completion, with files that decode to exactly what the sample holds."""
+    """Returns the `messages` of a chat completion, with files that decode to exactly what the sample holds."""
     return [{"role": turn.role, "content": [_part(part) for part in turn.parts]} for turn in sample.turns]
 
 
 class DemoReference:
-    """Plain transformers over a checkpoint of the demo's form."""
+    """Runs plain transformers on a checkpoint of the demo's form."""
 
     def __init__(self, directory: Path) -> None:
         self._encoder = SampleEncoder(directory)
@@ -46,7 +47,7 @@ class DemoReference:
 
     @torch.inference_mode()
     def answer(self, sample: Sample, max_tokens: int) -> Answer:
-        """Greedily, to the end of the turn."""
+        """Decodes greedily to the end of the turn."""
         encoded = self._encoder.encode(sample)
         ids = torch.tensor([encoded.ids[: encoded.last_turn]])
         inputs: dict[str, Any] = {}

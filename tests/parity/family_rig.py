@@ -1,4 +1,7 @@
-"""A row of the family table, loaded: the family's own halves beside transformers' whole model, and prompts for both."""
+"""Loads a row of the family table: the family's own halves and transformers' whole model, with prompts for both.
+
+It knows nothing of the encoder and worker services.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FamilyPrompt:
-    """As the worker gets it; `units` are (item, unit) of each of `inputs`."""
+    """Holds a prompt as the worker receives it. `units` holds the pair (item, unit) of each of `inputs`."""
 
     files: tuple[tuple[str, bytes], ...]
     token_ids: tuple[int, ...]
@@ -39,11 +42,12 @@ class FamilyPrompt:
 class Expected(NamedTuple):
     token_ids: list[int]
     margins: list[float]
-    """Best minus second best logit, per token."""
+    """Holds the difference between the best and the second best logit, per token."""
 
 
 class LoadedFamily:
-    """One tiny checkpoint of a row, float32, and what both sides make of it; results are kept."""
+    """Holds one tiny float32 checkpoint of a row, and computes with the family and with transformers on it. It caches
+    the results."""
 
     eos_token_ids: tuple[int, ...] = ()
 
@@ -89,7 +93,7 @@ class LoadedFamily:
         )
 
     def _headers(self, kind: str, data: bytes, index: int) -> list[tuple[MediaHeader, int]]:
-        """Of the items that a part becomes, with their anchors."""
+        """Returns the headers of the items that a part becomes, each with its anchor."""
         header = REGISTRY.modality("video" if kind == FILM else kind).probe(data, "part")
         if kind != FILM:
             return [(header, -1)]
@@ -98,7 +102,7 @@ class LoadedFamily:
         return [(header, -1), (header.sound, index)]
 
     def _feature(self, of: FamilyPrompt, index: int) -> torch.Tensor:
-        """Of `of.inputs[index]`, encoded alone."""
+        """Returns the feature of `of.inputs[index]`, encoded alone."""
         assert self.encoder is not None
         with torch.inference_mode():
             return self.encoder.encode([of.inputs[index]])[0]
@@ -110,7 +114,7 @@ class LoadedFamily:
         return self.row.process(self.directory, of.files)
 
     def _expected(self, of: FamilyPrompt, num_tokens: int) -> Expected:
-        """Greedy, by transformers, from the same token ids."""
+        """Returns what transformers generates greedily from the same token ids."""
         ids = torch.tensor([of.token_ids])
         inputs: dict[str, Any] = {**self.processed(of).inputs, **self.row.inputs_of_ids(ids)}
         with torch.inference_mode():
@@ -128,5 +132,5 @@ class LoadedFamily:
 
 
 def spelled(text: str) -> list[int]:
-    """A tokenizer: an id for each character."""
+    """Serves as a tokenizer: it maps each character to one id."""
     return [3 + ord(letter) % (NUM_TEXT_TOKENS - 3) for letter in text]

@@ -1,7 +1,7 @@
-"""What a row of the family table says, and what the suite makes of it: a checkpoint, both models, prompts.
+"""Defines a row of the family table, and builds from it what the suite needs: a checkpoint, both models, prompts.
 
-Rows stand in `family_table.py`. A row is everything the suite has to know of a family that the family itself, and
-`transformers`, do not say.
+The rows stand in `family_table.py`. A row holds everything that the suite has to know of a family and that neither the
+family itself nor `transformers` provides.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from chat_media import picture, png
 from PIL import Image
 
 NUM_TEXT_TOKENS = 90
-"""Text of the suite's prompts is made of the ids below; rows keep their control tokens above."""
+"""The texts of the suite's prompts consist of ids below this one; the rows place their control tokens above it."""
 
 
 FILM = "film"
-"""A video with its sound track: one part of a prompt, two media items."""
+"""Names a video with its sound track: it is one part of a prompt and two media items."""
 
 
 class Medium(NamedTuple):
     modality: str
-    """Or FILM."""
+    """Names a modality, or is FILM."""
     seed: int
     size: tuple[int, int] = (160, 96)
-    """Width and height in pixels; what is not a picture may read it otherwise."""
+    """Holds width and height in pixels; a medium that is not a picture may read it differently."""
 
 
 class Markup(NamedTuple):
-    """Token ids that a chat template writes around the one placeholder of a medium."""
+    """Holds the token ids that a chat template writes around the one placeholder of a medium."""
 
     before: tuple[int, ...]
     placeholder: int
@@ -43,39 +43,41 @@ class Markup(NamedTuple):
 
 
 class Processed(NamedTuple):
-    """What the reference's own processor makes of media, in order."""
+    """Holds what the reference's own processor computes from media, in the order of the media."""
 
     inputs: dict[str, Any]
-    """Keywords of the reference's `generate`."""
+    """Holds the keyword arguments for the reference's `generate`."""
     num_tokens: list[int]
-    """Placeholders per medium, as the reference's processor counts them."""
+    """Holds the number of placeholders per medium, as the reference's processor counts them."""
     pixels: list[np.ndarray]
-    """Values per medium, in the order of the family's units."""
+    """Holds the values per medium, in the order of the family's units."""
     atol: float = 0.0
-    """How far values may be off: not at all, but for spectrograms."""
+    """Limits how far values may differ. It is 0 except for spectrograms."""
     modalities: tuple[str, ...] = ()
-    """Of the media, where a row has several."""
+    """Holds the modality of each medium, for rows that have several modalities."""
 
 
 @dataclass(frozen=True)
 class FamilyRow:
     name: str
     build: Callable[[], Any]
-    """A tiny random reference model from the family's own config class; the suite saves it with `files`."""
+    """Builds a tiny random reference model from the family's own config class; the suite saves it with `files`."""
     files: Mapping[str, Any] = field(default_factory=dict)
-    """JSON files beside the weights, e.g. `preprocessor_config.json`."""
+    """Holds JSON files that are saved with the weights, e.g. `preprocessor_config.json`."""
     markup: Mapping[str, Markup] = field(default_factory=dict)
-    """Modalities of the family, FILM besides."""
+    """Holds the markup of each modality of the family, and of FILM."""
     process: Callable[[Path, Sequence[tuple[str, bytes]]], Processed] | None = None
-    """Checkpoint and (modality, file) of media -> what the reference's processor makes of them."""
+    """Takes the checkpoint and the (modality, file) pairs of media, and returns what the reference's processor
+    computes."""
     features: Callable[[Any, Processed], list[torch.Tensor]] | None = None
-    """Reference model and its inputs -> per medium `(num_levels, num_tokens, hidden)`."""
+    """Takes the reference model and its inputs, and returns `(num_levels, num_tokens, hidden)` per medium."""
     inputs_of_ids: Callable[[torch.Tensor], dict[str, Any]] = lambda ids: {}
-    """Keywords of `generate` that follow from the token ids `(1, num_tokens)`."""
+    """Returns keyword arguments of `generate` that follow from the token ids `(1, num_tokens)`."""
     sizes: tuple[tuple[int, int], ...] = ((160, 96), (96, 96), (70, 200))
-    """Of the pictures in the suite's prompts: small ones, and one for each way in which the family cuts them."""
+    """Holds the sizes of the pictures in the suite's prompts. They are small, and there is one for each way in which
+    the family cuts pictures."""
     kind_to_sizes: Mapping[str, tuple[tuple[int, int], ...]] = field(default_factory=dict)
-    """Of other media, as they read them; three at least."""
+    """Holds the sizes of other media, as those media read them; each kind has at least three."""
 
     @property
     def modalities(self) -> tuple[str, ...]:
@@ -83,7 +85,7 @@ class FamilyRow:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Modalities, and FILM."""
+        """Returns the modalities, and FILM if the row has it."""
         return tuple(self.markup)
 
     def sizes_of(self, kind: str) -> tuple[tuple[int, int], ...]:
@@ -96,12 +98,12 @@ class FamilyRow:
 MODALITY_TO_SAMPLE: dict[str, Callable[[Medium], bytes]] = {
     "image": lambda medium: png(picture(medium.seed, *medium.size)),
 }
-"""How a medium of the suite is drawn; a modality adds its own."""
+"""Maps a modality to the function that draws a medium of the suite. Each modality adds its own function."""
 
 
 def spread(model: torch.nn.Module, std: float = 0.2, seed: int = 0) -> Any:
-    """Weights so large that a wrong position, neighbour or feature changes the greedy tokens, and so seldom a near
-    tie. Returns the model, in evaluation mode."""
+    """Gives the model weights so large that a wrong position, neighbour or feature changes the greedy tokens, and that
+    near ties are rare. Returns the model in evaluation mode."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -113,7 +115,7 @@ def spread(model: torch.nn.Module, std: float = 0.2, seed: int = 0) -> Any:
 
 
 def load_reference(directory: Path, architecture: str) -> Any:
-    """transformers' own model, float32, without an end token: every sequence gets its full length."""
+    """Loads transformers' own model in float32, without an end token, so that every sequence gets its full length."""
     model = getattr(transformers, architecture).from_pretrained(directory, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
@@ -121,5 +123,5 @@ def load_reference(directory: Path, architecture: str) -> Any:
 
 
 def pictures(media: Sequence[tuple[str, bytes]]) -> list[Image.Image]:
-    """The images among media, decoded, in order."""
+    """Returns the images among the media, decoded and in order."""
     return [Image.open(io.BytesIO(data)).convert("RGB") for modality, data in media if modality == "image"]

@@ -1,4 +1,4 @@
-"""Qwen2-Audio as a row of the family table, and how a sound of the suite is drawn."""
+"""Defines Qwen2-Audio as a row of the family table, and draws the sounds of the suite."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from transformers import Qwen2AudioConfig, Qwen2AudioForConditionalGeneration, Q
 AUDIO, START, END = 100, 103, 104
 RATE = 16000
 WINDOW_S = 2
-"""Of the tiny checkpoint's extractor; the real one's is 30."""
+"""This is the window of the tiny checkpoint's extractor in seconds; the real checkpoint has 30."""
 MEL_ATOL = 1e-4
 READ_AHEAD = 2
-"""Mel frames that the family gives behind those that count."""
+"""The family passes this many mel frames after those that count."""
 
 
 def sound(medium: Medium) -> bytes:
-    """A WAV file at the rate of the models; `size` is its length in milliseconds, and nothing."""
+    """Returns a WAV file at the models' sampling rate. The first value of `size` is its length in milliseconds; the
+    second has no meaning."""
     return encoded(noise(medium.size[0] * RATE // 1000, medium.seed)[None], RATE)
 
 
@@ -33,7 +34,7 @@ MODALITY_TO_SAMPLE.setdefault("audio", sound)
 
 
 def samples_of(data: bytes) -> Samples:
-    """Of a file in 16 bits, one channel."""
+    """Returns the samples of a 16-bit file with one channel."""
     with av.open(io.BytesIO(data)) as container:
         frames = [frame.to_ndarray().reshape(-1) for frame in container.decode(audio=0)]
     return (np.concatenate(frames) / 32768).astype(np.float32)
@@ -56,7 +57,8 @@ def build() -> Any:
 
 
 def process(directory: Path, media: Sequence[tuple[str, bytes]]) -> Processed:
-    """A sound longer than a window goes in as several, whose placeholders follow each other."""
+    """Runs the reference's extractor. It splits a sound that is longer than a window into several windows, whose
+    placeholders follow each other."""
     extractor = WhisperFeatureExtractor.from_pretrained(directory)
     windows: list[Samples] = []
     num_windows: list[int] = []
@@ -67,7 +69,7 @@ def process(directory: Path, media: Sequence[tuple[str, bytes]]) -> Processed:
         num_windows.append(len(parts))
     made = extractor(windows, sampling_rate=RATE, return_attention_mask=True, return_tensors="pt")
     num_frames = made["attention_mask"].sum(-1)
-    counts = (((num_frames - 1) // 2 + 1 - 2) // 2 + 1).split(num_windows)  # Qwen2AudioProcessor
+    counts = (((num_frames - 1) // 2 + 1 - 2) // 2 + 1).split(num_windows)  # This is Qwen2AudioProcessor's formula.
     read = [
         features[:, : frames + READ_AHEAD].T.numpy()
         for features, frames in zip(made["input_features"], num_frames.tolist(), strict=True)
@@ -84,7 +86,8 @@ def features(model: Any, processed: Processed) -> list[torch.Tensor]:
 
 
 def rows_of(model: Any, input_features: torch.Tensor, feature_attention_mask: torch.Tensor) -> torch.Tensor:
-    """What the reference puts in place of placeholders, `(num_tokens, hidden)`: caught where its text model gets it."""
+    """Returns what the reference puts in place of placeholders, `(num_tokens, hidden)`. A hook records it where the
+    reference's text model receives it."""
     lengths = model.model.audio_tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))[1]
     ids = torch.tensor([[1, *[model.config.audio_token_id] * int(lengths.sum()), 1]])
     caught: list[torch.Tensor] = []
@@ -116,6 +119,6 @@ QWEN2_AUDIO = FamilyRow(
     markup={"audio": Markup((START,), AUDIO, (END,))},
     process=process,
     features=features,
-    # Within a window, just a window, three of them.
+    # The sounds have less than one window, exactly one window, and three windows.
     sizes=((700, 0), (2000, 0), (4513, 0)),
 )

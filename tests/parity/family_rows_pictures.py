@@ -1,4 +1,4 @@
-"""Families whose pictures become square tiles, as rows of the family table."""
+"""Defines the families that cut pictures into square tiles, as rows of the family table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PATCH, TILE = 7, 28
 CANVASES = [[height * TILE, width * TILE] for height in (1, 2, 3) for width in (1, 2, 3)]
 MAX_TILES = 4
 FRAMES = {"video": ((TILE, TILE),) * 3}
-"""That need no scaling, and as many in each, which the reference wants."""
+"""These frames need no scaling. All videos have the same number of frames, because the reference requires it."""
 VISION: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -58,7 +58,7 @@ def build_llava() -> Any:
 def process_llava(directory: Path, media: Sequence[tuple[str, bytes]]) -> Processed:
     made = CLIPImageProcessorPil.from_pretrained(directory)(pictures(media), return_tensors="pt")
     height, width = made["pixel_values"].shape[-2:]
-    # LlavaProcessor: `default` drops the class token again
+    # In LlavaProcessor, the strategy `default` drops the class token again.
     num_tokens = (height // PATCH) * (width // PATCH) + 1 - 1
     return Processed(dict(made), [num_tokens] * len(media), list(made["pixel_values"].numpy()))
 
@@ -95,7 +95,8 @@ def build_internvl() -> Any:
 
 
 def process_internvl(directory: Path, media: Sequence[tuple[str, bytes]]) -> Processed:
-    """InternVLProcessor: tiles of pictures and frames of videos in one tensor, as they stand in the prompt."""
+    """Does what InternVLProcessor does: it puts tiles of pictures and frames of videos into one tensor, in the order of
+    the prompt."""
     processor = GotOcr2ImageProcessorPil.from_pretrained(directory)
     tiles = []
     for kind, data in media:
@@ -158,7 +159,7 @@ def build_onevision() -> Any:
 
 
 def process_onevision(directory: Path, media: Sequence[tuple[str, bytes]]) -> Processed:
-    """LlavaOnevisionProcessor."""
+    """Does what LlavaOnevisionProcessor does."""
     processor = LlavaOnevisionImageProcessorPil.from_pretrained(directory)
     inputs: dict[str, torch.Tensor] = {}
     kind_to_made: dict[str, list[tuple[int, np.ndarray]]] = {}
@@ -173,7 +174,7 @@ def process_onevision(directory: Path, media: Sequence[tuple[str, bytes]]) -> Pr
         whole._get_unpadded_features = partial(LlavaOnevisionProcessor._get_unpadded_features, whole)
         sizes = made["image_sizes"].tolist()
         counts = [LlavaOnevisionProcessor._get_number_of_features(whole, *size, TILE, TILE) for size in sizes]
-        # Padded to the picture with most tiles; what a picture alone has is what counts.
+        # The processor pads all pictures to the largest number of tiles. Only the tiles that a picture has alone count.
         alone = [processor([picture], return_tensors="np")["pixel_values"][0] for picture in seen]
         kind_to_made["image"] = list(zip(counts, alone, strict=True))
     if files := [data for kind, data in media if kind == "video"]:
@@ -221,6 +222,7 @@ LLAVA_ONEVISION = FamilyRow(
     process=process_onevision,
     features=features_onevision,
     kind_to_sizes=FRAMES,
-    # Wide, square and scaled down, narrow: newlines in each, padding above and below, or on the sides.
+    # The sizes are wide, square and scaled down, and narrow. Each has newlines, and padding above and below or on the
+    # sides.
     sizes=((200, 80), (150, 140), (70, 190)),
 )

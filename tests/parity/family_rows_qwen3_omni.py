@@ -1,4 +1,4 @@
-"""Qwen3-Omni's thinker as a row of the family table."""
+"""Defines Qwen3-Omni's thinker as a row of the family table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VIDEO = Markup(SIGHT[0], TOKENS["video_token_id"], SIGHT[1])
 MEDIA_SIZES = {
     "video": ((96, 64), (64, 96), (64, 64)),
     FILM: ((64, 64), (96, 64), (64, 64)),
-    # Milliseconds. The reference's features of a sound shorter than a second depend on its neighbours.
+    # These are milliseconds. The reference's features of a sound shorter than a second depend on its neighbours.
     "audio": ((1000, 0), (1700, 0), (2330, 0)),
 }
 

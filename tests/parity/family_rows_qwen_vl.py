@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen2.5-Omni's thinker as rows of the family table."""
+"""Defines Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen2.5-Omni's thinker as rows of the family table."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TEXT = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
 }
 TEXT3 = {key: value for key, value in TEXT.items() if key not in ("bos_token_id", "eos_token_id")} | {
-    "head_dim": 24,  # not hidden_size / num_attention_heads
+    "head_dim": 24,  # This is not hidden_size / num_attention_heads.
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10000.0,
@@ -70,7 +70,7 @@ VISION25 = {
     "patch_size": 14,
     "spatial_merge_size": 2,
     "temporal_patch_size": 2,
-    "window_size": 56,  # two merged patches wide and high
+    "window_size": 56,  # A window is two merged patches wide and high.
     "fullatt_block_indexes": [1],
 }
 VISION3 = {
@@ -108,7 +108,7 @@ def build_qwen2_5_vl() -> Any:
 
 
 def build_qwen3_vl() -> Any:
-    """The small ones of this family tie the head to the embeddings."""
+    """Builds a tiny model that ties the head to the embeddings, as the small models of this family do."""
     config = Qwen3VLConfig(text_config=dict(TEXT3), vision_config=dict(VISION3), tie_word_embeddings=True, **TOKENS)
     return spread(Qwen3VLForConditionalGeneration(config))
 
@@ -130,7 +130,7 @@ def build_qwen2_5_omni() -> Any:
 
 
 def token_types(ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Which positions are those of pictures and videos, as the reference's processor says."""
+    """Marks the positions of pictures and videos, as the reference's processor does."""
     return {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
 
 

@@ -1,4 +1,4 @@
-"""Language models without media as rows of the family table."""
+"""Defines language models without media as rows of the family table."""
 
 from __future__ import annotations
 

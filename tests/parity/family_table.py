@@ -1,6 +1,6 @@
-"""The table of model families: one row each, and `test_families.py` holds every row to the same suite.
+"""Lists the model families, one row each. `test_families.py` runs the same suite on every row.
 
-A new family adds a file `family_rows_*.py` with its row, and its line here.
+A new family adds a file `family_rows_*.py` with its row, and its line in this file.
 """
 
 from __future__ import annotations

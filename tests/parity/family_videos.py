@@ -1,5 +1,5 @@
-"""Videos of the suite, silent and with sound, and what transformers' processors of the Qwen families make of media of
-all kinds, for rows of the family table."""
+"""Draws the videos of the suite, silent and with sound, and runs transformers' processors of the Qwen families on media
+of all kinds, for rows of the family table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEL_ATOL = 2e-4
 
 
 def frames_of(medium: Medium) -> np.ndarray:
-    """`size` is that of a frame; its width says how many there are."""
+    """Returns the frames of a video. `size` is the size of a frame; its width also determines the number of frames."""
     ground = np.asarray(picture(medium.seed).resize(medium.size))
     return np.stack([np.roll(ground, 9 * index, axis=1) for index in range(8 + medium.size[0] % 3 * 2)])
 
@@ -38,24 +38,25 @@ MODALITY_TO_SAMPLE[FILM] = film
 
 
 class Ears(NamedTuple):
-    """How a family's processor listens."""
+    """Describes how a family's processor reads sounds."""
 
     padding: str | bool
     num_tokens: Any
-    """Mel frames -> rows."""
+    """Maps a number of mel frames to the number of rows."""
 
 
 class Eyes(NamedTuple):
     video_processor: str = "Qwen2VLVideoProcessor"
     seconds_key: str = ""
-    """What `generate` calls the seconds from one row of a video to the next."""
+    """Names the argument of `generate` that holds the seconds from one row of a video to the next."""
     is_measured: bool = False
-    """By the frames that were looked at, not by the rate that was asked for."""
+    """If this is true, the seconds follow from the frames that were sampled; otherwise from the rate that was
+    requested."""
     ears: Ears | None = None
 
 
 def process(directory: Path, media: Sequence[tuple[str, bytes]], eyes: Eyes) -> Processed:
-    """Pictures, videos and sounds, in the order of the media."""
+    """Processes pictures, videos and sounds, and returns the results in the order of the media."""
     inputs: dict[str, Any] = {}
     kind_to_made: dict[str, list[tuple[int, np.ndarray]]] = {"image": [], "video": [], "audio": []}
     if seen := pictures(media):
@@ -88,7 +89,7 @@ def process(directory: Path, media: Sequence[tuple[str, bytes]], eyes: Eyes) -> 
 
 
 def features(model: Any, processed: Processed) -> list[torch.Tensor]:
-    """Sounds have one level."""
+    """Returns the reference's features of each medium. Features of sounds have one level."""
     inputs, found = processed.inputs, {}
     for kind, values, grid in (
         ("image", "pixel_values", "image_grid_thw"),
@@ -113,14 +114,16 @@ def _look(directory: Path, data: bytes, eyes: Eyes) -> reference_videos.Looked:
 
 
 def _row_seconds(look: reference_videos.Looked, eyes: Eyes) -> float:
-    """Qwen2_5_VLProcessor; the omni processors."""
+    """Returns the seconds from one row to the next: by Qwen2_5_VLProcessor's formula if `is_measured`, otherwise by
+    that of the omni processors."""
     return 2 / (look.metadata.sampled_fps if eyes.is_measured else 2.0)
 
 
 def _listen(
     directory: Path, files: Sequence[bytes], ears: Ears
 ) -> tuple[dict[str, torch.Tensor], list[tuple[int, np.ndarray]]]:
-    """Each file alone: in a batch, silence behind a shorter sound reaches into its end."""
+    """Runs the extractor on each file alone, because in a batch the silence after a shorter sound changes the features
+    at its end."""
     extractor = WhisperFeatureExtractor.from_pretrained(directory)
     found = []
     for data in files:

@@ -1,4 +1,4 @@
-"""Checkpoints of tiny models, their linear layers stored as float8 in the ways that published ones are."""
+"""Writes checkpoints of tiny models whose linear layers are stored as float8, in the forms of published checkpoints."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ COMPRESSED: Mapping[str, Any] = {
 
 
 class Form(NamedTuple):
-    """One way to store float8."""
+    """Describes one way to store float8."""
 
     config: Mapping[str, Any]
     block: tuple[int, int] | None
-    """Rows and columns that share a scale; 0 is all of them, None one scale for the whole weight."""
+    """Holds the rows and columns that share a scale. 0 means all of them; None means one scale for the whole weight."""
     suffix: str
     scale_dtype: torch.dtype = torch.float32
 
@@ -54,17 +54,18 @@ FORMS: Mapping[str, Form] = {
 class Pair(NamedTuple):
     quantised: Path
     plain: Path
-    """The same weights, dequantised beforehand."""
+    """Holds the same weights, dequantised beforehand."""
     num_quantised: int
 
 
 def is_linear(name: str, value: torch.Tensor) -> bool:
-    """What a quantiser takes: neither embeddings nor head, nor what is no matrix."""
+    """Returns whether a quantiser takes the weight: it takes no embeddings, no head, and only matrices."""
     return value.ndim == 2 and name.endswith(".weight") and not re.search(r"embed|lm_head|\bpos|conv|norm", name)
 
 
 def quantised(value: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """float8 values, their scales as the form has them, and what they stand for, float32."""
+    """Returns the float8 values, their scales as the form stores them, and the values that both stand for, in
+    float32."""
     rows, columns = value.shape
     height, width = form.block or (rows, columns)
     height, width = height or rows, width or columns
@@ -81,7 +82,7 @@ def quantised(value: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tens
 
 
 def write_pair(source: Path, target: Path, form: Form, left_alone: str = r"$^") -> Pair:
-    """Of the checkpoint `source`; modules whose names match `left_alone` are not quantised."""
+    """Writes both versions of the checkpoint `source`. It does not quantise modules whose names match `left_alone`."""
     weights = {name: value.float() for name, value in load_file(source / "model.safetensors").items()}
     stored, plain, num_quantised = {}, {}, 0
     for name, value in weights.items():
@@ -101,7 +102,7 @@ def write_pair(source: Path, target: Path, form: Form, left_alone: str = r"$^") 
 def write_checkpoint(
     source: Path, directory: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None
 ) -> Path:
-    """The files of `source` with other weights, `config` as their quantization_config."""
+    """Writes the files of `source` with other weights, and with `config` as their quantization_config."""
     directory.mkdir(parents=True, exist_ok=True)
     for path in source.glob("*.json"):
         shutil.copy(path, directory)

@@ -1,10 +1,10 @@
-"""A real engine (scheduler, runner, a tiny model, real steps) and the router's real planner, in one thread and in time
-that only steps take.
+"""Runs a real engine (scheduler, runner, a tiny model, real steps) and the router's real planner in one thread, with a
+clock that only steps advance.
 
-What a step takes is priced by its tokens and their contexts, and scattered: measured times of a shared machine differ
-severalfold from one step to the next. The clock stands still while requests are planned, as the router has a machine
-of its own, and jumps over time in which nothing is to be done. Requests that come while a step runs are planned as of
-their arrival, by the reports sent before it.
+The price of a step follows from its tokens and their contexts, with random scatter, because measured times on a shared
+machine differ severalfold from one step to the next. The clock stands still while requests are planned, because the
+router has a machine of its own, and jumps over idle time. Requests that arrive during a step are planned as of their
+arrival, with the reports sent before it.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ SHAPE = ModelShape(
 
 
 OVERHEAD_S, TOKEN_S, SEQUENCE_S, CONTEXT_S = 2e-3, 4e-5, 1e-4, 2e-7
-"""Of a step, of each of its tokens, of each sequence in it, of each token of context that one token attends to."""
+"""These are the costs of a step, of each of its tokens, of each sequence in it, and of each token of context that one
+token attends to."""
 SCATTER = 0.2
-"""Standard deviation of the logarithm of what a step takes."""
+"""This is the standard deviation of the logarithm of a step's duration."""
 
 
 class WorkClock:
-    """Moves by what steps take."""
+    """Keeps a clock that advances by the durations of steps."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -71,14 +72,14 @@ class WorkClock:
 
     @contextlib.contextmanager
     def as_of(self, at_s: float) -> Iterator[None]:
-        """Meanwhile it is `at_s`."""
+        """Sets the clock to `at_s` within the context."""
         before_s, self._now_s = self._now_s, at_s
         yield
         self._now_s = before_s
 
 
 class PricedRunner(Runner):
-    """Runs every step, and moves the clock by its price."""
+    """Runs every step, and advances the clock by its price."""
 
     def __init__(self, clock: WorkClock, *parts: Any) -> None:
         super().__init__(*parts)
@@ -135,7 +136,8 @@ class QueueWorld:
         self._num_requests = 0
 
     def serve(self, load: Sequence[tuple[float, int, int]]) -> list[Served]:
-        """(seconds from now, prompt tokens, output tokens) of each request, in order of time."""
+        """Serves a load. `load` holds (seconds from now, prompt tokens, output tokens) of each request, in order of
+        time."""
         begun_s = self.clock.now()
         coming = [Arrival(begun_s + at_s, *sizes) for at_s, *sizes in load]
         predicted: dict[RequestId, CandidateTerms] = {}
@@ -150,7 +152,7 @@ class QueueWorld:
             while coming and coming[0].at_s <= now:
                 predicted |= self._dispatch(coming.pop(0))
             self.engine._turn()
-            # Who came during the step knows only what was reported before it.
+            # A request that arrived during the step is planned only with what was reported before it.
             while coming and coming[0].at_s <= self.clock.now():
                 predicted |= self._dispatch(coming.pop(0))
         return [Served(terms, measured[name]) for name, terms in predicted.items()]
@@ -185,7 +187,7 @@ class QueueWorld:
         return updates
 
     def _ended(self, update: Update) -> dict[RequestId, SequenceTimes]:
-        """Reports when the service would: on arrivals and ends, and now and then."""
+        """Sends reports when the service would: on arrivals and ends, and at intervals."""
         self.reporter.take(update)
         finished = update.events.finished if update.events is not None else ()
         is_due = self.clock.now() - self._reported_at_s >= self.config.report_interval_s

@@ -1,5 +1,5 @@
-"""transformers' video processors without torchvision, which they are written on: their own code but for two functions,
-whose formulas stand here."""
+"""Runs transformers' video processors without torchvision, on which they are built. It uses their own code except for
+two functions, whose formulas stand in this file."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _NAME_TO_MODULE = {
 
 
 class Looked(NamedTuple):
-    """What the reference looks at of a video."""
+    """Holds what the reference samples from a video."""
 
     patches: torch.Tensor
-    """`(num_patches, patch_dim)`."""
+    """Has shape `(num_patches, patch_dim)`."""
     grid: list[int]
     indices: list[int]
     metadata: VideoMetadata
 
 
 def resize(image: torch.Tensor, size: Any, interpolation: Any = None, antialias: bool = True) -> torch.Tensor:
-    """torchvision's on 8-bit values: its bicubic filter goes to torch's own kernel for them."""
+    """Resizes as torchvision does for 8-bit values: its bicubic filter calls torch's own kernel for them."""
     if tuple(image.shape[-2:]) == tuple(size):
         return image
     flat = image.reshape(-1, *image.shape[-3:])
@@ -53,7 +53,7 @@ def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool = False) -
 
 @contextmanager
 def torchvision_stand_in() -> Iterator[ModuleType]:
-    """While the processors' modules are imported."""
+    """Replaces torchvision while the processors' modules are imported."""
     functional = ModuleType("torchvision.transforms.v2.functional")
     functional.resize, functional.normalize = resize, normalize  # type: ignore[attr-defined]
     functional.InterpolationMode = SimpleNamespace(LANCZOS="lanczos")  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ def torchvision_stand_in() -> Iterator[ModuleType]:
 
 
 def processor_class(name: str) -> Any:
-    """`Qwen2VLVideoProcessor` and the like."""
+    """Returns the class of a video processor, e.g. `Qwen2VLVideoProcessor`."""
     module = _NAME_TO_MODULE[name]
     with torchvision_stand_in() as functional:
         image_processing_backends.tvF = functional
@@ -83,7 +83,7 @@ def processor_class(name: str) -> Any:
 
 
 def load(directory: Path, name: str) -> Any:
-    """With the checkpoint's settings for videos."""
+    """Creates a processor with the checkpoint's settings for videos."""
     processor = object.__new__(processor_class(name))
     for key, value in json.loads((directory / "video_preprocessor_config.json").read_text()).items():
         setattr(processor, key, value)
@@ -92,7 +92,7 @@ def load(directory: Path, name: str) -> Any:
 
 
 def look(processor: Any, frames: np.ndarray, fps: float, wanted_fps: float = 2.0) -> Looked:
-    """`frames` `(num_frames, height, width, 3)`."""
+    """Runs the processor on `frames`, which have shape `(num_frames, height, width, 3)`."""
     metadata = VideoMetadata(total_num_frames=len(frames), fps=fps, duration=len(frames) / fps)
     indices = [int(index) for index in processor.sample_frames(metadata, fps=wanted_fps)]
     metadata.frames_indices = list(indices)
@@ -119,8 +119,8 @@ def look(processor: Any, frames: np.ndarray, fps: float, wanted_fps: float = 2.0
 
 
 def normalised(frames: np.ndarray, mean: Any = OPENAI_CLIP_MEAN, std: Any = OPENAI_CLIP_STD) -> torch.Tensor:
-    """`(num_frames, height, width, 3)` of the model's own size -> `(num_frames, 3, height, width)`, as every video
-    processor does it."""
+    """Normalises frames as every video processor does. `frames` have shape `(num_frames, height, width, 3)` and the
+    model's own size; the result has shape `(num_frames, 3, height, width)`."""
     processor = object.__new__(processor_class("Qwen2VLVideoProcessor"))
     values = torch.from_numpy(frames).permute(0, 3, 1, 2)
     found: torch.Tensor = processor.rescale_and_normalize(values, True, 1 / 255, True, tuple(mean), tuple(std))
@@ -128,7 +128,7 @@ def normalised(frames: np.ndarray, mean: Any = OPENAI_CLIP_MEAN, std: Any = OPEN
 
 
 def decoded(data: bytes) -> tuple[np.ndarray, float]:
-    """All frames, and their rate."""
+    """Returns all frames of a file, and their rate."""
     with av.open(io.BytesIO(data)) as container:
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
         return np.stack(frames), float(container.streams.video[0].average_rate)

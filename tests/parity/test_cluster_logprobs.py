@@ -1,4 +1,5 @@
-"""`logprobs` and `top_logprobs` from the HTTP API of a cluster in this process, against transformers' own logits."""
+"""Compares `logprobs` and `top_logprobs` from the HTTP API of a cluster in this process with transformers' own
+logits."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def reference() -> Any:
 
 
 def log_softmax_of(reference: Any, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """`(len(tokens), vocab)`: what the model said where each token was drawn."""
+    """Returns `(len(tokens), vocab)`: the model's log probabilities at each position where a token was sampled."""
     ids = torch.tensor([prompt + tokens])
     with torch.inference_mode():
         logits = reference(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0].float()

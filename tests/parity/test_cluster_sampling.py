@@ -1,4 +1,5 @@
-"""Sampling parameters through the whole cluster: against transformers where it has them, and against themselves."""
+"""Tests sampling parameters through the whole cluster. They are compared with transformers where it has them, and with
+the expected effect otherwise."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Structured output through the whole cluster, from an untrained model at temperature 1: whatever it would have said,
-what comes out parses, validates, matches or is one of the choices."""
+"""Tests structured output through the whole cluster, with an untrained model at temperature 1. Although the model
+itself would generate anything, every output parses, validates, matches or is one of the choices."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def texts(answer: dict[str, Any]) -> list[str]:
     "workers", [{}, {"max_step_tokens": 7}, {"max_step_tokens": 24, "prefix_cache": False}], ids=str
 )
 async def test_every_answer_is_what_was_asked_for(workers: dict[str, Any]) -> None:
-    """All kinds at once, among requests without a grammar: the masks of one row do not touch another's."""
+    """Runs all kinds of grammars at once with requests that have no grammar: the mask of one row must not affect
+    another."""
     async with serving(**workers) as (_, client):
         free = {"temperature": 0, "max_tokens": 8}
         alone = texts_of_any(await ask(client, **free))
@@ -99,7 +100,8 @@ def texts_of_any(answer: dict[str, Any]) -> list[str]:
 
 
 async def test_a_json_object_of_any_shape() -> None:
-    """Left alone, an untrained model hardly ever closes a string: quotes and braces are made likelier."""
+    """Raises the probability of quotes and braces, because an untrained model hardly ever closes a string without
+    that."""
     async with serving() as (cluster, client):
         bias = {str(cluster.router._codec.encode(closing)[0]): 7 for closing in '"}]'}
         form = {"response_format": {"type": "json_object"}, "logit_bias": bias, "max_tokens": 120}
@@ -125,7 +127,7 @@ async def test_pictures_streams_stops_and_the_length_limit() -> None:
 
 
 async def test_preemption_does_not_lose_the_place_in_the_grammar() -> None:
-    """So few blocks that sequences are thrown out again and again."""
+    """Uses so few blocks that sequences are preempted again and again."""
     async with serving(num_blocks=34, block_size=8, prefix_cache=False, max_step_tokens=48) as (cluster, client):
         calls = [ask(client, seed=seed, max_tokens=60, guided_regex="([a-z]{4}-){8}end") for seed in range(10)]
         small = await asyncio.gather(*calls)
@@ -140,20 +142,20 @@ async def test_preemption_does_not_lose_the_place_in_the_grammar() -> None:
 
 
 async def test_another_worker_goes_on_where_the_lost_one_was() -> None:
-    """The second attempt is told of the tokens that were sent, and follows the grammar from there."""
+    """The second attempt receives the tokens that were sent, and follows the grammar from there."""
     async with serving(replicas=2) as (cluster, client):
         fields = {"guided_json": PERSON, "max_tokens": 400, "seed": 11, "presence_penalty": 0.5, "logprobs": True}
         whole = await ask(client, **fields)
         generate, told = cluster.workers.generate, []
 
         async def lossy(worker_id: MemberId, request: GenerateRequest) -> GenerateResult:
-            """The first attempt is lost when some tokens were sent."""
+            """Loses the first attempt after some tokens were sent."""
             if request.attempt:
                 told.append(request.emitted[0])
                 return await generate(worker_id, request)
             call = asyncio.ensure_future(generate(worker_id, request))
             output = cluster.router._flights[request.request_id].stream.choices[0]
-            while output.num_tokens < 5:  # noqa: ASYNC110 - what is waited for is a count
+            while output.num_tokens < 5:  # noqa: ASYNC110 - a count has no event
                 await asyncio.sleep(0.001)
             call.cancel()
             raise WorkerLost("for the test")

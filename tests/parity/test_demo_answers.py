@@ -1,7 +1,8 @@
-"""The shipped checkpoint answers rightly, and the cluster answers as transformers does.
+"""Tests that the shipped checkpoint answers correctly, and that the cluster answers as transformers does.
 
-Tried by hand that a bad checkpoint fails: of the untrained weights of `build_demo_checkpoint` no answer is right; with
-the first layer's `down_proj` of the shipped ones set to zero, 64 % of those about pictures and 66 % of the others.
+A manual test has shown that a bad checkpoint fails. With the untrained weights of `build_demo_checkpoint`, no answer is
+correct. With the first layer's `down_proj` of the shipped weights set to zero, 64 % of the answers about pictures and
+66 % of the others are correct.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ WORD_TASKS = [task for task in TASKS if task.modality == "text"]
 
 
 def questions(tasks: list[Any], num_questions: int) -> list[Sample]:
-    """Taken from the tasks in turn."""
+    """Takes questions from the tasks in turn."""
     per_task = -(-num_questions // len(tasks))
     columns = zip(*(fresh_samples(task, per_task, SEED) for task in tasks), strict=True)
     return [sample for column in columns for sample in column][:num_questions]

@@ -1,4 +1,5 @@
-"""The demo checkpoint, untrained and as shipped, is a model directory like any other: transformers loads it."""
+"""Tests that the demo checkpoint, untrained and as shipped, is a model directory like any other: transformers loads
+it."""
 
 import json
 from pathlib import Path
@@ -31,7 +32,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def test_same_seed_same_bytes_and_another_seed_other_weights(model_dir: Path, tmp_path: Path) -> None:
-    torch.manual_seed(123)  # the process's own random state has no part in it
+    torch.manual_seed(123)  # The process's own random state must have no influence.
     before = torch.get_rng_state()
     assert contents(build_demo_checkpoint(tmp_path / "again")) == contents(model_dir)
     assert torch.equal(torch.get_rng_state(), before)
@@ -114,7 +115,7 @@ def test_the_audio_tower_takes_what_the_feature_extractor_makes(model_dir: Path,
 
 
 def test_the_shipped_checkpoint_has_the_files_of_the_recipe(model_dir: Path) -> None:
-    """Tokenizer and configs as the sources make them today; weights and card are those of the training."""
+    """Tokenizer and configs are those that the sources generate today; weights and card are those of the training."""
     shipped = contents(demo_checkpoint())
     made = contents(model_dir)
     assert shipped.keys() == made.keys()

@@ -1,4 +1,5 @@
-"""What the demo model is trained on is what transformers makes of the same conversation: prompt, positions, logits."""
+"""Tests that the demo model is trained on what transformers computes for the same conversation: prompt, positions,
+logits."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def samples_of(name: str) -> list[Sample]:
 
 
 def reference_inputs(model: Any, model_dir: Path, sample: Sample) -> dict[str, Any]:
-    """By transformers' chat template, processors and position rule; media pads are expanded by their row counts."""
+    """Returns what transformers' chat template, processors and position rule compute. Media placeholders are expanded
+    to their numbers of rows."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     messages = [
         {
@@ -91,7 +93,8 @@ def reference_inputs(model: Any, model_dir: Path, sample: Sample) -> dict[str, A
 
 
 def video_inputs(model_dir: Path, clip: Clip) -> dict[str, Any]:
-    """Frames at two a second (clips are drawn with just those), patches in the order of Qwen's video processor."""
+    """Returns the patches of the frames in the order of Qwen's video processor. Clips are drawn with two frames a
+    second, which is the rate that the model samples."""
     pictures = Qwen2VLImageProcessorPil.from_pretrained(model_dir)
     (_, rows, columns) = pictures([Image.fromarray(clip.frames[0])], return_tensors="pt")["image_grid_thw"][0].tolist()
     size = (columns * 16, rows * 16)
@@ -111,7 +114,8 @@ def video_inputs(model_dir: Path, clip: Clip) -> dict[str, Any]:
 
 
 def interleaved(grid: torch.Tensor, num_heard: int) -> str:
-    """As Qwen3OmniMoeProcessor.replace_video_with_audio_token writes it: by time, 13 positions a second."""
+    """Interleaves placeholders by time, with 13 positions a second, as
+    Qwen3OmniMoeProcessor.replace_video_with_audio_token does."""
     moments = [time * 13 for time in range(int(grid[0])) for _ in range(int(grid[1] * grid[2]) // 4)]
     text, heard = "<|audio_start|>", 0
     for moment in moments:

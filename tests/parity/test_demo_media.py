@@ -1,5 +1,5 @@
-"""What the demo model was trained on is what the cluster makes of the same conversation's files: prompt, positions,
-patches, spectrograms; clips with their sound too."""
+"""Tests that the demo model was trained on what the cluster computes from the same conversation's files: prompt,
+positions, patches and spectrograms. Clips with sound are included."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def family(model_dir: Path) -> Family:
 
 
 def on_file(part: Part) -> Part:
-    """As a file holds it."""
+    """Returns the part as a file holds it."""
     if isinstance(part, Sound):
         return replace(part, samples=quantised(part.samples))
     if isinstance(part, Clip) and part.sound is not None:
@@ -57,7 +57,7 @@ def file_of(part: Part) -> bytes:
 
 
 def planned(family: Family, sample: Sample) -> tuple[list[ItemPlan], list[MediaItem], list[bytes]]:
-    """A clip with sound is two items."""
+    """Plans the media of a sample. A clip with sound becomes two items."""
     plans: list[ItemPlan] = []
     items: list[MediaItem] = []
     files: list[bytes] = []

@@ -1,4 +1,5 @@
-"""About sounds and clips the cluster answers as plain transformers does, and the shipped checkpoint answers rightly."""
+"""Tests that the cluster answers questions about sounds and clips as plain transformers does, and that the shipped
+checkpoint answers them correctly."""
 
 from __future__ import annotations
 
@@ -25,11 +26,12 @@ NUM_QUESTIONS = 50
 MAX_TOKENS = 32
 SEED = 98
 LEAST_RIGHT = 0.94
-"""Of so few samples; on 500 of each task it is GOAL (deploy/demo/REPORT.md)."""
+"""This is the least share of correct answers among so few samples; on 500 of each task it is GOAL
+(deploy/demo/REPORT.md)."""
 
 
 def questions(modality: str) -> list[Sample]:
-    """Taken from the tasks in turn."""
+    """Takes questions from the tasks in turn."""
     tasks = [task for task in TASKS if task.modality == modality and (has_speech() or not task.needs_speech)]
     per_task = -(-NUM_QUESTIONS // len(tasks))
     columns = zip(*(fresh_samples(task, per_task, SEED) for task in tasks), strict=True)

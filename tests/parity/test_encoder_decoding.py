@@ -1,4 +1,5 @@
-"""Decoding in spawned processes: the same features, and what happens when such a process dies, or its parent."""
+"""Tests decoding in spawned processes: they return the same features, and the service handles the death of such a
+process and of its parent."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ async def test_a_file_that_kills_its_process_is_tried_twice_and_fails(family: Fa
     async with running_bench(family, encoder, config) as bench:
         files = [flat_picture(4_700)]
         call = asyncio.create_task(bench.service.encode(bench.request(files), files))
-        while not call.done():  # each process that works on it dies, as if the file were to blame
+        while not call.done():  # Each process that works on the file dies, as if the file were the cause.
             for process in bench.service._decoder._processes:
                 if process.is_at_work:
                     process.kill()
@@ -87,14 +88,14 @@ async def test_a_file_that_kills_its_process_is_tried_twice_and_fails(family: Fa
 
 
 def limited_to(**limits: object) -> EncoderConfig:
-    """One process, with the defaults but for these."""
+    """Returns a config with one process, and with the default limits except for the given ones."""
     limits_of_item = dataclasses.replace(DEFAULT_LIMITS, **limits)  # type: ignore[arg-type]
     model_dir = str(demo_checkpoint())
     return EncoderConfig(("image",), num_decode_processes=1, model_dir=model_dir, decode_limits=limits_of_item)
 
 
 async def test_an_item_that_takes_too_long_is_refused_alone(family: Family, encoder: EncoderModel) -> None:
-    """Too much processor time, that is: however long it takes by the clock."""
+    """The limit counts processor time, regardless of the elapsed time."""
     async with running_bench(family, encoder, limited_to(modality_to_cpu_s={"image": 0.05})) as bench:
         files = [flat_picture(9_400), picture(2)]
         large, small = errors(await bench.service.encode(bench.request(files), files))
@@ -109,7 +110,7 @@ async def test_an_item_that_takes_too_long_is_refused_alone(family: Family, enco
 async def test_an_item_that_is_late_through_no_fault_of_its_own_may_come_again(
     family: Family, encoder: EncoderModel, is_late: bool
 ) -> None:
-    """Its process is stopped: before it comes, or while it is decoded."""
+    """The test stops the decode process: before the item arrives, or while the process decodes it."""
     async with running_bench(family, encoder, limited_to(modality_to_timeout_s={"image": 0.5})) as bench:
         pool = bench.service._decoder
         (pid,) = pool.pids()
@@ -138,8 +139,8 @@ async def test_an_item_that_is_late_through_no_fault_of_its_own_may_come_again(
 async def test_items_behind_others_are_answered_in_the_time_that_they_have(
     family: Family, encoder: EncoderModel
 ) -> None:
-    """One waits for the only decode process, which hangs in another's file; one is decoded and waits for the forward.
-    Neither is its file's fault, and both are well as soon as the encoder is."""
+    """One item waits for the only decode process, which hangs in another request's file; one is decoded and waits for
+    the forward pass. The file causes neither delay, and both items succeed as soon as the encoder works again."""
     async with running_bench(family, encoder, limited_to()) as bench:
         pool, service = bench.service._decoder, bench.service
         bench.model.gate.clear()
@@ -233,7 +234,8 @@ async def test_an_item_that_takes_too_much_memory_is_refused_alone(family: Famil
 
 
 async def test_large_pictures_are_not_decoded_at_once(family: Family, encoder: EncoderModel) -> None:
-    """Three pictures of which two do not fit the budget, on two processes: what these take together stays within it."""
+    """Sends three pictures, of which two do not fit into the budget together, to two processes. The memory that both
+    processes use together stays within the budget."""
     files = [transparent_picture(3_000 + number) for number in range(3)]
     one = planned(family, files[2]).decode_bytes
     config = dataclasses.replace(limited_to(total_bytes=one * 3 // 2), num_decode_processes=2)
@@ -261,20 +263,20 @@ async def test_large_pictures_are_not_decoded_at_once(family: Family, encoder: E
 
 
 def memory_bytes(pid: int, name: str) -> int:
-    """`VmRSS`: of a process now; `VmHWM`: at its peak."""
+    """Returns the memory of a process: `VmRSS` is its current size, `VmHWM` its peak."""
     status = Path(f"/proc/{pid}/status").read_text()
     return int(status.partition(f"{name}:")[2].split()[0]) * 1024
 
 
 def transparent_picture(side: int) -> bytes:
-    """A small file of which four values a pixel are kept, and three more are made."""
+    """Returns a small file. The decoder keeps four values a pixel of it, and creates three more."""
     buffer = io.BytesIO()
     Image.new("RGBA", (side, side), (10, 20, 30, side % 256)).save(buffer, "PNG", compress_level=1)
     return buffer.getvalue()
 
 
 def flat_picture(side: int) -> bytes:
-    """A small file, a bit per pixel; as colours it is some 350 MB."""
+    """Returns a small file with one bit per pixel; decoded to colours, it takes some 350 MB."""
     buffer = io.BytesIO()
     Image.new("1", (side, side)).save(buffer, "PNG")
     return buffer.getvalue()
@@ -282,7 +284,7 @@ def flat_picture(side: int) -> bytes:
 
 @asynccontextmanager
 async def running_pool(family: Family) -> AsyncIterator[DecodePool]:
-    """With one process."""
+    """Runs a pool with one process."""
     pool = DecodePool(family, str(demo_checkpoint()), 1)
     await pool.start()
     try:
@@ -337,7 +339,7 @@ async def test_an_answer_that_could_not_be_read_is_not_taken_for_that_of_the_nex
 async def test_answers_to_another_message_are_refused(family: Family) -> None:
     async with running_pool(family) as pool:
         (process,) = pool._processes
-        array_pipe.send(process._pipe, (7, None))  # whose answer nobody takes
+        array_pipe.send(process._pipe, (7, None))  # Nothing reads the answer to this message.
         (unit,) = (await decoded(pool, picture(2))).inputs
         np.testing.assert_array_equal(unit.pixels, expected(family, picture(2)).pixels)
         assert process not in pool._processes
@@ -370,7 +372,7 @@ async def test_starts_that_fail_are_tried_again_and_seen_in_health(
     async with running_bench(family, encoder, config) as bench:
         pool, files = bench.service._decoder, [picture(1)]
         kill(pool)
-        pool._model_dir = str(tmp_path)  # holds no model: a process that is started there ends
+        pool._model_dir = str(tmp_path)  # This directory holds no model, so a process that starts there ends.
         call = asyncio.create_task(bench.service.encode(bench.request(files), files))
         await bench.until(lambda: not pool.is_alive)
         with pytest.raises(EncodeFailed, match="decode processes"):
@@ -439,7 +441,7 @@ def test_decode_processes_die_with_their_parent(tmp_path: Path) -> None:
 
 
 def is_running(pid: int) -> bool:
-    """Alive and not a zombie that nobody has reaped yet."""
+    """Returns whether the process is alive and is not a zombie that its parent has not reaped yet."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

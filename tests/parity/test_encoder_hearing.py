@@ -1,5 +1,5 @@
-"""Sounds of which the encoder's device makes the units, through the encoder service on the demo checkpoint: the same
-features as with spectrograms made where sounds are decoded, and the same care when something goes wrong."""
+"""Tests sounds whose units the encoder's device makes, through the encoder service on the demo checkpoint. The features
+equal those from spectrograms that are made where sounds are decoded, and failures are handled with the same care."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from modalities.waveform import HearsOnDevice, Spectrograms, Waveform
 pytestmark = pytest.mark.torch
 CONFIG = EncoderConfig(modalities=("image", "audio"), num_decode_processes=0, report_interval_s=0.02, mel_device="cpu")
 SOUNDS = [(16000, 1.0, "wav"), (44100, 11.3, "flac"), (8000, 0.7, "wav"), (48000, 9.0, "ogg-opus"), (44101, 2.0, "wav")]
-"""Rate, seconds, format: some are of several units, and the last has a rate that no device resamples."""
+"""Holds rate, seconds and format of each sound. Some have several units, and no device resamples the rate of the
+last."""
 
 
 class Ears:
-    """A family whose device can be held up, and told to break; it keeps the size of each batch."""
+    """Wraps a family so that a test can block its device or make it fail. It records the size of each batch."""
 
     def __init__(self, family: Family) -> None:
         assert isinstance(family, HearsOnDevice)
@@ -37,7 +38,7 @@ class Ears:
         self.go_on.set()
         self.poisoned_samples: set[int] = set()
         self.batches: list[list[int]] = []
-        """Samples of each sound, as planned."""
+        """Holds the planned number of samples of each sound, per batch."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._family, name)
@@ -93,13 +94,14 @@ def codes(result: EncodeResult) -> list[str | None]:
 
 
 async def waiting(bench: Bench, num_sounds: int) -> None:
-    """Until so many sounds lie decoded, and their decoding has ended: its task does a moment after its result."""
+    """Waits until `num_sounds` sounds are decoded and their decoding has ended. A decoding task ends a moment after its
+    result is there."""
     pipeline = bench.service._pipeline
     await bench.until(lambda: (len(list(pipeline.flights.queued_sounds())), pipeline.num_decoding) == (num_sounds, 0))
 
 
 async def check_features(bench: Bench, files: Sequence[bytes], items: Sequence[MediaItem]) -> None:
-    """Each unit is what the family's encoder makes of the spectrogram that the host makes."""
+    """Checks that each unit is what the family's encoder computes from the spectrogram that the host makes."""
     keys = [key for item in items for key in item.unit_keys()]
     unit_to_message = {message.unit: message for message in bench.ready}
     for key, reference in zip(keys, bench.expected(files, items), strict=True):
@@ -108,7 +110,7 @@ async def check_features(bench: Bench, files: Sequence[bytes], items: Sequence[M
 
 
 async def test_features_of_one_batch_are_the_hosts(ears: Ears, encoder: EncoderModel) -> None:
-    """Several rates, lengths and formats; those that wait together are made together."""
+    """Uses several rates, lengths and formats. Sounds that wait together are processed together."""
     async with running_bench(ears, encoder, CONFIG) as bench:
         ears.batches.clear()
         files = [sound(*kind, seed=index) for index, kind in enumerate(SOUNDS)]
@@ -135,7 +137,8 @@ async def test_features_of_one_batch_are_the_hosts(ears: Ears, encoder: EncoderM
 
 
 def num_samples(items: Sequence[MediaItem]) -> list[int]:
-    """At the family's rate: those of these tests are whole mel frames of 10 ms."""
+    """Returns the numbers of samples at the family's rate. The sounds of these tests consist of whole mel frames of 10
+    ms."""
     return [160 * item.grid[0] for item in items]
 
 
@@ -174,7 +177,7 @@ async def test_a_cancelled_sound_leaves_before_the_device_and_on_it(ears: Ears, 
         await bench.until(ears.is_held.is_set)
         calls += [encode(bench, [data], [item]) for data, item in zip(files[1:], items[1:], strict=True)]
         await waiting(bench, 2)
-        for call in calls[:2]:  # one on the device, one in front of it
+        for call in calls[:2]:  # One of them is on the device, one is queued ahead of it.
             call.cancel()
         await asyncio.gather(*calls[:2], return_exceptions=True)
         await waiting(bench, 1)
@@ -188,7 +191,8 @@ async def test_a_cancelled_sound_leaves_before_the_device_and_on_it(ears: Ears, 
 
 
 async def test_who_asks_again_while_it_is_on_the_device_gets_it(ears: Ears, encoder: EncoderModel) -> None:
-    """A follower that joins there is served by the same flight; one that comes after all have left starts another."""
+    """A follower that joins while the sound is on the device is served by the same flight. One that arrives after all
+    others have left starts another flight."""
     async with running_bench(ears, encoder, CONFIG) as bench:
         ears.batches.clear()
         ears.is_held.clear()
@@ -209,7 +213,8 @@ async def test_who_asks_again_while_it_is_on_the_device_gets_it(ears: Ears, enco
 
 
 async def test_sounds_stand_in_line_with_the_rest(ears: Ears, encoder: EncoderModel) -> None:
-    """A picture that needs less goes before a sound that waits for the device, and no picture waits for long ones."""
+    """A picture that needs less time runs before a sound that waits for the device, and no picture waits for long
+    sounds."""
     async with running_bench(ears, encoder, CONFIG, costs=NEVER_FUSED) as bench:
         ears.batches.clear()
         bench.model.is_stepped = True

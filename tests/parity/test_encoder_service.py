@@ -1,4 +1,4 @@
-"""The encoder service on the real demo checkpoint: what a worker pulls is what the family's encoder computes."""
+"""Tests the encoder service on the real demo checkpoint: what a worker pulls is what the family's encoder computes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def errors(result: EncodeResult) -> list[ErrorInfo | None]:
 
 
 async def queue_behind(bench: Bench, calls: Sequence[Sequence[bytes]]) -> list[asyncio.Task[EncodeResult]]:
-    """Starts the calls while the forward is held by a picture of another call, until all are decoded and queued."""
+    """Starts the calls while a picture of another call holds the forward pass, and returns when all are decoded and
+    queued."""
     bench.model.gate.clear()
     first = [picture(1000 + bench.num_requests)]
     tasks = [asyncio.create_task(bench.service.encode(bench.request(first), first))]
@@ -59,7 +60,7 @@ async def test_a_worker_pulls_what_the_encoder_computes(family: Family, dtype: s
         assert errors(result) == [None, None]
         await bench.until(lambda: len(bench.ready) == 2)
         items = bench.request(files).items
-        # The shorter one is encoded first.
+        # The service encodes the shorter one first.
         ready = [next(one for one in bench.ready if one.unit.mm_hash == item.mm_hash) for item in items]
         pulled = [await bench.pull(message) for message in ready]
         expected = bench.expected(files)
@@ -440,7 +441,7 @@ async def test_stopping_ends_open_calls(family: Family, encoder: EncoderModel) -
 async def test_a_device_that_hangs_is_found_out_though_the_encoder_answers(
     family: Family, encoder: EncoderModel
 ) -> None:
-    """It answers each call in its time, as one that is only busy would."""
+    """The encoder answers each call within its time limit, as one that is only busy would."""
     async with running_bench(family, encoder, EncoderConfig(("image",), num_decode_processes=0)) as bench:
         bench.model.gate.clear()
         files = [picture(1)]

@@ -1,5 +1,5 @@
-"""Videos and sounds through the encoder service, on the real demo checkpoint: units, their order, and what becomes of
-them when something goes wrong. Orders of events, no times: the forwards are let through one by one."""
+"""Tests videos and sounds in the encoder service, on the real demo checkpoint: units, their order, and what happens to
+them on failures. The tests check orders of events, not times: they let the forward passes run one by one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.torch
 MODALITIES = ("image", "video", "audio")
 CONFIG = EncoderConfig(modalities=MODALITIES, num_decode_processes=0, report_interval_s=0.02)
 OPTIONS = MediaOptions(fps=8, max_frames=120)
-"""As many frames of a film as the family takes."""
+"""With these options the family takes as many frames of a film as it can."""
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,13 @@ def encoder(family: Family) -> EncoderModel:
 
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A film is of four units, not of two. (Planned and decoded in this process.)"""
+    """Makes a film consist of four units instead of two. The patch works because films are planned and decoded in this
+    process."""
     monkeypatch.setattr(video_rows, "UNIT_PATCHES", 400)
 
 
 def film(num_frames: int = 120, seed: int = 0) -> bytes:
-    """Frames of 10 x 10 patches, 32 of which are looked at."""
+    """Returns a video with frames of 10 x 10 patches, of which the family samples 32."""
     rng = np.random.default_rng(seed)
     frames = [rng.integers(0, 256, (160, 160, 3), dtype=np.uint8) for _ in range(4)]
     clip = Clip(codec="mpeg4", num_frames=num_frames, fps=8)
@@ -110,7 +111,8 @@ async def test_a_unit_of_a_film_is_announced_before_the_next_is_encoded(family: 
 
 
 class Streaming:
-    """A family that gives a video's units one by one; the second is not ready before `go_on` is set. `fails` then."""
+    """Wraps a family so that it yields a video's units one by one. The second unit is not ready before `go_on` is set;
+    if `fails` is true, it then fails."""
 
     def __init__(self, family: Family, *, fails: bool) -> None:
         self._family = family
@@ -182,7 +184,7 @@ async def test_a_film_is_decoded_at_a_lower_priority_than_pictures(family: Famil
 async def test_a_film_delays_a_picture_by_the_unit_in_the_forward(
     family: Family, encoder: EncoderModel, small_units: None, num_done: int
 ) -> None:
-    """However far the film of 120 frames is, all of it decoded and waiting."""
+    """The delay does not depend on the progress of the film of 120 frames, all of which is decoded and waiting."""
     async with running_bench(family, encoder, CONFIG, costs=NEVER_FUSED) as bench:
         bench.model.is_stepped = True
         bench.model.gate.clear()
@@ -206,7 +208,7 @@ async def test_a_film_delays_a_picture_by_the_unit_in_the_forward(
 
 
 async def test_a_film_is_not_starved_by_pictures_that_keep_coming(family: Family, encoder: EncoderModel) -> None:
-    """There is always a picture that waits; the clock goes on by what forwards are known to cost."""
+    """A picture is always waiting. The clock advances by the known costs of the forward passes."""
     async with running_bench(family, encoder, CONFIG, costs=NEVER_FUSED) as bench:
         bench.model.is_stepped = True
         bench.model.gate.clear()
@@ -296,7 +298,8 @@ async def test_32_waiting_pictures_go_into_one_forward_within_its_cost(family: F
 
 
 async def test_three_times_more_than_the_arena_holds_passes_through_it(family: Family, encoder: EncoderModel) -> None:
-    """Films, pictures and sounds at once, over readers that come late: never over budget, nothing lost, all free."""
+    """Sends films, pictures and sounds at once, with readers that come late. The arena never exceeds its budget, no
+    unit is lost, and all memory is free at the end."""
     tiny = KnownCosts(overhead_s=1e-5, seconds_per_cost=1e-6)
     data = film(40)
     item_bytes = family.shape.num_levels * family.shape.hidden_size * 4
@@ -324,7 +327,7 @@ async def test_three_times_more_than_the_arena_holds_passes_through_it(family: F
                 await bench.pull(read[-1])
                 bench.release(read[-1])
                 await asyncio.sleep(0)
-            await asyncio.sleep(0.001)  # spinning would keep the interpreter from the threads that encode
+            await asyncio.sleep(0.001)  # Spinning would block the threads that encode.
         assert [codes(task.result()) for _, task in calls] == [[None] * 4] * 8
         assert high > usage.total_bytes / 2
         announced = {(message.request_id, message.unit) for message in bench.ready}

@@ -1,7 +1,7 @@
-"""Every family of the table through the same suite: its greedy tokens through the real worker equal transformers'.
+"""Runs every family of the table through the same suite: its greedy tokens through the real worker equal transformers'.
 
-A difference passes only where the reference's two best logits lie within 1e-4, on at most 0.1 % of sequences; such
-cases are counted and printed.
+A difference passes only where the reference's two best logits lie within 1e-4, on at most 0.1 % of sequences. The suite
+counts and prints such cases.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Parts = tuple[Text | Medium, ...]
 
 @pytest.fixture(scope="module", autouse=True)
 def small_units() -> Iterator[None]:
-    """Videos of several units, and not for their size."""
+    """Makes videos consist of several units although they are small."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(video_rows, "UNIT_PATCHES", 48)
         yield
@@ -57,7 +57,8 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def prompts_of(row: FamilyRow) -> list[Parts]:
-    """Text; for each modality one medium and several, one of them twice, with a common beginning; all together."""
+    """Returns prompts: text alone; for each modality prompts with one medium and with several, one of them twice, which
+    share a beginning; and prompts with all modalities."""
     found: list[Parts] = [(SYSTEM, QUESTION), (Text(4, 1),), (Text(5, 41),)]
     for kind in row.kinds:
         media = [Medium(kind, seed, size) for seed, size in enumerate(row.sizes_of(kind), start=1)]
@@ -66,7 +67,7 @@ def prompts_of(row: FamilyRow) -> list[Parts]:
         found.append((SYSTEM, media[0], BETWEEN, media[1], BETWEEN, media[0], QUESTION))
         found.append((media[2], media[1]))
     if len(row.modalities) > 1:
-        # The reference can't have silent videos in one prompt with those that are heard.
+        # The reference cannot process silent videos and videos with sound in one prompt.
         for left_out in (FILM, "video") if FILM in row.kinds else (FILM,):
             mixed = [Medium(kind, 7, row.sizes_of(kind)[0]) for kind in row.kinds if kind != left_out]
             found.append((SYSTEM, *mixed, QUESTION))
@@ -80,7 +81,8 @@ def check(comparison: Comparison, loaded: LoadedFamily, of: FamilyPrompt, tokens
 
 
 class Crowd:
-    """Prompts that go through one worker of `loaded`; what the worker asks for again it gets again."""
+    """Sends prompts through one worker of `loaded`, and publishes features again when the worker requests them
+    again."""
 
     def __init__(self, loaded: LoadedFamily, worker: Rig) -> None:
         self._loaded, self._worker = loaded, worker
@@ -93,14 +95,14 @@ class Crowd:
 
     def _again(self, message: FeatureNeeded) -> None:
         if message.request_id not in self._id_to_open:
-            return  # cancelled
+            return  # The request was cancelled.
         request, of = self._id_to_open[message.request_id]
         for index, (item, unit) in enumerate(of.units):
             if of.media[item].unit_keys()[unit] in message.units:
                 self._publish(request, of, index)
 
     async def run(self, of: FamilyPrompt, delays: Sequence[int]) -> tuple[list[int], GenerateResult]:
-        """`delays`: how many turns of the loop the units come late, in turn."""
+        """Runs one prompt. `delays` holds, in turn, by how many turns of the event loop the units are late."""
         request = self._worker.request(of, NUM_TOKENS)
         self._id_to_open[request.request_id] = (request, of)
         call = asyncio.ensure_future(self._worker.service.generate(request))
@@ -140,7 +142,8 @@ async def at_once(
     cancelled_after: Sequence[int | None],
     **config: Any,
 ) -> list[list[int] | None]:
-    """Tokens per prompt; None for one that was cancelled after so many turns, before it came to its end."""
+    """Returns the tokens per prompt, or None for a prompt that was cancelled after the given number of turns, before
+    its end."""
     async with rig(parts=loaded, **config) as worker:
         crowd = Crowd(loaded, worker)
         runs = [asyncio.ensure_future(crowd.run(of, delays)) for of, delays in zip(prompts, arrivals, strict=True)]
@@ -157,7 +160,7 @@ async def at_once(
 
 @pytest.mark.parametrize("max_step_tokens", [5, 4096])
 def test_every_kind_of_prompt_twice(loaded: LoadedFamily, comparison: Comparison, max_step_tokens: int) -> None:
-    """One after the other; the second time each finds the blocks of the first."""
+    """Runs the prompts one after the other. The second time, each prompt finds the blocks of the first run."""
     prompts = [loaded.prompt(*parts) for parts in prompts_of(loaded.row)] * 2
     found = asyncio.run(one_by_one(loaded, prompts, max_step_tokens=max_step_tokens, block_size=4))
     for of, (tokens, _) in zip(prompts, found, strict=True):
@@ -171,8 +174,8 @@ def test_every_kind_of_prompt_twice(loaded: LoadedFamily, comparison: Comparison
 )
 @given(data=st.data())
 def test_any_schedule(loaded: LoadedFamily, comparison: Comparison, data: st.DataObject) -> None:
-    """Several at once, cut and cached anyhow, features late and in any order, with too few blocks for all, one of
-    them perhaps cancelled."""
+    """Runs several prompts at once, with any chunk size and with or without the prefix cache. Features arrive late and
+    in any order, the blocks do not suffice for all prompts, and one prompt may be cancelled."""
     kinds = prompts_of(loaded.row)
     prompts = [loaded.prompt(*parts) for parts in data.draw(st.lists(st.sampled_from(kinds), min_size=2, max_size=4))]
     arrivals = [data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=4)) for _ in prompts]
@@ -199,7 +202,7 @@ def test_any_schedule(loaded: LoadedFamily, comparison: Comparison, data: st.Dat
 
 
 def test_other_media_give_other_tokens(loaded: LoadedFamily) -> None:
-    """The parity above would be empty if the media did not count."""
+    """The parity tests above would prove nothing if the media had no influence."""
     for kind in loaded.row.kinds:
         size = loaded.row.sizes_of(kind)[0]
         prompts = [loaded.prompt(SYSTEM, Medium(kind, seed, size), QUESTION) for seed in (1, 2, 3)]
@@ -222,7 +225,7 @@ def test_counts_and_values_equal_the_references_processor(loaded: LoadedFamily) 
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(width=st.integers(1, 400), height=st.integers(1, 400))
 def test_counts_of_any_size(loaded: LoadedFamily, width: int, height: int) -> None:
-    """From the header alone, equal to what the reference's processor makes of the whole picture."""
+    """Counts from the header alone equal what the reference's processor computes from the whole picture."""
     if "image" not in loaded.row.modalities or max(width, height) > 60 * min(width, height):
         return
     data = png(Image.new("RGB", (width, height)))
@@ -233,7 +236,7 @@ def test_counts_of_any_size(loaded: LoadedFamily, width: int, height: int) -> No
 
 
 def batched(loaded: LoadedFamily, of: FamilyPrompt) -> list[torch.Tensor]:
-    """Features of all inputs, a batch for each modality."""
+    """Returns the features of all inputs, encoded in one batch per modality."""
     assert loaded.encoder is not None
     found: dict[int, torch.Tensor] = {}
     for modality in loaded.row.modalities:
@@ -243,7 +246,7 @@ def batched(loaded: LoadedFamily, of: FamilyPrompt) -> list[torch.Tensor]:
 
 
 def test_features_equal_the_references(loaded: LoadedFamily) -> None:
-    """Encoded alone, and as one batch."""
+    """Encodes the units alone and as one batch."""
     shape = loaded.family.shape
     for parts in prompts_of(loaded.row):
         of = loaded.prompt(*parts)

@@ -1,5 +1,5 @@
-"""Families through the whole cluster in one process: chats over HTTP, from pixels to tokens, equal to what
-transformers' own model generates. Tokeniser and chat template are the demo checkpoint's."""
+"""Tests families in a whole cluster in one process: chats over HTTP, from pixels to tokens, equal what transformers'
+own model generates. Tokeniser and chat template are those of the demo checkpoint."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class Served:
 
 @pytest.fixture(scope="module", params=ROWS, ids=str)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    """The row's tiny model with the demo's vocabulary; the placeholder is spelled as the family spells it."""
+    """Saves the row's tiny model with the demo's vocabulary. The placeholder has the family's own spelling."""
     row: FamilyRow = request.param
     directory, demo = tmp_path_factory.mktemp(row.name), demo_checkpoint()
     placeholder = NAME_TO_PLACEHOLDER.get(row.name, "<|image_pad|>")
     for name in TEXT_FILES:
         text = (demo / name).read_text().replace("<|image_pad|>", placeholder)
-        if row is INTERNVL:  # whose template leaves the marks around a picture to the processor
+        if row is INTERNVL:  # InternVL's template leaves the marks around a picture to the processor.
             is_template = name == "chat_template.jinja"
             for mark, own in (("<|vision_start|>", "<img>"), ("<|vision_end|>", "</img>")):
                 text = text.replace(mark, "" if is_template else own)

@@ -1,6 +1,7 @@
-"""Every family at random schedules with prompt lookup: guesses, features late, too few blocks, one cancelled.
+"""Runs every family at random schedules with prompt lookup: with guesses, late features, too few blocks, and one
+cancelled request.
 
-`test_families` holds the same without guesses. Near ties are counted and printed by the same comparison.
+`test_families` tests the same without guesses. The same comparison counts and prints near ties.
 """
 
 from __future__ import annotations

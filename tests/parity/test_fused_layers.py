@@ -1,4 +1,4 @@
-"""Decoder layers with few large operations against the ones that they replace: the same hidden states."""
+"""Tests that decoder layers with few large operations compute the same hidden states as the operations they replace."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def part_of(name: str, dtype: torch.dtype) -> nn.Module:
 
 
 def hidden_of(part: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Last hidden states and logits of a prompt in two chunks and a token, beside another prompt."""
+    """Returns the last hidden states and logits of two prompts in one step, each processed as two chunks and one
+    token."""
     model = CausalLM(part)
     head_dim = part.config.hidden_size // 4 if part.config.model_type == "qwen2" else 16
     kv = PagedKV(3, 16, 8, (2, head_dim), dtype, torch.device("cpu"))
@@ -87,7 +88,7 @@ def test_the_same_numbers_in_single_precision(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_half_precision_is_no_further_from_the_truth(name: str) -> None:
-    """The truth: the same weights in single precision."""
+    """The truth is what the same weights compute in single precision."""
     part = part_of(name, torch.bfloat16)
     truth, _ = hidden_of(copy.deepcopy(part).float(), torch.float32)
     theirs, _ = hidden_of(copy.deepcopy(part), torch.bfloat16)
@@ -112,7 +113,7 @@ def test_what_is_not_known_stays_as_it_is() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_that_are_wanted_alone_are_as_among_all(name: str, dtype: torch.dtype) -> None:
-    """The last layer finishes them alone; pages are written for all."""
+    """The last layer computes its result only for the wanted rows, but writes the pages of all rows."""
     part = part_of(name, dtype)
     model = CausalLM(fused(part))
     ids = torch.arange(40) % 61
@@ -141,7 +142,7 @@ def test_rounded_steps_are_few_and_little_larger() -> None:
 
 @pytest.mark.skipif(not is_packable(torch.zeros(1, dtype=torch.bfloat16)), reason="no bfloat16 in oneDNN here")
 def test_a_step_of_any_size_is_as_its_tokens_alone() -> None:
-    """67 tokens are computed as 72: nothing of the rest shows, in hidden states or in pages."""
+    """The model computes 67 tokens as 72. The padding has no effect on hidden states or pages."""
     model = CausalLM(fused(part_of("qwen3", torch.bfloat16)))
     kv = PagedKV(3, 20, 8, (2, 16), torch.bfloat16, torch.device("cpu"))
     ids = torch.arange(67) % 61
@@ -180,7 +181,8 @@ def test_products_and_what_follows_them(dtype: torch.dtype, has_bias: bool) -> N
 
 @pytest.mark.skipif(not is_packable(torch.zeros(1, dtype=torch.bfloat16)), reason="no bfloat16 in oneDNN here")
 def test_deepstack_levels_meet_their_rows_in_a_rounded_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo model: half precision in a rounded step, beside single precision in one that is not."""
+    """Compares the demo model in half precision, in a rounded step, with single precision in a step that is not
+    rounded."""
     family, hidden = REGISTRY.load_family(demo_checkpoint()), []
     shape = family.shape
     torch.manual_seed(1)

@@ -1,4 +1,4 @@
-"""Vision blocks with few large operations against the ones that they replace: the same features."""
+"""Tests that vision blocks with few large operations compute the same features as the operations they replace."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from modalities.causal_lm.projection import NativeProjection
 from modalities.qwen_vl.fused_tower import FusedVisionBlock, attend_within, fused_tower
 
 WIDE = {"hidden_size": 128, "intermediate_size": 192}
-"""Two heads of 64 and widths that are multiples of 64, as large towers have: products, norms and rotary positions are
-those in C where these can be compiled."""
+"""Sets two heads of 64 and widths that are multiples of 64, as large towers have. Products, norms and rotary positions
+then run in C where the C code can be compiled."""
 TOWERS = {
     "qwen2-vl": (Qwen2VisionTransformerPretrainedModel, Qwen2VLVisionConfig, VISION2),
     "qwen2.5-vl": (Qwen2_5_VisionTransformerPretrainedModel, Qwen2_5_VLVisionConfig, VISION25),
@@ -42,12 +42,12 @@ TOWERS = {
     "qwen3-omni": (Qwen3OmniMoeVisionEncoder, Qwen3OmniMoeVisionEncoderConfig, VISION3),
 }
 GRIDS = [(1, 4, 6), (3, 8, 10), (1, 16, 4), (1, 2, 2)]
-"""Of two pictures, a video and the smallest picture: patches in time, height and width. With windows of 4 x 4 patches
-some are cut off at the edges."""
+"""Holds the grids of two pictures, a video and the smallest picture: patches in time, height and width. With windows of
+4 x 4 patches, the edges cut off some windows."""
 
 
 def tower_of(name: str, dtype: torch.dtype) -> Any:
-    """As transformers has it, with weights large enough for every part to count."""
+    """Returns the tower of transformers, with weights large enough for every part to have an effect."""
     kind, config_kind, sizes = TOWERS[name]
     config = config_kind(**sizes)
     config._attn_implementation = "sdpa"
@@ -60,7 +60,7 @@ def tower_of(name: str, dtype: torch.dtype) -> Any:
 
 
 def features_of(tower: Any, grids: list[tuple[int, int, int]], dtype: torch.dtype) -> torch.Tensor:
-    """Every level that the tower gives, `(num_levels, num_tokens, hidden)`."""
+    """Returns every level that the tower computes, `(num_levels, num_tokens, hidden)`."""
     width = 3 * tower.config.temporal_patch_size * tower.config.patch_size**2
     grid = torch.tensor(grids)
     generator = torch.Generator().manual_seed(5)
@@ -83,7 +83,7 @@ def test_the_same_features_in_single_precision(name: str) -> None:
 
 @pytest.mark.parametrize("name", TOWERS)
 def test_half_precision_is_no_further_from_the_truth(name: str) -> None:
-    """The truth: the same weights in single precision."""
+    """The truth is what the same weights compute in single precision."""
     tower = tower_of(name, torch.bfloat16)
     truth = features_of(copy.deepcopy(tower).float(), GRIDS, torch.float32)
     theirs = features_of(copy.deepcopy(tower), GRIDS, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What the engine bench asks for, and what it counts. Nothing here measures speed."""
+"""Tests what the engine bench requests and what it counts. It does not measure speed."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_splice_is_what_the_loop_would_write() -> None:
 
 
 def test_features_with_and_without_deeper_levels_share_a_step() -> None:
-    """Pictures and sounds of Qwen3-Omni: the rows of a sound have no levels to be added."""
+    """Uses pictures and sounds as in Qwen3-Omni: the rows of a sound have no levels to add."""
     cat, bark = UnitKey("cat", 0), UnitKey("bark", 0)
     features = {cat: torch.randn(3, 4, 5), bark: torch.randn(1, 6, 5)}
 
@@ -122,6 +122,6 @@ def test_the_hosts_share_is_timed_around_steps_of_rows(block_size: int, monkeypa
     times = measure(5, block_size)
     assert min(times) > 0
     assert times.total_s == pytest.approx(sum(times))
-    timed = plans[-2 * NUM_STEPS :]  # each is prepared alone, to be timed, and then executed
+    timed = plans[-2 * NUM_STEPS :]  # Each plan is prepared alone, to be timed, and then executed.
     assert {(plan.num_decodes, plan.others) for plan in timed} == {(5, ())}
     assert len({plan.step for plan in timed}) == NUM_STEPS

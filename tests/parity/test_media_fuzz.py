@@ -1,7 +1,8 @@
-"""Spoiled files, bombs and files that are not what they are sent as: each is decoded, or refused by name.
+"""Tests spoiled files, decompression bombs and files of another type than declared: each is decoded, or refused with an
+error that names it.
 
-Probed and decoded in helper processes as in production: a helper may die over a file, nothing else may. The whole run
-is 5,000 files (`WEFT_FUZZ_FILES=5000`); without the variable, a part of it.
+Helper processes probe and decode the files as in production; a file may end a helper process, and nothing else. The
+whole run has 5,000 files (`WEFT_FUZZ_FILES=5000`); without the variable, it has a part of them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ async def pool() -> AsyncIterator[ProbePool]:
 
 
 async def outcomes_of(pool: ProbePool, files: Sequence[tuple[str, bytes]]) -> list[MediaHeader | InvalidMedia]:
-    """(modality, file) -> what became of it. Fails on anything but a decoded file or a refusal that names it."""
+    """Returns the outcome of each (modality, file). Fails on any outcome other than a decoded file or a refusal that
+    names the file."""
     found: list[MediaHeader | InvalidMedia] = []
     for begin in range(0, len(files), NUM_AT_ONCE):
         probes = (
@@ -92,14 +94,14 @@ async def test_truncated_files_of_every_format(pool: ProbePool) -> None:
         for modality, named in whole_files().items()
         for name, data in named
         for share in (0.02, 0.6)
-        if not name.startswith(("mpeg", "adts", "mp3-variable-no"))  # they declare no length
+        if not name.startswith(("mpeg", "adts", "mp3-variable-no"))  # These formats declare no length.
     ]
     for (modality, data), outcome in zip(cut, await outcomes_of(pool, cut), strict=True):
         assert isinstance(outcome, InvalidMedia), (modality, data[:16], outcome)
 
 
 def black(width: int, height: int) -> bytes:
-    """A picture that takes a bit per pixel until it is decoded, and next to nothing in its file."""
+    """Returns a picture that takes one bit per pixel until it is decoded, and almost nothing in its file."""
     return encode(Image.new("1", (width, height)), "PNG")
 
 

@@ -1,6 +1,7 @@
-"""Sampling against the reference video processors' own `sample_frames`.
+"""Compares the sampling of frames with the reference video processors' own `sample_frames`.
 
-Their modules need torchvision; the one method does not, so it is taken out of the installed source as it stands.
+Their modules need torchvision, but this one method does not. The test therefore extracts it from the installed source,
+unchanged.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def test_strides_are_those_of_qwen2_vl(min_frames: int, num_frames: int, rate: f
     expected = reference("qwen2_vl")(processor, metadata).tolist()
     options = MediaOptions(max_frames=most)
     found = sample_frames(num_frames, num_frames / rate, options, multiple=2, min_frames=min_frames)
-    # torch's arange is at times one too long, with an index behind the last frame; the reference then fails.
+    # torch's arange is sometimes one too long, with an index after the last frame; the reference then fails.
     assert list(found) == expected[: len(found)]
     assert expected[len(found) :] in ([], [num_frames])
 
@@ -63,5 +64,5 @@ def test_ends_are_those_of_qwen3_vl(num_frames: int, rate: float, most: int) -> 
     expected = reference("qwen3_vl")(processor, metadata).tolist()
     options = MediaOptions(max_frames=most)
     found = sample_frames(num_frames, num_frames / rate, options, multiple=2, min_frames=4, spacing="ends")
-    # The reference repeats the last frame later on, to fill its temporal patch.
+    # The reference repeats the last frame later, to fill its temporal patch.
     assert list(found) == expected + expected[-1:] * (len(expected) % 2)

@@ -1,4 +1,5 @@
-"""Audio towers: counts known from the header, and features equal to transformers', whole, in units and in any batch."""
+"""Tests audio towers: the header determines the counts, and the features equal transformers', as a whole, in units and
+in any batch."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def planned(tower: Tower, num_samples: int, rate: int = RATE) -> ItemPlan:
 
 
 def windows_of(tower: Tower, samples: Samples) -> list[Samples]:
-    """As the reference hears them: whole, or in windows."""
+    """Splits the samples as the reference reads them: as a whole, or in windows."""
     size = tower.sound.segment_samples or len(samples)
     return [samples[at : at + size] for at in range(0, len(samples), size)]
 
@@ -51,7 +52,7 @@ def item_of(plan: ItemPlan) -> MediaItem:
 @settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(num_samples=st.integers(1, 6 * RATE))
 def test_the_plan_is_what_comes(tower: Tower, num_samples: int) -> None:
-    """Frames as the reference's extractor makes them, rows as its processor counts them."""
+    """The plan has the frames that the reference's extractor makes, and the rows that its processor counts."""
     samples = np.zeros(num_samples, dtype=np.float32)
     windows = windows_of(tower, samples)
     shortest = 0 if tower.sound.padded_to else tower.sound.mel.window // 2
@@ -76,7 +77,7 @@ def test_the_plan_is_what_comes(tower: Tower, num_samples: int) -> None:
 @settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(sizes=st.lists(st.integers(700, 4 * RATE), min_size=1, max_size=4), seed=st.integers(0, 99), data=st.data())
 def test_features_in_any_batch(tower: Tower, sizes: list[int], seed: int, data: st.DataObject) -> None:
-    """Units of several sounds, in any order and cut into any batches, are the rows of each sound alone."""
+    """Units of several sounds, in any order and in any batches, equal the rows of each sound alone."""
     sounds = [noise(size, seed + index) for index, size in enumerate(sizes)]
     units = [(index, unit) for index, samples in enumerate(sounds) for unit in tower.sound.inputs(samples)]
     order = data.draw(st.permutations(range(len(units))))
@@ -97,7 +98,7 @@ def test_features_at_the_seams(tower: Tower, num_samples: int) -> None:
     rows = torch.cat(tower.encoder.encode(tower.sound.inputs(samples)), dim=1)[0]
     window = tower.sound.segment_samples
     if window and 0 < num_samples % window <= 2 * tower.sound.mel.hop:
-        samples = samples[: num_samples // window * window]  # a rest that gives no row
+        samples = samples[: num_samples // window * window]  # The remainder is too short for a row.
     torch.testing.assert_close(rows, expected(tower, samples), **CLOSE)
 
 
@@ -115,7 +116,7 @@ def test_files_become_units(tower: Tower, name: str) -> None:
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_half_precision(name: str, tmp_path: Path) -> None:
-    """As close to float32 as rounding lets it be; the features come in the model's dtype."""
+    """The features are as close to float32 as rounding allows, and have the model's dtype."""
     tower = BUILDERS[name](tmp_path, dtype="bfloat16")
     samples = noise(RATE, 4)
     (rows,) = tower.encoder.encode(tower.sound.inputs(samples))
@@ -129,7 +130,7 @@ def test_nothing_to_encode(tower: Tower) -> None:
 
 
 def test_sounds_have_no_deepstack_levels(tmp_path: Path) -> None:
-    """Nor do zeros travel in their place."""
+    """The encoder sends no zeros in place of the missing levels."""
     tower = build_qwen3_omni(tmp_path)
     units = tower.encoder.encode(tower.sound.inputs(noise(3 * RATE)))
     assert {unit.shape[0] for unit in units} == {1}
@@ -137,7 +138,7 @@ def test_sounds_have_no_deepstack_levels(tmp_path: Path) -> None:
 
 
 def test_a_missing_weight_is_refused(tmp_path: Path) -> None:
-    """Not taken from the text model, whose layers are called alike."""
+    """The loader does not take the weight from the text model, whose layers have the same names."""
     tower = build_qwen3_omni(tmp_path, width=HIDDEN)
     del tower.model.model.audio_tower.layers[0].self_attn
     tower.model.save_pretrained(tmp_path)

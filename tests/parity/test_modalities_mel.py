@@ -1,4 +1,4 @@
-"""Log-mel spectrograms equal transformers' WhisperFeatureExtractor, for sounds of any length and kind."""
+"""Tests that log-mel spectrograms equal transformers' WhisperFeatureExtractor, for sounds of any length and kind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 
 
 def reference(samples: Samples, padded: bool) -> np.ndarray:
-    """`(num_frames, num_bins)`: the frames that the mask keeps, as the processors of the families call it."""
+    """Returns `(num_frames, num_bins)`: the frames that the mask keeps, with the arguments that the families'
+    processors pass."""
     made = EXTRACTOR(
         samples,
         sampling_rate=RATE,
@@ -50,9 +51,10 @@ def check(samples: Samples, padded: bool) -> None:
 @settings(deadline=None, max_examples=40)
 @given(num_samples=st.integers(1, 3 * RATE), seed=st.integers(0, 999), padded=st.booleans())
 def test_any_length(num_samples: int, seed: int, padded: bool) -> None:
-    """Shorter than a window, longer than what shorter ones are padded to."""
+    """The lengths include sounds shorter than a window, and sounds longer than the length to which shorter ones are
+    padded."""
     if not padded and num_samples <= OPTIONS.window // 2:
-        assert num_mel_frames(num_samples, OPTIONS) == 0  # which the reference can't reflect
+        assert num_mel_frames(num_samples, OPTIONS) == 0  # The reference cannot reflect such a sound.
         assert log_mel(noise(num_samples), OPTIONS).shape == (0, 128)
         return
     check(noise(num_samples, seed), padded)
@@ -77,7 +79,7 @@ def test_longer_than_a_block() -> None:
 
 
 def test_silence_behind_the_sound() -> None:
-    """What a padded sound has after its last frame, as far as it was padded."""
+    """The extra frames are those that a padded sound has after its last frame, up to the end of the padding."""
     samples = noise(20000)
     made = EXTRACTOR(samples, sampling_rate=RATE, return_tensors="np")["input_features"][0].T
     for num_extra in (0, 1, 2, 9, 200):

@@ -1,4 +1,4 @@
-"""What torch makes of sounds in batches is what numpy and libswresample make of each."""
+"""Tests that what torch computes from batches of sounds equals what numpy and libswresample compute from each sound."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RATES = [8000, 11025, 12000, 15900, 16000, 16100, 22050, 24000, 32000, 44100, 48
     num_extra=st.integers(0, 3),
 )
 def test_batches_of_any_lengths(sizes: list[int], seed: int, padded_to: int, num_extra: int) -> None:
-    """Quiet sounds beside loud ones, too short ones beside long ones."""
+    """Batches contain quiet and loud sounds, and sounds that are too short together with long ones."""
     sounds = [noise(size, seed + index, level=10.0 ** -(index % 4)) for index, size in enumerate(sizes)]
     made = MEL.log_mels([torch.from_numpy(samples) for samples in sounds], padded_to, num_extra)
     assert len(made) == len(sounds)
@@ -66,7 +66,7 @@ def test_blocks_of_frames_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     seed=st.integers(0, 99),
 )
 def test_resampling_is_the_hosts(sounds: list[tuple[int, int]], seed: int) -> None:
-    """Several rates in one batch, some of them twice; at each end and at the seams of the pieces, too."""
+    """One batch has several rates, some of them twice. The comparison includes each end and the seams of the pieces."""
     files = [wav_float(noise(size, seed + index), rate) for index, (rate, size) in enumerate(sounds)]
     planned = [num_samples_at(probe_sound(data, "part"), RATE) for data in files]
     waveforms = [decode_waveform(data, RATE, size, "part") for data, size in zip(files, planned, strict=True)]
@@ -89,7 +89,7 @@ def test_pieces_are_resampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("found", [8000, 44100])
 def test_it_is_torchaudios_filter(found: int) -> None:
-    """Where torchaudio can be imported."""
+    """The test runs only where torchaudio can be imported."""
     pytest.importorskip("torchaudio", exc_type=(ImportError, OSError))
     filters, device = Resampling.between(found, RATE), torch.device("cpu")
     batch = torch.from_numpy(noise(2 * found)).double()[None]
@@ -98,7 +98,7 @@ def test_it_is_torchaudios_filter(found: int) -> None:
 
 
 def test_without_torchaudio(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its import fails, where it is linked against libraries that are not there."""
+    """The import of torchaudio fails where it is linked against libraries that are missing."""
     monkeypatch.setitem(sys.modules, "torchaudio", None)
     monkeypatch.setitem(sys.modules, "torchaudio.transforms", None)
     resample = load_resample(Resampling.between(8000, RATE), torch.device("cpu"))
@@ -107,8 +107,8 @@ def test_without_torchaudio(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", sorted(BUILDERS))
 def test_units_are_those_of_the_host(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Of each family, sounds of different rates, lengths and formats in one batch, and one that is decoded at the
-    family's rate because a device has no filter for its own."""
+    """For each family, one batch has sounds of different rates, lengths and formats. One of them is decoded at the
+    family's rate, because a device has no filter for its own rate."""
     half = BUILDERS[name](tmp_path_factory.mktemp(name)).sound
     sounds = [(44100, 3.3, "flac"), (8000, 0.4, "wav"), (16000, 5.0, "wav"), (44101, 1.0, "wav"), (48000, 2.0, "mp3")]
     files = [
@@ -135,7 +135,7 @@ def test_features_of_the_units_are_transformers_of_the_whole(name: str, tmp_path
     waveforms = [Waveform(samples, RATE, len(samples)) for samples in sounds]
     for units, samples in zip(DeviceSounds(tower.sound, "cpu").units(waveforms), sounds, strict=True):
         rows = torch.cat([tower.encoder.encode([unit])[0] for unit in units], dim=1)[0]
-        size = tower.sound.segment_samples or len(samples)  # the reference cuts off what is longer
+        size = tower.sound.segment_samples or len(samples)  # The reference cuts off what is longer.
         whole = torch.cat(tower.expected([samples[at : at + size] for at in range(0, len(samples), size)]))
         torch.testing.assert_close(rows, whole, atol=1e-4, rtol=1e-4)
 

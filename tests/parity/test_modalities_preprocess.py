@@ -1,4 +1,4 @@
-"""Preprocessing against transformers' own PIL image processor: every bit equal, for every size and mode."""
+"""Compares preprocessing with transformers' own PIL image processor: every bit is equal, for every size and mode."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(model_dir: Path, data: bytes) -> None:
-    """The family's plan and patches equal the reference's."""
+    """Checks that the family's plan and patches equal the reference's."""
     family = Qwen3OmniFamily(model_dir)
     plugin = REGISTRY.modality("image")
     item = plan_media(family, data, plugin.probe(data, "p"), 0, "p").item

@@ -1,4 +1,4 @@
-"""Qwen3-Omni's parts against transformers' own thinker, on tiny random weights: positions, encoder, text model."""
+"""Compares Qwen3-Omni's parts with transformers' own thinker on tiny random weights: positions, encoder, text model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SIZES = [(200, 130), (64, 64), (90, 250)]
 
 
 def causal(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, weft: list[Any], **_: Any) -> Any:
-    """Plain causal attention; notes which layers called with which mask."""
+    """Computes plain causal attention, and records which layer called it with which mask."""
     weft.append((module.layer_idx, mask))
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
@@ -50,8 +50,8 @@ AttentionInterface.register(CAUSAL, causal)
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_layers() -> Iterator[None]:
-    """Layers and blocks as transformers has them; `test_fused_layers` and `test_fused_tower` hold the others to
-    these."""
+    """Uses transformers' own layers and blocks. `test_fused_layers` and `test_fused_tower` compare the fused ones with
+    them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(language_model, "fused", lambda part: part)
         patch.setattr(vision_encoder, "fused_tower", lambda tower: tower)
@@ -65,7 +65,7 @@ def reference() -> Qwen3OmniMoeThinkerForConditionalGeneration:
     )
     torch.manual_seed(0)
     model = Qwen3OmniMoeThinkerForConditionalGeneration(config).eval()
-    with torch.no_grad():  # the initial weights are so small that a missing level would hide below the tolerance
+    with torch.no_grad():  # The initial weights are so small that the tolerance would hide a missing level.
         for parameter in model.parameters():
             parameter.mul_(3 if parameter.ndim > 1 else 1)
     return model
@@ -103,7 +103,7 @@ def text_model(family: Qwen3OmniFamily, model_dir: Path) -> TextModel:
 def request(
     family: Qwen3OmniFamily, sizes: list[tuple[int, int]], lengths: list[int]
 ) -> tuple[ExpandedPrompt, list[MediaItem], list[EncoderInput]]:
-    """Text of the given lengths around and between pictures of the given sizes."""
+    """Returns a prompt with text of the given lengths around and between pictures of the given sizes."""
     plugin = REGISTRY.modality("image")
     token_ids = [(3 * i) % 100 for i in range(lengths[0])]
     media, inputs = [], []
@@ -135,7 +135,7 @@ def test_positions_equal_get_rope_index(
 ) -> None:
     sizes, lengths = layout
     if not sizes:
-        lengths = [lengths[0] + 1]  # the reference has no positions for an empty prompt
+        lengths = [lengths[0] + 1]  # The reference has no positions for an empty prompt.
     expanded, media, _ = request(family, sizes, lengths)
     ids = torch.tensor([expanded.token_ids])
     want, delta = reference.get_rope_index(
@@ -174,7 +174,7 @@ def test_a_batch_equals_one_by_one(family: Qwen3OmniFamily, encoder: VisionEncod
 def spliced(
     text_model: TextModel, expanded: ExpandedPrompt, features: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Embeddings with level 0 in place, the visual rows, and the levels above."""
+    """Returns the embeddings with level 0 in place, the visual rows, and the other levels."""
     embeddings = text_model.embed(torch.tensor(expanded.token_ids))
     rows = torch.cat([torch.arange(run.offset, run.end) for run in expanded.placeholders])
     levels = torch.cat(features, dim=1)
@@ -202,7 +202,7 @@ def test_logits_equal_the_thinkers(
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, want, atol=1e-5, rtol=1e-5)
     assert calls == [(layer, None) for layer in range(family.shape.num_layers)]
-    for changed in (levels * 0, levels.flip(0)):  # DeepStack counts, level by level
+    for changed in (levels * 0, levels.flip(0)):  # Every DeepStack level has an effect of its own.
         other = text_model.logits(text_model.forward(embeddings, positions, [], rows, changed))
         assert (other - want).abs().max() > 1e-2
 
@@ -231,7 +231,8 @@ def test_the_text_half_holds_no_encoder(
 def test_a_whole_checkpoint_gives_the_same_parts(
     family: Qwen3OmniFamily, model_dir: Path, encoder: VisionEncoder, text_model: TextModel, tmp_path: Path
 ) -> None:
-    """Weights under `thinker.`, beside a talker and code2wav that nobody asked for."""
+    """The weights have names under `thinker.`, and the file also holds a talker and a code2wav that the family does not
+    use."""
     weights = {f"thinker.{name}": value for name, value in load_file(model_dir / "model.safetensors").items()}
     weights |= {"talker.model.norm.weight": torch.ones(3), "code2wav.code_embedding.weight": torch.ones(3, 3)}
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -310,7 +311,7 @@ def test_dtypes_and_names_are_checked(family: Qwen3OmniFamily, model_dir: Path) 
 
 
 def test_a_tokens_experts_do_not_depend_on_its_company(text_model: TextModel) -> None:
-    """The mixture of a token, computed alone and within a batch of others."""
+    """The mixture of a token is the same whether it is computed alone or in a batch with others."""
     experts = text_model._part.model.layers[1].mlp
     torch.manual_seed(1)
     hidden = torch.randn(1, 33, 64)

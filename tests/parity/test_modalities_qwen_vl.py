@@ -1,5 +1,5 @@
-"""What sets the Qwen vision families apart, against transformers: positions, defaults of config files, the layouts and
-weight names that checkpoints of different age have. The family table holds their answers."""
+"""Tests the differences between the Qwen vision families against transformers: positions, defaults of config files, and
+the layouts and weight names of older and newer checkpoints. The suite of the family table tests their answers."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_layers() -> Iterator[None]:
-    """Layers and blocks as transformers has them; `test_fused_layers` and `test_fused_tower` hold the others to
-    these."""
+    """Uses transformers' own layers and blocks. `test_fused_layers` and `test_fused_tower` compare the fused ones with
+    them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(language_model, "fused", lambda part: part)
         patch.setattr(vision_encoder, "fused_tower", lambda tower: tower)
@@ -71,7 +71,8 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def prompt(family: Family, sizes: list[tuple[int, int]], lengths: list[int]) -> tuple[ExpandedPrompt, list[MediaItem]]:
-    """Text of the given lengths around and between pictures of the given sizes, none of which is decoded."""
+    """Returns a prompt with text of the given lengths around and between pictures of the given sizes. No picture is
+    decoded."""
     token_ids = [(3 * i) % 100 for i in range(lengths[0])]
     media, plans = [], []
     for index, size in enumerate(sizes):
@@ -86,7 +87,7 @@ def prompt(family: Family, sizes: list[tuple[int, int]], lengths: list[int]) -> 
 def layouts(draw: st.DrawFn) -> tuple[list[tuple[int, int]], list[int]]:
     sizes = draw(st.lists(st.tuples(st.integers(10, 500), st.integers(10, 500)), max_size=4))
     lengths = draw(st.lists(st.integers(0, 9), min_size=len(sizes) + 1, max_size=len(sizes) + 1))
-    return sizes, lengths if sizes else [lengths[0] + 1]  # the reference has no positions for an empty prompt
+    return sizes, lengths if sizes else [lengths[0] + 1]  # The reference has no positions for an empty prompt.
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -104,7 +105,7 @@ def test_positions_equal_get_rope_index(saved: Saved, layout: tuple[list[tuple[i
 
 
 def test_what_the_config_leaves_out_is_transformers_default(saved: Saved, tmp_path: Path) -> None:
-    """Of the text model and the tower; the width of a feature has to be that of the text model."""
+    """The test covers the text model and the tower. The width of a feature has to be that of the text model."""
     config = CONFIGS[saved.row.name]()
     text, vision = config.text_config, config.vision_config
     is_qwen2_vl = saved.row is QWEN2_VL
@@ -140,7 +141,8 @@ def one_picture(family: Family) -> EncoderInput:
 
 
 def outcome(family: Family, directory: Path) -> list[torch.Tensor]:
-    """A feature, embeddings, hidden states' logits: everything that a checkpoint's weights flow into."""
+    """Returns a feature, embeddings, their logits, and the sums of the weights: everything that depends on a
+    checkpoint's weights."""
     feature = family.load_encoder(directory, "cpu", "float32", ["image"]).encode([one_picture(family)])[0]
     model = family.load_language_model(directory, "cpu", "float32", register_attention())
     parameters = [parameter.sum() for parameter in model._part.parameters()]
@@ -149,7 +151,7 @@ def outcome(family: Family, directory: Path) -> list[torch.Tensor]:
 
 
 def rewrite(saved: Saved, target: Path, rename: Callable[[str], str], **config: Any) -> Family:
-    """The checkpoint with other weight names and changes to its config."""
+    """Writes the checkpoint with other weight names and changes to its config, and loads its family."""
     for path in saved.directory.glob("*.json"):
         shutil.copy(path, target)
     weights = load_file(saved.directory / "model.safetensors")
@@ -160,7 +162,7 @@ def rewrite(saved: Saved, target: Path, rename: Callable[[str], str], **config: 
 
 
 def new_name(name: str) -> str:
-    """As transformers 5 has it in memory."""
+    """Returns the name that transformers 5 uses in memory."""
     if name.startswith(("visual.", "audio_tower.")):
         return "model." + name
     if name.startswith("model.") and not name.startswith(("model.visual.", "model.language_model.", "model.audio")):
@@ -169,7 +171,7 @@ def new_name(name: str) -> str:
 
 
 def old_name(name: str) -> str:
-    """As the checkpoints of Qwen2-VL's time have it."""
+    """Returns the name in checkpoints of Qwen2-VL's time."""
     name = new_name(name)
     if name.startswith(("model.visual.", "model.audio_tower.")):
         return name.removeprefix("model.")
@@ -184,7 +186,7 @@ def test_names_old_and_new_are_the_same_weights(saved: Saved, tmp_path: Path, re
 
 
 def test_the_parts_hold_all_weights_but_audio(saved: Saved) -> None:
-    """And they are the reference's, by value."""
+    """Their values equal those of the reference."""
     encoder = saved.family.load_encoder(saved.directory, "cpu", "float32", ["image"])
     model = saved.family.load_language_model(saved.directory, "cpu", "float32", register_attention())
     for part, reference in (
@@ -210,7 +212,8 @@ def test_a_missing_weight_refuses_the_start(saved: Saved, tmp_path: Path) -> Non
 
 
 def test_the_layout_of_older_checkpoints(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Qwen2-VL and Qwen2.5-VL as first published: the text model's keys at the top, M-RoPE by its old name."""
+    """Qwen2-VL and Qwen2.5-VL, as first published, have the text model's keys at the top level and M-RoPE by its old
+    name."""
     for row in (QWEN2_VL, QWEN2_5_VL):
         directory, target = tmp_path_factory.mktemp("new"), tmp_path_factory.mktemp("old")
         row.build().save_pretrained(directory)

@@ -1,5 +1,6 @@
-"""What sets the families on tiles apart, against transformers: weight names of every age, defaults of config files,
-counts at the sizes of real checkpoints, pictures in every mode. The family table holds their answers."""
+"""Tests the differences between the tiled families against transformers: weight names of all versions, defaults of
+config files, counts at the sizes of real checkpoints, and pictures in every mode. The suite of the family table tests
+their answers."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ NAME_TO_PROCESSOR: dict[str, Any] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_layers() -> Iterator[None]:
-    """Decoder layers as transformers has them; `test_fused_layers` holds the others to these."""
+    """Uses transformers' own decoder layers. `test_fused_layers` compares the fused ones with them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(language_model, "fused", lambda part: part)
         yield
@@ -84,7 +85,8 @@ def one_picture(family: Family) -> EncoderInput:
 
 
 def outcome(family: Family, directory: Path) -> list[torch.Tensor]:
-    """A feature, embeddings, their logits, and all weights' sums: everything that a checkpoint's weights flow into."""
+    """Returns a feature, embeddings, their logits, and the sums of the weights: everything that depends on a
+    checkpoint's weights."""
     feature = family.load_encoder(directory, "cpu", "float32", ["image"]).encode([one_picture(family)])[0]
     model = family.load_language_model(directory, "cpu", "float32", register_attention())
     parameters = [parameter.sum() for parameter in model._part.parameters()]
@@ -93,7 +95,7 @@ def outcome(family: Family, directory: Path) -> list[torch.Tensor]:
 
 
 def rewrite(saved: Saved, target: Path, weights: dict[str, torch.Tensor], **config: Any) -> Family:
-    """The checkpoint with other weights and changes to its config."""
+    """Writes the checkpoint with other weights and changes to its config, and loads its family."""
     for path in saved.directory.glob("*.json"):
         shutil.copy(path, target)
     save_file(weights, target / "model.safetensors", {"format": "pt"})
@@ -103,7 +105,8 @@ def rewrite(saved: Saved, target: Path, weights: dict[str, torch.Tensor], **conf
 
 
 def old_name(name: str) -> str:
-    """Before transformers 4.52: `language_model.model.`, `language_model.lm_head.`, `vision_tower.` at the top."""
+    """Returns the name from before transformers 4.52: `language_model.model.`, `language_model.lm_head.`, and
+    `vision_tower.` at the top level."""
     name = name.removeprefix("model.")
     if name.startswith("language_model.") and not name.startswith(("language_model.model.", "language_model.lm_head.")):
         name = name.replace("language_model.", "language_model.model.", 1)
@@ -111,11 +114,11 @@ def old_name(name: str) -> str:
 
 
 def test_weight_names_of_every_age(saved: Saved, tmp_path: Path) -> None:
-    """As the model itself calls them, and as the first checkpoints did."""
+    """The names are those of the model itself, those of the first checkpoints, and those of the saved file."""
     weights = load_file(saved.directory / "model.safetensors")
     own = {name: value.clone() for name, value in saved.model.state_dict().items()}
     old = {old_name(name): value for name, value in own.items()}
-    if saved.row is LLAVA:  # CLIP's tower had one more level
+    if saved.row is LLAVA:  # CLIP's tower had one more level in its names.
         old = {name.replace("vision_tower.", "vision_tower.vision_model."): value for name, value in old.items()}
     assert not own.keys() & old.keys()
     want = outcome(saved.family, saved.directory)
@@ -199,14 +202,15 @@ def test_a_picture_that_is_not_what_was_planned_is_refused(saved: Saved) -> None
     with pytest.raises(InvalidMedia, match="truncated") as caught:
         saved.family.preprocess(data[: len(data) // 2], item)
     assert caught.value.param == "messages.0.content.1"
-    if saved.row is not LLAVA:  # whose pictures all take as many rows
+    if saved.row is not LLAVA:  # All pictures of LLaVA take the same number of rows.
         with pytest.raises(InvalidMedia, match="planned were"):
             saved.family.preprocess(other, item)
 
 
 @pytest.mark.parametrize("size", [(150, 90), (90, 151), (28, 28)])
 def test_a_picture_shown_smaller(saved: Saved, size: tuple[int, int]) -> None:
-    """What it gives is what was planned, never more than the whole gives, and less where there is less."""
+    """The feature has the planned size, never more rows than the whole picture's, and fewer where the picture has
+    less."""
     data, header = encode(picture(*size)), ImageHeader("PNG", *size, "RGB")
     half = plan_media(saved.family, data, header, 0, "p", options=MediaOptions(reduction=1)).item
     whole = saved.family.plan(header)
@@ -252,7 +256,7 @@ def test_internvl_puts_its_marks_around_each_picture(tmp_path: Path) -> None:
 
 
 def real(directory: Path, row: FamilyRow, vision: dict[str, Any], processor: dict[str, Any]) -> Family:
-    """The config files of a checkpoint of ordinary size; no weights."""
+    """Writes the config files of a checkpoint of ordinary size, without weights, and loads its family."""
     files = dict(row.files) | {
         "preprocessor_config.json": processor,
         "config.json": {
@@ -268,7 +272,7 @@ def real(directory: Path, row: FamilyRow, vision: dict[str, Any], processor: dic
 
 @pytest.fixture(scope="module")
 def onevision(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """384 pixels, 36 canvases, anyres_max_9: as in the released checkpoints."""
+    """Has 384 pixels, 36 canvases and anyres_max_9, as the released checkpoints have."""
     vision = {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 14}
     processor = {"image_processor_type": "LlavaOnevisionImageProcessor", "size": {"height": 384, "width": 384}}
     return real(tmp_path_factory.mktemp("onevision"), LLAVA_ONEVISION, vision, processor)
@@ -276,7 +280,7 @@ def onevision(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 @pytest.fixture(scope="module")
 def internvl(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """448 pixels, up to 12 tiles: as in the released checkpoints."""
+    """Has 448 pixels and up to 12 tiles, as the released checkpoints have."""
     processor = {"image_processor_type": "GotOcr2ImageProcessorFast", "size": {"height": 448, "width": 448}}
     return real(tmp_path_factory.mktemp("internvl"), INTERNVL, {}, processor)
 

@@ -1,4 +1,4 @@
-"""Attention in C against attention written out, on pages in any order whose unwritten slots hold NaN."""
+"""Compares attention in C with attention written out, on pages in any order whose unwritten slots hold NaN."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_as_written_out(num_heads, num_kv_heads, head_dim, dtype, contexts, bloc
 def test_chunks_as_written_out(num_heads, num_kv_heads, head_dim, dtype, sizes, block_size, num_threads, seed) -> None:
     torch.manual_seed(seed)
     kv = pages_of((num_kv_heads, head_dim), block_size, dtype)
-    free, rows, num_tokens = np.random.default_rng(seed).permutation(NUM_BLOCKS), [], 1  # a row that decodes in front
+    # Token 0 belongs to a row that decodes.
+    free, rows, num_tokens = np.random.default_rng(seed).permutation(NUM_BLOCKS), [], 1
     for start, size in sizes:
         needed = -(-(start + size) // block_size)
         rows.append(Rows(num_tokens, start, size, free[:needed].astype(np.int64)))
@@ -139,8 +140,8 @@ def test_a_nan_shows_in_the_last_row_and_in_no_neighbours(of: int, is_chunk: boo
 @pytest.mark.parametrize("size", [0.0, 1.0, 30.0, 1e4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scores_of_any_size_make_weights(dtype: torch.dtype, size: float) -> None:
-    """Weights of all tokens alike, of some, and of one alone; a score of -inf makes none. The last token of a chunk
-    sees what a row that decodes there does."""
+    """The sizes give weights to all tokens alike, to some, and to one alone; a score of -inf gives no weight. The last
+    token of a chunk gets the same result as a row that decodes at its position."""
     torch.manual_seed(0)
     kv, row = pages_of((1, 32), dtype=dtype), Rows(0, 99, 1, np.arange(7))
     keys, values = (torch.randn(100, 1, 32) * size).to(dtype), torch.randn(100, 1, 32).to(dtype)

@@ -1,4 +1,5 @@
-"""The products in C: those of float64, by every layout and for every kind of processor that the source knows."""
+"""Tests that the products in C equal those of float64, in every layout and for every kind of processor that the source
+supports."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ NATIVE = "-march=native"
 PROCESSORS = [NATIVE, *(["-march=x86-64-v3", "-march=x86-64"] if platform.machine() == "x86_64" else [])]
 pytestmark = pytest.mark.skipif(native_product._library() is None, reason="no C compiler")
 WIDTH = 96
-"""A multiple of any processor's panel."""
+"""The width is a multiple of every processor's panel."""
 
 
 @pytest.fixture(params=PROCESSORS)
 def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The code that is made for such a processor."""
+    """Makes the library compile its code for such a processor."""
     options = tuple(request.param if option == NATIVE else option for option in c_library.COMPILE_OPTIONS)
     monkeypatch.setattr(c_library, "COMPILE_OPTIONS", options)
     native_product._library.cache_clear()
@@ -63,7 +64,7 @@ def test_silu_of_any_size(processor: str) -> None:
 
 
 def test_a_rows_result_is_the_same_in_any_company(processor: str) -> None:
-    """To the last bit, also beside what is not finite."""
+    """The result is the same to the last bit, even if other rows are not finite."""
     x = drawn(301, 1100)
     for is_narrow in (True, False):
         weights = NativeWeights(drawn(WIDTH, 1100, is_narrow=is_narrow))

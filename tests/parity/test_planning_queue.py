@@ -1,4 +1,5 @@
-"""Predicted against measured queue, at several loads, of a real engine in the time that only its steps take."""
+"""Compares the predicted with the measured queue of a real engine at several loads, on a clock that only its steps
+advance."""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from queue_world import QueueWorld, Served
 
 PROMPTS = (16, 48, 96, 200)
 BOUND = 2.0
-"""Between what was predicted and what was measured, on average over a load."""
+"""Limits the ratio between prediction and measurement, on average over a load."""
 
 
 @pytest.fixture(scope="module")
 def load_to_served() -> dict[str, list[Served]]:
-    """The same engine under one load after the other, the lightest first."""
+    """Runs the same engine under one load after the other, the lightest first."""
     world, rng = QueueWorld(max_step_tokens=64, max_sequences=16), random.Random(3)
     step_s = world.reporter.costs.overhead_s
     apart = {"alone": 100.0, "some at once": 8.0, "many at once": 3.0, "a burst": 0.05}
@@ -79,6 +80,7 @@ def test_when_all_places_are_taken_the_wait_for_one_is_predicted():
     early, late = served[:4], served[8:]
     assert mean(late, queue_predicted) > 3 * mean(early, queue_predicted)
     assert mean(late, queue_measured) > 3 * mean(early, queue_measured)
-    # How long sequences stay is known of those that have ended, and is longer the more there are.
+    # The planner knows how long sequences stay only from those that have ended, and the stay is longer the more
+    # sequences there are.
     ratio = mean(late, queue_predicted) / mean(late, queue_measured)
     assert 1 / (2 * BOUND) < ratio < 2 * BOUND

@@ -1,5 +1,5 @@
-"""Quantised checkpoints: float8 weights are those of the dequantised checkpoint, to the bit; what can't be loaded right
-is refused by its name, and no weight is passed over in silence."""
+"""Tests quantised checkpoints: float8 weights equal those of the dequantised checkpoint, to the bit. A weight that
+cannot be loaded correctly is refused by its name, and no weight is ignored without an error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ROWS = {row.name: row for row in (QWEN2_5_VL, QWEN3_VL, QWEN3_OMNI, QWEN2_AUDIO,
 
 
 class PlainAttention:
-    """Causal, over one whole prompt."""
+    """Computes causal attention over one whole prompt."""
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         repeats = q.shape[1] // k.shape[1]
@@ -68,7 +68,8 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def text_parameters(directory: Path, dtype: str) -> dict[str, torch.Tensor]:
-    """Name -> value, of layers as transformers has them (`test_fused_layers` holds the others to these)."""
+    """Returns name -> value of the parameters of transformers' own layers (`test_fused_layers` compares the fused ones
+    with them)."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (causal_language_model, qwen_language_model):
             patch.setattr(module, "fused", lambda part: part)
@@ -78,8 +79,8 @@ def text_parameters(directory: Path, dtype: str) -> dict[str, torch.Tensor]:
 
 
 def parts(row: FamilyRow, directory: Path, dtype: str) -> dict[str, torch.Tensor]:
-    """Name -> value of all parameters of the language model and the encoders, whose blocks are as transformers has them
-    (`test_fused_tower` holds the others to these)."""
+    """Returns name -> value of all parameters of the language model and the encoders. The encoders have transformers'
+    own blocks (`test_fused_tower` compares the fused ones with them)."""
     family = REGISTRY.load_family(directory)
     found = {f"text.{name}": value for name, value in text_parameters(directory, dtype).items()}
     for modality in row.modalities:
@@ -130,7 +131,8 @@ def test_logits_are_those_of_the_dequantised_weights(qwen2_5_vl: Path, qwen3: Pa
 
 
 def test_logits_are_close_to_those_of_the_model_that_was_quantised(tmp_path: Path) -> None:
-    """Weights of a usual size; the suite's large ones make chaos of any rounding. transformers' own model agrees."""
+    """The weights have a usual size, because any rounding changes the results of the suite's large weights completely.
+    transformers' own model agrees."""
     import transformers
 
     config = transformers.Qwen3Config(
@@ -139,7 +141,7 @@ def test_logits_are_close_to_those_of_the_model_that_was_quantised(tmp_path: Pat
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.Qwen3ForCausalLM(config)
-    with torch.no_grad():  # as after training, layers add to what is there already
+    with torch.no_grad():  # As after training, layers then add to values that are already there.
         model.model.embed_tokens.weight.mul_(10)
     model.save_pretrained(tmp_path / "source")
     pair = write_pair(tmp_path / "source", tmp_path, FORMS["fp8-block"])
@@ -148,7 +150,7 @@ def test_logits_are_close_to_those_of_the_model_that_was_quantised(tmp_path: Pat
     unscaled = load_file(pair.quantised / "model.safetensors")
     unscaled = {name: value.float() for name, value in unscaled.items() if not name.endswith("_scale_inv")}
     wrong = write_checkpoint(tmp_path / "source", tmp_path / "wrong", unscaled, None)
-    assert cosine(logits(wrong, "bfloat16"), original) < 0.9  # as it was loaded once
+    assert cosine(logits(wrong, "bfloat16"), original) < 0.9  # Loading without the scales was an earlier error.
     reference = load_reference(pair.plain, "Qwen3ForCausalLM")
     with torch.no_grad():
         ids = torch.tensor([[(7 * at) % 90 for at in range(40)]])
@@ -182,7 +184,7 @@ def _load_share(rank: int, meeting: str, directories: list[Path], out: Path) -> 
 
 @pytest.mark.parametrize("row", [QWEN3, QWEN3_OMNI], ids=str)
 def test_a_rank_gets_its_share_of_them(row: FamilyRow, tmp_path: Path) -> None:
-    """Cut through the middle of blocks, and of experts."""
+    """The shares cut through the middle of blocks, and of experts."""
     directory = saved(row, tmp_path / "source")
     pair = write_pair(directory, tmp_path, FORMS["fp8-small-block"])
     context = multiprocessing.get_context("spawn")
@@ -228,7 +230,7 @@ def test_float8_that_does_not_fit_its_config_is_refused(qwen3: Path, tmp_path: P
 
 
 def test_no_weight_is_passed_over_in_silence(source: tuple[FamilyRow, Path], tmp_path: Path) -> None:
-    """But those of the parts that a family names, and the buffers that old checkpoints hold."""
+    """The exceptions are the parts that a family names, and the buffers that old checkpoints hold."""
     row, directory = source
     weights = load_file(directory / "model.safetensors")
     extra = torch.ones(3)
@@ -245,7 +247,7 @@ def test_no_weight_is_passed_over_in_silence(source: tuple[FamilyRow, Path], tmp
 
 
 def test_scales_per_block_of_experts_in_one_tensor() -> None:
-    """`(experts, rows, columns)`, cut anywhere."""
+    """The slices of `(experts, rows, columns)` begin and end anywhere."""
     from modalities.checkpoint_tensors import FloatSlice
 
     form = FORMS["fp8-small-block"]
@@ -261,7 +263,7 @@ def test_scales_per_block_of_experts_in_one_tensor() -> None:
 
 
 class _Stored:
-    """As safetensors gives slices."""
+    """Returns slices as safetensors does."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self._values = values

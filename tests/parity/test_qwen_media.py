@@ -1,5 +1,5 @@
-"""Videos and sounds of the Qwen families against transformers: prompts and positions of any mixture, frames and
-patches of any size, and what limits and wishes do to them."""
+"""Compares videos and sounds of the Qwen families with transformers: prompts and positions of any mixture, frames and
+patches of any size, and the effects of limits and options."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Part:
     kind: str
     header: Any
     text: int
-    """Tokens of text behind it."""
+    """Counts the tokens of text after the part."""
 
 
 sizes = st.integers(20, 300)
@@ -98,7 +98,8 @@ KIND_TO_HEADERS: dict[str, st.SearchStrategy[Any]] = {
 
 
 def prompts(row: FamilyRow) -> st.SearchStrategy[list[Part]]:
-    """The reference can't have silent videos beside those with sound, nor positions of sounds alone."""
+    """Returns prompts that the reference can process: it cannot have silent videos and videos with sound in one prompt,
+    and it has no positions for sounds alone."""
 
     def parts(kinds: Sequence[str]) -> st.SearchStrategy[list[Part]]:
         one = st.sampled_from(kinds).flatmap(
@@ -123,7 +124,7 @@ def planned(family: Family, part: Part, media: list[MediaItem], plans: list[Item
 
 
 def reference_ids(saved: Saved, part: Part, plans: Sequence[ItemPlan]) -> list[int]:
-    """What the reference's processor puts in the place of the placeholder."""
+    """Returns the tokens that the reference's processor puts in place of the placeholder."""
     family: Any = saved.family
     tokens, marks = family.config.modality_to_token, family.config.marks
     if part.kind in ("image", "audio") or (part.kind == "video" and saved.row is not QWEN3_VL):
@@ -213,7 +214,8 @@ def test_prompts_and_positions_equal_the_references(saved: Saved, data: st.DataO
 
 
 def num_rounded(saved: Saved, media: Sequence[MediaItem]) -> int:
-    """Videos at which Qwen3-Omni's reference has fractions of positions; each of ours may be one further."""
+    """Returns the number of videos for which Qwen3-Omni's reference has fractional positions. Our positions may differ
+    by one more for each of them."""
     if saved.row is not QWEN3_OMNI:
         return 0
     steps = [item.row_seconds * 13 for item in media if item.modality == "video" and item.grid[0] > 1]
@@ -232,7 +234,7 @@ LIMITS = {"min_frames": 4, "max_frames": 768, "cap_pixels_per_frame": False}
 def test_frames_and_patches_equal_the_video_processors(
     tmp_path: Path, name: str, is_capped: bool, width: int, height: int, num_frames: int, fps: float
 ) -> None:
-    """Of smooth pictures; Pillow's and torch's filters differ by a level or two of 256."""
+    """The frames are smooth pictures; on these, Pillow's and torch's filters differ by one or two levels of 256."""
     content = {**SIZED, **COLOURS, **LIMITS, "cap_pixels_per_frame": is_capped, "video_processor_type": name}
     content |= {"size": {"shortest_edge": 64 * 64, "longest_edge": 256 * 256}, "max_video_tokens": 40}
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(content))
@@ -281,13 +283,14 @@ def test_plans_keep_what_was_wished(saved: Saved, header: VideoHeader, data: st.
     assert all(0 <= at <= header.seconds for at in plan.frame_times_s)
     whole = family.plan(header, replace(options, reduction=0))
     assert plan.grid[1:] == whole.grid[1:]
-    # Frames are halved, and steps hold two: of `whole` the last step may be filled up with a repeated frame.
+    # The reduction halves the frames, and a step holds two frames. The last step of `whole` may be filled with a
+    # repeated frame.
     frames = {max(count >> options.reduction, 1) for count in (2 * whole.grid[0] - 1, 2 * whole.grid[0])}
-    if family.config.video.is_budget_shared:  # rounded up to whole steps
+    if family.config.video.is_budget_shared:  # The number of steps is rounded up.
         assert plan.grid[0] in {-(-count // 2) for count in frames}
-    else:  # rounded down
+    else:  # The number of steps is rounded down.
         assert plan.grid[0] == max(max(frames) // 2, 1) == max(whole.grid[0] >> options.reduction, 1)
-    # The prompt and its positions follow, whatever was left out.
+    # The prompt and its positions match the plan, regardless of the rows that were left out.
     expanded = family.expand([1, family.config.modality_to_token["video"], 2], [plan], letters)
     positions = family.positions(expanded.token_ids, expanded.placeholders, [item])
     video = np.array(expanded.token_ids) == family.config.modality_to_token["video"]
@@ -297,7 +300,7 @@ def test_plans_keep_what_was_wished(saved: Saved, header: VideoHeader, data: st.
 
 
 def test_rows_are_averaged_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In units of several steps, an odd tail among them."""
+    """The units have several steps, and the last unit has an odd number of them."""
     monkeypatch.setattr(video_rows, "UNIT_PATCHES", 4 * 24)
     QWEN3_OMNI.build().save_pretrained(tmp_path)
     for name, content in QWEN3_OMNI.files.items():

@@ -1,5 +1,5 @@
-"""Sounds through the whole cluster in one process: chats over HTTP, from files to tokens, equal to what transformers'
-own Qwen2-Audio generates. The tokeniser is the demo checkpoint's, the chat template transformers' own."""
+"""Tests sounds in a whole cluster in one process: chats over HTTP, from files to tokens, equal what transformers' own
+Qwen2-Audio generates. The tokeniser is that of the demo checkpoint, the chat template is transformers' own."""
 
 from __future__ import annotations
 
@@ -53,14 +53,15 @@ CHATS: list[tuple[list[dict[str, Any]], list[bytes]]] = [
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The row's tiny model with the demo's vocabulary; control tokens are spelled as the family spells them."""
+    """Saves the row's tiny model with the demo's vocabulary. Control tokens have the family's own spelling."""
     found, demo = tmp_path_factory.mktemp("qwen2_audio"), demo_checkpoint()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         text = (demo / name).read_text()
         for theirs, ours in NAME_TO_OURS.items():
             text = text.replace(theirs, ours)
         (found / name).write_text(text)
-    template = Qwen2AudioProcessor.default_chat_template.fget(None)  # "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>"
+    # The template writes "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>" for a sound.
+    template = Qwen2AudioProcessor.default_chat_template.fget(None)
     (found / "chat_template.jinja").write_text(template)
     tokens = json.loads((demo / "config.json").read_text())
     built = QWEN2_AUDIO.build()

@@ -1,4 +1,5 @@
-"""A worker on two gloo ranks gives the tokens of transformers, and of itself on one rank; and it dies as one."""
+"""Tests that a worker on two gloo ranks generates the tokens of transformers, and its own tokens on one rank; and that
+all its ranks end together."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ FROZEN_AFTER_S = 5.0
 
 @dataclass
 class Parallel:
-    """A loaded family whose model is two ranks; the shape of `worker_rig.rig`'s `parts`."""
+    """Holds a loaded family whose model runs on two ranks. It has the attributes that `worker_rig.rig` needs of
+    `parts`."""
 
     of: LoadedFamily
     model: LanguageModel
@@ -119,7 +121,7 @@ def prompts_of(row: FamilyRow) -> list[tuple[Text | Medium, ...]]:
 
 @pytest.mark.parametrize("row", [QWEN3_OMNI, QWEN3_VL, LLAVA, LLAMA, QWEN2, QWEN3], ids=str)
 def test_tokens_equal_transformers_and_one_rank(row: FamilyRow, tmp_path: Path) -> None:
-    """In chunks with the prefix cache and whole without, prompts that share their beginnings."""
+    """Runs prompts that share their beginnings: in chunks with the prefix cache, and whole without it."""
     loaded, comparison = LoadedFamily(row, tmp_path), Comparison()
     prompts = prompts_of(row)
 
@@ -150,8 +152,8 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> LoadedFamily:
 
 
 def test_a_block_that_choices_share_is_copied_on_every_rank(qwen2: LoadedFamily) -> None:
-    """The prompt ends inside a block. The choices go apart at once: without the copy on a rank one would see what
-    another has written. One process with blocks of one token copies nothing."""
+    """The prompt ends inside a block, and the choices differ from their first tokens on. Without the copy on a rank,
+    one choice would read what another has written. One process with blocks of one token copies nothing."""
     of = qwen2.prompt(Text(6, 43))
     drawn = {"sampling": SamplingParams(temperature=1.5, top_k=10, seed=4), "num_choices": 3}
 
@@ -170,8 +172,8 @@ def test_a_block_that_choices_share_is_copied_on_every_rank(qwen2: LoadedFamily)
 
 
 def test_what_was_not_finite_is_found_on_no_rank(qwen2: LoadedFamily) -> None:
-    """One embedding of a chunk in the middle of a prompt is NaN, once. Its request fails; three more of the same
-    prompt are answered as if it had not been."""
+    """One embedding of a chunk in the middle of a prompt is NaN, once. Its request fails. Three later requests with the
+    same prompt are answered as if the failure had not happened."""
     of = qwen2.prompt(Text(6, 43))
 
     async def answers(parallel: Parallel) -> list[list[int]]:
@@ -229,7 +231,8 @@ def test_a_plan_that_can_not_be_followed_is_refused(plan: dict[str, str], words:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_rank_that_is_gone_ends_the_worker_and_its_requests(qwen2: LoadedFamily, number: int) -> None:
-    """Requests end as WorkerLost, which a router tries elsewhere; a frozen rank is waited for until the timeout."""
+    """Requests end as WorkerLost, which makes a router retry them elsewhere. The worker waits for a frozen rank until
+    the timeout."""
 
     async def lose(parallel: Parallel) -> None:
         async with worker(parallel) as r:
@@ -292,7 +295,8 @@ async def healthy_until_error(service: WorkerService) -> None:
 
 
 async def test_one_process_serves_with_ranks_of_its_own() -> None:
-    """The cluster without Ray: its ranks are processes that it starts and stops; a lost one ends the service."""
+    """Runs the cluster without Ray. Its ranks are processes that it starts and stops; the loss of one ends the
+    service."""
     config = ClusterConfig.model_validate(
         {"workers": {"replicas": 1, "tensor_parallel": 2, "num_blocks": 512}, "encoders": {"decode_processes": 0}}
     )

@@ -1,4 +1,4 @@
-"""Prompts equal those of transformers' `apply_chat_template`, id by id."""
+"""Tests that prompts equal those of transformers' `apply_chat_template`, id by id."""
 
 import json
 import random
@@ -80,7 +80,8 @@ def test_hostile_text_decodes_as_with_transformers_own_guard(model_dir: Path) ->
         assert special[0] == special[1]
 
 
-# What templates of other checkpoints do: tools as JSON, stripping, splitting off reasoning, namespaces, loop controls.
+# The templates below do what templates of other checkpoints do: they write tools as JSON, strip text, split off
+# reasoning, and use namespaces and loop controls.
 TEMPLATES = [
     "{% for m in messages %}{{ bos_token }}{{ m.role | upper }}: {{ m.content | trim }}{{ eos_token }}\n{% endfor %}",
     """{%- if tools %}
@@ -126,7 +127,7 @@ def test_templates_of_other_checkpoints(model_dir: Path, tmp_path: Path, templat
 
 
 def test_a_checkpoint_with_vocabulary_and_merges_instead_of_one_file(model_dir: Path, tmp_path: Path) -> None:
-    """As the published Qwen3-Omni checkpoints have it."""
+    """The checkpoint has the same files as the published Qwen3-Omni checkpoints."""
     shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
     content = json.loads((tmp_path / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").unlink()

@@ -1,4 +1,4 @@
-"""Every attention backend against attention written out, on pages in any order, for any mix of rows."""
+"""Compares every attention backend with attention written out, on pages in any order, for any mix of rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ if torch.cuda.is_available():
 
 
 def attend_written_out(q, keys, values, start, scaling):
-    """One sequence: q (n, heads, dim), keys and values (context, kv_heads, dim), in float64."""
+    """Computes the attention of one sequence in float64. `q` has shape (n, heads, dim), `keys` and `values` have shape
+    (context, kv_heads, dim)."""
     group = q.shape[1] // keys.shape[1]
     q, keys, values = q.double(), keys.double().repeat_interleave(group, 1), values.double().repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, keys) * scaling
@@ -34,14 +35,15 @@ def attend_written_out(q, keys, values, start, scaling):
 
 
 def run_case(backend_name, device, dtype, lengths, heads, seed):
-    """`lengths`: (start, num_tokens) per sequence. Returns (ours, written out) in packed order, and the pages."""
+    """Runs one step. `lengths` holds (start, num_tokens) per sequence. Returns the result of the backend and the one
+    written out, both in packed order, and the pages, rows, and new keys and values."""
     torch.manual_seed(seed)
     num_heads, num_kv_heads = heads
     device = torch.device(device)
     kv = PagedKV(2, NUM_BLOCKS, BLOCK_SIZE, (num_kv_heads, HEAD_DIM), dtype, device)
     free = np.random.default_rng(seed).permutation(NUM_BLOCKS)
     for pages in kv.layer(1):
-        pages.fill_(float("nan"))  # what a former owner left behind must never show
+        pages.fill_(float("nan"))  # Values that a former owner left must have no effect.
     rows, contexts, at = [], [], 0
     for start, num_tokens in lengths:
         needed = -(-(start + num_tokens) // BLOCK_SIZE)

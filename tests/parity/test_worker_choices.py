@@ -1,6 +1,8 @@
-"""Several choices of one request: the prompt is computed once, its last block shared, and copied before it is written.
+"""Tests several choices of one request: the prompt is computed once, and its last block is shared and copied before a
+choice writes to it.
 
-Greedy, every choice says what transformers says; drawn, it says the same whether a block had to be copied or not.
+With greedy sampling, every choice equals what transformers generates. With random sampling, it is the same whether or
+not a block had to be copied.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ async def test_every_choice_equals_transformers_and_the_prompt_is_computed_once(
 
 
 async def test_a_copied_block_holds_what_the_shared_one_held():
-    """Blocks of one token are never copied."""
+    """Compares block sizes. Blocks of one token are never copied."""
     found = []
     for block_size, num_blocks in ((1, 400), (16, 40), (16, 9)):
         async with rig(block_size=block_size, num_blocks=num_blocks) as r:

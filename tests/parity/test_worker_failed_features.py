@@ -1,4 +1,5 @@
-"""Features that fail, that nobody claims or that never come: what the worker tells, asks for and gives back."""
+"""Tests features that fail, that no request claims or that never arrive: what the worker reports, requests and
+releases."""
 
 from __future__ import annotations
 
@@ -55,8 +56,9 @@ async def test_a_poisoned_feature_fails_its_request_alone():
 @pytest.mark.parametrize("keep_features", ["always", "never"])
 @pytest.mark.parametrize("step_tokens", [16, 512])
 async def test_nothing_that_was_not_finite_is_found_again(keep_features, step_tokens):
-    """In steps of 16 tokens the poisoned chunk is not drawn from, so no token tells. Identical prompts hit the cached
-    prefix and, where features are kept, the feature: both must be as they would be without the poisoned one."""
+    """In steps of 16 tokens, the poisoned chunk is not sampled from, so no token shows the failure. Identical prompts
+    hit the cached prefix and, where features are kept, the feature. Both must be as they would be without the poisoned
+    request."""
     of, text = prompt(*IMAGE), prompt("Only text.")
     bad = feature(of, 0).clone()
     bad[0, 3, 5] = float("nan")
@@ -78,7 +80,7 @@ async def test_nothing_that_was_not_finite_is_found_again(keep_features, step_to
 
 
 async def test_a_poisoned_feature_that_others_wait_for_is_fetched_again():
-    """Three requests share the picture; the first to read it fails, and the others read another copy."""
+    """Three requests share the picture. The one that reads it earliest fails, and the others read another copy."""
     of = prompt(*IMAGE)
     bad = torch.full_like(feature(of, 0), float("inf"))
     async with rig(block_size=4, max_step_tokens=16, max_sequences=1) as r:

@@ -1,4 +1,5 @@
-"""What a recorded decode step reads: buffers filled from a step's rows, the missing rows copies of the first."""
+"""Tests what a recorded decode step reads: buffers filled from a step's rows, with copies of the first row in place of
+missing rows."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def rows_of(contexts: list[int], seed: int) -> list[Rows]:
 def test_buffers_say_where_everything_lies(contexts: list[int], seed: int) -> None:
     rows = rows_of(contexts, seed)
     inputs = DecodeInputs(KV, 8, MAX_BLOCKS)
-    inputs.load(rows_of([PAGE * MAX_BLOCKS] * 3, seed + 1))  # what an earlier step left
+    inputs.load(rows_of([PAGE * MAX_BLOCKS] * 3, seed + 1))  # These are the remains of an earlier step.
     inputs.load(rows)
     tails = inputs.tails.view(8, PAGE)
     for place in range(8):

@@ -1,4 +1,4 @@
-"""Log-probabilities against sorting in Python, equals at the edge included."""
+"""Compares log-probabilities with sorting in Python, including equal values at the edge."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCAB = 17
     st.integers(0, 10_000),
 )
 def test_rows_are_ordered_by_probability_then_by_id(rows, num_levels, seed):
-    """Few levels make many equals."""
+    """Few levels make many equal values."""
     levels = np.random.default_rng(seed).integers(0, num_levels, (len(rows), VOCAB)).astype(np.float32)
     raw = torch.from_numpy(levels).log_softmax(dim=-1)
     got = token_logprobs(raw, [token for token, _ in rows], [count for _, count in rows])
@@ -32,7 +32,7 @@ def test_rows_are_ordered_by_probability_then_by_id(rows, num_levels, seed):
 
 
 def test_a_row_that_failed_has_a_value_all_the_same():
-    """Its token is -1; its sequence is ended by the engine, not here."""
+    """The row's token is -1. This function does not end the row's sequence; the engine does."""
     raw = torch.full((1, VOCAB), float("nan"))
     (scored,) = token_logprobs(raw, [-1], [2])
     assert scored.logprob != scored.logprob

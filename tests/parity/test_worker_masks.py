@@ -1,4 +1,4 @@
-"""Masks of a batch against one bit at a time."""
+"""Compares the masks of a batch with masks that are applied one bit at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.torch
 
 
 class Allows:
-    """A guide that allows a set of tokens."""
+    """Serves as a guide that allows a set of tokens."""
 
     def __init__(self, tokens, is_whole=True):
         self.tokens, self.is_whole = tokens, is_whole

@@ -1,6 +1,6 @@
-"""The definition of correct: greedy tokens through the worker equal transformers' own, token for token.
+"""Tests the definition of correct: greedy tokens through the worker equal transformers' own, token for token.
 
-A difference passes only where the reference's two best logits lie within 1e-4; such cases are counted and printed.
+A difference passes only where the reference's two best logits lie within 1e-4. The tests count and print such cases.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ SEVERAL = ("First ", 2, " then ", 3, " and last ", 1, " - compare them.")
 
 
 def assert_parity(tokens: list[int], of: Prompt, num_tokens: int = NUM_TOKENS) -> int:
-    """Returns 1 for a sequence that left the reference at a near tie, 0 for an equal one."""
+    """Returns 1 for a sequence that differs from the reference after a near tie, and 0 for an equal one. Fails on any
+    other difference."""
     expected, margins = reference(of, num_tokens)
     assert len(tokens) == len(expected)
     for index, (ours, theirs) in enumerate(zip(tokens, expected, strict=True)):
@@ -74,7 +75,7 @@ async def test_a_mixed_batch_with_features_late_and_in_any_order(max_step_tokens
 
 
 async def test_a_preempted_sequence_goes_on_as_if_nothing_had_been():
-    """The younger decodes into blocks that the older needs when its late pictures have come."""
+    """The younger sequence decodes into blocks that the older one needs when its late pictures have arrived."""
     older, younger = prompt(*SEVERAL), prompt("Look at this: ", 4, " What is in the picture?")
     num_tokens = 48
     async with rig(num_blocks=14, block_size=8, is_prefix_cache_enabled=False) as r:
@@ -119,7 +120,8 @@ async def test_an_inbox_with_room_for_one_feature_serves_many():
 
 
 async def test_prefix_cache_knows_pictures_apart():
-    """Another picture: the text in front hits, the picture's blocks do not. The same one: everything hits."""
+    """With another picture, the text before it hits the cache, but the picture's blocks do not. With the same picture,
+    all blocks hit."""
     parts = ("A rather long text that stands in front of the picture and fills some blocks. ", 1, " And after it?")
     first, other = prompt(*parts), prompt(*(2 if part == 1 else part for part in parts))
     span = first.placeholders[0]

@@ -1,4 +1,4 @@
-"""Penalties and logit bias against loops over tokens, and against transformers where it has the same."""
+"""Compares penalties and logit bias with loops over tokens, and with transformers where it has the same function."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def counts_of(prompt, output) -> TokenCounts:
 
 
 def written_out(logits, params, prompt, output):
-    """One row, token by token, in float32."""
+    """Computes one row, token by token, in float32."""
     row = [np.float32(value) for value in logits]
     for token in range(VOCAB):
         if token in prompt or token in output:

@@ -1,4 +1,5 @@
-"""The runner on paged KV gives the logits of one whole transformers forward, at every chunk size, with features."""
+"""Tests that the runner on paged KV computes the logits of one whole transformers forward pass, at every chunk size,
+with features."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class Features(dict):
 
 
 class Script:
-    """A sequence whose prompt is given: ids, positions, and runs (offset, length, unit, row)."""
+    """Holds a sequence whose prompt is given: ids, positions, and runs (offset, length, unit, row)."""
 
     def __init__(self, name, seed, num_tokens, runs=()):
         rng = np.random.default_rng(seed)
@@ -120,7 +121,7 @@ def test_chunks_of_a_mixed_batch_give_the_whole_forward(model, features, chunk_s
 
 
 def test_features_decide_the_result(model, features):
-    """The parity above would be empty if the splice changed nothing."""
+    """The parity test above would prove nothing if the splice had no influence."""
     script = scripts_of(features)[1]
     with_features = last_logits(model, script, features)
     for level in range(NUM_LEVELS):
@@ -140,8 +141,8 @@ def test_executing_a_plan_again_gives_the_same(model, features):
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 16])
 def test_chunks_that_are_not_drawn_from_are_marked_from_the_broken_row_on(model, features, chunk_size):
-    """One value of one row is infinite, and only a deeper level: the chunk that it lies in and every later one of the
-    sequence are marked, no earlier one and no neighbour."""
+    """One value of one row is infinite, and only in a deeper level. The runner marks the chunk that contains the value
+    and every later chunk of the sequence, but no earlier chunk and no other sequence."""
     features[UnitKey(MmHash("cat"), 0)][NUM_LEVELS - 1, 4, 2] = float("inf")
     runner, scripts = runner_of(model, features), scripts_of(features)
     broken_at = {scripts[1].sequence_id: 5 + 4, scripts[2].sequence_id: 20 + 4}
@@ -172,7 +173,7 @@ def test_a_broken_feature_marks_its_sequence_alone(model, features):
 @pytest.mark.parametrize("value", [float("-inf"), float("inf")])
 @pytest.mark.parametrize("layer", [0, NUM_LAYERS - 1])
 def test_an_infinite_key_in_half_precision_marks_who_wrote_it(features, value, layer):
-    """It overflows on its way into the pages: the hidden states of its own step stay finite."""
+    """The value overflows when it is written to the pages, so the hidden states of its own step stay finite."""
     half = TinyModel(torch.float16)
     kv = PagedKV(NUM_LAYERS, 100, BLOCK_SIZE, (NUM_KV_HEADS, HEAD_DIM), torch.float16, torch.device("cpu"))
     features = Features({unit: feature.half() for unit, feature in features.items()})

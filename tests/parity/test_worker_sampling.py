@@ -1,4 +1,4 @@
-"""Sampling against a reference written token by token, and the exact support of the distribution."""
+"""Compares sampling with a reference written token by token, and tests the exact support of the distribution."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llm_workers.sampling import _draw_truncated, sample
 
 
 def probabilities_of(logits, params):
-    """[(id, probability)] in the order of the CDF, plainly."""
+    """Returns [(id, probability)] in the order of the CDF, computed in plain Python."""
     weights = np.asarray(logits, dtype=np.float64)
     weights = np.exp((weights - weights.max()) / params.temperature)
     pairs = [(i, w / weights.sum() if w >= params.min_p * weights.max() else 0.0) for i, w in enumerate(weights)]
@@ -84,7 +84,7 @@ def test_rows_of_all_kinds_draw_what_the_reference_draws(draws, seed):
     st.integers(0, 10_000),
 )
 def test_looking_at_the_most_probable_first_changes_no_draw(draws, width, num_levels, seed):
-    """Few levels make many equals, also at the edge of what is looked at first."""
+    """Few levels make many equal values, also at the edge of the tokens that are examined first."""
     levels = np.random.default_rng(seed).integers(0, num_levels, (len(draws), 61)).astype(np.float32)
     logits = torch.from_numpy(levels * 8 / num_levels)
     assert _draw_truncated(logits, draws, width).tolist() == _draw_truncated(logits, draws, 61).tolist()
@@ -117,7 +117,8 @@ def test_support_is_exactly_what_top_k_and_top_p_leave():
 
 
 def test_draws_follow_the_distribution():
-    """Deterministic: these 4,000 draws are fixed by the digest. Each share within 4 standard errors."""
+    """The test is deterministic, because the digest fixes these 4,000 draws. Each share lies within 4 standard
+    errors."""
     probabilities = torch.tensor([0.5, 0.25, 0.15, 0.1])
     num_draws = 4000
     drawn = sample(
@@ -147,7 +148,7 @@ def test_masked_and_broken_rows():
 
 @pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "min_p": 0.1}, {}])
 def test_a_row_that_is_not_finite_gives_no_token_in_a_large_vocabulary(params):
-    """Its neighbour draws what it draws alone."""
+    """The finite row samples the same token as it samples alone."""
     torch.manual_seed(0)
     logits = torch.randn(5, 5000)
     logits[0] = float("nan")

@@ -1,4 +1,4 @@
-"""The worker as its peers see it: ends, aborts, leases, features that fail, reports, events."""
+"""Tests the worker as its peers see it: ends, aborts, leases, features that fail, reports, events."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ async def test_stop_and_end():
 
 
 async def test_a_call_whose_router_is_dead_is_ended():
-    """It comes after the router's lease ran out, and no heartbeat follows."""
+    """The call arrives after the router's lease has expired, and no heartbeat follows."""
     of = prompt(*IMAGE)
     clock = ManualClock()
     async with rig(clock=clock, report_interval_s=0.01) as r:
@@ -208,8 +208,8 @@ async def test_a_call_that_comes_behind_its_abort_is_not_begun():
 
 
 async def test_a_feature_that_fails_its_request_at_once_leaves_nothing_in_the_engine():
-    """It is announced before the request comes, and larger than the inbox: the request ends before it was admitted,
-    and must not be admitted after that."""
+    """The feature is announced before the request arrives, and is larger than the inbox. The request ends before it is
+    admitted, and must not be admitted after that."""
     of = prompt(*IMAGE)
     async with rig(inbox_bytes=feature(of, 0).nbytes * 3 // 4) as r:
         request = r.request(of, stop=LONG)
@@ -271,7 +271,7 @@ async def test_a_heartbeat_subscribes_and_events_add_up_to_the_snapshot():
         assert report.tokens_generated == result.choices[0].num_tokens
         assert report.prompt_tokens_computed == len(of.token_ids)
         assert report.kv_blocks_used == report.inbox_bytes_used == report.num_features == 0
-        # How a step's time divides between the two is a matter of the machine's load.
+        # How the time of a step is divided between these two depends on the machine's load.
         assert report.step_overhead_s + report.prefill_s_per_token > 0
         assert [one.seq for one in r.router.reports] == sorted({one.seq for one in r.router.reports})
 
@@ -304,7 +304,7 @@ async def test_a_broken_engine_ends_every_request_and_the_health_check(monkeypat
 
 
 async def test_weights_that_compute_nothing_finite_are_refused_at_the_start():
-    """A worker with them would be lost at its first request, and its replacement at the next."""
+    """A worker with such weights would be lost at its first request, and its replacement at the next."""
 
     class Spoilt:
         def __getattr__(self, name):

@@ -1,4 +1,5 @@
-"""Rows of hidden layers, stored in pages by whatever chunks, are those of one whole transformers forward."""
+"""Tests that rows of hidden layers, stored in pages in any chunks, equal those of one whole transformers forward
+pass."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def scripts(*lengths: int) -> list[Script]:
 
 
 def whole_layer(model: LayeredTiny, script: Script, layer: int) -> torch.Tensor:
-    """`(num_tokens, hidden)`, from transformers' own attention."""
+    """Returns a layer's rows `(num_tokens, hidden)`, computed with transformers' own attention."""
     seen: list[torch.Tensor] = []
     hook = model.reference.layers[layer].register_forward_hook(
         lambda module, inputs, output: seen.append(output[0] if isinstance(output, tuple) else output)
@@ -112,7 +113,7 @@ def test_hooks_leave_with_a_step_that_fails(model: LayeredTiny, monkeypatch: pyt
 
 
 def test_a_row_that_is_stored_and_not_finite_marks_its_chunk(model: LayeredTiny) -> None:
-    """What the last layer makes of it behind its attention reaches no other row."""
+    """What the last layer computes from the spoilt value after its attention reaches no other row."""
     runner, _ = runner_of(model)
     chunks = tuple(replace(script.chunk(0, 20), side_names=frozenset({"high"})) for script in scripts(20, 20))
 

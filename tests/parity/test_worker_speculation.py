@@ -1,7 +1,7 @@
-"""Prompt lookup through the real worker: nothing that comes out differs from a worker that does not guess.
+"""Tests prompt lookup through the real worker: no output differs from that of a worker that does not guess.
 
-Greedy against transformers; drawn ones, penalties, log-probabilities, `min_tokens` and stops against the same worker
-without drafts. Requests with a grammar are answered as before, and never guessed for.
+Greedy sampling is compared with transformers. Random sampling, penalties, log-probabilities, `min_tokens` and stops are
+compared with the same worker without drafts. Requests with a grammar are answered as before, without any drafts.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ pytestmark = pytest.mark.torch
 
 NUM_TOKENS = 24
 EAGER = Speculation(5, 1, 3)
-"""One token that agrees is enough to guess: many guesses, many of them wrong."""
+"""One token that agrees is enough to make a guess, so there are many guesses, and many of them are wrong."""
 ECHO = ("one two three one two three one two three one two",)
 PROMPTS = [prompt(*ECHO), prompt("Look: ", 1, " and again: ", 1, " What is it?"), prompt("Say a b a b a b.")]
 WARM = SamplingParams(temperature=0.7, top_k=20, seed=11)
-"""Few tokens to choose among: of thousands of equals, one in a thousand draws would lie within rounding of another."""
+"""Samples from few tokens: with thousands of equal ones, one draw in a thousand would lie within rounding of another
+token."""
 THREE = SamplingParams(temperature=2.0, seed=5, logit_bias=((300, 50.0), (301, 50.0), (302, 50.0)))
-"""Only three tokens are ever drawn: guesses are often right."""
+"""The sampler only ever draws three tokens, so guesses are often right."""
 PENALISED = SamplingParams(
     temperature=0.0, repetition_penalty=1.05, presence_penalty=0.02, frequency_penalty=0.05, num_top_logprobs=3
 )
@@ -35,7 +36,8 @@ LONG = StopConditions(NUM_TOKENS, ignore_eos=True)
 
 
 async def answers(requests_of, **config):
-    """Tokens and log-probabilities of every choice of every request, and the worker's last report."""
+    """Returns tokens, log-probabilities and finish reason of every choice of every request, and the worker's last
+    report."""
     async with rig(**config) as r:
         requests = [(r.request(of, **changes), of) for of, changes in requests_of]
         results = await asyncio.gather(*(r.run(request, of) for request, of in requests))
@@ -53,7 +55,7 @@ async def answers(requests_of, **config):
 
 @pytest.mark.parametrize("max_step_tokens", [4, 4096])
 async def test_greedy_tokens_equal_transformers(max_step_tokens):
-    """Also with so small a budget that drafts are cut, in a pool in which sequences throw each other out."""
+    """One case has so small a budget that drafts are cut. In the pool, sequences preempt each other."""
     config = {"max_step_tokens": max_step_tokens, "block_size": 4, "num_blocks": 64, "speculation": EAGER}
     found, report = await answers([(of, {"num_tokens": NUM_TOKENS}) for of in PROMPTS], **config)
     for of, (tokens, _, _) in zip(PROMPTS, found, strict=True):
@@ -87,7 +89,7 @@ async def test_nothing_depends_on_drafts(changes):
 
 
 async def test_the_end_may_lie_inside_an_accepted_run():
-    """Every place of the answer is made the last one, by count and by id."""
+    """Makes every position of the answer the last one, by count and by id."""
     of = PROMPTS[0]
     ((whole, _, _),), report = await answers([(of, {"stop": LONG, "sampling": THREE})], speculation=EAGER)
     assert report.drafts_accepted > 3

@@ -1,4 +1,4 @@
-"""A worker's requests with a grammar: what may go wrong while it is compiled, and when it breaks."""
+"""Tests a worker's requests with a grammar: failures while it is compiled, and a grammar that breaks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GUIDED = SamplingParams(seed=3, grammar=GRAMMAR)
 
 
 class Slow:
-    """A compiler that waits to be told."""
+    """Compiles grammars, but waits until `may_go` is set."""
 
     def __init__(self) -> None:
         parts = loaded()
@@ -35,7 +35,7 @@ class Slow:
 
 
 class Breaking:
-    """A guide that gives up after some tokens."""
+    """Serves as a compiler and as a guide. The guide fails after `num_left` tokens."""
 
     def __init__(self, num_left: int) -> None:
         self._num_left = num_left
@@ -113,7 +113,7 @@ async def test_a_grammar_that_can_not_be_used_ends_its_own_request():
 
 
 async def test_below_min_tokens_no_ending_token_is_drawn():
-    """Every token ends the choice but a few: those are all that comes, until the end may come."""
+    """Almost every likely token ends the choice. Only the few that do not are sampled until the choice may end."""
     few = tuple(range(40, 48))
     ending = tuple(token for token in range(60) if token not in few)
     bias = tuple((token, 100.0) for token in range(60))

@@ -1,4 +1,5 @@
-"""The largest step, measured: it fills its budget, its peak is counted, and what does not fit is refused."""
+"""Tests the measurement of the largest step: the step fills its budget, its peak memory is counted, and a worker
+refuses to start if it does not fit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A worker in this process with everything real but its peers: a router that records what it is sent, and an encoder
-that publishes features when the test says so."""
+"""Runs a worker in this process with everything real except its peers: a router that records the messages it receives,
+and an encoder that publishes features when the test asks for it."""
 
 from __future__ import annotations
 
@@ -50,13 +50,14 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Loaded:
-    """The demo checkpoint in float32, both halves, and the reference."""
+    """Holds the demo checkpoint in float32, with both halves and the reference."""
 
     def __init__(self) -> None:
         from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
 
         torch.manual_seed(0)
-        # Untrained: its answers are long and all different, the trained one's end after a word or two.
+        # The checkpoint is untrained, because its answers are long and all different. Those of the trained one end
+        # after a word or two.
         self.directory = build_demo_checkpoint(Path(tempfile.mkdtemp(prefix="weft-demo-")))
         self.family = REGISTRY.load_family(self.directory)
         self.codec = TextCodec.load(self.directory)
@@ -77,14 +78,15 @@ def loaded() -> Loaded:
 
 
 def remove_folder() -> None:
-    """At the end of the run (see `conftest.py`): every test uses the one checkpoint."""
+    """Removes the checkpoint's folder at the end of the run (see `conftest.py`), because all tests use this one
+    checkpoint."""
     if loaded.cache_info().currsize:
         shutil.rmtree(loaded().directory)
 
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """`parts`: strings, or seeds of pictures."""
+    """Holds a prompt as the worker receives it, with the encoder inputs of its pictures."""
 
     token_ids: tuple[int, ...]
     placeholders: tuple[PlaceholderRange, ...]
@@ -94,7 +96,7 @@ class Prompt:
 
 @functools.cache
 def prompt(*parts: str | int, size: tuple[int, int] = (160, 96)) -> Prompt:
-    """One user turn."""
+    """Builds a prompt of one user turn. `parts` holds strings, or seeds of pictures."""
     parts_of_model = loaded()
     content, media, plans, inputs = [], [], [], []
     for part in parts:
@@ -121,7 +123,7 @@ def feature(of: Prompt, index: int) -> torch.Tensor:
 
 @functools.cache
 def reference(of: Prompt, num_tokens: int) -> tuple[list[int], list[float]]:
-    """Greedy tokens of transformers, and how far apart its two best logits were at each."""
+    """Returns the greedy tokens of transformers, and the difference between its two best logits at each token."""
     media = {}
     if of.inputs:
         media["pixel_values"] = torch.from_numpy(np.concatenate([unit.pixels for unit in of.inputs]))
@@ -141,7 +143,8 @@ def reference(of: Prompt, num_tokens: int) -> tuple[list[int], list[float]]:
 
 @dataclass
 class Recorder:
-    """A router's endpoint: what it was sent, and tokens in order per (request, attempt, choice)."""
+    """Records, as a router's endpoint, the messages it receives, and the tokens in order per (request, attempt,
+    choice)."""
 
     messages: list = field(default_factory=list)
     tokens: dict = field(default_factory=lambda: defaultdict(list))
@@ -170,7 +173,7 @@ class Recorder:
 
 
 class Rig:
-    """`parts`: what has a family, its model and its end tokens."""
+    """Holds a worker and its peers. `parts` has a family, its model and its end tokens."""
 
     def __init__(self, config: WorkerConfig, inbox_bytes: int, clock, parts) -> None:
         self._eos_token_ids = parts.eos_token_ids
@@ -205,7 +208,7 @@ class Rig:
     def publish(
         self, request: GenerateRequest, of: Prompt, index: int, tensor: torch.Tensor | None = None, unit_index: int = 0
     ) -> None:
-        """Announces a feature to the worker, as an encoder does: of media item `index`, one of its units."""
+        """Announces a feature to the worker, as an encoder does: unit `unit_index` of media item `index`."""
         tensor = feature(of, index) if tensor is None else tensor
         payload = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
         slot = self.source.allocate(payload.nbytes)
@@ -217,7 +220,8 @@ class Rig:
         assert self.encoder_plane.send(self.worker_plane.address, ready)
 
     async def run(self, request: GenerateRequest, of: Prompt, delays=None):
-        """Generates, publishing each feature after its number of turns of the loop (None: at once)."""
+        """Generates and publishes the features. `delays` holds (turns, index) pairs: feature `index` is published after
+        that many further turns of the event loop. With None, all features are published at once."""
         call = asyncio.ensure_future(self.service.generate(request))
         order = delays or [(0, index) for index in range(len(of.media))]
         for turns, index in order:
@@ -242,13 +246,14 @@ class Rig:
         self.router_plane.send(self.worker_plane.address, message)
 
     async def until(self, is_true, timeout_s: float = 10.0) -> None:
-        """Waits for something that messages or the engine bring about; fails after `timeout_s`."""
+        """Waits until `is_true` returns true, for a state that messages or the engine bring about. Fails after
+        `timeout_s`."""
         async with asyncio.timeout(timeout_s):
-            while not is_true():  # noqa: ASYNC110 - what is waited for is a state of several parts, not one event
+            while not is_true():  # noqa: ASYNC110 - several components share this state, which has no event
                 await asyncio.sleep(0.002)
 
     async def assert_idle(self) -> None:
-        """Nothing is left: no sequence, block, slot, announcement."""
+        """Waits until the worker holds no sequence, block, slot or announcement."""
 
         def is_idle() -> bool:
             report = self.service.report()

@@ -1,5 +1,5 @@
-"""A tiny, randomly initialised Qwen3-Omni thinker text model behind the LanguageModel contract, for tests of the
-runner that need neither a checkpoint nor a family."""
+"""Implements the LanguageModel contract with a tiny, randomly initialised Qwen3-Omni thinker text model, for tests of
+the runner that need neither a checkpoint nor a family."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tiny_config() -> Qwen3OmniMoeTextConfig:
 
 
 class TinyModel:
-    """A LanguageModel; `reference` is the same weights under transformers' own attention."""
+    """Implements LanguageModel. `reference` has the same weights with transformers' own attention."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(7)
@@ -48,7 +48,7 @@ class TinyModel:
 
     @staticmethod
     def _spread(model: torch.nn.Module) -> None:
-        """Weights large enough that a wrong position or neighbour changes the result visibly."""
+        """Sets weights large enough that a wrong position or neighbour changes the result visibly."""
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:
@@ -79,7 +79,8 @@ class TinyModel:
     def whole(
         self, token_ids: torch.Tensor, positions: torch.Tensor, features: dict[int, torch.Tensor]
     ) -> torch.Tensor:
-        """Logits of every position in one plain transformers forward. `features`: offset -> (levels, n, hidden)."""
+        """Returns the logits of every position from one plain transformers forward pass. `features` maps offset ->
+        (levels, n, hidden)."""
         with torch.inference_mode():
             embeddings = self.reference.embed_tokens(token_ids)
             mask = torch.zeros(1, len(token_ids), dtype=torch.bool)

@@ -1,4 +1,5 @@
-"""What drives a pipeline by hand: a decoder, a forward and a plane that do what a test says, when it says so."""
+"""Provides test doubles that drive an encoder pipeline by hand: a decoder, a forward and a plane, each of which acts
+only when the test says so."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from modalities.family import EncoderInput
 
 @dataclass(eq=False)
 class OpenDecode:
-    """An item that is being decoded; `num_given` of its units were handed over."""
+    """An `OpenDecode` is an item that is being decoded; its first `num_given` units have been handed over."""
 
     item: MediaItem
     on_units: OnUnits
@@ -36,7 +37,7 @@ class OpenDecode:
 
 
 class HandDecoder:
-    """Keeps `Decoder`; units are handed over, and what is being decoded ends, when the test says so."""
+    """Implements `Decoder`; the test decides when units are handed over and when a decoding ends."""
 
     def __init__(self) -> None:
         self.open: list[OpenDecode] = []
@@ -58,7 +59,7 @@ class HandDecoder:
 
 
 class HandForward:
-    """Keeps `Forward`; the batch ends when the test says so."""
+    """Implements `Forward`; the test decides when the batch ends."""
 
     def __init__(self, max_batch_cost: int) -> None:
         self._max_batch_cost = max_batch_cost
@@ -81,7 +82,8 @@ class HandForward:
 
 
 class EarPlane:
-    """A plane whose peers only listen; `is_deaf` refuses, as a full queue does."""
+    """An `EarPlane` is a plane that records what is sent and never delivers a message; while `is_deaf` is set it
+    refuses to send, as a full queue does."""
 
     address = "local://encoder-1"
     num_dropped = 0

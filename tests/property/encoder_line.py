@@ -1,4 +1,5 @@
-"""One encoder on a clock of numbers: the real flights and batcher, decoding takes no time, a forward what it costs."""
+"""Simulates one encoder on a clock of plain numbers, with the real `Flights` and batcher: decoding takes no time, and a
+forward pass takes as long as its cost says."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ PIXELS = np.zeros((1, 1), np.float32)
 
 @dataclass
 class Arrival:
-    """One request with one item; `unit_costs` in patches."""
+    """An `Arrival` is one request with one item; `unit_costs` are in patches."""
 
     name: str
     at_s: float
@@ -38,7 +39,7 @@ class Arrival:
 
 @dataclass
 class Line:
-    """What `run` fills in: when each request was done, and every forward."""
+    """Runs the arrivals and records when each request was done, and every forward pass."""
 
     arrivals: Sequence[Arrival]
     max_batch_cost: int = 1
@@ -46,14 +47,14 @@ class Line:
     now_s: float = 0.0
     name_to_done_s: dict[str, float] = field(default_factory=dict)
     forwards: list[tuple[float, float, list[UnitKey]]] = field(default_factory=list)
-    """(start, end, units)."""
+    """Holds `(start, end, units)` of each forward pass."""
 
     def __post_init__(self) -> None:
         self._flights = Flights(PATIENCE, self._work_s)
         self._name_to_follower: dict[str, Follower] = {}
 
     def run(self) -> Line:
-        """Until everything that arrives is done; the encoder is never idle while something waits."""
+        """Runs until everything that arrives is done; the encoder is never idle while something waits."""
         coming = [(arrival.at_s, number) for number, arrival in enumerate(self.arrivals)]
         heapq.heapify(coming)
         while coming or self._name_to_follower:

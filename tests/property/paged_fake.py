@@ -1,8 +1,8 @@
-"""A deterministic language model over simulated paged KV, for the scheduler's property tests.
+"""Provides a deterministic language model over simulated paged KV, for the scheduler's property tests.
 
-What a slot holds depends on the token, its position, its feature row and on *everything read through the block table
-in front of it*, in order. So a wrong table, a block reused too early, a hit on another prefix, a missing splice or a
-wrong row shows as another token than `reference_tokens` gives, which knows nothing of blocks.
+The content of a slot depends on the token, its position, its feature row and, in order, on *everything earlier that is
+read through the block table*. So a wrong table, a block reused too early, a hit on another prefix, a missing splice or
+a wrong row gives another token than `reference_tokens` does, which knows nothing of blocks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ NOTHING = 12345
 MASK = 2**64 - 1
 WEIGHTS = 2 * np.arange(1024, dtype=np.uint64) + 1
 FEW = 3
-"""Most draws are one of so few tokens, so that a text often repeats itself and drafts are often right."""
+"""Most draws are one of this few tokens, so that a text often repeats itself and drafts are often right."""
 
 
 def positions_of(request: GenerateRequest) -> Positions:
-    """Three axes; as with M-RoPE a picture takes fewer positions than tokens, and text goes on behind it, so that
-    generated tokens do not stand at their index. A position follows from what stands in front of it."""
+    """Returns positions on three axes. As with M-RoPE, a picture takes fewer positions than tokens and the text
+    continues after it, so that the position of a generated token differs from its index. A position follows from the
+    tokens before it."""
     ids = np.zeros((3, len(request.token_ids)), dtype=np.int64)
     start, position = 0, 0
     for run in (*request.placeholders, None):
@@ -43,7 +44,7 @@ def positions_of(request: GenerateRequest) -> Positions:
 
 
 def reference_tokens(request: GenerateRequest, choice: int, max_total: int) -> tuple[list[int], str]:
-    """Tokens and finish reason of one choice, computed with unlimited memory in one piece."""
+    """Returns the tokens and the finish reason of one choice, computed in one piece with unlimited memory."""
     rows = _rows_of(request)
     positions = positions_of(request)
     axes = positions.ids.T.tolist()
@@ -65,17 +66,17 @@ def reference_tokens(request: GenerateRequest, choice: int, max_total: int) -> t
 
 
 class PagedFake:
-    """Executes plans. `features`: the units that are readable now."""
+    """Executes plans; `features` holds the units that are readable now."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._slots = np.full((num_blocks, block_size), NOTHING, dtype=np.uint64)
         self._block_size = block_size
         self.features: set[UnitKey] = set()
         self._name_to_side: dict[str, np.ndarray] = {}
-        """As the slots."""
+        """Holds one array per side tensor, shaped as the slots are."""
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Blocks are copied before anything is written, as on a device."""
+        """Executes the plan; it copies blocks before it writes anything, as a device does."""
         for pages in (self._slots, *self._name_to_side.values()):
             copies = [(self._target(chunk), pages[chunk.copied_from].copy()) for chunk in plan.chunks if _copies(chunk)]
             for target, content in copies:
@@ -92,7 +93,7 @@ class PagedFake:
         return StepResult(token_ids)
 
     def _compute(self, chunk: Chunk) -> list[int]:
-        """Values of the chunk's tokens."""
+        """Returns the values of the chunk's tokens."""
         assert chunk.num_tokens == len(chunk.token_ids) == chunk.positions.shape[1] > 0
         rows: dict[int, tuple[UnitKey, int]] = {}
         for splice in chunk.splices:
@@ -132,17 +133,17 @@ def _rows_of(request: GenerateRequest) -> dict[int, tuple[UnitKey, int]]:
 
 
 def _digest(values: np.ndarray) -> int:
-    """Of everything that a token sees, in its order."""
+    """Returns the digest of everything that a token sees, in its order."""
     return int(np.dot(values, WEIGHTS[: len(values)]))
 
 
 def _digest_after(digest: int, index: int, value: int) -> int:
-    """As value number `index` is added."""
+    """Returns the digest after value number `index` is added."""
     return (digest + value * (2 * index + 1)) & MASK
 
 
 def _value(before: int, token_id: int, axes: Sequence[int], row: tuple[UnitKey, int] | None) -> int:
-    """63 bits; hashing integers is the same in every process."""
+    """Returns a value of 63 bits; the hash of integers is the same in every process."""
     if row is None:
         return hash((before, token_id, *axes)) & (2**63 - 1)
     unit, place = row

@@ -1,5 +1,5 @@
-"""Workers that compute in virtual time, each at its own pace, which others on its machine may slow down; the router's
-picture of them is the real one, as are the costs that they learn of their steps and report."""
+"""Simulates workers that compute in virtual time, each at its own pace, which other load on its machine may slow down.
+The router's picture of the workers is the real one, and so are the step costs that the workers learn and report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def quiet_s(work: StepWork) -> float:
 
 @dataclass
 class PacedWorker:
-    """`slowness`: of its hardware."""
+    """A `PacedWorker` is a simulated worker; `slowness` is a factor of its hardware."""
 
     name: str
     slowness: float = 1.0
@@ -34,7 +34,8 @@ class PacedWorker:
 
 
 class PaceWorld:
-    """One request at a time. `load`: by what factor all steps are slower now, for other reasons than the worker."""
+    """Serves one request at a time. `load` is the factor by which causes other than the worker slow down all steps
+    now."""
 
     def __init__(self, *slownesses: float, noise: float = 0.0, seed: int = 0) -> None:
         self.rng = random.Random(seed)
@@ -46,12 +47,12 @@ class PaceWorld:
         self._num_requests = 0
         for worker in self.workers.values():
             kinds = (StepWork(0, 16.0), StepWork(0, 128.0), StepWork(1, 0.0), StepWork(8, 0.0))
-            # Of several runs the fastest counts at boot, so there is no noise in it.
+            # The fastest of several runs counts at boot, so these values have no noise.
             worker.costs.fit([(kind, quiet_s(kind) * worker.slowness) for kind in kinds])
             self._report(worker)
 
     def serve(self, num_tokens: int = 60, num_out: int = 4, load: float = 1.0, only: str | None = None) -> str:
-        """Plans one request (onto `only`, if it is given), and lets it be computed. Returns whose it was."""
+        """Plans one request (onto `only`, if given) and computes it. Returns the name of the worker that served it."""
         self._num_requests += 1
         others = [name for name in self.workers if only not in (None, name)]
         request = query(num_tokens, attempt=f"r{self._num_requests}", excluded=others)
@@ -71,13 +72,13 @@ class PaceWorld:
         return plan.worker_id
 
     def pause(self, seconds: float) -> None:
-        """Nobody has anything to do; the reports go on."""
+        """Lets time pass without any work; the workers still report."""
         self.now += seconds
         for worker in self.workers.values():
             self._report(worker)
 
     def shares(self, num_requests: int, pause_s: float) -> Counter[str]:
-        """Who served that many requests, one after the other."""
+        """Serves that many requests one after the other and returns how many each worker served."""
         served: Counter[str] = Counter()
         for _ in range(num_requests):
             served[self.serve()] += 1
@@ -85,7 +86,7 @@ class PaceWorld:
         return served
 
     def burst(self, num_requests: int) -> Counter[str]:
-        """Who would serve requests that come at one moment."""
+        """Plans requests that arrive at one moment and returns how many each worker would serve."""
         chosen: Counter[str] = Counter()
         for number in range(num_requests):
             request = query(60, attempt=f"burst{number}")

@@ -1,4 +1,5 @@
-"""Prompts for the scheduler's property tests: few different beginnings, so that prefixes are often shared."""
+"""Builds prompts for the scheduler's property tests, with few different beginnings, so that prefixes are often
+shared."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from fabric.messages import MediaItem, PlaceholderRange
 
 PAD = 99
 PICTURES: dict[str, tuple[int, ...]] = {"a1": (3,), "b2": (7,), "c3": (4, 2)}
-"""Hash -> tokens of each unit. The last one is spread over three runs with text between them."""
+"""Maps a hash to the tokens of each unit. The last picture is spread over three runs with text between them."""
 TEXTS = (0, 1, 2, 3)
 Segment = int | str
 BEGINNINGS: tuple[tuple[Segment, ...], ...] = ((0,), (0, 1), (2, "a1", 1), (2, "b2", 1), (3, "c3", 0), ("b2", 0))
@@ -24,7 +25,7 @@ segments = st.builds(
 
 
 def build(parts: Sequence[Segment]) -> tuple[tuple[int, ...], tuple[PlaceholderRange, ...], tuple[MediaItem, ...]]:
-    """Token ids, placeholders and media of a prompt. Text number n is 2n + 3 tokens of its own."""
+    """Returns the token ids, placeholders and media of a prompt. Text number n consists of 2n + 3 tokens of its own."""
     token_ids: list[int] = []
     runs: list[PlaceholderRange] = []
     media: list[MediaItem] = []
@@ -42,7 +43,7 @@ def build(parts: Sequence[Segment]) -> tuple[tuple[int, ...], tuple[PlaceholderR
 
 
 def _runs(unit_tokens: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """(unit, row, length): the first of several units is cut in two halves."""
+    """Returns `(unit, row, length)` of each run; the first of several units is cut into two halves."""
     if len(unit_tokens) == 1:
         return [(0, 0, unit_tokens[0])]
     half = unit_tokens[0] // 2

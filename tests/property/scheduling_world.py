@@ -1,8 +1,8 @@
-"""The engine's and the service's part around a scheduler, with an oracle at every seam. For property tests.
+"""Plays the engine and the service around a scheduler for property tests, with an oracle at every interface.
 
-Whatever a test does to it, each request that is not aborted must end exactly once with the tokens of an unconstrained
-run; nobody waits for a feature that nobody was asked for; the oldest that can compute does; a router that follows the
-KV events knows what the snapshot says; and at the end nothing is left.
+The oracles check the following for any actions of a test: each request that is not aborted ends exactly once with the
+tokens of an unconstrained run; no sequence waits for a feature that was never asked for; the oldest sequence that can
+compute does compute; a router that follows the KV events knows what the snapshot says; and at the end nothing is left.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ MAX_STEPS_TO_END = 20_000
 
 
 class World:
-    """`is_watching` is asked before each round of oracles that look at everything; what comes out is always checked."""
+    """Runs one scheduler. `is_watching` decides before each round of full checks whether they run; the output is always
+    checked."""
 
     def __init__(self, config: WorkerConfig, is_watching: Callable[[], bool] = lambda: True) -> None:
         self.config = config
@@ -42,18 +43,18 @@ class World:
         self.finishes: Counter[SequenceId] = Counter()
         self.asked_for: set[tuple[SequenceId, UnitKey]] = set()
         self.intake = Intake(self.clock, 1e6, 1e6)
-        """As the receiver has it; its decision is what evicts."""
+        """This is the same intake that the receiver has; its decision is what evicts."""
         self.told: Counter[UnitKey] = Counter()
-        """How often the scheduler was told of a unit that it has not let go of."""
+        """Counts how often the scheduler was notified of a unit that it has not released."""
         self.reads: dict[tuple[UnitKey, AttemptId], NextRead] = {}
-        """As told by `drain_reads`."""
+        """Holds the reads that `drain_reads` reported."""
         self.index: dict[BlockHash, BlockHash | None] = {}
         self.next_seq = 1
 
-    # ------------------------------------------------------------ what can happen
+    # ------------------------------------------------------------ the actions of a test
 
     def add(self, request: GenerateRequest, num_emitted: list[int] | None = None) -> None:
-        """`num_emitted`: how many tokens per choice a former attempt had already sent."""
+        """Adds a request; `num_emitted` says how many tokens per choice an earlier attempt had already sent."""
         if len(request.token_ids) >= self.max_total:
             try:
                 self.scheduler.prepare(request, positions_of(request))
@@ -67,18 +68,18 @@ class World:
         self._take_in(request, self.scheduler.add(self.scheduler.prepare(request, positions_of(request))))
 
     def awaited(self) -> list[UnitKey]:
-        """Units that somebody asked for and that are not here."""
+        """Returns the units that some sequence asked for and that have not landed."""
         return sorted({unit for _, unit in self.asked_for} - self.fake.features)
 
     def land(self, unit: UnitKey) -> None:
-        """Only what is needed is pulled, as in the service."""
+        """Lands the unit if it is needed; the service, too, pulls only what is needed."""
         if self.scheduler.needs_unit(unit) and unit not in self.fake.features:
             self.fake.features.add(unit)
             assert self.intake.landed(unit), "a needed unit is missed by nobody"
             self._tell(unit)
 
     def lose(self, unit: UnitKey) -> None:
-        """It is evicted, as by the engine; who still needs it asks for it again."""
+        """Evicts the unit, as the engine does; the sequences that still need it ask for it again."""
         self.intake.begin_evict(unit)
         missed_by = self.scheduler.unit_lost(unit)
         for sequence_id in missed_by:
@@ -87,7 +88,7 @@ class World:
         self._let_go(unit, [one.attempt_id for one in missed_by])
 
     def make_inbox_room(self) -> None:
-        """What the receiver does when a needed unit finds the inbox full."""
+        """Does what the receiver does when a needed unit finds the inbox full."""
         self._follow_reads()
         for unit in [unit for unit in self.awaited() if self.scheduler.needs_unit(unit)][:1]:
             victim = self.intake.victim(unit)
@@ -114,7 +115,7 @@ class World:
         self.commit(plan, self.fake.execute(plan))
 
     def step_with_abort_in_flight(self, number: int, is_whole: bool) -> None:
-        """The sequence of chunk `number` (or its whole attempt) is aborted before the commit."""
+        """Aborts the sequence of chunk `number` (or its whole attempt) before the commit."""
         plan = self.plan()
         result = self.fake.execute(plan)
         if plan.chunks:
@@ -123,13 +124,13 @@ class World:
         self.commit(plan, result)
 
     def failing_step(self, num_done: int) -> None:
-        """The first `num_done` chunks were written before it failed."""
+        """Runs a step that fails after its first `num_done` chunks were written."""
         plan = self.plan()
         self.fake.execute(StepPlan(plan.step, plan.chunks[:num_done]))
         self.scheduler.rollback(plan)
 
     def finish(self) -> None:
-        """Everything lands and everything ends; then nothing is left."""
+        """Lands every unit and lets every sequence end; then nothing may be left."""
         for _ in range(MAX_STEPS_TO_END):
             if not self.live:
                 break
@@ -258,7 +259,7 @@ class World:
         return (request.priority, *request.age, sequence_id.attempt, sequence_id.choice)
 
     def _turns(self, unit: UnitKey) -> list[tuple[tuple[int, float, str], NextRead]]:
-        """Rank of the request, choice and position of all that still have to read it."""
+        """Returns rank of the request, choice and position of every sequence that still has to read the unit."""
         turns = []
         for sequence in self.scheduler._roster.sequences:
             position = sequence.claims_from
@@ -268,7 +269,7 @@ class World:
         return turns
 
     def _first_missing(self, sequence_id: SequenceId) -> tuple[int, UnitKey] | None:
-        """Position and unit of the first placeholder behind the computed tokens that has no feature."""
+        """Returns position and unit of the first placeholder after the computed tokens that has no feature."""
         sequence = self.scheduler._roster.get(sequence_id)
         assert sequence is not None
         request = self.requests[sequence_id.attempt_id]
@@ -285,13 +286,15 @@ class World:
         return missing is not None and missing[0] == sequence.claims_from
 
     def _check_standstill(self) -> None:
-        """Nothing was planned: nobody who has the next token's feature has a block for it too."""
+        """Checks, after nothing was planned, that every sequence that has the next token's feature lacks a block for
+        it."""
         for sequence_id in self._not_held() if self.config.is_chunked_media_enabled else ():
             sequence = self.scheduler._roster.get(sequence_id)
             assert sequence is not None
             room = self.scheduler._residency.reach(sequence)
             start = sequence.num_computed
-            if not sequence.is_started:  # what it hits may lie in free blocks, of which it then takes none
+            # Hits in free blocks already count as free blocks, so only the other hits add room.
+            if not sequence.is_started:
                 hits = self.scheduler._residency._find_hits(sequence)
                 num_idle = sum(block in self.scheduler._pool._queue for block in hits)
                 room += (len(hits) - num_idle) * self.config.block_size
@@ -299,7 +302,8 @@ class World:
             assert self._is_waiting_for_media(sequence_id) or room <= start, f"{sequence_id} could compute"
 
     def _check_waiting(self) -> None:
-        """Nobody waits for a feature that nobody was asked for; who waits for a sibling's blocks needs none yet."""
+        """Checks that no sequence waits for a feature that was never asked for; a sequence that waits for a sibling's
+        blocks needs none yet."""
         for sequence_id in self._not_held():
             missing = self._first_missing(sequence_id)
             if missing is not None:
@@ -310,7 +314,7 @@ class World:
         return [one.sequence_id for one in roster.sequences if not roster.is_held(one)]
 
     def _follow_reads(self) -> None:
-        """Who adds up the changes knows the next reads of every live sequence that has claimed its units."""
+        """Checks that the summed changes give the next reads of every live sequence that has claimed its units."""
         reads = self.scheduler.drain_reads()
         self.intake.read_by(reads)
         for unit, attempt_to_read in reads.items():
@@ -329,7 +333,7 @@ class World:
         assert self.reads == expected
 
     def _follow_kv_events(self) -> None:
-        """A router's index, fed with events only, equals the snapshot."""
+        """Checks that a router's index, which is fed with events only, equals the snapshot."""
         first_seq, events = self.scheduler.drain_kv_events()
         assert first_seq == self.next_seq
         self.next_seq += len(events)

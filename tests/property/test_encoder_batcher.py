@@ -1,4 +1,5 @@
-"""Order and batches: nobody starves, no batch is too large, nothing that fits is left out. On a clock of numbers."""
+"""Checks order and batches on a clock of plain numbers: no request starves, no batch is too large, and nothing that
+fits is left out."""
 
 from __future__ import annotations
 
@@ -84,8 +85,8 @@ def test_where_a_forward_costs_nothing_besides_the_first_in_line_waits_for_nobod
 def test_units_of_one_request_are_fused_where_that_gains_more_than_it_delays(
     costs: list[int], estimate: CostEstimate
 ) -> None:
-    """Held against the two schedules themselves: one forward for the pair, or two. Fused, the second unit lands
-    earlier by an overhead, the first later by the second's own work."""
+    """Compares the choice with the two schedules themselves: one forward pass for the pair, or two. If the units are
+    fused, the second unit lands earlier by one overhead and the first lands later by the second unit's own work."""
     first, second = costs[:2]
     work_s = estimate.seconds_per_cost
     apart = (estimate.overhead_s + work_s * first, 2 * estimate.overhead_s + work_s * (first + second))

@@ -1,5 +1,5 @@
-"""Bytes that many take from: never more than there are, first come first served, and none are lost, whatever is
-cancelled."""
+"""Checks a byte budget that many tasks take from: never more bytes are taken than there are, the first to ask is served
+first, and no bytes are lost, whichever task is cancelled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = st.lists(
 
 
 class World:
-    """Whoever takes bytes, in the order they came."""
+    """Holds the tasks that take bytes, in the order in which they came."""
 
     def __init__(self) -> None:
         self.budget = ByteBudget(TOTAL)

@@ -1,6 +1,8 @@
-"""Fusing and what forwards are measured to take, together: what the batcher stops doing it can still find out again.
+"""Checks fusing together with the measured costs of forward passes: if the batcher stops fusing, it can still find out
+later that fusing pays.
 
-On a clock of numbers: a queue is drained through the real batcher, and each forward takes what the test says.
+The tests run on a clock of plain numbers: the real batcher drains a queue, and each forward pass takes as long as the
+test says.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from encoder_pool.planning.turns import Turn
 from fabric.ids import MmHash, UnitKey
 
 COST = 1024
-"""Patches of a picture of 448 x 448, and of every tile of a model with fixed tiles."""
+"""This is the number of patches of a picture of 448 x 448, and of every tile of a model with fixed tiles."""
 MAX_BATCH_COST = 16 * COST
 NUM_WAITING = 64
 WORN = [0, 1, 6, 37, 480]
-"""Pictures of one size that were encoded alone before anything waits."""
+"""Counts the pictures of one size that are encoded alone before any picture waits."""
 
 ForwardSeconds = Callable[[int], float]
-"""Pictures in a forward -> seconds it takes."""
+"""Maps the number of pictures in a forward pass to the seconds that it takes."""
 
 
 def with_overhead(num_pictures: int) -> float:
-    """As measured: 307 ms for 64 alone, 67 ms for 64 in four forwards."""
+    """Returns seconds that follow a measurement: 307 ms for 64 pictures alone, 67 ms for 64 in four forward passes."""
     return 0.0038 + 0.001 * num_pictures
 
 
@@ -39,7 +41,7 @@ def linear(num_pictures: int) -> float:
 
 
 def crowded(num_pictures: int) -> float:
-    """A device that is full with one picture, and slower with more."""
+    """Returns the seconds of a device that one picture fills, and that is slower with more."""
     return 0.01 * num_pictures**1.2
 
 
@@ -49,7 +51,7 @@ def wear(costs: ForwardCosts, num_forwards: int, forward_s: ForwardSeconds, size
 
 
 def calibrate(costs: ForwardCosts, forward_s: ForwardSeconds) -> None:
-    """What calibration leaves behind: two sizes, twice each."""
+    """Observes what calibration leaves: two sizes, twice each."""
     for size in (1, 1, 2, 2):
         costs.observe("image", size * COST, forward_s(size))
 
@@ -60,11 +62,11 @@ WAITING = [
     )
     for number in range(NUM_WAITING)
 ]
-"""Pictures of different requests, in order of rank."""
+"""Holds pictures of different requests, in order of rank."""
 
 
 def drain(costs: ForwardCosts, forward_s: ForwardSeconds) -> list[int]:
-    """How many pictures went into each forward, until all that waited are done."""
+    """Drains the waiting pictures and returns how many went into each forward pass."""
     queue, sizes = WAITING, []
     while queue:
         batch = choose_batch(queue, MAX_BATCH_COST, costs.estimate)
@@ -98,7 +100,7 @@ def test_equal_pictures_before_do_not_switch_fusing_off(num_worn: int, is_calibr
 
 @pytest.mark.parametrize("num_worn", WORN)
 def test_fusing_stays_on_for_as_long_as_it_pays(num_worn: int) -> None:
-    """Rounds of pictures one by one and of pictures that wait, as costs are corrected by each forward."""
+    """Alternates single pictures with a queue of waiting ones, while each forward pass corrects the costs."""
     costs = ForwardCosts()
     wear(costs, num_worn, with_overhead)
     for number in range(50):
@@ -118,7 +120,8 @@ def test_fusing_stays_on_for_as_long_as_it_pays(num_worn: int) -> None:
 def test_where_fusing_pays_it_is_found_out_within_a_bounded_number_of_forwards(
     share: float, tokens_s: float, before: ForwardSeconds, num_before: int, gap_s: float | None
 ) -> None:
-    """Whatever was measured before, on a machine that was another one then, and whatever time passes between."""
+    """Holds for any earlier measurements, which come from a machine with another curve, and for any gaps between
+    forward passes."""
     costs, now_s = ForwardCosts(), 0.0
     wear(costs, num_before, before)
     sizes: list[int] = []
@@ -142,7 +145,8 @@ def test_where_fusing_pays_it_is_found_out_within_a_bounded_number_of_forwards(
 def test_where_fusing_does_not_pay_a_bounded_share_is_lost(
     forward_s: ForwardSeconds, num_before: int, is_believed: bool, gap_s: float | None
 ) -> None:
-    """Trying another size costs a forward of two now and then; `is_believed`: fusing paid before."""
+    """Trying another size costs a forward pass of two pictures now and then; `is_believed` says that fusing paid
+    before."""
     costs, now_s = ForwardCosts(), 0.0
     if is_believed:
         calibrate(costs, with_overhead)
@@ -161,7 +165,8 @@ def test_where_fusing_does_not_pay_a_bounded_share_is_lost(
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 10_000), num_worn=st.sampled_from(WORN))
 def test_noise_of_the_measurement_does_not_switch_fusing_off(seed: int, num_worn: int) -> None:
-    """Times that scatter by a tenth, an overhead of four pictures: a long queue goes in large forwards."""
+    """Times scatter by a tenth and the overhead is worth four pictures: a long queue still goes in large forward
+    passes."""
     noise = random.Random(seed)
 
     def forward_s(num_pictures: int) -> float:
@@ -174,7 +179,8 @@ def test_noise_of_the_measurement_does_not_switch_fusing_off(seed: int, num_worn
 
 
 def test_a_device_that_slows_down_keeps_the_shape_of_its_line() -> None:
-    """Fixed tiles: one size alone is seen; a busy machine makes all of a forward slower, not its pictures alone."""
+    """With fixed tiles the encoder sees one size alone; a busy machine slows down all of a forward pass, not only the
+    work per picture."""
     costs = ForwardCosts()
     calibrate(costs, with_overhead)
     wear(costs, 100, with_overhead)
@@ -185,7 +191,7 @@ def test_a_device_that_slows_down_keeps_the_shape_of_its_line() -> None:
 
 
 def test_a_long_queue_of_equal_batches_tries_a_smaller_one() -> None:
-    """The other way round: forwards of 16 alone never show that fusing pays no more."""
+    """Covers the opposite case: forward passes of 16 alone never show that fusing no longer pays."""
     costs = ForwardCosts()
     calibrate(costs, with_overhead)
     sizes: list[int] = []

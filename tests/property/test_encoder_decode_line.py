@@ -1,4 +1,5 @@
-"""The line before the decoders: what has no room is passed, and then waits for nothing that came after it was due."""
+"""Checks the line before the decoders: later items pass an item that has no room, until it is due; from then on it
+waits for no item that began after that moment."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ PIXELS = np.zeros((1, 1), np.float32)
 
 
 class World:
-    """Flights, what is being decoded, and the line; all that is decoded is encoded when the test says so."""
+    """Holds the flights, the items that are being decoded, and the line; a decoded item is encoded when the test says
+    so."""
 
     def __init__(self, passed_s: float = PASSED_S) -> None:
         self.flights = Flights(4.0, lambda modality, cost: float(cost))
@@ -45,7 +47,7 @@ class World:
         return self.flights.join(follower_of(request, turn, item, b"file", self.now_s))
 
     def begin(self) -> list[Flight]:
-        """All that have room now."""
+        """Begins all items that have room now and returns them."""
         begun = []
         while flight := self.line.next(self.now_s, has_shares=True):
             assert flight.phase is Phase.WAITING
@@ -68,7 +70,7 @@ class World:
         self.flights.decoded(flight, inputs)
 
     def encode(self, flight: Flight) -> None:
-        """To its end, when it is decoded."""
+        """Ends the item; an item that is still being decoded is decoded first."""
         if flight in self.being_decoded:
             self.decode(flight)
         for follower in list(flight.followers):
@@ -84,8 +86,8 @@ ARRIVALS = st.tuples(
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_nothing_that_is_due_waits_for_what_began_after_it_was(data: st.DataObject) -> None:
-    """Room is kept within its budgets, others go on while there is room beside what is due, and what is due begins
-    when what was there before it has gone."""
+    """Room stays within its budgets, other items continue while there is room in addition to the due item's, and a due
+    item begins when the items that were there before it have gone."""
     world = World()
     active: list[Flight] = []
     due: tuple[Flight, set[Flight]] | None = None
@@ -117,8 +119,8 @@ def test_nothing_that_is_due_waits_for_what_began_after_it_was(data: st.DataObje
 
 
 def test_what_is_due_gets_the_room_of_what_can_not_go_on() -> None:
-    """Items that lie decoded for a blocked worker are named, last in line first, until there is room; never those that
-    another worker wants too, nor those with a unit in the forward, nor before the time."""
+    """The line names items that are decoded for a blocked worker, last in line first, until there is room. It never
+    names items that another worker wants too, items with a unit in the forward pass, or any item before one is due."""
     world = World()
     held = [world.arrive("stuck", 4) for _ in range(2)]
     shared = world.arrive("stuck", 3)
@@ -160,7 +162,7 @@ def test_one_item_is_decoded_ahead_for_a_worker_that_can_not_use_it() -> None:
 
 
 def put_back(world: World, flight: Flight) -> Flight:
-    """As the pipeline does it: its followers wait for another flight."""
+    """Puts a flight back as the pipeline does: its followers then wait for another flight."""
     world.being_decoded.pop(flight, None)
     followers = world.flights.end(flight)
     (again,) = [world.flights.join(follower) for follower in followers]
@@ -168,7 +170,8 @@ def put_back(world: World, flight: Flight) -> Flight:
 
 
 def test_nothing_gives_way_in_vain() -> None:
-    """What is due would find no room without the stuck worker's items either: a healthy one's is in its way too."""
+    """The due item would find no room without the stuck worker's items either, because a healthy worker's item is in
+    its way too."""
     world = World()
     stuck, healthy = world.arrive("stuck", 4), world.arrive("busy", 12)
     assert world.begin() == [stuck, healthy]
@@ -206,7 +209,8 @@ def test_what_gave_way_is_not_begun_again_before_what_it_gave_way_to() -> None:
 
 
 def test_what_gave_way_does_not_take_the_room_that_it_gave() -> None:
-    """It would fit beside what is due, for which another has to give way too: they would take turns for ever."""
+    """The item would fit next to the due one, for which another item has to give way too; without this rule the two
+    would take turns forever."""
     world = World()
     held = [world.arrive("stuck-1", 4)]
     world.now_s += 100.0
@@ -259,7 +263,7 @@ def test_memory_is_given_back_by_what_is_being_decoded_alone(is_decoding_older: 
 
 
 def test_a_worker_that_is_blocked_for_a_moment_keeps_its_place() -> None:
-    """The time until an item is due goes on meanwhile; that of a worker which stays blocked gives its place up."""
+    """The time until an item is due continues meanwhile; an item whose worker stays blocked gives up its place."""
     world = World()
     others = [world.arrive("busy", 6) for _ in range(3)]
     assert world.begin() == others

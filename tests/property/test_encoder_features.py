@@ -1,4 +1,5 @@
-"""The feature table against a model, over a tiny real arena: leases protect, memory never leaks or overflows."""
+"""Checks the feature table against a model, over a tiny real arena: leases protect features, and memory never leaks or
+overflows."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from fabric.errors import UnitTooLarge
 from fabric.ids import AttemptId, MemberId, MmHash, RequestId, UnitKey
 
 NUM_UNITS = 2
-"""Of every item."""
+"""This is the number of units of every item."""
 LEASE_S = 10.0
 ARENA_BYTES = 1024
 UNIT_BYTES = 64
-"""Of which every slot takes a whole number, one for its header."""
+"""This is the arena's allocation unit in bytes: every slot takes a whole number of them, one of which is for its
+header."""
 
 
 def num_units(nbytes: int) -> int:
@@ -43,9 +45,9 @@ class FeatureTableMachine(RuleBasedStateMachine):
         self.table = FeatureTable(self.source, self.clock, LEASE_S, self.log)
         self.encoding: dict[UnitKey, SourceSlot] = {}
         self.ready: dict[UnitKey, SourceSlot] = {}
-        """Least recently used first, as far as unleased units go."""
+        """Lists ready units; those without a lease are in order of use, the least recently used first."""
         self.leases: dict[LeaseKey, tuple[float, MemberId]] = {}
-        """Deadline and router."""
+        """Holds deadline and router of each lease."""
         self.renewals: dict[LeaseKey, int] = {}
         self.num_leased = 0
         self.told: set[MmHash] = set()
@@ -55,19 +57,20 @@ class FeatureTableMachine(RuleBasedStateMachine):
         return {key.unit for key in self.leases}
 
     def lose(self, keys: list[LeaseKey]) -> None:
-        """The model's end of leases: a unit that loses its last becomes the most recently used of the cached."""
+        """Ends leases in the model: a unit that loses its last lease becomes the most recently used of the cached
+        ones."""
         for key in keys:
             del self.leases[key]
             if key.unit not in self.leased():
                 self.ready[key.unit] = self.ready.pop(key.unit)
 
     def place(self, slot: SourceSlot) -> tuple[int, int]:
-        """Of a slot and its header in the arena, in units of 64 bytes."""
+        """Returns start and end of a slot and its header in the arena, in units of 64 bytes."""
         start = (slot.buffer.ctypes.data - self.base) // UNIT_BYTES - 1
         return start, start + num_units(slot.nbytes)
 
     def runs_without(self, slots: list[SourceSlot]) -> list[int]:
-        """Sizes of the pieces that the arena falls into between these slots."""
+        """Returns the sizes of the gaps that these slots leave in the arena."""
         end, sizes = 0, []
         for start, after in [*sorted(self.place(slot) for slot in slots), (ARENA_BYTES // UNIT_BYTES, 0)]:
             sizes.append(start - end)
@@ -96,7 +99,8 @@ class FeatureTableMachine(RuleBasedStateMachine):
         self.encoding[unit] = slot
 
     def check_evicted(self, gone: list[tuple[int, int]], made: tuple[int, int]) -> None:
-        """Neighbours of what was made, and but for the largest of them together smaller than it."""
+        """Checks that the evicted slots are neighbours of the new one and that, without the largest of them, they are
+        together smaller than it."""
         if not gone:
             return
         sizes = [end - start for start, end in gone]
@@ -199,7 +203,8 @@ class FeatureTableMachine(RuleBasedStateMachine):
         assert self.log.snapshot().first_seq == self.last_seq
 
     def teardown(self) -> None:
-        """When every forward and lease has ended, nothing is in use, and all the memory can be had."""
+        """Checks that, when every forward pass and lease has ended, nothing is in use and all the memory is
+        available."""
         for unit in self.encoding:
             self.table.complete(unit)
         self.clock.advance(LEASE_S)
@@ -216,7 +221,7 @@ TestFeatureTable.settings = settings(deadline=None, max_examples=120, stateful_s
 def packed_table(
     num_slots: int, slot_bytes: int, lease_s: float = LEASE_S, clock: ManualClock | None = None
 ) -> tuple[FeatureTable, list[UnitKey]]:
-    """A table whose arena is full of equal cached units, the first of them the least recently used."""
+    """Returns a table whose arena is full of equal cached units, the first of which is the least recently used."""
     source = LocalFeatureSource(LocalChannelHub(), "encoder-1", num_slots * slot_bytes)
     table = FeatureTable(source, clock or ManualClock(), lease_s, FeatureLog(MemberId("encoder-1"), 1))
     stored = [UnitKey(MmHash(f"{number:05}"), 0) for number in range(num_slots)]
@@ -231,7 +236,7 @@ def lease_of(unit: UnitKey) -> LeaseKey:
 
 
 def test_transfers_are_summed_from_lease_to_release() -> None:
-    """Of leases that their worker released; one that ran out says nothing of the link."""
+    """The sums cover leases that their worker released; a lease that expired says nothing about the link."""
     clock = ManualClock()
     table, stored = packed_table(4, 1024, clock=clock)
     clock.advance(100.0)
@@ -247,8 +252,8 @@ def test_transfers_are_summed_from_lease_to_release() -> None:
 
 
 def test_one_slot_in_eight_leased_costs_a_large_request_no_cached_feature() -> None:
-    """512 slots, no eight neighbours free of leases: a request of eight is refused, and nothing is lost for it. Once
-    one lease ends it has its room, and as much as it needs is evicted for it."""
+    """Among 512 slots there are no eight neighbours without a lease, so a request for eight is refused and evicts
+    nothing. Once one lease ends, the request gets its room, and only as much as it needs is evicted for it."""
     table, stored = packed_table(512, 1024)
     for unit in stored[::8]:
         table.lease(lease_of(unit), MemberId("router-1"))
@@ -278,7 +283,8 @@ def test_of_equal_features_the_least_recently_used_goes_first() -> None:
 
 
 def test_a_large_feature_among_small_ones_evicts_what_it_takes() -> None:
-    """A picture of a sixteenth of the arena in an arena full of sounds: neighbours go, the oldest of all among them."""
+    """A picture takes a sixteenth of an arena that is full of sounds: it evicts neighbours, and the oldest unit of all
+    is among them."""
     table, stored = packed_table(1024, 256)
     assert table.reserve(UnitKey(MmHash("picture"), 0), 64 * 256 - UNIT_BYTES, 1) is not None
     assert table.sums.num_evictions == 64
@@ -287,8 +293,9 @@ def test_a_large_feature_among_small_ones_evicts_what_it_takes() -> None:
 
 
 def test_what_is_due_claims_a_range_that_its_leases_leave_and_nobody_takes() -> None:
-    """What is cached there goes, what is leased there is found no more and goes with its last lease; others go on
-    beside it, and read what was set aside from a place of its own once it is made again."""
+    """Cached units in the claimed range are evicted. A leased unit in it can no longer be found and is freed with its
+    last lease. Other requests still find room outside the range, and a unit that was set aside gets a new place once it
+    is made again."""
     table, stored = packed_table(16, 1024)
     attempts = [AttemptId(RequestId(f"req-{number}"), 0) for number in range(2)]
     for number, unit in enumerate(stored):

@@ -1,6 +1,7 @@
-"""An encoder answers within the time that a call has left, wherever its items stand, on a clock that the test moves.
+"""Checks, on a clock that the test moves, that an encoder answers within the time that a call has left, whichever stage
+its items are in.
 
-The pipeline of `test_encoder_pipeline`: decoders and the forward are driven by hand.
+The tests use the pipeline of `test_encoder_pipeline`, whose decoders and forward pass are driven by hand.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def error_of(machine: rig.PipelineMachine, number: int, index: int = 0) -> Error
     return machine.calls[number].task.result().items[index].error
 
 
-# ---------------------------------------------------------------- where the item stands when its time is over
+# ---------------------------------------------------------------- the stage an item is in when its time is over
 
 
 def waits_for_a_decoder(machine: rig.PipelineMachine) -> None:
@@ -66,7 +67,7 @@ def is_in_the_forward(machine: rig.PipelineMachine) -> None:
 
 
 def waits_for_room_in_the_arena(machine: rig.PipelineMachine) -> None:
-    """Its worker is the only one, so that no share holds it up."""
+    """Lets the item wait for the arena; its worker is the only one, so that no share delays it."""
     machine.table.end_worker(MemberId("worker-2"))
     machine.call([("wide", 0)], "worker-1")
     machine.work_well(2)
@@ -110,8 +111,8 @@ def test_an_item_is_answered_as_busy_before_its_time_is_over(stand: Callable[[ri
 
 @pytest.mark.parametrize("is_made", [False, True])
 def test_what_is_late_for_the_share_of_its_worker_is_blamed_on_that_worker(is_made: bool) -> None:
-    """Decoded and not made, or made for another worker and not announced: an encoder that is not busy is not called
-    so, and the request goes to another worker."""
+    """The item is decoded but not encoded, or it was encoded for another worker and not announced: the error does not
+    call the encoder busy, because it is not, and so the request goes to another worker."""
     machine = built()
     for number in range(4):
         machine.call([("small", number)], "worker-1")
@@ -133,7 +134,7 @@ def test_what_is_late_for_the_share_of_its_worker_is_blamed_on_that_worker(is_ma
 
 
 def test_a_late_item_leaves_what_it_took_to_others() -> None:
-    """Its decoder is free, its pixels are gone from the line, and nothing of it is decoded any more."""
+    """Its decoder is free, its pixels no longer count in the line, and no part of it is decoded any more."""
     machine = built()
     for number in range(2):
         machine.call([("small", number)], "worker-1", time_left_s=TIME_LEFT_S)
@@ -173,7 +174,7 @@ def test_what_was_done_in_time_is_kept() -> None:
 
 
 def test_a_late_call_says_when_the_line_will_have_been_worked_off() -> None:
-    """As far as forwards go: what decoding takes is not known."""
+    """The estimate covers forward passes only, because the time that decoding takes is not known."""
     machine = built()
     for cost in (4, 40):
         machine.pipeline.costs.observe("image", cost, 2.0 * cost)

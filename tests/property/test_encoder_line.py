@@ -1,5 +1,5 @@
-"""A long video and pictures at one encoder, by a simulated clock: a picture waits for one unit at most, and the video
-is never starved."""
+"""Checks a long video and pictures at one encoder on a simulated clock: a picture waits for at most one unit, and the
+video never starves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from encoder_pool.planning.call_queue import CallQueue
 from encoder_pool.planning.turns import Rank
 
 FILM_UNITS = 60
-"""120 frames, two to a temporal patch."""
+"""A video has this many units: 120 frames with two to a temporal patch."""
 MAX_LOAD = 0.9
 
 
@@ -26,7 +26,7 @@ MAX_LOAD = 0.9
 def test_a_long_video_delays_a_picture_by_one_unit_at_most(
     unit_cost: int, share: float, moment: float, modality: str, overhead_s: float
 ) -> None:
-    """Whenever it comes, and whatever it takes, up to half of the video."""
+    """Holds for any arrival time of the picture, and for any work of it up to half of the video's."""
     film = Arrival("film", 0.0, "video", [unit_cost] * FILM_UNITS)
     picture_cost = max(1, int(share * sum(film.unit_costs)))
     picture = Arrival("picture", moment * film.own_s, modality, [picture_cost])
@@ -48,7 +48,7 @@ def test_a_long_video_delays_a_picture_by_one_unit_at_most(
 def test_units_that_share_a_forward_delay_a_picture_by_less_than_two_of_them(
     unit_cost: int, share: float, moment: float, overhead_s: float
 ) -> None:
-    """Where a forward has a price of its own, as on a GPU, and whatever fits into one."""
+    """Holds where a forward pass has a cost of its own, as on a GPU, for any number of units that fit into one."""
     film = Arrival("film", 0.0, "video", [unit_cost] * FILM_UNITS)
     picture = Arrival("picture", moment * film.own_s, "image", [max(1, int(share * sum(film.unit_costs)))])
     line = Line([film, picture], max_batch_cost=FILM_UNITS * unit_cost, overhead_s=overhead_s).run()
@@ -68,8 +68,9 @@ def test_units_that_share_a_forward_delay_a_picture_by_less_than_two_of_them(
 def test_a_steady_load_of_pictures_never_starves_a_video(
     unit_cost: int, picture_cost: int, load: float, num_units: int
 ) -> None:
-    """The pictures leave little of the encoder, one always comes before the film is done. It waits for `PATIENCE`
-    times its own time, then has its share; what it is given counts against what it may still ask for."""
+    """The pictures leave little of the encoder, and another one always comes before the video is done. The video waits
+    for `PATIENCE` times its own time and then gets its share; the time it has been served counts against what it may
+    still claim."""
     film = Arrival("film", 0.0, "video", [unit_cost] * num_units)
     apart_s = picture_cost * 0.001 / load
     horizon_s = (2 * PATIENCE + 2) * film.own_s / (1 - MAX_LOAD / 2) + 10 * apart_s
@@ -92,8 +93,8 @@ requests = st.lists(
 @settings(deadline=None, max_examples=100)
 @given(requests, st.integers(1, 80))
 def test_nobody_is_overtaken_by_who_came_long_after(arrivals: list[tuple[int, list[int]]], max_cost: int) -> None:
-    """A request may lose the lead of a batch only to others that came within `PATIENCE` times its own encoding time,
-    not counted what it spent in forwards: so its wait is bounded by what can come in that time."""
+    """A request may lose the lead of a batch only to requests that came within `PATIENCE` times its own encoding time,
+    extended by the time it spent in forward passes. So its wait is bounded by the work that can arrive in that time."""
     made = [Arrival(f"req-{n}", at / 10_000, "image", costs) for n, (at, costs) in enumerate(arrivals)]
     name_to_arrival = {one.name: one for one in made}
     line = Line(made, max_batch_cost=max_cost).run()
@@ -115,7 +116,8 @@ RANKS = st.builds(Rank, st.integers(-1, 1), st.integers(0, 3).map(float), st.jus
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 5), st.none() | RANKS, st.integers(0, 6)), max_size=120))
 def test_a_queue_of_calls_is_sorted_whatever_has_changed(steps: list[tuple[int, Rank | None, int]]) -> None:
-    """Calls come with a rank, get another, leave and come back; some of the order is read after each."""
+    """Calls come with a rank, get another one, leave and come back; the test reads a part of the order after each
+    change."""
     queue, model = CallQueue(), dict[int, Rank]()
     for call, rank, num_read in steps:
         if rank is None:

@@ -1,8 +1,10 @@
-"""The pipeline under every interleaving: calls, decoders, forwards, leases, aborts, over a tiny arena.
+"""Checks the pipeline under every interleaving of calls, decoders, forward passes, leases and aborts, over a tiny
+arena.
 
-The real pipeline, flights, feature table and arena; the decoder and the forward are driven by hand, so that what runs
-in processes and threads ends in any order, well or badly. Whatever happens, memory is kept, what somebody may still
-read stays, and once leases end every call gets its one answer.
+The pipeline, flights, feature table and arena are real; the test drives the decoder and the forward by hand, so that
+work that normally runs in processes and threads ends in any order, with success or failure. In every interleaving
+memory stays within its bounds, a feature that a worker may still read stays in place, and once leases end every call
+gets exactly one answer.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ from modalities.waveform import Waveform
 SPEC = FeatureSpec(1, 16, "float32", 4)
 TOTAL_BYTES = 100
 MODALITY_TO_DECODE_BYTES = {"image": 40, "video": 70, "audio": 30}
-"""Two pictures are decoded at once, or a video and a sound, and never a video and a picture."""
+"""Gives the bytes that decoding takes: two pictures are decoded at once, or a video and a sound, but never a video and
+a picture."""
 CONFIG = EncoderConfig(
     modalities=("image", "video", "audio"),
     decode_limits=dataclasses.replace(DEFAULT_LIMITS, total_bytes=TOTAL_BYTES),
@@ -55,16 +58,16 @@ ARENA_BYTES = 1200
 KINDS: dict[str, tuple[int, tuple[int, ...]]] = {
     "small": (4, (2,)),
     "wide": (16, (12,)),
-    "dear": (25, (2,)),  # little comes of much
-    "film": (24, (4, 4, 4, 4, 4, 4)),  # more than the arena holds at once
+    "dear": (25, (2,)),  # its cost is high for few rows
+    "film": (24, (4, 4, 4, 4, 4, 4)),  # the arena never holds all of it at once
     "clip": (9, (3, 2, 4)),
-    "song": (10, (3, 3)),  # its units are made on the device
+    "song": (10, (3, 3)),  # the device makes its units
     "word": (5, (2,)),
-    "brim": (7, (18,)),  # fits the arena but for its generation word: known when memory is asked for
-    "overflow": (12, (2, 18, 2)),  # the same of its middle unit: others of it may be in the same batch
-    "huge": (8, (100,)),  # never fits the arena
+    "brim": (7, (18,)),  # it fits the arena but for its generation word, which shows only when memory is asked for
+    "overflow": (12, (2, 18, 2)),  # the same holds for its middle unit; its other units may be in the same batch
+    "huge": (8, (100,)),  # it never fits the arena
 }
-"""Cost in patches and rows per unit."""
+"""Maps a kind to its cost in patches and its rows per unit."""
 SOUNDS = ("song", "word")
 
 
@@ -77,7 +80,7 @@ class OpenCall(NamedTuple):
 class PipelineMachine(RuleBasedStateMachine):
     @initialize(overhead_s=st.sampled_from([0.0, 0.01]))
     def build(self, overhead_s: float) -> None:
-        """`overhead_s` of a forward: without any, the units of one request are never fused."""
+        """Builds the pipeline; without the `overhead_s` of a forward pass, the units of one request are never fused."""
         self.overhead_s = overhead_s
         self.loop = asyncio.new_event_loop()
         self.clock, self.plane = ManualClock(), EarPlane()
@@ -121,7 +124,7 @@ class PipelineMachine(RuleBasedStateMachine):
     def call(
         self, media: list[tuple[str, int]], worker: str, is_aborted: bool = False, time_left_s: float = 0.0
     ) -> None:
-        """`is_aborted`: in the very turn of the event loop in which it came."""
+        """Starts a call; `is_aborted` aborts it in the same turn of the event loop in which it came."""
         self.num_calls += 1
         items = []
         for index, (kind, number) in enumerate(media):
@@ -155,7 +158,7 @@ class PipelineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.streaming())
     @rule(data=st.data(), number=st.integers(1, 3))
     def hand_over_units(self, data: st.DataObject, number: int) -> None:
-        """Some, never the last: those come with the end."""
+        """Hands over some units, but never the last; the last ones come with the end of the decoding."""
         one = data.draw(st.sampled_from(self.streaming()))
         self.in_loop(lambda: one.on_units(one.inputs(min(number, one.num_left - 1))))
 
@@ -166,7 +169,7 @@ class PipelineMachine(RuleBasedStateMachine):
 
     @rule(num_rounds=st.integers(1, 4))
     def work_well(self, num_rounds: int) -> None:
-        """Decoders and the forward get on, so that runs reach cached features, full arenas and evictions."""
+        """Advances decoders and the forward, so that runs reach cached features, full arenas and evictions."""
         for _ in range(num_rounds):
             for one in list(self.decoder.open):
                 self._end_decode(one, "ok")
@@ -312,7 +315,8 @@ class PipelineMachine(RuleBasedStateMachine):
                 assert one.error is not None or not item.mm_hash.startswith("huge")
 
     def teardown(self) -> None:
-        """Time passes, decoders and forwards do their work: every call ends, and all memory is free or cached."""
+        """Lets time pass while decoders and forwards work, and checks that every call ends and that all memory is free
+        or cached."""
         if not hasattr(self, "loop"):
             return
         self.plane.is_deaf = False
@@ -334,11 +338,12 @@ TestPipeline.settings = settings(deadline=None, max_examples=100, stateful_step_
 
 
 def test_units_evicted_before_a_follower_came_are_made_again() -> None:
-    """A film larger than the arena: when the second request joins, the first units are gone and the flight is past
-    making them. It takes what the flight still makes, then starts another for the rest."""
+    """A video is larger than the arena: when the second request joins, the first units have been evicted and the flight
+    has already made them. The request takes the units that the flight still makes, then starts another flight for the
+    rest."""
     machine = PipelineMachine()
     machine.build(0.01)
-    machine.table.end_worker(MemberId("worker-2"))  # the other may take all of the arena
+    machine.table.end_worker(MemberId("worker-2"))  # the other worker may take all of the arena
     machine.call([("film", 0)], "worker-1")
     machine.work_well(2)
     machine.pass_time(CONFIG.lease_s)

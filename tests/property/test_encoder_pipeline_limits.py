@@ -1,4 +1,5 @@
-"""What the pipeline keeps of its config, and what it says of itself, on the machine of `test_encoder_pipeline`."""
+"""Checks which limits of its config the pipeline enforces, and what it reports, on the machine of
+`test_encoder_pipeline`."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def report(machine: rig.PipelineMachine) -> EncoderReport:
 
 @pytest.mark.parametrize("max_items", [1, 2, 3])
 def test_no_more_items_lie_decoded_than_may_be_in_flight(max_items: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is busy with a first item and there is room for the pixels of all: still only so many are decoded."""
+    """The device is busy with a first item and there is room for the pixels of all items; still only `max_items` are
+    decoded."""
     monkeypatch.setattr(rig, "CONFIG", dataclasses.replace(rig.CONFIG, max_items_in_flight=max_items))
     machine = rig.PipelineMachine()
     machine.build(0.01)
@@ -43,7 +45,7 @@ def test_no_more_items_lie_decoded_than_may_be_in_flight(max_items: int, monkeyp
 def test_an_item_beyond_the_whole_decode_budget_is_refused_before_anything_queues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Though a decoder is free; the other item of its call goes on."""
+    """The item is refused although a decoder is free; the other item of its call continues."""
     monkeypatch.setitem(rig.MODALITY_TO_DECODE_BYTES, "video", rig.TOTAL_BYTES + 1)
     machine = rig.PipelineMachine()
     machine.build(0.01)
@@ -71,6 +73,6 @@ def test_the_busy_share_of_the_device_is_reported() -> None:
         machine.clock.advance(busy_s)
         machine._end_forward(set())
         machine.clock.advance(idle_s)
-        machine.call([("small", 1)], "worker-1")  # whatever happens rolls the window on
+        machine.call([("small", 1)], "worker-1")  # any event moves the window forward
         assert report(machine).busy_fraction == pytest.approx(busy_s / (busy_s + idle_s))
     machine.teardown()

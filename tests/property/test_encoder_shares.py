@@ -1,6 +1,7 @@
-"""A worker that gives nothing back keeps its share, and no more: others go on, and nobody waits for ever.
+"""Checks that a worker that releases nothing keeps its share and gets no more: other workers continue, and none waits
+forever.
 
-The real pipeline and feature table, driven by hand on a fake clock.
+The tests drive the real pipeline and feature table by hand on a fake clock.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ def release(machine: PipelineMachine, worker: str, messages: list[UnitReady]) ->
 
 
 def is_served(machine: PipelineMachine, worker: str, kind: str, number: int) -> bool:
-    """Whether a worker that releases what it was told of gets one more item, without any time passing."""
+    """Returns whether a worker that releases every feature it is notified of gets one more item without any time
+    passing."""
     num_calls, num_sent = len(machine.calls), len(machine.plane.sent)
     machine.call([(kind, number)], worker)
     if len(machine.calls) == num_calls:
-        return False  # refused
+        return False  # the encoder refuses the call
     machine.work_well(3)
     release(machine, worker, machine.plane.sent[num_sent:])
     machine.everything_is_accounted_for()
@@ -50,7 +52,7 @@ def is_served(machine: PipelineMachine, worker: str, kind: str, number: int) -> 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60)), max_size=60))
 def test_holders_that_give_nothing_back_leave_a_part_of_the_pool_free(steps: list[tuple[int, int]]) -> None:
-    """Each of k ends with no more than half of what the others leave it, but for one thing that it always may have."""
+    """Each of k holders ends with at most half of what the others leave, except that one thing is always allowed."""
     held, largest, total = [0] * 4, [0] * 4, 1000
     for holder, more in steps:
         free = total - sum(held)
@@ -66,7 +68,8 @@ def test_holders_that_give_nothing_back_leave_a_part_of_the_pool_free(steps: lis
 
 @pytest.mark.parametrize("kind", ["small", "clip", "word"])
 def test_a_worker_that_never_pulls_stalls_nobody_else(kind: str) -> None:
-    """It asks for more than the arena holds, and for more than may wait; no lease ends, no time passes."""
+    """The stuck worker asks for more than the arena holds and for more than may wait; no lease ends and no time
+    passes."""
     machine = machine_of_two()
     for number in range(20):
         machine.call([(kind, number)], STUCK)
@@ -77,11 +80,11 @@ def test_a_worker_that_never_pulls_stalls_nobody_else(kind: str) -> None:
     for number in range(100, 115):
         assert is_served(machine, WELL, "small", number), f"number {number} waits for another worker's leases"
     assert is_served(machine, WELL, "film", 100) or machine.table.usage().num_leases > 0
-    machine.teardown()  # leases end by time, and every call does
+    machine.teardown()  # leases end by time, and every call ends
 
 
 def test_cached_features_are_leased_within_the_share_too() -> None:
-    """What is announced from the cache takes no new memory, but nobody may evict it."""
+    """An announcement from the cache takes no new memory, but its lease keeps others from evicting the feature."""
     machine = machine_of_two()
     for number in range(6):
         assert is_served(machine, WELL, "small", number)
@@ -119,8 +122,8 @@ def test_a_call_that_is_held_back_can_be_aborted() -> None:
 
 
 def test_what_was_made_for_a_worker_that_left_is_leased_within_its_share() -> None:
-    """A unit is exempt from the share that it was reserved from while those that waited for it are told, not for
-    good."""
+    """A unit is exempt from the share that it was reserved from only while the requests that waited for it are
+    notified, not permanently."""
     machine = machine_of_two()
     machine.call([("small", 0)], STUCK)
     machine._end_decode(machine.decoder.open[0], "ok")
@@ -138,7 +141,7 @@ def test_what_was_made_for_a_worker_that_left_is_leased_within_its_share() -> No
 
 
 def test_a_video_that_is_held_back_keeps_what_was_decoded_of_it() -> None:
-    """It was wanted by a worker that left while the first unit was made, and by one whose share is used up."""
+    """Two workers wanted the video: one left while the first unit was made, and the share of the other is used up."""
     machine = machine_of_two()
     for number in range(4):
         machine.call([("small", number)], STUCK)
@@ -168,7 +171,8 @@ def test_a_video_that_is_held_back_keeps_what_was_decoded_of_it() -> None:
 
 @pytest.mark.parametrize("kind", ["small", "clip", "word"])
 def test_what_lies_decoded_for_a_stuck_worker_holds_up_no_other(kind: str) -> None:
-    """A video finds no room beside it: others pass at once, and soon it gets the room."""
+    """A video finds no room in addition to the stuck worker's items: others pass it at once, and soon it gets the
+    room."""
     machine = machine_of_two()
     for number in range(8):
         machine.call([(kind, number)], STUCK)
@@ -209,7 +213,7 @@ def test_what_was_put_back_is_made_once_its_worker_takes_features_again() -> Non
 
 
 def test_all_that_is_late_for_a_stuck_worker_is_its_fault_and_no_other_item() -> None:
-    """Also what was not decoded, because it could not be encoded anyway."""
+    """This includes items that were not decoded, because they could not be encoded anyway."""
     machine = machine_of_two()
     for number in range(12):
         machine.call([("small", number)], STUCK, time_left_s=5.0)
@@ -264,8 +268,8 @@ def test_the_only_worker_may_have_all() -> None:
 
 
 def test_what_finds_no_room_in_one_piece_is_passed_by_what_does() -> None:
-    """Leases that nobody ends lie in the way of a large feature: small ones of a third worker go before it, in
-    any number, and once those leases have run out it has its room."""
+    """Leases that never end block the room of a large feature: small features of a third worker, in any number, go
+    before it, and it gets its room once those leases have expired."""
     machine = machine_of_two()
     for number in range(2):
         machine.call([("small", number)], STUCK)
@@ -289,8 +293,8 @@ def test_what_finds_no_room_in_one_piece_is_passed_by_what_does() -> None:
     num_before=st.integers(1, 4),
 )
 def test_a_large_feature_is_passed_by_small_ones_but_not_for_ever(held_s: int, step_s: float, num_before: int) -> None:
-    """It takes two thirds of the arena in one piece. Small ones of another worker keep coming and hold their leases for
-    a while. They go on while it waits; then it has its turn."""
+    """The feature takes two thirds of the arena in one piece. Small features of another worker keep coming and hold
+    their leases for a while. They continue while the large one waits; then it gets its turn."""
     machine = machine_of_two()
     now_s, sent_s = 0.0, list[float]()
     large = None
@@ -315,8 +319,9 @@ def test_a_large_feature_is_passed_by_small_ones_but_not_for_ever(held_s: int, s
 
 
 class Crowd:
-    """Workers of which one takes nothing, and asks for more all the time; the others have one request each at a time
-    and release at once what they are told of. A tick is a turn of decoders and forward."""
+    """Drives several workers: one pulls nothing and asks for more all the time; each of the others has one request at a
+    time and releases at once the features that it is notified of. A tick is one turn of the decoders and the
+    forward."""
 
     def __init__(self, kinds: Sequence[str]) -> None:
         self.machine = machine_of_two()
@@ -324,7 +329,7 @@ class Crowd:
         self.kinds = kinds
         self.worker_to_open: dict[str, tuple[OpenCall, int, str]] = {}
         self.kind_to_waits: dict[str, list[int]] = {}
-        """In ticks."""
+        """Holds the waits of each kind in ticks."""
         self.num_items = self.num_ticks = self.num_sent = 0
         self.refused: list[str] = []
 
@@ -365,12 +370,12 @@ class Crowd:
 
 TICK_S = 0.25
 WORK_TICKS = 8
-"""A film takes six forwards, and others take turns with it."""
+"""Limits the ticks that the work itself takes: a film takes six forward passes, and other items take turns with it."""
 
 
 def test_smaller_features_of_its_own_worker_do_not_keep_the_largest_from_its_turn() -> None:
-    """A worker that asks for small ones all the time is never without any: the share that it may have all at once must
-    be kept for the largest."""
+    """A worker that asks for small features all the time always holds some, so a share that it may have all at once
+    must be kept for its largest feature."""
     machine = machine_of_two()
     machine.call([("small", 0)], STUCK)
     machine.work_well(2)
@@ -381,7 +386,7 @@ def test_smaller_features_of_its_own_worker_do_not_keep_the_largest_from_its_tur
             machine.call([("small", each)], WELL, time_left_s=2.0)
         num_sent = len(machine.plane.sent)
         machine.work_well(1)
-        release(machine, WELL, machine.plane.sent[: num_sent - 1])  # it is a little late each time
+        release(machine, WELL, machine.plane.sent[: num_sent - 1])  # its release is a little late each time
         machine.pass_time(TICK_S)
         machine.in_loop(machine.pipeline.end_late)
         if wide.task.done():
@@ -391,9 +396,9 @@ def test_smaller_features_of_its_own_worker_do_not_keep_the_largest_from_its_tur
 
 
 def test_what_waits_for_room_takes_no_place_in_the_forwards_of_others() -> None:
-    """The batch is chosen anew without it, so that it is as full as it can be."""
+    """The pipeline chooses the batch again without the waiting unit, so that the batch is as full as possible."""
     machine = PipelineMachine()
-    machine.build(0.01)  # so long that it is worth to share it
+    machine.build(0.01)  # the overhead is large enough to make fusing worthwhile
     for number in range(2):
         machine.call([("small", number)], STUCK)
         machine.work_well(2)
@@ -419,8 +424,9 @@ def ticks_of(seconds: float) -> int:
 @settings(deadline=None, max_examples=12)
 @given(st.data())
 def test_with_room_for_its_features_nobody_waits_for_a_stuck_worker(data: st.DataObject) -> None:
-    """All features are of one size, so that what is free can be had. Then others wait for the time that they are passed
-    by others, and for no lease to end: also for pictures that need most of the room for decoded ones."""
+    """All features have one size, so that all free memory is usable. Other workers then wait only for the time in which
+    others pass them and for no lease to end; this holds also for pictures that need most of the room for decoded
+    ones."""
     crowd = Crowd(["small", "dear", "word"])
     kinds = st.sampled_from(crowd.kinds)
     for _ in range(ticks_of(3 * CONFIG.lease_s)):
@@ -432,8 +438,8 @@ def test_with_room_for_its_features_nobody_waits_for_a_stuck_worker(data: st.Dat
 @settings(deadline=None, max_examples=12)
 @given(st.data())
 def test_the_largest_feature_has_its_turn_while_a_worker_is_stuck(data: st.DataObject) -> None:
-    """Leases of a stuck worker may leave no room in one piece. Then the largest waits for those that there are, and
-    another that finds none for those that came meanwhile."""
+    """The leases of a stuck worker may leave no room in one piece. The largest feature then waits for the existing
+    leases to end, and another feature that finds no room waits for the leases that came meanwhile."""
     crowd = Crowd(["small", "wide", "film", "clip", "song", "dear"])
     kinds = st.sampled_from(crowd.kinds)
     for _ in range(ticks_of(4 * CONFIG.lease_s)):

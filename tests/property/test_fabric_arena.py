@@ -1,4 +1,4 @@
-"""The arena against a model: a set of intervals."""
+"""Checks the arena against a model, which is a set of intervals."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ UNITS = 24
 
 
 class ArenaModel(RuleBasedStateMachine):
-    """No overlap, no leak, neighbours join, generations grow, freeing twice does nothing, quarantine is kept, and what
-    is idle is given up only where that makes room."""
+    """Checks that slots never overlap or leak, neighbours join, generations grow, a second free does nothing,
+    quarantine is kept, and idle slots are given up only where that makes room."""
 
     slots = Bundle("slots")
-    """Every slot ever handed out, freed or not."""
+    """Holds every slot that was ever handed out, whether freed or not."""
 
     @initialize(alignment=st.sampled_from([1, 8, 64]), spare=st.integers(0, 7), first=st.integers(1, 2**62))
     def build(self, alignment: int, spare: int, first: int) -> None:
@@ -32,9 +32,9 @@ class ArenaModel(RuleBasedStateMachine):
         self.used: dict[int, Slot] = {}
         self.quarantined: dict[int, Slot] = {}
         self.idle: dict[int, None] = {}
-        """Least recently used first."""
+        """Holds the idle slots, the least recently used first."""
         self.claimed: int | None = None
-        """Units that a range is claimed for."""
+        """Holds the number of units that a range is claimed for."""
         self.last_generation = first - 1
         self.ids: set[int] = set()
 
@@ -42,7 +42,8 @@ class ArenaModel(RuleBasedStateMachine):
         return -(-nbytes // self.alignment) * self.alignment
 
     def gaps(self, given_up: Iterable[int] = ()) -> list[tuple[int, int]]:
-        """Free ranges (size, offset), joined, by the model's own account, once these slots are given up."""
+        """Returns the free ranges `(size, offset)`, joined, according to the model's own account, after these slots are
+        given up."""
         end, gaps = 0, []
         used = [slot for slot in self.used.values() if slot.slot_id not in given_up]
         held = [(slot.offset, self.padded(slot.nbytes)) for slot in (*used, *self.quarantined.values())]
@@ -54,7 +55,7 @@ class ArenaModel(RuleBasedStateMachine):
         return gaps
 
     def claimed_place(self) -> tuple[int, int]:
-        """Its offset and size."""
+        """Returns the offset and size of the claimed range."""
         start, end = self.arena._claim
         assert end - start == self.claimed
         return start * self.alignment, (end - start) * self.alignment
@@ -98,7 +99,7 @@ class ArenaModel(RuleBasedStateMachine):
 
     @rule(slot=slots, is_idle=st.booleans())
     def use(self, slot: Slot, is_idle: bool) -> None:
-        """An idle slot that is used once more, or becomes busy; a busy one that becomes idle, or stays."""
+        """Uses an idle slot once more or makes it busy, or makes a busy slot idle or keeps it busy."""
         if slot.slot_id not in self.used:
             return
         self.idle.pop(slot.slot_id, None)
@@ -130,7 +131,8 @@ class ArenaModel(RuleBasedStateMachine):
 
     @rule(units=st.integers(1, UNITS))
     def claim(self, units: int) -> None:
-        """For what finds no room: a range that no more is placed in. It is named which slots are to go."""
+        """Claims a range for a request that finds no room; no other slot is placed in it. The arena names the slots
+        that have to go."""
         if self.claimed or self.arena.victims(units * self.alignment) is not None:
             return
         found = self.arena.claim(units * self.alignment)
@@ -244,7 +246,7 @@ def test_the_nearest_integer_far_away_is_the_nearest_of_its_neighbours():
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 39), st.integers(1, 8)), max_size=40), st.integers(1, 40))
 def test_ranges_are_those_of_a_set_of_numbers(steps: list[tuple[int, int]], size: int) -> None:
-    """Each step turns a range over, if all of it is in the set or none of it."""
+    """Each step flips a range if all of it is in the set or none of it is."""
     ranges, model = Ranges(40), set()
     for start, length in steps:
         numbers = set(range(start, min(40, start + length)))
@@ -272,7 +274,7 @@ def test_ranges_are_those_of_a_set_of_numbers(steps: list[tuple[int, int]], size
 
 
 def test_the_oldest_slot_goes_with_as_many_neighbours_as_it_takes():
-    """And never over a slot that is busy."""
+    """The neighbours never include a slot that is busy."""
     arena = Arena(64, alignment=1)
     slots = [arena.allocate(nbytes) for nbytes in (4, 32, 4, 24)]
     for slot in (slots[0], slots[2], slots[1], slots[3]):
@@ -287,7 +289,7 @@ def test_the_oldest_slot_goes_with_as_many_neighbours_as_it_takes():
 
 
 def test_of_the_oldest_slots_the_one_in_the_smallest_range_goes():
-    """So that large ranges stay for large requests. Of few idle slots only the very oldest is looked at."""
+    """This keeps large ranges for large requests. If there are few idle slots, only the oldest is considered."""
     arena = Arena(64, alignment=1)
     first, wall = arena.allocate(20), arena.allocate(1)
     small = [arena.allocate(1) for _ in range(7)]
@@ -313,7 +315,8 @@ def test_of_the_oldest_slots_the_one_in_the_smallest_range_goes():
     ],
 )
 def test_a_check_names_what_is_wrong(damage: Callable[[Arena], None], named: str) -> None:
-    """Units `[0, 2)` are busy, `[2, 4)` and `[6, 8)` free, `[4, 6)` idle; then one of the accounts is spoilt."""
+    """Units `[0, 2)` are busy, `[2, 4)` and `[6, 8)` are free, `[4, 6)` are idle; then the test corrupts one of the
+    accounts."""
     arena = Arena(8 * 64)
     slots = [arena.allocate(num_units * 64) for num_units in (2, 2, 2)]
     arena.free(slots[1].slot_id)

@@ -1,4 +1,5 @@
-"""The indexes against a dict of sets: with a perfect transport, and with one that loses, repeats and restarts."""
+"""Checks the indexes against a dict of sets: with a perfect transport, and with one that loses, repeats and
+restarts."""
 
 from collections.abc import Sequence
 
@@ -13,7 +14,7 @@ from kv_index.feed import ApplyResult
 from kv_index.prefix_index import PrefixIndex
 
 BLOCKS = [BlockHash(bytes([number]) * 16) for number in range(24)]
-"""A chain in this order, and three more that branch off it."""
+"""The first 12 blocks are a chain in this order, and the others form chains that branch off it or stand alone."""
 CHAINS = [BLOCKS[:12], BLOCKS[:4] + BLOCKS[12:18], BLOCKS[:8] + BLOCKS[18:24], BLOCKS[18:24]]
 WORKERS = [MemberId(f"worker-{number}") for number in range(4)]
 
@@ -70,8 +71,8 @@ def test_lookup_equals_the_model_and_never_exceeds_its_bound(messages, max_block
 
 
 class LossyFeed(RuleBasedStateMachine):
-    """Workers emit, restart and leave; messages get lost and repeated. Whenever the index says that it is in step
-    and nothing is on its way, it knows exactly what the worker holds."""
+    """Lets workers emit, restart and leave, while messages get lost and repeated. Whenever the index says that it is in
+    step and no message is in transit, it knows exactly what the worker holds."""
 
     @initialize()
     def begin(self) -> None:
@@ -119,7 +120,7 @@ class LossyFeed(RuleBasedStateMachine):
     def lose(self, worker):
         if self.on_the_way[worker]:
             self.on_the_way[worker].pop(0)
-            self.behind.add(worker)  # nobody can know of a loss before the next message
+            self.behind.add(worker)  # the index cannot detect a loss before the next message
 
     @rule(number=st.integers(0, 1000))
     def repeat(self, number):

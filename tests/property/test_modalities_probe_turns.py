@@ -1,5 +1,5 @@
-"""Helpers that many wait for: each is had by one at a time, first come first served, and none is lost, whatever is
-cancelled."""
+"""Checks helpers that many tasks wait for: one task at a time has each helper, the first to ask is served first, and no
+helper is lost, whichever task is cancelled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class World:
     def __init__(self, num_helpers: int) -> None:
         self.helpers = InTurn(range(num_helpers))
         self.waiting: list[asyncio.Task[int]] = []
-        """In the order they came."""
+        """Holds the waiting tasks in the order in which they came."""
         self.taken: list[int] = []
 
     async def step(self, action: str, number: int) -> None:
@@ -78,7 +78,7 @@ async def test_a_newcomer_does_not_take_what_is_on_its_way_to_another() -> None:
     first = asyncio.create_task(helpers.take(NEVER_S))
     await asyncio.sleep(0)
     helpers.give_back("only")
-    with pytest.raises(TimeoutError):  # it asks before the first has gone on
+    with pytest.raises(TimeoutError):  # it asks before the first task has resumed
         await helpers.take(0)
     assert await first == "only"
 

@@ -1,5 +1,5 @@
-"""Random prompts, grids and files: expansion against a plain loop, positions against their definition, and probing
-that answers every input with a header or InvalidMedia."""
+"""Checks random prompts, grids and files: expansion against a plain loop, positions against their definition, and that
+probing answers every input with a header or `InvalidMedia`."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_positions_are_text_then_block_then_text(case: tuple[list[int], list[Ite
 
 
 def test_runs_of_one_item_may_be_parted_by_text() -> None:
-    """Time stamps between frames: both runs lie in the block that began at the first."""
+    """The text consists of time stamps between frames: both runs belong to the block that began at the first run."""
     (item,) = media_of([ItemPlan("image", (2, 2, 4), (2, 2), 16, (1, 1))])
     runs = [PlaceholderRange(1, 2, 0, 0, 0), PlaceholderRange(4, 2, 0, 1, 0)]
     positions = prompt_positions(7, runs, [item], {"image": block})

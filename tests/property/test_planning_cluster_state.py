@@ -1,4 +1,5 @@
-"""The router's picture under any order of messages: it plans or says NoCapacity, never fails, and forgets all load."""
+"""Checks the router's picture of the cluster under any order of messages: the router makes a plan or raises
+`NoCapacity`, never fails otherwise, and forgets all load in the end."""
 
 import random
 

@@ -1,18 +1,19 @@
-"""Requests one after the other onto workers whose estimates are old: whoever is as good as others gets its share, and
-whoever is slow does not."""
+"""Sends requests one after the other to workers whose estimates are old: a worker that is as good as others gets its
+share, and a slow one does not."""
 
 import pytest
 from planning_pace_world import PaceWorld
 
 from router.planning.ageing import HALF_LIFE_S
 
-# Not drawn by hypothesis: a simulation is long, and a smaller one would say something else.
+# Hypothesis does not draw these values: a simulation is long, and a smaller one would not show the same behaviour.
 seeds = pytest.mark.parametrize("seed", range(2))
 pauses = pytest.mark.parametrize("pause_s", [0.5, 5.0])
 
 
 def slowed(world: PaceWorld, name: str, load: float, num_requests: int = 40) -> None:
-    """The worker serves for a while on a machine that has other things to do; then the others serve on a quiet one."""
+    """Lets the worker serve for a while on a machine with other load; then the other workers serve on a quiet
+    machine."""
     for _ in range(num_requests):
         world.serve(load=load, only=name)
     for other in world.workers:
@@ -41,7 +42,7 @@ def test_a_worker_that_is_slow_gets_few_and_fewer(seed, slowness, pause_s):
     world = PaceWorld(slowness, 1.0, 1.0, noise=0.1, seed=seed)
     served = world.shares(int(20 * HALF_LIFE_S / pause_s), pause_s)
     again = world.shares(int(20 * HALF_LIFE_S / pause_s), pause_s)
-    # It is asked after about 3, 6, 12, 24 half-lives; a request now and then is what that costs.
+    # The slow worker is asked after about 3, 6, 12, 24 half-lives; the cost of that is a request now and then.
     assert 1 <= served["w0"] <= 5
     assert again["w0"] <= 3
     assert min(served["w1"], served["w2"]) > 0.1 * served.total()
@@ -60,7 +61,7 @@ def test_equals_share_whatever_the_noise_and_the_pace(seed, pause_s, noise):
 
 
 def test_a_burst_is_spread_by_what_is_believed_and_a_slow_one_gets_its_part():
-    """With a queue everywhere, a worker of a third of the pace is worth a third."""
+    """With a queue everywhere, a worker with a third of the pace gets a third of what the other gets."""
     world = PaceWorld(3.0, 1.0)
     slowed(world, "w1", load=1.0)
     world.serve(only="w0")

@@ -1,4 +1,4 @@
-"""Properties of one plan, over random clusters and prompts."""
+"""Checks properties of one plan over random clusters and prompts."""
 
 import math
 from dataclasses import replace
@@ -59,7 +59,7 @@ def queries(draw: st.DrawFn, max_items: int = 4) -> RouteQuery:
         parts += [msgspec.structs.replace(item, unit_tokens=units, cost=draw(st.integers(1, 2000)))]
         parts += [draw(st.integers(0, 200))]
     request = query(*parts)
-    # One content has one geometry, as its hash says.
+    # A hash stands for one content, which has one geometry.
     first = {item.mm_hash: item for item in reversed(request.media)}
     assume(all(first[item.mm_hash].unit_tokens == item.unit_tokens for item in request.media))
     assume(all(first[item.mm_hash].modality == item.modality for item in request.media))
@@ -190,8 +190,8 @@ def test_plans_are_a_function_of_their_arguments(request_, state):
 @settings(deadline=None, max_examples=300)
 @given(queries(), st.integers(0, 700), st.floats(0.0, 2.0), lines, st.data())
 def test_the_walk_is_the_maximum_over_what_may_hold_it_up(request_, covered, start_s, prefill, data):
-    """The closed form of the lower bound in the literature: start and all the prefill, or any unit's landing and the
-    prefill from there on."""
+    """Compares the walk with the closed form of the lower bound in the literature: the maximum of the start plus all
+    the prefill, and of each unit's landing plus the prefill from there on."""
     covered = min(covered, request_.token_count - 1)
     prompt = cut(request_, 600.0)
     landings = {(run.item, run.unit): data.draw(st.floats(0.0, 3.0)) for run in request_.placeholders}

@@ -1,8 +1,9 @@
-"""Progress, always, over many seeds: two workers and two encoders, arenas and inboxes that hold hardly more than one
-feature, KV pools for hardly more than one request; several choices, drafts, the prefix cache on and off.
+"""Checks over many seeds that some request always advances: with two workers and two encoders, arenas and inboxes that
+hold hardly more than one feature, KV pools for hardly more than one request, several choices, drafts, and the prefix
+cache on and off.
 
-As `test_progress_together`, with plain random numbers. A failing history names its seed; `history(seed)` plays it
-again.
+It does the same as `test_progress_together`, with plain random numbers. The error of a failing history names its seed;
+`history(seed)` repeats it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Progress, always: several encoders and workers whose arenas, inboxes and KV pools each hold hardly more than one
-request needs. Whatever the assignment, every request ends, with the tokens that unlimited memory gives."""
+"""Checks that some request always advances, with several encoders and workers whose arenas, inboxes and KV pools each
+hold hardly more than one request needs. Under every assignment, each request ends with the tokens that unlimited memory
+gives."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ LARGEST = max(SLOT_BYTES.values())
 
 @st.composite
 def plans(draw):
-    """(request, worker, an encoder for each of its media, rounds to wait before it begins)."""
+    """Draws a list of `(request, worker, an encoder for each of its media, rounds to wait before the next request)`."""
     made = []
     for number in range(draw(st.integers(2, 6))):
         token_ids, runs, media = build(draw(segments))
@@ -100,8 +101,8 @@ CONFIG = WorkerConfig(block_size=4, num_blocks=20, max_step_tokens=8, max_sequen
 
 
 def test_choices_that_wait_for_a_sibling_keep_no_picture_from_it() -> None:
-    """Two pictures, an inbox for one: the first must make room when the sibling that computes the prompt is past it,
-    and not stay for those that will find its blocks."""
+    """The inbox holds one of two pictures: the first must make room once the sibling that computes the prompt has
+    passed it, and must not stay for the siblings that will find its blocks."""
     world = asyncio.run(serve([(request_of((2, "a1", 1, "b2"), 2), 0, [0, 1], 0)], [LARGEST] * 2, [LARGEST], CONFIG))
     assert world.num_stalls == 0
 

@@ -1,4 +1,5 @@
-"""The whole service against fake members that lose, repeat and reorder frames and die: the text stays the same."""
+"""Checks that the text of an answer stays the same when the whole service runs against fake members that lose, repeat
+and reorder frames and die."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from fabric.messages import TokenFrame
 
 
 def unreliable(rng: random.Random, loss: float, is_reliable_from: int):  # type: ignore[no-untyped-def]
-    """Keeps frames back, repeats old ones, shuffles, and loses some before attempt `is_reliable_from`."""
+    """Returns a function that delays frames, repeats old ones, shuffles them, and loses some before attempt
+    `is_reliable_from`."""
     kept: list[TokenFrame] = []
     sent: list[TokenFrame] = []
 

@@ -1,4 +1,5 @@
-"""Tokens shared among videos: within the budget, to nobody more than wanted, and nobody worse off than need be."""
+"""Checks how tokens are shared among videos: the sum stays within the budget, no video gets more than it wants, and no
+video gets less than necessary."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Whatever fails, and under whichever policy: one terminal event, an answer about what it says it was shown, an error
-only where the policy leaves nothing else, and nothing left behind."""
+"""Checks, for any failures and under each policy, that a request gets one terminal event, that the answer is about the
+media that it says it was shown, that an error comes only where the policy leaves no alternative, and that nothing is
+left behind."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ KIND_TO_PART = {
     "sound": lambda seed: audio(1 + seed),
 }
 NEVER, WHOLE, ALWAYS = 0, 1, 2
-"""Of an item: when its encoding fails; `WHOLE`, unless it is reduced."""
+"""Says when the encoding of an item fails; `WHOLE` means that it fails unless the item is reduced."""
 
 
 def reduction(item: MediaItem) -> int:

@@ -1,5 +1,5 @@
-"""Whatever happens to frames (lost, repeated, out of order, over several attempts), a choice's text is the text of
-its tokens, none twice and none missing, cut where it would be cut if they came one by one."""
+"""Checks that, whichever frames are lost, repeated or out of order over several attempts, a choice's text is the text
+of its tokens, none twice and none missing, cut where it is cut when the tokens come one by one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def one_by_one(ids: list[int], reason: str, stops: list[str]) -> tuple[str, str 
 
 
 def plain(ids: list[int], reason: str, stops: list[str]) -> tuple[str, int]:
-    """The same by definition: decode every prefix, take the first that contains a stop string."""
+    """Returns the same by definition: it decodes every prefix and takes the first that contains a stop string."""
     shown = ids[:-1] if reason == "stop" and ids and ids[-1] in ENDINGS else ids
     for count in range(1, len(shown) + 1):
         text = CODEC.decode(shown[:count]).rstrip("\ufffd") if count < len(shown) else CODEC.decode(shown)
@@ -56,8 +56,8 @@ def test_one_by_one_is_what_decoding_everything_gives(words: str, reason: str, s
 
 @st.composite
 def deliveries(draw: st.DrawFn) -> tuple[list[int], str, list[tuple[int, int, int, bool]]]:
-    """Ids, the reason of their end, and frames `(attempt, start, end, says_the_end)` of up to three attempts: every
-    later one starts where the contiguous tokens of the former ended, and only the last delivers everything."""
+    """Draws ids, the reason of their end, and frames `(attempt, start, end, says_the_end)` of up to three attempts:
+    each later attempt starts where the contiguous tokens of the former ended, and only the last delivers everything."""
     ids = draw(lists_of_ids)
     reason = draw(st.sampled_from(["stop", "length"]))
     num_attempts = draw(st.integers(1, 3))

@@ -1,4 +1,5 @@
-"""The queue of those that wait for capacity, over random histories: order, deadlines, no herd, and nobody forgotten."""
+"""Checks the queue of requests that wait for capacity over random histories: order, deadlines, no herd of released
+requests, and no forgotten request."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ SECONDS = st.sampled_from([0.5, 1.0, 2.0, 5.0])
 
 
 class Members:
-    """A `Supply`: every member is a worker (no modality) or an encoder, and may be set aside until some moment."""
+    """`Members` is a `Supply`: each member is a worker (which has no modality) or an encoder, and may be excluded until
+    some time."""
 
     def __init__(self) -> None:
         self.there: dict[MemberId, frozenset[str]] = {}
@@ -76,9 +78,10 @@ class Waiting(RuleBasedStateMachine):
     @precondition(lambda self: self.on_the_way)
     @rule(which=st.integers(0), has_arrived=st.booleans(), limit_s=SECONDS)
     def arrive(self, which: int, has_arrived: bool, limit_s: float) -> None:
-        """A released request has its token, or finds that the member has gone again and takes its old place."""
+        """Ends the wait of a released request: the request either gets its token, or finds that the member has left
+        again and takes its old place in the queue."""
         waiter = self.on_the_way.pop(which % len(self.on_the_way))
-        for _ in range(2):  # the second time changes nothing
+        for _ in range(2):  # the second call changes nothing
             self.queue.leave(waiter, has_arrived)
         self.limit += has_arrived
         if not has_arrived:
@@ -107,7 +110,7 @@ class Waiting(RuleBasedStateMachine):
 
     @rule(share=st.sampled_from([0.25, 0.5, 0.999]))
     def sleep_until_woken(self, share: float) -> None:
-        """As the event loop does: everything that can end is ended, then nothing is looked at before `next_at_s`."""
+        """Sleeps as the event loop does: it ends everything that can end, then looks at nothing before `next_at_s`."""
         self.release()
         next_s = self.queue.next_at_s(self.now)
         assert (next_s is None) == (not self.waiting)
@@ -159,7 +162,8 @@ NAMES = ("w0", "w1", "e0", "e1")
 def test_who_is_released_finds_a_route(
     there: set[str], aside: dict[str, float], excluded: set[str], wanted: list[str], now: float
 ) -> None:
-    """`can_serve` and the planner agree, or a released request would turn round and wait again at once."""
+    """Checks that `can_serve` and the planner agree; otherwise a released request would return and wait again at
+    once."""
     state = ClusterState(SHAPE, BLOCK_SIZE, random.Random(3))
     known = {"w0": worker_member("w0"), "w1": worker_member("w1"), "e0": encoder_member("e0")}
     known["e1"] = encoder_member("e1", modalities=("audio",))

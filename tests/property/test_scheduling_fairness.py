@@ -1,5 +1,5 @@
-"""Many requests of one tenant do not starve another's few, whatever their sizes and however they come; and the queue
-that says whose prompt goes next gives, at every moment, the order that a sort of everything would give."""
+"""Checks that many requests of one tenant do not starve the few of another, for any sizes and arrival times, and that
+the queue that decides whose prompt is next always gives the order that a full sort would give."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TENANTS = ("a", "b", "c")
 
 @dataclass(eq=False)
 class Prompt:
-    """What the queue looks at of a sequence."""
+    """Holds the fields of a sequence that the queue reads."""
 
     tenant: str
     num_tokens: int
@@ -39,7 +39,7 @@ class Prompt:
 
 
 class Server:
-    """Computes whatever the queue says, until the budget of a step is used up."""
+    """Computes the prompts that the queue names, until the budget of a step is used up."""
 
     def __init__(self) -> None:
         self.queue = PrefillQueue(STEP_TOKENS)
@@ -49,7 +49,7 @@ class Server:
         self.queue.put(Prompt(tenant, num_tokens, next(self._ages)), True)
 
     def step(self) -> dict[str, int]:
-        """Tokens that each tenant got."""
+        """Runs a step and returns the tokens that each tenant got."""
         self.queue.begin_step()
         budget, chunks = STEP_TOKENS, []
         with closing(self.queue.in_turn()) as in_turn:
@@ -82,8 +82,8 @@ arrivals = st.lists(
 @example([[("a", 1), ("a", 1), ("b", 68)], [], [("a", 1)]])
 @given(arrivals)
 def test_who_waits_all_the_time_gets_as_much_as_anybody(steps):
-    """Over every stretch of steps that leave two tenants both with something to do: the difference is at most two
-    steps' tokens. Who got all that it asked for has no more to get."""
+    """Over every stretch of steps after which two tenants both still have work, the difference is at most two steps'
+    tokens. A tenant that got all that it asked for has no more to get."""
     server = Server()
     history: list[tuple[set[str], dict[str, int]]] = []
     for arriving in steps:
@@ -112,7 +112,8 @@ def test_who_was_away_saves_nothing_up():
 
 
 def test_who_gets_all_that_it_asks_for_saves_nothing_up():
-    """One that asks for a token in each step, and then for much, has no claim to what others got meanwhile."""
+    """A tenant that asks for one token in each step, and then for many, has no claim to the tokens that others got
+    meanwhile."""
     server = Server()
     server.add("a", 1000)
     for _ in range(10):
@@ -124,7 +125,7 @@ def test_who_gets_all_that_it_asks_for_saves_nothing_up():
 
 
 def test_so_does_one_that_asks_again_before_it_got_what_it_asked_for():
-    """The next prompt comes between plan and commit, so that the tenant is never gone from the queue."""
+    """The next prompt comes between plan and commit, so that the tenant never leaves the queue."""
     queue, ages = PrefillQueue(STEP_TOKENS), itertools.count()
     queue.put(Prompt("a", 10_000, next(ages)), True)
     prompt = Prompt("b", 1, next(ages))
@@ -145,7 +146,8 @@ def test_so_does_one_that_asks_again_before_it_got_what_it_asked_for():
 
 
 def test_a_tenant_is_charged_for_what_it_decodes():
-    """One with a sequence that decodes beside its prompt comes behind one that waited as long without."""
+    """A tenant with a sequence that decodes in addition to its prompt comes after one that waited as long without such
+    a sequence."""
     queue, ages = PrefillQueue(STEP_TOKENS), itertools.count()
     for tenant in ("a", "b"):
         queue.put(Prompt(tenant, 10_000, next(ages)), True)
@@ -188,8 +190,8 @@ def test_counts_of_tenants_that_left_do_not_pile_up():
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """The queue against a sort of everything: groups by priority and readiness; in each group, whichever tenant was
-    served least, its oldest prompt first."""
+    """Checks the queue against a full sort: groups are ordered by priority and readiness; in each group the tenant that
+    was served least comes first, with its oldest prompt first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +258,8 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.queue.first_by_rank(3) == sorted(self.is_ready, key=lambda prompt: prompt.rank)[:3]
 
     def _check_turns(self, members):
-        """Each comes from the tenant with the least count, what came before it in this pass included."""
+        """Checks that each prompt comes from the tenant with the least count, including the prompts before it in this
+        pass."""
         counts = {tenant: self.queue._shares.raised(tenant) for tenant in TENANTS}
         left = list(members)
         for prompt in members:

@@ -1,9 +1,9 @@
-"""Ten thousand histories of the scheduler, each from its own seed: arrivals, landings in any order, losses, aborts,
-failing steps, migration, tiny pools, priorities, tenants, side tensors, several choices, drafts.
+"""Runs ten thousand histories of the scheduler, each from its own seed: arrivals, landings in any order, losses,
+aborts, failing steps, migration, tiny pools, priorities, tenants, side tensors, several choices, drafts.
 
-Plain random numbers instead of a search: far more histories in the same time. What comes out of each is checked
-against an unconstrained run, and so is what is left at its end; the books are opened at random steps and at the end.
-A failing history names its seed; `history(seed)` plays it again.
+Plain random numbers replace hypothesis's search, which gives far more histories in the same time. The tests compare the
+output of each history with an unconstrained run and check what is left at its end; they check the scheduler's accounts
+at random steps and at the end. The error of a failing history names its seed; `history(seed)` repeats it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from test_scheduling_machine import make_request, tiny
 
 NUM_HISTORIES = 10_000
 NUM_PARTS = 10
-"""Tests, so that several processes can share them."""
+"""This is the number of tests; several processes can share them."""
 MOST_EVENTS = 10
 WATCHED = 0.1
-"""Share of the steps at which everything is looked at."""
+"""This is the share of the steps at which everything is checked."""
 
 
 def history(seed: int) -> World:

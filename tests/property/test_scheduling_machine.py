@@ -1,5 +1,5 @@
-"""The scheduler against a deterministic model over simulated paged KV: arrivals, landings, losses, aborts, failing
-steps, tiny pools, shared prefixes, several choices, migration. The oracles are `scheduling_world`'s."""
+"""Checks the scheduler against a deterministic model over simulated paged KV: arrivals, landings, losses, aborts,
+failing steps, tiny pools, shared prefixes, several choices, migration. The oracles are those of `scheduling_world`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def tiny(
     is_whole: bool,
     num_drafts: int,
 ) -> WorkerConfig:
-    """Budgets so small that little fits side by side, pools so small that sequences throw each other out."""
+    """Returns a config whose budgets are so small that few sequences fit at once, and whose pools are so small that
+    sequences preempt each other."""
     return WorkerConfig(
         block_size=block_size,
         num_blocks=max(1, num_tokens // block_size),
@@ -155,7 +156,8 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 @given(config=configs, seed=st.integers(0, 2**32))
 @settings(max_examples=100, deadline=None)
 def test_a_crowd_in_a_small_pool(config: WorkerConfig, seed: int) -> None:
-    """Many requests at once, mostly steps between: long stretches under pressure, which a search by rules avoids."""
+    """Sends many requests at once, mostly with steps between them: such long stretches under pressure are rare in
+    hypothesis's search over rules."""
     rng = random.Random(seed)
     world = World(config)
     for turn in range(120):

@@ -1,4 +1,4 @@
-"""Token counts against collections.Counter, kept up token by token or rebuilt from ids."""
+"""Checks token counts, updated token by token or rebuilt from ids, against `collections.Counter`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streaming text equals decoding at once, for any ids in any pieces."""
+"""Checks that streamed text equals the text of one decoding, for any ids in any pieces."""
 
 from pathlib import Path
 
@@ -18,7 +18,8 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
     return TextCodec.load(model_dir)
 
 
-# The first 256 ids are single bytes: mostly broken UTF-8. Above 1525 the special ones, above 1535 none at all.
+# The first 256 ids are single bytes, which are mostly broken UTF-8. The ids above 1525 are special, and those above
+# 1535 do not exist.
 IDS = st.lists(st.one_of(st.integers(0, 255), st.integers(0, 1540)), max_size=40)
 
 

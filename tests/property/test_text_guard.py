@@ -1,4 +1,5 @@
-"""Text from outside never becomes a control token, however it is cut into parts and whatever stands beside it."""
+"""Checks that text from outside never becomes a control token, however it is cut into parts and whatever text is next
+to it."""
 
 import re
 import unicodedata
@@ -14,10 +15,10 @@ from modalities.text.codec import TextCodec
 from modalities.text.control_tokens import ControlTokens
 
 MARK = "\ue000"
-# Two letters, so that tokens overlap, contain each other and come out of joints all the time.
+# There are two letters, so that tokens often overlap, contain each other and arise where two texts join.
 LETTERS = "ab"
 TOKENS = st.sets(st.text(LETTERS, min_size=2, max_size=4), min_size=1, max_size=3)
-# (text, is it from outside)
+# Each segment is `(text, whether it is from outside)`.
 SEGMENTS = st.lists(st.tuples(st.text(LETTERS + " ", max_size=6), st.booleans()), max_size=7)
 
 
@@ -57,7 +58,7 @@ def test_what_is_called_harmless_needs_no_mark(tokens: set[str], segments: list[
 def test_a_control_token_of_the_template_stays_whole_between_outside_texts(tokens: set[str], texts: list[str]) -> None:
     guard = ControlTokens(tokens)
     token = sorted(tokens)[0]
-    # Separated by a letter of no token: nothing can join, so each of the template's tokens must survive.
+    # A letter of no token separates the texts: nothing can join, so each of the template's tokens must survive.
     rendered = "".join(f"{guard.marked(text, MARK)}#{token}#" for text in texts)
     pieces = guard.pieces(rendered, MARK)
     assert sum(piece.count(f"#{token}#") for piece in pieces) == len(texts)

@@ -1,4 +1,4 @@
-"""Stop strings against a reference that reads the whole text letter by letter."""
+"""Checks stop strings against a reference that reads the whole text letter by letter."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,4 +1,5 @@
-"""A guide follows from the ids alone: stepped, forked or rebuilt from what was emitted, it allows the same tokens."""
+"""Checks that a guide follows from the ids alone: whether it is stepped, forked or rebuilt from the emitted ids, it
+allows the same tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from fabric.errors import InvalidRequest
 from llm_workers.grammar import MAX_CACHED, GrammarCompiler, GrammarGuide
 
 WIDTH = 300
-"""Wider than the tokenizer's 260, as padded checkpoints are."""
+"""The vocabulary is wider than the tokenizer's 260 ids, as it is in padded checkpoints."""
 COMPILER = GrammarCompiler(tiny_codec(), WIDTH)
 REGEX = "(ab|ac){1,3}(é|x)"
 SCHEMA = {

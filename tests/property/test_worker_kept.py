@@ -1,4 +1,4 @@
-"""Features kept after prefill: the store against a plain list, and the receiver that uses it."""
+"""Checks features that are kept after prefill: the store against a plain list, and the receiver that uses it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def landed(value: int, nbytes: int) -> LandedFeature:
 
 
 class Store(RuleBasedStateMachine):
-    """`always`: what fits is kept, the least recently used goes."""
+    """Checks the mode `always`: the store keeps every feature that fits and drops the least recently used ones."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kept = KeptFeatures("always", BUDGET, is_prefix_cached=True)
         self.free: list[tuple[str, int, int]] = []
-        """(name, value, bytes), the least recently used first."""
+        """Holds `(name, value, bytes)`, the least recently used first."""
         self.lent: list[tuple[str, int, int]] = []
         self.distrusted: set[str] = set()
         self.num_hits = 0
@@ -41,7 +41,7 @@ class Store(RuleBasedStateMachine):
     def offer(self, name, value, nbytes):
         feature = landed(value, nbytes)
         taken = self.kept.offer(unit_of(name), feature)
-        feature.buffer[:] = 0  # the inbox slot is used by another now
+        feature.buffer[:] = 0  # another feature uses the inbox slot now
         if any(one[0] == name for one in self.lent):
             assert not taken
             return
@@ -55,7 +55,7 @@ class Store(RuleBasedStateMachine):
 
     @rule(name=names)
     def distrust(self, name):
-        """Of one that is lent: it goes when it comes back."""
+        """Distrusts a feature; one that is lent is dropped when it comes back."""
         self.kept.distrust(unit_of(name), any(one[0] == name for one in self.lent))
         self.free = [one for one in self.free if one[0] != name]
         self.distrusted |= {one[0] for one in self.lent if one[0] == name}
@@ -124,7 +124,7 @@ def test_every_interleaving_serves_all_and_keeps_within_its_budget(waiting, acti
 
 
 async def serve(world: World, name: str, age: float) -> None:
-    """A request for picture `a`, from its announcement (if somebody encodes it) to its end."""
+    """Serves a request for picture `a`, from its announcement (if an encoder encodes it) to its end."""
     world.begin(request_of(name, age, [("a", 2)], []))
     for _ in range(4):
         world.turn()
@@ -137,7 +137,7 @@ async def serve(world: World, name: str, age: float) -> None:
 
 
 def asked(mode: str, is_prefix_cached: bool, num_requests: int) -> tuple[int, World]:
-    """How often the picture was encoded and announced for so many requests in a row."""
+    """Returns how often the picture was encoded and announced for this many requests in a row, and the world."""
 
     async def scenario():
         world = World(100 * ROW_BYTES)

@@ -1,5 +1,5 @@
-"""Whatever the order in which announcements, transfers and the engine's words arrive: every request is served, the
-engine never reads what was freed, every announcement is given back once, and nothing is left behind."""
+"""Checks, for any order in which announcements, transfers and the engine's updates arrive, that every request is
+served, the engine never reads freed memory, every announcement is released once, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def play(world: World, waiting: list, actions) -> None:
 
 
 async def finish(world: World, waiting: list) -> None:
-    """Everything goes on fairly, and nothing fails any more: all must end."""
+    """Continues fairly and without further failures until every request ends; fails the test if one does not."""
     for _ in range(400):
         while waiting:
             world.begin(waiting.pop(0))

@@ -1,4 +1,4 @@
-"""A queue of turns against a dict that is searched."""
+"""Checks a queue of turns against a dict that is searched."""
 
 from __future__ import annotations
 

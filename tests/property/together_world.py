@@ -1,8 +1,10 @@
-"""Several encoders and workers in one process, everything real but the models: pipelines, feature tables and arenas,
-local channel and plane, receivers, engines and schedulers. For the property that something always advances.
+"""Runs several encoders and workers in one process, with real parts except for the models: pipelines, feature tables
+and arenas, local channel and plane, receivers, engines and schedulers. It serves the property that some request always
+advances.
 
-The forward writes bytes that follow from the unit, the executor demands to read those, and tokens must be those of a
-run with unlimited memory. A router is a loop that answers `FeatureNeeded`. Engines are turned by hand.
+The forward writes bytes that follow from the unit, the executor checks that it reads those bytes, and tokens must be
+those of a run with unlimited memory. The router is a loop that answers `FeatureNeeded`. The test turns the engines by
+hand.
 """
 
 from __future__ import annotations
@@ -61,14 +63,14 @@ def content(unit: UnitKey) -> int:
 
 
 class QuickDecoder:
-    """Keeps `Decoder`; an input's grid carries the unit for the forward."""
+    """Implements `Decoder`; an input's grid carries the unit's content to the forward."""
 
     num_parallel = 2
 
     async def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
         pixels = np.zeros((1, 1), np.float32)
         inputs = [EncoderInput("image", pixels, (content(unit), 1, 1)) for unit in item.unit_keys()]
-        for unit in inputs[:-1]:  # while the next is decoded, the one before may be encoded
+        for unit in inputs[:-1]:  # while the next unit is decoded, the previous one may be encoded
             await asyncio.sleep(0)
             on_units([unit])
         await asyncio.sleep(0)
@@ -76,7 +78,7 @@ class QuickDecoder:
 
 
 class QuickForward:
-    """Keeps `Forward`; done in the next turn of the loop."""
+    """Implements `Forward`; a batch is done in the next turn of the loop."""
 
     def submit(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
         asyncio.get_running_loop().call_soon(self._run, units, done)
@@ -113,7 +115,7 @@ class Encoder:
 
 
 class CheckedExecutor:
-    """The fake model over what has landed, byte for byte."""
+    """Runs the fake model and checks byte for byte what has landed."""
 
     def __init__(self, config: WorkerConfig, landed: dict[UnitKey, LandedFeature]) -> None:
         self._fake = PagedFake(config.num_blocks, config.block_size)
@@ -127,7 +129,7 @@ class CheckedExecutor:
 
 
 class Worker:
-    """As `WorkerService`, without torch and with the engine in this thread."""
+    """Does what `WorkerService` does, without torch and with the engine in this thread."""
 
     def __init__(self, world: World, number: int, inbox_bytes: int, config: WorkerConfig) -> None:
         self.member_id = MemberId(f"worker-{number}")
@@ -164,8 +166,8 @@ class Worker:
             self.receiver.end(attempt_id)
 
     def turn(self) -> None:
-        """One turn of the engine and, at once or later, its update."""
-        self.engine._is_idle = False  # do not sleep for a command
+        """Runs one turn of the engine and applies its update."""
+        self.engine._is_idle = False  # it must not sleep until a command comes
         assert self.engine._turn()
         self.scheduler.check_invariants()
         for update in self._updates:
@@ -183,7 +185,8 @@ class Worker:
 
 
 class World:
-    """Must be made in the event loop. `num_stalls`: how often nothing moved until leases had run out."""
+    """Connects encoders, workers and a router; it must be made in the event loop. `num_stalls` counts how often nothing
+    moved until leases expired."""
 
     def __init__(self, arenas: Sequence[int], inboxes: Sequence[int], config: WorkerConfig) -> None:
         self.hub, self.channel, self.clock = LocalHub(), LocalChannelHub(), ManualClock()
@@ -241,7 +244,7 @@ class World:
     # ------------------------------------------------------------ time
 
     async def round(self) -> None:
-        """Every message is delivered, every pull ends, every engine takes a turn."""
+        """Delivers every message, ends every pull and gives every engine a turn."""
         for worker in self.workers:
             worker.turn()
         for _ in range(12):
@@ -250,7 +253,7 @@ class World:
             await asyncio.sleep(50e-6)
 
     async def finish(self, patience: int, max_stalls: int) -> None:
-        """Until every request has ended. When nothing was seen to move for `patience` rounds, leases run out."""
+        """Runs until every request has ended. When nothing moves for `patience` rounds, leases expire."""
         seen, num_still, rounds = self._progress(), 0, iter(range(MAX_ROUNDS))
         while any(not task.done() for task in self._tasks):
             assert next(rounds, None) is not None, "much moves and nothing ends"
@@ -275,7 +278,7 @@ class World:
         return (computed, encoded, self._num_messages, sum(task.done() for task in self._tasks))
 
     async def close(self) -> None:
-        """Raises AssertionError if anything is held that nobody needs."""
+        """Closes everything. Raises `AssertionError` if a resource is held that no request needs."""
         for _ in range(3):
             await self.round()
         for worker in self.workers:

@@ -1,5 +1,5 @@
-"""A world around the receiver: encoders that announce, a channel that is slow or fails, an engine that reads, preempts
-and answers late. Every queue between them is explicit, so that a test chooses any interleaving."""
+"""Simulates the surroundings of the receiver: encoders that announce, a channel that is slow or fails, and an engine
+that reads, preempts and answers late. Every queue between them is explicit, so that a test chooses any interleaving."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def unit_of(name: str) -> UnitKey:
 
 
 def request_of(name: str, age: float, units: list[tuple[str, int]], dispatched: list[int]) -> GenerateRequest:
-    """`units`: (name, rows) of one-unit media, in the order of the prompt."""
+    """Returns a request; `units` lists `(name, rows)` of one-unit media in the order of the prompt."""
     media = tuple(MediaItem(i, "image", MmHash(n), (1, 2, 2), (rows,), 4, f"p{i}") for i, (n, rows) in enumerate(units))
     offsets = np.cumsum([1, *(rows + 1 for _, rows in units)])
     return GenerateRequest(
@@ -60,7 +60,7 @@ def request_of(name: str, age: float, units: list[tuple[str, int]], dispatched: 
 
 
 class Sink:
-    """An inbox of `total_bytes` whose pulls end when the test says so."""
+    """A `Sink` is an inbox of `total_bytes` whose pulls end when the test says so."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -93,7 +93,7 @@ class Sink:
 
 @dataclass
 class Reading:
-    """An admitted attempt in the engine: it reads its units in order, some of them more than once."""
+    """A `Reading` is an admitted attempt in the engine: it reads its units in order, some of them more than once."""
 
     units: list[UnitKey]
     at: int = 0
@@ -117,7 +117,7 @@ class World:
         self.commands: deque = deque()
         self.updates: deque = deque()
         self.coming: list[tuple[AttemptId, UnitKey]] = []
-        """Announcements that encoders will make."""
+        """Holds the announcements that encoders will make."""
         self.rows: dict[UnitKey, int] = {}
         self.live: dict[AttemptId, GenerateRequest] = {}
         self.reading: dict[AttemptId, Reading] = {}
@@ -159,7 +159,8 @@ class World:
         self.commands.append(("add", attempt, units))
 
     def will_announce(self, request: GenerateRequest) -> None:
-        """Its encoders work: one announcement per dispatched unit, whether or not the request is here."""
+        """Lets its encoders work: each dispatched unit gets one announcement, whether or not the request has
+        arrived."""
         for index in request.dispatched_items:
             unit = request.media[index].unit_keys()[0]
             self.rows[unit] = request.media[index].unit_tokens[0]
@@ -187,7 +188,8 @@ class World:
     # ------------------------------------------------------------ the engine's turn
 
     def turn(self, preempt: int | None = None) -> None:
-        """Commands, let go, perhaps a preemption, one unit read by every attempt that can, let go."""
+        """Runs one turn: it obeys commands, releases units, preempts an attempt if asked, reads one unit for every
+        attempt that can read, and releases units again."""
         let_go, admitted, needed, ended = [], [], [], []
         while self.commands:
             self._obey(self.commands.popleft(), let_go, admitted)
@@ -209,7 +211,7 @@ class World:
         self.updates.append((let_go, self._changed_reads(), admitted, needed, ended))
 
     def _changed_reads(self) -> dict[UnitKey, dict[AttemptId, NextRead | None]]:
-        """Of all reads, those that are not as they were told last."""
+        """Returns the reads that differ from those of the last update."""
         reads = {(unit, key): read for key, one in self.reading.items() for unit, read in one.next_reads().items()}
         changed: dict[UnitKey, dict[AttemptId, NextRead | None]] = {}
         for unit, attempt in self.told.keys() | reads.keys():
@@ -236,7 +238,7 @@ class World:
         let_go.extend((unit, self.held.pop(unit), ()) for unit in list(self.held) if unit not in needed)
 
     def deliver(self) -> None:
-        """One update of the engine reaches the loop."""
+        """Applies one update of the engine to the receiver."""
         let_go, reads, admitted, needed, ended = self.updates.popleft()
         for each in let_go:
             self.receiver.let_go(*each)
@@ -252,8 +254,8 @@ class World:
 
 
 def assert_settled(receiver: Receiver) -> None:
-    """Looks at everything that the intake knows and finds nothing left to do but to wait: what `settle` does by marks
-    and queues is what a search of all of it would do."""
+    """Checks, by a search of everything that the intake knows, that nothing is left to do but wait: `settle`, which
+    uses marks and queues, must reach the same result as the search."""
     intake, now_s = receiver._intake, receiver._endpoint.clock.now()
     for unit, num_told in intake._landed.items():
         is_expected = any(not known.is_admitted and unit in known.order for known in intake._attempts.values())
@@ -283,7 +285,7 @@ def assert_settled(receiver: Receiver) -> None:
 
 
 def _first_turn(intake: Intake, unit: UnitKey, is_pull: bool) -> Turn | None:
-    """Of all attempts, the first turn of one that wants the unit pulled, or that still has to read it."""
+    """Returns the first turn among the attempts that want the unit pulled (`is_pull`) or that still have to read it."""
     if is_pull and (unit in intake._pulling or unit in intake._landed):
         return None
     named = intake._users[unit].named if unit in intake._users else {}
