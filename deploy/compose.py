@@ -258,7 +258,7 @@ def max_items_per_prompt(config: ClusterConfig, family: Family) -> dict[str, int
 def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, pools: Pools) -> RouterService:
     """Builds a router; it reads the tokenizer and needs no torch. The router's helper processes start with it."""
     from modalities import probing
-    from router.intake import Intake
+    from router.intake import PromptBuilder
     from router.service import RouterService
 
     media = config.media
@@ -290,5 +290,5 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         timeout_s=media.probe_timeout_s,
     )
     prober = probing.ProbePool(media.probe_processes, limits)
-    intake = Intake(router_config, model.family, TextCodec.load(model.directory), REGISTRY, prober)
+    intake = PromptBuilder(router_config, model.family, TextCodec.load(model.directory), REGISTRY, prober)
     return RouterService(member_id, router_config, intake, plane, pools, SystemClock())

@@ -30,15 +30,15 @@ from llm_workers.tensor_parallel.invitation import Invitation
 if TYPE_CHECKING:
     from llm_workers.service import WorkerService
     from llm_workers.tensor_parallel.follower import Share
-    from llm_workers.tensor_parallel.group import Follower, RankGroup
+    from llm_workers.tensor_parallel.group import RankGroup, RankProcess
 
-    LaunchFollower = Callable[[ClusterConfig, Path, Invitation], Follower]
+    LaunchFollower = Callable[[ClusterConfig, Path, Invitation], RankProcess]
 
 START_TIMEOUT_S = 600.0
 """All ranks together may take this many seconds to load their shares."""
 
 
-class Endpoint(NamedTuple):
+class WorkerEndpoint(NamedTuple):
     """Holds a worker's place among the members: its id, its endpoint of the message plane and its sink for features."""
 
     member_id: MemberId
@@ -70,7 +70,7 @@ class RankedWorker(NamedTuple):
 
 
 def open_worker(
-    config: ClusterConfig, model: compose.Model, endpoint: Endpoint, host: str, launch: LaunchFollower
+    config: ClusterConfig, model: compose.Model, endpoint: WorkerEndpoint, host: str, launch: LaunchFollower
 ) -> RankedWorker:
     """Loads the weights, on each rank its share, and returns the worker. Blocks until all ranks are ready. Raises
     ConfigError or WorkerLost."""
@@ -127,7 +127,7 @@ def load_share(config: ClusterConfig, model: compose.Model) -> Share:
 
 
 class SpawnedFollower:
-    """A `SpawnedFollower` is a `Follower` that runs in a process of this machine."""
+    """A `SpawnedFollower` is a `RankProcess` that runs in a process of this machine."""
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
@@ -141,7 +141,7 @@ class SpawnedFollower:
         self._process.join()
 
 
-def spawn_follower(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> Follower:
+def spawn_follower(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> RankProcess:
     """Starts a follower in a fresh process, because it is not safe to fork a process that has threads and sockets.
     Raises ConfigError if the config asks for several workers."""
     if config.workers.replicas > 1:

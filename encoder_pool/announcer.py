@@ -5,7 +5,7 @@ or models.
 from __future__ import annotations
 
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
-from encoder_pool.planning.flight import Follower
+from encoder_pool.planning.flight import EncodeWaiter
 from encoder_pool.planning.lease_book import LeaseKey
 from fabric.channel import FeatureSource
 from fabric.ids import MemberId, UnitKey
@@ -27,7 +27,7 @@ class Announcer:
         self._table = table
         self._promised_s = lease_s * PROMISED_SHARE
 
-    def announce(self, follower: Follower, unit: UnitKey, spec: FeatureSpec) -> bool:
+    def announce(self, follower: EncodeWaiter, unit: UnitKey, spec: FeatureSpec) -> bool:
         """Leases a ready unit to the follower's worker and sends `UnitReady`. Returns False if the message could not be
         queued; then nothing stays leased."""
         worker_id, address = follower.destination.worker_id, follower.destination.address

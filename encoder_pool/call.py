@@ -7,8 +7,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from encoder_pool.planning.flight import Follower
-from encoder_pool.planning.turns import Turn
+from encoder_pool.planning.flight import EncodeWaiter
+from encoder_pool.planning.turns import CallTurn
 from fabric.errors import ErrorInfo, WeftError
 from fabric.ids import AttemptId, MemberId
 from fabric.messages import EncodeRequest, EncodeResult, ItemResult, MediaItem, StageTimes, TraceEvent
@@ -19,10 +19,10 @@ class Call:
     """A `Call` is an open encode call. `done` is set when every item has its result. An item that occurs twice in one
     request is encoded once."""
 
-    turn: Turn
+    turn: CallTurn
     request: EncodeRequest
     done: asyncio.Future[None]
-    followers: list[Follower] = field(default_factory=list)
+    followers: list[EncodeWaiter] = field(default_factory=list)
     trace: list[TraceEvent] = field(default_factory=list)
     _index_to_result: dict[int, ItemResult] = field(default_factory=dict)
 
@@ -39,10 +39,10 @@ class Call:
     def attempt_id(self) -> AttemptId:
         return AttemptId(self.request.request_id, self.request.attempt)
 
-    def is_open(self, follower: Follower) -> bool:
+    def is_open(self, follower: EncodeWaiter) -> bool:
         return follower.item.index not in self._index_to_result
 
-    def succeed(self, follower: Follower, now_s: float, *, is_cache_hit: bool) -> None:
+    def succeed(self, follower: EncodeWaiter, now_s: float, *, is_cache_hit: bool) -> None:
         """Records the result of the follower's item after all its units were announced."""
         worked_s = follower.decode_s + follower.preprocess_s + follower.encode_s
         times = StageTimes(

@@ -16,11 +16,11 @@ from encoder_pool.config import EncoderConfig
 from encoder_pool.planning.batcher import QueuedSound, QueuedUnit, choose_batch, choose_sounds
 from encoder_pool.planning.cost import ForwardCosts
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
-from encoder_pool.planning.flight import Flight
+from encoder_pool.planning.flight import EncodeJob
 from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.forward_job import Forward, ForwardResult, ForwardUnit, SoundJob, SoundResult
 from encoder_pool.planning.shares import FirstRefused
-from encoder_pool.planning.tally import BusyTime, Tally
+from encoder_pool.planning.tally import BusyTime, EncoderTally
 from fabric.channel import SourceSlot
 from fabric.clock import Clock
 from fabric.errors import UnitTooLarge, WeftError
@@ -28,7 +28,7 @@ from fabric.ids import MemberId, UnitKey
 from modalities.family import EncoderInput
 
 UnitEnded = Callable[[UnitKey, WeftError | None], None]
-SoundEnded = Callable[[Flight, list[EncoderInput] | WeftError, float], None]
+SoundEnded = Callable[[EncodeJob, list[EncoderInput] | WeftError, float], None]
 """Takes the flight, its units or the error that prevented them, and the seconds that its batch took."""
 
 
@@ -43,7 +43,7 @@ class Lane:
         table: FeatureTable,
         forward: Forward,
         clock: Clock,
-        tally: Tally,
+        tally: EncoderTally,
         ended: tuple[UnitEnded, SoundEnded],
     ) -> None:
         self._max_batch_cost = config.max_batch_cost
@@ -98,7 +98,7 @@ class Lane:
 
         self._forward.submit_sounds([SoundJob(waveform, flight.item) for flight, waveform in started], hand_over)
 
-    def _heard(self, flights: list[Flight], result: SoundResult, done: Callable[[], None]) -> None:
+    def _heard(self, flights: list[EncodeJob], result: SoundResult, done: Callable[[], None]) -> None:
         self._end()
         self._tally.preprocess_s += result.seconds
         for flight, outcome in zip(flights, result.outcomes, strict=True):

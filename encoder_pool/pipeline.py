@@ -27,11 +27,11 @@ from encoder_pool.planning.admission import check_budget, refusal
 from encoder_pool.planning.cost import ForwardCosts
 from encoder_pool.planning.decode_line import DecodeLine
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
-from encoder_pool.planning.flight import DecodeRoom, Flight, Follower, follower_of
+from encoder_pool.planning.flight import DecodeRoom, EncodeJob, EncodeWaiter, follower_of
 from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.forward_job import Forward
-from encoder_pool.planning.tally import Tally
-from encoder_pool.planning.turns import Turn
+from encoder_pool.planning.tally import EncoderTally
+from encoder_pool.planning.turns import CallTurn
 from fabric.clock import Clock
 from fabric.errors import EncodeFailed, MachineBusy, ProtocolError, WeftError, WorkerBackedUp
 from fabric.ids import AttemptId, MemberId, MmHash, UnitKey
@@ -73,12 +73,12 @@ class Pipeline:
         self._deadlines: list[tuple[float, int]] = []
         """This is a heap of pairs: the time when a call's time is over, and the call's number. Some of the calls have
         already ended."""
-        self._flight_to_task: dict[Flight, asyncio.Task[None]] = {}
-        self._held_back: dict[MemberId, dict[Follower, None]] = {}
+        self._flight_to_task: dict[EncodeJob, asyncio.Task[None]] = {}
+        self._held_back: dict[MemberId, dict[EncodeWaiter, None]] = {}
         """Holds, by worker, the followers with a ready unit whose lease would exceed the worker's share of the
         arena."""
         self.flights = Flights(config.patience, lambda modality, cost: self.costs.work_s(modality, cost))
-        self.tally = Tally()
+        self.tally = EncoderTally()
         ended = (self._unit_ended, self._sound_ended)
         self.lane = Lane(config, self.flights, table, forward, clock, self.tally, ended)
         room = DecodeRoom(
@@ -126,7 +126,7 @@ class Pipeline:
         if len({item.index for item in request.items}) != len(request.items):
             raise ProtocolError("two items of one request have the same index")
         now_s = self._clock.now()
-        turn = Turn(next(self._numbers), request.age, now_s, priority=request.priority)
+        turn = CallTurn(next(self._numbers), request.age, now_s, priority=request.priority)
         call = Call(turn, request, asyncio.get_running_loop().create_future())
         wanted = self._admit(call, media)
         self._number_to_call[call.number] = call
@@ -172,7 +172,7 @@ class Pipeline:
                         self._fail(follower, self._lateness(follower, call.request.time_left_s, retry_after_s))
                 self.pump()
 
-    def _lateness(self, follower: Follower, limit_s: float, retry_after_s: float) -> WeftError:
+    def _lateness(self, follower: EncodeWaiter, limit_s: float, retry_after_s: float) -> WeftError:
         """Returns the error for an item that was not done in time; it names the worker or the encoder as the cause."""
         worker_id = follower.destination.worker_id
         if self._is_beyond_share(follower):
@@ -181,7 +181,7 @@ class Pipeline:
         message = f"this encoder is too busy to encode it within {limit_s:g} s"
         return MachineBusy(message, retry_after_s=retry_after_s)
 
-    def _is_beyond_share(self, follower: Follower) -> bool:
+    def _is_beyond_share(self, follower: EncodeWaiter) -> bool:
         """Returns whether a missing unit is held back, or not made, because its worker's share of the arena is used
         up."""
         worker_id, spec = follower.destination.worker_id, self.lane.spec
@@ -250,7 +250,7 @@ class Pipeline:
             self.tally.cache_hit_bytes += self.lane.spec.nbytes(item.num_tokens, item.num_levels)
             call.succeed(follower, self._clock.now(), is_cache_hit=True)
 
-    def _enter(self, follower: Follower) -> bool:
+    def _enter(self, follower: EncodeWaiter) -> bool:
         """Announces the units that are ready and joins a flight for the rest, unless the follower has joined one.
         Returns True if no unit is missing any more."""
         for unit in sorted(follower.missing):
@@ -266,7 +266,7 @@ class Pipeline:
             self.flights.join(follower)
         return not follower.missing
 
-    def _may_announce(self, follower: Follower, key: UnitKey) -> bool:
+    def _may_announce(self, follower: EncodeWaiter, key: UnitKey) -> bool:
         return self._table.may_lease(follower.destination.worker_id, key)
 
     def _announce_held_back(self) -> None:
@@ -281,14 +281,14 @@ class Pipeline:
             if not followers:
                 del self._held_back[worker_id]
 
-    def _may_enter(self, follower: Follower) -> bool:
+    def _may_enter(self, follower: EncodeWaiter) -> bool:
         """Returns whether the first ready unit that the follower misses may be announced, or no missing unit is
         ready."""
         keys = (UnitKey(follower.item.mm_hash, unit) for unit in sorted(follower.missing))
         ready = next((key for key in keys if self._table.is_ready(key)), None)
         return ready is None or self._may_announce(follower, ready)
 
-    def _announce(self, follower: Follower, key: UnitKey) -> bool:
+    def _announce(self, follower: EncodeWaiter, key: UnitKey) -> bool:
         """Announces a unit. Returns False if the worker can't be reached; then the follower has failed."""
         call = self._number_to_call[follower.call]
         assert self.lane.spec is not None
@@ -299,18 +299,18 @@ class Pipeline:
         self._trace(call, "unit_announced", {"item": follower.item.index, "unit": key.unit})
         return True
 
-    def _succeed(self, follower: Follower) -> None:
+    def _succeed(self, follower: EncodeWaiter) -> None:
         """Records the success of a follower that misses no unit any more."""
         is_cache_hit = not follower.encode_s  # otherwise a pass made units while it followed a flight
         self._number_to_call[follower.call].succeed(follower, self._clock.now(), is_cache_hit=is_cache_hit)
         self._leave(follower)
 
-    def _fail(self, follower: Follower, error: WeftError) -> None:
+    def _fail(self, follower: EncodeWaiter, error: WeftError) -> None:
         self._number_to_call[follower.call].fail(follower.item, error)
         self.tally.num_items_failed += 1
         self._leave(follower)
 
-    def _leave(self, follower: Follower) -> None:
+    def _leave(self, follower: EncodeWaiter) -> None:
         self._held_back.get(follower.destination.worker_id, {}).pop(follower, None)
         ended = self.flights.leave(follower)
         if ended is not None:
@@ -318,7 +318,7 @@ class Pipeline:
         elif (left := self.flights.find(follower.item.mm_hash)) and not left.followers:
             self._stop_decoding(left)
 
-    def _flight_ended(self, flight: Flight) -> None:
+    def _flight_ended(self, flight: EncodeJob) -> None:
         """Stops the decoding of a flight that has nothing left to make. Followers that miss units which it could no
         longer make start another flight."""
         self._stop_decoding(flight)
@@ -326,13 +326,13 @@ class Pipeline:
             if self._enter(follower):
                 self._succeed(follower)
 
-    def _stop_decoding(self, flight: Flight) -> None:
+    def _stop_decoding(self, flight: EncodeJob) -> None:
         if task := self._flight_to_task.get(flight):
             task.cancel()
 
     # ------------------------------------------------------------ decoding
 
-    async def _decode(self, flight: Flight) -> None:
+    async def _decode(self, flight: EncodeJob) -> None:
         try:
             decoded = await self._decoder.decode(flight.data, flight.item, lambda units: self._decoded(flight, units))
         except DecodeBroke as error:
@@ -354,16 +354,16 @@ class Pipeline:
             else:
                 self.flights.decoded_sound(flight, decoded.waveform)
 
-    def _decode_ended(self, flight: Flight, task: asyncio.Task[None]) -> None:
+    def _decode_ended(self, flight: EncodeJob, task: asyncio.Task[None]) -> None:
         del self._flight_to_task[flight]
         self.pump()
 
-    def _decoded(self, flight: Flight, inputs: list[EncoderInput]) -> None:
+    def _decoded(self, flight: EncodeJob, inputs: list[EncoderInput]) -> None:
         """Stores the next units of a flight while others are still to come."""
         if self.flights.decoded_part(flight, inputs):
             self.pump()
 
-    def _sound_ended(self, flight: Flight, outcome: list[EncoderInput] | WeftError, seconds: float) -> None:
+    def _sound_ended(self, flight: EncodeJob, outcome: list[EncoderInput] | WeftError, seconds: float) -> None:
         """Handles a sound after the device has made its units, in a batch that took `seconds`, or has failed. The
         flight may have ended meanwhile."""
         if isinstance(outcome, WeftError):
@@ -373,13 +373,13 @@ class Pipeline:
                 follower.preprocess_s += seconds
             self.flights.decoded(flight, outcome)
 
-    def _fail_flight(self, flight: Flight, error: WeftError) -> None:
+    def _fail_flight(self, flight: EncodeJob, error: WeftError) -> None:
         if not self.flights.is_live(flight):
             return
         for follower in self.flights.end(flight):
             self._fail(follower, error)
 
-    def _retry(self, flight: Flight) -> None:
+    def _retry(self, flight: EncodeJob) -> None:
         """Ends a flight that failed although the item is not known to be at fault; each follower has one more try."""
         for follower in self.flights.end(flight):
             if follower.num_retries_left == 0:
@@ -388,7 +388,7 @@ class Pipeline:
             follower.num_retries_left -= 1
             self.flights.join(follower)
 
-    def _put_back(self, flight: Flight) -> None:
+    def _put_back(self, flight: EncodeJob) -> None:
         """Drops what was decoded of a flight to make room for others; its followers join another flight."""
         followers = self.flights.end(flight)
         self._stop_decoding(flight)
@@ -409,7 +409,7 @@ class Pipeline:
             self.tally.num_items_encoded += error is None and not flight.is_broken
             self._flight_ended(flight)
 
-    def _deliver(self, follower: Follower, key: UnitKey, error: WeftError | None) -> None:
+    def _deliver(self, follower: EncodeWaiter, key: UnitKey, error: WeftError | None) -> None:
         """Passes a unit that was made, or failed, to a follower that misses it. If the unit can't be announced yet, the
         follower stays in the flight, and its other units are made meanwhile."""
         if error is not None:

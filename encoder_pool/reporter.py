@@ -16,7 +16,7 @@ from fabric.messages import EncoderReport, PlaneMessage, RouterHeartbeat
 from fabric.plane import Plane
 
 
-class Reporter:
+class EncoderReporter:
     def __init__(self, plane: Plane, log: FeatureLog, clock: Clock) -> None:
         self._plane = plane
         self._log = log

@@ -23,19 +23,19 @@ NUM_FRAMES = 8
 SAMPLE_RATE = 16_000
 
 
-class Sample(NamedTuple):
+class CalibrationSample(NamedTuple):
     header: MediaHeader
     data: bytes
 
 
-def image_sample(edge: int) -> Sample:
+def image_sample(edge: int) -> CalibrationSample:
     """Makes a grey PNG of `edge` x `edge` pixels."""
     buffer = io.BytesIO()
     Image.new("RGB", (edge, edge), (127, 127, 127)).save(buffer, "PNG")
-    return Sample(ImageHeader("PNG", edge, edge, "RGB"), buffer.getvalue())
+    return CalibrationSample(ImageHeader("PNG", edge, edge, "RGB"), buffer.getvalue())
 
 
-def video_sample(edge: int) -> Sample:
+def video_sample(edge: int) -> CalibrationSample:
     """Makes an MP4 of two seconds, `edge` x `edge` pixels, that grows brighter."""
     import av
 
@@ -48,10 +48,10 @@ def video_sample(edge: int) -> Sample:
             pixels = np.full((edge, edge, 3), 255 * number // NUM_FRAMES, np.uint8)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
-    return Sample(VideoHeader("mp4", edge, edge, NUM_FRAMES, NUM_FRAMES / FPS), buffer.getvalue())
+    return CalibrationSample(VideoHeader("mp4", edge, edge, NUM_FRAMES, NUM_FRAMES / FPS), buffer.getvalue())
 
 
-def audio_sample(seconds: int, rate: int = SAMPLE_RATE) -> Sample:
+def audio_sample(seconds: int, rate: int = SAMPLE_RATE) -> CalibrationSample:
     """Makes a WAV of one channel: a tone of 440 Hz."""
     num_samples = seconds * rate
     tone = 8000 * np.sin(2 * np.pi * 440 / rate * np.arange(num_samples))
@@ -61,10 +61,10 @@ def audio_sample(seconds: int, rate: int = SAMPLE_RATE) -> Sample:
         file.setsampwidth(2)
         file.setframerate(rate)
         file.writeframes(tone.astype("<i2").tobytes())
-    return Sample(AudioHeader("wav", rate, 1, num_samples), buffer.getvalue())
+    return CalibrationSample(AudioHeader("wav", rate, 1, num_samples), buffer.getvalue())
 
 
-def sample_item(family: Family, sample: Sample, modality: str) -> MediaItem:
+def sample_item(family: Family, sample: CalibrationSample, modality: str) -> MediaItem:
     """Plans a sample as a router would."""
     plan = family.plan(sample.header)
     return MediaItem(
@@ -80,7 +80,7 @@ def sample_item(family: Family, sample: Sample, modality: str) -> MediaItem:
     )
 
 
-MODALITY_TO_SAMPLES: dict[str, tuple[Callable[[int], Sample], tuple[int, ...]]] = {
+MODALITY_TO_SAMPLES: dict[str, tuple[Callable[[int], CalibrationSample], tuple[int, ...]]] = {
     "image": (image_sample, (64, 448)),
     "video": (video_sample, (64, 224)),
     "audio": (audio_sample, (2, 10)),

@@ -20,7 +20,7 @@ from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
 from encoder_pool.planning.lease_book import LeaseKey
-from encoder_pool.reporter import Reporter
+from encoder_pool.reporter import EncoderReporter
 from encoder_pool.reporting import encoder_report
 from fabric.channel import FeatureSource
 from fabric.clock import Clock
@@ -73,7 +73,7 @@ class EncoderService:
         self._epoch = epoch
         self._log = FeatureLog(member_id, epoch)
         self._table = FeatureTable(source, clock, config.lease_s, self._log)
-        self._reporter = Reporter(plane, self._log, clock)
+        self._reporter = EncoderReporter(plane, self._log, clock)
         self._spectrograms = load_spectrograms(config, family)
         max_raw_cost = config.max_batch_cost if self._spectrograms else 0
         limits = config.decode_limits

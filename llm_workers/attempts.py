@@ -13,7 +13,7 @@ from typing import Any
 from fabric.errors import ErrorInfo, WeftError
 from fabric.ids import AttemptId, MemberId, UnitKey
 from fabric.messages import ChoiceResult, GenerateRequest, GenerateResult, TraceEvent
-from llm_workers.scheduling.events import Admission, FinishedSequence, SequenceTimes, SequenceTokens
+from llm_workers.scheduling.events import AdmittedSequences, FinishedSequence, SequenceTimes, SequenceTokens
 
 MAX_PREFILL_EVENTS = 128
 """Limits the prefill events of one trace. Beyond this number, the trace merges chunks that follow each other into one
@@ -55,7 +55,7 @@ class OpenAttempt:
     def note_units(self, name: str, at_s: float, units: Iterable[UnitKey], **detail: Any) -> None:
         self.note(name, at_s, units=[f"{unit.mm_hash}:{unit.unit}" for unit in units], **detail)
 
-    def admitted(self, admission: Admission, at_s: float) -> None:
+    def admitted(self, admission: AdmittedSequences, at_s: float) -> None:
         self._num_cached_tokens = admission.num_cached_tokens
         self.note_units("admitted", at_s, admission.missing_units, cached_tokens=admission.num_cached_tokens)
         for finished in admission.finished:

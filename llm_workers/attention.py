@@ -17,7 +17,7 @@ import torch
 from fabric.errors import ConfigError
 from llm_workers.attention_sdpa import SdpaStep
 from llm_workers.attention_varlen import VarlenStep, is_varlen_available
-from llm_workers.paged_kv import PagedKV, Rows
+from llm_workers.paged_kv import PagedKV, SequenceRows
 
 ATTENTION_NAME = "weft_paged"
 
@@ -25,7 +25,7 @@ ATTENTION_NAME = "weft_paged"
 class AttentionStep(Protocol):
     """An `AttentionStep` is the object that the keyword `weft` carries to every attention layer of a forward pass."""
 
-    rows: Sequence[Rows]
+    rows: Sequence[SequenceRows]
     """Holds the rows for which the step was built."""
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
@@ -38,7 +38,7 @@ class AttentionStep(Protocol):
 class Backend(Protocol):
     """A `Backend` is one implementation of attention over pages. The runner calls it once per step."""
 
-    def __call__(self, kv: PagedKV, rows: Sequence[Rows]) -> AttentionStep: ...
+    def __call__(self, kv: PagedKV, rows: Sequence[SequenceRows]) -> AttentionStep: ...
 
 
 def select_backend(name: str, kv: PagedKV) -> Backend:

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from llm_workers.native_attention import NativeChunks, NativeDecode, is_native, is_native_for_chunks
-from llm_workers.paged_kv import PagedKV, Rows, StepRows, write_slots
+from llm_workers.paged_kv import PagedKV, SequenceRows, StepRows, write_slots
 
 MIN_BUCKET_TOKENS = 64
 """Limits the contexts that share one batch regardless of their ratio. Below this length, a separate call costs more
@@ -56,7 +56,7 @@ class PrefillChunk(NamedTuple):
 class SdpaStep:
     """`SdpaStep` is an `AttentionStep` that runs on any device."""
 
-    def __init__(self, kv: PagedKV, rows: Sequence[Rows]) -> None:
+    def __init__(self, kv: PagedKV, rows: Sequence[SequenceRows]) -> None:
         step = StepRows.of(rows)
         self._kv, self.rows = kv, step
         self._write = write_slots(kv, step)
@@ -108,18 +108,18 @@ class SdpaStep:
         return [_prefill_chunk(self._kv, row) for row in self._chunk_rows]
 
 
-def buckets(rows: Iterable[Rows]) -> list[list[Rows]]:
+def buckets(rows: Iterable[SequenceRows]) -> list[list[SequenceRows]]:
     """Groups the rows so that the longest context of a group is at most twice the shortest (or MIN_BUCKET_TOKENS)."""
-    size_to_rows: dict[int, list[Rows]] = {}
+    size_to_rows: dict[int, list[SequenceRows]] = {}
     for row in rows:
         size_to_rows.setdefault(max(row.context, MIN_BUCKET_TOKENS).bit_length(), []).append(row)
     return [size_to_rows[size] for size in sorted(size_to_rows)]
 
 
-def groups(rows: Sequence[Rows], max_tokens: int) -> list[list[Rows]]:
+def groups(rows: Sequence[SequenceRows], max_tokens: int) -> list[list[SequenceRows]]:
     """Sorts the rows by context and cuts them into groups. With its padding a group has at most `max_tokens` tokens, or
     it has a single row."""
-    cut: list[list[Rows]] = []
+    cut: list[list[SequenceRows]] = []
     for row in sorted(rows, key=lambda row: row.context):
         if cut and (len(cut[-1]) + 1) * row.context <= max_tokens:
             cut[-1].append(row)
@@ -128,7 +128,7 @@ def groups(rows: Sequence[Rows], max_tokens: int) -> list[list[Rows]]:
     return cut
 
 
-def _groups(kv: PagedKV, rows: Sequence[Rows]) -> list[list[Rows]]:
+def _groups(kv: PagedKV, rows: Sequence[SequenceRows]) -> list[list[SequenceRows]]:
     cut = buckets(rows)
     if kv.device.type != "cpu":
         return cut
@@ -137,7 +137,7 @@ def _groups(kv: PagedKV, rows: Sequence[Rows]) -> list[list[Rows]]:
     return [group for bucket in cut for group in groups(bucket, max_tokens)]
 
 
-def _decode_batches(kv: PagedKV, cut: Sequence[Sequence[Rows]]) -> list[GatheredDecodes]:
+def _decode_batches(kv: PagedKV, cut: Sequence[Sequence[SequenceRows]]) -> list[GatheredDecodes]:
     most = max((len(group) * max(row.context for row in group) for group in cut), default=0)
     keys, _ = kv.layer(0)
     gathered = torch.empty((2, most, *keys.shape[1:]), dtype=kv.dtype, device=kv.device)
@@ -147,7 +147,7 @@ def _decode_batches(kv: PagedKV, cut: Sequence[Sequence[Rows]]) -> list[Gathered
     return batches
 
 
-def _decode_batch(kv: PagedKV, rows: Sequence[Rows], first: int, gathered: torch.Tensor) -> GatheredDecodes:
+def _decode_batch(kv: PagedKV, rows: Sequence[SequenceRows], first: int, gathered: torch.Tensor) -> GatheredDecodes:
     contexts = np.array([row.context for row in rows])
     width = int(contexts.max())
     slots = np.empty((len(rows), width), dtype=np.int64)
@@ -161,7 +161,7 @@ def _decode_batch(kv: PagedKV, rows: Sequence[Rows], first: int, gathered: torch
     return GatheredDecodes(first, first + len(rows), flat, width, mask, gathered[:, : len(flat)])
 
 
-def _prefill_chunk(kv: PagedKV, row: Rows) -> PrefillChunk:
+def _prefill_chunk(kv: PagedKV, row: SequenceRows) -> PrefillChunk:
     slots = torch.from_numpy(kv.slots(row.block_ids, 0, row.context)).to(kv.device)
     mask = None
     if row.start > 0:

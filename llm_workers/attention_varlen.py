@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llm_workers.paged_kv import PagedKV, Rows, write_slots
+from llm_workers.paged_kv import PagedKV, SequenceRows, write_slots
 
 PAGE_TOKENS_MULTIPLE = 256
 """The block size must be a multiple of this many tokens for the paged kernel of flash attention; smaller blocks are
@@ -43,7 +43,7 @@ def has_block_tables() -> bool:
 class VarlenStep:
     """`VarlenStep` is an `AttentionStep` for CUDA in float16 or bfloat16."""
 
-    def __init__(self, kv: PagedKV, rows: Sequence[Rows]) -> None:
+    def __init__(self, kv: PagedKV, rows: Sequence[SequenceRows]) -> None:
         self._kv, self.rows = kv, rows
         self._write = write_slots(kv, rows)
         contexts = [row.context for row in rows]
@@ -93,7 +93,7 @@ def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)).to(device)
 
 
-def _block_table(rows: Sequence[Rows], device: torch.device) -> torch.Tensor:
+def _block_table(rows: Sequence[SequenceRows], device: torch.device) -> torch.Tensor:
     """Returns the block tables as one int32 tensor with shape `(num_rows, longest)`. Short tables are padded with their
     own first block."""
     table = np.empty((len(rows), max(len(row.block_ids) for row in rows)), dtype=np.int32)
@@ -103,7 +103,7 @@ def _block_table(rows: Sequence[Rows], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(table).to(device)
 
 
-def _tail_slots(kv: PagedKV, rows: Sequence[Rows]) -> torch.Tensor:
+def _tail_slots(kv: PagedKV, rows: Sequence[SequenceRows]) -> torch.Tensor:
     """Returns the unwritten slots of each sequence's last block. They are zeroed before the kernel reads whole pages: a
     NaN that an earlier sequence left there would pass through the mask (0 * NaN is NaN)."""
     tails = [kv.slots(row.block_ids, row.context, -(-row.context // kv.block_size) * kv.block_size) for row in rows]

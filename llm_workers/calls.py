@@ -17,7 +17,7 @@ from fabric.ids import AttemptId, MemberId, UnitKey
 from fabric.messages import FeatureNeeded, GenerateRequest, GenerateResult, TokenFrame, TokenFrames
 from fabric.plane import Plane
 from llm_workers.attempts import OpenAttempt
-from llm_workers.intake_entries import Need
+from llm_workers.intake_entries import MissingUnit
 from llm_workers.scheduling.events import StepEvents
 from llm_workers.updates import Update
 
@@ -96,7 +96,7 @@ class OpenCalls:
         if call := self._calls.get(attempt_id):
             call.attempt.note_units(name, self._clock.now(), [unit])
 
-    def needed(self, needs: Sequence[Need]) -> None:
+    def needed(self, needs: Sequence[MissingUnit]) -> None:
         """Asks the routers for units, with one message per attempt and reason."""
         grouped: dict[tuple[AttemptId, str], list[UnitKey]] = defaultdict(list)
         for need in needs:

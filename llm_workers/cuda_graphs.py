@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from llm_workers.attention_varlen import PAGE_TOKENS_MULTIPLE, has_block_tables, is_varlen_available
-from llm_workers.paged_kv import PagedKV, Rows
+from llm_workers.paged_kv import PagedKV, SequenceRows
 from modalities.family import LanguageModel
 
 _LOG = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class DecodeInputs:
     def __init__(self, kv: PagedKV, size: int, max_blocks: int) -> None:
         """Allocates the buffers. `max_blocks` is the largest number of blocks of one sequence."""
         self._kv, self.size = kv, size
-        self.rows: Sequence[Rows] = ()
+        self.rows: Sequence[SequenceRows] = ()
         at = {"device": kv.device}
         self.write = torch.zeros(size, dtype=torch.int64, **at)
         self.tails = torch.zeros(size * kv.block_size, dtype=torch.int64, **at)
@@ -45,7 +45,7 @@ class DecodeInputs:
         self.contexts = torch.ones(size, dtype=torch.int32, **at)
         self._cu_q = torch.arange(size + 1, dtype=torch.int32, **at)
 
-    def load(self, rows: Sequence[Rows]) -> None:
+    def load(self, rows: Sequence[SequenceRows]) -> None:
         """Fills the buffers for at most `size` rows of one token each. The block tables of the rows must fit into the
         buffer."""
         self.rows = rows
@@ -132,7 +132,9 @@ class GraphedModel:
                 return self._model.forward(embeddings, positions, attention, None, None)
         return self._graphs[size].replay(embeddings, positions, attention.rows)
 
-    def _record(self, size: int, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[Rows]) -> _Recorded:
+    def _record(
+        self, size: int, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[SequenceRows]
+    ) -> _Recorded:
         recorded = _Recorded(
             DecodeInputs(self._kv, size, self._max_blocks),
             embeddings.new_zeros((size, embeddings.shape[1])),
@@ -151,7 +153,7 @@ class _Recorded:
         self._hidden = embeddings
 
     def record(
-        self, model: LanguageModel, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[Rows]
+        self, model: LanguageModel, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[SequenceRows]
     ) -> None:
         """Warms up on a separate stream, then records. The replay that follows writes the step's keys and values
         again."""
@@ -167,12 +169,12 @@ class _Recorded:
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._hidden = model.forward(self._embeddings, self._positions, self._inputs, None, None)
 
-    def replay(self, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[Rows]) -> torch.Tensor:
+    def replay(self, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[SequenceRows]) -> torch.Tensor:
         self._load(embeddings, positions, rows)
         self._graph.replay()
         return self._hidden[: len(rows)]
 
-    def _load(self, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[Rows]) -> None:
+    def _load(self, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[SequenceRows]) -> None:
         num_rows = len(rows)
         self._inputs.load(rows)
         self._embeddings[:num_rows] = embeddings
@@ -181,7 +183,7 @@ class _Recorded:
         self._positions[:, num_rows:] = positions[:, :1]
 
 
-def graph_size(rows: Sequence[Rows]) -> int | None:
+def graph_size(rows: Sequence[SequenceRows]) -> int | None:
     """Returns the number of rows of the graph for this step. Returns None if a row has several tokens or the step is
     too large."""
     if any(row.num_tokens != 1 for row in rows):

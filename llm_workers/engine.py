@@ -25,7 +25,7 @@ from llm_workers.scheduling.arrival import Arrival
 from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, NOT_FINITE_TOKEN, Chunk, StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
-from llm_workers.updates import AbortedSequence, Admitted, Failed, LetGo, Snapshot, Update
+from llm_workers.updates import AbortedSequence, Admitted, BlockSnapshot, FailedAttempt, LetGo, Update
 from modalities.family import Positions
 
 _LOG = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Engine:
             arrival = self._scheduler.prepare(request, positions, guide)
         except Exception as error:
             # An update answers this failure, as it answers every failure.
-            failed = Failed(attempt, _admission_error(attempt, error))
+            failed = FailedAttempt(attempt, _admission_error(attempt, error))
             self._commands.put(lambda update: update.failed.append(failed))
         else:
             self._commands.put(lambda update: self._add(arrival, update))
@@ -203,7 +203,7 @@ class Engine:
             # Wrong numbers in one request must not end the other requests.
             if not isinstance(error, WeftError):
                 self._scheduler.abort(arrival.attempt_id)
-            update.failed.append(Failed(arrival.attempt_id, _admission_error(arrival.attempt_id, error)))
+            update.failed.append(FailedAttempt(arrival.attempt_id, _admission_error(arrival.attempt_id, error)))
 
     def _abort(self, attempt: AttemptId, choices: Sequence[int], update: Update) -> None:
         times = self._scheduler.times_of(attempt)
@@ -225,7 +225,7 @@ class Engine:
         snapshot."""
         self._drain_kv_events(update)
         last_seq, chains = self._scheduler.kv_snapshot()
-        update.snapshots.append(Snapshot(address, last_seq, chains))
+        update.snapshots.append(BlockSnapshot(address, last_seq, chains))
 
     def _let_go_unneeded(self, update: Update) -> None:
         """Releases the units that no sequence needs any more, and the units that landed without any sequence that needs
@@ -250,7 +250,7 @@ class Engine:
             self._scheduler.rollback(plan)
             for attempt, error in failed.items():
                 self._scheduler.abort(attempt)
-                update.failed.append(Failed(attempt, error))
+                update.failed.append(FailedAttempt(attempt, error))
             self._distrust(plan, result, update)
         else:
             update.events = self._scheduler.commit(plan, result)

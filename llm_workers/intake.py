@@ -28,13 +28,13 @@ from llm_workers.intake_entries import (
     LOST,
     Announced,
     Announcements,
-    Need,
+    MissingUnit,
     UnitUsers,
     WantingAttempt,
     remember,
 )
 from llm_workers.scheduling.events import NextRead
-from llm_workers.turns import Backwards, Rank, Turn, TurnQueue
+from llm_workers.turns import Backwards, Rank, ReadTurn, TurnQueue
 
 Pair = tuple[AttemptId, UnitKey]
 
@@ -60,7 +60,7 @@ class Intake:
         self._ended: OrderedDict[AttemptId, None] = OrderedDict()
         self._spent: OrderedDict[Pair, None] = OrderedDict()
         # Every event keeps these queues up to date.
-        self._to_pull: TurnQueue[UnitKey, Turn] = TurnQueue()
+        self._to_pull: TurnQueue[UnitKey, ReadTurn] = TurnQueue()
         """Holds the announced units that some attempt wants and that are neither landed nor being pulled."""
         self._to_evict: TurnQueue[UnitKey, Backwards] = TurnQueue()
         """Holds the landed units that take room and that some attempt reads; the unit that is read last comes first."""
@@ -283,7 +283,7 @@ class Intake:
                 taken.append(announced.ready)
         return taken
 
-    def take_needed(self) -> list[Need]:
+    def take_needed(self) -> list[MissingUnit]:
         """Takes the missing units that are neither announced, nor awaited, nor being pulled; from then on they count as
         awaited. Units that are awaited for too long are requested again, because no message on the plane is
         acknowledged."""
@@ -298,7 +298,7 @@ class Intake:
                 continue
             since_s = known.awaited.get(unit)
             if since_s is None or now_s - since_s >= self._wait_s:
-                needs.append(Need(attempt, unit, known.missing[unit] if since_s is None else LOST))
+                needs.append(MissingUnit(attempt, unit, known.missing[unit] if since_s is None else LOST))
                 self._await(attempt, unit)
         return needs
 
@@ -314,7 +314,7 @@ class Intake:
         """Returns the number of announcements, running pulls and landed units; it is 0 when the worker is idle."""
         return len(self._announced) + len(self._pulling) + len(self._landed)
 
-    def _first_pull(self, unit: UnitKey) -> Turn | None:
+    def _first_pull(self, unit: UnitKey) -> ReadTurn | None:
         """Returns the earliest turn among the attempts that want the unit. Returns None if no attempt wants it, or if
         it has landed or is being pulled."""
         users = self._users.get(unit)

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 from fabric.ids import AttemptId, UnitKey
 from fabric.messages import UnitReady
 from llm_workers.scheduling.events import NextRead
-from llm_workers.turns import Rank, Turn, TurnQueue
+from llm_workers.turns import Rank, ReadTurn, TurnQueue
 
 LOST = "lost"
 MEMORY = 4096
@@ -23,8 +23,8 @@ MEMORY = 4096
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Need(NamedTuple):
-    """A `Need` is a unit that the worker must request from the router."""
+class MissingUnit(NamedTuple):
+    """A `MissingUnit` is a unit that the worker must request from the router."""
 
     attempt: AttemptId
     unit: UnitKey
@@ -68,11 +68,11 @@ class UnitUsers:
     named: dict[AttemptId, NextRead] = field(default_factory=dict)
     """Holds the latest report of the engine: the attempts that have to read the unit, and where each reads it next. It
     may contain attempts that have already ended here."""
-    wanting: TurnQueue[AttemptId, Turn] = field(default_factory=TurnQueue)
+    wanting: TurnQueue[AttemptId, ReadTurn] = field(default_factory=TurnQueue)
     """Holds the attempts that want the unit to be pulled."""
-    reading: TurnQueue[AttemptId, Turn] = field(default_factory=TurnQueue)
+    reading: TurnQueue[AttemptId, ReadTurn] = field(default_factory=TurnQueue)
     """Holds the attempts that are in `named` or that are not admitted yet."""
-    silent: TurnQueue[AttemptId, Turn] = field(default_factory=TurnQueue)
+    silent: TurnQueue[AttemptId, ReadTurn] = field(default_factory=TurnQueue)
     """Holds the admitted attempts that are not in `named`."""
 
     def place(self, attempt: AttemptId, unit: UnitKey) -> None:
@@ -80,7 +80,7 @@ class UnitUsers:
         known, named = self.attempts[attempt], self.named.get(attempt)
         is_reading = named is not None or not known.is_admitted
         read = named if named is not None and known.is_admitted else NextRead(0, known.order[unit])
-        turn = Turn(not is_reading, known.rank, read)
+        turn = ReadTurn(not is_reading, known.rank, read)
         for queue, is_in in (
             (self.wanting, known.wants(unit)),
             (self.reading, is_reading),
@@ -96,12 +96,12 @@ class UnitUsers:
             for queue in (self.wanting, self.reading, self.silent):
                 queue.discard(attempt)
 
-    def first_pull(self) -> Turn | None:
+    def first_pull(self) -> ReadTurn | None:
         """Returns the earliest turn among the attempts that want the unit, or None if no attempt wants it."""
         first = self.wanting.first()
         return first and first[0]
 
-    def first_use(self) -> Turn | None:
+    def first_use(self) -> ReadTurn | None:
         """Returns the earliest turn among the attempts that still have to read the unit, or None if there is none. If
         the engine has not reported any reader of the unit, all attempts that contain it count as readers."""
         queues = (self.reading,) if self.named else (self.reading, self.silent)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fabric.c_library import load_c_library
-from llm_workers.paged_kv import PagedKV, Rows, SingleRows, padded_tables
+from llm_workers.paged_kv import PagedKV, SequenceRows, SingleRows, padded_tables
 
 DTYPE_TO_SOURCE = {
     torch.bfloat16: Path(__file__).with_name("paged_attention.c"),
@@ -103,7 +103,7 @@ class NativeDecode:
 class NativeChunks:
     """Attends the prompt chunks of one step. Their keys and values must already lie in the pages."""
 
-    def __init__(self, kv: PagedKV, rows: Sequence[Rows]) -> None:
+    def __init__(self, kv: PagedKV, rows: Sequence[SequenceRows]) -> None:
         """Prepares the tables of the chunks. `rows` must contain at least one chunk."""
         self._kv = kv
         self._tables = padded_tables([row.block_ids for row in rows])

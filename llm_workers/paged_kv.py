@@ -15,7 +15,7 @@ import torch
 from llm_workers.scheduling.plan import NO_BLOCK
 
 
-class Rows(NamedTuple):
+class SequenceRows(NamedTuple):
     """Describes one sequence's tokens of a step. The rows `[at, at + num_tokens)` of the packed input hold the
     positions `[start, start + num_tokens)` of the sequence. `block_ids` covers all positions up to the last of these
     tokens. The content of block `copied_from`, if there is one, is copied before the step into the block that contains
@@ -55,16 +55,16 @@ class SingleRows(NamedTuple):
     """Holds the block tables, padded with their own first block. Has shape `(n, width)`."""
 
 
-class StepRows(Sequence[Rows]):
-    """Holds all rows of a step: `decodes` as arrays, followed by the `others`. It also acts as a sequence of `Rows` for
-    code that needs one object per row."""
+class StepRows(Sequence[SequenceRows]):
+    """Holds all rows of a step: `decodes` as arrays, followed by the `others`. It also acts as a sequence of
+    `SequenceRows` for code that needs one object per sequence."""
 
-    def __init__(self, others: Sequence[Rows], decodes: DecodeRows | None = None) -> None:
+    def __init__(self, others: Sequence[SequenceRows], decodes: DecodeRows | None = None) -> None:
         self.others, self.decodes = others, decodes
-        self._rows: list[Rows] | None = None
+        self._rows: list[SequenceRows] | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[Rows]) -> StepRows:
+    def of(cls, rows: Sequence[SequenceRows]) -> StepRows:
         return rows if isinstance(rows, StepRows) else cls(rows)
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class StepRows(Sequence[Rows]):
     def __getitem__(self, index: Any) -> Any:
         return self._all()[index]
 
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[SequenceRows]:
         return iter(self._all())
 
     def singles(self) -> SingleRows:
@@ -93,12 +93,14 @@ class StepRows(Sequence[Rows]):
         joined[len(starts) :, : tables.shape[1]] = tables
         return SingleRows(np.concatenate([np.arange(len(starts)), at]), np.concatenate([starts + 1, contexts]), joined)
 
-    def _all(self) -> list[Rows]:
+    def _all(self) -> list[SequenceRows]:
         if self._rows is None:
             self._rows = list(self.others)
             if self.decodes is not None:
                 rows = zip(self.decodes.starts.tolist(), self.decodes.tables, self.decodes.num_blocks, strict=True)
-                self._rows[:0] = [Rows(at, start, 1, table[:count]) for at, (start, table, count) in enumerate(rows)]
+                self._rows[:0] = [
+                    SequenceRows(at, start, 1, table[:count]) for at, (start, table, count) in enumerate(rows)
+                ]
         return self._rows
 
 
@@ -170,7 +172,7 @@ class PagedKV:
         return block_ids[at // self.block_size] * self.block_size + at % self.block_size
 
 
-def write_slots(kv: PagedKV, rows: Sequence[Rows]) -> torch.Tensor:
+def write_slots(kv: PagedKV, rows: Sequence[SequenceRows]) -> torch.Tensor:
     """Returns the slots of all tokens of the step in packed order, as int64 `(num_tokens,)` on the KV's device."""
     step = StepRows.of(rows)
     slots = [kv.slots(row.block_ids, row.start, row.context) for row in step.others]
@@ -181,13 +183,13 @@ def write_slots(kv: PagedKV, rows: Sequence[Rows]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(slots)).to(kv.device)
 
 
-def copied_blocks(rows: Sequence[Rows], block_size: int) -> tuple[list[int], list[int]]:
+def copied_blocks(rows: Sequence[SequenceRows], block_size: int) -> tuple[list[int], list[int]]:
     """Returns the blocks to copy before the step, and for each of them its target block."""
     copies = [row for row in StepRows.of(rows).others if row.copied_from != NO_BLOCK]
     return [row.copied_from for row in copies], [int(row.block_ids[row.start // block_size]) for row in copies]
 
 
-def copy_blocks(kv: PagedKV, rows: Sequence[Rows]) -> None:
+def copy_blocks(kv: PagedKV, rows: Sequence[SequenceRows]) -> None:
     """Copies the blocks that the rows name. It must run before the step's forward pass. A repeated call changes
     nothing, because the step does not write to a source block."""
     sources, targets = copied_blocks(rows, kv.block_size)

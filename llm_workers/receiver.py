@@ -24,7 +24,7 @@ from fabric.messages import FeatureTicket, GenerateRequest, MediaItem, UnitReady
 from fabric.plane import Plane
 from llm_workers.config import WorkerConfig
 from llm_workers.intake import Intake
-from llm_workers.intake_entries import Need
+from llm_workers.intake_entries import MissingUnit
 from llm_workers.kept import KeptFeatures
 from llm_workers.scheduling.events import NextRead
 
@@ -45,11 +45,11 @@ class Listener(NamedTuple):
 
     event: Callable[[AttemptId, str, UnitKey], None]
     """Reports `unit_announced`, `unit_landed` or `unit_reused` (a kept feature is used again) for the trace."""
-    needed: Callable[[Sequence[Need]], None]
+    needed: Callable[[Sequence[MissingUnit]], None]
     failed: Callable[[AttemptId, WeftError], None]
 
 
-class Endpoint(NamedTuple):
+class FeatureEndpoint(NamedTuple):
     """Holds this worker's id, its message plane, its end of the feature channel, and its clock."""
 
     member_id: MemberId
@@ -64,7 +64,7 @@ class Receiver:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        endpoint: FeatureEndpoint,
         config: WorkerConfig,
         levels: tuple[int, int],
         engine: EngineSide,

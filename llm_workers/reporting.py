@@ -19,7 +19,7 @@ _NEW_SHARE = 0.1
 """This is the weight of a sequence that has just ended in the moving average of the time that sequences take."""
 
 
-class Reporter:
+class WorkerReporter:
     """Holds the latest numbers of the engine and builds reports from them."""
 
     def __init__(

@@ -19,7 +19,7 @@ import torch
 
 from llm_workers.attention import AttentionStep, Backend
 from llm_workers.drawing import draw, rows_to_finish
-from llm_workers.paged_kv import DecodeRows, PagedKV, Rows, StepRows, copy_blocks, write_slots
+from llm_workers.paged_kv import DecodeRows, PagedKV, SequenceRows, StepRows, copy_blocks, write_slots
 from llm_workers.scheduling.plan import Chunk, StepPlan, StepResult
 from llm_workers.side_rows import SideRows
 from llm_workers.splice import FeatureReader, PlacedSplice, splice_features
@@ -114,7 +114,7 @@ class Runner:
             positions.insert(0, decodes.positions)
         rows = StepRows(
             [
-                Rows(int(at), chunk.start, chunk.num_tokens, chunk.block_ids, chunk.copied_from)
+                SequenceRows(int(at), chunk.start, chunk.num_tokens, chunk.block_ids, chunk.copied_from)
                 for at, chunk in zip(starts, plan.others, strict=False)
             ],
             None if decodes is None else DecodeRows(decodes.starts, decodes.tables, decodes.num_blocks),

@@ -44,8 +44,8 @@ from llm_workers.grammar import GrammarCompiler
 from llm_workers.landed import LandedFeatures
 from llm_workers.paged_kv import PagedKV
 from llm_workers.peers import Peers
-from llm_workers.receiver import Endpoint, Listener, Receiver
-from llm_workers.reporting import Reporter
+from llm_workers.receiver import FeatureEndpoint, Listener, Receiver
+from llm_workers.reporting import WorkerReporter
 from llm_workers.routers import RouterLinks
 from llm_workers.runner import Runner, RunTimes
 from llm_workers.scheduling.guidance import Guide
@@ -90,13 +90,13 @@ class WorkerService:
         self._runner = Runner(model, kv, LandedFeatures(landed), backend, make_side_rows(model, kv, config.side_layers))
         self._engine = Engine(scheduler, self._runner, clock, self._post)
         self._calls = OpenCalls(member_id, plane, clock)
-        endpoint = Endpoint(member_id, plane, sink, clock)
+        endpoint = FeatureEndpoint(member_id, plane, sink, clock)
         listener = Listener(self._calls.unit_event, self._calls.needed, self._fail)
         self._receiver = Receiver(
             endpoint, config, (shape.num_levels, shape.hidden_size), self._engine, listener, landed
         )
         self._routers = RouterLinks(plane, clock)
-        self._reporter = Reporter(member_id, config, scheduler.stats(), sink, self._receiver.kept)
+        self._reporter = WorkerReporter(member_id, config, scheduler.stats(), sink, self._receiver.kept)
         self._peers = Peers(plane, sink, self._receiver)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fabric.errors import ConfigError
-from llm_workers.paged_kv import PagedKV, Rows, copied_blocks, copy_pages
+from llm_workers.paged_kv import PagedKV, SequenceRows, copied_blocks, copy_pages
 from llm_workers.scheduling.plan import Chunk
 from modalities.family import LanguageModel
 
@@ -56,7 +56,7 @@ class SideRows:
             for hook in hooks:
                 hook.remove()
 
-    def copy_blocks(self, rows: Sequence[Rows]) -> None:
+    def copy_blocks(self, rows: Sequence[SequenceRows]) -> None:
         """Copies the same blocks as the copy in the KV."""
         sources, targets = copied_blocks(rows, self._kv.block_size)
         for pages in self._name_to_pages.values() if sources else ():

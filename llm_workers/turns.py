@@ -18,9 +18,9 @@ Rank = tuple[int, float, str]
 order everywhere."""
 
 
-class Turn(NamedTuple):
-    """A `Turn` is the place of one attempt's read of a unit in the order of all reads. A unit is one separately encoded
-    part of a media item."""
+class ReadTurn(NamedTuple):
+    """A `ReadTurn` is the place of one attempt's read of a unit in the order of all reads. A unit is one separately
+    encoded part of a media item."""
 
     is_silent: bool
     """Says that the attempt is admitted but the engine does not report it as a reader: the attempt requested the unit
@@ -32,17 +32,17 @@ class Turn(NamedTuple):
 class Backwards(NamedTuple):
     """Reverses the order of a turn: in a queue of `Backwards` entries, the last turn comes first."""
 
-    turn: Turn
+    turn: ReadTurn
 
-    def __lt__(self, other: tuple[Turn, ...]) -> bool:
+    def __lt__(self, other: tuple[ReadTurn, ...]) -> bool:
         return other[0] < self.turn
 
-    def __gt__(self, other: tuple[Turn, ...]) -> bool:
+    def __gt__(self, other: tuple[ReadTurn, ...]) -> bool:
         return other[0] > self.turn
 
 
 Key = TypeVar("Key", AttemptId, UnitKey)
-Order = TypeVar("Order", Turn, Backwards)
+Order = TypeVar("Order", ReadTurn, Backwards)
 SPARE = 16
 """Limits the forgotten entries that may always stay in the heap."""
 

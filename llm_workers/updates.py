@@ -11,17 +11,17 @@ from typing import NamedTuple
 from fabric.errors import WeftError
 from fabric.ids import AttemptId, SequenceId, UnitKey
 from fabric.messages import BlocksStored, KvEvent
-from llm_workers.scheduling.events import Admission, NeededUnit, SchedulerStats, SequenceTimes, StepEvents
+from llm_workers.scheduling.events import AdmittedSequences, NeededUnit, SchedulerStats, SequenceTimes, StepEvents
 from llm_workers.scheduling.reads import Reads
 from llm_workers.step_costs import StepWork
 
 
 class Admitted(NamedTuple):
     attempt: AttemptId
-    admission: Admission
+    admission: AdmittedSequences
 
 
-class Failed(NamedTuple):
+class FailedAttempt(NamedTuple):
     attempt: AttemptId
     error: WeftError
 
@@ -41,7 +41,7 @@ class LetGo(NamedTuple):
     missed_by: tuple[AttemptId, ...] = ()
 
 
-class Snapshot(NamedTuple):
+class BlockSnapshot(NamedTuple):
     address: str
     last_seq: int
     chains: Sequence[BlocksStored]
@@ -63,13 +63,13 @@ class Update:
     """Measures the seconds from the planning of the step to its commit."""
     events: StepEvents | None = None
     aborted: list[AbortedSequence] = field(default_factory=list)
-    failed: list[Failed] = field(default_factory=list)
+    failed: list[FailedAttempt] = field(default_factory=list)
     distrusted: list[UnitKey] = field(default_factory=list)
     """Holds the units that a failed sequence has read and that may be the cause of the failure. The engine releases
     them, and no sequence may use them again."""
     kv_first_seq: int = 0
     kv_events: list[KvEvent] = field(default_factory=list)
-    snapshots: list[Snapshot] = field(default_factory=list)
+    snapshots: list[BlockSnapshot] = field(default_factory=list)
     stats: SchedulerStats | None = None
     at_s: float = 0.0
     death: WeftError | None = None

@@ -22,7 +22,7 @@ from av.video.stream import VideoStream
 from fabric.errors import InvalidMedia
 from modalities.family import AudioHeader
 from modalities.mpeg_audio import first_frame, one_stream
-from modalities.packets import Tally, lost_packets, num_samples, num_stored_packets, tally
+from modalities.packets import PacketTally, lost_packets, num_samples, num_stored_packets, tally
 from modalities.truncation import num_lost_bytes
 from modalities.unknown_media import seeming
 
@@ -146,7 +146,7 @@ def sound_stream(container: InputContainer) -> AudioStream | None:
     return None
 
 
-def check_whole(data: bytes, name: str, counted: Tally, param: str) -> None:
+def check_whole(data: bytes, name: str, counted: PacketTally, param: str) -> None:
     """Raises InvalidMedia if the file of format `name` holds less than it declares. May set `counted.num_packets` to
     the count without the edit list."""
     lost = lost_packets(name, counted)

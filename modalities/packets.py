@@ -31,7 +31,7 @@ at a stream's end."""
 
 
 @dataclass(slots=True)
-class Tally:
+class PacketTally:
     """Holds the counts of one stream. Times are in its time base."""
 
     stream: Stream
@@ -65,10 +65,10 @@ class Tally:
         return 0 if self.start is None else self.last - self.start + self.last_duration
 
 
-def tally(container: InputContainer, streams: Sequence[Stream]) -> dict[int, Tally]:
+def tally(container: InputContainer, streams: Sequence[Stream]) -> dict[int, PacketTally]:
     """Counts the rest of the file in one pass, and returns a dict that maps the index of each stream to its counts.
     Raises the errors that PyAV raises."""
-    tallies = {stream.index: Tally(stream, stream.frames, stream.duration or 0) for stream in streams}
+    tallies = {stream.index: PacketTally(stream, stream.frames, stream.duration or 0) for stream in streams}
     for packet in stream_packets(container, *streams):
         counted = tallies[packet.stream_index]
         counted.num_packets += 1
@@ -107,7 +107,7 @@ def stream_packets(container: InputContainer, *streams: Stream) -> Iterator[Pack
         yield packet
 
 
-def _count(counted: Tally, packet: Packet[Stream]) -> None:
+def _count(counted: PacketTally, packet: Packet[Stream]) -> None:
     counted.num_shown += 1
     duration = packet.duration or 0
     if not 0 <= duration < _MOST_DURATION:
@@ -131,7 +131,7 @@ def _count(counted: Tally, packet: Packet[Stream]) -> None:
         counted.num_padded_samples += min(at_end, duration)
 
 
-def seconds_shown(counted: Tally, stream: VideoStream) -> float:
+def seconds_shown(counted: PacketTally, stream: VideoStream) -> float:
     """Returns how many seconds the frames are shown. The result is exact at a constant rate, however coarse the
     container's clock is. Returns 0.0 if the file has no times."""
     if not counted.num_shown or stream.time_base is None:
@@ -147,7 +147,7 @@ def seconds_shown(counted: Tally, stream: VideoStream) -> float:
     return float(span)
 
 
-def irregular_times_s(counted: Tally, stream: VideoStream, seconds: float) -> npt.NDArray[np.float64] | None:
+def irregular_times_s(counted: PacketTally, stream: VideoStream, seconds: float) -> npt.NDArray[np.float64] | None:
     """Returns the time at which each picture appears if the rate varies: `(num_shown,)`, ascending from 0.0.
 
     Returns None if every picture is within half a frame (and a tick of the container's clock) of its place at the mean
@@ -165,7 +165,7 @@ def irregular_times_s(counted: Tally, stream: VideoStream, seconds: float) -> np
     return times_s
 
 
-def num_samples(counted: Tally, stream: AudioStream) -> int:
+def num_samples(counted: PacketTally, stream: AudioStream) -> int:
     """Returns the number of samples per channel that a decoder produces."""
     if stream.time_base is None or stream.rate <= 0:
         return 0
@@ -182,7 +182,7 @@ def num_samples(counted: Tally, stream: AudioStream) -> int:
     return max(0, round(found) - counted.num_skipped_samples - num_padded)
 
 
-def lost_packets(name: str, counted: Tally) -> str:
+def lost_packets(name: str, counted: PacketTally) -> str:
     """Returns in words how much less there is than the container `name` declares. Returns an empty string if nothing is
     missing beyond the tolerance, or if the container does not declare a number."""
     # Containers count each sample of PCM, but a packet holds hundreds of them.

@@ -42,7 +42,7 @@ def expand_placeholders(
     return ExpandedPrompt(np.repeat(ids, counts).tolist(), tuple(runs))
 
 
-class Rows(NamedTuple):
+class FeatureRows(NamedTuple):
     """Names the rows `[first, first + length)` of an item's features."""
 
     item: int
@@ -50,7 +50,7 @@ class Rows(NamedTuple):
     length: int
 
 
-Piece = Sequence[int] | Rows
+Piece = Sequence[int] | FeatureRows
 """A `Piece` is a sequence of tokens, or rows of features."""
 
 
@@ -83,7 +83,7 @@ def expand_pieces(
                 f"media item {index} is {plans[index].modality}, its placeholder is of another modality"
             )
         for piece in pieces_of(index):
-            if not isinstance(piece, Rows):
+            if not isinstance(piece, FeatureRows):
                 ids += piece
                 continue
             runs += _runs(plans[piece.item], piece, len(ids))
@@ -91,7 +91,7 @@ def expand_pieces(
     return ExpandedPrompt(ids, tuple(runs))
 
 
-def _runs(plan: ItemPlan, rows: Rows, offset: int) -> Iterator[PlaceholderRange]:
+def _runs(plan: ItemPlan, rows: FeatureRows, offset: int) -> Iterator[PlaceholderRange]:
     """Yields a run for each unit of the rows, which begin at position `offset`."""
     begin, first, end = 0, rows.first, rows.first + rows.length
     for unit, num_tokens in enumerate(plan.unit_tokens):

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import torch
 
-from modalities.video_rows import StepRows
+from modalities.video_rows import VideoRows
 
 
-def thinned(steps: torch.Tensor, rows: StepRows) -> torch.Tensor:
+def thinned(steps: torch.Tensor, rows: VideoRows) -> torch.Tensor:
     """Returns features `(num_levels, num_tokens, hidden)` for `(num_levels, num_steps, num_rows, hidden)`. It keeps
     some rows of each step, and then averages them over groups of several steps. The last group has the steps that
     remain."""

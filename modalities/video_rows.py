@@ -17,7 +17,7 @@ still being decoded, and no unit is much larger than this."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepRows:
+class VideoRows:
     """Says which rows of a video's steps remain and how many steps are averaged."""
 
     num_pooled: int
@@ -33,16 +33,16 @@ class StepRows:
         return (self.num_pooled, *self.kept)
 
     @staticmethod
-    def of_geometry(geometry: tuple[int, ...]) -> StepRows:
-        return StepRows(geometry[0], geometry[1:])
+    def of_geometry(geometry: tuple[int, ...]) -> VideoRows:
+        return VideoRows(geometry[0], geometry[1:])
 
 
-def step_rows(num_rows: int, options: MediaOptions) -> StepRows:
+def step_rows(num_rows: int, options: MediaOptions) -> VideoRows:
     """Returns which rows of a step are kept, out of the `num_rows` rows that the encoder makes; at least one row is
     kept."""
     num_kept = min(max(round(num_rows * options.keep_fraction), 1), num_rows)
     kept = tuple((2 * index + 1) * num_rows // (2 * num_kept) for index in range(num_kept))
-    return StepRows(max(options.num_pooled_frames, 1), kept)
+    return VideoRows(max(options.num_pooled_frames, 1), kept)
 
 
 def unit_steps(num_steps: int, num_patches: int, num_pooled: int) -> tuple[int, ...]:

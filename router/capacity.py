@@ -12,7 +12,7 @@ import asyncio
 
 from fabric.clock import Clock
 from router.metrics import RouterMetrics
-from router.planning.capacity import CapacityQueue, Need, Supply, Waiter
+from router.planning.capacity import CapacityNeed, CapacityQueue, Supply, Waiter
 
 
 class Wait:
@@ -73,7 +73,7 @@ class CapacityGate:
         """Returns whether requests that already wait must be released ahead of a request of this age."""
         return self._queue.num_waiting > 0 and self._queue.must_wait(age, self.clock.now())
 
-    def join(self, age: tuple[float, str], need: Need, limit_s: float) -> Wait:
+    def join(self, age: tuple[float, str], need: CapacityNeed, limit_s: float) -> Wait:
         """Adds a request to the queue for at most `limit_s` seconds, and returns its wait."""
         wait = Wait(self, Waiter(age, need, self.clock.now() + limit_s))
         self._waits[wait.waiter] = wait

@@ -31,7 +31,7 @@ from router.attempt import Attempt
 from router.capacity import CapacityGate, Wait
 from router.ladder import Ladder
 from router.parts import RouterParts
-from router.planning.capacity import Need
+from router.planning.capacity import CapacityNeed
 from router.prompt import Prompt
 from router.setbacks import Setbacks
 from router.streams import RequestStream
@@ -44,9 +44,9 @@ RETRIED = (Unavailable, TransferError, Busy)
 already had its time with every encoder that there was time for."""
 
 
-class Flight:
-    """A `Flight` runs in a task of its own. The message plane's handler passes frames and messages to it in the same
-    event loop."""
+class RequestRun:
+    """A `RequestRun` runs in a task of its own. The message plane's handler passes frames and messages to it in the
+    same event loop."""
 
     def __init__(
         self,
@@ -300,7 +300,7 @@ class Flight:
         """Waits in the queue for the members that the prompt needs. Returns False if the time was over before the
         members were there."""
         modalities = frozenset(item.modality for item in self._prompt.media)
-        need = Need(modalities, self._setbacks.exclusions(self._parts.clock.now()))
+        need = CapacityNeed(modalities, self._setbacks.exclusions(self._parts.clock.now()))
         self._trace.add("waiting", reason=reason)
         self._wait = wait = self._gate.join(self._age, need, self._left_to_wait_s)
         is_served = False

@@ -52,8 +52,8 @@ class Draft:
     """This is drawn once, so that a prompt that is made again draws the same tokens."""
 
 
-class Intake:
-    """An `Intake` has no state but the prober, which lives from `start` to `close`. Each router has one."""
+class PromptBuilder:
+    """An `PromptBuilder` has no state but the prober, which lives from `start` to `close`. Each router has one."""
 
     def __init__(
         self, config: RouterConfig, family: Family, codec: TextCodec, registry: Registry, prober: Prober

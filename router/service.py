@@ -34,8 +34,8 @@ from router.api.request import ChatRequest
 from router.capacity import CapacityGate
 from router.choices import ChoiceOutput
 from router.config import RouterConfig
-from router.flight import Flight
-from router.intake import Draft, Intake
+from router.flight import RequestRun
+from router.intake import Draft, PromptBuilder
 from router.ladder import Ladder
 from router.member_metrics import PlannerSeries
 from router.metrics import RouterMetrics
@@ -57,7 +57,7 @@ class RouterService:
         self,
         member_id: MemberId,
         config: RouterConfig,
-        intake: Intake,
+        intake: PromptBuilder,
         plane: Plane,
         pools: Pools,
         clock: Clock,
@@ -71,7 +71,7 @@ class RouterService:
         shape = intake.family.shape
         self._codec = intake.codec
         self._intake = intake
-        self._flights: dict[RequestId, Flight] = {}
+        self._flights: dict[RequestId, RequestRun] = {}
         self._heartbeats: asyncio.Task[None] | None = None
         self._parts = RouterParts(
             member_id=member_id,
@@ -221,7 +221,7 @@ class RouterService:
             lambda losses: intake.plan(draft, losses),
         )
         age = (self.wall_time(), str(request_id))
-        flight = Flight(self._parts, prompt, stream, age, trace, ladder, self._gate)
+        flight = RequestRun(self._parts, prompt, stream, age, trace, ladder, self._gate)
         self._flights[request_id] = flight
         flight.start(admitted_at_s, on_end=lambda: self._ended(request_id, own))
         return stream

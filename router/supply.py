@@ -42,7 +42,7 @@ SHORTEST_CALL_S = 0.1
 """An encoder gets this much time if the attempt has less left; no call is sent without a limit."""
 
 
-class OpenCall(NamedTuple):
+class OpenEncode(NamedTuple):
     encoder_id: MemberId
     items: tuple[int, ...]
 
@@ -82,7 +82,7 @@ class FeatureSupply:
         """Holds the indexes of items that failed to encode, if that failure ended the request."""
         self.lacks_encoder = False
         """This is True if the attempt ended because no encoder was left for an item."""
-        self._calls: dict[asyncio.Task[EncodeResult], OpenCall] = {}
+        self._calls: dict[asyncio.Task[EncodeResult], OpenEncode] = {}
         self._num_encodes = [0] * len(prompt.media)
         self._num_refusals = [0] * len(prompt.media)
         """Counts, per item, the encodings that an encoder refused because it was too busy."""
@@ -256,7 +256,7 @@ class FeatureSupply:
         )
         media = [self._prompt.media_bytes[index] for index in items]
         task = self._parts.tasks.spawn(self._encode(encoder_id, request, media), f"encode {request_id}/{attempt}")
-        self._calls[task] = OpenCall(encoder_id, items)
+        self._calls[task] = OpenEncode(encoder_id, items)
         task.add_done_callback(self._ended)
         self._trace.add("dispatched", to=encoder_id, attempt=attempt, items=list(items))
 

@@ -8,7 +8,7 @@ from fabric.ids import AttemptId, MemberId, MmHash, RequestId
 from fabric.messages import EncoderReport, MediaItem, Member, PlaceholderRange, WorkerReport
 from modalities.family import ModelShape
 from router.planning.links import LinkClass
-from router.planning.views import EncoderCosts, EncoderView, Line, RouteQuery, Snapshot, WorkerView
+from router.planning.views import ClusterView, EncoderCosts, EncoderView, Line, RouteQuery, WorkerView
 
 BLOCK_SIZE = 16
 SHAPE = ModelShape(
@@ -61,9 +61,9 @@ def encoder(name: str, **changes: object) -> EncoderView:
 
 def snapshot(
     workers: Sequence[WorkerView], encoders: Sequence[EncoderView] = (), tie_break: float = 0.0, **changes: object
-) -> Snapshot:
+) -> ClusterView:
     links = dict.fromkeys(LinkClass, LINK)
-    return Snapshot(BLOCK_SIZE, tuple(workers), tuple(encoders), links, tie_break=tie_break, **changes)
+    return ClusterView(BLOCK_SIZE, tuple(workers), tuple(encoders), links, tie_break=tie_break, **changes)
 
 
 def worker_member(name: str, host: str = "h-0", epoch: int = 1) -> Member:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from deploy.demo.build import demo_checkpoint
-from encoder_pool.samples import MODALITY_TO_SAMPLES, Sample
+from encoder_pool.samples import MODALITY_TO_SAMPLES, CalibrationSample
 from fabric.errors import InvalidMedia
 from fabric.messages import MediaItem, PlaceholderRange
 from modalities.family import (
@@ -146,5 +146,5 @@ def write_model(model_dir: Path) -> Path:
     return model_dir
 
 
-def _sample(num_points: int) -> Sample:
-    return Sample(PointHeader(num_points), np.zeros((num_points, 3), np.float32).tobytes())  # type: ignore[arg-type]
+def _sample(num_points: int) -> CalibrationSample:
+    return CalibrationSample(PointHeader(num_points), np.zeros((num_points, 3), np.float32).tobytes())  # type: ignore[arg-type]

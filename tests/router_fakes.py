@@ -39,7 +39,7 @@ from modalities.text.codec import TextCodec
 from modalities.text.detokenizer import LETTER_TO_BYTE
 from modalities.text.template import ChatTemplate
 from router.config import RouterConfig
-from router.intake import Intake
+from router.intake import PromptBuilder
 from router.pools import Pools
 from router.service import RouterService
 
@@ -153,7 +153,7 @@ class FakeCluster:
         self.service = RouterService(
             MemberId("router-0"),
             config,
-            Intake(config, family, self.codec, registry, NoProber()),
+            PromptBuilder(config, family, self.codec, registry, NoProber()),
             self.plane,
             Pools(self.pools, self.pools),
             clock,

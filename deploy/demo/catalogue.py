@@ -79,11 +79,11 @@ class TowerStage:
     peak_rate: float
     batch_size: int
     num_cycle_steps: int = 0
-    """Means the same as in `Stage`."""
+    """Means the same as in `TrainingStage`."""
 
     @property
     def part_to_rate(self) -> Mapping[str, float]:
-        """Means the same as in `Stage`; it is empty because there is only one part."""
+        """Means the same as in `TrainingStage`; it is empty because there is only one part."""
         return {}
 
 
@@ -101,7 +101,7 @@ TAUGHT_TOWER_RATE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class TrainingStage:
     """Describes one cycle of training on conversations."""
 
     name: str
@@ -194,10 +194,10 @@ def _practice(
     lesson_share: tuple[float, float],
     vision_rate: float = TAUGHT_TOWER_RATE,
     num_looks: int = 0,
-) -> Stage:
+) -> TrainingStage:
     """Returns a stage with all tasks, in which those in `weights` occur more often than the others."""
     tasks = tuple(replace(task, weight=weights.get(task.name, EASY_WEIGHT)) for task in TASKS)
-    return Stage(
+    return TrainingStage(
         name,
         tasks,
         num_steps,
@@ -210,8 +210,8 @@ def _practice(
     )
 
 
-STAGES: tuple[Stage, ...] = (
-    Stage(
+STAGES: tuple[TrainingStage, ...] = (
+    TrainingStage(
         "conversations",
         TASKS,
         2000,

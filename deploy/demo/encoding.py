@@ -16,7 +16,7 @@ import numpy.typing as npt
 from PIL import Image
 from tokenizers import Tokenizer
 
-from deploy.demo.media import SAMPLE_RATE, Clip, Picture, Sample, Sound, Turn
+from deploy.demo.media import SAMPLE_RATE, ChatTurn, Clip, Picture, Sample, Sound
 from modalities.qwen3_omni.config import ImageOptions, read_config
 from modalities.qwen3_omni.positions import grid_positions
 from modalities.qwen3_omni.preprocess import patchify, smart_resize
@@ -65,10 +65,10 @@ class SampleEncoder:
         for turn in sample.turns:
             self._turn(out, turn)
         out.last_turn = len(out.ids) + len(self._pieces("<|im_start|>assistant\n"))
-        self._turn(out, Turn("assistant", (sample.answer,)))
+        self._turn(out, ChatTurn("assistant", (sample.answer,)))
         return out
 
-    def _turn(self, out: Encoded, turn: Turn) -> None:
+    def _turn(self, out: Encoded, turn: ChatTurn) -> None:
         self._text(out, f"<|im_start|>{turn.role}\n")
         if turn.role == "assistant":
             self._text(out, "".join(str(part) for part in turn.parts) + "<|im_end|>", is_answer=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deploy.demo.media import Part, Sample, Turn
+from deploy.demo.media import ChatTurn, Part, Sample
 
 Rng = np.random.Generator
 
@@ -41,12 +41,12 @@ def pick(rng: Rng, options: Sequence[str]) -> str:
     return options[int(rng.integers(len(options)))]
 
 
-def system_turn(rng: Rng, manner: str) -> tuple[Turn, ...]:
+def system_turn(rng: Rng, manner: str) -> tuple[ChatTurn, ...]:
     """Returns the system turn for a manner of answering. `manner` is `word`, `sentence`, or `free` (no system prompt,
     which means a word)."""
     if manner == "free":
         return ()
-    return (Turn("system", (pick(rng, WORD_PROMPTS if manner == "word" else SENTENCE_PROMPTS),)),)
+    return (ChatTurn("system", (pick(rng, WORD_PROMPTS if manner == "word" else SENTENCE_PROMPTS),)),)
 
 
 def any_manner(rng: Rng) -> str:
@@ -56,15 +56,15 @@ def any_manner(rng: Rng) -> str:
 def conversation(rng: Rng, task: str, media: Sequence[Part], facts: Sequence[Fact], manner: str = "free") -> Sample:
     """Returns a conversation with a question for each fact, the last one not yet answered. The media stand in the first
     user turn, before or after its question."""
-    turns: list[Turn] = list(system_turn(rng, manner))
+    turns: list[ChatTurn] = list(system_turn(rng, manner))
     for index, fact in enumerate(facts):
         question = pick(rng, fact.questions)
         if index == 0:
             is_media_first = rng.random() < 0.7
-            turns.append(Turn("user", (*media, question) if is_media_first else (question, *media)))
+            turns.append(ChatTurn("user", (*media, question) if is_media_first else (question, *media)))
         else:
-            turns.append(Turn("user", (question,)))
-        turns.append(Turn("assistant", (fact.sentence if manner == "sentence" else fact.word,)))
+            turns.append(ChatTurn("user", (question,)))
+        turns.append(ChatTurn("assistant", (fact.sentence if manner == "sentence" else fact.word,)))
     answer = turns.pop().parts[0]
     assert isinstance(answer, str)
     return Sample(task, tuple(turns), answer)

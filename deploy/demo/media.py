@@ -40,7 +40,7 @@ Part = str | Picture | Sound | Clip
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ChatTurn:
     role: str
     parts: tuple[Part, ...]
 
@@ -50,7 +50,7 @@ class Sample:
     """Holds a conversation that ends with a user's turn, and the one right answer to it."""
 
     task: str
-    turns: tuple[Turn, ...]
+    turns: tuple[ChatTurn, ...]
     answer: str
 
     def media(self) -> Iterator[Picture | Sound | Clip]:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from deploy.allocator import ask_for_large_pages, keep_freed_memory
 from deploy.demo.batches import Batch, collate, forward, prepare_model
 from deploy.demo.build import write_all_but_weights
-from deploy.demo.catalogue import EARS, EYES, STAGES, Stage, TowerStage
+from deploy.demo.catalogue import EARS, EYES, STAGES, TowerStage, TrainingStage
 from deploy.demo.config import HIDDEN_SIZE
 from deploy.demo.ears import Ears, Noises
 from deploy.demo.encoding import SampleEncoder
@@ -40,7 +40,7 @@ SAVE_EVERY = 500
 """After every this many steps the weights so far are written, so that they can be inspected."""
 LOOK_WEIGHT = 0.2
 """Is the weight of the loss of the vision tower's own labels, relative to the loss of the answers."""
-ALL_STAGES: tuple[TowerStage | Stage, ...] = (EYES, EARS, *STAGES)
+ALL_STAGES: tuple[TowerStage | TrainingStage, ...] = (EYES, EARS, *STAGES)
 
 
 class Lesson(NamedTuple):
@@ -55,7 +55,7 @@ class Lesson(NamedTuple):
 class Conversations(Dataset[Batch]):
     """Draws a learner's share of batch `step` of a stage from the random stream of (seed, stage, learner, step)."""
 
-    def __init__(self, stage: Stage, key: tuple[int, int, int], model_dir: Path) -> None:
+    def __init__(self, stage: TrainingStage, key: tuple[int, int, int], model_dir: Path) -> None:
         self.stage = stage
         self._key = key
         self._tasks = (*stage.tasks, *stage.lessons)
@@ -148,7 +148,7 @@ def _lesson(index: int, model: Any, key: tuple[int, int], model_dir: Path) -> Le
     return Lesson(ConversationsAndSights(conversations, sights), pupil, judge_both)
 
 
-def _run_stage(stage: TowerStage | Stage, lesson: Lesson, save: Callable[[], None], learner: int) -> None:
+def _run_stage(stage: TowerStage | TrainingStage, lesson: Lesson, save: Callable[[], None], learner: int) -> None:
     num_steps = stage.num_cycle_steps or stage.num_steps
     device = learners_device(learner)
     lesson.pupil.to(device)

@@ -23,7 +23,7 @@ from deploy.environment import switches_of_actors
 from deploy.http_server import HttpServer
 from deploy.logs import configure_logs
 from deploy.memory import arena_bytes, inbox_bytes
-from deploy.ranks import Endpoint, open_worker
+from deploy.ranks import WorkerEndpoint, open_worker
 from deploy.serving.directory import Heartbeat, plane_keys
 from deploy.serving.followers import launch_actor, rank_bundles
 from deploy.serving.pinning import PinnedRequestRouter
@@ -110,7 +110,7 @@ class WorkerReplica:
         model = compose.load_model(config, Path(model_dir))
         self._plane = ZmqPlane(await plane_keys(config.ray.cluster_name), node_address(config))
         self._sink = NixlFeatureSink(str(member_id), inbox_bytes(config))
-        endpoint, address = Endpoint(member_id, self._plane, self._sink), node_address(config)
+        endpoint, address = WorkerEndpoint(member_id, self._plane, self._sink), node_address(config)
         self._worker = await asyncio.to_thread(open_worker, config, model, endpoint, address, launch_actor)
         self._service = self._worker.service
         record = compose.member("worker", member_id, self._plane.address, address)

@@ -14,7 +14,7 @@ from deploy.ranks import run_follower
 from llm_workers.tensor_parallel.invitation import Invitation
 
 if TYPE_CHECKING:
-    from llm_workers.tensor_parallel.group import Follower
+    from llm_workers.tensor_parallel.group import RankProcess
 
 _CPU_SHARE = 0.001
 """A bundle must ask for some resource, and Weft's replicas ask for no CPU, so it asks for this share of one."""
@@ -38,7 +38,7 @@ class FollowerActor:
 
 
 class RayFollower:
-    """A `RayFollower` is a `Follower` that runs as a Ray actor."""
+    """A `RayFollower` is a `RankProcess` that runs as a Ray actor."""
 
     def __init__(self, actor: Any, running: Any) -> None:
         self._actor, self._running = actor, running
@@ -51,7 +51,7 @@ class RayFollower:
         ray.kill(self._actor)
 
 
-def launch_actor(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> Follower:
+def launch_actor(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> RankProcess:
     """Starts a follower in the bundle of its rank. It must run in the replica's process."""
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=ray.util.get_current_placement_group(), placement_group_bundle_index=invitation.rank

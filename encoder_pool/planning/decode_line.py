@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from functools import cache
 from typing import NamedTuple
 
-from encoder_pool.planning.flight import DecodeRoom, Flight, Phase
+from encoder_pool.planning.flight import DecodeRoom, EncodeJob, Phase
 from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.shares import FirstRefused, is_within_share
 from fabric.ids import MemberId, MmHash
@@ -39,7 +39,7 @@ class DecodeLine:
         self,
         flights: Flights,
         room: DecodeRoom,
-        being_decoded: Collection[Flight] = (),
+        being_decoded: Collection[EncodeJob] = (),
         passed_s: float = 0.0,
         is_blocked: IsBlocked = lambda worker_id: False,
     ) -> None:
@@ -50,15 +50,15 @@ class DecodeLine:
         self._room = room
         self._being_decoded = being_decoded
         self._is_blocked = is_blocked
-        self._refused: FirstRefused[tuple[Flight, MemberId]] = FirstRefused(passed_s)
+        self._refused: FirstRefused[tuple[EncodeJob, MemberId]] = FirstRefused(passed_s)
         self._blocked: FirstRefused[MemberId] = FirstRefused(passed_s)
         """Holds the worker of the refused item while that worker is blocked."""
-        self._passed: set[Flight] = set()
+        self._passed: set[EncodeJob] = set()
         """Holds the flights that began since the refused item was due."""
         self._gave_way: set[MmHash] = set()
         """Holds the items that were put back to make room for the refused item; they do not begin again before it."""
 
-    def next(self, now_s: float, *, has_shares: bool = False) -> Flight | None:
+    def next(self, now_s: float, *, has_shares: bool = False) -> EncodeJob | None:
         """Returns the first flight in order that has room, for the caller to begin. Long items leave one decoder, and
         some of the room, to short ones. With `has_shares`, each worker has a limited share."""
         self._forget_gone(now_s, has_shares=has_shares)
@@ -69,7 +69,7 @@ class DecodeLine:
         may_be_long = self._flights.totals.num_long_decoding < max(1, self._room.max_long_items)
         is_blocked = cache(lambda worker_id: has_shares and self._is_blocked(worker_id))
 
-        def may_have(worker_id: MemberId, flight: Flight) -> bool:
+        def may_have(worker_id: MemberId, flight: EncodeJob) -> bool:
             return not has_shares or self._is_within_share(worker_id, flight, is_blocked(worker_id))
 
         first, can_go_on = self._first, self._blocked.thing is None
@@ -90,7 +90,7 @@ class DecodeLine:
                 return flight
         return None
 
-    def in_the_way(self, now_s: float) -> Flight | None:
+    def in_the_way(self, now_s: float) -> EncodeJob | None:
         """Returns a flight that the caller is to put back into the queue to make room for the item that is due. Returns
         None if no item is due, or if putting flights back would not make enough room."""
         if not self._refused.is_due(now_s):
@@ -118,7 +118,7 @@ class DecodeLine:
         return helpful[0]
 
     @property
-    def _first(self) -> Flight | None:
+    def _first(self) -> EncodeJob | None:
         """Returns the flight that room is kept for, if any."""
         return self._refused.thing[0] if self._refused.thing is not None else None
 
@@ -141,7 +141,7 @@ class DecodeLine:
         self._passed.clear()
         self._gave_way.clear()
 
-    def _is_within_share(self, worker_id: MemberId, flight: Flight, is_blocked: bool) -> bool:
+    def _is_within_share(self, worker_id: MemberId, flight: EncodeJob, is_blocked: bool) -> bool:
         """Returns whether a worker may have one more item decoded."""
         num_held, held_cost = self._flights.held_by(worker_id)
         if is_blocked:
@@ -155,7 +155,7 @@ class DecodeLine:
         nbytes = sum(flight.item.decode_bytes for flight in self._being_decoded)
         return _Taken(self._flights.totals.num_prepared, self._flights.decoded_cost, nbytes)
 
-    def _leaves_room(self, flight: Flight) -> bool:
+    def _leaves_room(self, flight: EncodeJob) -> bool:
         """Returns whether the flight that is due will still fit next to `flight`, and next to those that passed it
         before, once everything older has gone."""
         first = self._first
@@ -165,14 +165,14 @@ class DecodeLine:
         nbytes = sum(one.item.decode_bytes for one in self._passed if one in self._being_decoded)
         return self._has_room(_Taken(len(passed), cost, nbytes + flight.item.decode_bytes), first)
 
-    def _lies_here(self, flight: Flight) -> bool:
+    def _lies_here(self, flight: EncodeJob) -> bool:
         return flight.is_prepared and self._flights.is_live(flight)
 
-    def _counts(self, flight: Flight) -> bool:
+    def _counts(self, flight: EncodeJob) -> bool:
         """Returns whether a flight that has begun still takes room."""
         return flight in self._being_decoded or self._lies_here(flight)
 
-    def _has_room(self, taken: _Taken, flight: Flight) -> bool:
+    def _has_room(self, taken: _Taken, flight: EncodeJob) -> bool:
         """Returns whether a flight can be decoded next to what others take. A flight alone always fits, because
         admission refuses items that do not."""
         room = self._room

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from encoder_pool.planning.turns import Turn
+from encoder_pool.planning.turns import CallTurn
 from fabric.ids import AttemptId, MemberId
 from fabric.messages import Destination, EncodeRequest, MediaItem
 from modalities.family import EncoderInput
@@ -28,10 +28,10 @@ class Phase(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Follower:
-    """A `Follower` is one item of one encode call. It is mutable: `missing` shrinks as units are announced."""
+class EncodeWaiter:
+    """A `EncodeWaiter` is one item of one encode call. It is mutable: `missing` shrinks as units are announced."""
 
-    turn: Turn
+    turn: CallTurn
     """This is the turn of the call; all items of the call share it."""
     attempt_id: AttemptId
     router_id: MemberId
@@ -56,9 +56,9 @@ class Follower:
         return self.turn.call
 
 
-def follower_of(request: EncodeRequest, turn: Turn, item: MediaItem, data: bytes, now_s: float) -> Follower:
+def follower_of(request: EncodeRequest, turn: CallTurn, item: MediaItem, data: bytes, now_s: float) -> EncodeWaiter:
     """Makes the follower for one item of a call that arrived at `now_s`."""
-    return Follower(
+    return EncodeWaiter(
         turn=turn,
         attempt_id=AttemptId(request.request_id, request.attempt),
         router_id=request.router_id,
@@ -70,8 +70,8 @@ def follower_of(request: EncodeRequest, turn: Turn, item: MediaItem, data: bytes
     )
 
 
-class Stage(NamedTuple):
-    """A `Stage` names what a flight waits for; flights of one stage are ranked together."""
+class JobStage(NamedTuple):
+    """A `JobStage` names what a flight waits for; flights of one stage are ranked together."""
 
     name: str
     modality: str = ""
@@ -81,13 +81,13 @@ class Stage(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
-    """A `Flight` makes the units of one item that its followers miss."""
+class EncodeJob:
+    """A `EncodeJob` makes the units of one item that its followers miss."""
 
     item: MediaItem
     data: bytes
     phase: Phase = Phase.WAITING
-    followers: dict[Follower, None] = field(default_factory=dict)
+    followers: dict[EncodeWaiter, None] = field(default_factory=dict)
     """Holds the followers in order of arrival."""
     unit_to_cost: dict[int, int] = field(default_factory=dict)
     """Holds the units still to be made, including those in the forward pass."""
@@ -123,13 +123,13 @@ class Flight:
         return bool(self.unit_to_input) or self.waveform is not None
 
     @property
-    def stage(self) -> Stage | None:
+    def stage(self) -> JobStage | None:
         """Returns what the flight waits for; returns None while it is being worked on and none of its units waits."""
         if self.phase is Phase.WAITING:
-            return Stage("decoding", is_long=self.is_long)
+            return JobStage("decoding", is_long=self.is_long)
         if self.waveform is not None:
-            return Stage("sound")
-        return Stage("unit", self.item.modality) if self.unit_to_input else None
+            return JobStage("sound")
+        return JobStage("unit", self.item.modality) if self.unit_to_input else None
 
     def want(self, unit: int, cost: int) -> None:
         """Adds a unit that must be made. Does nothing if the unit is already wanted."""
@@ -163,7 +163,7 @@ class FlightTotals:
     modality_to_decoded_cost: Counter[str] = field(default_factory=Counter)
     """Sums the cost of items that are decoded or are being decoded, by modality."""
 
-    def count(self, flight: Flight, sign: int) -> None:
+    def count(self, flight: EncodeJob, sign: int) -> None:
         is_begun = flight.phase is not Phase.WAITING
         num_queued = len(flight.unit_to_cost) - len(flight.forwarding)
         self.queued_cost += sign * flight.remaining_cost

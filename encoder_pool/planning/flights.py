@@ -20,9 +20,9 @@ from itertools import accumulate, islice, takewhile
 
 from encoder_pool.planning.batcher import QueuedSound, QueuedUnit, place_in_line, split_cost
 from encoder_pool.planning.call_queue import CallQueue
-from encoder_pool.planning.flight import Flight, FlightTotals, Follower, Phase, Stage
+from encoder_pool.planning.flight import EncodeJob, EncodeWaiter, FlightTotals, JobStage, Phase
 from encoder_pool.planning.sizes import InputSizes
-from encoder_pool.planning.turns import Rank, Turn
+from encoder_pool.planning.turns import CallTurn, Rank
 from fabric.ids import MemberId, MmHash, UnitKey
 from modalities.family import EncoderInput
 from modalities.waveform import Waveform
@@ -30,7 +30,7 @@ from modalities.waveform import Waveform
 ToSeconds = Callable[[str, int], float]
 """Maps (modality, cost) to the seconds that this adds to a forward pass, in proportion to the cost."""
 IsFreeToGo = Callable[[QueuedUnit], bool]
-MayHave = Callable[[MemberId, Flight], bool]
+MayHave = Callable[[MemberId, EncodeJob], bool]
 """Returns whether a worker may have a flight decoded."""
 LOOK_AHEAD = 4
 """For each worker the scheduler examines this many long and this many short items that wait to be decoded, and takes
@@ -48,13 +48,13 @@ of repricing."""
 class _Waiting:
     """A `_Waiting` records what one call waits for on this encoder."""
 
-    turn: Turn
+    turn: CallTurn
     worker_id: MemberId
     rank: Rank
     num_followers: int = 0
     modality_to_cost: Counter[str] = field(default_factory=Counter)
     """Sums the cost of the flights that the call's items follow, by modality."""
-    stage_to_flights: dict[Stage, dict[Flight, Follower]] = field(default_factory=dict)
+    stage_to_flights: dict[JobStage, dict[EncodeJob, EncodeWaiter]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -73,23 +73,23 @@ class Flights:
     def __init__(self, patience: float, to_seconds: ToSeconds) -> None:
         self._patience = patience
         self._to_seconds = to_seconds
-        self._hash_to_flight: dict[MmHash, Flight] = {}
+        self._hash_to_flight: dict[MmHash, EncodeJob] = {}
         self._call_to_waiting: dict[int, _Waiting] = {}
-        self._stage_to_queues: dict[Stage, dict[MemberId, CallQueue]] = {}
+        self._stage_to_queues: dict[JobStage, dict[MemberId, CallQueue]] = {}
         """Holds the queues of calls of each stage, by the worker that receives their features."""
         self._modality_to_price: dict[str, float] = {}
         """Holds the seconds per unit of cost that the present ranks use."""
         self._num_forwards = 0
         """Counts the forward passes since all ranks were last computed from new prices."""
         self._sizes = InputSizes()
-        self._prepared: dict[Flight, None] = {}
+        self._prepared: dict[EncodeJob, None] = {}
         self._worker_to_held: defaultdict[MemberId, _Held] = defaultdict(_Held)
         self.totals = FlightTotals()
 
-    def __iter__(self) -> Iterator[Flight]:
+    def __iter__(self) -> Iterator[EncodeJob]:
         return iter(self._hash_to_flight.values())
 
-    def find(self, mm_hash: MmHash) -> Flight | None:
+    def find(self, mm_hash: MmHash) -> EncodeJob | None:
         return self._hash_to_flight.get(mm_hash)
 
     @property
@@ -103,14 +103,14 @@ class Flights:
         """Returns the seconds that all accepted and not yet encoded work adds to forward passes."""
         return sum(self._to_seconds(modality, cost) for modality, cost in self.totals.modality_to_cost.items())
 
-    def join(self, follower: Follower) -> Flight:
+    def join(self, follower: EncodeWaiter) -> EncodeJob:
         """Adds a follower to the item's flight, and starts a flight if there is none. A unit that the flight can no
         longer make stays in `follower.missing`; the follower joins again when this flight has ended."""
         item = follower.item
         flight = self._hash_to_flight.get(item.mm_hash)
         if flight is None:
             places = tuple(rows / item.num_tokens for rows in accumulate(item.unit_tokens, initial=0))
-            flight = self._hash_to_flight[item.mm_hash] = Flight(item, follower.data, places=places)
+            flight = self._hash_to_flight[item.mm_hash] = EncodeJob(item, follower.data, places=places)
         self._add_follower(flight, follower)
         with self._changing(flight):
             if flight.phase is not Phase.ENCODING:
@@ -120,12 +120,12 @@ class Flights:
                         flight.want(unit, costs[unit])
         return flight
 
-    def is_followed(self, follower: Follower) -> bool:
+    def is_followed(self, follower: EncodeWaiter) -> bool:
         """Returns whether the follower has joined a flight and is still one of its followers."""
         flight = self._hash_to_flight.get(follower.item.mm_hash)
         return flight is not None and follower in flight.followers
 
-    def leave(self, follower: Follower) -> Flight | None:
+    def leave(self, follower: EncodeWaiter) -> EncodeJob | None:
         """Removes a follower; does nothing if it has left already. Units that no other follower misses leave the queue
         at once, unless they are in the forward pass. Returns the flight if that ended it. The caller can then cancel
         its decoding, and followers that it still has (they miss units that it never made) must join again."""
@@ -142,7 +142,7 @@ class Flights:
             has_ended = self._end_if_done(flight)
         return flight if has_ended else None
 
-    def take_followers(self, flight: Flight) -> list[Follower]:
+    def take_followers(self, flight: EncodeJob) -> list[EncodeWaiter]:
         """Removes and returns the followers of a flight that has ended."""
         followers = list(flight.followers)
         for follower in followers:
@@ -151,18 +151,18 @@ class Flights:
 
     # ------------------------------------------------------------ decoding
 
-    def to_decode(self, may_have: MayHave, *, may_be_long: bool) -> Iterator[tuple[MemberId, Flight]]:
+    def to_decode(self, may_have: MayHave, *, may_be_long: bool) -> Iterator[tuple[MemberId, EncodeJob]]:
         """Yields flights that wait to be decoded, in order, each with the worker whose call gives it its place. If a
         worker may not have a flight, that worker's later flights of the same kind (long or short) wait too, and other
         workers' flights do not. Each worker contributes only a few flights. The caller must finish the iteration before
         the flights change."""
-        stages = [Stage("decoding", is_long=is_long) for is_long in ((False, True) if may_be_long else (False,))]
+        stages = [JobStage("decoding", is_long=is_long) for is_long in ((False, True) if may_be_long else (False,))]
         lines = [
             islice(self._waiting_for(stage, worker_id), LOOK_AHEAD)
             for stage in stages
             for worker_id in self._stage_to_queues.get(stage, ())
         ]
-        seen: set[Flight] = set()
+        seen: set[EncodeJob] = set()
         held_up: set[tuple[MemberId, bool]] = set()
         for _, worker_id, flight in heapq.merge(*lines, key=lambda one: one[0]):
             if flight in seen or (worker_id, flight.is_long) in held_up:
@@ -173,10 +173,10 @@ class Flights:
             else:
                 held_up.add((worker_id, flight.is_long))
 
-    def _waiting_for(self, stage: Stage, worker_id: MemberId) -> Iterator[tuple[Rank, MemberId, Flight]]:
+    def _waiting_for(self, stage: JobStage, worker_id: MemberId) -> Iterator[tuple[Rank, MemberId, EncodeJob]]:
         return ((rank, worker_id, flight) for rank, flight in self._flights_of(stage, worker_id))
 
-    def in_patches(self, flight: Flight) -> float:
+    def in_patches(self, flight: EncodeJob) -> float:
         """Returns the memory that a flight takes, or will take, while it is decoded, as a number of patches that take
         the same memory."""
         return self._sizes.in_patches(flight.item.modality, flight.remaining_cost)
@@ -194,12 +194,12 @@ class Flights:
         held = self._worker_to_held.get(worker_id)
         return held.queued_cost if held else 0
 
-    def decode_started(self, flight: Flight) -> None:
+    def decode_started(self, flight: EncodeJob) -> None:
         assert flight.phase is Phase.WAITING
         with self._changing(flight):
             flight.phase = Phase.DECODING
 
-    def decoded_part(self, flight: Flight, inputs: list[EncoderInput]) -> bool:
+    def decoded_part(self, flight: EncodeJob, inputs: list[EncoderInput]) -> bool:
         """Stores the next decoded units of a flight that are still wanted. Returns False if no request waits for them,
         because the flight has ended or its decoding was given up."""
         if flight.phase not in (Phase.DECODING, Phase.DECODED) or not self.is_live(flight):
@@ -208,7 +208,7 @@ class Flights:
             self._take_inputs(flight, inputs)
         return True
 
-    def decoded(self, flight: Flight, inputs: list[EncoderInput]) -> None:
+    def decoded(self, flight: EncodeJob, inputs: list[EncoderInput]) -> None:
         """Stores the item's last decoded units and drops the bytes of its file."""
         assert flight.phase in (Phase.DECODING, Phase.DECODED)
         assert self.is_live(flight)
@@ -217,7 +217,7 @@ class Flights:
             flight.phase = Phase.ENCODING
             flight.data = b""
 
-    def decoded_sound(self, flight: Flight, waveform: Waveform) -> None:
+    def decoded_sound(self, flight: EncodeJob, waveform: Waveform) -> None:
         """Stores a decoded sound from which the device has yet to make units, and drops the bytes of its file."""
         assert flight.phase is Phase.DECODING
         assert self.is_live(flight)
@@ -228,10 +228,10 @@ class Flights:
     def queued_sounds(self) -> Iterator[QueuedSound]:
         """Yields decoded sounds that wait for the device to make units of them, in order of rank. The caller must
         finish the iteration before the flights change."""
-        for rank, flight in self._in_line(Stage("sound")):
+        for rank, flight in self._in_line(JobStage("sound")):
             yield QueuedSound(rank, flight.item.mm_hash, flight.item.cost)
 
-    def sound_started(self, mm_hash: MmHash) -> tuple[Flight, Waveform]:
+    def sound_started(self, mm_hash: MmHash) -> tuple[EncodeJob, Waveform]:
         """Takes a sound out of the queue. The caller passes its units to `decoded` if the flight is still live then."""
         flight = self._hash_to_flight[mm_hash]
         with self._changing(flight):
@@ -239,7 +239,7 @@ class Flights:
         assert waveform is not None
         return flight, waveform
 
-    def blocked(self, is_blocked: Callable[[MemberId], bool]) -> list[Flight]:
+    def blocked(self, is_blocked: Callable[[MemberId], bool]) -> list[EncodeJob]:
         """Returns flights that are prepared and wanted only by calls of blocked workers, so that none of their units
         can go on. The flight with the worst rank comes first. Flights with a unit in the forward pass are left out."""
         found = [
@@ -249,10 +249,10 @@ class Flights:
         ]
         return sorted(found, key=self._rank_of_flight, reverse=True)
 
-    def _workers_of(self, flight: Flight) -> set[MemberId]:
+    def _workers_of(self, flight: EncodeJob) -> set[MemberId]:
         return {follower.destination.worker_id for follower in flight.followers}
 
-    def _rank_of_flight(self, flight: Flight) -> Rank:
+    def _rank_of_flight(self, flight: EncodeJob) -> Rank:
         return min(self._call_to_waiting[follower.call].rank for follower in flight.followers)
 
     # ------------------------------------------------------------ forwards
@@ -269,7 +269,7 @@ class Flights:
                 modality_to_first[stage.modality] = first
         if modality_to_first:
             modality = min(modality_to_first, key=lambda one: place_in_line(modality_to_first[one]))
-            yield from self._units_in_line(Stage("unit", modality), has_room, is_within_share)
+            yield from self._units_in_line(JobStage("unit", modality), has_room, is_within_share)
 
     def first_unit(self, worker_id: MemberId) -> Iterator[QueuedUnit]:
         """Yields the next decoded unit that waits for a worker, for each modality that has one."""
@@ -280,7 +280,7 @@ class Flights:
     def served(self, units: Iterable[UnitKey], seconds: float, now_s: float) -> None:
         """Records that a forward pass over `units` ended, which counts as service for every call that waits for one of
         them. The caller must call it before `forward_ended` of these units."""
-        turn_to_worth_s: dict[Turn, float] = {}
+        turn_to_worth_s: dict[CallTurn, float] = {}
         for unit in units:
             flight = self._hash_to_flight[unit.mm_hash]
             worth_s = self._to_seconds(flight.item.modality, flight.unit_to_cost[unit.unit])
@@ -304,11 +304,11 @@ class Flights:
             flight.forwarding.add(unit.unit)
             return flight.unit_to_input.pop(unit.unit)
 
-    def followers_missing(self, unit: UnitKey) -> list[Follower]:
+    def followers_missing(self, unit: UnitKey) -> list[EncodeWaiter]:
         """Returns the followers that wait for a unit, in order of arrival."""
         return [one for one in self._hash_to_flight[unit.mm_hash].followers if unit.unit in one.missing]
 
-    def forward_ended(self, unit: UnitKey) -> Flight | None:
+    def forward_ended(self, unit: UnitKey) -> EncodeJob | None:
         """Records that the unit was made or failed, after the caller has informed the followers that missed it. Returns
         the flight if that ended it."""
         flight = self._hash_to_flight[unit.mm_hash]
@@ -318,7 +318,7 @@ class Flights:
             has_ended = self._end_if_done(flight)
         return flight if has_ended else None
 
-    def end(self, flight: Flight) -> list[Follower]:
+    def end(self, flight: EncodeJob) -> list[EncodeWaiter]:
         """Ends a flight that could not be decoded, except for its units in the forward pass; returns the followers it
         had."""
         followers = self.take_followers(flight)
@@ -330,14 +330,14 @@ class Flights:
             self._end_if_done(flight)
         return followers
 
-    def is_live(self, flight: Flight) -> bool:
+    def is_live(self, flight: EncodeJob) -> bool:
         return self._hash_to_flight.get(flight.item.mm_hash) is flight
 
     def check_invariants(self) -> None:
         """Asserts that flights, sums, ranks and queues are consistent. Walks everything."""
         totals, call_to_cost = FlightTotals(), dict[int, Counter[str]]()
         worker_to_held: defaultdict[MemberId, _Held] = defaultdict(_Held)
-        queued: set[tuple[Stage, int]] = set()
+        queued: set[tuple[JobStage, int]] = set()
         for flight in self:
             assert flight.unit_to_cost, "a flight with nothing to make must end"
             assert flight.followers or flight.forwarding, "a flight lives by its followers"
@@ -379,7 +379,7 @@ class Flights:
     # ------------------------------------------------------------ ranks
 
     @contextmanager
-    def _changing(self, flight: Flight) -> Iterator[None]:
+    def _changing(self, flight: EncodeJob) -> Iterator[None]:
         """Surrounds every change of a flight and updates the sums, and what the calls of its followers wait for."""
         stage, cost, was_decoded = flight.stage, flight.remaining_cost, flight.lies_decoded
         self.totals.count(flight, -1)
@@ -403,7 +403,7 @@ class Flights:
                 self._leave_stage(waiting, flight, stage)
                 self._enter_stage(waiting, flight, follower, new_stage)
 
-    def _add_follower(self, flight: Flight, follower: Follower) -> None:
+    def _add_follower(self, flight: EncodeJob, follower: EncodeWaiter) -> None:
         flight.followers[follower] = None
         waiting = self._call_to_waiting.get(follower.call)
         if waiting is None:
@@ -416,7 +416,7 @@ class Flights:
         self._rank(waiting)
         self._enter_stage(waiting, flight, follower, flight.stage)
 
-    def _take_follower(self, flight: Flight, follower: Follower) -> None:
+    def _take_follower(self, flight: EncodeJob, follower: EncodeWaiter) -> None:
         del flight.followers[follower]
         waiting = self._call_to_waiting[follower.call]
         self._leave_stage(waiting, flight, flight.stage)
@@ -428,7 +428,7 @@ class Flights:
         else:
             del self._call_to_waiting[follower.call]
 
-    def _hold(self, worker_id: MemberId, flight: Flight, cost: int, sign: int, *, is_decoded: bool) -> None:
+    def _hold(self, worker_id: MemberId, flight: EncodeJob, cost: int, sign: int, *, is_decoded: bool) -> None:
         """Adds (`sign` 1) or removes (`sign` -1) a flight of that cost that a call of a worker waits for."""
         held = self._worker_to_held[worker_id]
         held.queued_cost += sign * cost
@@ -438,13 +438,15 @@ class Flights:
         if not held.queued_cost:
             del self._worker_to_held[worker_id]
 
-    def _enter_stage(self, waiting: _Waiting, flight: Flight, follower: Follower, stage: Stage | None) -> None:
+    def _enter_stage(
+        self, waiting: _Waiting, flight: EncodeJob, follower: EncodeWaiter, stage: JobStage | None
+    ) -> None:
         if stage is not None:
             waiting.stage_to_flights.setdefault(stage, {})[flight] = follower
             queues = self._stage_to_queues.setdefault(stage, {})
             queues.setdefault(waiting.worker_id, CallQueue()).put(waiting.turn.call, waiting.rank)
 
-    def _leave_stage(self, waiting: _Waiting, flight: Flight, stage: Stage | None) -> None:
+    def _leave_stage(self, waiting: _Waiting, flight: EncodeJob, stage: JobStage | None) -> None:
         if stage is None:
             return
         flights = waiting.stage_to_flights[stage]
@@ -492,17 +494,17 @@ class Flights:
 
     # ------------------------------------------------------------ lines
 
-    def _in_line(self, stage: Stage) -> Iterator[tuple[Rank, Flight]]:
+    def _in_line(self, stage: JobStage) -> Iterator[tuple[Rank, EncodeJob]]:
         """Yields the flights of a stage with their ranks; a flight has the rank of the first of its followers. A sound
         track has the rank of its video, so that their units take turns."""
         lines = [self._flights_of(stage, worker_id) for worker_id in self._stage_to_queues.get(stage, ())]
-        seen: set[Flight] = set()
+        seen: set[EncodeJob] = set()
         for rank, flight in heapq.merge(*lines, key=lambda one: one[0]):
             if flight not in seen:
                 seen.add(flight)
                 yield rank, flight
 
-    def _flights_of(self, stage: Stage, worker_id: MemberId) -> Iterator[tuple[Rank, Flight]]:
+    def _flights_of(self, stage: JobStage, worker_id: MemberId) -> Iterator[tuple[Rank, EncodeJob]]:
         for call in self._stage_to_queues[stage][worker_id].in_order():
             waiting = self._call_to_waiting[call]
             ranked = [
@@ -511,7 +513,9 @@ class Flights:
             ]
             yield from sorted(ranked, key=lambda one: one[0])
 
-    def _units_in_line(self, stage: Stage, has_room: IsFreeToGo, is_within_share: IsFreeToGo) -> Iterator[QueuedUnit]:
+    def _units_in_line(
+        self, stage: JobStage, has_room: IsFreeToGo, is_within_share: IsFreeToGo
+    ) -> Iterator[QueuedUnit]:
         lines = [
             takewhile(is_within_share, filter(has_room, self._units_of(stage, worker_id)))
             for worker_id in self._stage_to_queues[stage]
@@ -522,7 +526,7 @@ class Flights:
                 seen.add(unit.key)
                 yield unit
 
-    def _units_of(self, stage: Stage, worker_id: MemberId) -> Iterator[QueuedUnit]:
+    def _units_of(self, stage: JobStage, worker_id: MemberId) -> Iterator[QueuedUnit]:
         for call in self._stage_to_queues[stage][worker_id].in_order():
             waiting = self._call_to_waiting[call]
             lines = [
@@ -531,7 +535,7 @@ class Flights:
             ]
             yield from heapq.merge(*lines, key=place_in_line)
 
-    def _take_inputs(self, flight: Flight, inputs: list[EncoderInput]) -> None:
+    def _take_inputs(self, flight: EncodeJob, inputs: list[EncoderInput]) -> None:
         for unit, one in enumerate(inputs, flight.num_decoded):
             # In the other phase the item is a waveform, which is larger than the units that are made of it.
             if flight.phase is Phase.DECODING:
@@ -540,19 +544,19 @@ class Flights:
                 flight.unit_to_input[unit] = one
         flight.num_decoded += len(inputs)
 
-    def _end_if_done(self, flight: Flight) -> bool:
+    def _end_if_done(self, flight: EncodeJob) -> bool:
         if flight.unit_to_cost:
             return False
         del self._hash_to_flight[flight.item.mm_hash]
         return True
 
 
-def _rank_of_item(rank: Rank, follower: Follower) -> Rank:
+def _rank_of_item(rank: Rank, follower: EncodeWaiter) -> Rank:
     item = follower.item
     return rank._replace(item_index=item.index if item.anchor < 0 else item.anchor)
 
 
-def _units_of_flight(flight: Flight, rank: Rank, worker_id: MemberId) -> Iterator[QueuedUnit]:
+def _units_of_flight(flight: EncodeJob, rank: Rank, worker_id: MemberId) -> Iterator[QueuedUnit]:
     item = flight.item
     for unit in flight.unit_to_input:
         place = (flight.places[unit], item.index)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Tally:
+class EncoderTally:
     """Keeps counters that only grow. Seconds are of wall time."""
 
     num_items: int = 0

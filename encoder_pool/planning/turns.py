@@ -36,9 +36,9 @@ class Rank(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
-    """A `Turn` records how long one call has waited and how much forward time it has received. It is mutable, and all
-    items of the call share it."""
+class CallTurn:
+    """A `CallTurn` records how long one call has waited and how much forward time it has received. It is mutable, and
+    all items of the call share it."""
 
     call: int
     """This is the number of the call."""

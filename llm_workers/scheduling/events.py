@@ -74,8 +74,8 @@ class NeededUnit(NamedTuple):
     reason: str
 
 
-class Admission(NamedTuple):
-    """An `Admission` is the scheduler's answer to `add`."""
+class AdmittedSequences(NamedTuple):
+    """An `AdmittedSequences` is the scheduler's answer to `add`."""
 
     sequence_ids: tuple[SequenceId, ...]
     """Holds one id per choice that runs."""

@@ -24,7 +24,14 @@ from llm_workers.scheduling import events
 from llm_workers.scheduling.arrival import Arrival, prepare
 from llm_workers.scheduling.blocks import BlockPool
 from llm_workers.scheduling.decode_batch import DecodeBatch
-from llm_workers.scheduling.events import Admission, NeededUnit, NextRead, SchedulerStats, SequenceTimes, StepEvents
+from llm_workers.scheduling.events import (
+    AdmittedSequences,
+    NeededUnit,
+    NextRead,
+    SchedulerStats,
+    SequenceTimes,
+    StepEvents,
+)
 from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.inbox import Inbox
 from llm_workers.scheduling.plan import StepPlan, StepResult
@@ -34,11 +41,11 @@ from llm_workers.scheduling.residency import Residency
 from llm_workers.scheduling.roster import Roster
 from llm_workers.scheduling.standings import Standings
 from llm_workers.scheduling.steps import Steps, finished_sequence
-from llm_workers.scheduling.tally import Tally
+from llm_workers.scheduling.tally import SchedulerTally
 from llm_workers.step_costs import StepWork
 from modalities.family import Positions
 
-__all__ = ["Admission", "NeededUnit", "Scheduler", "SchedulerStats", "StepEvents"]
+__all__ = ["AdmittedSequences", "NeededUnit", "Scheduler", "SchedulerStats", "StepEvents"]
 
 
 BLOCKS_CHECKED_AT_REST = 256
@@ -60,7 +67,7 @@ class Scheduler:
         self._inbox = Inbox()
         self._residency = Residency(self._pool, self._inbox, config.block_size, config.is_prefix_cache_enabled)
         self._roster = Roster()
-        self._tally = Tally()
+        self._tally = SchedulerTally()
         self._late: list[NeededUnit] = []
         """Holds needed units of siblings that waited for their leader and whose blocks were evicted meanwhile."""
         batch = DecodeBatch(config.block_size, is_used=not config.speculation.max_tokens)
@@ -78,7 +85,7 @@ class Scheduler:
         other)."""
         return prepare(request, positions, self._config, self._max_model_len, self._clock.now(), guide)
 
-    def add(self, arrival: Arrival) -> Admission:
+    def add(self, arrival: Arrival) -> AdmittedSequences:
         """Adds the arrival's sequences: looks up what the prefix cache has of each, and claims the units that it needs
         in addition to that.
 
@@ -97,7 +104,7 @@ class Scheduler:
             if not self._roster.is_held(sequence):
                 missing.update(self._residency.admit(sequence))
             self._standings.refresh(sequence)
-        return Admission(
+        return AdmittedSequences(
             sequence_ids=tuple(one.sequence_id for one in running),
             num_cached_tokens=min(running[0].num_covered, running[0].num_prompt) if running else 0,
             missing_units=tuple(unit for unit in layout.units_after(0) if unit in missing),

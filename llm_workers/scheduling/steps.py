@@ -29,7 +29,7 @@ from llm_workers.scheduling.residency import Residency
 from llm_workers.scheduling.roster import Roster
 from llm_workers.scheduling.sequence import Sequence
 from llm_workers.scheduling.standings import Standings
-from llm_workers.scheduling.tally import Tally
+from llm_workers.scheduling.tally import SchedulerTally
 
 
 class Steps:
@@ -39,7 +39,7 @@ class Steps:
         residency: Residency,
         roster: Roster,
         standings: Standings,
-        tally: Tally,
+        tally: SchedulerTally,
         clock: Clock,
     ) -> None:
         self._planner = planner

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Tally:
+class SchedulerTally:
     steps: int = 0
     """Counts the committed steps."""
     tokens_generated: int = 0

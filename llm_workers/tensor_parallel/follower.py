@@ -16,11 +16,11 @@ import torch
 
 from fabric.errors import ErrorInfo, ProtocolError
 from llm_workers.attention import Backend
-from llm_workers.paged_kv import PagedKV, Rows, copy_blocks
+from llm_workers.paged_kv import PagedKV, SequenceRows, copy_blocks
 from llm_workers.tensor_parallel.invitation import Invitation
 from llm_workers.tensor_parallel.link import Link, LinkClosed, knock
 from llm_workers.tensor_parallel.process_group import process_group, receive_step
-from llm_workers.tensor_parallel.wire import Failed, Ready, StepHeader, Stop, rows_of
+from llm_workers.tensor_parallel.wire import RankFailed, Ready, StepHeader, Stop, rows_of
 from modalities.family import LanguageModel
 
 _LOG = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def follow(invitation: Invitation, load: Callable[[], Share]) -> None:
     except Exception as error:  # This is the loop of a process: it reports the error to rank 0, which ends the group.
         _LOG.exception("rank %d ends", invitation.rank)
         with suppress(LinkClosed):
-            link.send(Failed(ErrorInfo.of(error)))
+            link.send(RankFailed(ErrorInfo.of(error)))
     finally:
         link.close()
 
@@ -68,7 +68,7 @@ def _compute(header: StepHeader, share: Share) -> None:
     """Runs the same forward pass as rank 0. Of the result, only the sums after each layer are used, in which this rank
     took part."""
     model, kv, backend = share
-    rows = [Rows(*row) for row in rows_of(header)]
+    rows = [SequenceRows(*row) for row in rows_of(header)]
     copy_blocks(kv, rows)
     step = backend(kv, rows)
     embeddings, positions, feature_rows, feature_levels = receive_step(header, model.dtype, model.device)

@@ -20,7 +20,7 @@ from fabric.errors import ProtocolError, WorkerLost
 from llm_workers.tensor_parallel.invitation import Invitation
 from llm_workers.tensor_parallel.link import TOKEN_BYTES, Door, Link, LinkClosed
 from llm_workers.tensor_parallel.process_group import open_store, process_group
-from llm_workers.tensor_parallel.wire import Failed, Message, Ready, StepHeader, Stop
+from llm_workers.tensor_parallel.wire import Message, RankFailed, Ready, StepHeader, Stop
 
 Loaded = TypeVar("Loaded")
 _LOG = logging.getLogger(__name__)
@@ -28,8 +28,8 @@ _POLL_S = 0.2
 _STOP_GRACE_S = 5.0
 
 
-class Follower(Protocol):
-    """A `Follower` is a started follower in any place."""
+class RankProcess(Protocol):
+    """A `RankProcess` is a started follower in any place."""
 
     def is_alive(self) -> bool: ...
 
@@ -38,7 +38,7 @@ class Follower(Protocol):
         ...
 
 
-Launch = Callable[[Invitation], Follower]
+Launch = Callable[[Invitation], RankProcess]
 
 
 class RankGroup:
@@ -54,7 +54,7 @@ class RankGroup:
             0, num_ranks, host, self._door.port, self._store.port, self._token, device, step_timeout_s, start_timeout_s
         )
         self._links: list[Link] = []
-        self._followers: list[Follower] = []
+        self._followers: list[RankProcess] = []
         self._membership = ExitStack()
         self._lost: str | None = None
         self._is_stopping = False
@@ -152,7 +152,7 @@ class RankGroup:
         except (LinkClosed, ProtocolError) as error:
             self._lose(f"a rank of the worker is gone: {error}")
             return
-        said = message.error.message if isinstance(message, Failed) else type(message).__name__
+        said = message.error.message if isinstance(message, RankFailed) else type(message).__name__
         self._lose(f"a rank of the worker failed: {said}")
 
     def _lose(self, reason: str) -> None:
@@ -168,7 +168,7 @@ class RankGroup:
 def _expect_ready(link: Link, timeout_s: float) -> None:
     """Waits until the follower is ready. Raises the error that the follower failed with."""
     message = link.receive(timeout_s)
-    if isinstance(message, Failed):
+    if isinstance(message, RankFailed):
         raise message.error.to_error()
     if not isinstance(message, Ready):
         raise ProtocolError(f"a rank began with {type(message).__name__}")

@@ -55,7 +55,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """Says that a follower has its weights."""
 
 
-class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """Says that a follower ends, and why."""
 
     error: ErrorInfo
@@ -65,7 +65,7 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
     """Says that rank 0 ends."""
 
 
-Message = StepHeader | Ready | Failed | Stop
+Message = StepHeader | Ready | RankFailed | Stop
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 

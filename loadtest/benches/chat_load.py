@@ -18,7 +18,7 @@ from PIL import Image
 
 from fabric.errors import ConfigError
 from loadtest.benches.synthetic import IMAGE_SIDE
-from loadtest.benches.worker_load import Load
+from loadtest.benches.worker_load import BenchLoad
 
 Body = dict[str, Any]
 TIMEOUT_S = 1800.0
@@ -31,7 +31,7 @@ class ChatRound(NamedTuple):
     tokens: int
 
 
-def picture_messages(load: Load, seed: int) -> list[list[Body]]:
+def picture_messages(load: BenchLoad, seed: int) -> list[list[Body]]:
     """Makes, for each request, a picture of noise that no server has received before, and a short question."""
     rng = np.random.default_rng(seed)
     conversations = []
@@ -45,7 +45,7 @@ def picture_messages(load: Load, seed: int) -> list[list[Body]]:
     return conversations
 
 
-def word_messages(load: Load, seed: int, model_dir: Path) -> list[list[Body]]:
+def word_messages(load: BenchLoad, seed: int, model_dir: Path) -> list[list[Body]]:
     """Makes, for each request, as many random words as the prompt should have tokens; each word is one token of the
     model."""
     from transformers import AutoTokenizer

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from encoder_pool.config import EncoderConfig
 from encoder_pool.planning.batcher import QueuedUnit, choose_batch
 from encoder_pool.planning.cost import ForwardCosts
-from encoder_pool.planning.turns import Turn
+from encoder_pool.planning.turns import CallTurn
 from fabric.ids import MmHash, UnitKey
 
 NUM_PICTURES = 64
@@ -70,7 +70,7 @@ def _batched(forward_s: Callable[[int], float], costs: ForwardCosts) -> tuple[fl
     """Returns the seconds in forward passes until all pictures are done, and how many pictures went into each pass."""
     queue = [
         QueuedUnit(
-            Turn(number, (0.0, f"{number:02}"), 0.0).rank(costs.work_s("image", COST), 4.0, 0),
+            CallTurn(number, (0.0, f"{number:02}"), 0.0).rank(costs.work_s("image", COST), 4.0, 0),
             UnitKey(MmHash(f"{number:02}"), 0),
             "image",
             COST,

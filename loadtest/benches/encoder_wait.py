@@ -86,7 +86,7 @@ class Waits(NamedTuple):
         return max(statistics.median(delay.delay_s for delay in delays) for delays in self.moments) / self.unit_s
 
 
-class Forward(NamedTuple):
+class TimedForward(NamedTuple):
     modality: str
     num_patches: int
     started_s: float
@@ -101,7 +101,7 @@ class Watched:
         self._loop = loop
         self.gate = threading.Event()
         self.gate.set()
-        self.forwards: list[Forward] = []
+        self.forwards: list[TimedForward] = []
         self.starts: asyncio.Queue[float] = asyncio.Queue()
 
     def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
@@ -110,7 +110,7 @@ class Watched:
         self._loop.call_soon_threadsafe(self.starts.put_nowait, started_s)
         features = self._model.encode(inputs)
         num_patches = sum(unit.num_patches for unit in inputs)
-        self.forwards.append(Forward(inputs[0].modality, num_patches, started_s, time.monotonic()))
+        self.forwards.append(TimedForward(inputs[0].modality, num_patches, started_s, time.monotonic()))
         return features
 
     def forget(self) -> None:
@@ -118,7 +118,7 @@ class Watched:
         self.forwards.clear()
         self.starts = asyncio.Queue()
 
-    def of_film(self) -> list[Forward]:
+    def of_film(self) -> list[TimedForward]:
         return [one for one in self.forwards if one.modality == "video"]
 
 
@@ -127,8 +127,8 @@ class Shown(NamedTuple):
     data: bytes
 
 
-class Stage:
-    """A `Stage` is a running service with the media that are sent to it."""
+class BenchService:
+    """A `BenchService` is a running service with the media that are sent to it."""
 
     def __init__(self, service: EncoderService, family: Family, model: Watched) -> None:
         self.model = model
@@ -198,9 +198,9 @@ async def measure_waits(device: str) -> list[Waits]:
             return [await _behind_films(stage, is_decoded=is_decoded) for is_decoded in (False, True)]
 
 
-async def _behind_films(stage: Stage, *, is_decoded: bool) -> Waits:
+async def _behind_films(stage: BenchService, *, is_decoded: bool) -> Waits:
     pace = await _pace(stage, is_decoded=is_decoded)
-    alone_s, films, moments = list[float](), list[Forward](), list[list[tuple[float, float]]]()
+    alone_s, films, moments = list[float](), list[TimedForward](), list[list[tuple[float, float]]]()
     for moment_s in pace.moments_s():
         moments.append([])
         for _ in range(NUM_ARRIVALS):
@@ -218,7 +218,7 @@ async def _behind_films(stage: Stage, *, is_decoded: bool) -> Waits:
     return Waits(is_decoded, alone, _unit_s(films), tuple(delays))
 
 
-def _in_the_way_s(forwards: Sequence[Forward], came_s: float) -> float:
+def _in_the_way_s(forwards: Sequence[TimedForward], came_s: float) -> float:
     """Returns the duration of the last forward pass of a video that ran between a picture's arrival and its own
     pass."""
     (picture,) = [forward for forward in forwards if forward.modality == "image"]
@@ -227,8 +227,8 @@ def _in_the_way_s(forwards: Sequence[Forward], came_s: float) -> float:
     return met[-1].ended_s - met[-1].started_s if met else _unit_s(film)
 
 
-async def _pace(stage: Stage, *, is_decoded: bool) -> Pace:
-    decoded_s, periods_s, films = list[float](), list[float](), list[Forward]()
+async def _pace(stage: BenchService, *, is_decoded: bool) -> Pace:
+    decoded_s, periods_s, films = list[float](), list[float](), list[TimedForward]()
     num_forwards = 0
     for _ in range(3):
         stage.model.forget()
@@ -247,7 +247,7 @@ async def _pace(stage: Stage, *, is_decoded: bool) -> Pace:
     return Pace(statistics.median(decoded_s), unit_s, period_s, min(num_forwards // 2, MOST_BEFORE))
 
 
-def _unit_s(films: Sequence[Forward]) -> float:
+def _unit_s(films: Sequence[TimedForward]) -> float:
     """Returns the median duration of a forward pass over one unit of a video; passes over several fused units do not
     count."""
     least = min(forward.num_patches for forward in films)
@@ -255,7 +255,7 @@ def _unit_s(films: Sequence[Forward]) -> float:
 
 
 @asynccontextmanager
-async def _running(model_dir: Path, device: str) -> AsyncIterator[Stage]:
+async def _running(model_dir: Path, device: str) -> AsyncIterator[BenchService]:
     family = REGISTRY.load_family(model_dir)
     modalities = ("image", "video")
     model = Watched(family.load_encoder(model_dir, device, "float32", modalities), asyncio.get_running_loop())
@@ -275,7 +275,7 @@ async def _running(model_dir: Path, device: str) -> AsyncIterator[Stage]:
     await service.start()
     service.update_members([WORKER])
     try:
-        yield Stage(service, family, model)
+        yield BenchService(service, family, model)
     finally:
         model.gate.set()
         await service.stop()

@@ -25,7 +25,7 @@ from loadtest.benches.engine_parts import PROMPT_TOKENS, forward_shares, splice_
 from loadtest.benches.peer_process import Peer, RoundsPeer, transformers_serve, vllm_serve
 from loadtest.benches.report import Bar, BenchResult
 from loadtest.benches.synthetic import VOCAB, llava_180m, qwen2_5_vl_180m, qwen2_7b, qwen2_180m
-from loadtest.benches.worker_load import Load, Measured, run_load, worker_of
+from loadtest.benches.worker_load import BenchLoad, Measured, run_load, worker_of
 
 if TYPE_CHECKING:
     from llm_workers.service import WorkerService
@@ -34,7 +34,7 @@ PEERS = Path(__file__).parent / "peers"
 MAX_STEP_TOKENS, GPU_MAX_STEP_TOKENS = 1024, 8192
 BLOCK_SIZE, GPU_BLOCK_SIZE = 16, 256
 """`GPU_BLOCK_SIZE` is 256 because the kernel that reads pages in place on a GPU requires blocks of 256 tokens."""
-MANY = Load(64, 64, 32)
+MANY = BenchLoad(64, 64, 32)
 """This is a load of many short sequences that run at once, where the cost of a step outside of its forward pass is most
 visible."""
 NAME_TO_BAR = {"transformers": 1.0, "vllm": 1.2, "vllm-float32": 1.2}
@@ -127,7 +127,7 @@ def _peer(name: str, chosen: argparse.Namespace, model_dir: Path, has_pictures: 
 
 
 async def _run(chosen: argparse.Namespace, model_dir: Path, peers: Sequence[Peer]) -> BenchResult:
-    load = Load(chosen.concurrency, chosen.prompt_tokens, chosen.output_tokens)
+    load = BenchLoad(chosen.concurrency, chosen.prompt_tokens, chosen.output_tokens)
     config, _ = compose.open_model(_config(chosen, model_dir, load))
     ours: list[Measured] = []
     rates: dict[str, list[float]] = {peer.name: [] for peer in peers}
@@ -166,7 +166,7 @@ def _variant(chosen: argparse.Namespace, dtype: str) -> str:
     return "-".join(names)
 
 
-def _config(chosen: argparse.Namespace, model_dir: Path, load: Load) -> ClusterConfig:
+def _config(chosen: argparse.Namespace, model_dir: Path, load: BenchLoad) -> ClusterConfig:
     most = max(load.concurrency * (load.prompt_tokens + load.output_tokens), MANY.concurrency * 96)
     is_gpu = chosen.device == "cuda"
     block_size = GPU_BLOCK_SIZE if is_gpu else BLOCK_SIZE
@@ -202,7 +202,7 @@ def shares_since(before: Split, worker: WorkerService) -> Split:
     return {name: seconds / total for name, seconds in taken.items()}
 
 
-def _result(load: Load, ours: Measured, medians: dict[str, float]) -> BenchResult:
+def _result(load: BenchLoad, ours: Measured, medians: dict[str, float]) -> BenchResult:
     rows = [["engine", "output tokens/s", "TTFT p50 (s)", "TPOT (ms)"]]
     rows.append(["weft", f"{ours.tokens_per_s:.1f}", f"{ours.ttft_s:.2f}", f"{ours.tpot_s * 1000:.1f}"])
     rows += [[name, f"{rate:.1f}", "", ""] for name, rate in medians.items()]
@@ -220,7 +220,7 @@ def _add_splits(result: BenchResult, split: Split, many: Split) -> None:
     result.notes.append(f"{MANY.concurrency} sequences: " + ", ".join(f"{k} {v:.1%}" for k, v in many.items()))
 
 
-def _add_parts(result: BenchResult, config: ClusterConfig, load: Load) -> None:
+def _add_parts(result: BenchResult, config: ClusterConfig, load: BenchLoad) -> None:
     shares = forward_shares(config, load.concurrency, load.prompt_tokens, load.prompt_tokens + load.output_tokens // 2)
     for step, kind_to_share in shares.items():
         result.rows.extend([f"{step} forward: {kind}", f"{share:.1%}", "", ""] for kind, share in kind_to_share.items())

@@ -82,7 +82,7 @@ def forward_shares(
     import torch
 
     from llm_workers.attention import select_backend
-    from llm_workers.paged_kv import PagedKV, Rows
+    from llm_workers.paged_kv import PagedKV, SequenceRows
 
     compose.prepare_process(config)
     config, model = compose.open_model(config)
@@ -94,13 +94,15 @@ def forward_shares(
     tables = np.random.default_rng(0).permutation(kv.num_blocks).reshape(num_sequences, per_sequence)
     at_once = max(1, config.workers.max_step_tokens // prompt_tokens)
     steps = {
-        "decode": [Rows(at, context - 1, 1, table) for at, table in enumerate(tables)],
-        "prefill": [Rows(at * prompt_tokens, 0, prompt_tokens, table) for at, table in enumerate(tables[:at_once])],
+        "decode": [SequenceRows(at, context - 1, 1, table) for at, table in enumerate(tables)],
+        "prefill": [
+            SequenceRows(at * prompt_tokens, 0, prompt_tokens, table) for at, table in enumerate(tables[:at_once])
+        ],
     }
     backend = select_backend("auto", kv)
 
     @torch.inference_mode()
-    def forward(rows: list[Rows]) -> None:
+    def forward(rows: list[SequenceRows]) -> None:
         positions = np.concatenate([np.arange(row.start, row.context) for row in rows])[None]
         device = language_model.device
         embeddings = language_model.embed(torch.zeros(positions.shape[1], dtype=torch.int64, device=device))

@@ -17,7 +17,7 @@ from loadtest.benches.chat_load import picture_messages, run_chats, weft_body
 from loadtest.benches.peer_process import Peer
 from loadtest.benches.report import Bar, BenchResult
 from loadtest.benches.synthetic import IMAGE_SIDE, IMAGE_TOKENS
-from loadtest.benches.worker_load import Load
+from loadtest.benches.worker_load import BenchLoad
 
 ENCODE_TIMEOUT_MS = 120_000
 """A slow machine takes longer to encode so many pictures at once than the default timeout of a cluster permits."""
@@ -28,7 +28,7 @@ after the other; vLLM runs a Qwen2.5-VL."""
 
 async def run_pictures(chosen: argparse.Namespace, model_dir: Path, peers: Sequence[Peer]) -> BenchResult:
     """Runs the rounds on Weft and on each peer, and closes the peers."""
-    load = Load(chosen.images, IMAGE_TOKENS, chosen.output_tokens)
+    load = BenchLoad(chosen.images, IMAGE_TOKENS, chosen.output_tokens)
     config = ClusterConfig.model_validate(
         {
             "model": {"path": model_dir, "dtype": chosen.dtype, "name": "bench"},
@@ -69,12 +69,12 @@ async def run_pictures(chosen: argparse.Namespace, model_dir: Path, peers: Seque
     return BenchResult(rows, bars, notes, variant="images-vllm" if is_beside_vllm else "images")
 
 
-async def _round(url: str, load: Load, seed: int) -> float:
+async def _round(url: str, load: BenchLoad, seed: int) -> float:
     """Runs one round and returns the output tokens per second."""
     bodies = [weft_body("bench", messages, load.output_tokens) for messages in picture_messages(load, seed)]
     done = await run_chats(url, bodies)
     return done.tokens / done.seconds
 
 
-def _row(name: str, tokens_per_s: float, load: Load) -> list[str]:
+def _row(name: str, tokens_per_s: float, load: BenchLoad) -> list[str]:
     return [name, f"{tokens_per_s:.1f}", f"{tokens_per_s / load.output_tokens:.2f}"]

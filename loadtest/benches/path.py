@@ -17,7 +17,7 @@ from typing import Any
 from deploy.config import ClusterConfig, load_config
 from fabric.messages import FeatureTicket
 from loadtest.benches.report import Bar, BenchResult
-from loadtest.benches.worker_load import Load, Measured, run_load, worker_of
+from loadtest.benches.worker_load import BenchLoad, Measured, run_load, worker_of
 
 CONCURRENCIES = (1, 8, 32)
 ROUNDS = 3
@@ -53,10 +53,10 @@ def run() -> BenchResult:
 
 async def _engine() -> dict[int, Measured]:
     """Returns, for each concurrency, the medians over the rounds of one worker service without router, Ray or HTTP."""
-    loads = [Load(concurrency, PROMPT_TOKENS, OUTPUT_TOKENS) for concurrency in CONCURRENCIES]
+    loads = [BenchLoad(concurrency, PROMPT_TOKENS, OUTPUT_TOKENS) for concurrency in CONCURRENCIES]
     taken: dict[int, list[Measured]] = {load.concurrency: [] for load in loads}
     async with worker_of(load_config(None)) as worker:
-        await run_load(worker, Load(1, PROMPT_TOKENS, OUTPUT_TOKENS), VOCAB, seed=0)
+        await run_load(worker, BenchLoad(1, PROMPT_TOKENS, OUTPUT_TOKENS), VOCAB, seed=0)
         for round_number in range(1, ROUNDS + 1):
             for load in loads:
                 taken[load.concurrency].append(

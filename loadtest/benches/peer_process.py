@@ -18,7 +18,7 @@ import httpx
 from fabric.errors import ConfigError
 from loadtest.benches.chat_load import Body, picture_messages, run_chats, transformers_body, weft_body, word_messages
 from loadtest.benches.synthetic import VOCAB
-from loadtest.benches.worker_load import Load, prompts_of
+from loadtest.benches.worker_load import BenchLoad, prompts_of
 
 START_TIMEOUT_S = 300.0
 
@@ -26,7 +26,7 @@ START_TIMEOUT_S = 300.0
 class Peer(Protocol):
     name: str
 
-    def run(self, load: Load, seed: int) -> float:
+    def run(self, load: BenchLoad, seed: int) -> float:
         """Runs one round with fresh prompts made from `seed`, and returns the output tokens per second. Raises
         ConfigError if the peer made fewer tokens."""
         ...
@@ -47,7 +47,7 @@ class RoundsPeer:
                 return
         raise ConfigError(f"the peer {name} did not start (exit status {self._process.wait()})")
 
-    def run(self, load: Load, seed: int) -> float:
+    def run(self, load: BenchLoad, seed: int) -> float:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         prompts = prompts_of(load, VOCAB, seed).tolist()
@@ -72,7 +72,7 @@ class ServePeer:
         name: str,
         command: Sequence[str],
         environment: Mapping[str, str],
-        make_bodies: Callable[[Load, int], list[Body]],
+        make_bodies: Callable[[BenchLoad, int], list[Body]],
     ) -> None:
         """Runs `command` with `--host` and `--port` appended; `make_bodies` makes the requests of a load from a seed.
         Raises ConfigError, with the last line of the server's output, if the server does not answer in time."""
@@ -92,7 +92,7 @@ class ServePeer:
             self.close()
             raise
 
-    def run(self, load: Load, seed: int) -> float:
+    def run(self, load: BenchLoad, seed: int) -> float:
         done = asyncio.run(run_chats(self._url, self._make_bodies(load, seed)))
         return done.tokens / done.seconds
 
@@ -127,7 +127,7 @@ def transformers_serve(python: str, model_dir: Path, dtype: str, num_threads: in
         dtype,
     ]
 
-    def make_bodies(load: Load, seed: int) -> list[Body]:
+    def make_bodies(load: BenchLoad, seed: int) -> list[Body]:
         conversations = picture_messages(load, seed) if has_pictures else word_messages(load, seed, model_dir)
         return [transformers_body(str(model_dir), messages, load.output_tokens) for messages in conversations]
 
@@ -146,7 +146,7 @@ def vllm_serve(name: str, python: str, model_dir: Path, dtype: str, num_threads:
         "OMP_NUM_THREADS": str(num_threads),
     }
 
-    def make_bodies(load: Load, seed: int) -> list[Body]:
+    def make_bodies(load: BenchLoad, seed: int) -> list[Body]:
         return [weft_body("bench", messages, load.output_tokens) for messages in picture_messages(load, seed)]
 
     return ServePeer(name, command, environment, make_bodies)

@@ -28,8 +28,8 @@ LEASE_S = 24 * 3600.0
 long."""
 
 
-class Load(NamedTuple):
-    """A `Load` is `concurrency` requests at once, each with `prompt_tokens` tokens in and `output_tokens` tokens
+class BenchLoad(NamedTuple):
+    """A `BenchLoad` is `concurrency` requests at once, each with `prompt_tokens` tokens in and `output_tokens` tokens
     out."""
 
     concurrency: int
@@ -67,12 +67,12 @@ async def worker_of(config: ClusterConfig) -> AsyncIterator[WorkerService]:
         sink.close()
 
 
-def prompts_of(load: Load, vocab_size: int, seed: int) -> np.ndarray:
+def prompts_of(load: BenchLoad, vocab_size: int, seed: int) -> np.ndarray:
     """Returns random token ids `(concurrency, prompt_tokens)`; no part of them is in a prefix cache."""
     return np.random.default_rng(seed).integers(1, vocab_size, (load.concurrency, load.prompt_tokens))
 
 
-async def run_load(worker: WorkerService, load: Load, vocab_size: int, seed: int) -> Measured:
+async def run_load(worker: WorkerService, load: BenchLoad, vocab_size: int, seed: int) -> Measured:
     """Runs one round with fresh random prompts, so that nothing is found in the prefix cache."""
     prompts = prompts_of(load, vocab_size, seed)
     steps, begun = worker.report().steps, time.monotonic()
@@ -90,7 +90,7 @@ async def run_load(worker: WorkerService, load: Load, vocab_size: int, seed: int
     )
 
 
-async def _generate(worker: WorkerService, name: str, prompt: np.ndarray, load: Load) -> GenerateResult:
+async def _generate(worker: WorkerService, name: str, prompt: np.ndarray, load: BenchLoad) -> GenerateResult:
     request = GenerateRequest(
         request_id=RequestId(name),
         attempt=0,

@@ -22,8 +22,8 @@ from modalities.tiled.encoder import TileEncoder, frame_rows
 NAMES = {r"^model\.(vision_tower|multi_modal_projector)\.": r"\1."}
 
 
-class VisionHalf(InternVLPreTrainedModel):
-    """A `VisionHalf` is the model without its language model."""
+class InternVLVisionHalf(InternVLPreTrainedModel):
+    """A `InternVLVisionHalf` is the model without its language model."""
 
     def __init__(self, config: InternVLConfig) -> None:
         super().__init__(config)
@@ -48,4 +48,4 @@ def load_encoder(model_dir: Path, device: str, dtype: str) -> TileEncoder:
     """Loads vision tower and projector. Raises ConfigError if a weight is missing."""
     config = read_pretrained_config(model_dir)
     names = PartNames(NAMES, names_of_others("vision", "projector"))
-    return TileEncoder(load_part(VisionHalf, model_dir, config, names, (device, dtype), "sdpa"), rows_of)
+    return TileEncoder(load_part(InternVLVisionHalf, model_dir, config, names, (device, dtype), "sdpa"), rows_of)

@@ -18,8 +18,8 @@ from modalities.tiled.encoder import TileEncoder
 NAMES = {r"^model\.(vision_tower|multi_modal_projector)\.": r"\1."}
 
 
-class VisionHalf(LlavaPreTrainedModel):
-    """A `VisionHalf` is the model without its language model."""
+class LlavaVisionHalf(LlavaPreTrainedModel):
+    """A `LlavaVisionHalf` is the model without its language model."""
 
     def __init__(self, config: LlavaConfig) -> None:
         super().__init__(config)
@@ -38,4 +38,4 @@ def load_encoder(model_dir: Path, device: str, dtype: str) -> TileEncoder:
     """Loads vision tower and projector. Raises ConfigError if a weight is missing."""
     config = read_pretrained_config(model_dir)
     names = PartNames(NAMES, names_of_others("vision", "projector"))
-    return TileEncoder(load_part(VisionHalf, model_dir, config, names, (device, dtype), "sdpa"), rows_of)
+    return TileEncoder(load_part(LlavaVisionHalf, model_dir, config, names, (device, dtype), "sdpa"), rows_of)

@@ -28,8 +28,8 @@ NAMES = {
 }
 
 
-class VisionHalf(LlavaOnevisionPreTrainedModel):
-    """A `VisionHalf` is the model without its language model."""
+class LlavaOnevisionVisionHalf(LlavaOnevisionPreTrainedModel):
+    """A `LlavaOnevisionVisionHalf` is the model without its language model."""
 
     def __init__(self, config: LlavaOnevisionConfig) -> None:
         super().__init__(config)
@@ -67,4 +67,4 @@ def load_encoder(model_dir: Path, device: str, dtype: str) -> TileEncoder:
     """Loads vision tower, projector and newline. Raises ConfigError if a weight is missing."""
     config = read_pretrained_config(model_dir)
     names = PartNames(NAMES, names_of_others("vision", "projector"))
-    return TileEncoder(load_part(VisionHalf, model_dir, config, names, (device, dtype), "sdpa"), rows_of)
+    return TileEncoder(load_part(LlavaOnevisionVisionHalf, model_dir, config, names, (device, dtype), "sdpa"), rows_of)

@@ -16,7 +16,7 @@ from modalities.qwen_vl.checkpoint import Checkpoint
 from modalities.qwen_vl.config import AUDIO, IMAGE, VIDEO, QwenVLConfig
 from modalities.qwen_vl.fused_tower import fused_tower
 from modalities.video_features import thinned
-from modalities.video_rows import StepRows
+from modalities.video_rows import VideoRows
 
 
 class VisionEncoder:
@@ -81,4 +81,4 @@ def _thinned(unit: EncoderInput, feature: torch.Tensor) -> torch.Tensor:
     if unit.modality != VIDEO:
         return feature
     steps = feature.unflatten(1, (unit.grid[0], -1))
-    return thinned(steps, StepRows.of_geometry(unit.geometry))
+    return thinned(steps, VideoRows.of_geometry(unit.geometry))

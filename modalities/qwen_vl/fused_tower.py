@@ -36,7 +36,7 @@ def fused_tower(tower: Any) -> Any:
     for index, block in enumerate(tower.blocks):
         if type(block).__name__ in BLOCKS:
             tower.blocks[index] = FusedVisionBlock(block)
-    tower.patch_embed = PatchProjection(tower.patch_embed.proj)
+    tower.patch_embed = PatchEmbedding(tower.patch_embed.proj)
     for merger in (tower.merger, *getattr(tower, "deepstack_merger_list", ())):
         _project_linears(merger)
     return tower
@@ -118,7 +118,7 @@ class PlainMlp(nn.Module):
         return self.second.plus(self.activation(self.first(x)), residual)
 
 
-class PatchProjection(nn.Module):
+class PatchEmbedding(nn.Module):
     """Computes the patch embedding as a product: its convolution's kernel is as large as a patch, and so are its
     strides."""
 

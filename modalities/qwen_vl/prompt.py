@@ -13,7 +13,7 @@ import numpy.typing as npt
 from fabric.errors import ConfigError
 from fabric.messages import MediaItem
 from modalities.family import ItemPlan, MediaOptions
-from modalities.placeholders import Piece, Rows
+from modalities.placeholders import FeatureRows, Piece
 from modalities.qwen_vl.config import QwenVLConfig
 from modalities.qwen_vl.positions import Block, grid_positions
 from modalities.qwen_vl.video_plan import Grid, grid_rows
@@ -51,7 +51,7 @@ def pieces(config: QwenVLConfig, plans: Sequence[ItemPlan], index: int, tokenize
         return list(_woven(config, plans, index, sounds[0]))
     if plan.modality == "video" and config.video_time.is_written:
         return list(_written(config, plan, index, tokenize))
-    return [Rows(index, 0, sum(plan.unit_tokens))]
+    return [FeatureRows(index, 0, sum(plan.unit_tokens))]
 
 
 def _written(config: QwenVLConfig, plan: ItemPlan, index: int, tokenize: Tokenize | None) -> Iterator[Piece]:
@@ -65,7 +65,7 @@ def _written(config: QwenVLConfig, plan: ItemPlan, index: int, tokenize: Tokeniz
     for step, at in enumerate(range(0, len(times), size)):
         seconds = sum(times[at : at + size]) / len(times[at : at + size])
         yield [*tokenize(f"<{seconds:.1f} seconds>"), start]
-        yield Rows(index, step * num_rows, num_rows)
+        yield FeatureRows(index, step * num_rows, num_rows)
         yield [end]
 
 
@@ -83,7 +83,7 @@ def _woven(config: QwenVLConfig, plans: Sequence[ItemPlan], video: int, sound: i
     for begin, stop in _runs(is_seen):
         num_seen = int(is_seen[:begin].sum())
         item, first = (video, num_seen) if is_seen[begin] else (sound, begin - num_seen)
-        yield Rows(item, first, stop - begin)
+        yield FeatureRows(item, first, stop - begin)
     yield [end]
 
 

@@ -15,7 +15,7 @@ from modalities.family import MediaOptions, VideoHeader
 from modalities.qwen_vl.preprocess import smart_resize
 from modalities.qwen_vl.video_options import VideoOptions
 from modalities.sampling import Timeline, sample_frames
-from modalities.video_rows import StepRows, step_rows, unit_steps
+from modalities.video_rows import VideoRows, step_rows, unit_steps
 
 Grid = tuple[int, int, int]
 
@@ -32,7 +32,7 @@ class VideoCut:
     num_moments: int
     """Counts the different values among `times_s`."""
     grid: Grid
-    rows: StepRows
+    rows: VideoRows
     unit_steps: tuple[int, ...]
     """Holds the number of steps in each unit."""
     is_as_asked: bool
@@ -72,7 +72,7 @@ def cut_video(header: VideoHeader, options: MediaOptions, rules: VideoOptions) -
     )
 
 
-def grid_rows(grid: Grid, merge_size: int, options: MediaOptions) -> StepRows:
+def grid_rows(grid: Grid, merge_size: int, options: MediaOptions) -> VideoRows:
     """Returns how the rows of the patches `grid` are thinned."""
     return step_rows(grid[1] * grid[2] // merge_size**2, options)
 

@@ -10,7 +10,7 @@ import torch
 
 from modalities.family import EncoderInput
 from modalities.video_features import thinned
-from modalities.video_rows import StepRows
+from modalities.video_rows import VideoRows
 
 RowsOf = Callable[[Any, torch.Tensor, Sequence[EncoderInput]], Sequence[torch.Tensor]]
 """A `RowsOf` computes the rows of each unit, of shape `(num_tokens, hidden)`. Its arguments are the loaded part of the
@@ -36,7 +36,7 @@ class TileEncoder:
 def frame_rows(frames: torch.Tensor, unit: EncoderInput) -> torch.Tensor:
     """Returns the rows that the sampling options keep of a video's unit. `frames` has shape
     `(num_frames, num_rows, hidden)`, the result `(num_tokens, hidden)`."""
-    return thinned(frames[None], StepRows.of_geometry(unit.geometry[1:]))[0]
+    return thinned(frames[None], VideoRows.of_geometry(unit.geometry[1:]))[0]
 
 
 def is_closed(unit: EncoderInput) -> bool:

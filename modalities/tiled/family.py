@@ -32,7 +32,7 @@ from modalities.family import (
 )
 from modalities.image import decode_image
 from modalities.pixels import to_rgb
-from modalities.placeholders import Piece, Rows, expand_pieces
+from modalities.placeholders import FeatureRows, Piece, expand_pieces
 from modalities.tiled.config import TiledConfig
 from modalities.tiled.video import FrameTiling
 
@@ -155,7 +155,7 @@ class TiledFamily:
             plan = plans[index]
             if self.videos and plan.modality == _VIDEO:
                 return list(self.videos.tiling.pieces(plan, index, tokenize))
-            return [self._wrapping.before, Rows(index, 0, sum(plan.unit_tokens)), self._wrapping.after]
+            return [self._wrapping.before, FeatureRows(index, 0, sum(plan.unit_tokens)), self._wrapping.after]
 
         return expand_pieces(token_ids, placeholders, plans, pieces_of, row_tokens)
 

@@ -21,10 +21,10 @@ from fabric.messages import MediaItem
 from modalities.family import EncoderInput, ItemPlan, MediaOptions, VideoHeader
 from modalities.json_files import read_video_processor
 from modalities.pixels import fused_channel_values
-from modalities.placeholders import Piece, Rows
+from modalities.placeholders import FeatureRows, Piece
 from modalities.sampling import Timeline, sample_frames
 from modalities.tiled.config import PixelOptions, TiledConfig, read_pixel_options, square
-from modalities.video_rows import StepRows, step_rows, unit_steps
+from modalities.video_rows import VideoRows, step_rows, unit_steps
 
 _VIDEO = "video"
 Tokenize = Callable[[str], Sequence[int]]
@@ -101,7 +101,7 @@ class FrameTiling:
         family writes text between frames and `tokenize` is None."""
         num_rows = sum(plan.unit_tokens)
         if self.prompt is None:
-            yield Rows(index, 0, num_rows)
+            yield FeatureRows(index, 0, num_rows)
             return
         if tokenize is None:
             raise ConfigError("videos of this family need a tokenizer")
@@ -109,10 +109,12 @@ class FrameTiling:
         for group in range(num_groups):
             mark = "\n" if group else ""
             yield [*tokenize(f"{mark}Frame{group + 1}: "), self.prompt.start]
-            yield Rows(index, group * (num_rows // num_groups), num_rows // num_groups)
+            yield FeatureRows(index, group * (num_rows // num_groups), num_rows // num_groups)
             yield [self.prompt.end]
 
-    def _cut(self, header: VideoHeader, options: MediaOptions) -> tuple[Timeline, list[int], StepRows, tuple[int, ...]]:
+    def _cut(
+        self, header: VideoHeader, options: MediaOptions
+    ) -> tuple[Timeline, list[int], VideoRows, tuple[int, ...]]:
         """Returns the video's timeline, the slots of it that the model sees, which rows of a frame stay, and the number
         of frames in each unit."""
         timeline = Timeline.of(header, options)
@@ -127,7 +129,7 @@ class FrameTiling:
         slots = [(2 * at + shift) * timeline.num_frames // (2 * num_frames) for at in range(num_frames)]
         return timeline, slots, rows, unit_steps(num_frames, self.patches_per_side**2, rows.num_pooled)
 
-    def _unit_tokens(self, rows: StepRows, units: Sequence[int]) -> tuple[int, ...]:
+    def _unit_tokens(self, rows: VideoRows, units: Sequence[int]) -> tuple[int, ...]:
         *others, last = (rows.num_rows(num_frames) for num_frames in units)
         return (*others, last + self.has_newline)
 

@@ -23,9 +23,9 @@ MIN_DROPPED = 16
 """A line drops the waiters that have left when they outnumber the present ones by this many."""
 
 
-class Need(NamedTuple):
-    """A `Need` says what must be available before planning a request is worthwhile: a worker, and an encoder for each
-    modality. Requests with equal needs stand in one line."""
+class CapacityNeed(NamedTuple):
+    """A `CapacityNeed` says what must be available before planning a request is worthwhile: a worker, and an encoder
+    for each modality. Requests with equal needs stand in one line."""
 
     modalities: frozenset[str] = frozenset()
     exclusions: frozenset[tuple[MemberId, float]] = frozenset()
@@ -54,15 +54,15 @@ class Waiter:
     time keeps its place."""
 
     age: tuple[float, str]
-    need: Need
+    need: CapacityNeed
     deadline_s: float
 
     def __lt__(self, other: Waiter) -> bool:
         return self.age < other.age
 
 
-class Turn(NamedTuple):
-    """A `Turn` is the end of one wait. `is_served` is False when the deadline passed first."""
+class WaitOutcome(NamedTuple):
+    """A `WaitOutcome` is the end of one wait. `is_served` is False when the deadline passed first."""
 
     waiter: Waiter
     is_served: bool
@@ -101,7 +101,7 @@ class CapacityQueue:
         """This limit grows while any request waits."""
         self._waiting: set[Waiter] = set()
         self._on_the_way: set[Waiter] = set()
-        self._need_to_line: dict[Need, _Line] = {}
+        self._need_to_line: dict[CapacityNeed, _Line] = {}
         self._by_deadline = _Line(self._waiting)
 
     @property
@@ -134,10 +134,10 @@ class CapacityQueue:
         first = self._first_served(now)
         return first is not None and first.age < age
 
-    def take(self, now: float) -> Turn | None:
-        """Ends one wait and returns its `Turn`: that of the oldest request that can be served, or of one whose deadline
-        has passed. Returns None if all requests must go on waiting. A request that members could serve, and that only
-        the limit on released requests holds back, is released at its deadline instead of being given up."""
+    def take(self, now: float) -> WaitOutcome | None:
+        """Ends one wait and returns its `WaitOutcome`: that of the oldest request that can be served, or of one whose
+        deadline has passed. Returns None if all requests must go on waiting. A request that members could serve, and
+        that only the limit on released requests holds back, is released at its deadline instead of being given up."""
         served = self._first_served(now)
         if served is not None and len(self._on_the_way) < self._max_on_the_way:
             return self._end(served, is_served=True)
@@ -158,13 +158,13 @@ class CapacityQueue:
             moments.append(returns_s)
         return min([soonest.deadline_s, *moments])
 
-    def _end(self, waiter: Waiter, is_served: bool) -> Turn:
+    def _end(self, waiter: Waiter, is_served: bool) -> WaitOutcome:
         self._waiting.remove(waiter)
         if is_served:
             self._on_the_way.add(waiter)
-        return Turn(waiter, is_served)
+        return WaitOutcome(waiter, is_served)
 
-    def _needs(self) -> list[Need]:
+    def _needs(self) -> list[CapacityNeed]:
         """Returns the needs of the requests that wait, and drops lines that have become empty."""
         for need in [need for need, line in self._need_to_line.items() if line.first is None]:
             del self._need_to_line[need]

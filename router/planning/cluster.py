@@ -35,7 +35,7 @@ from router.planning.encoder_cost import CommonCosts, common_costs
 from router.planning.in_flight import InFlight
 from router.planning.learning import Learning
 from router.planning.member_state import EncoderState, WorkerState
-from router.planning.views import EncoderView, ItemTerms, Line, RoutePlan, RouteQuery, Snapshot, WorkerView
+from router.planning.views import ClusterView, EncoderView, ItemTerms, Line, RoutePlan, RouteQuery, WorkerView
 
 ClusterMessage = WorkerReport | EncoderReport | KvEvents | KvSnapshot | FeatureEvents
 
@@ -132,7 +132,7 @@ class ClusterState:
 
     # ------------------------------------------------------------ planning
 
-    def snapshot(self, query: RouteQuery, now: float) -> Snapshot:
+    def snapshot(self, query: RouteQuery, now: float) -> ClusterView:
         """Returns frozen views for one query; excluded members are left out. It changes nothing but the random
         source."""
         worker_to_blocks = self._prefixes.lookup(query.block_hashes)
@@ -141,7 +141,7 @@ class ClusterState:
         worker_line = common_line(state.prefill.estimate(now) for state in self._workers.values())
         encoders: Iterable[EncoderState] = self._encoders.values() if query.media else ()
         encoder_costs = common_costs(state.cost.estimates(now) for state in encoders)
-        return Snapshot(
+        return ClusterView(
             block_size=self._block_size,
             workers=tuple(
                 self._worker_view(state, worker_to_blocks.get(worker_id, 0), worker_line, now)

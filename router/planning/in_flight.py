@@ -15,7 +15,7 @@ from fabric.ids import AttemptId, MemberId
 
 
 @dataclass(slots=True)
-class Load:
+class MemberLoad:
     """Holds sums over one member's attempts; the units are tokens or patches."""
 
     num_open: int = 0
@@ -41,18 +41,18 @@ class InFlight:
 
     def __init__(self) -> None:
         self._attempt_to_shares: dict[AttemptId, dict[MemberId, _Share]] = {}
-        self._member_to_load: dict[MemberId, Load] = {}
+        self._member_to_load: dict[MemberId, MemberLoad] = {}
 
-    def load(self, member_id: MemberId) -> Load:
+    def load(self, member_id: MemberId) -> MemberLoad:
         """Returns the member's load. The object is not a copy, because a copy would cost more than it protects; callers
         read it and do not keep it."""
-        return self._member_to_load.get(member_id) or Load()
+        return self._member_to_load.get(member_id) or MemberLoad()
 
     def add(self, attempt_id: AttemptId, member_id: MemberId, units: int, num_blocks: int = 0) -> None:
         """Adds load to an attempt's share on a member. If more of an attempt goes to the same member, its share grows,
         and the new part is pending."""
         share = self._attempt_to_shares.setdefault(attempt_id, {}).get(member_id)
-        load = self._member_to_load.setdefault(member_id, Load())
+        load = self._member_to_load.setdefault(member_id, MemberLoad())
         if share is None:
             share = self._attempt_to_shares[attempt_id][member_id] = _Share()
             load.num_open += 1
@@ -95,7 +95,7 @@ class InFlight:
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless the sums equal the shares."""
-        sums: dict[MemberId, Load] = {member_id: Load() for member_id in self._member_to_load}
+        sums: dict[MemberId, MemberLoad] = {member_id: MemberLoad() for member_id in self._member_to_load}
         for shares in self._attempt_to_shares.values():
             assert shares, "an attempt without shares is dropped"
             for member_id, share in shares.items():

@@ -12,7 +12,7 @@ from fabric.ids import MmHash
 from fabric.messages import EncoderReport, Member, WorkerReport
 from router.planning.ageing import AgeingCost, Estimate, believed
 from router.planning.encoder_cost import GENERAL, CommonCosts, CommonStages, EncoderCost, StageEstimates
-from router.planning.in_flight import Load
+from router.planning.in_flight import MemberLoad
 from router.planning.views import EncoderCosts, EncoderView, Line, WorkerView
 
 
@@ -50,7 +50,9 @@ class WorkerState:
         self.report = report
         self.prefill.anchor(Line(report.step_overhead_s, report.prefill_s_per_token), now)
 
-    def view(self, covered_blocks: int, load: Load, is_stale: bool, common: Line | None, now: float) -> WorkerView:
+    def view(
+        self, covered_blocks: int, load: MemberLoad, is_stale: bool, common: Line | None, now: float
+    ) -> WorkerView:
         """Returns the planner's view of the worker. `load` is what this router has on it, and `common` is what workers
         cost in general."""
         member, report = self.member, self.report
@@ -95,7 +97,7 @@ class WorkerState:
         return report.decode_s_per_sequence * (believed_line.base_s / own_s if own_s else 1.0)
 
 
-def _place_wait_s(report: WorkerReport, load: Load) -> float:
+def _place_wait_s(report: WorkerReport, load: MemberLoad) -> float:
     """Returns the seconds until a new sequence gets a place. When all places of a step are taken, they become free in
     order, at the pace at which sequences end."""
     num_there = report.num_running + report.num_waiting + load.num_pending
@@ -118,7 +120,7 @@ class EncoderState:
         self.cost.anchor(report, now)
 
     def view(
-        self, cached: frozenset[MmHash], load: Load, is_stale: bool, common: CommonCosts, now: float
+        self, cached: frozenset[MmHash], load: MemberLoad, is_stale: bool, common: CommonCosts, now: float
     ) -> EncoderView:
         """Returns the planner's view of the encoder. `load` is what this router has on it, and `common` is what
         encoders cost in general."""

@@ -11,10 +11,10 @@ from fabric.ids import MemberId
 from router.planning.landing import land_items
 from router.planning.links import link_class
 from router.planning.search import Search, encoder_options
-from router.planning.views import Assignment, Explanation, ItemTerms, RoutePlan, RouteQuery, Snapshot
+from router.planning.views import Assignment, ClusterView, Explanation, ItemTerms, RoutePlan, RouteQuery
 
 
-def plan_route(query: RouteQuery, snapshot: Snapshot, now: float) -> RoutePlan:
+def plan_route(query: RouteQuery, snapshot: ClusterView, now: float) -> RoutePlan:
     """Returns the plan with the earliest predicted first token: a worker, and an encoder for each item that the worker
     lacks. Of workers that are near-equal, it takes one with the fewest open attempts; `tie_break` decides among those.
 
@@ -51,7 +51,7 @@ def plan_route(query: RouteQuery, snapshot: Snapshot, now: float) -> RoutePlan:
 
 
 def plan_encoding(
-    query: RouteQuery, worker_id: MemberId, item_indexes: Sequence[int], snapshot: Snapshot
+    query: RouteQuery, worker_id: MemberId, item_indexes: Sequence[int], snapshot: ClusterView
 ) -> tuple[ItemTerms, ...]:
     """Returns encoders, chosen by the same landing times, for items that a worker needs after all (because it evicted
     them, or because an encoder is lost).

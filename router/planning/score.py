@@ -36,8 +36,8 @@ class Span(NamedTuple):
     """This is the number of the span's tokens, weighted by their context (`fabric.flat_tokens`)."""
 
 
-class Prompt(NamedTuple):
-    """A `Prompt` is a query's prompt, cut into the parts that the walk needs."""
+class ScoredPrompt(NamedTuple):
+    """A `ScoredPrompt` is a query's prompt, cut into the parts that the walk needs."""
 
     spans: tuple[Span, ...]
     """These spans contain all positions, in order, without holes or empty spans."""
@@ -63,7 +63,7 @@ class Walk(NamedTuple):
     end_s: float
 
 
-def cut(query: RouteQuery, context_scale_tokens: float) -> Prompt:
+def cut(query: RouteQuery, context_scale_tokens: float) -> ScoredPrompt:
     """Cuts a query into spans."""
     spans: list[Span] = []
     item_to_end: dict[int, int] = {}
@@ -81,7 +81,7 @@ def cut(query: RouteQuery, context_scale_tokens: float) -> Prompt:
     add(at, query.token_count, TEXT, 0)
     item_ends = tuple(item_to_end.get(item.index, 0) for item in query.media)
     ends = tuple(span.end for span in spans)
-    return Prompt(tuple(spans), ends, query.media, item_ends, query.token_count, context_scale_tokens)
+    return ScoredPrompt(tuple(spans), ends, query.media, item_ends, query.token_count, context_scale_tokens)
 
 
 def covered_tokens(worker: WorkerView, num_tokens: int, block_size: int) -> int:
@@ -91,7 +91,7 @@ def covered_tokens(worker: WorkerView, num_tokens: int, block_size: int) -> int:
 
 
 def walk(
-    prompt: Prompt,
+    prompt: ScoredPrompt,
     covered: int,
     start_s: float,
     per_token_s: float,

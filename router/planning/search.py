@@ -17,9 +17,9 @@ from fabric.ids import MemberId
 from fabric.messages import MediaItem
 from router.planning.landing import Landings, land_items
 from router.planning.links import link_class, machine
-from router.planning.score import Prompt, covered_tokens, cut, walk
-from router.planning.views import CandidateTerms, EncoderView, Line, RouteQuery, Snapshot, WorkerView
-from router.planning.waiting import Need, Waiting, idle_pace, waiting
+from router.planning.score import ScoredPrompt, covered_tokens, cut, walk
+from router.planning.views import CandidateTerms, ClusterView, EncoderView, Line, RouteQuery, WorkerView
+from router.planning.waiting import PlacementNeed, Waiting, idle_pace, waiting
 
 _ROUNDING = 1e-9
 """This is the relative slack when the search compares a bound with a score, because the two add the same terms in a
@@ -69,8 +69,8 @@ class Search:
     the encoders over the same links have the same ones."""
 
     query: RouteQuery
-    snapshot: Snapshot
-    prompt: Prompt
+    snapshot: ClusterView
+    prompt: ScoredPrompt
     options: Mapping[int, Sequence[EncoderView]]
     bounds: Sequence[Bound]
     tolerance_s: float
@@ -78,7 +78,7 @@ class Search:
     known: dict[tuple[tuple[int, ...], str], Landings] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, query: RouteQuery, snapshot: Snapshot) -> Search:
+    def of(cls, query: RouteQuery, snapshot: ClusterView) -> Search:
         prompt = cut(query, snapshot.context_scale_tokens)
         options = encoder_options(query, snapshot)
         workers = [worker for worker in snapshot.workers if worker.worker_id not in query.excluded]
@@ -146,7 +146,7 @@ class Search:
         return Candidate(worker, covered, num_prefill_tokens, ahead, walked.prefill_s, walked.held_s, ttft_s, landings)
 
 
-def _bound(worker: WorkerView, prompt: Prompt, block_size: int) -> Bound:
+def _bound(worker: WorkerView, prompt: ScoredPrompt, block_size: int) -> Bound:
     covered = covered_tokens(worker, prompt.num_tokens, block_size)
     need = _need(worker, prompt, covered, block_size)
     ahead = waiting(worker, need, block_size)
@@ -154,12 +154,12 @@ def _bound(worker: WorkerView, prompt: Prompt, block_size: int) -> Bound:
     return Bound(ahead.queue_s + ahead.shared_s + own_s, own_s, covered, ahead, worker)
 
 
-def _need(worker: WorkerView, prompt: Prompt, covered: int, block_size: int) -> Need:
+def _need(worker: WorkerView, prompt: ScoredPrompt, covered: int, block_size: int) -> PlacementNeed:
     num_blocks = -(-prompt.num_tokens // block_size) - worker.covered_blocks
-    return Need(prompt.num_tokens - covered, prompt.num_flat_after(covered), max(0, num_blocks))
+    return PlacementNeed(prompt.num_tokens - covered, prompt.num_flat_after(covered), max(0, num_blocks))
 
 
-def encoder_options(query: RouteQuery, snapshot: Snapshot) -> dict[int, list[EncoderView]]:
+def encoder_options(query: RouteQuery, snapshot: ClusterView) -> dict[int, list[EncoderView]]:
     """Returns, per medium, the encoders that support its modality. The list starts at a random encoder, because equal
     ones are taken in its order."""
     encoders = [encoder for encoder in snapshot.encoders if encoder.encoder_id not in query.excluded]

@@ -103,8 +103,8 @@ class EncoderView(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A `Snapshot` is the cluster at one moment, for one query."""
+class ClusterView:
+    """A `ClusterView` is the cluster at one moment, for one query."""
 
     block_size: int
     workers: tuple[WorkerView, ...]

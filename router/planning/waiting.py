@@ -24,7 +24,7 @@ _UNLIMITED = 1e12
 """This stands for the number of tokens in a step when the limit is not known."""
 
 
-class Need(NamedTuple):
+class PlacementNeed(NamedTuple):
     """Holds what a request needs on one worker, without the prefix that is cached there."""
 
     num_tokens: int
@@ -61,7 +61,7 @@ class _Steps(NamedTuple):
         """Returns how many steps this many tokens fill before their last one."""
         return (num_tokens - 1.0) // self.room
 
-    def pace(self, need: Need) -> Line:
+    def pace(self, need: PlacementNeed) -> Line:
         """Returns the pace of a request that shares the steps with the decoding sequences."""
         before_s = self.num_before_last(need.num_tokens) * self.step_s
         return Line(self.step_s, self.s_per_token + before_s / max(need.flat_tokens, 1.0))
@@ -73,12 +73,12 @@ class _Steps(NamedTuple):
         return num_full * self.full_s + (self.step_s + self.s_per_token * rest if rest else 0.0)
 
 
-def idle_pace(worker: WorkerView, need: Need) -> Line:
+def idle_pace(worker: WorkerView, need: PlacementNeed) -> Line:
     """Returns the pace of a request that is alone on the worker."""
     return _steps(worker, 0).pace(need)
 
 
-def waiting(worker: WorkerView, need: Need, block_size: int) -> Waiting:
+def waiting(worker: WorkerView, need: PlacementNeed, block_size: int) -> Waiting:
     """Returns the wait of a request that arrives now."""
     steps = _steps(worker, worker.num_decoding)
     remaining_s, in_front = _running_step(worker, steps)

@@ -10,7 +10,7 @@ from deploy.demo.build import demo_checkpoint
 from llm_workers.attention import register_attention, select_backend
 from llm_workers.attention_varlen import has_block_tables
 from llm_workers.cuda_graphs import GraphedModel, with_graphs
-from llm_workers.paged_kv import PagedKV, Rows
+from llm_workers.paged_kv import PagedKV, SequenceRows
 from modalities.registry import REGISTRY
 
 pytestmark = [
@@ -45,7 +45,7 @@ def decoded(*, has_graphs: bool) -> list[torch.Tensor]:
             starts = [0, 0, 0] if step == 0 else [length + step - 1 for length in lengths]
             rows, at = [], 0
             for start, size, table in zip(starts, sizes, tables, strict=False):
-                rows.append(Rows(at, start, size, table[: -(-(start + size) // PAGE)]))
+                rows.append(SequenceRows(at, start, size, table[: -(-(start + size) // PAGE)]))
                 at += size
             places = torch.cat([torch.arange(row.start, row.context, device="cuda") for row in rows])
             hidden = model.forward(model.embed(ids[places]), places.expand(3, -1), backend(kv, rows), None, None)

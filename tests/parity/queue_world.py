@@ -28,7 +28,7 @@ from llm_workers.engine import Engine
 from llm_workers.kept import KeptFeatures
 from llm_workers.landed import LandedFeatures
 from llm_workers.paged_kv import PagedKV
-from llm_workers.reporting import Reporter
+from llm_workers.reporting import WorkerReporter
 from llm_workers.runner import Runner
 from llm_workers.scheduling.events import SequenceTimes
 from llm_workers.scheduling.plan import StepPlan
@@ -128,7 +128,9 @@ class QueueWorld:
         self._updates: list[Update] = []
         self.engine = Engine(self.scheduler, runner, self.clock, self._updates.append)
         sink = LocalFeatureSink(LocalChannelHub(), "worker", 1 << 12)
-        self.reporter = Reporter(WORKER, self.config, self.scheduler.stats(), sink, KeptFeatures("never", 0, False))
+        self.reporter = WorkerReporter(
+            WORKER, self.config, self.scheduler.stats(), sink, KeptFeatures("never", 0, False)
+        )
         calibrate(runner, TinyFamily, self.config, self.reporter.costs, self.clock)
         self.cluster = ClusterState(SHAPE, self.config.block_size, random.Random(1))
         self.cluster.update_members([Member(WORKER, "worker", "local://worker", "h", 0)])

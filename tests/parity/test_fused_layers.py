@@ -14,7 +14,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from deploy.demo.build import demo_checkpoint
 from llm_workers.attention import register_attention
 from llm_workers.attention_sdpa import SdpaStep
-from llm_workers.paged_kv import PagedKV, Rows
+from llm_workers.paged_kv import PagedKV, SequenceRows
 from modalities.causal_lm import row_operations
 from modalities.causal_lm.fused_layers import FusedLayer, GatedMlp, OtherMlp, fused, rotate
 from modalities.causal_lm.language_model import CausalLM
@@ -66,7 +66,7 @@ def hidden_of(part: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     hidden, logits = [], []
     for start, end in ((0, 20), (20, 36), (36, 37)):
         size = end - start
-        rows = [Rows(place * size, start, size, table) for place, table in enumerate(tables)]
+        rows = [SequenceRows(place * size, start, size, table) for place, table in enumerate(tables)]
         positions = torch.arange(start, end).repeat(2)[None]
         embeddings = model.embed(ids[:, start:end].reshape(-1))
         before = embeddings.clone()
@@ -117,7 +117,7 @@ def test_rows_that_are_wanted_alone_are_as_among_all(name: str, dtype: torch.dty
     part = part_of(name, dtype)
     model = CausalLM(fused(part))
     ids = torch.arange(40) % 61
-    rows = [Rows(0, 0, 13, np.array([3, 1])), Rows(13, 0, 27, np.array([0, 2, 4, 5]))]
+    rows = [SequenceRows(0, 0, 13, np.array([3, 1])), SequenceRows(13, 0, 27, np.array([0, 2, 4, 5]))]
     seen, pages, finished = [], [], []
     part.model.layers[-1].mlp.register_forward_hook(lambda module, inputs, output: finished.append(len(output)))
     for wanted in (None, torch.tensor([12, 39]), torch.arange(40)):
@@ -149,7 +149,7 @@ def test_a_step_of_any_size_is_as_its_tokens_alone() -> None:
     seen: list[torch.Tensor] = []
     with torch.inference_mode():
         for start, end in ((0, 67), (0, 40), (40, 67)):
-            rows = [Rows(0, start, end - start, np.arange(1, 10, dtype=np.int64))]
+            rows = [SequenceRows(0, start, end - start, np.arange(1, 10, dtype=np.int64))]
             embeddings, positions = model.embed(ids[start:end]), torch.arange(start, end)[None]
             seen.append(model.forward(embeddings, positions, SdpaStep(kv, rows), None, None))
     assert [len(hidden) for hidden in seen] == [67, 40, 27]
@@ -193,7 +193,7 @@ def test_deepstack_levels_meet_their_rows_in_a_rounded_step(monkeypatch: pytest.
         model = family.load_language_model(demo_checkpoint(), "cpu", dtype, register_attention())
         monkeypatch.setattr(model, "_is_padded", dtype == "bfloat16")
         kv = PagedKV(shape.num_layers, 9, 8, (shape.num_kv_heads, shape.head_dim), model.dtype, model.device)
-        step = SdpaStep(kv, [Rows(0, 0, 70, np.arange(9, dtype=np.int64))])
+        step = SdpaStep(kv, [SequenceRows(0, 0, 70, np.arange(9, dtype=np.int64))])
         with torch.inference_mode():
             positions = torch.arange(70).expand(3, -1)
             hidden.append(model.forward(model.embed(ids), positions, step, rows, levels.to(model.dtype)).float())

@@ -21,9 +21,9 @@ from loadtest.benches.chat_load import picture_messages, run_chats, transformers
 from loadtest.benches.engine import options, start_peers
 from loadtest.benches.engine_host import NUM_STEPS, measure
 from loadtest.benches.engine_parts import forward_shares
-from loadtest.benches.worker_load import Load
+from loadtest.benches.worker_load import BenchLoad
 
-LOAD = Load(concurrency=3, prompt_tokens=20, output_tokens=5)
+LOAD = BenchLoad(concurrency=3, prompt_tokens=20, output_tokens=5)
 
 
 def test_words_are_as_many_tokens_as_asked_for() -> None:

@@ -12,7 +12,7 @@ from fabric import c_library
 from llm_workers import native_attention
 from llm_workers.attention_sdpa import SdpaStep
 from llm_workers.native_attention import NativeChunks, NativeDecode, is_native, is_native_for_chunks
-from llm_workers.paged_kv import PagedKV, Rows, StepRows
+from llm_workers.paged_kv import PagedKV, SequenceRows, StepRows
 
 NUM_BLOCKS = 120
 
@@ -52,7 +52,7 @@ def test_as_written_out(num_heads, num_kv_heads, head_dim, dtype, contexts, bloc
     queries = (torch.randn(len(contexts), num_heads, head_dim) * 2).to(dtype)
     for at, context in enumerate(contexts):
         needed = -(-context // block_size)
-        row = Rows(at, context - 1, 1, free[:needed].astype(np.int64))
+        row = SequenceRows(at, context - 1, 1, free[:needed].astype(np.int64))
         free = free[needed:]
         keys, values = torch.randn(2, context, num_kv_heads, head_dim).to(dtype)
         slots = torch.from_numpy(kv.slots(row.block_ids, 0, context))
@@ -91,7 +91,7 @@ def test_chunks_as_written_out(num_heads, num_kv_heads, head_dim, dtype, sizes, 
     free, rows, num_tokens = np.random.default_rng(seed).permutation(NUM_BLOCKS), [], 1
     for start, size in sizes:
         needed = -(-(start + size) // block_size)
-        rows.append(Rows(num_tokens, start, size, free[:needed].astype(np.int64)))
+        rows.append(SequenceRows(num_tokens, start, size, free[:needed].astype(np.int64)))
         free, num_tokens = free[needed:], num_tokens + size
     packed = (torch.randn(num_tokens, num_heads + num_kv_heads, head_dim) * 2).to(dtype)
     queries, expected = packed[:, :num_heads], torch.zeros(num_tokens, num_heads, head_dim, dtype=torch.float64)
@@ -121,7 +121,10 @@ def test_chunks_as_written_out(num_heads, num_kv_heads, head_dim, dtype, sizes, 
 @pytest.mark.parametrize("of", [0, 1], ids=["key", "value"])
 def test_a_nan_shows_in_the_last_row_and_in_no_neighbours(of: int, is_chunk: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    kv, rows = pages_of((2, 64), dtype=dtype), [Rows(0, 0, 150, np.arange(10)), Rows(150, 0, 150, np.arange(20, 30))]
+    kv, rows = (
+        pages_of((2, 64), dtype=dtype),
+        [SequenceRows(0, 0, 150, np.arange(10)), SequenceRows(150, 0, 150, np.arange(20, 30))],
+    )
     for pages in kv.layer(1):
         pages.copy_(torch.randn_like(pages))
     kv.layer(1)[of][5, 1, 7] = float("nan")
@@ -131,7 +134,7 @@ def test_a_nan_shows_in_the_last_row_and_in_no_neighbours(of: int, is_chunk: boo
         NativeChunks(kv, rows).attend(1, queries, out, 0.2)
         first, second = out[149], out[150:]
     else:
-        singles = StepRows([Rows(at, 149, 1, row.block_ids) for at, row in enumerate(rows)]).singles()
+        singles = StepRows([SequenceRows(at, 149, 1, row.block_ids) for at, row in enumerate(rows)]).singles()
         first, second = NativeDecode(kv, singles).attend(1, queries[:2].contiguous(), 0.2)
     assert not first[1].isfinite().any() if of == 0 else not first[1].isfinite().all()
     assert second.isfinite().all()
@@ -143,7 +146,7 @@ def test_scores_of_any_size_make_weights(dtype: torch.dtype, size: float) -> Non
     """The sizes give weights to all tokens alike, to some, and to one alone; a score of -inf gives no weight. The last
     token of a chunk gets the same result as a row that decodes at its position."""
     torch.manual_seed(0)
-    kv, row = pages_of((1, 32), dtype=dtype), Rows(0, 99, 1, np.arange(7))
+    kv, row = pages_of((1, 32), dtype=dtype), SequenceRows(0, 99, 1, np.arange(7))
     keys, values = (torch.randn(100, 1, 32) * size).to(dtype), torch.randn(100, 1, 32).to(dtype)
     keys[17, 0, 3] = float("-inf")
     for pages, written in zip(kv.layer(1), (keys, values), strict=True):
@@ -152,7 +155,7 @@ def test_scores_of_any_size_make_weights(dtype: torch.dtype, size: float) -> Non
     ours = NativeDecode(kv, StepRows([row]).singles()).attend(1, query, 0.2)
     weights = ((query[0].double() @ keys[:, 0].double().T) * 0.2).softmax(dim=-1)
     chunk = torch.zeros(9, 1, 32, dtype=dtype)
-    NativeChunks(kv, [Rows(0, 91, 9, np.arange(7))]).attend(1, query.expand(9, 1, 32).contiguous(), chunk, 0.2)
+    NativeChunks(kv, [SequenceRows(0, 91, 9, np.arange(7))]).attend(1, query.expand(9, 1, 32).contiguous(), chunk, 0.2)
     for found in (ours[0], chunk[8]):
         torch.testing.assert_close(found.double(), weights @ values[:, 0].double(), **DTYPE_TO_TOLERANCE[dtype])
 
@@ -165,10 +168,10 @@ def test_a_step_gives_the_same_either_way(monkeypatch: pytest.MonkeyPatch, dtype
         kv = pages_of((2, 64), dtype=dtype)
         free = torch.randperm(NUM_BLOCKS).numpy()
         rows = [
-            Rows(0, 30, 1, free[:2]),
-            Rows(1, 0, 20, free[2:4]),
-            Rows(21, 90, 1, free[4:10]),
-            Rows(22, 7, 1, free[10:11]),
+            SequenceRows(0, 30, 1, free[:2]),
+            SequenceRows(1, 0, 20, free[2:4]),
+            SequenceRows(21, 90, 1, free[4:10]),
+            SequenceRows(22, 7, 1, free[10:11]),
         ]
         for pages in kv.layer(1):
             pages.normal_()

@@ -35,7 +35,7 @@ from fabric.errors import ConfigError, WeftError, WorkerLost
 from fabric.messages import SamplingParams
 from llm_workers.attention import register_attention
 from llm_workers.service import WorkerService
-from llm_workers.tensor_parallel.group import Follower, RankGroup
+from llm_workers.tensor_parallel.group import RankGroup, RankProcess
 from llm_workers.tensor_parallel.invitation import Invitation
 from llm_workers.tensor_parallel.model import ParallelLanguageModel
 from llm_workers.tensor_parallel.shares import check_shares
@@ -75,9 +75,9 @@ def config_of(directory: Path, **workers: Any) -> ClusterConfig:
 @contextlib.contextmanager
 def two_ranks(loaded: LoadedFamily, step_timeout_s: float = 60.0) -> Iterator[Parallel]:
     config = config_of(loaded.directory)
-    followers: list[Follower] = []
+    followers: list[RankProcess] = []
 
-    def launch(invitation: Invitation) -> Follower:
+    def launch(invitation: Invitation) -> RankProcess:
         followers.append(spawn_follower(config, loaded.directory, invitation))
         return followers[-1]
 

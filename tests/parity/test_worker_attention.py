@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fabric.errors import ConfigError
 from llm_workers.attention import select_backend
 from llm_workers.attention_sdpa import MIN_BUCKET_TOKENS, buckets, groups
-from llm_workers.paged_kv import PagedKV, Rows
+from llm_workers.paged_kv import PagedKV, SequenceRows
 
 NUM_BLOCKS, BLOCK_SIZE, HEAD_DIM = 160, 4, 8
 CASES = [("sdpa", "cpu", torch.float32), ("sdpa", "cpu", torch.bfloat16)]
@@ -48,7 +48,7 @@ def run_case(backend_name, device, dtype, lengths, heads, seed):
     for start, num_tokens in lengths:
         needed = -(-(start + num_tokens) // BLOCK_SIZE)
         block_ids, free = free[:needed].astype(np.int64), free[needed:]
-        row = Rows(at, start, num_tokens, block_ids)
+        row = SequenceRows(at, start, num_tokens, block_ids)
         context = torch.randn(2, row.context, num_kv_heads, HEAD_DIM, device=device).to(dtype)
         slots = torch.from_numpy(kv.slots(block_ids, 0, start)).to(device)
         for pages, values in zip(kv.layer(1), context, strict=True):
@@ -87,7 +87,7 @@ def test_a_mixed_batch_attends_as_written_out(backend, device, dtype, heads, len
 
 def test_nan_of_one_sequence_does_not_reach_another():
     kv = PagedKV(1, 64, BLOCK_SIZE, (1, HEAD_DIM), torch.float32, torch.device("cpu"))
-    rows = [Rows(0, 0, 1, np.array([3])), Rows(1, 59, 1, np.arange(4, 19))]
+    rows = [SequenceRows(0, 0, 1, np.array([3])), SequenceRows(1, 59, 1, np.arange(4, 19))]
     q, k, v = (torch.randn(2, 1, HEAD_DIM) for _ in range(3))
     for tensor in (q, k, v):
         tensor[1] = float("nan")
@@ -98,7 +98,8 @@ def test_nan_of_one_sequence_does_not_reach_another():
 
 def test_buckets_bound_padding_to_a_factor_of_two():
     rows = [
-        Rows(at, context - 1, 1, np.arange(1)) for at, context in enumerate([1, 5, 64, 65, 127, 128, 300, 1000, 63])
+        SequenceRows(at, context - 1, 1, np.arange(1))
+        for at, context in enumerate([1, 5, 64, 65, 127, 128, 300, 1000, 63])
     ]
     grouped = buckets(rows)
     assert sorted(row.at for group in grouped for row in group) == list(range(len(rows)))
@@ -117,7 +118,7 @@ def test_a_backend_that_cannot_run_is_refused():
 
 @given(contexts=st.lists(st.integers(1, 400), max_size=40), max_tokens=st.integers(0, 3000))
 def test_groups_hold_every_row_once_within_their_size(contexts, max_tokens):
-    rows = [Rows(at, context - 1, 1, np.zeros(1, dtype=np.int64)) for at, context in enumerate(contexts)]
+    rows = [SequenceRows(at, context - 1, 1, np.zeros(1, dtype=np.int64)) for at, context in enumerate(contexts)]
     cut = groups(rows, max_tokens)
     assert sorted(row.at for group in cut for row in group) == list(range(len(rows)))
     for group in cut:

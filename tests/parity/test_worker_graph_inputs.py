@@ -9,18 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llm_workers.cuda_graphs import SIZES, DecodeInputs, GraphedModel, graph_size, with_graphs
-from llm_workers.paged_kv import PagedKV, Rows
+from llm_workers.paged_kv import PagedKV, SequenceRows
 
 PAGE, MAX_BLOCKS, NUM_BLOCKS = 8, 5, 40
 KV = PagedKV(1, NUM_BLOCKS, PAGE, (1, 4), torch.bfloat16, torch.device("cpu"))
 
 
-def rows_of(contexts: list[int], seed: int) -> list[Rows]:
+def rows_of(contexts: list[int], seed: int) -> list[SequenceRows]:
     free = np.random.default_rng(seed).permutation(NUM_BLOCKS)
     rows = []
     for at, context in enumerate(contexts):
         needed = -(-context // PAGE)
-        rows.append(Rows(at, context - 1, 1, free[:needed].astype(np.int64)))
+        rows.append(SequenceRows(at, context - 1, 1, free[:needed].astype(np.int64)))
         free = free[needed:]
     return rows
 
@@ -49,7 +49,7 @@ def test_only_steps_of_single_tokens_have_a_size() -> None:
     rows = rows_of([3, 9, 20], 0)
     assert graph_size(rows) == 4
     assert graph_size(rows * 8) == 24
-    assert graph_size([*rows, Rows(3, 0, 2, np.zeros(1, dtype=np.int64))]) is None
+    assert graph_size([*rows, SequenceRows(3, 0, 2, np.zeros(1, dtype=np.int64))]) is None
     assert graph_size(rows[:1] * (SIZES[-1] + 1)) is None
 
 

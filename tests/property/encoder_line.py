@@ -11,9 +11,9 @@ import numpy as np
 
 from encoder_pool.planning.batcher import choose_batch
 from encoder_pool.planning.cost import CostEstimate
-from encoder_pool.planning.flight import Follower, follower_of
+from encoder_pool.planning.flight import EncodeWaiter, follower_of
 from encoder_pool.planning.flights import Flights
-from encoder_pool.planning.turns import Turn
+from encoder_pool.planning.turns import CallTurn
 from fabric.ids import MemberId, MmHash, RequestId, UnitKey
 from fabric.messages import Destination, EncodeRequest, MediaItem
 from modalities.family import EncoderInput
@@ -51,7 +51,7 @@ class Line:
 
     def __post_init__(self) -> None:
         self._flights = Flights(PATIENCE, self._work_s)
-        self._name_to_follower: dict[str, Follower] = {}
+        self._name_to_follower: dict[str, EncodeWaiter] = {}
 
     def run(self) -> Line:
         """Runs until everything that arrives is done; the encoder is never idle while something waits."""
@@ -74,7 +74,7 @@ class Line:
         item = MediaItem(0, arrival.modality, MmHash(arrival.name), (1, 1, 1), units, sum(units), "part")
         destination = Destination(MemberId("worker"), "local://worker")
         request = EncodeRequest(RequestId(arrival.name), 0, MemberId("router"), (item,), destination, age)
-        turn = Turn(len(self._name_to_follower), age, arrival.at_s)
+        turn = CallTurn(len(self._name_to_follower), age, arrival.at_s)
         turn.call = hash(arrival.name)
         follower = follower_of(request, turn, item, b"file", arrival.at_s)
         flight = self._flights.join(follower)

@@ -18,7 +18,7 @@ from fabric.ids import AttemptId, BlockHash, SequenceId, UnitKey
 from fabric.messages import BlocksRemoved, BlocksStored, GenerateRequest
 from llm_workers.config import WorkerConfig
 from llm_workers.intake import Intake
-from llm_workers.scheduling.events import Admission, NextRead, StepEvents
+from llm_workers.scheduling.events import AdmittedSequences, NextRead, StepEvents
 from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
 
@@ -157,7 +157,7 @@ class World:
 
     # ------------------------------------------------------------ the engine's part
 
-    def _take_in(self, request: GenerateRequest, admission: Admission) -> None:
+    def _take_in(self, request: GenerateRequest, admission: AdmittedSequences) -> None:
         attempt_id = AttemptId(request.request_id, request.attempt)
         self.requests[attempt_id] = request
         for choice in range(request.num_choices):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from encoder_pool.planning.batcher import QueuedUnit, choose_batch, is_fusing_worthwhile, place_in_line, split_cost
 from encoder_pool.planning.cost import CostEstimate
-from encoder_pool.planning.turns import Turn
+from encoder_pool.planning.turns import CallTurn
 from fabric.ids import MmHash, UnitKey
 
 SECONDS_PER_COST = 0.01
@@ -17,7 +17,7 @@ PATIENCE = 4.0
 units = st.lists(
     st.builds(
         lambda received_s, remaining, number, unit, modality, cost: QueuedUnit(
-            Turn(number, (received_s, f"req-{number}"), received_s).rank(remaining * SECONDS_PER_COST, PATIENCE, 0),
+            CallTurn(number, (received_s, f"req-{number}"), received_s).rank(remaining * SECONDS_PER_COST, PATIENCE, 0),
             UnitKey(MmHash(f"item-{number}"), unit),
             modality,
             cost,
@@ -70,7 +70,7 @@ def test_a_batch_is_led_by_the_first_and_filled_within_its_cost(
 def test_where_a_forward_costs_nothing_besides_the_first_in_line_waits_for_nobody(num: int, cost: int) -> None:
     queued = [
         QueuedUnit(
-            Turn(n, (0.0, f"req-{n:02}"), 0.0).rank(1.0, PATIENCE, 0), UnitKey(MmHash(f"{n}"), 0), "image", cost, 4
+            CallTurn(n, (0.0, f"req-{n:02}"), 0.0).rank(1.0, PATIENCE, 0), UnitKey(MmHash(f"{n}"), 0), "image", cost, 4
         )
         for n in range(num)
     ]
@@ -92,7 +92,7 @@ def test_units_of_one_request_are_fused_where_that_gains_more_than_it_delays(
     apart = (estimate.overhead_s + work_s * first, 2 * estimate.overhead_s + work_s * (first + second))
     fused_s = estimate.overhead_s + work_s * (first + second)
     gain_s, loss_s = apart[1] - fused_s, fused_s - apart[0]
-    rank = Turn(1, (0.0, "req"), 0.0).rank(1.0, PATIENCE, 0)
+    rank = CallTurn(1, (0.0, "req"), 0.0).rank(1.0, PATIENCE, 0)
     queued = [QueuedUnit(rank, UnitKey(MmHash("film"), n), "video", cost, 4) for n, cost in enumerate((first, second))]
     batch = choose_batch(queued, 1000, lambda _: estimate)
     if abs(gain_s - loss_s) > 1e-9:

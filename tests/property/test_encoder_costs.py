@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from encoder_pool.planning.batcher import QueuedUnit, choose_batch
 from encoder_pool.planning.cost import ForwardCosts, is_alike
-from encoder_pool.planning.turns import Turn
+from encoder_pool.planning.turns import CallTurn
 from fabric.ids import MmHash, UnitKey
 
 COST = 1024
@@ -58,7 +58,11 @@ def calibrate(costs: ForwardCosts, forward_s: ForwardSeconds) -> None:
 
 WAITING = [
     QueuedUnit(
-        Turn(number, (0.0, f"{number:04}"), 0.0).rank(1.0, 4.0, 0), UnitKey(MmHash(f"{number}"), 0), "image", COST, 4
+        CallTurn(number, (0.0, f"{number:04}"), 0.0).rank(1.0, 4.0, 0),
+        UnitKey(MmHash(f"{number}"), 0),
+        "image",
+        COST,
+        4,
     )
     for number in range(NUM_WAITING)
 ]

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_pool.planning.decode_line import DecodeLine
-from encoder_pool.planning.flight import DecodeRoom, Flight, Phase, follower_of
+from encoder_pool.planning.flight import DecodeRoom, EncodeJob, Phase, follower_of
 from encoder_pool.planning.flights import Flights
-from encoder_pool.planning.turns import Turn
+from encoder_pool.planning.turns import CallTurn
 from fabric.ids import MemberId, MmHash, RequestId, UnitKey
 from fabric.messages import Destination, EncodeRequest, MediaItem
 from modalities.family import EncoderInput
@@ -28,7 +28,7 @@ class World:
 
     def __init__(self, passed_s: float = PASSED_S) -> None:
         self.flights = Flights(4.0, lambda modality, cost: float(cost))
-        self.being_decoded: dict[Flight, None] = {}
+        self.being_decoded: dict[EncodeJob, None] = {}
         self.blocked: set[MemberId] = set()
         self.line = DecodeLine(
             self.flights, ROOM, self.being_decoded.keys(), passed_s, lambda worker_id: worker_id in self.blocked
@@ -36,17 +36,17 @@ class World:
         self.now_s = 0.0
         self.num_arrived = 0
 
-    def arrive(self, worker: str, cost: int, decode_bytes: int = 0, num_units: int = 1) -> Flight:
+    def arrive(self, worker: str, cost: int, decode_bytes: int = 0, num_units: int = 1) -> EncodeJob:
         self.num_arrived += 1
         name = f"item-{self.num_arrived}"
         item = MediaItem(0, "image", MmHash(name), (1, 1, 1), (1,) * num_units, cost, "part")
         item = msgspec.structs.replace(item, decode_bytes=decode_bytes)
         age, destination = (self.now_s, name), Destination(MemberId(worker), f"local://{worker}")
         request = EncodeRequest(RequestId(name), 0, MemberId("router"), (item,), destination, age)
-        turn = Turn(self.num_arrived, age, self.now_s)
+        turn = CallTurn(self.num_arrived, age, self.now_s)
         return self.flights.join(follower_of(request, turn, item, b"file", self.now_s))
 
-    def begin(self) -> list[Flight]:
+    def begin(self) -> list[EncodeJob]:
         """Begins all items that have room now and returns them."""
         begun = []
         while flight := self.line.next(self.now_s, has_shares=True):
@@ -64,12 +64,12 @@ class World:
         nbytes = sum(flight.item.decode_bytes for flight in self.being_decoded)
         assert len(self.being_decoded) == 1 or nbytes <= ROOM.max_decode_bytes
 
-    def decode(self, flight: Flight) -> None:
+    def decode(self, flight: EncodeJob) -> None:
         del self.being_decoded[flight]
         inputs = [EncoderInput("image", PIXELS, (1, 1, 1)) for _ in flight.item.unit_tokens]
         self.flights.decoded(flight, inputs)
 
-    def encode(self, flight: Flight) -> None:
+    def encode(self, flight: EncodeJob) -> None:
         """Ends the item; an item that is still being decoded is decoded first."""
         if flight in self.being_decoded:
             self.decode(flight)
@@ -89,8 +89,8 @@ def test_nothing_that_is_due_waits_for_what_began_after_it_was(data: st.DataObje
     """Room stays within its budgets, other items continue while there is room in addition to the due item's, and a due
     item begins when the items that were there before it have gone."""
     world = World()
-    active: list[Flight] = []
-    due: tuple[Flight, set[Flight]] | None = None
+    active: list[EncodeJob] = []
+    due: tuple[EncodeJob, set[EncodeJob]] | None = None
     for _ in range(data.draw(st.integers(5, 40))):
         for arrival in data.draw(st.lists(ARRIVALS, max_size=3)):
             world.arrive(*arrival)
@@ -161,7 +161,7 @@ def test_one_item_is_decoded_ahead_for_a_worker_that_can_not_use_it() -> None:
     assert world.begin() == [waiting]
 
 
-def put_back(world: World, flight: Flight) -> Flight:
+def put_back(world: World, flight: EncodeJob) -> EncodeJob:
     """Puts a flight back as the pipeline does: its followers then wait for another flight."""
     world.being_decoded.pop(flight, None)
     followers = world.flights.end(flight)

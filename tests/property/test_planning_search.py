@@ -16,7 +16,7 @@ from router.planning.links import LinkClass
 from router.planning.plan import plan_route
 from router.planning.score import cut, walk
 from router.planning.search import Search
-from router.planning.views import EncoderCosts, Line, RouteQuery, Snapshot
+from router.planning.views import ClusterView, EncoderCosts, Line, RouteQuery
 
 HOSTS = ["h-0", "h-0/p", "h-1", "h-2/p"]
 MODALITIES = ["image", "audio"]
@@ -68,7 +68,7 @@ def queries(draw: st.DrawFn, max_items: int = 4) -> RouteQuery:
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> Snapshot:
+def clusters(draw: st.DrawFn) -> ClusterView:
     views = [
         view._replace(worker_id=f"w{number}")
         for number, view in enumerate(draw(st.lists(workers, min_size=1, max_size=8)))
@@ -81,7 +81,7 @@ def clusters(draw: st.DrawFn) -> Snapshot:
     return replace(state, links=links, context_scale_tokens=draw(st.sampled_from([math.inf, 600.0])))
 
 
-def planned(request: RouteQuery, state: Snapshot):
+def planned(request: RouteQuery, state: ClusterView):
     try:
         return plan_route(request, state, 0.0)
     except NoCapacity:

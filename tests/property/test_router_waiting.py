@@ -12,7 +12,7 @@ from planning_samples import BLOCK_SIZE, SHAPE, encoder_member, image, query, wo
 
 from fabric.errors import NoCapacity
 from fabric.ids import MemberId
-from router.planning.capacity import MIN_DROPPED, CapacityQueue, Need, Waiter
+from router.planning.capacity import MIN_DROPPED, CapacityNeed, CapacityQueue, Waiter
 from router.planning.cluster import ClusterState
 from router.planning.plan import plan_route
 
@@ -68,7 +68,7 @@ class Waiting(RuleBasedStateMachine):
     def join(self, modalities: frozenset[str], limit_s: float, excluded: dict[MemberId, float]) -> None:
         self.num_joined += 1
         ends_s = frozenset((member_id, self.now + seconds) for member_id, seconds in excluded.items())
-        waiter = Waiter((float(self.num_joined), ""), Need(modalities, ends_s), self.now + limit_s)
+        waiter = Waiter((float(self.num_joined), ""), CapacityNeed(modalities, ends_s), self.now + limit_s)
         would_overtake = any(self.is_served(other) for other in self.waiting)
         assert self.queue.must_wait(waiter.age, self.now) == would_overtake
         self.begin_line()
@@ -184,14 +184,14 @@ def test_who_is_released_finds_a_route(
 def test_a_line_that_most_have_left_forgets_them_and_keeps_its_order():
     members = Members()
     queue = CapacityQueue(members, 100)
-    waiters = [Waiter((float(age), ""), Need(), 1000.0 - age) for age in range(100)]
+    waiters = [Waiter((float(age), ""), CapacityNeed(), 1000.0 - age) for age in range(100)]
     random.Random(3).shuffle(waiters)
     for waiter in waiters:
         queue.join(waiter)
     leaving, staying = waiters[:80], waiters[80:]
     for waiter in leaving:
         queue.leave(waiter)
-    late = Waiter((-1.0, ""), Need(), 2000.0)
+    late = Waiter((-1.0, ""), CapacityNeed(), 2000.0)
     queue.join(late)
     assert queue.num_waiting == 21
     for line in (queue._by_deadline, *queue._need_to_line.values()):

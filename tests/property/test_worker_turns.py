@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from fabric.ids import MmHash, UnitKey
 from llm_workers.scheduling.events import NextRead
-from llm_workers.turns import Backwards, Turn, TurnQueue
+from llm_workers.turns import Backwards, ReadTurn, TurnQueue
 
 READS = st.builds(NextRead, st.integers(0, 2), st.integers(0, 2))
 RANKS = st.tuples(st.integers(-1, 1), st.floats(0, 3), st.sampled_from("ab"))
-TURNS = st.builds(Turn, st.booleans(), RANKS, READS)
+TURNS = st.builds(ReadTurn, st.booleans(), RANKS, READS)
 UNITS = st.builds(UnitKey, st.sampled_from("xyz").map(MmHash), st.integers(0, 3))
 CHANGES = st.lists(st.tuples(UNITS, st.none() | TURNS), max_size=200)
 
@@ -39,6 +39,6 @@ def test_what_comes_first_is_what_a_search_finds(changes, is_backwards):
 def test_forgotten_entries_do_not_pile_up():
     queue, unit = TurnQueue(), UnitKey(MmHash("x"), 0)
     for number in range(1000):
-        queue.put(unit, Turn(False, (0, float(number), ""), NextRead(0, 0)))
+        queue.put(unit, ReadTurn(False, (0, float(number), ""), NextRead(0, 0)))
     assert len(queue._heap) < 50
-    assert queue.first() == (Turn(False, (0, 999.0, ""), NextRead(0, 0)), unit)
+    assert queue.first() == (ReadTurn(False, (0, 999.0, ""), NextRead(0, 0)), unit)

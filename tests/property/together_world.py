@@ -45,7 +45,7 @@ from fabric.plane_local import LocalHub, LocalPlane
 from llm_workers.calls import OpenCalls
 from llm_workers.config import WorkerConfig
 from llm_workers.engine import Engine
-from llm_workers.receiver import Endpoint, Listener, Receiver
+from llm_workers.receiver import FeatureEndpoint, Listener, Receiver
 from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
 from llm_workers.updates import Update
@@ -142,7 +142,7 @@ class Worker:
         self.engine = Engine(self.scheduler, CheckedExecutor(config, landed), world.clock, self._updates.append)
         self.calls = OpenCalls(self.member_id, self.plane, world.clock)
         listener = Listener(self.calls.unit_event, self.calls.needed, self._fail)
-        endpoint = Endpoint(self.member_id, self.plane, self.sink, world.clock)
+        endpoint = FeatureEndpoint(self.member_id, self.plane, self.sink, world.clock)
         self.receiver = Receiver(endpoint, config, (1, HIDDEN), self.engine, listener, landed)
         self.receiver.start()
         self.plane.start(self._on_message)

@@ -26,9 +26,9 @@ from fabric.messages import (
 )
 from llm_workers.config import WorkerConfig
 from llm_workers.intake import Intake
-from llm_workers.receiver import Endpoint, Listener, Receiver
+from llm_workers.receiver import FeatureEndpoint, Listener, Receiver
 from llm_workers.scheduling.events import NextRead
-from llm_workers.turns import Turn
+from llm_workers.turns import ReadTurn
 
 NUM_LEVELS, HIDDEN, ROW_BYTES = 2, 4, 2 * 4 * 4
 
@@ -123,7 +123,7 @@ class World:
         self.reading: dict[AttemptId, Reading] = {}
         self.held: dict[UnitKey, int] = {}
         self.told: dict[tuple[UnitKey, AttemptId], NextRead] = {}
-        endpoint = Endpoint(MemberId("worker"), self, self.sink, self.clock)
+        endpoint = FeatureEndpoint(MemberId("worker"), self, self.sink, self.clock)
         listener = Listener(lambda *_: None, self._needed, self.failed.__setitem__)
         config = WorkerConfig(unclaimed_unit_ttl_s=5.0)
         self.receiver = Receiver(endpoint, config, (NUM_LEVELS, HIDDEN), self, listener, self.landed)
@@ -284,7 +284,7 @@ def assert_settled(receiver: Receiver) -> None:
     assert last is None if not uses else last[0].turn == max(uses.values())
 
 
-def _first_turn(intake: Intake, unit: UnitKey, is_pull: bool) -> Turn | None:
+def _first_turn(intake: Intake, unit: UnitKey, is_pull: bool) -> ReadTurn | None:
     """Returns the first turn among the attempts that want the unit pulled (`is_pull`) or that still have to read it."""
     if is_pull and (unit in intake._pulling or unit in intake._landed):
         return None
@@ -296,5 +296,5 @@ def _first_turn(intake: Intake, unit: UnitKey, is_pull: bool) -> Turn | None:
             read = NextRead(0, known.order[unit])
             if known.is_admitted:
                 read = named.get(attempt, read)
-            turns.append(Turn(known.is_admitted and attempt not in named, known.rank, read))
+            turns.append(ReadTurn(known.is_admitted and attempt not in named, known.rank, read))
     return min(turns, default=None)

@@ -16,12 +16,12 @@ from encoder_pool.planning.cost import CostEstimate, ForwardCost, ForwardCosts
 from encoder_pool.planning.decode_line import DecodeLine
 from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.features import FeatureSpec
-from encoder_pool.planning.flight import DecodeRoom, Flight, Phase, follower_of
+from encoder_pool.planning.flight import DecodeRoom, EncodeJob, Phase, follower_of
 from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.lifecycle import FeatureState, advance
 from encoder_pool.planning.sizes import InputSizes
-from encoder_pool.planning.tally import BusyTime, Tally
-from encoder_pool.planning.turns import Turn
+from encoder_pool.planning.tally import BusyTime, EncoderTally
+from encoder_pool.planning.turns import CallTurn
 from fabric.errors import ConfigError, EncodeFailed, InvalidMedia, Overloaded, WorkerBackedUp
 from fabric.ids import MemberId, MmHash, RequestId, UnitKey
 from fabric.messages import Destination, EncodeRequest, FeatureEvents, MediaItem
@@ -42,8 +42,8 @@ def request(*items: MediaItem, number: int = 1) -> EncodeRequest:
     return EncodeRequest(RequestId(f"req-{number}"), 0, MemberId("router-1"), items, destination, (float(number), ""))
 
 
-def turn(number: int) -> Turn:
-    return Turn(number, (float(number), ""), 0.0)
+def turn(number: int) -> CallTurn:
+    return CallTurn(number, (float(number), ""), 0.0)
 
 
 def free(modality: str, cost: int) -> float:
@@ -213,7 +213,7 @@ class TestFeatureSpec:
 
 class TestTally:
     def test_forwards_are_summed(self) -> None:
-        tally = Tally()
+        tally = EncoderTally()
         tally.batch_ended(num_units=3, cost=100, seconds=0.5)
         tally.batch_ended(num_units=1, cost=20, seconds=0.25)
         assert (tally.num_batches, tally.num_units, tally.encoded_cost, tally.forward_s) == (2, 4, 120, 0.75)
@@ -425,7 +425,7 @@ class TestFlights:
         """A mel frame takes an eighth of a patch here, which is known once each was seen."""
         flights = Flights(patience=4.0, to_seconds=lambda modality, cost: cost * (1 if modality == "audio" else 1000))
 
-        def join(name: str, modality: str, cost: int) -> Flight:
+        def join(name: str, modality: str, cost: int) -> EncodeJob:
             one = item(name, cost, (2,), modality)
             return flights.join(follower_of(request(one), turn(1), one, b"file", 0.0))
 

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from encoder_pool.planning.batcher import QueuedSound, choose_sounds
 from encoder_pool.planning.decode_line import DecodeLine
-from encoder_pool.planning.flight import DecodeRoom, Flight, Follower, Phase, follower_of
+from encoder_pool.planning.flight import DecodeRoom, EncodeJob, EncodeWaiter, Phase, follower_of
 from encoder_pool.planning.flights import Flights
-from encoder_pool.planning.turns import Turn
+from encoder_pool.planning.turns import CallTurn
 from fabric.ids import MemberId, MmHash, RequestId
 from fabric.messages import Destination, EncodeRequest, MediaItem
 from modalities.family import EncoderInput
@@ -32,14 +32,14 @@ def sound(name: str, cost: int = 10, units: tuple[int, ...] = (2, 2)) -> MediaIt
     return MediaItem(0, "audio", MmHash(name), (cost, 1, 1), units, cost, f"part.{name}")
 
 
-def wish(item: MediaItem, number: int) -> Follower:
+def wish(item: MediaItem, number: int) -> EncodeWaiter:
     destination = Destination(MemberId("worker-1"), "local://worker-1")
     request_id = RequestId(f"req-{number}")
     request = EncodeRequest(request_id, 0, MemberId("router-1"), (item,), destination, (float(number), request_id))
-    return follower_of(request, Turn(number, request.age, 0.0), item, b"wav", 0.0)
+    return follower_of(request, CallTurn(number, request.age, 0.0), item, b"wav", 0.0)
 
 
-def decoded(flights: Flights, item: MediaItem, number: int = 1) -> tuple[Flight, Follower]:
+def decoded(flights: Flights, item: MediaItem, number: int = 1) -> tuple[EncodeJob, EncodeWaiter]:
     follower = wish(item, number)
     flight = flights.join(follower)
     flights.decode_started(flight)
@@ -55,7 +55,7 @@ def inputs(item: MediaItem) -> list[EncoderInput]:
 @given(costs=st.lists(st.integers(1, 60), max_size=12), max_cost=st.integers(1, 100))
 @example(costs=[4, 6], max_cost=10)
 def test_a_batch_is_led_by_the_first_and_filled_within_its_cost(costs: list[int], max_cost: int) -> None:
-    turns = [Turn(number, (float(number), ""), 0.0) for number in range(len(costs))]
+    turns = [CallTurn(number, (float(number), ""), 0.0) for number in range(len(costs))]
     queued = [
         QueuedSound(turn.rank(0.0, 4.0, 0), MmHash(f"{turn.call}"), cost)
         for turn, cost in zip(turns, costs, strict=True)

@@ -13,7 +13,7 @@ from modalities_files import VIDEO_PREPROCESSOR, thinker_config, write_config
 
 from fabric.errors import ConfigError, InvalidMedia, InvalidRequest
 from modalities.family import AudioHeader, Family, MediaOptions, VideoHeader
-from modalities.placeholders import Rows, expand_pieces
+from modalities.placeholders import FeatureRows, expand_pieces
 from modalities.qwen_vl.video_options import SizeRange, VideoDefaults, read_video_options
 from modalities.qwen_vl.video_time import MeasuredTime, SharedTime
 from modalities.registry import REGISTRY
@@ -147,4 +147,4 @@ def test_pieces_that_do_not_match_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="1 placeholders for 0"):
         expand_pieces([7], {"video": 7}, [], lambda index: [])
     with pytest.raises(InvalidRequest, match="another modality"):
-        expand_pieces([8], {"video": 7, "image": 8}, [plan], lambda index: [Rows(index, 0, 1)])
+        expand_pieces([8], {"video": 7, "image": 8}, [plan], lambda index: [FeatureRows(index, 0, 1)])

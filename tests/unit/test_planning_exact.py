@@ -37,7 +37,7 @@ from router.planning.links import LinkClass
 from router.planning.member_state import Freshness
 from router.planning.plan import plan_encoding, plan_route
 from router.planning.views import EncoderCosts, ItemTerms, Line
-from router.planning.waiting import Need, waiting
+from router.planning.waiting import PlacementNeed, waiting
 
 HERE, THERE = Line(0.001, 1e-9), Line(0.1, 1e-7)
 """Links to two encoders."""
@@ -363,7 +363,7 @@ def test_near_equal_workers_are_all_candidates():
 
 def test_room_that_is_made_by_computing_again_costs_whole_steps():
     """Of eight blocks, 128 tokens: two full steps of 64, and no third of nothing."""
-    need = Need(num_tokens=64, flat_tokens=64.0, num_blocks=8)
+    need = PlacementNeed(num_tokens=64, flat_tokens=64.0, num_blocks=8)
     busy = worker("w", max_step_tokens=64, kv_blocks_free=0)
     found = waiting(busy, need, BLOCK_SIZE)
     assert found.queue_s == pytest.approx(2 * PREFILL.at(64))

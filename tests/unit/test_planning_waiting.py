@@ -3,12 +3,12 @@
 import pytest
 from planning_samples import BLOCK_SIZE, PREFILL, worker
 
-from router.planning.waiting import Need, idle_pace, waiting
+from router.planning.waiting import PlacementNeed, idle_pace, waiting
 
 DECODE_S = 0.0005
 STEP = {"max_step_tokens": 100, "decode_s": DECODE_S}
 FULL_S = PREFILL.at(100)
-NEED = Need(num_tokens=64, flat_tokens=70.0, num_blocks=4)
+NEED = PlacementNeed(num_tokens=64, flat_tokens=70.0, num_blocks=4)
 
 
 def of(**fields):
@@ -30,7 +30,7 @@ def test_decodes_make_the_running_step_and_all_others_longer():
 
 @pytest.mark.parametrize(("num_tokens", "num_steps"), [(100, 1), (101, 2), (250, 3)])
 def test_each_step_that_a_prompt_takes_costs(num_tokens, num_steps):
-    need = Need(num_tokens, 2.0 * num_tokens, 0)
+    need = PlacementNeed(num_tokens, 2.0 * num_tokens, 0)
     pace = waiting(worker("w", **STEP), need, BLOCK_SIZE).pace
     expected_s = num_steps * PREFILL.base_s + PREFILL.per_unit_s * need.flat_tokens
     assert pace.at(need.flat_tokens) == pytest.approx(expected_s)
@@ -92,7 +92,7 @@ def test_one_more_that_decodes_never_lets_a_request_begin_earlier():
     """Found by the property: 21 decodes leave room for both tokens in front, which share the request's first step; 22
     don't, so they took one before, within the wait for a place."""
     line = PREFILL._replace(base_s=0.125, per_unit_s=0.0078125)
-    one = Need(1, 1.0, 0)
+    one = PlacementNeed(1, 1.0, 0)
 
     def first_s(num_decoding: int) -> float:
         fields = {"prefill": line, "max_step_tokens": 24, "place_wait_s": 0.5, "pending_tokens": 2, "decode_s": 0.0}

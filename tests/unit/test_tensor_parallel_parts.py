@@ -16,7 +16,7 @@ from llm_workers.scheduling.budget import worker_bytes
 from llm_workers.tensor_parallel.link import TOKEN_BYTES, Door, Link, LinkClosed, knock
 from llm_workers.tensor_parallel.shares import check_shares, kv_heads
 from llm_workers.tensor_parallel.wire import (
-    Failed,
+    RankFailed,
     Ready,
     RowsLike,
     StepHeader,
@@ -82,7 +82,7 @@ def test_messages_cross_in_order_and_an_end_is_noticed() -> None:
     far, near = connected()
     assert near is not None
     header = step_header([RowsLike(0, 0, 70_000, np.arange(70_000))], (70_000, 8), 1, None)
-    sent = [header, Ready(), Failed(ErrorInfo("config_error", "no weights")), Stop()]
+    sent = [header, Ready(), RankFailed(ErrorInfo("config_error", "no weights")), Stop()]
     sender = threading.Thread(target=lambda: [near.send(message) for message in sent])
     sender.start()
     assert [far.receive(5.0) for _ in sent] == sent

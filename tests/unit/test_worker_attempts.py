@@ -6,7 +6,7 @@ from fabric.errors import FeatureMismatch
 from fabric.ids import MemberId, MmHash, RequestId, SequenceId, UnitKey
 from fabric.messages import GenerateRequest, SamplingParams, StopConditions
 from llm_workers.attempts import MAX_PREFILL_EVENTS, OpenAttempt
-from llm_workers.scheduling.events import Admission, FinishedSequence, SequenceTimes, SequenceTokens
+from llm_workers.scheduling.events import AdmittedSequences, FinishedSequence, SequenceTimes, SequenceTokens
 
 WORKER = MemberId("worker-1")
 
@@ -39,7 +39,7 @@ def finished(choice, num_tokens=5, cached=0, times=(0.1, 0.2, 0.3, 0.4)):
 def test_choices_end_one_by_one_and_times_are_joined():
     attempt = OpenAttempt(WORKER, request(num_choices=3), 10.0)
     unit = UnitKey(MmHash("ab"), 0)
-    attempt.admitted(Admission((sequence(0), sequence(1), sequence(2)), 16, (unit,), "not_covered"), 10.1)
+    attempt.admitted(AdmittedSequences((sequence(0), sequence(1), sequence(2)), 16, (unit,), "not_covered"), 10.1)
     attempt.generated(SequenceTokens(sequence(2), 0, (7, 8), None), 10.5)
     attempt.finished(finished(0, cached=32, times=(0.1, 0.2, 0.0, 0.4)), 11.0)
     attempt.finished(finished(1, cached=39, times=(0.3, 0.1, 0.5, 0.4)), 11.0)
@@ -68,7 +68,7 @@ def test_choices_end_one_by_one_and_times_are_joined():
 
 def test_a_migrated_attempt_counts_tokens_of_the_former():
     attempt = OpenAttempt(WORKER, request(num_choices=2, emitted=((1, 2, 3), ())), 0.0)
-    attempt.admitted(Admission((sequence(1),), 0, (), "not_covered", (finished(0, num_tokens=3),)), 0.1)
+    attempt.admitted(AdmittedSequences((sequence(1),), 0, (), "not_covered", (finished(0, num_tokens=3),)), 0.1)
     assert attempt.open_choices == [1]
     attempt.aborted(1, SequenceTimes(0, 0, 0, 0), 0.2)
     assert [c.num_tokens for c in attempt.result().choices] == [3, 0]

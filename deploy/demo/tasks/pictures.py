@@ -8,7 +8,7 @@ from collections.abc import Callable
 from deploy.demo import scenes
 from deploy.demo.drawing import COLOURS, SHAPES, Figure, Rng
 from deploy.demo.facts import ORDINALS, Fact, any_manner, conversation, number_of, pick, system_turn
-from deploy.demo.media import Part, Sample, Turn
+from deploy.demo.media import ChatTurn, Part, Sample
 
 SCENE_OF_TASK: dict[str, Callable[[Rng, tuple[int, int]], scenes.Scene]] = {
     "colour": scenes.one_figure,
@@ -135,7 +135,7 @@ def interleaved(rng: Rng, scale: int) -> Sample:
     else:
         question, word, sentence = f"What shape is {where}?", figure.shape, f"The shape {where} is a {figure.shape}."
     manner = any_manner(rng)
-    turns = (*system_turn(rng, manner), Turn("user", (*parts, question)))
+    turns = (*system_turn(rng, manner), ChatTurn("user", (*parts, question)))
     return Sample("picture, text, picture", turns, sentence if manner == "sentence" else word)
 
 

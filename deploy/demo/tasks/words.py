@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from deploy.demo.drawing import COLOURS, Rng
 from deploy.demo.facts import NUMBERS, pick
-from deploy.demo.media import Sample, Turn
+from deploy.demo.media import ChatTurn, Sample
 
 HELLO = "Hello! Show me a picture and ask me about it."
 ABILITY = "I can see pictures, hear sounds and watch videos. I know colours, shapes and numbers."
@@ -41,7 +41,7 @@ ANIMALS = ("cat", "dog", "horse", "bird", "fish", "cow", "sheep", "lion", "bear"
 def fixed(rng: Rng, _scale: int) -> Sample:
     """Draws a conversation that is a greeting or a question about the model."""
     questions, answer = FIXED[int(rng.integers(len(FIXED)))]
-    return Sample("greeting", (Turn("user", (pick(rng, questions),)),), answer)
+    return Sample("greeting", (ChatTurn("user", (pick(rng, questions),)),), answer)
 
 
 def recall(rng: Rng, _scale: int) -> Sample:
@@ -57,16 +57,16 @@ def recall(rng: Rng, _scale: int) -> Sample:
         )
     else:
         told, question = f"My favourite {kind} is {word}.", f"What is my favourite {kind}?"
-    turns = [Turn("user", (told,)), Turn("assistant", ("I will remember that.",))]
+    turns = [ChatTurn("user", (told,)), ChatTurn("assistant", ("I will remember that.",))]
     if rng.random() < 0.4:
         questions, answer = FIXED[int(rng.integers(len(FIXED) - 1))]
-        turns += [Turn("user", (pick(rng, questions),)), Turn("assistant", (answer,))]
-    return Sample("earlier turn", (*turns, Turn("user", (question,))), word)
+        turns += [ChatTurn("user", (pick(rng, questions),)), ChatTurn("assistant", (answer,))]
+    return Sample("earlier turn", (*turns, ChatTurn("user", (question,))), word)
 
 
 def echo(rng: Rng, _scale: int) -> Sample:
     word = pick(rng, (*COLOURS, *ANIMALS, *NAMES, *NUMBERS))
-    return Sample("repeat", (Turn("user", (pick(rng, (f"Say {word}.", f"Repeat the word {word}.")),)),), word)
+    return Sample("repeat", (ChatTurn("user", (pick(rng, (f"Say {word}.", f"Repeat the word {word}.")),)),), word)
 
 
 def counting(rng: Rng, _scale: int) -> Sample:
@@ -75,4 +75,4 @@ def counting(rng: Rng, _scale: int) -> Sample:
         question, answer = f"Which number comes after {NUMBERS[number]}?", NUMBERS[number + 1]
     else:
         question, answer = f"Which number comes before {NUMBERS[number + 1]}?", NUMBERS[number]
-    return Sample("next number", (Turn("user", (question,)),), answer)
+    return Sample("next number", (ChatTurn("user", (question,)),), answer)

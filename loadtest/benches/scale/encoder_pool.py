@@ -25,7 +25,7 @@ from encoder_pool.planning.flight import DecodeRoom, follower_of
 from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit, SoundJob, SoundResult
 from encoder_pool.planning.lease_book import LeaseKey
-from encoder_pool.planning.turns import Turn
+from encoder_pool.planning.turns import CallTurn
 from fabric.channel import ArenaUsage, SourceSlot
 from fabric.clock import ManualClock
 from fabric.ids import AttemptId, MemberId, MmHash, RequestId, UnitKey
@@ -294,7 +294,7 @@ def _choose_batch(num_queued: int) -> Callable[[], int]:
         item = MediaItem(0, "image", MmHash(f"{number:032x}"), (1, 32, 32), (4,), cost, "part")
         age = (float(number), f"req-{number}")
         request = EncodeRequest(RequestId(age[1]), 0, ROUTER, (item,), Destination(WORKER, "local://worker"), age)
-        flight = flights.join(follower_of(request, Turn(number, age, 0.0), item, b"file", 0.0))
+        flight = flights.join(follower_of(request, CallTurn(number, age, 0.0), item, b"file", 0.0))
         flights.decode_started(flight)
         flights.decoded(flight, [EncoderInput("image", PIXELS, item.grid)])
     estimate = CostEstimate(1e-5, 0.01)
@@ -318,7 +318,7 @@ def _find_to_decode(num_waiting: int) -> Callable[[], int]:
         item = MediaItem(0, "image", MmHash(f"{number:032x}"), (1, 32, 32), (4,), cost, "part")
         age, worker_id = (float(number), f"req-{number}"), MemberId(f"worker-{number % 8}")
         request = EncodeRequest(RequestId(age[1]), 0, ROUTER, (item,), Destination(worker_id, "local://worker"), age)
-        flights.join(follower_of(request, Turn(number, age, 0.0), item, b"file", 0.0))
+        flights.join(follower_of(request, CallTurn(number, age, 0.0), item, b"file", 0.0))
     first = line.next(0.0)
     assert first is not None
     flights.decode_started(first)

@@ -27,7 +27,7 @@ from fabric.messages import (
 from llm_workers.calls import OpenCalls
 from llm_workers.config import WorkerConfig
 from llm_workers.intake import Intake
-from llm_workers.receiver import Endpoint, Listener, Receiver
+from llm_workers.receiver import FeatureEndpoint, Listener, Receiver
 from llm_workers.scheduling.blocks import BlockPool
 from llm_workers.scheduling.events import NextRead, SequenceTokens, StepEvents
 from llm_workers.scheduling.scheduler import Scheduler
@@ -132,7 +132,7 @@ def _prepare_receiver(num_waiting: int) -> Callable[[], int]:
     `num_waiting` other requests wait for sixteen announced units each that find no room."""
     sink, plane, clock = _Sink(), _Plane(), ManualClock()
     listener = Listener(lambda *_: None, lambda _: None, lambda *_: None)
-    receiver = Receiver(Endpoint(MemberId("w"), plane, sink, clock), WorkerConfig(), (1, 1), plane, listener, {})
+    receiver = Receiver(FeatureEndpoint(MemberId("w"), plane, sink, clock), WorkerConfig(), (1, 1), plane, listener, {})
     loop = asyncio.new_event_loop()
 
     def come(request: GenerateRequest, nbytes: int) -> AttemptId:

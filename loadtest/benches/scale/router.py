@@ -9,7 +9,7 @@ from itertools import count
 
 from fabric.ids import MemberId
 from loadtest.benches.scale.case import ScaleCase
-from router.planning.capacity import CapacityQueue, Need, Waiter
+from router.planning.capacity import CapacityNeed, CapacityQueue, Waiter
 
 NUM_EVENTS = 200
 IMAGE, AUDIO, TEXT = (frozenset(names) for names in (("image",), ("audio",), ()))
@@ -33,7 +33,7 @@ def waiting_line(num_waiting: int) -> tuple[CapacityQueue, SomeMembers, count[in
     members, numbers = SomeMembers(), count()
     queue = CapacityQueue(members)
     for _ in range(num_waiting):
-        queue.join(Waiter((float(next(numbers)), ""), Need(IMAGE), 120.0))
+        queue.join(Waiter((float(next(numbers)), ""), CapacityNeed(IMAGE), 120.0))
     return queue, members, numbers
 
 
@@ -54,7 +54,7 @@ def join_and_leave(num_waiting: int) -> Callable[[], int]:
 
     def run() -> int:
         for _ in range(NUM_EVENTS):
-            waiter = Waiter((float(next(numbers)), ""), Need(IMAGE), 120.0)
+            waiter = Waiter((float(next(numbers)), ""), CapacityNeed(IMAGE), 120.0)
             queue.join(waiter)
             assert queue.take(1.0) is None
             assert queue.next_at_s(1.0) == 120.0
@@ -71,7 +71,7 @@ def release_behind(num_waiting: int) -> Callable[[], int]:
 
     def run() -> int:
         for _ in range(NUM_EVENTS):
-            queue.join(Waiter((float(next(numbers)), ""), Need(AUDIO), 120.0))
+            queue.join(Waiter((float(next(numbers)), ""), CapacityNeed(AUDIO), 120.0))
             turn = queue.take(1.0)
             assert turn is not None
             queue.leave(turn.waiter, has_arrived=True)
