@@ -1,4 +1,4 @@
-"""The check of docstrings knows sentences from fragments."""
+"""The source keeps to the figures of `make house`, and the check of docstrings knows sentences from fragments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,23 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "house"))
 
+from house import LONGEST_MODULE, ROOT, docstrings, names_used_twice, source_files
 from sentences import is_sentence
+
+
+def test_every_docstring_is_a_sentence() -> None:
+    fragments = [each.place for path in source_files() for each in docstrings(path) if not is_sentence(each.text)]
+    assert fragments == []
+
+
+def test_every_class_of_the_product_has_a_name_of_its_own() -> None:
+    twice = {name: places for name, places in names_used_twice().items() if name.startswith("class ")}
+    assert twice == {}
+
+
+def test_no_module_is_too_long() -> None:
+    lengths = {str(path): len((ROOT / path).read_text().splitlines()) for path in source_files()}
+    assert {path: length for path, length in lengths.items() if length > LONGEST_MODULE} == {}
 
 
 @pytest.mark.parametrize(
