@@ -13,16 +13,16 @@ import gc
 import os
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""These are the parameters M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in malloc.h."""
+"""The C library's mallopt takes these numbers for M_TRIM_THRESHOLD and M_MMAP_THRESHOLD (malloc.h)."""
 LARGEST_KEPT_BYTES = 32 * 2**20
-"""Blocks larger than this still go straight back to the kernel. It is glibc's own upper bound."""
+"""Blocks larger than this still go straight back to the kernel. glibc accepts no higher limit."""
 KEPT_BYTES = 128 * 2**20
 """The process keeps this much free memory at the top of the heap."""
 
 
 def keep_freed_memory() -> bool:
-    """Sets both thresholds for this process. Returns False if the C library has no such thresholds or refuses the
-    values."""
+    """Makes the C library keep freed memory in this process: it sets the thresholds to `LARGEST_KEPT_BYTES` and
+    `KEPT_BYTES`. Returns False if the C library has no such thresholds or refuses the values."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
@@ -31,8 +31,8 @@ def keep_freed_memory() -> bool:
 
 
 def ask_for_large_pages() -> None:
-    """Makes torch ask for large pages in this process, unless the environment says otherwise. Call it before torch
-    first allocates memory, because torch reads the variable then."""
+    """Makes torch ask for large pages in this process, unless the environment says otherwise. Side effect: it sets an
+    environment variable. Call it before torch first allocates memory, because torch reads the variable then."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 

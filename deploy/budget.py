@@ -146,7 +146,8 @@ def _place(device: str) -> str:
 
 
 def _whole(family: Family) -> int:
-    """Returns the number of parameters that every rank keeps: embeddings and head (it has fewer if they are tied)."""
+    """Returns the number of parameters that every rank keeps: embeddings and head. The real number is
+    lower if the model ties them."""
     return 2 * family.shape.vocab_size * family.shape.hidden_size
 
 

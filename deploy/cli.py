@@ -24,12 +24,13 @@ from fabric.errors import WeftError
 
 VERSION = "0.1.0"
 STOP_S = 30.0
-"""This is the time from the end of the drain until every process must have ended; processes that last longer are
-killed."""
+"""Every process must have ended this many seconds after the end of the drain; the supervisor kills those that have
+not."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the console script. Returns the exit status: 0, 1 for a failure, 2 for wrong usage."""
+    """Runs the console script. Returns the exit status: 0, 1 for a failure, 130 for an interrupt, or the status of the
+    command. For wrong usage, argparse exits with status 2."""
     arguments = _parser().parse_args(argv)
     arguments.argv = sys.argv[1:] if argv is None else argv
     set_switches()
@@ -116,7 +117,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     configure_logs(config.logging, "serve", terminal_level=logging.WARNING)
     lifeline = Lifeline(arguments.supervised)
     # Some service managers signal every process of a service. The handler calls `stop` in a thread because `stop` takes
-    # a lock that `wait` may hold in this one.
+    # a lock that `wait` may hold in the main thread, where handlers run.
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=lifeline.stop).start())
     try:
         if arguments.in_process:

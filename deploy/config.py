@@ -151,8 +151,8 @@ class MediaSection(_Section):
     probe_memory_bytes: Bytes = PROBE_LIMITS.memory_bytes
     """Limits the memory of each of these helper processes."""
     on_encode_failure: Literal["error", "reduce", "text_only"] = default_of(RouterConfig, "on_encode_failure")
-    """`reduce` tries again with every other frame, or with half the sides; `text_only` does the same and then answers
-    without the medium. `error` fails the request."""
+    """`error` fails the request. `reduce` encodes the medium once more with every other frame, or with half the sides,
+    and fails the request if that fails too. `text_only` does the same, but then answers without the medium."""
     encode_timeout_ms: dict[Modality, Annotated[int, Field(ge=1)]] = {}
     """Limits the time for encoding an item, its wait at the encoder included; the defaults are 10 s for a picture, 20 s
     for a sound and 60 s for a video. An encoder that is too busy says so within this time, and the router tries another
@@ -175,11 +175,11 @@ class EncoderSection(_Section):
     device: Device = "cpu"
     gpus_per_replica: float = Field(0, ge=0)
     arena_bytes: Bytes | None = None
-    """Sets the size of each encoder's memory for features. None means an equal share for each encoder of 16 GB, or of
-    an eighth of the machine's memory if that is less."""
+    """Sets the size of each encoder's memory for features. With None, the encoders share 16 GB equally,
+    or an eighth of the machine's memory if that is less."""
     max_batch_cost: int = Field(default_of(EncoderConfig, "max_batch_cost"), ge=1)
     """Limits the patches (or mel frames) of one forward pass; the default fits 16 pictures of 448 x 448. An encoder may
-    hold four times as many decoded ones."""
+    hold four times as many that are decoded and wait."""
     max_items_in_flight: int = Field(default_of(EncoderConfig, "max_items_in_flight"), ge=1)
     """Limits the items that are decoded, or being decoded, and wait for their forward pass."""
     max_queue_cost: int = Field(default_of(EncoderConfig, "max_queue_cost"), ge=1)
@@ -238,8 +238,8 @@ class WorkerSection(_Section):
     max_sequences: int = Field(default_of(WorkerConfig, "max_sequences"), ge=1)
     prefix_cache: bool = default_of(WorkerConfig, "is_prefix_cache_enabled")
     inbox_bytes: Bytes | None = None
-    """Sets the size of each worker's memory for features. None means an equal share for each worker of 4 GB, or of a
-    sixteenth of the machine's memory if that is less."""
+    """Sets the size of each worker's memory for features. With None, the workers share 4 GB equally,
+    or a sixteenth of the machine's memory if that is less."""
     keep_features: Literal["auto", "always", "never"] = default_of(WorkerConfig, "keep_features")
     """Says whether features stay in host memory after prefill; `auto` keeps those that were needed before."""
     kept_bytes: Bytes = default_of(WorkerConfig, "kept_bytes")
@@ -291,7 +291,7 @@ class ClusterConfig(_Section):
     ray: RaySection = RaySection()
     logging: LoggingSection = LoggingSection()
     allow_shared_gpu: bool = False
-    """Allows encoders and workers to share a GPU; without it, each takes whole GPUs."""
+    """Allows a `gpus_per_replica` that is not a whole number, so that encoders and workers share a GPU."""
     threads_per_replica: int = Field(1, ge=1)
 
     @model_validator(mode="after")

@@ -24,8 +24,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from fabric.errors import ConfigError
 
 CLOSE_S = 2
-"""Open connections may take this many seconds to close once every request has ended. Without this limit, a client that
-reads nothing would delay the stop for ever."""
+"""Open connections may take this many seconds to close once every request has ended or was ended. Without this limit, a
+client that reads nothing would delay the stop for ever."""
 MAX_HEADER_BYTES = 64 * 1024
 """Limits the size of the request line and the headers together."""
 MAX_SMALL_CHUNKS = 4096

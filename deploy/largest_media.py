@@ -1,10 +1,10 @@
 """Finds the largest medium of each modality that passes the limits, by asking the model family how it would process
-many possible headers.
+the headers of many possible files.
 
 Families scale, tile and sample in their own ways, so the module tries headers instead of deriving the largest one: it
 tries aspect ratios of small numbers at several areas up to the limit, and several lengths of videos and sounds. A
-header between those that it tries may need a row more; the cluster still refuses such a request cleanly when it
-arrives. The module decodes nothing.
+medium between those that it tries may need one more row of patches or tokens; if such a medium does not fit, the
+cluster still refuses its request cleanly when it arrives. The module decodes nothing.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from modalities.plugin import MediaLimits
 
 MAX_RATIO = 16
 MAX_VIDEO_RATIO = 4
-"""Limits the aspect ratios of videos. There are fewer than for pictures, because each is tried at several lengths
+"""Limits the aspect ratios of videos. It is lower than for pictures, because each ratio is tried at several lengths
 too."""
 NUM_AREAS = 8
 """Counts the areas that are tried; each is a quarter of the previous one, because some families make the most tokens of

@@ -36,11 +36,12 @@ def configure_logs(
     section: LoggingSection, process: str, member_id: str = "", terminal_level: int | None = None
 ) -> None:
     """Sets up the log of this process. Side effects: it replaces the root logger's handlers, sets levels, and logs
-    uncaught exceptions.
+    warnings and uncaught exceptions. The first process of a run on a machine creates the folder and removes those
+    of the oldest runs.
 
-    `process` names the log file. A line that no other member's code writes carries `member_id`. With `terminal_level`,
-    lines from that level on also go to standard error, as text. If the folder can't be written to, lines go to standard
-    error instead, and one of them says so."""
+    `process` names the log file. A line that no other member's code writes carries `member_id`, or `process` if that
+    is empty. With `terminal_level`, lines from that level on also go to standard error, as text. If the folder can't be
+    written to, lines go to standard error instead, and one of them says so."""
     member_id = member_id or process
     handlers: list[logging.Handler] = []
     why_not = None

@@ -1,9 +1,9 @@
-"""Computes how large the arenas for features are where the config does not say: published budgets, limited by
-the memory of the machine.
+"""Computes how large the arenas for features are where the config does not say: published budgets, limited by the
+memory of the machine.
 
 The OmniConnector article (docs/references.md) sets 16 GB of host memory for encoded features, and 4 GB for features
-staged to language models, for all processes on a machine together. The module reads the size of
-the machine's memory and allocates nothing.
+staged to language models, for all processes on a machine together. The module reads the size of the
+machine's memory and allocates nothing.
 """
 
 from __future__ import annotations

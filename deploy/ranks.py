@@ -155,7 +155,7 @@ def spawn_follower(config: ClusterConfig, model_dir: Path, invitation: Invitatio
 
 
 def _run_spawned(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> None:
-    # Rank 0 stops this process, whichever other process an interrupt reaches.
+    # This process ignores interrupts, because rank 0 stops it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if invitation.device == "cuda":
         use_cuda_device(invitation.rank)

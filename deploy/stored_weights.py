@@ -14,7 +14,7 @@ from typing import NamedTuple
 from modalities.quantisation import ACTIVATION_SUFFIXES, SCALE_SUFFIXES
 
 MAX_HEADER_BYTES = 100_000_000
-"""The format itself has this limit."""
+"""Limits the length of a header; the format itself has this limit."""
 ENCODER_NAMES = frozenset(
     {
         "visual", "vision_tower", "vision_model", "vision_embed_tokens", "audio_tower", "image_newline", "mlp1",

@@ -3,7 +3,8 @@
 While Ray starts, it replaces the handler of SIGTERM three times: twice with a Python handler that exits, then with one
 of its core that prints a stack trace and aborts. So the process that starts Ray can't keep a handler of its own at
 every moment. The supervisor imports no Ray and keeps its handlers. It starts the server in a session of its own, where
-the Ctrl-C of a terminal does not reach it, and adopts every process whose parent dies, so that it can end them all.
+the Ctrl-C of a terminal does not reach it, and adopts every process whose parent dies, so that it can end them all. The
+two processes talk over a pair of connected sockets, the line.
 
 The first signal asks the server to drain, up to a time limit. A second signal, or the end of that time, ends every
 process at once. In both cases the supervisor removes the folder for temporary files of all these processes. If the
@@ -29,10 +30,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
-"""This is the option of prctl(2) that makes a process adopt orphans."""
+"""This option of prctl(2) makes a process adopt orphans."""
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FOLDER_PREFIX = "weft-"
-"""This is the prefix of the name of the folder for temporary files."""
+"""The name of the folder for temporary files begins with this prefix."""
 CLEAN_UP_S = 40.0
 """The removal of what a killed server has left may take this many seconds."""
 _READY = b"r"
@@ -47,8 +48,8 @@ uses 62 of them below its folder, and the name of the folder takes 14."""
 
 
 def supervise(command: Sequence[str], stop_limit_s: float, clean_up: Sequence[str] = ()) -> int:
-    """Runs `command` until it ends or a signal asks for the end. The file descriptor of the command's end of the line
-    to the supervisor is appended to it as the last argument.
+    """Runs `command` until it ends or a signal asks for the end. It appends the file descriptor of the server's end of
+    the line to `command` as the last argument.
 
     `stop_limit_s` limits the time from the first signal to the end of the server. If the server was killed or failed,
     this function then runs `clean_up` until it ends, `CLEAN_UP_S` are over or the next signal arrives. Returns the
@@ -209,7 +210,7 @@ class Lifeline:
     def __init__(self, fileno: int) -> None:
         """Starts to listen on the line. Side effect: this process ignores SIGINT, which the supervisor handles."""
         self.is_cut = False
-        """Says whether the supervisor has died; then the server must not outlive it."""
+        """Says whether the supervisor has died. The server must not outlive it, so it then stops without draining."""
         self._stop = threading.Event()
         self._line = socket.socket(fileno=fileno)
         self._line.set_inheritable(False)

@@ -28,8 +28,8 @@ class Announcer:
         self._promised_s = lease_s * PROMISED_SHARE
 
     def announce(self, follower: EncodeWaiter, unit: UnitKey, spec: FeatureSpec) -> bool:
-        """Leases a ready unit to the follower's worker and sends `UnitReady`. Returns False if the message could not be
-        queued; then nothing stays leased."""
+        """Leases a ready unit to the worker of `follower`, an item that waits for the unit, and sends `UnitReady`.
+        Returns False if the message could not be queued; then nothing stays leased."""
         worker_id, address = follower.destination.worker_id, follower.destination.address
         key = LeaseKey(worker_id, follower.attempt_id, unit)
         slot = self._table.lease(key, follower.router_id)

@@ -1,7 +1,7 @@
 """Sends messages between processes without copying their arrays: writes them from their own memory and reads them into
 new memory.
 
-A unit of a video has some megabytes. Pickled as one string it would be copied four times, two of them under the
+A unit of a video takes some megabytes. Pickled as one string it would be copied four times, two of them under the
 interpreter's lock, and the forward pass of the receiving process would stand still meanwhile. Here arrays travel next
 to the pickle (protocol 5, PEP 574) and without that lock. The module knows nothing of media.
 """

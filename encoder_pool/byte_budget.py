@@ -33,8 +33,8 @@ class ByteBudget:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def take(self, num_bytes: int) -> Hold:
-        """Waits until `num_bytes` are left and no earlier taker waits, then takes them. Callers never ask for more than
-        the whole budget. A cancelled call has taken nothing."""
+        """Waits until `num_bytes` are left and no earlier taker waits, then takes them. Callers must not ask for more
+        than the whole budget. A cancelled call has taken nothing."""
         assert num_bytes <= self.num_bytes, "it would wait for ever"
         if self._waiting or not self._fits(num_bytes):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -45,7 +45,7 @@ class ByteBudget:
                 if turn.done() and not turn.cancelled():
                     self.num_taken -= num_bytes
                 else:
-                    with contextlib.suppress(ValueError):  # `_serve` may have dropped it in the same turn
+                    with contextlib.suppress(ValueError):  # `_serve` may already have removed it
                         self._waiting.remove((num_bytes, turn))
                 self._serve()
                 raise

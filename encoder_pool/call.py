@@ -1,5 +1,5 @@
-"""Keeps one encode call while it is open: its followers, its results and its trace. It knows nothing of how items are
-encoded.
+"""Keeps one encode call while it is open: its followers (the items that wait for their units), its results and its
+trace. It knows nothing of how items are encoded.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Call:
         request."""
         for same in self._same(item):
             message = error.message
-            if error.param:  # this is the part of another request if the failure is shared
+            if error.param:  # if the failure is shared, this names a part of another request
                 message = message.replace(error.param, same.part, 1)
             info = ErrorInfo(error.code, message, same.part, error.retry_after_s)
             self._note(ItemResult(same.index, StageTimes(), info))

@@ -8,7 +8,7 @@ from encoder_pool.decode_limits import DEFAULT_LIMITS, DecodeLimits
 from fabric.errors import ConfigError
 
 PASSED_SHARE = 0.1
-"""This is the share of an item's time limit for which others may pass an item that finds no room."""
+"""Others may pass an item that finds no room for this share of an item's time limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class EncoderConfig:
     """Limits the patches that are decoded and wait for the forward pass, which bounds host memory (a patch is a few KiB
     of float32). Other inputs count by their bytes."""
     lease_s: float = 60.0
-    """This is how long an announced feature is held for its worker."""
+    """An announced feature is held for its worker for this long."""
     report_interval_s: float = 0.2
     mel_device: str = ""
     """Names the device that resamples and transforms sounds, as torch names it. It is the encoder's device, or empty if

@@ -44,7 +44,8 @@ GRACE_S = 0.25
 """A process gets this much time to finish an item that no request waits for, because a new process costs more than most
 pictures."""
 RETRY_PAUSE_S = 1.0
-"""This is the pause between attempts to start a process; resources that the machine lacks may become free meanwhile."""
+"""A failed start of a process is tried again after this pause, because resources that the machine lacks may become free
+meanwhile."""
 MAX_FAILURES = 10
 """The pool is reported as dead after this many failures in a row, either of starts or of processes that died idle. It
 still keeps trying."""
@@ -95,11 +96,11 @@ class DecodePool:
         self._limits = limits
         self._max_raw_cost = max_raw_cost
         self._threads = ThreadPoolExecutor(self.num_parallel, thread_name_prefix="decode")
-        """Has one thread for each process, which waits for the process."""
+        """Has one thread for each process, which waits for it. Without processes these threads decode."""
         self._processes: set[DecodeProcess] = set()
         self._idle: asyncio.Queue[DecodeProcess] = asyncio.Queue()
         self._left: set[asyncio.Task[None]] = set()
-        """Holds the tasks that end items which no request waits for."""
+        """Holds the tasks that wait for a process with an unfinished item, or kill and replace the process."""
         self._closed = asyncio.Event()
         self._num_failed_starts = 0
         """Counts the failed starts since the last successful one."""

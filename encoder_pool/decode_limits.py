@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from fabric.errors import ConfigError
 
 MODALITY_TO_CPU_S = {"image": 8.0, "audio": 16.0, "video": 48.0}
-"""Limits processor time to four fifths of the time that a router waits for an encoding. The largest picture, RGBA,
-takes about five seconds."""
+"""Limits the processor time of decoding one item of each modality, in seconds. The limit is four fifths of the time
+that a router waits for an encoding. The largest picture, RGBA, takes about five seconds."""
 MODALITY_TO_TIMEOUT_S = {"image": 9.0, "audio": 18.0, "video": 54.0}
-"""Limits wall time from the beginning of decoding to nine tenths of the time that a router waits. So a stopped process
-is replaced, and an item goes to another encoder, before the time of the whole call is over
-(`EncodeRequest.time_left_s`)."""
+"""Limits the wall time of decoding one item of each modality, in seconds from its beginning. The limit is nine tenths
+of the time that a router waits, so that a stopped process is replaced, and an item goes to another encoder, before the
+time of the whole call is over (`EncodeRequest.time_left_s`)."""
 OTHER_CPU_S = 48.0
 OTHER_TIMEOUT_S = 54.0
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLimits:
-    """Holds the limits of decoding. They do not apply to decoding in a thread, because a thread can't be ended. Raises
-    ConfigError if a limit is not positive."""
+    """Holds the limits of decoding. Where items are decoded in threads only `total_bytes` applies, because a thread
+    can't be ended. Raises ConfigError if a limit is not positive."""
 
     modality_to_cpu_s: Mapping[str, float]
     """Limits the processor time of the process; an item that takes more is refused."""

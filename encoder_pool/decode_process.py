@@ -44,9 +44,9 @@ class Decoded(NamedTuple):
     inputs: list[EncoderInput]
     """Holds the units that were not delivered before; it is empty if the encoder's device makes the units."""
     decode_s: float
-    """This is the decoding time without waiting."""
+    """Holds the decoding time without waiting."""
     preprocess_s: float = 0.0
-    """This is the time from pixels or samples to the encoder's inputs."""
+    """Holds the time from pixels or samples to the encoder's inputs."""
     waveform: Waveform | None = None
     """Holds a sound whose units the encoder's device makes."""
 
@@ -77,7 +77,7 @@ class DecodeProcess:
         self._process.start()
         theirs.close()
         self._number = 0
-        """This is the number of the newest message that was sent; answers to it carry the same number."""
+        """Holds the number of the newest message that was sent; answers to it carry the same number."""
         self.is_clean = True
         """This is True if no answer is outstanding. Otherwise the process must not receive the next item."""
         self.is_at_work = False

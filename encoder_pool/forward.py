@@ -2,10 +2,10 @@
 It is the only thread that uses the device.
 
 When a batch fails, each of its units or sounds is tried alone, so that one bad input fails alone. A batch that runs out
-of device memory is split in halves. After an input has failed alone, a pass over a known harmless input is run. If that
-fails too, the device is broken: the encoder is lost, and so is everything that it receives from then on. Outputs are
-checked against the plan before they may be announced. A feature with numbers that are not finite is a failure, because
-it would stay in the arena and spoil every request that reads it. The module knows nothing of queues, leases or
+of device memory is split in halves. After an input has failed alone, a pass over a known harmless input follows. If
+that fails too, the device is broken: the encoder is lost, and so is everything that it receives from then on. Outputs
+are checked against the plan before they may be announced. A feature with numbers that are not finite is a failure,
+because it would stay in the arena and spoil every request that reads it. The module knows nothing of queues, leases or
 requests: it receives a batch and returns the outcome of each input.
 """
 
@@ -92,7 +92,7 @@ class ForwardThread:
     def _try(
         self, work: Callable[[Sequence[T]], list[R]], batch: Sequence[T], name: Callable[[T], str]
     ) -> list[R | WeftError]:
-        """Runs `fail_alone` with a probe after each failure. If the device is lost, the whole batch gets the loss as
+        """Runs `fail_alone` with `_probe`. If the device is lost, the whole batch gets the loss as
         its outcome."""
         if self.loss is None:
             try:
@@ -166,8 +166,8 @@ def fail_alone(
 ) -> list[R | WeftError]:
     """Returns the results of `work` for each element of a batch, in order. If the whole batch fails, each element is
     tried alone; if it runs out of device memory, it is split in halves. An element that fails alone gets an error in
-    its place, and `name` describes the element. `probe` is called after each failure; it raises EncoderLost, which ends
-    everything."""
+    its place, and `name` describes the element. `probe` is called after an element has failed alone, except with a
+    WeftError. If `probe` raises EncoderLost, that ends everything and reaches the caller."""
     try:
         return list(work(batch))
     except torch.OutOfMemoryError as error:

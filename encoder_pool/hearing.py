@@ -15,7 +15,7 @@ from modalities.family import Family
 from modalities.waveform import HearsOnDevice, Spectrograms
 
 RATES = (SAMPLE_RATE, 48_000)
-"""These are the sample rates of the test sounds: one needs no resampling, and one does."""
+"""Lists the sample rates of the test sounds: one needs no resampling, and one does."""
 
 
 def load_spectrograms(config: EncoderConfig, family: Family) -> Spectrograms | None:

@@ -1,8 +1,9 @@
 """Keeps the device busy: chooses the next forward pass, reserves room for it in the arena, and records its outcome.
 Sounds from which the device makes units share the same queue.
 
-The device runs one batch at a time, and a running batch can't be stopped. The lane lives in the pipeline's event loop.
-It knows nothing of calls: the pipeline informs those that wait for a unit or a sound.
+The device runs one batch at a time, and a running batch can't be stopped. A *flight* is one medium on its way through
+the encoder; its units wait here after they are decoded. The lane lives in the pipeline's event loop. It knows nothing
+of calls: the pipeline informs the calls that wait for a unit or a sound.
 """
 
 from __future__ import annotations
@@ -68,11 +69,12 @@ class Lane:
 
     def start(self, done: Callable[[], None]) -> None:
         """Starts a forward pass if the device is idle and a waiting unit has room, or starts the batch of sounds if
-        that is next in order. Calls `done` after the batch has ended and all that waited for it were informed.
+        that is next in order. Calls `done` after the batch has ended and all calls that waited for it were informed.
 
-        Room is reserved in order of rank. A unit beyond its worker's share waits for leases of its worker to end, and
-        others pass it. A unit for which there is no room in one piece waits for leases to end, and smaller units pass
-        it. When it was passed for a while it claims a range, and later units must fit outside of that range.
+        Room is reserved in order of rank. A unit that would exceed its worker's share of the arena waits for leases of
+        its worker to end, and others pass it. A unit for which there is no room in one piece waits for leases to end,
+        and smaller units pass it. When it was passed for a while it claims a range, and later units must fit outside
+        of that range.
         """
         refused_bytes: float = inf
         self._forget_gone()
@@ -123,7 +125,7 @@ class Lane:
         return choose_batch(units, self._max_batch_cost, self.costs.estimate)
 
     def _take(self, batch: list[QueuedUnit], refused_bytes: float, done: Callable[[], None]) -> float:
-        """Submits the units that have room, if any; returns the size from which on a unit has no room."""
+        """Submits the units that have room, if any; returns the size in bytes from which on a unit has no room."""
         units: list[ForwardUnit] = []
         taken: list[QueuedUnit] = []
         for unit in batch:

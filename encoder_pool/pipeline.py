@@ -6,7 +6,7 @@ Every change ends in `pump`, which starts what can start: decoding if a decoder 
 device is idle. The pipeline has no timer: its owner calls `end_late` for the calls whose time is over. `planning/`
 contains the decision of each step; `decode` and `forward` contain the work.
 
-The pipeline knows nothing of routers' subscriptions and of membership (the service handles those).
+The pipeline knows nothing of routers' subscriptions or of membership (the service handles those).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from modalities.family import EncoderInput
 logger = logging.getLogger(__name__)
 
 LEAST_RETRY_AFTER_S = 1.0
-"""This is the shortest delay before a retry of a call that was late: forward passes may be quick, but some step was
-slow."""
+"""A call that was late is asked to wait at least this long before its retry: forward passes may be quick, but some step
+was slow."""
 
 
 class Pipeline:
@@ -71,7 +71,7 @@ class Pipeline:
         self._number_to_call: dict[int, Call] = {}
         self._attempt_to_calls: dict[AttemptId, list[Call]] = {}
         self._deadlines: list[tuple[float, int]] = []
-        """This is a heap of pairs: the time when a call's time is over, and the call's number. Some of the calls have
+        """Keeps a heap of pairs: the time when a call's time is over, and the call's number. Some of the calls have
         already ended."""
         self._flight_to_task: dict[EncodeJob, asyncio.Task[None]] = {}
         self._held_back: dict[MemberId, dict[EncodeWaiter, None]] = {}

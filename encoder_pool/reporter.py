@@ -24,7 +24,7 @@ class EncoderReporter:
         self._leases: LeaseTable[MemberId] = LeaseTable(clock)
         self._ended: list[AttemptId] = []
         self.seq = 0
-        """This is the sequence number of the last report that was sent."""
+        """Holds the sequence number of the last report that was sent."""
 
     def heartbeat(self, message: RouterHeartbeat) -> bool:
         """Renews a router's lease. Returns True for a new router, which is then subscribed and receives a snapshot of

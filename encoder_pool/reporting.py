@@ -18,7 +18,7 @@ def encoder_report(
     table: FeatureTable,
     max_in_flight: int,
 ) -> EncoderReport:
-    """Returns the report; reads only. Its sums cover the whole life of the parts."""
+    """Returns the report and changes nothing. Its sums cover the whole life of the parts."""
     usage, flights, tally = table.usage(), pipeline.flights, pipeline.tally
     costs, mixed = pipeline.costs, pipeline.costs.mixed()
     return EncoderReport(

@@ -117,7 +117,7 @@ class EncoderService:
         await asyncio.gather(self._housekeeping, return_exceptions=True)
         await asyncio.to_thread(self._forward.close)
         await self._decoder.close()
-        await asyncio.sleep(0)  # this takes the last result of the forward thread
+        await asyncio.sleep(0)  # this lets the loop take the last result of the forward thread
         if self._flush is not None:
             self._flush.cancel()
 

@@ -1,4 +1,4 @@
-"""This module decides where things lie in one block of memory: it is a best-fit allocator over offsets.
+"""Decides where slots lie in one block of memory: it is a best-fit allocator over offsets.
 
 It is pure bookkeeping: it knows nothing of the memory itself, of threads (the owner locks), or of what is stored. Every
 byte is in exactly one of four states. It is free, busy, idle (in use, but its owner would give it up for another

@@ -1,4 +1,4 @@
-"""This module loads a C source file as a library. It compiles the file with the machine's C compiler at first use and
+"""Loads a C source file as a library. It compiles the file with the machine's C compiler at first use and
 keeps the result in the user's cache.
 
 The name in the cache changes with the source, the headers in the same folder, the options, the compiler and the

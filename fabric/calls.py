@@ -1,4 +1,4 @@
-"""This module defines what the two calls carry: a prompt with its media to a worker, media to an encoder, and the
+"""Defines what the two calls carry: a prompt with its media to a worker, media to an encoder, and the
 results.
 
 Calls go through Ray Serve, or directly in one process. Draining counts open calls, and cancelling ends them. This
@@ -23,7 +23,7 @@ class MediaItem(Wire, frozen=True):
     encoder delivers exactly `sum(unit_tokens)` rows."""
 
     index: int
-    """This is the position among the request's media, from 0."""
+    """Holds the position among the request's media, from 0."""
     modality: str
     mm_hash: MmHash
     grid: tuple[int, int, int]
@@ -31,11 +31,11 @@ class MediaItem(Wire, frozen=True):
     unit_tokens: tuple[int, ...]
     """Counts the rows of features in each unit; an image is one unit."""
     cost: int
-    """This is the encoding cost in patches, the unit of the batcher's budget."""
+    """Holds the encoding cost in patches (mel frames for a sound), the unit of the batcher's budget."""
     part: str
-    """This is where the medium stood in the client's request, e.g. `messages.0.content.1`; errors name it."""
+    """Names the place of the medium in the client's request, e.g. `messages.0.content.1`, for errors."""
     options: str = ""
-    """This is the `MediaOptions` of the modalities, as JSON; it is empty for the defaults."""
+    """Holds the `MediaOptions` of the package `modalities`, as JSON; it is empty for the defaults."""
     row_seconds: float = 0.0
     """For a video, this is the number of seconds between two temporal patches, where positions depend on it."""
     anchor: int = -1
@@ -44,8 +44,8 @@ class MediaItem(Wire, frozen=True):
     """Counts the levels of the medium's features: that of the embedding, and those of DeepStack where the medium has
     some; 0 means as many as the model has."""
     decode_bytes: int = 0
-    """Limits the memory that decoding and preprocessing the medium takes, according to its header; 0 means that the
-    limit is unknown."""
+    """Holds the most bytes of memory that decoding and preprocessing the medium can take, as estimated from its header;
+    0 means unknown."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,7 +65,7 @@ class PlaceholderRange(Wire, frozen=True):
     offset: int
     length: int
     item: int
-    """This is the `MediaItem.index`."""
+    """Holds the `MediaItem.index`."""
     unit: int
     row: int
 
@@ -126,8 +126,8 @@ class Destination(Wire, frozen=True):
 
 
 class EncodeRequest(Wire, frozen=True):
-    """The router sends this to an encoder, to encode these items for that worker. The media bytes travel next to it,
-    one per item."""
+    """The router sends this to an encoder, to encode `items` for the worker `destination`. The media bytes travel next
+    to it, one file per item."""
 
     request_id: RequestId
     attempt: int
@@ -137,10 +137,11 @@ class EncodeRequest(Wire, frozen=True):
     age: tuple[float, str]
     """Orders all requests by age (wall time of admission, request id): the oldest may evict the youngest."""
     priority: int = 0
-    """This is the request's priority; the lowest number goes first."""
+    """Holds the request's priority; the lowest number goes first."""
     time_left_s: float = 0.0
-    """Counts from the moment at which the encoder receives the call, because clocks differ between machines. Items that
-    are not done by then fail with MachineBusy. 0 means no limit."""
+    """Limits the time of the call from the moment at which the encoder receives it, because clocks differ between
+    machines. Items that are not done within this time fail with MachineBusy, or with WorkerBackedUp if their worker's
+    share of the encoder's arena is used up. 0 means no limit."""
 
 
 class StageTimes(Wire, frozen=True):
@@ -173,7 +174,7 @@ class TraceEvent(Wire, frozen=True):
 
 
 class EncodeResult(Wire, frozen=True):
-    """The encoder sends this to the router once it has announced every item or the item has failed."""
+    """The encoder sends this to the router once every item was announced or has failed."""
 
     encoder_id: MemberId
     items: tuple[ItemResult, ...]
@@ -188,9 +189,9 @@ class GenerateRequest(Wire, frozen=True):
     attempt: int
     router_id: MemberId
     router_address: str
-    """This is the address on the message plane to which the worker sends token frames and `FeatureNeeded`."""
+    """Names the address on the message plane to which the worker sends token frames and `FeatureNeeded`."""
     token_ids: tuple[int, ...]
-    """This is the prompt with placeholders expanded: one id per position."""
+    """Holds the prompt with placeholders expanded: one id per position."""
     placeholders: tuple[PlaceholderRange, ...]
     """The ranges are sorted by offset and disjoint."""
     media: tuple[MediaItem, ...]
@@ -201,18 +202,18 @@ class GenerateRequest(Wire, frozen=True):
     cache_salt: str = ""
     priority: int = 0
     dispatched_items: tuple[int, ...] = ()
-    """These are the indexes of the media that the router sent to encoders. Cached KV is expected to cover the rest."""
+    """Lists the indexes of the media that the router sent to encoders. Cached KV is expected to cover the rest."""
     emitted: tuple[tuple[int, ...], ...] = ()
     """Holds, per choice, the tokens that a former attempt already sent (after a migration); it is empty at the first
     attempt."""
     side_names: tuple[str, ...] = ()
-    """These are the side tensors that blocks must carry for every position (rows of a hidden layer, for speech)."""
+    """Names the side tensors that blocks must carry for every position (rows of a hidden layer, for speech)."""
 
 
 class ChoiceResult(Wire, frozen=True):
     choice: int
     finish_reason: str
-    """This is `stop`, `length` or `abort`."""
+    """Takes one of the values `stop`, `length` and `abort`."""
     num_tokens: int
     """Counts the generated tokens over all attempts, including the end-of-sequence token if one was drawn."""
 
@@ -232,6 +233,6 @@ class GenerateResult(Wire, frozen=True):
     """Sums the seconds for which the request waited for a feature at its doorstep, the first placeholder whose unit has
     not arrived."""
     first_token_s: float = 0.0
-    """This is the time from the request's receipt to its first token."""
+    """Holds the time from the request's receipt to its first token."""
     trace: tuple[TraceEvent, ...] = ()
     error: ErrorInfo | None = None

@@ -1,4 +1,4 @@
-"""This module is the contract of the feature channel, which moves the bytes of encoded features from an encoder's arena
+"""Defines the contract of the feature channel, which moves the bytes of encoded features from an encoder's arena
 into a worker's inbox. `channel_local` (one process) and `channel_nixl` (NIXL READ) implement it, and one suite of tests
 checks both.
 
@@ -33,7 +33,7 @@ class SourceSlot(NamedTuple):
 
 class LandedFeature(NamedTuple):
     """A `LandedFeature` is a feature in the inbox arena. `buffer` is uint8 with shape `(nbytes,)` and is valid until
-    `FeatureSink.free(slot_id)`."""
+    `FeatureSink.free(slot_id)`. `seconds` is the time since the call of `pull`."""
 
     slot_id: int
     buffer: npt.NDArray[np.uint8]
@@ -62,7 +62,7 @@ class FeatureSource(Protocol):
         ...
 
     def free(self, slot: SourceSlot) -> None:
-        """Raises the slot's generation, then makes the memory reusable. To free an older generation does nothing."""
+        """Raises the slot's generation, then makes the memory reusable. Freeing an older generation does nothing."""
         ...
 
     def set_idle(self, slot: SourceSlot) -> None:
@@ -93,7 +93,7 @@ class FeatureSource(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """This is False once the source was closed or its own thread has died; nothing can be read from it any more."""
+        """Returns False once the source was closed or its own thread has died; nothing can be read from it any more."""
         ...
 
     def close(self) -> None: ...
@@ -110,11 +110,11 @@ class FeatureSink(Protocol):
         ...
 
     def free(self, slot_id: int) -> None:
-        """Makes inbox room. To free a slot twice does nothing the second time."""
+        """Makes inbox room. Freeing a slot a second time does nothing."""
         ...
 
     def peer_dead(self, source: str) -> None:
-        """Takes in that a source has left or that its lease has ended. The source's open pulls end with TransferFailed,
+        """Handles a source that has left or whose lease has ended. The source's open pulls end with TransferFailed,
         and its connection is forgotten. Its quarantined slots are freed as soon as the transport confirms that nothing
         lands any more."""
         ...
@@ -123,7 +123,7 @@ class FeatureSink(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """This is False once the sink was closed or its transfer thread has died; every pull fails then."""
+        """Returns False once the sink was closed or its transfer thread has died; every pull fails then."""
         ...
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""This module is the feature channel inside one process. It copies bytes, with the same tickets, generations and
+"""Implements the feature channel inside one process. It copies bytes, with the same tickets, generations and
 quarantine as between two processes.
 
 The hub can freeze and kill a source, so that tests of other parts can see what a bad peer does without having one. The
@@ -20,7 +20,7 @@ from fabric.source_memory import SourceMemory
 
 
 class LocalChannelHub:
-    """A `LocalChannelHub` is where sinks find the sources of their process. It is thread-safe."""
+    """A `LocalChannelHub` lets sinks find the sources of their process by name. It is thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""This module is the feature channel between processes: NIXL READ over UCX, from DRAM to DRAM.
+"""Implements the feature channel between processes: NIXL READ over UCX, from DRAM to DRAM.
 
 Each side registers its memory once. Tickets carry the agent's metadata (about a kilobyte), and a sink connects to a
 source at its first pull. NIXL writes logs of its own; the deployment sets `NIXL_LOG_LEVEL`. This module knows nothing
@@ -158,7 +158,7 @@ class _NixlReader:
         self._slots = slots
         self._source_to_metadata: dict[str, bytes] = {}
         self._lost: set[str] = set()
-        """These are the sources whose connection broke; the next read connects again."""
+        """Holds the sources whose connection broke; the next read connects again."""
         self._num_under_way: Counter[str] = Counter()
         """Counts, for each source, the reads whose handle is not released."""
 

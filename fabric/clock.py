@@ -1,5 +1,6 @@
-"""This module provides time as an argument. No code that makes decisions reads the time by itself, so tests and the
-simulator control it. It knows nothing of what the time is used for."""
+"""Provides clocks that callers pass as arguments. No code that makes decisions reads the time by itself, so tests and
+the simulator control it. The module knows nothing of what the time is used for.
+"""
 
 from __future__ import annotations
 

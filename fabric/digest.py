@@ -1,4 +1,4 @@
-"""This module computes stable digests. It never uses Python's `hash()`, which differs between processes.
+"""Computes stable digests. It never uses Python's `hash()`, which differs between processes.
 
 Every input is length-framed and every digest is namespaced, so no two different inputs give the same bytes to hash.
 Digests have 128 bits: at a billion items a collision is rarer than a memory error. The module knows nothing of caches.
@@ -21,7 +21,8 @@ def frame(parts: Iterable[bytes]) -> bytes:
 
 
 def content_digest(content: bytes) -> bytes:
-    """Returns the BLAKE3 digest of a file. `mm_hash` accepts it instead of a file that is hashed more than once."""
+    """Returns the BLAKE3 digest of a file. `mm_hash` accepts it in place of the file's bytes, which saves
+    time for a file that is hashed more than once."""
     return blake3.blake3(content).digest()
 
 

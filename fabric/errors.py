@@ -1,4 +1,4 @@
-"""This module defines the error tree. Every failure that can reach a client or another process is a leaf of this tree.
+"""Defines the error tree. Every failure that can reach a client or another process is a leaf of this tree.
 
     WeftError
     ├── RequestRefused            the request can't be served as it is; Weft never retries it

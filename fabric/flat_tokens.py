@@ -1,4 +1,4 @@
-"""This module defines the flat token: what a token costs after a context, in tokens without a context. It is the unit
+"""Defines the flat token: what a token costs after a context, in tokens without a context. It is the unit
 in which workers measure their steps and routers predict them.
 
 The arithmetic is a module of its own, so that workers and routers use the same one. It knows nothing of a model except
@@ -13,7 +13,7 @@ context, so the two are equal at a context of 6 * hidden."""
 
 
 def context_scale_tokens(hidden_size: int) -> float:
-    """Returns the context at which a token's attention costs as much as the rest of the token."""
+    """Returns the context at which a token's attention costs as much as its linear layers."""
     return float(_LINEAR_TO_ATTENTION * hidden_size)
 
 

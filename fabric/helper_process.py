@@ -1,4 +1,4 @@
-"""This module does what every spawned helper process does first: it binds the helper's life to its parent's, and sets
+"""Does what every spawned helper process does first: it binds the helper's life to its parent's, and sets
 limits that the kernel enforces.
 
 The kernel must enforce them, because a codec that hangs or grows does not react to anything else. This module knows
@@ -19,9 +19,10 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 
 PR_SET_PDEATHSIG = 1
-"""This is the option of prctl(2) that sets the signal which a process receives when its parent ends."""
+"""Selects the option of prctl(2) that sets the signal which a process receives when its parent ends."""
 LOW_PRIORITY = 10
-"""This is a value for nice(2): the process gets about a tenth of a processor that another process also wants."""
+"""Sets the niceness (nice(2)) of work that yields. Such work gets about a tenth of a processor that another process
+also wants."""
 
 
 def bind_to_parent(parent_pid: int) -> None:

@@ -1,5 +1,6 @@
-"""This module names the things that travel between parts. The router creates internal ids; a client never does. The
-module knows nothing of what the things contain."""
+"""Defines the ids of the things that travel between parts. The router creates the ids of requests; a client never does.
+The module knows nothing of what the things contain.
+"""
 
 from __future__ import annotations
 

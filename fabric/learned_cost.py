@@ -1,4 +1,4 @@
-"""This module corrects the predicted cost of a stage by the time that it took: seconds = sum of coefficient * amount.
+"""Corrects the predicted cost of a stage by the time that it took: seconds = sum of coefficient * amount.
 
 One correction is a gradient step on the squared error of the logarithm, in the logarithms of the coefficients. The step
 does not depend on scale, keeps all coefficients positive, and corrects each in proportion to its share of the
@@ -16,8 +16,8 @@ MAX_SURPRISE = 4.0
 """One observation counts as at most this many times the prediction, and as at least the inverse. So a pause of seconds
 moves an estimate like a small surprise does, while a true change gets through in a few observations."""
 MIN_SHARE = 0.05
-"""This is the least share of the error that each coefficient with an amount takes, so that a coefficient that seemed
-negligible can still grow."""
+"""Each coefficient with an amount takes at least this share of the error, so that a coefficient that seemed negligible
+can still grow."""
 
 
 def corrected(

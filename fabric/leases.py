@@ -1,4 +1,4 @@
-"""This module keeps leases, that is, keys with a deadline that end by themselves. A dead peer's leases end without any
+"""Keeps leases, that is, keys with a deadline that end by themselves. A dead peer's leases end without any
 call that gives them back.
 
 It knows nothing of what a key stands for, and it never acts: the owner asks which leases have expired.

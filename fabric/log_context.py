@@ -1,4 +1,4 @@
-"""This module keeps, for the lines of the log, the member from which a line comes and the request that it is about. The
+"""Keeps, for the lines of the log, the member from which a line comes and the request that it is about. The
 running code can read both without passing them on as arguments.
 
 Both follow tasks and `asyncio.to_thread`. A separate thread knows only the member of its process, and must name the

@@ -1,4 +1,4 @@
-"""This module takes messages on their last step: from any thread into one event loop, in order. Both planes end in it.
+"""Takes messages on their last step: from any thread into one event loop, in order. Both planes end in it.
 
 It knows nothing of addresses or of how a message arrived.
 """

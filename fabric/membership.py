@@ -1,4 +1,4 @@
-"""This module is a directory of the cluster's members with leases. It is pure; `deploy` decides where it runs and which
+"""Keeps a directory of the cluster's members with leases. It is pure; `deploy` decides where it runs and which
 code calls it.
 
 It knows nothing of what members do. A member that stops its heartbeats leaves the directory when its lease ends. A

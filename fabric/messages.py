@@ -1,4 +1,4 @@
-"""This module defines what travels between parts, as msgspec structs. Shapes and units are part of the contract.
+"""Defines what travels between parts, as msgspec structs. Shapes and units are part of the contract.
 
 Two planes carry the structs. *Calls* (`fabric.calls`, also exported here) are `EncodeRequest`/`EncodeResult` and
 `GenerateRequest`/`GenerateResult`. *Messages* (`fabric.plane`, one way, by address) are everything in `PlaneMessage`,
@@ -37,19 +37,19 @@ class Member(Wire, frozen=True):
 
     member_id: MemberId
     kind: str
-    """This is `router`, `encoder` or `worker`."""
+    """Takes one of the values `router`, `encoder` and `worker`."""
     address: str
-    """This is the address of the member's plane endpoint."""
+    """Names the member's plane endpoint."""
     host: str
-    """This is the machine (or the process, in one-process mode); the link class between two members follows from it."""
+    """Names the machine (or the process, in one-process mode); the link class between two members follows from it."""
     epoch: int
     """It grows at each start; events of older epochs are void."""
     modalities: tuple[str, ...] = ()
-    """These are the modalities that an encoder has loaded."""
+    """Lists the modalities that an encoder has loaded."""
     transfer_agent: str = ""
-    """This is the name of the member's transfer agent (`FeatureTicket.source`), if it has one."""
+    """Names the member's transfer agent (`FeatureTicket.source`); it is empty if the member has none."""
     pid: int = 0
-    """This is the id of the member's process on `host`, for human readers."""
+    """Holds the id of the member's process on `host`, for human readers."""
 
 
 # ---------------------------------------------------------------- message plane
@@ -59,7 +59,7 @@ class TokenLogprobs(Wire, frozen=True):
     """Holds natural logarithms of the model's distribution before penalties, bias, temperature and truncation."""
 
     logprob: float
-    """This is the log-probability of the drawn token."""
+    """Holds the log-probability of the drawn token."""
     top: tuple[tuple[int, float], ...] = ()
     """Holds (token id, log-probability) of the most probable tokens, in descending order."""
 
@@ -98,21 +98,20 @@ class FeatureTicket(Wire, frozen=True):
     `(num_levels, num_tokens, hidden)`."""
 
     source: str
-    """This is the name of the source's transfer agent."""
+    """Names the source's transfer agent."""
     metadata: bytes
-    """This is the agent's connection metadata."""
+    """Holds the agent's connection metadata."""
     address: int
-    """This is the address of the payload in the source's registered memory; the 8-byte generation word lies at
+    """Holds the address of the payload in the source's registered memory; the 8-byte generation word lies at
     `generation_address`."""
     generation_address: int
     nbytes: int
     generation: int
     shape: tuple[int, int, int]
     dtype: str
-    """This is `float32`, `bfloat16` or `float16`."""
+    """Takes one of the values `float32`, `bfloat16` and `float16`."""
     lease_s: float
-    """This is the number of seconds, from receipt, for which the source promises to hold the slot unless it is
-    released."""
+    """The source promises to hold the slot for this many seconds from receipt, unless it is released."""
 
 
 class UnitReady(PlaneWire, frozen=True):

@@ -1,4 +1,4 @@
-"""This module keeps a sorted set of integers and finds the member nearest to a number, in a time that does not grow
+"""Keeps a sorted set of integers and finds the member nearest to a number, in a time that does not grow
 with the number of members.
 
 The set is a tree of bitmaps, with 512 children to a node, held sparsely in one dict per level (the idea of van Emde

@@ -1,4 +1,4 @@
-"""This module is the contract of the message plane, which carries small typed messages, one way, by address.
+"""Defines the contract of the message plane, which carries small typed messages, one way, by address.
 `plane_local` and `plane_zmq` implement it.
 
 Each member owns one endpoint. The endpoint has an address at which other members reach it, and it sends to the
@@ -21,7 +21,7 @@ class Plane(Protocol):
 
     @property
     def address(self) -> str:
-        """This is the address to which other members send; it is valid from construction on."""
+        """Returns the address to which other members send; it is valid from construction on."""
         ...
 
     def start(self, handler: Handler) -> None:
@@ -44,7 +44,7 @@ class Plane(Protocol):
 
     @property
     def is_alive(self) -> bool:
-        """This is False once the endpoint was closed or its own thread has died; nothing is sent or delivered any
+        """Returns False once the endpoint was closed or its own thread has died; nothing is sent or delivered any
         more."""
         ...
 

@@ -1,4 +1,4 @@
-"""This module holds the keys by which the members of one cluster identify each other on the message plane: those of
+"""Holds the keys by which the members of one cluster identify each other on the message plane: those of
 ZeroMQ's CURVE.
 
 All members share one key pair for the receiving end and one for the sending end, made once per cluster. A sender
@@ -43,7 +43,7 @@ class PlaneKeys:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, self.receiver_secret)
         socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # Without that socket, no peer gets in unauthenticated.
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # If that socket is missing, libzmq refuses every peer.
 
     def secure_sender(self, socket: zmq.Socket[Any]) -> None:
         """Secures a sending socket; the caller must call it before the socket connects."""

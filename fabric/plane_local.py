@@ -1,4 +1,4 @@
-"""This module is the message plane inside one process. Messages pass through their wire form, so what works here also
+"""Implements the message plane inside one process. Messages pass through their wire form, so what works here also
 works between processes: the same types arrive, and what cannot be encoded fails at the sender. It knows nothing of what
 the messages mean."""
 
@@ -12,7 +12,7 @@ from fabric.plane import Handler
 
 
 class LocalHub:
-    """A `LocalHub` is where the endpoints of one process find each other. As with sockets, a sender may come before its
+    """A `LocalHub` lets the endpoints of one process find each other. As with sockets, a sender may come before its
     receiver; the hub keeps what it sends, up to `max_messages` per receiver."""
 
     def __init__(self, max_messages: int = 10_000) -> None:

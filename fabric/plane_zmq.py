@@ -1,4 +1,4 @@
-"""This module is the message plane between processes, over ZeroMQ. Each endpoint binds one PULL socket and has one PUSH
+"""Implements the message plane between processes, over ZeroMQ. Each endpoint binds one PULL socket and has one PUSH
 socket for each peer.
 
 All sockets belong to one I/O thread. `send` puts bytes into a queue and wakes the thread at most once per round, so a

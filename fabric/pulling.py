@@ -1,4 +1,4 @@
-"""This module is the sink's side of every channel: it reserves a slot, reads, checks the generation, and hands the
+"""Implements the sink's side of every channel: it reserves a slot, reads, checks the generation, and hands the
 feature over or quarantines the slot.
 
 Transports differ only in one collaborator, the `Reader`; this module alone handles slots, time-outs and dead peers. One
@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 _SHORTEST_PAUSE_S = 20e-6
 _LONGEST_PAUSE_S = 1e-3
 _QUARANTINE_PAUSE_S = 20e-3
-"""This is the pause between polls when only transfers that were given up are left."""
+"""The thread pauses this long between polls when only transfers that were given up are left."""
 
 
 class ReadState(enum.Enum):
@@ -91,7 +91,7 @@ class PullingSink:
         self._is_closed = False
         self._pulls: list[_Pull] = []
         self._dead: set[str] = set()
-        """These are the sources to disconnect from once their last transfer has ended."""
+        """Holds the sources to disconnect from once their last transfer has ended."""
         self._num_idle_rounds = 0
         self._thread = threading.Thread(target=self._run, name=f"{name}-transfer", daemon=True)
         self._thread.start()
@@ -119,7 +119,7 @@ class PullingSink:
         self._slots.free(slot_id)
 
     def peer_dead(self, source: str) -> None:
-        """Makes the transfer thread soon end the source's open pulls and forget its connection. A slot in quarantine is
+        """Asks the transfer thread to end the source's open pulls and to forget its connection. A slot in quarantine is
         freed when the transport also reports that its transfer has ended, which is at once for a process that is gone.
         So a peer that was only frozen when its lease ended, and wakes up later, does no harm."""
         self._command(source)
@@ -195,7 +195,7 @@ class PullingSink:
         return True
 
     def _advance(self, pull: _Pull) -> bool:
-        """Looks at a pull once. Returns True when the pull needs no further looks."""
+        """Checks the state of a pull's read and acts on it. Returns True when the pull has ended."""
         state = self._reader.state(pull.read)
         if state is ReadState.PENDING:
             if not pull.is_given_up and self._clock.now() >= pull.deadline_s:

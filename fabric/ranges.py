@@ -1,4 +1,4 @@
-"""This module keeps a set of numbers as ranges `[start, end)` that never touch, and finds them by place and by size.
+"""Keeps a set of numbers as ranges `[start, end)` that never touch, and finds them by place and by size.
 
 It knows nothing of what the numbers are; the arena keeps its free memory and its reclaimable memory in this form.
 """

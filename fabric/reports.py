@@ -1,4 +1,4 @@
-"""This module defines the reports of members to routers, sent several times a second and on change. A router keeps the
+"""Defines the reports of members to routers, sent several times a second and on change. A router keeps the
 newest report.
 
 Times are in seconds and memory is in bytes. `seq` only grows within one `epoch`, the member's life. The module knows
@@ -19,7 +19,7 @@ class WorkerReport(PlaneWire, frozen=True):
     epoch: int
     seq: int
     acknowledged: tuple[AttemptId, ...]
-    """These are the attempts that the numbers already contain; the router stops adding them locally."""
+    """Lists the attempts that the numbers already contain; the router stops adding them locally."""
     num_running: int
     num_waiting: int
     num_at_doorstep: int
@@ -41,22 +41,23 @@ class WorkerReport(PlaneWire, frozen=True):
     prefix_query_tokens: int
     num_preemptions: int
     prefill_s_per_token: float
-    """It is measured at boot and corrected online; it is 0 until known."""
+    """Holds the seconds per flat token, measured at boot and corrected online; it is 0 until known."""
     step_overhead_s: float
     kept_bytes_used: int = 0
-    """Counts the bytes of host memory that features take which were kept after prefill."""
+    """Counts the bytes of host memory that hold features which were kept after prefill."""
     num_kept_hits: int = 0
     """Counts the features that were kept and used again, so that no encoder had to send them."""
     drafts_proposed: int = 0
     """Counts the tokens that were guessed and computed; `drafts_accepted` counts those of them that were right."""
     drafts_accepted: int = 0
     queued_flat_tokens: float = 0.0
-    """This is `queued_tokens`, weighted by their contexts (`fabric.flat_tokens`)."""
+    """Counts `queued_tokens`, weighted by their contexts (`fabric.flat_tokens`)."""
     decode_s_per_sequence: float = 0.0
-    """This is the time that a decoding sequence adds to a step. A step takes `step_overhead_s`, this time for each
+    """Holds the time that a decoding sequence adds to a step. A step takes `step_overhead_s`, this time for each
     decoding sequence, and `prefill_s_per_token` for each flat token of the other sequences."""
     residence_s: float = 0.0
-    """This is the recent time from a sequence's first step to its end; it is 0 until a sequence has ended."""
+    """Holds the time from a sequence's first step to its end, as recently measured; it is 0 until a sequence has
+    ended."""
     max_step_tokens: int = 0
     """This and `max_sequences` are the limits of one step; 0 means unknown."""
     max_sequences: int = 0
@@ -93,23 +94,25 @@ class EncoderReport(PlaneWire, frozen=True):
     batches: int
     cache_hits: int
     encode_s_per_cost: float
-    """It is measured at boot and corrected online, over all modalities; it is 0 until known."""
+    """Holds the seconds per unit of cost over all modalities, measured at boot and corrected online; it is 0 until
+    known."""
     batch_overhead_s: float
     costs: tuple[EncodeCost, ...] = ()
     """Holds the same costs for each modality."""
     num_items_queued: int = 0
     """Counts the items whose last unit is not in the forward pass."""
     queued_s: float = 0.0
-    """This is the time that `queued_cost` is predicted to add to forward passes."""
+    """Predicts the time that `queued_cost` adds to forward passes."""
     num_items_pending: int = 0
     """Counts the items of open calls that have no result."""
     num_in_flight: int = 0
     """Counts the items that are being decoded, are decoded, or are in the forward pass."""
     max_in_flight: int = 0
-    """Limits how many items may be in decoding or wait after it; items in the forward pass come in addition."""
+    """Limits how many items may be in decoding, or decoded and waiting for the forward pass; items in the forward pass
+    come in addition."""
     num_decoding: int = 0
     busy_fraction: float = 0.0
-    """This is the fraction of the last second or so in which the forward pass was busy."""
+    """Holds the fraction of the last second or so in which a forward pass was running."""
     num_features_encoding: int = 0
     num_features_cached: int = 0
     num_features_staged: int = 0

@@ -1,4 +1,4 @@
-"""This module cuts memory into slots, each with a header and a payload. The sources' and the sinks' sides share it.
+"""Cuts memory into slots, each with a header and a payload. The sources' and the sinks' sides share it.
 
     slot.offset                    + HEADER_BYTES
     | generation word (8 bytes) ...| payload, `nbytes` as asked for, 64-byte aligned ... |
@@ -46,7 +46,7 @@ class SlotMemory:
 
     def reserve(self, nbytes: int, *, is_claimed: bool = False) -> Slot:
         """Returns a slot with `nbytes` of payload; with `is_claimed`, it lies in the claimed range. Raises ArenaFull or
-        UnitTooLarge; both also count the header."""
+        UnitTooLarge (both also count the header), and ValueError for less than one byte."""
         if nbytes < 1:
             raise ValueError(f"a payload of {nbytes} bytes")
         with self._lock:

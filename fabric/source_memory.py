@@ -1,4 +1,4 @@
-"""This module is a source's arena: slots with generations, and the tickets that say where they lie. Every source has
+"""Keeps a source's arena: slots with generations, and the tickets that say where they lie. Every source has
 one.
 
 It knows nothing of the transport: a reader finds the payload and the generation word at the ticket's addresses.

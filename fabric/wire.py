@@ -1,5 +1,6 @@
-"""This module defines how structs look on the wire. They are immutable and positional, so fields are only ever
-appended. It knows nothing of what the structs mean."""
+"""Defines how structs look on the wire. They are immutable and positional, so fields are only ever appended. The module
+knows nothing of what the structs mean.
+"""
 
 from __future__ import annotations
 

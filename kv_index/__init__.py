@@ -1,2 +1,2 @@
-"""This package records which worker holds which prefix of KV blocks, and which encoder holds which features. It is pure
-and knows nothing of any policy."""
+"""Records which worker holds which prefix of KV blocks, and which encoder holds which features. It is pure and knows
+nothing of any policy."""

@@ -1,5 +1,5 @@
-"""This module computes the identity of KV blocks, which is the same on the worker that fills them and on the router
-that looks them up.
+"""Computes the identity of KV blocks, which is the same on the worker that fills them and on the router that looks them
+up.
 
 A block's hash contains its parent's hash, so equal hashes mean equal prefixes. Media enter as extra keys, because the
 id of the placeholder token says nothing about which picture stands there. This module knows nothing of which member

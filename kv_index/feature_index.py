@@ -1,8 +1,8 @@
-"""This module records which encoder still holds the features of a media item, from the encoders' own events.
+"""Records which encoder still holds the features of a media item, from the encoders' own events.
 
-It orders events in the same way as the prefix index; the key is the item's `mm_hash`. The index is also only a hint: an
-encoder that has evicted the item since then encodes it again. Within a message, `stored` precede `removed`, and each
-hash is one event. This module knows nothing of how a snapshot is fetched.
+It orders events in the same way as the prefix index; the key is the item's `mm_hash`. Like the prefix index it is only
+a hint: an encoder that has evicted the item in the meantime encodes it again. Within a message, `stored` precede
+`removed`, and each hash is one event. This module knows nothing of how a snapshot is fetched.
 """
 
 from __future__ import annotations

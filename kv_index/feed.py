@@ -1,4 +1,4 @@
-"""This module keeps the events of one source in order: epochs, sequence numbers, gaps, and the wait for a snapshot.
+"""Keeps the events of one source in order: epochs, sequence numbers, gaps, and the wait for a snapshot.
 
 Events of a source (a worker's KV events, an encoder's feature events) are numbered without holes inside an epoch. After
 a gap, or from an epoch not seen before, no event can be applied until a snapshot says where to start; the feed keeps
@@ -74,7 +74,7 @@ class EventFeed(Generic[EventT]):
         return ApplyResult.GAP, []
 
     def restart(self, epoch: int, last_seq: int) -> ApplyResult:
-        """Takes in that a snapshot as of event `last_seq` has come. It returns STALE if the caller must drop the
+        """Records that a snapshot as of event `last_seq` has come. It returns STALE if the caller must drop the
         snapshot, and OK if the caller must load it and then apply `resume()`."""
         if epoch < self.epoch or (epoch == self.epoch and self.is_in_step and last_seq < self._next_seq - 1):
             return ApplyResult.STALE
@@ -85,8 +85,8 @@ class EventFeed(Generic[EventT]):
         return ApplyResult.OK
 
     def resume(self) -> Iterator[EventT]:
-        """Yields the kept events that follow the snapshot. At a hole among them it ends early, and the feed is out of
-        step."""
+        """Yields the kept events that follow the snapshot. At a hole among them it ends early, keeps the events after
+        the hole, and the feed is out of step."""
         for batch in sorted(self._drain(), key=lambda batch: batch.first_seq):
             if batch.first_seq > self._next_seq:
                 self.is_in_step = False

@@ -1,10 +1,9 @@
-"""This module records which of many members hold a key: it keeps one bit per member in one integer per key, in a plain
-dict.
+"""Records which of many members hold a key: it keeps one bit per member in one integer per key, in a plain dict.
 
 The dict is bounded. A key that would exceed `max_keys` is refused (and counted), and no other key is evicted for it:
-what sources evict leaves by their own events, and an old key is as likely a shared system prompt as garbage.
-Forgetting a member costs nothing at once: its bit is retired, and swept out later, when room or bits are short. This
-module knows nothing of chains of blocks.
+a key that its holders evict is removed by their own events, and an old key is as likely a shared system prompt as
+garbage. Forgetting a member costs nothing at once: its bit is retired, and swept out later, when room or bits are
+short. This module knows nothing of chains of blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""This module records which worker holds which prefix of KV blocks, from the workers' own events.
+"""Records which worker holds which prefix of KV blocks, from the workers' own events.
 
 The index is a hint: only the worker itself knows what it really hits, at admission. Still, `lookup` is exact about the
 events that it received: it counts a worker's leading blocks up to the first block that the worker lacks. A stored block

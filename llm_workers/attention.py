@@ -43,7 +43,8 @@ class Backend(Protocol):
 
 def select_backend(name: str, kv: PagedKV) -> Backend:
     """Returns the backend called `name`. `sdpa` runs on any device, `varlen` runs on CUDA in half precision, and `auto`
-    selects the best backend that can run on these pages. Raises ConfigError if the backend can't run on these pages."""
+    selects the best backend that can run on these pages. Raises ConfigError if there is no such backend or if it can't
+    run on these pages."""
     if name in ("varlen", "auto") and is_varlen_available(kv):
         return VarlenStep
     if name in ("sdpa", "auto"):
@@ -63,7 +64,7 @@ def attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Computes the attention of one layer; the attention modules of transformers call it. `query` has shape
     `(1, num_heads, num_tokens, head_dim)`; the result has shape `(1, num_tokens, num_heads, head_dim)`. The causal rule
-    of the step replaces `attention_mask`."""
+    of the step replaces `attention_mask`. Raises ConfigError if the model did not pass the keyword `weft`."""
     if weft is None:
         raise ConfigError("the paged attention was called without its step: the model does not pass keywords through")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

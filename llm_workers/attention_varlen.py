@@ -2,8 +2,8 @@
 one call.
 
 If torch's `varlen_attn` takes a block table (since torch 2.13), the kernel reads the pages in place; with an older
-torch the contexts are gathered first. `num_splits=1` makes a sequence's result independent of its batch. This module
-knows nothing of requests, models or scheduling.
+torch, or with a block size that the kernel can't read, the contexts are gathered first. `num_splits=1` makes a
+sequence's result independent of its batch. This module knows nothing of requests, models or scheduling.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def calibrate(runner: Runner, family: Family, config: WorkerConfig, costs: StepC
     """
     most = min(config.max_step_tokens, config.num_blocks * config.block_size, family.shape.max_model_len)
     sizes = sorted({min(size, most) for size in SIZES})
-    # The position lies behind tokens of a prompt that an earlier plan computed.
+    # The decoded tokens stand at this position, after tokens of a prompt that an earlier plan has computed.
     at = min(config.block_size, most - 1)
     numbers = sorted({min(number, most, config.max_sequences) for number in DECODES}) if at else []
     plans = [StepPlan(0, (_chunk(family, config.block_size, 0, 0, size),)) for size in sizes]

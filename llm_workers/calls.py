@@ -124,8 +124,8 @@ class OpenCalls:
         self._end_complete(update)
 
     def _end_complete(self, update: Update) -> None:
-        """Ends the calls whose choices have all ended. Only calls with a choice that ended in this update are checked,
-        because no other call can have become complete."""
+        """Ends the calls whose choices have all ended. Only calls that were admitted, or had a choice that ended,
+        in this update are checked, because no other call can have become complete."""
         touched = [attempt_id for attempt_id, _ in update.admitted]
         touched += [sequence_id.attempt_id for sequence_id, _ in update.aborted]
         if update.events is not None:

@@ -14,7 +14,7 @@ class Speculation:
     """Configures speculation by prompt lookup. Each step drafts up to `max_tokens` tokens per sequence (0 turns it
     off). The drafts are copied from the tokens that follow an earlier occurrence of the sequence's last tokens. The
     lookup tries matches of `max_ngram` down to `min_ngram` tokens and uses the longest match. Raises ConfigError for
-    numbers that contradict each other."""
+    numbers out of range."""
 
     max_tokens: int = 0
     min_ngram: int = 2
@@ -31,7 +31,8 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Holds the settings of one worker. Raises ConfigError for numbers that allow no step."""
+    """Holds the settings of one worker. Raises ConfigError for settings that allow no step, contradict each other, or
+    have no meaning."""
 
     block_size: int = 16
     """Sets the number of tokens per KV block."""

@@ -192,8 +192,8 @@ def graph_size(rows: Sequence[SequenceRows]) -> int | None:
 
 
 def with_graphs(model: LanguageModel, kv: PagedKV, max_model_len: int) -> LanguageModel:
-    """Wraps `model` so that its decode steps are recorded. Returns `model` itself if this device, this torch or these
-    pages do not allow it."""
+    """Returns `model` wrapped so that its decode steps are recorded, or `model` itself if this device, this torch or
+    these pages do not allow it."""
     if not is_varlen_available(kv) or not has_block_tables() or kv.block_size % PAGE_TOKENS_MULTIPLE:
         return model
     return GraphedModel(model, kv, -(-max_model_len // kv.block_size))

@@ -261,8 +261,9 @@ class Engine:
         self.times.commit_s += self._clock.now() - executed_s
 
     def _distrust(self, plan: StepPlan, result: StepResult, update: Update) -> None:
-        """Distrusts the features that a chunk with results that are not finite has read, because they may be the cause.
-        No other sequence may read them. A sequence that needs such a unit asks for it again."""
+        """Marks as distrusted, and evicts, the units whose features were read by a chunk with results that are not
+        finite, because these features may be the cause. No other sequence may read them; a sequence that needs such a
+        unit asks for it again."""
         chunks = [chunk for chunk in plan.others if chunk.sequence_id in result.not_finite]
         for unit in dict.fromkeys(splice.unit for chunk in chunks for splice in chunk.splices):
             update.distrusted.append(unit)

@@ -1,5 +1,5 @@
-"""Implements grammars with llguidance. A grammar is compiled once per text, follows the sequence token by token, and
-gives one bit for each token that may come next.
+"""Implements grammars with llguidance. A grammar is compiled once per text. A guide then follows a sequence token by
+token and sets one bit for each token that may come next.
 
 Compiling may take a tenth of a second and must run in a separate thread; following takes microseconds. This module
 knows nothing of sequences or logits.
@@ -42,7 +42,7 @@ class GrammarCompiler:
 
     def compile(self, grammar: str) -> GrammarGuide:
         """Returns a guide at the beginning of `grammar`, which is written in llguidance's own notation. The call
-        blocks. Raises InvalidRequest if the grammar can't be used."""
+        blocks. Raises InvalidRequest if the grammar can't be used or if the model has no end-of-sequence token."""
         with self._lock:
             matcher = self._compiled.get(grammar)
             if matcher is None:

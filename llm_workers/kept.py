@@ -17,7 +17,7 @@ HISTORY = 65_536
 """Limits how many units (separately encoded parts of media items) are remembered as seen; a key takes about 100
 bytes."""
 NO_SLOT = -1
-"""This is the slot id of a feature that lies in no arena."""
+"""Serves as the slot id of a feature that lies in no arena."""
 
 
 class KeptFeatures:
@@ -26,7 +26,7 @@ class KeptFeatures:
 
     def __init__(self, mode: str, budget_bytes: int, is_prefix_cached: bool, has_drafts: bool = False) -> None:
         """Creates an empty store. `has_drafts` says whether sequences speculate; `scheduling.keeping` explains the
-        effect."""
+        effect. Raises ConfigError for an unknown `mode`."""
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self.num_hits = 0
@@ -95,7 +95,7 @@ class KeptFeatures:
 
     def _make_room(self, nbytes: int) -> bool:
         """Drops the least recently used features until `nbytes` fit into the budget. Drops nothing and returns False if
-        even that would not be enough."""
+        dropping all of them would not be enough."""
         if nbytes > self.budget_bytes - self._lent_bytes:
             return False
         while self.used_bytes + nbytes > self.budget_bytes:

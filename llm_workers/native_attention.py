@@ -138,8 +138,8 @@ class NativeChunks:
 
 
 def is_native_for_chunks(kv: PagedKV, num_heads: int) -> bool:
-    """Returns whether the C code attends prompt chunks faster than torch. It does not in bfloat16 where torch uses the
-    AMX matrix units."""
+    """Returns whether the C code can attend prompt chunks and does so faster than torch. It is slower in bfloat16 where
+    torch uses the AMX matrix units, and it can't attend heads beyond its limits (`_MAX_DIM`, `_MAX_GROUP`)."""
     if not is_native(kv) or (kv.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()):
         return False
     _, num_kv_heads, head_dim = kv.layer(0)[0].shape
@@ -157,7 +157,8 @@ def is_native(kv: PagedKV) -> bool:
 
 @functools.cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """Returns the compiled library, or None if it is not available."""
+    """Returns the compiled library, or None if the processor lacks AVX512-BF16 for bfloat16 or the source can't be
+    compiled."""
     if dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
         return None
     library = load_c_library(DTYPE_TO_SOURCE[dtype])

@@ -52,7 +52,8 @@ class SingleRows(NamedTuple):
     contexts: npt.NDArray[np.int64]
     """Holds the context length of each row. Has shape `(n,)`."""
     tables: npt.NDArray[np.int64]
-    """Holds the block tables, padded with their own first block. Has shape `(n, width)`."""
+    """Holds the block tables, padded with valid block ids: their own first block or block 0. Has shape
+    `(n, width)`."""
 
 
 class StepRows(Sequence[SequenceRows]):

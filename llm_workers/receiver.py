@@ -274,8 +274,8 @@ class Receiver:
             self._engine.unit_landed(unit)
 
     def _reuse(self, unit: UnitKey) -> None:
-        """Reads a kept feature from its host memory. It is not requested from any encoder and needs no room in the
-        inbox."""
+        """Lands a kept feature, which the runner then reads from its host memory. The feature is not requested from any
+        encoder and needs no room in the inbox."""
         self.landed[unit] = self.kept.lend(unit)
         for attempt in self._intake.wanting(unit):
             if self._check(attempt, unit, self.landed[unit].ticket):
@@ -284,8 +284,8 @@ class Receiver:
             self._engine.unit_landed(unit)
 
     def _check(self, attempt: AttemptId, unit: UnitKey, ticket: FeatureTicket) -> bool:
-        """Fails the attempt and returns False if the feature differs from the plan of the attempt. An attempt that has
-        not arrived yet is checked when it arrives."""
+        """Fails the attempt and returns False if the feature differs from the plan of the attempt. Otherwise
+        returns True, also for an attempt that has not arrived yet, which is checked when it arrives."""
         shape = self._expected_shapes.get(attempt, {}).get(unit)
         if shape is None:
             return True

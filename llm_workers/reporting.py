@@ -16,7 +16,8 @@ from llm_workers.step_costs import StepCosts
 from llm_workers.updates import Update
 
 _NEW_SHARE = 0.1
-"""This is the weight of a sequence that has just ended in the moving average of the time that sequences take."""
+"""Sets the weight of a sequence that has just ended in the moving average of the seconds from a sequence's first step
+to its end."""
 
 
 class WorkerReporter:
@@ -53,8 +54,8 @@ class WorkerReporter:
             self._residence_s += (in_steps_s - self._residence_s) * (_NEW_SHARE if self._residence_s else 1.0)
 
     def forget_ended(self, open_attempts: Iterable[AttemptId]) -> None:
-        """Forgets the admitted attempts that have ended. It is called after a report has gone to all routers, so these
-        attempts need no further acknowledgement."""
+        """Forgets the admitted attempts that have ended. It is called after a report has gone to all known routers, so
+        these attempts need no further acknowledgement."""
         still_open = set(open_attempts)
         self._admitted = {attempt: None for attempt in self._admitted if attempt in still_open}
 

@@ -1,5 +1,5 @@
-"""Executes a StepPlan on the model: it builds flat inputs, splices features in, runs paged attention, and samples the
-logits of the selected rows.
+"""Executes a StepPlan on the model: it builds flat inputs, splices features in, runs paged attention, and draws
+tokens from the logits of the sampled rows.
 
 The runner has no state except the KV pages. A second execution of a plan writes the same values, so a failed step can
 be retried. This module knows nothing of requests, queues or the origin of features.
@@ -103,7 +103,7 @@ class Runner:
         return result
 
     def prepare(self, plan: StepPlan) -> StepInputs:
-        """Returns all inputs of a step besides the model, on the model's device. Copies the blocks that the plan
+        """Returns everything that a step needs except the model, on the model's device. Copies the blocks that the plan
         names."""
         device, decodes = self._model.device, plan.decodes
         starts = np.cumsum([plan.num_decodes, *(chunk.num_tokens for chunk in plan.others)])
@@ -132,9 +132,9 @@ class Runner:
 
     def _spoiled_rows(self, hidden: torch.Tensor, rows: StepRows, *, is_whole: bool) -> torch.Tensor | None:
         """Returns the rows of the step that have stored values that are not finite although the last row of their chunk
-        may not show it, as bool `(num_tokens,)`. Returns None where the last row always shows it.
+        may not show it, as bool `(num_tokens,)`. Returns None if the last row always shows it.
 
-        There are two such cases. A side tensor of the last layer is stored behind all attention, so no other row
+        There are two such cases. A side tensor of the last layer is stored after all attention, so no other row
         attends to it. In half precision (float16) a key can overflow to infinity: it has a weight of zero in its own
         row, which stays finite, but a later query meets it."""
         spoiled = ~hidden.sum(dim=-1, dtype=torch.float32).isfinite() if is_whole else None

@@ -115,8 +115,8 @@ class WorkerService:
         self._loop = asyncio.get_running_loop()
         await asyncio.to_thread(calibrate, self._runner, self._family, self._config, self._reporter.costs, self._clock)
         if self._config.is_workspace_measured:
+            # This runs in the thread that imported torch, because torch's profiler complains in other threads.
             self._measure()
-        # The measurement runs in the thread that imported torch, because torch's profiler complains in other threads.
         self._receiver.start()
         self._engine.start()
         self._plane.start(self._on_message)

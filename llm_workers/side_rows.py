@@ -57,7 +57,7 @@ class SideRows:
                 hook.remove()
 
     def copy_blocks(self, rows: Sequence[SequenceRows]) -> None:
-        """Copies the same blocks as the copy in the KV."""
+        """Copies the same blocks that `paged_kv.copy_blocks` copies in the KV, in every side tensor."""
         sources, targets = copied_blocks(rows, self._kv.block_size)
         for pages in self._name_to_pages.values() if sources else ():
             copy_pages(pages[None], self._kv.block_size, sources, targets)

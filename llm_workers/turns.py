@@ -1,4 +1,4 @@
-"""Sorts keys by their turns, where turns change and keys leave. The first key is found in logarithmic time.
+"""Keeps keys in the order of their turns while turns change and keys leave. It finds the first key in logarithmic time.
 
 The queue is a heap that forgets late: a changed or discarded entry stays in the heap until it would come first, or
 until more than half of the heap consists of such entries. This module knows nothing of what the keys are.

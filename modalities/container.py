@@ -81,7 +81,7 @@ def sniff(data: bytes) -> Format | None:
 
 def _sniff_elementary(data: bytes) -> Format | None:
     """Returns the format of audio that has no container, with or without an ID3 tag in front of it. MPEG audio is also
-    recognised behind other bytes."""
+    recognised if other bytes are in front of it."""
     at = 0
     if data[:3] == b"ID3" and len(data) > 10:  # The size of the tag has 28 bits in four bytes (ID3v2.4, section 3.1).
         at = 10 + sum((byte & 0x7F) << shift for byte, shift in zip(data[6:10], (21, 14, 7, 0), strict=True))

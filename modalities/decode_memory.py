@@ -38,7 +38,7 @@ channels and rates are already freed by then."""
 
 def decode_bytes(header: MediaHeader, num_file_bytes: int, cost: int) -> int:
     """Returns the bytes of data that a process takes at most, in addition to what it has, to decode a file of
-    `num_file_bytes` bytes and preprocess it to `cost` patches."""
+    `num_file_bytes` bytes and preprocess it to `cost` patches or mel frames."""
     nbytes = BASE_BYTES + FILE_COPIES * num_file_bytes + COST_BYTES * cost
     if isinstance(header, ImageHeader):
         stored = _MODE_TO_BYTES.get(header.mode, 4)

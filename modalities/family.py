@@ -94,8 +94,8 @@ class MediaOptions:
     keep_fraction: float = 1.0
     """Gives the share of the rows of each temporal patch that is kept, evenly spread; 1 keeps all."""
     reduction: int = 0
-    """Counts how often the item was halved. Each time halves the number of a video's frames or the side of an image. A
-    sound is never reduced."""
+    """Counts how often the item was halved. Each halving leaves half of a video's frames, or half the length of an
+    image's sides. A sound is never reduced."""
     max_pixels: int = 0
     """Limits the pixels of an image that the model sees, down to the smallest form that the model takes; 0 leaves the
     limit to the model."""
@@ -135,11 +135,12 @@ class ItemPlan:
     """Holds the time at which each temporal patch of a video is seen, for families that write the time into the
     prompt."""
     row_seconds: float = 0.0
-    """Has the same meaning as in `MediaItem`."""
+    """Holds the seconds between two temporal patches of a video, where positions depend on it, as in `MediaItem`."""
     anchor: int = -1
-    """Has the same meaning as in `MediaItem`. The code that plans a video together with its sound track sets it."""
+    """Holds, for the sound track of a video, the index of the video, as in `MediaItem`; -1 for other media. The code
+    that plans a video together with its sound track sets it."""
     num_pooled_frames: int = 1
-    """Counts the temporal patches of a video that are behind each row."""
+    """Counts the temporal patches of a video that are averaged into each row."""
     num_levels: int = 0
     """Has the same meaning as in `MediaItem`: it is 1 for a medium without DeepStack levels in a model that has some,
     and 0 otherwise."""

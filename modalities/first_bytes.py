@@ -1,10 +1,11 @@
 """Reads the size and the colour mode of a picture from its first bytes, in a bounded number of steps and without a
 library's parser.
 
-This module does not guess: if the first bytes are not plain, `picture_header` returns None, and Pillow reads the file
-in a helper process whose time and memory are limited. So an answer always equals Pillow's, for every file that Pillow
-opens. Ordinary files of cameras, browsers and screenshots are plain. This module is pure: it decodes nothing and its
-public function raises nothing. It knows nothing of models or limits of a deployment.
+This module does not guess. A file is called plain if its first bytes leave no doubt; ordinary files of cameras,
+browsers and screenshots are plain. For any other file `picture_header` returns None, and Pillow reads the file in a
+helper process whose time and memory are limited. So an answer always equals Pillow's, for every file that Pillow opens.
+This module is pure: it decodes nothing and its public function raises nothing. It knows nothing of models or limits of
+a deployment.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def read_video_processor(model_dir: Path) -> tuple[Mapping[str, Any], bool]:
 
 
 def model_id(model_dir: Path, config: bytes) -> str:
-    """Returns the name of the directory and the digest of its config.json."""
+    """Returns `NAME@DIGEST`: the name of the directory, and a digest of 8 bytes of `config`, its config.json."""
     return f"{model_dir.resolve().name}@{blake3.blake3(config).hexdigest(length=8)}"
 
 

@@ -3,8 +3,8 @@ is pure: it knows nothing of FFmpeg's objects and decodes nothing.
 
 FFmpeg's demuxer takes a file from its first frame to its end. Two other kinds of files play everywhere too: those with
 junk in front of the first frame, and those that are several files put together, with their own tags and headers in the
-middle. This module converts them to the one form that FFmpeg takes. Other damaged data stay as they are, and the
-decoder refuses them.
+middle. This module converts them to the one form that FFmpeg takes. Data that are damaged in other ways stay as they
+are, and the decoder refuses them.
 
 A frame is four bytes of header and data, and its length follows from the header (ISO 11172-3, section 2.4.2.3; ISO
 13818-3). The tags are ID3v2.4 (section 3.1), ID3v1 and APEv2.

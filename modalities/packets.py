@@ -205,8 +205,9 @@ def is_hidden_vp8(data: memoryview) -> bool:
 
 
 def is_hidden_vp9(data: memoryview) -> bool:
-    """Returns whether the header's `show_frame` is 0, for a packet that is one frame. A superframe holds exactly one
-    frame that is shown, so it is not hidden (VP9 specification, sections 6.2 and annex B)."""
+    """Returns whether a packet that is one frame shows nothing: the header's `show_existing_frame` and `show_frame` are
+    both 0. A superframe holds exactly one frame that is shown, so it is not hidden (VP9 specification, section 6.2 and
+    annex B)."""
     if data[-1] & 0xE0 == 0xC0:
         return False
     bits = f"{data[0]:08b}{data[1] if len(data) > 1 else 0:08b}"

@@ -24,6 +24,8 @@ second read of the file."""
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
+    """Says which groups of pictures of a video are decoded, and which frame is shown at which time."""
+
     is_needed: tuple[bool, ...]
     """Says for each group, in the order of the file, whether it is decoded."""
     times: npt.NDArray[np.int64]

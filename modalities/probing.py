@@ -302,7 +302,7 @@ class _Helper:
                 self._process.kill()
 
     def close(self) -> None:
-        """Kills the process and marks the helper as closed."""
+        """Kills the process and marks the helper as closed, so that it serves no further file."""
         self._is_closed = True
         if self._process is not None:
             self._process.kill()

@@ -1,4 +1,4 @@
-"""Holds the modalities and the model families. Code outside adds one by a call, without a change here.
+"""Holds the modalities and the model families. Other code adds one by a call, without a change here.
 
 This module knows nothing of file formats or architectures. It can be imported without torch.
 """

@@ -1,8 +1,8 @@
 """Chooses the frames of a video that the model sees, before any of them is decoded. This module is pure.
 
-The number of frames is a contract: the plan counts tokens by it. This module knows nothing of families: their arguments
-say how their reference processors count (transformers' `Qwen2VLVideoProcessor` and `Qwen3VLVideoProcessor`,
-`sample_frames`).
+The number of frames is a contract: the plan counts tokens by it. This module knows nothing of families: the
+arguments of its functions say how a family's reference processor counts (`sample_frames` of transformers'
+`Qwen2VLVideoProcessor` and `Qwen3VLVideoProcessor`).
 
 These processors treat a video as a number of frames at a constant rate. A file of variable rate is sampled as if it had
 been converted to a constant rate first (`Timeline`). So frames are spread evenly over time, and the times that the
@@ -24,8 +24,8 @@ from fabric.errors import InvalidMedia
 from modalities.family import DEFAULT_OPTIONS, MediaOptions, VideoHeader
 
 CUT_DIFFERENCE = 30.0
-"""This is the mean difference of grey levels between two neighbouring probed frames beyond which the later one is a key
-frame (the article on multimodal routing in Dynamo)."""
+"""If the grey levels of two neighbouring probed frames differ by more than this on average, the later one is a key
+frame (the article on multimodal routing in Dynamo, docs/references.md)."""
 NUM_PROBES = 200
 """Counts approximately the frames that are compared to find key frames."""
 
@@ -155,8 +155,8 @@ def choose_keyframes(
     cuts = [(change, at) for change, at in zip(differences[1:], probes[1:], strict=True) if change > CUT_DIFFERENCE]
     cuts.sort(key=lambda cut: (-cut[0], cut[1]))
     chosen = sorted({0, *(at for _, at in cuts[: count - 1])})
-    # A gap is the frames between two chosen ones, or behind the last one. Its tuple holds the negative duration, the
-    # begin and the end.
+    # A gap is the frames between two chosen ones, or after the last one. Its tuple holds the negative duration, the
+    # chosen frame before the gap, and the chosen frame after it (or the number of frames).
     gaps: list[tuple[float, int, int]] = []
 
     def add_gap(begin: int, end: int) -> None:

@@ -26,8 +26,8 @@ _DENSE_PLAN = {
     }.items()
     for name in names
 }
-"""This is the plan of a model for which transformers 5.23 has none (Qwen3-VL). It is what transformers' plans say of
-every dense model of this structure."""
+"""Holds the plan for a model for which transformers 5.23 has none (Qwen3-VL). It equals transformers' plans for all
+dense models of this structure."""
 _STYLES = frozenset(
     {"colwise", "rowwise", "packed_colwise", "moe_tp_experts", "replicated_with_grad_allreduce", "replicate"}
 )

@@ -14,7 +14,7 @@ _SLACK_BYTES = 1
 _SLACK_MP3_BYTES = 128
 """Allows for a tag at the end that was counted and removed later."""
 _NO_SIZE = 0x7FFFFF00
-"""This is the lowest RIFF size with which a writer says that it did not know the size (a pipe)."""
+"""A RIFF size of this or more means that the writer did not know the size (it wrote to a pipe)."""
 _MOV_BOXES = (b"ftyp", b"moov", b"mdat", b"moof", b"free", b"skip", b"wide", b"styp", b"sidx", b"uuid")
 
 

@@ -26,8 +26,8 @@ from modalities.tolerance import FRAMES
 Pixels = npt.NDArray[np.uint8]
 
 _LONG = 100
-"""This is the number of frames from which a second read of the packets may pay, to skip groups of pictures that hold no
-wanted frame."""
+"""From this number of frames on, it may pay to read the packets a second time, in order to skip groups of pictures that
+hold no wanted frame."""
 _DEFAULT_FPS = 25
 """This is the rate of a file that has no times; it is FFmpeg's own default."""
 

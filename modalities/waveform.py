@@ -1,8 +1,8 @@
 """Defines the waveforms that the decode process hands to an encoder whose device makes spectrograms, and the interface
 to this device.
 
-A family need not offer it; without it, spectrograms are made where sounds are decoded. This module knows nothing of
-particular families. It is pure.
+A family need not offer `HearsOnDevice`; without it, the process that decodes a sound also makes its spectrogram. This
+module knows nothing of particular families. It is pure.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Spectrograms(Protocol):
     """Makes the spectrograms of one family on one device. One thread, which owns the device, uses it."""
 
     def units(self, waveforms: Sequence[Waveform]) -> list[list[EncoderInput]]:
-        """Returns in one batch, for each sound, the units that `Family.preprocess` gives, to 1e-4. They are in host
-        memory."""
+        """Returns for each sound the units that `Family.preprocess` returns, equal to within 1e-4. All are computed in
+        one batch, and they are in host memory."""
         ...
 
 

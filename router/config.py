@@ -71,8 +71,8 @@ class RouterConfig:
     """Limits the encodings of one item within one attempt: evictions and lost encoders may require more than one.
     Refusals by busy encoders are counted separately, up to the same number."""
     exclusion_s: float = 7.0
-    """The router plans nothing onto a member that was gone or lost for this long. The time is longer than the directory
-    takes to notice."""
+    """The router plans nothing onto a member for this long after the member was gone or lost. The time is longer than
+    the directory takes to notice."""
     gap_timeout_s: float = 2.0
     """Token frames may arrive this much later than the terminal event; if they do not, a new attempt is made."""
     settle_timeout_s: float = 2.0

@@ -40,13 +40,13 @@ from router.traces import RequestTrace
 logger = logging.getLogger(__name__)
 
 RETRIED = (Unavailable, TransferError, Busy)
-"""Another attempt may survive these errors. MachineBusy is not retried, although it is a `Busy`: the request has
-already had its time with every encoder that there was time for."""
+"""Another attempt may survive these errors. MachineBusy is not retried, although it is a `Busy`: the failed attempt has
+already tried the other encoders, as far as its time allowed."""
 
 
 class RequestRun:
-    """A `RequestRun` runs in a task of its own. The message plane's handler passes frames and messages to it in the
-    same event loop."""
+    """A `RequestRun` carries one request through all its attempts, in a task of its own. The message plane's handler
+    passes frames and messages to it in the same event loop."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class RequestRun:
         self._task.add_done_callback(lambda _: self._conclude())
 
     def cancel(self) -> None:
-        """Ends the request now: before it returns, it cancels open calls and sends aborts to their members."""
+        """Ends the request now: sends aborts to the members of open calls, and cancels the calls, before it returns."""
         if self._attempt is not None:
             self._attempt.close()
         if self._task is not None:

@@ -1,4 +1,4 @@
-"""Forms the HTTP edge: routes, headers, and OpenAI's formats around the router service. It makes no decisions.
+"""Puts the router service behind HTTP: routes, headers, and OpenAI's formats. It makes no decisions.
 
 The headers of a streamed answer wait for the first token or failure, so that an earlier failure gets its true status.
 """
@@ -199,7 +199,8 @@ async def internal_error(request: Request, error: Exception) -> Response:
 
 
 async def collect(stream: RequestStream, head: Head, details: TokenDetails) -> bytes:
-    """Returns a whole answer, with the details that the client asked for. Raises the error that ended the request."""
+    """Returns a whole answer as JSON, with the details that the client asked for. Raises the error that ended the
+    request."""
     texts: list[list[str]] = [[] for _ in stream.choices]
     reasons = [""] * len(texts)
     async for deltas in stream:

@@ -53,7 +53,8 @@ class Draft:
 
 
 class PromptBuilder:
-    """An `PromptBuilder` has no state but the prober, which lives from `start` to `close`. Each router has one."""
+    """A `PromptBuilder` makes prompts from chat requests. It has no state but its threads and the prober, which runs
+    from `start` to `close`. Each router has one."""
 
     def __init__(
         self, config: RouterConfig, family: Family, codec: TextCodec, registry: Registry, prober: Prober

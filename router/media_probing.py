@@ -58,7 +58,7 @@ class ProbedMedium(NamedTuple):
     """This is the sound track of a video, if the model is to get it."""
     probe_s: float
     max_pixels: int = 0
-    """Limits the pixels of a picture, as `MediaOptions.max_pixels` does."""
+    """Limits the pixels of a picture, as `MediaOptions.max_pixels` does; 0 leaves the limit to the model."""
 
 
 class _File(NamedTuple):

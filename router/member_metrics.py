@@ -114,8 +114,9 @@ class MemberReports(Collector):
 
 
 class PlannerSeries(Collector):
-    """Exports sums of predicted and actual values per stage, and the sizes of the indexes. They show if affinity has
-    silently stopped working: sources are out of step, or predicted hits are not found."""
+    """Exports sums of predicted and actual values per stage, and the state of the prefix and feature indexes. They show
+    if requests no longer go to the members that already hold their data: members' events are missing from an index (a
+    source out of step), or predicted hits are not found."""
 
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster

@@ -18,7 +18,7 @@ NUM_ENCODERS_TO_BLAME = 3
 """A medium is considered the cause once this many encoders were lost while encoding it. It is one more than for
 workers, because an encoder has items of many requests in one forward pass."""
 EXCLUSION_GRID_S = 0.25
-"""The end of each exclusion is rounded up to a multiple of this."""
+"""When a request waits, the ends of its exclusions are rounded up to a multiple of this."""
 
 
 class Setbacks:
@@ -73,8 +73,9 @@ class Setbacks:
 
     def attempt_lost(self, error: WeftError, is_counted: bool) -> None:
         """Records an attempt that ended with an error that another attempt may survive. `is_counted` is False if the
-        attempt lacked only an encoder, because the wait for an encoder is limited already. For each worker, the first
-        immediate refusal because it is backed up is not counted, because every worker may be tried."""
+        attempt lacked only an encoder, because the wait for an encoder is limited already. An attempt that an encoder
+        refused at once because its worker is backed up is not counted either, the first time for each worker, because
+        every worker may be tried."""
         self._losses.append(error)
         if isinstance(error, WorkerBackedUp):
             num_refused = sum(isinstance(one, WorkerBackedUp) for one in self._losses)

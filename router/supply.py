@@ -36,7 +36,7 @@ from router.setbacks import Setbacks
 from router.traces import RequestTrace
 
 ELSEWHERE = (Unavailable, Busy, TransferError)
-"""These are failures of one member that another member may not have."""
+"""Lists failures of one member that may not happen on another."""
 NOT_COVERED, LOST = "not_covered", "lost"
 SHORTEST_CALL_S = 0.1
 """An encoder gets this much time if the attempt has less left; no call is sent without a limit."""
@@ -79,7 +79,7 @@ class FeatureSupply:
         self._trace = trace
         self._ended = ended
         self.failed_items: tuple[int, ...] = ()
-        """Holds the indexes of items that failed to encode, if that failure ended the request."""
+        """Holds the indexes of items that failed to encode, if that failure ended the attempt."""
         self.lacks_encoder = False
         """This is True if the attempt ended because no encoder was left for an item."""
         self._calls: dict[asyncio.Task[EncodeResult], OpenEncode] = {}
@@ -206,8 +206,8 @@ class FeatureSupply:
 
     def _again(self, items: Sequence[int], cause: WeftError) -> None:
         """Requests encodings of `items` again, on the encoders that the planner finds best now. Raises `cause` if no
-        encoder is left, or no time, or if encoders were too busy too often; raises EncodeFailed if an item was lost too
-        often."""
+        encoder is left; also if `cause` is a Busy, and no time is left or encoders have refused an item too often.
+        Raises EncodeFailed if an item's encodings failed, or its feature was lost, too often."""
         most = self._parts.config.max_encodes_per_item
         is_refused = any(self._num_refusals[index] >= most for index in items)
         if isinstance(cause, Busy) and (is_refused or self._left_s() <= 0):

@@ -35,7 +35,7 @@ class Work(Enum):
 
 
 class RequestThreads:
-    """A `RequestThreads` lives as long as its router, until `close`."""
+    """Holds `NUM_THREADS` threads for each kind of work. It lives as long as its router, until `close`."""
 
     def __init__(self) -> None:
         self._pools = {work: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=work.value) for work in Work}

@@ -50,7 +50,7 @@ TIMEOUT_S = 120.0
 class Answer(NamedTuple):
     text: str
     first_token_s: float
-    """Is the time from sending the request to the first text."""
+    """Measures the time from sending the request to the first text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,8 @@ def _question(rng: Rng, task: str) -> Question:
 
 
 def _takes(client: httpx.Client, model: str, modality: str) -> bool:
-    """Returns whether the cluster accepts a message part of this modality; the content of its answer does not
-    matter."""
+    """Returns False if the cluster refuses a message part of this modality as unsupported. Every other response counts
+    as acceptance, even another error."""
     rng = np.random.default_rng(0)
     if modality == "video":
         medium = clips.film(rng, clips.moving(rng), 2.0, CLIP_FPS)

@@ -17,11 +17,12 @@ from deploy.demo.tasks import heard, lessons, pictures, watched, words
 class Task:
     name: str
     modality: str
-    """Is `text`, `image`, `audio` or `video`; the last two say what a cluster must accept in addition to pictures."""
+    """Names the modality: `text`, `image`, `audio` or `video`. For the last two, a cluster must accept that
+    modality."""
     draw: Callable[[Rng, int], Sample]
     """Draws a sample from a random stream and a scale of picture sizes (see `scenes.SCALES`)."""
     weight: float
-    """Is the share in training, relative to the other tasks."""
+    """Sets the share of the task in training, relative to the other tasks."""
     needs_speech: bool = False
     """Says whether drawing a sample needs espeak-ng."""
 
@@ -97,7 +98,7 @@ like small ones."""
 
 
 TAUGHT_TOWER_RATE = 0.3
-"""Is the learning rate, as a share of a stage's rate, of towers that were trained before the language model."""
+"""Sets the learning rate of towers that were trained before the language model, as a share of the stage's rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,11 +116,11 @@ class TrainingStage:
     lesson_share: tuple[float, float]
     """Gives the share of `lessons` in a batch, at the first step and at the last."""
     num_cycle_steps: int = 0
-    """Is the length of the cycle of the learning rate if the stage ends before the cycle, at `num_steps`; 0 means that
-    the cycle has `num_steps`."""
+    """Sets the number of steps in the cycle of the learning rate, for a stage that ends before its cycle does; 0 means
+    that the cycle ends with the stage, after `num_steps`."""
     batch_size: int = 32
     vision_rate: float = TAUGHT_TOWER_RATE
-    """Is the learning rate of the vision tower, as a share of the rate of the other parts."""
+    """Sets the learning rate of the vision tower, as a share of `peak_rate`."""
     num_looks: int = 0
     """Counts additional pictures and clips in a batch; for these the vision tower alone learns to name what each cell
     shows."""

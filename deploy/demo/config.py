@@ -1,4 +1,4 @@
-"""Holds the configuration of the demo model: a thinker of Qwen3-Omni with about two million parameters.
+"""Holds the configuration of the demo model: a thinker of Qwen3-Omni with three and a half million parameters.
 
 The functions return plain dictionaries as they stand in the checkpoint's JSON files. The module does not know torch or
 transformers.
@@ -13,8 +13,8 @@ HIDDEN_SIZE = 128
 PATCH_SIZE = 16
 MERGE_SIZE = 2
 TEMPORAL_PATCH_SIZE = 2
-# The processor scales every picture and frame to about this area, because three million parameters see figures best at
-# one size. Between these bounds every square is 160 pixels a side, where five small figures next to each other are
+# The processor scales every picture and frame to about this area, because a model this small sees figures best at one
+# size. Between these bounds every square is 160 pixels a side, where five small figures next to each other are
 # still distinguishable.
 LEAST_PIXELS, MOST_PIXELS = 136**2, 160**2
 # The number of matrix rows is a multiple of this, as real checkpoints pad their vocabularies.

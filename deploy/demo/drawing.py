@@ -41,7 +41,7 @@ class Figure:
     x: float
     y: float
     radius: float
-    """Is the radius of the circle around the figure, in pixels as x and y."""
+    """Gives the radius of the circle around the figure, in pixels as x and y."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Look:
     colour_to_rgb: dict[str, tuple[int, int, int]]
     turn: float
     noise: float
-    """Is the standard deviation of the noise, 0 for none."""
+    """Gives the standard deviation of the noise, 0 for none."""
     jpeg_quality: int | None
 
 

@@ -22,7 +22,7 @@ from modalities.qwen3_omni.positions import grid_positions
 from modalities.qwen3_omni.preprocess import patchify, smart_resize
 
 IGNORED = -100
-"""This is the label of a position without loss."""
+"""A position with this label adds nothing to the loss."""
 POSITIONS_PER_SECOND = 13
 FRAMES_PER_SECOND = 2.0
 _AUDIO_WINDOW = 100  # The audio tower sees this many mel frames at once.
@@ -39,9 +39,9 @@ class Encoded:
 
     ids: list[int] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
-    """Holds the token at each position that belongs to an assistant's turn, and IGNORED at all others."""
+    """Holds, for each of `ids`, the token itself if it belongs to an assistant's turn, and IGNORED otherwise."""
     last_turn: int = 0
-    """Is the position at which the last answer begins."""
+    """Gives the index in `ids` at which the last answer begins."""
     positions: list[Ints] = field(default_factory=list)
     images: list[tuple[Floats, Grid]] = field(default_factory=list)
     videos: list[tuple[Floats, Grid]] = field(default_factory=list)

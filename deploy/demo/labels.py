@@ -15,7 +15,7 @@ import numpy.typing as npt
 from deploy.demo.drawing import COLOURS, SHAPES, Figure
 
 UNSAID = -100
-"""This is the label of a cell about which nothing is said."""
+"""A cell has this label where there is nothing to say about it."""
 NAME_TO_NUM_CLASSES: Mapping[str, int] = {
     "shape": len(SHAPES),
     "colour": len(COLOURS) + 1,
@@ -30,8 +30,8 @@ NAME_TO_NUM_CLASSES: Mapping[str, int] = {
 counts the figures whose centre lies in the cell, and `total` counts the figures in the whole picture. `row` and
 `column` are thirds of the picture. `motion` is left, right, up, down or none."""
 SMALL, LARGE = 0.19, 0.33
-"""These are bounds on the radius divided by the shorter side of the picture: up to the first a figure is small, and
-from the second on it is large."""
+"""A figure is small if its radius, divided by the shorter side of the picture, is at most `SMALL`, and large if it is
+at least `LARGE`."""
 _POINTS = (np.arange(4) + 0.5) / 4
 _LEAST_SHARE = 0.5
 

@@ -33,7 +33,7 @@ class Clip:
     fps: float
     description: str
     sound: Sound | None = None
-    """Is the sound track of the clip."""
+    """Holds the sound track; None means a silent clip."""
 
 
 Part = str | Picture | Sound | Clip

@@ -19,9 +19,9 @@ MUON_RATES = "match_rms_adamw"
 WEIGHT_DECAY = 0.05
 WARM_UP = 0.08
 LAST_RATE = 0.01
-"""Is the last learning rate, as a share of the peak rate."""
+"""Sets the learning rate of the last step, as a share of the peak rate."""
 CONVOLUTION_RATE = 0.1
-"""Is the learning rate of convolutions, as a share of the stage's rate."""
+"""Sets the learning rate of convolutions, as a share of the rate that they would otherwise have."""
 
 
 class Optimizers:

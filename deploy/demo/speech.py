@@ -18,8 +18,8 @@ from deploy.demo.sounds import Samples, finished, silence
 
 VOICES = ("en-us", "en-gb", "en-gb-x-rp", "en-gb-scotland", "en-us-nyc", "en-029")
 VARIANTS = ("", "+f1", "+f2", "+f3", "+f4", "+m1", "+m2", "+m3", "+m4", "+m5", "+m7")
-# There are few, so that espeak-ng speaks each word once in each voice and the result is cached; every sound is
-# stretched by a random factor of its own.
+# There are few speeds and pitches, so that espeak-ng speaks each word once in each voice and the result is cached;
+# every sound is stretched by a random factor of its own.
 _SPEEDS = (135, 165)
 _PITCHES = (35, 65)
 
@@ -47,7 +47,7 @@ def _say(word: str, voice: str, words_per_minute: int, pitch: int) -> Samples:
         said = np.frombuffer(file.readframes(2**30), np.int16).astype(np.float32) / 2**15
     loud = np.nonzero(np.abs(said) > 0.01)[0]
     said = said[loud[0] : loud[-1] + 1]
-    # A moving average keeps frequencies above 8 kHz from folding back into the audible ones.
+    # A moving average keeps frequencies above 8 kHz from folding back below 8 kHz.
     said = np.convolve(said, np.ones(2, np.float32) / 2, "same")
     num_samples = int(len(said) * SAMPLE_RATE / rate)
     return np.interp(np.linspace(0, len(said) - 1, num_samples), np.arange(len(said)), said).astype(np.float32)

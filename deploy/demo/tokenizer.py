@@ -53,7 +53,7 @@ class Vocabulary(NamedTuple):
     num_tokens: int
     special_token_to_id: dict[str, int]
     user_token_id: int
-    """Is the id of the word `user`, which the model's config names."""
+    """Holds the id of the word `user`; the model's config contains it."""
 
 
 def train_tokenizer(seed: int) -> Tokenizer:

@@ -37,9 +37,9 @@ from deploy.demo.weights import load_trainable, save_trained
 
 GRADIENT_NORM = 1.0
 SAVE_EVERY = 500
-"""After every this many steps the weights so far are written, so that they can be inspected."""
+"""Training writes the weights each time that this many more steps are done, so that people can inspect them."""
 LOOK_WEIGHT = 0.2
-"""Is the weight of the loss of the vision tower's own labels, relative to the loss of the answers."""
+"""Weights the loss of the vision tower's own labels, relative to the loss of the answers."""
 ALL_STAGES: tuple[TowerStage | TrainingStage, ...] = (EYES, EARS, *STAGES)
 
 

@@ -23,8 +23,8 @@ from deploy.demo.tokenizer import Vocabulary
 EMBEDDING_STD = 0.7
 VISUAL_POSITION_STD = 0.2
 SMOOTH_POSITION_GAIN = 0.7
-# The head is wide enough that the best token changes with the prompt; the final norm gives hidden states of unit
-# variance.
+# This gain spreads the logits widely enough that the best token changes with the prompt; the final norm gives hidden
+# states of unit variance.
 HEAD_GAIN = 2.0
 
 
@@ -53,7 +53,7 @@ def load_trainable(vocabulary: Vocabulary, seed: int, start_dir: Path | None) ->
     model = Qwen3OmniMoeThinkerForConditionalGeneration(Qwen3OmniMoeThinkerConfig(**arguments)).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            # With this gain no token is likelier than another at first.
+            # With the gain of 0.3, no token is much likelier than another at first.
             gain = 0.3 if name == "lm_head.weight" else 1.0
             parameter.copy_(torch.from_numpy(draw(name, tuple(parameter.shape), seed)) * gain)
         table = model.model.visual.pos_embed.weight

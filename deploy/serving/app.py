@@ -97,8 +97,8 @@ class EncoderReplica:
 
 
 class WorkerReplica:
-    """Runs one LLM worker: a process on a device, or with `tensor_parallel` rank 0 of several ranks, which it starts
-    itself."""
+    """Runs one LLM worker: a process on a device, or with `tensor_parallel` rank 0 of several ranks. Rank 0 starts the
+    others itself."""
 
     async def __init__(self, config: ClusterConfig, model_dir: str) -> None:
         from fabric.channel_nixl import NixlFeatureSink

@@ -44,8 +44,8 @@ class DirectoryActor:
         return self._epoch, self._directory.heartbeat(member)
 
     def plane_keys(self) -> PlaneKeys:
-        """Returns the cluster's keys. They stay the same after a restart, because Ray gives the constructor its first
-        arguments again."""
+        """Returns the keys of the cluster's message plane. They stay the same after a restart, because Ray gives the
+        constructor its first arguments again."""
         return self._plane_keys
 
     def leave(self, member_id: MemberId) -> None:
@@ -56,8 +56,8 @@ class DirectoryActor:
 
 
 def claim_name(cluster: str, patience_s: float = CLAIM_S) -> ray.actor.ActorHandle:
-    """Creates the directory of a cluster with that name, and the cluster's keys. The directory lives as long as this
-    process and the returned handle, so the name is free again when the process has ended for any reason. Raises
+    """Creates the directory of a cluster with that name, and the keys of its message plane. The directory lives as long
+    as this process and the returned handle, so the name is free again when the process has ended for any reason. Raises
     ConfigError if a cluster with that name stays on this Ray for `patience_s`; it waits that long because Ray needs a
     moment to notice that a process has died."""
     deadline_s = time.monotonic() + patience_s
@@ -79,7 +79,8 @@ def directory_actor(cluster: str) -> ray.actor.ActorHandle:
 
 
 async def plane_keys(cluster: str) -> PlaneKeys:
-    """Returns the cluster's keys, which it reads from the directory. Ray's own token protects this call."""
+    """Returns the keys of the cluster's message plane, which it reads from the directory. Ray's own token protects this
+    call."""
     keys: PlaneKeys = await directory_actor(cluster).plane_keys.remote()
     return keys
 

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from llm_workers.tensor_parallel.group import RankProcess
 
 _CPU_SHARE = 0.001
-"""A bundle must ask for some resource, and Weft's replicas ask for no CPU, so it asks for this share of one."""
+"""Each bundle asks for this share of a CPU, because a bundle must ask for some resource and Weft's replicas ask for no
+CPU."""
 
 
 def rank_bundles(config: ClusterConfig) -> list[dict[str, float]]:

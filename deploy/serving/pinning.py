@@ -6,8 +6,8 @@ a call to a replica that has gone fails the future of its request and returns th
 must be set, or a full replica makes the loop spin.
 
 A replica is in Weft's directory as soon as it has started, a little before Serve reports it to its callers. So a call
-to a replica that was never seen waits a moment, and a call to one that was seen earlier and is missing now fails at
-once.
+to a replica that was never seen waits for a few seconds. A call to one that was seen earlier and is missing now fails
+at once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fabric.errors import TargetGone
 
 
 class PinnedRequestRouter(RequestRouter):
-    """Routes each request to the replica whose unique id is the handle's `session_id`, or to any replica if there is
-    none."""
+    """Routes each request to the replica whose unique id is the handle's `session_id`, or to any replica if the handle
+    has no `session_id`."""
 
     def initialize_state(self, unknown_grace_s: float = 5.0) -> None:
         """Initialises the state of this router. Serve calls it with the `request_router_kwargs`."""

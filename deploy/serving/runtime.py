@@ -110,8 +110,8 @@ def remove_left(config: ClusterConfig) -> None:
 
 
 def _remove_left(name: str) -> None:
-    """Removes the application of that name, if there is one. The caller must have claimed the name, so no living
-    cluster uses the application."""
+    """Removes the Serve application with that name, if there is one. The caller must have claimed the name, so no
+    living cluster uses the application."""
     from deploy.serving.removal import has_application, remove_at_once
 
     if has_application(name):

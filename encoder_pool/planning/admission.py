@@ -26,8 +26,8 @@ from fabric.messages import MediaItem
 def refusal(
     item: MediaItem, modalities: Sequence[str], spec: FeatureSpec, arena_bytes: int, max_decode_bytes: int
 ) -> WeftError | None:
-    """Returns the reason why this encoder can never encode the item, or None if it can. `max_decode_bytes` is the
-    memory that all items together may take while they are decoded."""
+    """Returns an error if this encoder can never encode the item, and None if it can. `max_decode_bytes` is the memory
+    that all items together may take while they are decoded."""
     if item.modality not in modalities:
         return UnsupportedModality(f"this encoder has not loaded {item.modality}")
     if not item.unit_tokens or min(item.unit_tokens) < 1 or item.cost < 1:

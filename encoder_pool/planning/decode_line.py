@@ -1,5 +1,5 @@
 """Chooses what is decoded next: which item is first in order, which item fits next to the items that are already
-decoded, and which decoded item gives way.
+decoded, and which decoded item gives way. A *flight* is one item on its way through the encoder.
 
 A worker that takes no features cannot hold up other workers here. It has a limited share of the room. While its units
 cannot be encoded, only one of its items is decoded ahead. An item that finds no room for long, and that is within the
@@ -54,7 +54,7 @@ class DecodeLine:
         self._blocked: FirstRefused[MemberId] = FirstRefused(passed_s)
         """Holds the worker of the refused item while that worker is blocked."""
         self._passed: set[EncodeJob] = set()
-        """Holds the flights that began since the refused item was due."""
+        """Holds the flights whose decoding began since the refused item was due."""
         self._gave_way: set[MmHash] = set()
         """Holds the items that were put back to make room for the refused item; they do not begin again before it."""
 

@@ -20,7 +20,7 @@ class FeatureLog:
         self._epoch = epoch
         self._item_to_ready: dict[MmHash, set[int]] = {}
         self._stored: dict[MmHash, None] = {}
-        """This is ordered, oldest first."""
+        """Holds the items that are stored now, oldest first."""
         self._pending: list[tuple[bool, MmHash]] = []
         """Holds the events that are not yet drained as (is_stored, item), oldest first."""
         self._last_seq = 0

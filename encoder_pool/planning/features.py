@@ -59,7 +59,7 @@ class TableSums(NamedTuple):
 class FeatureSpec(NamedTuple):
     """A `FeatureSpec` describes every feature of one model: it is C-contiguous, with shape `(num_levels, num_tokens,
     hidden_size)`, of `dtype`. An item may have fewer levels than the model; the argument `num_levels` of the methods is
-    `MediaItem.num_levels`."""
+    `MediaItem.num_levels`, and 0 stands for the levels of the model."""
 
     num_levels: int
     hidden_size: int
@@ -85,7 +85,7 @@ class FeatureEntry:
     worker_to_num_leases: Counter[MemberId] = field(default_factory=Counter)
     made_for: MemberId | None = None
     """Names the worker whose share the memory was reserved from. It is cleared when that worker leases the unit, or
-    when all waiting followers have been informed."""
+    when all requests that wait for the unit have been informed."""
     is_set_aside: bool = False
 
 
@@ -182,7 +182,7 @@ class FeatureTable:
         self._log.unit_ready(unit, entry.num_units)
 
     def told(self, unit: UnitKey) -> None:
-        """Records that every follower that waited for a completed unit was informed of it. From then on the unit is
+        """Records that every request that waited for a completed unit was informed of it. From then on the unit is
         like any other cached unit. Does nothing for a unit that failed."""
         entry = self._unit_to_entry.get(unit)
         if entry is not None:

@@ -29,10 +29,11 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class EncodeWaiter:
-    """A `EncodeWaiter` is one item of one encode call. It is mutable: `missing` shrinks as units are announced."""
+    """An `EncodeWaiter`, or follower, is one item of one encode call that waits for its units. It is mutable: `missing`
+    shrinks as units are announced."""
 
     turn: CallTurn
-    """This is the turn of the call; all items of the call share it."""
+    """Holds the turn of the call; all items of the call share it."""
     attempt_id: AttemptId
     router_id: MemberId
     destination: Destination
@@ -47,7 +48,7 @@ class EncodeWaiter:
     encode_s: float = 0.0
     """Sums the time of all forward passes that made units of the item."""
     batch_items: int = 0
-    """This is the number of units in the largest of these passes."""
+    """Holds the number of units in the largest of these passes."""
     batch_cost: int = 0
     """Sums the cost of all these passes."""
 
@@ -82,7 +83,7 @@ class JobStage(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class EncodeJob:
-    """A `EncodeJob` makes the units of one item that its followers miss."""
+    """An `EncodeJob`, or flight, makes the units of one item that its followers miss."""
 
     item: MediaItem
     data: bytes

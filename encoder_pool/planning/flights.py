@@ -36,7 +36,7 @@ LOOK_AHEAD = 4
 """For each worker the scheduler examines this many long and this many short items that wait to be decoded, and takes
 one that has room."""
 PRICED_COST = 2**20
-"""This is the cost whose seconds are requested in order to compute the price of one unit of cost."""
+"""The price of one unit of cost is the predicted time of this cost, divided by it."""
 PRICE_TOLERANCE = 0.1
 """Ranks are computed from new prices when a price has changed by more than this share."""
 MAX_REPRICED = 8
@@ -537,7 +537,7 @@ class Flights:
 
     def _take_inputs(self, flight: EncodeJob, inputs: list[EncoderInput]) -> None:
         for unit, one in enumerate(inputs, flight.num_decoded):
-            # In the other phase the item is a waveform, which is larger than the units that are made of it.
+            # In phase DECODED the size of the waveform stands, because it is larger than the units made from it.
             if flight.phase is Phase.DECODING:
                 self._sizes.observe(one.modality, one.num_patches, one.pixels.nbytes)
             if unit in flight.unit_to_cost:

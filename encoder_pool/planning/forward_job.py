@@ -21,9 +21,9 @@ from modalities.waveform import Waveform
 class ForwardUnit(NamedTuple):
     input: EncoderInput
     num_tokens: int
-    """This is the planned number of rows."""
+    """Counts the planned rows of the feature."""
     buffer: npt.NDArray[np.uint8]
-    """This is the unit's slot in the arena, with shape `(nbytes,)`."""
+    """Views the bytes of the unit's slot in the arena, with shape `(nbytes,)`."""
     num_levels: int = 0
     """Has the meaning of `MediaItem.num_levels`."""
 

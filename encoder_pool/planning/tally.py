@@ -15,7 +15,7 @@ class EncoderTally:
     """Counts the items that calls ask for; a content that occurs several times in one call counts once."""
     num_items_encoded: int = 0
     num_items_failed: int = 0
-    """Counts failures per call that asks for the item, refused items included."""
+    """Counts the failed items, refused ones included; an item counts once for each call that asks for it."""
     num_cache_hits: int = 0
     cache_hit_bytes: int = 0
     num_decoded: int = 0

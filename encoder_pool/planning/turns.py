@@ -41,7 +41,7 @@ class CallTurn:
     all items of the call share it."""
 
     call: int
-    """This is the number of the call."""
+    """Identifies the call on this encoder."""
     age: tuple[float, str]
     waiting_since_s: float
     done_s: float = 0.0

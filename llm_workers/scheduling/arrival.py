@@ -45,9 +45,9 @@ def prepare(
     arrived_at_s: float,
     guide: Guide | None = None,
 ) -> Arrival:
-    """Returns the request's sequences. Each choice gets a fork of `guide`, and with the prefix cache on the hashes of
-    the prompt's full blocks. Raises ContextLengthExceeded (the request exceeds the model's context or the KV pool, or
-    one of its media does not fit in one step where it must not be cut), InvalidRequest, ProtocolError or
+    """Returns the request's sequences. Each choice gets a fork of `guide` and, if the prefix cache is on, the hashes
+    of the prompt's full blocks. Raises ContextLengthExceeded (the request exceeds the model's context or the KV pool,
+    or one of its media does not fit in one step where it must not be cut), InvalidRequest, ProtocolError or
     FeatureMismatch."""
     _check_numbers(request, positions)
     _check_lengths(request, config, max_model_len)

@@ -1,7 +1,7 @@
 """Computes how much memory a worker's pools take, and whether they can hold the largest request that the limits allow.
 
 This is arithmetic on a model's shape and a config: it allocates nothing and loads nothing. It knows nothing of a
-device's size and of weights.
+device's size or of weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LargestItem(NamedTuple):
     max_unit_cost: int = 0
     """Holds the `cost` of the largest unit, which one forward pass must hold."""
     num_levels: int = 0
-    """Has the same meaning as in `MediaItem`."""
+    """Counts the levels of the medium's features, as `MediaItem.num_levels` does; 0 means as many as the model has."""
 
 
 class WorkerBytes(NamedTuple):

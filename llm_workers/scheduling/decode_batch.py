@@ -46,8 +46,8 @@ class DecodeBatch:
     """Holds the rows in no particular order."""
 
     def __init__(self, block_size: int, *, is_used: bool) -> None:
-        """Creates an empty batch. If `is_used` is false, no sequence ever has a row: with drafts, every step is made of
-        chunks."""
+        """Creates an empty batch. If `is_used` is false, no sequence ever has a row: with drafts, every step consists
+        of chunks."""
         self._block_size, self._is_used = block_size, is_used
         self.sequences: list[Sequence] = []
         self.ending_ids: list[frozenset[int]] = []

@@ -42,7 +42,7 @@ class SequenceTokens(NamedTuple):
 class FinishedSequence(NamedTuple):
     sequence_id: SequenceId
     finish_reason: str
-    """This is `stop` or `length`."""
+    """Is `stop` or `length`."""
     num_tokens: int
     """Counts the tokens generated over all attempts, the end-of-sequence token included."""
     num_prompt_tokens: int
@@ -84,7 +84,7 @@ class AdmittedSequences(NamedTuple):
     missing_units: tuple[UnitKey, ...]
     """Holds the units that some choice needs and that have not landed, in the order of their spans."""
     reason: str
-    """Says why the missing units that no component has dispatched are needed."""
+    """Names the reason for those missing units that were not dispatched to an encoder for this attempt."""
     finished: tuple[FinishedSequence, ...] = ()
     """Holds the choices that an earlier attempt had already brought to their end; they do not run, and no event follows
     for them."""

@@ -27,8 +27,7 @@ class FairShare:
         self._most = 0
         """This is an upper bound of all counts."""
         self._num_kept = 0
-        """This is the number of counts that were left after the last removal of counts that have no meaning any
-        more."""
+        """Holds the number of counts that were left after the last removal of counts without meaning."""
 
     def served(self, tenant: str) -> int:
         """Returns the tenant's count. A count below the floor means the same as the floor."""

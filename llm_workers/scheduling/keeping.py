@@ -14,9 +14,9 @@ second time only when the cache did not cover it (because the prompt around it d
 the cache will not cover it the third time either. The order of rows 4 and 5 changes no action; it only names the
 reason.
 
-The engine's own drafts (prompt lookup) roll back generated positions alone, which read no feature. For them row 1 is
-not needed: it is kept because the article says so, and it costs host memory within its budget. A feature that is
-kept is moved to host memory and never stays where features land. This module knows nothing of bytes.
+The engine's own drafts (prompt lookup) roll back generated positions alone, which read no feature. For them row 1
+is not needed; the table has it because the article has it, and it costs host memory within its budget. A feature
+that is kept is moved to host memory and never stays where features land. This module knows nothing of bytes.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class PromptLayout:
         block's index counted from `first`. Looks only at the runs near these blocks."""
         begin = bisect_right(self._run_ends, first * block_size)
         if begin == len(self._runs) and first:
-            return {}  # All runs end before these blocks, as before every block of generated tokens.
+            return {}  # All runs end before these blocks; this holds for all blocks of generated tokens.
         end = bisect_left(self._runs, last * block_size, lo=begin, key=lambda run: run.offset)
         return keys_of_blocks(first, last, block_size, self._runs[begin:end], self._media, self._cache_salt)
 

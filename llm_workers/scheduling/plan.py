@@ -41,7 +41,7 @@ class Splice:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A `Chunk` is tokens `[start, start + num_tokens)` of one sequence, which this step computes."""
+    """A `Chunk` describes the tokens `[start, start + num_tokens)` of one sequence, which this step computes."""
 
     sequence_id: SequenceId
     start: int
@@ -54,10 +54,9 @@ class Chunk:
     """Holds the block table up to and including the block of token `start + num_tokens - 1`."""
     splices: tuple[Splice, ...]
     sampling: SamplingParams | None
-    """This is given when the chunk reaches the sequence's last token, so that its logits are sampled; otherwise it is
-    None."""
+    """Is set when the chunk reaches the sequence's last token, so that its logits are sampled; otherwise it is None."""
     draw_index: int = 0
-    """This is the index of the token that is drawn (0 is the first generated one)."""
+    """Holds the index of the token that is drawn (0 is the first generated one)."""
     counts: TokenCounts | None = None
     """Counts all tokens up to the drawn one, if `sampling` has penalties. It is the sequence's own object, for reading
     only."""
@@ -74,7 +73,7 @@ class Chunk:
     """This many of the last tokens were not drawn but guessed. Logits are sampled at the token before them and at each
     of them; the results after the first wrong guess have no meaning."""
     copied_from: int = NO_BLOCK
-    """This is a block whose content is copied, before the step, into the block that `start` lies in; `NO_BLOCK` means
+    """Names a block whose content is copied, before the step, into the block that `start` lies in; `NO_BLOCK` means
     none."""
 
     @property

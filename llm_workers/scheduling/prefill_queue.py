@@ -113,7 +113,7 @@ class PrefillQueue:
     # ------------------------------------------------------------ checks
 
     def check_invariants(self) -> None:
-        """Asserts that the queue is consistent; for tests, and in production when the worker is idle."""
+        """Asserts that the queue is consistent; for tests."""
         ready = Counter(one.tenant for one, (_, is_waiting) in self._places.items() if not is_waiting)
         assert ready == +self._num_ready, "ready sequences are counted wrongly"
         assert self._keys == sorted(self._groups), "the groups are out of order"
@@ -165,8 +165,8 @@ class _Group:
         self._note(sequence.tenant, queue)
 
     def in_turn(self, max_step_tokens: int) -> Generator[Sequence, None, None]:
-        """Yields sequences as `PrefillQueue.in_turn` does. Each tenant whose sequence comes up counts as served with as
-        many of its tokens as a step could compute."""
+        """Yields sequences as `PrefillQueue.in_turn` does. In this order, a tenant whose sequence was yielded counts
+        as served with as many tokens of that sequence as a step could compute."""
         shown: list[Sequence] = []
         turned: list[tuple[int, AgeKey, str]] = []
         """Holds the tenants that had a turn in this pass and have more: count, age of the next sequence, name."""

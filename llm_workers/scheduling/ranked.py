@@ -69,8 +69,8 @@ class RankedHeap(Generic[Item]):
 
 
 class RankedList(Generic[Item]):
-    """Holds items in the order of a rank that no two of them share and that never changes. It suits as many items as
-    run at once, because adding one moves the items after it in memory."""
+    """Holds items in the order of a rank that no two of them share and that never changes. It is meant for
+    running items, which are few, because adding one moves the items after it in memory."""
 
     def __init__(self, rank: Callable[[Item], Any]) -> None:
         self._rank = rank

@@ -1,6 +1,6 @@
 """Reports where units of features will be read next, as changes: for each unit, where an attempt still has to read it.
 
-The cost follows from what changed, not from what waits: the code that moves a sequence notes the units whose next read
+The cost depends on what changed, not on what waits: the code that moves a sequence notes the units whose next read
 may have moved, and `drain` looks at those alone. This module knows nothing of how a next read is found.
 """
 

@@ -6,8 +6,8 @@ agree.
 
 A sequence that waits for its first chunk holds no blocks: its hits in the prefix cache are looked up when it is
 admitted, which says what units it needs, and again when the planner tries it. If blocks were evicted in between, the
-sequence needs their units and claims them then. So any number of waiting requests takes no memory,
-and a step pays nothing for them.
+sequence needs their units and claims them then. So any number of waiting requests takes no memory, and a step pays
+nothing for them.
 
 Choices of one request share the blocks of their prompt, and the last block too where the prompt ends inside of it. A
 choice that writes after the prompt in that block takes a block of its own first, into which the step copies the content
@@ -174,7 +174,8 @@ class Residency:
             sequence.table.extend(self.pool.allocate(sequence.sequence_id, count))
 
     def trim(self, sequence: Sequence) -> None:
-        """Gives back blocks after the computed tokens, and an own block into which the shared one was not copied."""
+        """Gives back the blocks after the computed tokens. If the copy of a shared block was planned and not committed,
+        gives back the sequence's own block and puts the shared one in its place."""
         if sequence.copied_from != NO_BLOCK:
             at = sequence.num_computed // self._block_size
             self.pool.free(sequence.sequence_id, [sequence.table[at]])
@@ -200,8 +201,8 @@ class Residency:
         self.trim(sequence)
 
     def _has_foreign_tail(self, sequence: Sequence, given_up: Collection[Sequence] = ()) -> bool:
-        """Returns whether a sibling also refers to the block, after the prompt, that the sequence's next token goes
-        to."""
+        """Returns whether a sibling that is not in `given_up` also refers to the block into which the sequence's next
+        token after the prompt is written."""
         if not sequence.may_share_tail or sequence.copied_from != NO_BLOCK:
             return False
         at = sequence.num_computed // self._block_size
@@ -215,7 +216,8 @@ class Residency:
         return self.inbox.claim(sequence.sequence_id, {unit: sequence.layout.unit_to_tokens[unit] for unit in units})
 
     def publish(self, sequence: Sequence) -> None:
-        """Makes blocks that are full now findable; afterwards its table may hold other blocks in their places."""
+        """Makes the sequence's blocks that are full now findable; afterwards its table may hold other blocks in their
+        places."""
         first, last = sequence.num_published, sequence.num_computed // self._block_size
         if first >= last or sequence.is_private or not self._is_cache_enabled:
             return

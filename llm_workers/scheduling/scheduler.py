@@ -164,8 +164,8 @@ class Scheduler:
         return plan.work(self._context_scale_tokens)
 
     def times_of(self, attempt_id: AttemptId) -> dict[SequenceId, SequenceTimes]:
-        """Returns the times of an attempt's live sequences until now, as far as they are known when they are
-        aborted."""
+        """Returns the times until now of an attempt's live sequences; the caller needs them when it aborts the
+        attempt."""
         now_s = self._clock.now()
         return {one.sequence_id: one.stopwatch.times(now_s) for one in self._roster.of_attempt(attempt_id)}
 

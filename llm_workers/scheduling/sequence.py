@@ -90,7 +90,8 @@ class Sequence:
         prompt since."""
         self.is_at_doorstep = False
         self.copied_from = NO_BLOCK
-        """Holds, until the step in flight has ended, the shared block that the sequence's own copy is made of."""
+        """Holds, until the step in flight has ended, the shared block whose content the step copies into the
+        sequence's own block; otherwise it is `NO_BLOCK`."""
 
     @property
     def num_axes(self) -> int:

@@ -6,9 +6,9 @@ other sequences.
     prefilling     could compute tokens now: in `prefills`, in the order in which they are tried
     decoding       only its last token is not computed: in `decodes`
 
-In addition, a sequence that has begun is in `holders`: only such sequences may hold blocks. A sequence that decodes and
-asks for nothing else has a row in `batch`. `refresh` must be called whenever a change of a sequence matters here. This
-module knows nothing of steps.
+In addition, a sequence that has begun is in `holders`: only such sequences may hold blocks. A sequence that decodes
+plainly (see `decode_batch`) has a row in `batch`. `refresh` must be called after a change of a sequence's tokens,
+blocks or units that may change its state. This module knows nothing of steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Backlog(NamedTuple):
 
     num_tokens: int
     flat_tokens: float
-    """Counts the same tokens, weighed by their contexts (`fabric.flat_tokens`)."""
+    """Counts the same tokens, weighted by their contexts (`fabric.flat_tokens`)."""
 
 
 class _Open(NamedTuple):
@@ -42,8 +42,8 @@ class _Open(NamedTuple):
 
     num_tokens: int
     num_token_contexts: int
-    """This is twice the sum, over the sequence's tokens, of the number of tokens before each: `n * (2 * context +
-    n)`."""
+    """Holds twice the sum, over these tokens, of the number of tokens before each, plus half a token for itself:
+    `n * (2 * context + n)`."""
 
 
 class Standings:
@@ -125,8 +125,7 @@ class Standings:
         return arrived
 
     def check_invariants(self) -> None:
-        """Asserts, between calls, that the state is consistent; for tests, and in production when the worker is
-        idle."""
+        """Asserts, between calls, that the state is consistent; for tests."""
         live = list(self._roster.sequences)
         self.prefills.check_invariants()
         self.batch.check_invariants(live)

@@ -51,9 +51,9 @@ class Steps:
         self._step = 0
         self._planned_at_s = 0.0
         self._in_flight: dict[SequenceId, Sequence] = {}
-        """Holds the sequences of chunks."""
+        """Holds the sequences that have a chunk in the step in flight."""
         self._decoding: list[Sequence] = []
-        """Holds the sequences of rows, in the rows' order."""
+        """Holds the sequences that have a row in the `decodes` of the step in flight, in the order of the rows."""
         self._merged: set[UnitKey] = set()
         self._needed: list[NeededUnit] = []
         self._preempted: list[SequenceId] = []

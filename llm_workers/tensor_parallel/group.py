@@ -29,7 +29,7 @@ _STOP_GRACE_S = 5.0
 
 
 class RankProcess(Protocol):
-    """A `RankProcess` is a started follower in any place."""
+    """A `RankProcess` is a started follower, in a process of this machine or on another machine."""
 
     def is_alive(self) -> bool: ...
 
@@ -98,8 +98,8 @@ class RankGroup:
         self._door.close()
 
     def on_lost(self, call: Callable[[], object]) -> None:
-        """Registers `call`, which is called once, in some thread, when a member is gone. If one is gone already, it is
-        called at once."""
+        """Registers `call`, which is called once, in some thread, when a member is gone. If a member is gone already,
+        `call` runs at once."""
         with self._lock:
             self._on_lost = call
             is_lost = self._lost is not None
@@ -107,8 +107,8 @@ class RankGroup:
             call()
 
     def stop(self) -> None:
-        """Stops all followers; those that do not end within a few seconds (`_STOP_GRACE_S`) are ended by force. Leaves
-        the process group. The call is idempotent."""
+        """Stops all followers; those that do not end within a few seconds (`_STOP_GRACE_S`; at once if the group is
+        lost) are ended by force. Leaves the process group. The call is idempotent."""
         with self._lock:
             self._is_stopping = True
         for link in self._links:

@@ -12,13 +12,13 @@ class Invitation:
     rank: int
     num_ranks: int
     host: str
-    """This is the host of rank 0."""
+    """Names the host of rank 0."""
     door_port: int
     store_port: int
     token: bytes
     """A connection that sends this token belongs to the group."""
     device: str
-    """This is `cpu` or `cuda`."""
+    """Is `cpu` or `cuda`."""
     step_timeout_s: float
     """One rank waits this long for the others in a step before it gives the group up."""
     start_timeout_s: float

@@ -24,8 +24,8 @@ class LinkClosed(ConnectionError):
 
 
 class Link:
-    """Sends and receives messages; both may go on in two threads. Raises LinkClosed, and TimeoutError where a timeout
-    was given."""
+    """Sends and receives messages; one thread may send while another receives. Raises LinkClosed, and TimeoutError
+    where a timeout was given."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -39,7 +39,7 @@ class Link:
             raise LinkClosed(f"can't send to a rank: {error}") from error
 
     def receive(self, timeout_s: float | None = None) -> Message:
-        """Waits for the next message; without a timeout it waits for ever."""
+        """Waits for the next message; without a timeout it waits forever."""
         self._socket.settimeout(timeout_s)
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size))
         return decode(self._take(length))
@@ -97,7 +97,7 @@ class Door:
 
 
 def knock(host: str, port: int, token: bytes, timeout_s: float) -> Link:
-    """Connects a follower to rank 0's `Door`. Raises OSError."""
+    """Connects a follower to rank 0's `Door` and sends the token. Raises OSError if that is not possible."""
     connection = socket.create_connection((host, port), timeout_s)
     connection.sendall(token)
     connection.settimeout(None)

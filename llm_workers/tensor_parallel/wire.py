@@ -18,7 +18,7 @@ from fabric.errors import ErrorInfo, ProtocolError
 
 
 class RowsLike(NamedTuple):
-    """Describes one sequence's tokens of a step. `llm_workers.paged_kv.Rows` has the same fields."""
+    """Describes one sequence's tokens of a step. `llm_workers.paged_kv.SequenceRows` has the same fields."""
 
     at: int
     start: int
@@ -75,7 +75,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """Decodes a message. Raises ProtocolError if `data` is none."""
+    """Decodes a message. Raises ProtocolError if `data` is not a message."""
     try:
         return _DECODER.decode(data)
     except msgspec.DecodeError as error:

@@ -35,7 +35,8 @@ class Case(NamedTuple):
     build: Callable[[Place], Run]
     num_items: int
     published_ms: float
-    """This is the latency in the design notes (docs/references.md), on an A100 in half precision."""
+    """Gives the latency on an A100 in half precision, from the design notes (docs/references.md); it is 0 if they have
+    none."""
 
 
 CASES = (
@@ -100,8 +101,8 @@ def _modality_row(case: Case, place: Place, seconds: float) -> list[str]:
 
 
 def _batch_latencies(tower: Run, place: Place, seconds: float) -> dict[int, float]:
-    """Returns the seconds of a forward pass for each batch size. All sizes are measured twice, in turn, so that a
-    machine whose speed changes does not distort the comparison."""
+    """Returns the seconds of a forward pass for each batch size. It measures all sizes twice, in turn, and takes the
+    smaller value of each, so that changes in the machine's speed do not distort the comparison."""
     found = {size: _latency_s(tower, size, place, seconds) for size in BATCH_SIZES}
     again = {size: _latency_s(tower, size, place, seconds) for size in BATCH_SIZES}
     return {size: min(found[size], again[size]) for size in BATCH_SIZES}

@@ -23,16 +23,16 @@ NUM_ROUNDS = 5
 WORN = (0, 6, 480)
 """Holds the numbers of forward passes of one picture that precede the measurement, with nothing waiting."""
 NUM_TIMED = 6
-"""At most this many of these passes are run; their times stand for the others."""
+"""The bench runs at most this many of the passes of `WORN`; their times stand for those of the others."""
 COST = 1024
-"""This is the number of patches of a picture of 448 x 448."""
+"""A picture of 448 x 448 has this many patches."""
 
 
 class BatchingGain(NamedTuple):
     num_worn: int
     gain: float
-    """This is the ratio of pictures per second, batched to one by one: the median over all rounds but the first, in
-    which the batcher only learns."""
+    """Holds the ratio of pictures per second, batched to one by one: the median over all rounds but the first, in which
+    the batcher only learns."""
     first_sizes: list[int]
     """Holds the number of pictures in each forward pass of the first round, which uses the worn estimates."""
     last_sizes: list[int]
@@ -45,7 +45,7 @@ def batching_gains(forward_s: Callable[[int], float]) -> list[BatchingGain]:
 
 
 def batching_gain(forward_s: Callable[[int], float], num_worn: int) -> BatchingGain:
-    """Alternates rounds of both kinds; the estimates are worn again before each round."""
+    """Measures in rounds. Each round wears the estimates again, then runs the pictures one by one, and then batched."""
     costs = ForwardCosts()
     for num_items in (1, 2):
         costs.observe("image", num_items * COST, forward_s(num_items))

@@ -40,11 +40,11 @@ from modalities.identify import plan_media
 from modalities.registry import REGISTRY
 
 NUM_ARRIVALS = 5
-"""This is the number of arrivals at each moment."""
+"""This many pictures arrive at each moment, one per video."""
 PARTS = (0.0, 0.25, 0.5, 0.75)
 """Holds the moments when pictures arrive, as shares of the time from a unit's start to the next unit's start."""
 JUST_AFTER = 1 / 16
-"""This is the share of a unit that has run when a picture of the worst moment is decoded."""
+"""A picture of the worst moment is decoded when this share of a unit has run."""
 MOST_BEFORE = 2
 """This many of the video's forward passes precede the one in which pictures arrive, if the video has that many."""
 OPTIONS = MediaOptions(fps=30.0, max_frames=NUM_FRAMES)
@@ -56,8 +56,8 @@ class Delay(NamedTuple):
 
     delay_s: float
     unit_s: float
-    """This is the duration of the video's unit that delayed the picture, or the median of the video's whole units if
-    none did."""
+    """Holds the duration of the video's unit that delayed the picture, or the median of the video's whole units if none
+    did."""
 
     @property
     def units(self) -> float:
@@ -69,9 +69,9 @@ class Waits(NamedTuple):
 
     is_decoded: bool
     alone_s: float
-    """This is the median time of a picture in an idle service."""
+    """Holds the median time of a picture in an idle service."""
     unit_s: float
-    """This is the median time of the video's whole units."""
+    """Holds the median time of the video's whole units."""
     moments: tuple[tuple[Delay, ...], ...]
     """Holds, for each moment of a unit, the delays of the pictures that arrived then; the worst moment is last."""
 
@@ -149,8 +149,8 @@ class BenchService:
         return time.monotonic() - called_s
 
     async def start_film(self, num_before: int, *, is_decoded: bool) -> tuple[asyncio.Task[float], float]:
-        """Starts the call of a new video and returns when the forward pass after the first `num_before` ones begins.
-        Returns the call and the start time of that pass. With `is_decoded`, nothing is encoded before the whole video
+        """Starts the call of a new video, waits until the forward pass after the first `num_before` ones begins, and
+        returns the call and the start time of that pass. With `is_decoded`, nothing is encoded before the whole video
         is decoded."""
         number = next(self._numbers)
         shown = self._shown(number, another(self._film, number), "video")
@@ -178,10 +178,10 @@ class Pace(NamedTuple):
     """Holds medians of how fast the service worked just before the measurement."""
 
     decoded_s: float
-    """This is the time from a picture's call to its forward pass in an idle service."""
+    """Measures from a picture's call to the start of its forward pass in an idle service."""
     unit_s: float
     period_s: float
-    """This is the time from the start of one forward pass of a video to the start of the next."""
+    """Measures from the start of one forward pass of a video to the start of the next."""
     num_before: int
     """Counts the forward passes of a video before the one during which pictures arrive."""
 

@@ -35,8 +35,8 @@ MAX_STEP_TOKENS, GPU_MAX_STEP_TOKENS = 1024, 8192
 BLOCK_SIZE, GPU_BLOCK_SIZE = 16, 256
 """`GPU_BLOCK_SIZE` is 256 because the kernel that reads pages in place on a GPU requires blocks of 256 tokens."""
 MANY = BenchLoad(64, 64, 32)
-"""This is a load of many short sequences that run at once, where the cost of a step outside of its forward pass is most
-visible."""
+"""With this load many short sequences run at once, so the cost of a step outside of its forward pass shows most
+clearly."""
 NAME_TO_BAR = {"transformers": 1.0, "vllm": 1.2, "vllm-float32": 1.2}
 """Holds the target ratio of Weft's tokens per second to the peer's."""
 SPLICE_BAR_S, SPLICE_BAR_RATIO = 0.3e-3, 4 / 0.3

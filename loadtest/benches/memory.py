@@ -31,7 +31,7 @@ NUM_WARM_UP = 400
 CONCURRENCY = 8
 SAMPLE_EVERY = 50
 NUM_SAMPLES = 5
-"""This is the number of samples at the beginning and at the end; a short run uses fewer."""
+"""The bench takes the medians of this many samples, at the beginning and at the end; a short run uses fewer."""
 MOST_GROWTH_MIB = 50.0
 MIB = 2**20
 

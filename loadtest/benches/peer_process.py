@@ -28,7 +28,7 @@ class Peer(Protocol):
 
     def run(self, load: BenchLoad, seed: int) -> float:
         """Runs one round with fresh prompts made from `seed`, and returns the output tokens per second. Raises
-        ConfigError if the peer made fewer tokens."""
+        ConfigError if the peer made fewer tokens than the load asks for."""
         ...
 
     def close(self) -> None: ...

@@ -77,7 +77,8 @@ def machine() -> dict[str, object]:
 
 
 def _gpu() -> dict[str, str]:
-    """Describes the GPU. Returns nothing if the bench did not import torch, or if torch finds no CUDA device."""
+    """Describes the GPU. Returns an empty dictionary if the bench did not import torch, or if torch finds no CUDA
+    device."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return {}

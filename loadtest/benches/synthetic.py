@@ -16,7 +16,7 @@ IMAGE_SIDE = 448
 IMAGE_TOKENS = 256
 _PATCH = 28
 _IMAGE_ID = 2_048
-"""This is the id of `<image>`, which follows the demo tokenizer's own tokens."""
+"""The token `<image>` has this id, the first one after the demo tokenizer's own tokens."""
 _TEXT: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 1024,
@@ -41,26 +41,28 @@ _TEMPLATE = """{%- for message in messages -%}
 
 
 def qwen2_180m() -> Path:
-    """Makes a Qwen2 of about 180M random parameters in bfloat16, with the demo model's tokenizer. Cached; seeded."""
+    """Makes a Qwen2 of about 180M random parameters in bfloat16, with the demo model's tokenizer. The checkpoint is
+    seeded and cached."""
     return _cached("bench-qwen2-180m-2", _write_qwen2)
 
 
 def qwen2_7b() -> Path:
     """Makes a Qwen2 with the layers of Qwen2.5-7B and the small vocabulary of the other checkpoints: 6.8 billion random
-    parameters in bfloat16, 13 GB. Cached; seeded."""
+    parameters in bfloat16, 13 GB. The checkpoint is seeded and cached."""
     return _cached("bench-qwen2-7b-1", _write_qwen2_7b)
 
 
 def llava_180m() -> Path:
     """Makes a LLaVA with the same language model behind a small CLIP tower (12M parameters); a picture of 448 pixels is
     one tile of 256 tokens. LLaVA was chosen because its processor also runs in transformers without torchvision.
-    Cached; seeded."""
+    The checkpoint is seeded and cached."""
     return _cached("bench-llava-180m-1", _write_llava)
 
 
 def qwen2_5_vl_180m() -> Path:
     """Makes a model with the same language model and M-RoPE behind a Qwen2.5-VL tower of the size of LLaVA's tower; a
-    picture of 448 pixels is 1,024 patches and 256 tokens. vLLM's own server runs it too. Cached; seeded."""
+    picture of 448 pixels is 1,024 patches and 256 tokens. vLLM's own server runs it too. The checkpoint
+    is seeded and cached."""
     return _cached("bench-qwen2.5-vl-180m-1", _write_qwen2_5_vl)
 
 
@@ -183,8 +185,8 @@ def _write_qwen2_5_vl(directory: Path) -> None:
 
 
 def _write_tokenizer(directory: Path) -> None:
-    """Writes the demo's tokenizer with `<image>` added, a template that any server can render, and without the settings
-    of the demo's processor."""
+    """Writes the demo's tokenizer with the token `<image>` added, and a template that any server can render. It leaves
+    out the settings of the demo's processor."""
     from deploy.demo.build import demo_checkpoint
 
     shutil.copyfile(demo_checkpoint() / "tokenizer.json", directory / "tokenizer.json")

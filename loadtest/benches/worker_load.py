@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 ROUTER, ROUTER_ADDRESS = MemberId("bench-router"), "local://bench-router"
 LEASE_S = 24 * 3600.0
-"""This is the lease of the simulated router; a worker ends the requests of a router that sends no heartbeat for
-long."""
+"""The lease of the simulated router is longer than any bench, because no heartbeat renews it, and a worker ends the
+requests of a router when its lease ends."""
 
 
 class BenchLoad(NamedTuple):

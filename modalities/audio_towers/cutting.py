@@ -17,6 +17,8 @@ class Window(NamedTuple):
 
 
 class Cutting(Protocol):
+    """A `Cutting` knows how many mel frames a tower takes in one unit, and how many rows they become."""
+
     @property
     def unit_frames(self) -> int:
         """Returns the number of mel frames of a full unit."""

@@ -40,7 +40,7 @@ class DeviceSounds:
 
 
 def _on_host(spectrograms: Sequence[torch.Tensor]) -> list[npt.NDArray[np.float32]]:
-    """Copies all spectrograms to the host at once. Units wait for their forward pass in host memory because the
+    """Copies all spectrograms to the host in one copy. Units wait for their forward pass in host memory, because the
     encoder limits how much of that memory they take."""
     if not spectrograms:
         return []

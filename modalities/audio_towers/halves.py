@@ -16,12 +16,12 @@ from modalities.mel import MelOptions
 from modalities.mel_options import read_mel_options
 
 _ROWS_OF_A_CHUNK = 13
-"""This is the number of rows per chunk that Qwen3-Omni's count of rows has as a constant, for every chunk size."""
+"""Qwen3-Omni's reference counts this many rows for each full chunk, as a constant that ignores the chunk's size."""
 _UNIT_CHUNKS = 4
-"""This is the number of chunks in a unit of Qwen2.5-Omni, so that its units last 8 s like those of Qwen3-Omni. Each
-unit is announced and transferred separately, and a single chunk (50 rows) is too small for that cost."""
+"""A unit of Qwen2.5-Omni has this many chunks, so that it lasts 8 s like the units of Qwen3-Omni. Each unit is
+announced and transferred separately, and a single chunk (50 rows) is too small for that cost."""
 _READ_AHEAD = 2
-"""This is the number of mel frames that the two convolutions of Qwen2-Audio read after the last row that counts."""
+"""Counts the mel frames that the two convolutions of Qwen2-Audio read after those of the last row that counts."""
 
 
 def qwen3_omni_sound(model_dir: Path, audio: Mapping[str, Any], hidden_size: int) -> SoundHalf:

@@ -31,7 +31,7 @@ _NAMES = {r"^(model\.)?(audio_tower|multi_modal_projector)\.": r"\2."}
 
 
 class AudioHalf(Qwen2AudioPreTrainedModel):
-    """An `AudioHalf` is the model without its language model."""
+    """An `AudioHalf` is the audio tower and the projector: the model without its language model."""
 
     def __init__(self, config: Qwen2AudioConfig) -> None:
         super().__init__(config)
@@ -41,7 +41,7 @@ class AudioHalf(Qwen2AudioPreTrainedModel):
 
 
 def load_encoder(model_dir: Path, place: tuple[str, str]) -> SoundEncoder:
-    """Loads encoder and projector. `place` is (device, dtype). Raises ConfigError if a weight is missing."""
+    """Loads the encoder and the projector. `place` is (device, dtype). Raises ConfigError if a weight is missing."""
     config = read_pretrained_config(model_dir)
     names = PartNames(_NAMES, names_of_others("sound", "projector"))
     part = load_part(AudioHalf, model_dir, config, names, place, register_attention())

@@ -99,8 +99,8 @@ class SoundHalf:
         return [slice(*bounds) for bounds in found]
 
     def units(self, num_samples: int, spectrograms: Sequence[npt.NDArray[np.float32]]) -> list[EncoderInput]:
-        """Cuts the spectrograms of a sound's segments into units like `inputs`; they are in the order of the
-        segments."""
+        """Cuts `spectrograms`, which hold one spectrogram for each segment of the sound in order, into the same units
+        as `inputs`."""
         starts = [segment.start for segment in self.segments(num_samples)]
         start_to_values = dict(zip(starts, spectrograms, strict=True))
         found: list[EncoderInput] = []

@@ -2,7 +2,7 @@
 such as an encoder.
 
 A part is loaded with a mapping from the checkpoint's names to its own; without such a mapping, transformers would leave
-the weights random and report that only in a log line. So a missing weight refuses the start, and so does a weight that
+the weights random and report that only in a log line. So Weft refuses to start if a weight is missing, and also if one
 is left over: a weight that nothing uses means that the model is not the one it was taken for. A family names the
 weights of its other parts; no other weights may stay unused, except buffers that old checkpoints hold. This module
 knows nothing of how a part computes.

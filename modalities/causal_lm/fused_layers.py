@@ -80,7 +80,7 @@ def run_layers(
 
 
 def is_packed(part: PreTrainedModel) -> bool:
-    """Returns whether the part's products are oneDNN's, so that steps should come in few sizes."""
+    """Returns whether oneDNN computes the part's products. If it does, steps should come in few sizes."""
     return isinstance(part.lm_head, PackedProjection)
 
 
@@ -220,8 +220,8 @@ def _rows_at_once(x: torch.Tensor) -> int:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Applies rotary positions to all heads: `x` has shape `(num_tokens, num_heads, head_dim)`, and the table `(1,
-    num_tokens, head_dim)` with equal halves."""
+    """Applies rotary positions to all heads. `x` has shape `(num_tokens, num_heads, head_dim)`; the table's `cos` and
+    `sin` have shape `(1, num_tokens, head_dim)` with equal halves."""
     done = native_rotation(x, cos[0], sin[0])
     if done is not None:
         return done

@@ -54,8 +54,9 @@ class NativeWeights:
         addend: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Multiplies `x` `(n, num_in)` by the weights and adds the bias. Then it applies silu, multiplies by `factor`
-        and adds `addend`, in this order, each only if asked for; both have shape `(n, num_out)`. Returns a new `(n,
-        num_out)`; all tensors are float32. A row's result does not depend on the other rows. Raises MemoryError."""
+        and adds `addend`, in this order, each only if asked for; both have shape `(n, num_out)`. Returns a new tensor
+        `(n, num_out)`; all tensors are float32. A row's result does not depend on the other rows. Raises MemoryError if
+        there is no memory for the product."""
         library = _library()
         assert library is not None
         assert x.shape[1] == self.num_in

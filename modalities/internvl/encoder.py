@@ -23,7 +23,7 @@ NAMES = {r"^model\.(vision_tower|multi_modal_projector)\.": r"\1."}
 
 
 class InternVLVisionHalf(InternVLPreTrainedModel):
-    """A `InternVLVisionHalf` is the model without its language model."""
+    """An `InternVLVisionHalf` is the vision tower and the projector: the model without its language model."""
 
     def __init__(self, config: InternVLConfig) -> None:
         super().__init__(config)
@@ -45,7 +45,7 @@ def rows_of(part: Any, tiles: torch.Tensor, inputs: Sequence[EncoderInput]) -> l
 
 
 def load_encoder(model_dir: Path, device: str, dtype: str) -> TileEncoder:
-    """Loads vision tower and projector. Raises ConfigError if a weight is missing."""
+    """Loads the vision tower and the projector. Raises ConfigError if a weight is missing."""
     config = read_pretrained_config(model_dir)
     names = PartNames(NAMES, names_of_others("vision", "projector"))
     return TileEncoder(load_part(InternVLVisionHalf, model_dir, config, names, (device, dtype), "sdpa"), rows_of)

@@ -29,7 +29,8 @@ NAMES = {
 
 
 class LlavaOnevisionVisionHalf(LlavaOnevisionPreTrainedModel):
-    """A `LlavaOnevisionVisionHalf` is the model without its language model."""
+    """A `LlavaOnevisionVisionHalf` is the vision tower, the projector and the newline: the model without its language
+    model."""
 
     def __init__(self, config: LlavaOnevisionConfig) -> None:
         super().__init__(config)
@@ -64,7 +65,7 @@ def _rows_of_videos(part: Any, frames: torch.Tensor, inputs: Sequence[EncoderInp
 
 
 def load_encoder(model_dir: Path, device: str, dtype: str) -> TileEncoder:
-    """Loads vision tower, projector and newline. Raises ConfigError if a weight is missing."""
+    """Loads the vision tower, the projector and the newline. Raises ConfigError if a weight is missing."""
     config = read_pretrained_config(model_dir)
     names = PartNames(NAMES, names_of_others("vision", "projector"))
     return TileEncoder(load_part(LlavaOnevisionVisionHalf, model_dir, config, names, (device, dtype), "sdpa"), rows_of)

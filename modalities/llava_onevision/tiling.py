@@ -31,8 +31,8 @@ class AnyResolution:
     """Holds the (height, width) of each canvas in the checkpoint's order: of equally good canvases the first is
     taken."""
     max_tiles_of_rows: int
-    """If the canvas gives more rows of features than 1.1 squared times those of this many tiles, its features are
-    scaled down to the rows of this many tiles."""
+    """Limits the features of the canvas: if it has more than 1.21 (1.1 squared) times the patches of this many tiles,
+    its features are scaled down to about as many as these tiles have."""
 
     def cut(self, width: int, height: int) -> Cut:
         canvas_height, canvas_width = self.canvas(width, height)
@@ -42,8 +42,8 @@ class AnyResolution:
         return Cut(1 + num_tiles, self.patches_per_side**2 + num_rows * (num_columns + 1))
 
     def halved(self, width: int, height: int, times: int) -> Halved:
-        """Returns a smaller size: half the sides, `times` times, that the picture has on its canvas or by itself. A
-        smaller canvas then suits it best."""
+        """Returns this tiling with a smaller size, for which it then chooses a smaller canvas. Each side is that of the
+        picture itself or of the picture on its canvas, the smaller of the two, halved `times` times."""
         shown = self._scaled_size(width, height, *self.canvas(width, height))
         size = (max(1, min(width, shown[0]) >> times), max(1, min(height, shown[1]) >> times))
         return Halved(self, size)

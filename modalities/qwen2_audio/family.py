@@ -94,14 +94,14 @@ class Qwen2AudioFamily:
         return self.sound.decode_waveform(data, item)
 
     def load_spectrograms(self, device: str) -> Spectrograms:
-        """Returns what computes spectrograms on `device`, as `modalities.waveform` describes."""
+        """Returns the `Spectrograms` (see `modalities.waveform`) of this family on `device`."""
         from modalities.audio_towers.device_sounds import DeviceSounds
 
         return DeviceSounds(self.sound, device)
 
     def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
-        """Loads audio tower and projector. Raises ConfigError if a weight is missing, and UnsupportedModality for
-        another modality."""
+        """Loads the audio tower and the projector. Raises ConfigError if a weight is missing, and UnsupportedModality
+        for another modality."""
         from modalities.audio_towers.qwen2_audio import load_encoder
 
         for modality in modalities:

@@ -1,6 +1,6 @@
 """Implements Qwen3-VL (the dense models): it takes text, images and videos and returns text.
 
-Its vision tower returns DeepStack levels: besides its last features, those of some of its middle layers.
+Its vision tower returns DeepStack levels: in addition to its last features, those of some of its middle layers.
 
 `checkpoint` needs torch. `modalities.qwen_vl` holds what the related families share.
 """

@@ -38,15 +38,15 @@ class Checkpoint:
     """Holds a family's transformers classes."""
 
     config: type[PreTrainedConfig]
-    """This is the config class of the model with vision and text."""
+    """Names the config class of the model with vision and text."""
     tower: type[PreTrainedModel]
     text_model: type[PreTrainedModel]
     whole_config: type[PreTrainedConfig] | None = None
-    """This is the config class of a checkpoint that holds the model as its thinker (the part of an omni model that
-    reads media and writes text)."""
+    """Names the config class of a checkpoint that holds the model as its thinker (the part of an omni model that reads
+    media and writes text); None for a family that has no such checkpoints."""
     has_experts: bool = False
     load_sound: LoadSound | None = None
-    """This is set for a family that takes sound."""
+    """Loads the encoder of sounds; None for a family that takes no sound."""
 
     def load_vision_tower(self, model_dir: Path, config: QwenVLConfig, device: str, dtype: str) -> PreTrainedModel:
         """Loads the vision tower on `device`, in evaluation mode. Raises ConfigError."""

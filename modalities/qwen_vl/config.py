@@ -44,11 +44,11 @@ VISION = {
 
 @dataclass(frozen=True, slots=True)
 class SoundLayout:
-    """Describes the sound half of a family that takes sound."""
+    """Describes how config.json of a family that takes sound names what belongs to sounds."""
 
     read: Callable[[Path, Mapping[str, Any], int], SoundHalf]
-    """Reads the sound half's config; its parameters are the model directory, `audio_config`, and the width of the text
-    model. Raises ConfigError."""
+    """Reads what the family does with sounds before its encoder. The parameters are the model directory,
+    `audio_config`, and the width of the text model. Raises ConfigError."""
     start: Control
     end: Control
     """These two tokens (`start` and `end`) are written around a video's rows if its sound is among them."""
@@ -77,7 +77,7 @@ class Layout:
     """A checkpoint of one of these architectures holds the family as its `thinker_config`, in addition to other
     parts."""
     is_text_flat: bool = False
-    """Says that older checkpoints have no `text_config`: its keys stand at the top level."""
+    """Says whether older checkpoints have no `text_config`, so that its keys stand at the top level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,12 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class QwenVLConfig:
+    """Holds the settings of one checkpoint of a Qwen vision family."""
+
     model_id: str
     is_thinker_only: bool
-    """Says that the checkpoint holds the thinker alone; otherwise the model is a part of a checkpoint with talker and
-    vocoder."""
+    """Says whether the checkpoint holds the model alone; otherwise the model is the thinker of a checkpoint that also
+    has a talker and a vocoder."""
     shape: ModelShape
     modality_to_token: Mapping[str, int]
     """Maps the modalities that the family takes to their placeholder tokens."""
@@ -162,8 +164,8 @@ def _check_patches(vision: Mapping[str, Any], options: ImageOptions, name: str) 
 
 
 def _token(model: Mapping[str, Any], control: Control) -> int | None:
-    """Returns the token's id, or None. The keys of the omni families that end in `_token_index` are older names; the
-    function also accepts the newer ones, which end in `_token_id`."""
+    """Returns the token's id, or None if there is neither the key nor a default. Keys that end in `_token_index` are
+    older names of the omni families; for these the function also accepts the newer name, which ends in `_token_id`."""
     found = model.get(control.key, model.get(control.key.replace("_token_index", "_token_id"), control.default))
     return None if found is None else int(found)
 

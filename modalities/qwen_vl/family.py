@@ -1,6 +1,7 @@
 """Implements a Qwen vision family: what it takes, how many prompt tokens a medium takes, and where these tokens stand.
 
-The module is pure except for the two loaders, which import torch when they are called. It knows nothing of requests.
+The module is pure except for `load_spectrograms`, `load_encoder` and `load_language_model`, which import torch when
+they are called. It knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class QwenVLFamily:
         self._layout, self._checkpoint = layout, checkpoint
 
     def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
-        """Plans one medium from its header. Raises InvalidMedia for an aspect ratio above 200, a video without frames,
-        or a sound that is too short for one row."""
+        """Plans one medium from its header. Raises InvalidMedia for an aspect ratio above 200, for a picture that is
+        too small, for a video that `cut_video` refuses, and for a sound that is too short for one row. Raises
+        UnsupportedModality for a medium that the model does not take."""
         if isinstance(header, ImageHeader):
             return self._plan_image(header, options)
         if isinstance(header, VideoHeader):
@@ -93,7 +95,7 @@ class QwenVLFamily:
         return prompt_positions(len(token_ids), placeholders, media, blocks, are_marks_paired)
 
     def options(self, modality: str) -> str:
-        """Returns the options of the modality's preprocessing as text. Raises UnsupportedModality."""
+        """Returns canonical JSON of the modality's processing options. Raises UnsupportedModality."""
         self._check(modality)
         if modality == AUDIO:
             return self._sound_half().options()
@@ -101,8 +103,8 @@ class QwenVLFamily:
         return json.dumps(dataclasses.asdict(options), sort_keys=True, separators=(",", ":"))
 
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
-        """Returns the units of a medium: a picture is one unit, and a video or sound is several. Raises InvalidMedia
-        for a broken file or one that differs from its plan."""
+        """Returns the units of a medium: a picture is one unit, and a video or sound is one or more. Raises
+        InvalidMedia for a broken file or one that differs from its plan."""
         return list(self.preprocess_units(data, item))
 
     def preprocess_units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
@@ -123,8 +125,8 @@ class QwenVLFamily:
         return self._sound_half().decode_waveform(data, item)
 
     def load_spectrograms(self, device: str) -> Spectrograms:
-        """Returns the computation of spectrograms that `modalities.waveform` describes. Raises UnsupportedModality for
-        a model that takes no sound."""
+        """Returns the `Spectrograms` (see `modalities.waveform`) of this family on `device`. Raises UnsupportedModality
+        for a model that takes no sound."""
         from modalities.audio_towers.device_sounds import DeviceSounds
 
         return DeviceSounds(self._sound_half(), device)

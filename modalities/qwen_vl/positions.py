@@ -24,12 +24,12 @@ class Block:
     """Holds the positions of all rows of an item, as if it began at 0."""
 
     ids: npt.NDArray[np.int64]
-    """Has shape `(3, num_tokens)`."""
+    """Holds the positions on the axes time, height and width. Has shape `(3, num_tokens)`."""
     span: int | None = None
     """The text continues at this distance after the start of the block; with None it continues after the largest
     position of the last run."""
     is_parted: bool = False
-    """Says that each run is a block of its own, which starts where the text before it ends."""
+    """Says whether each run is a block of its own, which starts where the text before it ends."""
 
 
 BlockPositions = Callable[[MediaItem], Block]

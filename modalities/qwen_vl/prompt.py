@@ -44,7 +44,8 @@ def video_block(config: QwenVLConfig, item: MediaItem) -> Block:
 
 def pieces(config: QwenVLConfig, plans: Sequence[ItemPlan], index: int, tokenize: Tokenize | None) -> list[Piece]:
     """Returns the pieces that replace the placeholder of plan `index`. Raises ConfigError for text between frames
-    without a tokenizer, and for a video with sound if the checkpoint does not name the tokens around it."""
+    without a tokenizer, and for frames or a video with sound if the checkpoint does not name the tokens around
+    them."""
     plan = plans[index]
     sounds = [sound for sound, other in enumerate(plans) if other.anchor == index]
     if sounds:

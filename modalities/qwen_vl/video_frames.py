@@ -49,8 +49,8 @@ def video_units(data: bytes, item: MediaItem, rules: VideoOptions) -> Iterator[E
 def step_patches(
     frames: Iterator[Pixels], grid: tuple[int, int, int], options: ImageOptions
 ) -> Iterator[npt.NDArray[np.float32]]:
-    """Turns frames `(height, width, 3)` of any size into patches: yields, per temporal patch, float32 `(grid_h *
-    grid_w, patch_dim)`. The patches of one merged token follow each other."""
+    """Turns frames `(height, width, 3)` of any size into patches. Yields, for each temporal patch, float32
+    `(grid_h * grid_w, patch_dim)`. The patches of one merged token follow each other."""
     size = (grid[2] * options.patch_size, grid[1] * options.patch_size)
     for _ in range(grid[0]):
         step = [_resized(next(frames), size, options.resample) for _ in range(options.temporal_patch_size)]

@@ -32,17 +32,19 @@ class VideoDefaults(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class VideoOptions:
+    """Describes how a video becomes patches (transformers' Qwen2VL- and Qwen3VLVideoProcessor)."""
+
     frame: ImageOptions
     """Describes how one frame is cut. Its range of pixels holds for one frame, or for all frames together
     (`is_budget_shared`)."""
     min_frames: int
     max_frames: int
     is_budget_shared: bool
-    """Says that frames, height and width together stay within the range of pixels, as in Qwen3-VL."""
+    """Says whether frames x height x width together stay within the range of pixels, as in Qwen3-VL."""
     is_capped: bool
-    """Has the value of the key `cap_pixels_per_frame`."""
+    """Says whether the pixels of a frame are capped (the key `cap_pixels_per_frame`)."""
     max_video_tokens: int
-    """The cap is derived from this number."""
+    """The cap on the pixels of a frame is derived from this number of tokens."""
 
 
 class _Kind(NamedTuple):

@@ -1,7 +1,7 @@
 """Plans what the model sees of a video, and how much that is: frames, their size, temporal patches, rows, units.
 
 A *step* is a temporal patch: the frames that become one plane of patches. Towers attend within a step. The module is
-pure and knows nothing of pixels' values.
+pure and knows nothing of the values of pixels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class VideoCut:
     unit_steps: tuple[int, ...]
     """Holds the number of steps in each unit."""
     is_as_asked: bool
-    """Says that the frame rate is constant, and that no limit has changed how many frames are taken per second."""
+    """Says whether the frame rate is constant and no limit has changed how many frames are taken per second."""
 
     @property
     def unit_tokens(self) -> tuple[int, ...]:
@@ -113,8 +113,8 @@ def _sampled(timeline: Timeline, options: MediaOptions, rules: VideoOptions, max
 
 
 def _shared_size(header: VideoHeader, num_frames: int, pixels: tuple[int, int], rules: VideoOptions) -> tuple[int, int]:
-    """Computes `smart_resize` of transformers' Qwen3VLVideoProcessor: `pixels`, least and most, count those of all
-    frames."""
+    """Returns the height and width that `smart_resize` of transformers' Qwen3VLVideoProcessor gives. `pixels` holds the
+    least and the largest number of pixels of all frames together. Raises InvalidMedia for an aspect ratio above 200."""
     step, side = rules.frame.temporal_patch_size, rules.frame.factor
     height, width = header.height, header.width
     if height < side or width < side:

@@ -20,15 +20,17 @@ Ints = npt.NDArray[np.int64]
 
 
 class VideoTime(Protocol):
+    """A `VideoTime` is one family's rule for the times of a video's steps."""
+
     @property
     def is_written(self) -> bool:
-        """Says that steps stand in the prompt one by one, each with its time as text before it."""
+        """Says whether steps stand in the prompt one by one, each with its time as text before it."""
         ...
 
     @property
     def ends_with_sides(self) -> bool:
-        """Says that the text after a medium continues as far from the medium's start as a frame is long, independent of
-        the medium's duration."""
+        """Says whether the text after a video continues at the video's start plus the longer side of a frame's merged
+        grid, independent of the video's duration."""
         ...
 
     def row_seconds(self, cut: VideoCut, header: VideoHeader, options: MediaOptions, step: int) -> float:
@@ -96,11 +98,12 @@ class SharedTime:
     per_second: int
     """Counts the positions per second, and for sound also the rows per second."""
     is_rounded_up: bool
-    """Says that fractions of positions are rounded up, which keeps the order of video and sound rows of the reference
-    (Qwen3-Omni), where positions have fractions. Otherwise they are cut off, as the reference does (Qwen2.5-Omni)."""
+    """Says whether fractions of positions are rounded up. This keeps the reference's order of video and sound rows
+    (Qwen3-Omni), where positions have fractions. Otherwise fractions are cut off, as in the reference
+    (Qwen2.5-Omni)."""
     chunk: int
-    """This is the number of positions after which rows of video and rows of sound take turns (Qwen2.5-Omni). With 0 the
-    rows are merged by position."""
+    """Rows of video and rows of sound take turns every `chunk` positions (Qwen2.5-Omni). With 0 the rows are merged by
+    position."""
     is_written = False
     ends_with_sides = False
 

@@ -139,7 +139,7 @@ class TextCodec:
 
     def _token_ids(self, text: str) -> list[int]:
         try:
-            # This is a batch of one. It releases the interpreter's lock; `encode` holds it for a second with some MB.
+            # A batch (here of one) releases the interpreter's lock; `encode` would hold it for a second with some MB.
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError as error:  # The library refuses lone surrogates in this way.
             raise InvalidRequest("the text is not valid Unicode (a lone surrogate)", param="messages") from error

@@ -99,8 +99,8 @@ class ControlTokens:
 class Text(NamedTuple):
     text: str
     is_structural: bool
-    """Is true for a key, a role or a type. Templates compare these, so that only a whole control token in them is
-    broken up."""
+    """Is true for a key, a role or a type. Templates compare these, so only a whole control token in them is broken
+    up."""
 
 
 def strings(value: object, is_structural: bool = False) -> Iterator[Text]:

@@ -198,8 +198,8 @@ class TiledFamily:
         return EncoderInput(_IMAGE, tiles, found.grid, found.grid[1] * found.grid[2], found.geometry)
 
     def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
-        """Loads vision tower and projector. Raises ConfigError if a weight is missing, and UnsupportedModality for a
-        modality that the family does not take."""
+        """Loads the vision tower and the projector. Raises ConfigError if a weight is missing, and UnsupportedModality
+        for a modality that the family does not take."""
         for modality in modalities:
             self._check(modality)
         return self._load_encoder(model_dir, device, dtype)

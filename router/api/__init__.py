@@ -1,3 +1,3 @@
-"""This package holds OpenAI's HTTP formats: it reads requests, and writes responses, chunks and errors. It knows
-nothing of how requests are served.
+"""Holds OpenAI's HTTP formats: it reads requests, and writes responses, chunks and errors. It knows nothing of how
+requests are served.
 """

@@ -16,7 +16,7 @@ MAX_JSON_VALUES = 2**16
 """Limits the values in one body: 4,096 messages of several parts fit, with room to spare. Parsing this many takes some
 20 ms."""
 PIECE_BYTES = 2**20
-"""This is the number of bytes that one call examines."""
+"""A body is examined in pieces of this many bytes."""
 _QUOTE, _BACKSLASH = ord('"'), ord("\\")
 _SEPARATORS = b",:[{"
 """Every JSON value except the first follows one of these bytes."""

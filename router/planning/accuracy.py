@@ -1,5 +1,5 @@
-"""This module compares predicted with actual values, per stage: a planner that cannot predict is not trusted, so its
-error is a metric.
+"""Compares predicted with actual values, per stage: a planner that cannot predict is not trusted, so its error is a
+metric.
 
 It keeps sums only, so that a scraper can take rates of them. It knows nothing of how a prediction is made.
 """

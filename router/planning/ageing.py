@@ -24,7 +24,7 @@ HALF_LIFE_S = 10.0
 """This is the half-life of the trust in an estimate that nothing confirms. A machine is busy with other things for
 seconds or minutes."""
 MAX_HALF_LIFE_S = 160.0
-"""This is the longest half-life; an estimate reaches it after it was confirmed after each of several silences."""
+"""Limits the half-life; an estimate reaches this limit when it has been confirmed after each of four silences."""
 CONFIRMED = 1.5
 """A new value confirms the old one if it is within this factor of it."""
 NOISE = 0.2
@@ -73,7 +73,7 @@ class AgeingCost:
 
     @property
     def line(self) -> Line:
-        """This is the line as it was learned, however long ago that was."""
+        """Returns the line as it was learned, however long ago that was."""
         return self._cost.line
 
     @property

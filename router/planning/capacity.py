@@ -1,9 +1,9 @@
-"""This module is the queue of requests that no member can serve now. It records which request waits for which kinds of
-members, and it decides which one goes next when a member comes.
+"""Keeps the queue of requests that no member can serve now. It records which request waits for which kinds of members,
+and it decides which one goes next when a member comes.
 
 A request joins when a plan found no worker, or no encoder for a modality that the request needs. It leaves when the
 members that it needs are there, when its deadline has passed, or when its client has disconnected. A request that was
-released and has no token yet is `on_the_way`. The queue is pure: it knows nothing of futures or members, and the time
+released and has no token yet is "on the way". The queue is pure: it knows nothing of futures or members, and the time
 is an argument. `router/capacity.py` puts it into the event loop.
 """
 
@@ -29,7 +29,7 @@ class CapacityNeed(NamedTuple):
 
     modalities: frozenset[str] = frozenset()
     exclusions: frozenset[tuple[MemberId, float]] = frozenset()
-    """These are the members that failed the request, each with the time until which the request does not use it."""
+    """Holds the members that failed the request, each with the time until which the request does not use it."""
 
     def excluded(self, now: float) -> frozenset[MemberId]:
         return frozenset(member_id for member_id, until in self.exclusions if until > now)
@@ -98,7 +98,7 @@ class CapacityQueue:
         self._supply = supply
         self._first_on_the_way = first_on_the_way
         self._max_on_the_way = first_on_the_way
-        """This limit grows while any request waits."""
+        """Limits `_on_the_way`. It grows with each first token, and is reset when a request joins an empty queue."""
         self._waiting: set[Waiter] = set()
         self._on_the_way: set[Waiter] = set()
         self._need_to_line: dict[CapacityNeed, _Line] = {}

@@ -1,5 +1,5 @@
-"""This module learns online what a stage costs. A cost is a straight line `base_s + per_unit_s * x`; there is one per
-member and stage.
+"""Learns online what a stage costs. A cost is a straight line `base_s + per_unit_s * x`; there is one per member and
+stage.
 
 A line starts from an anchor (a default, or what the member measured itself and reports), and responses correct it. This
 module knows nothing of members, queues or the score.
@@ -45,7 +45,7 @@ class LinearCost:
         self._anchor = anchor
         self._is_measured = False
         self._factors = Line(1.0, 1.0)
-        """These are the factors between the anchor and the line, which responses taught."""
+        """Holds the factors between the anchor and the line, which were learned from responses."""
         self._line = anchor
 
     @property
@@ -54,12 +54,12 @@ class LinearCost:
 
     @property
     def is_measured(self) -> bool:
-        """This is whether the member reports its own measurements."""
+        """Tells whether the member reports its own measurements."""
         return self._is_measured
 
     def observe(self, x: float, actual_s: float, gain: float = LEARNING_RATE) -> None:
-        """Corrects the line by an observation: `x` units took `actual_s` seconds. Values that are not positive carry no
-        information and are ignored."""
+        """Corrects the line by an observation: `x` units took `actual_s` seconds. An observation with a negative `x`,
+        or with an `actual_s` that is not positive, carries no information and is ignored."""
         if x < 0.0:
             return
         old = self._line

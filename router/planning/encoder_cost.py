@@ -1,5 +1,4 @@
-"""This module keeps what an encoder costs, by modality: a patch of a video and a mel frame of a sound take different
-times.
+"""Keeps what an encoder costs, by modality: a patch of a video and a mel frame of a sound take different times.
 
 A modality of which nothing is known yet costs what the encoder's work costs in general. Estimates age towards what
 encoders cost in common. This module is pure and knows nothing of queues.

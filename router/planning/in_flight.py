@@ -1,5 +1,5 @@
-"""This module counts the work that this router dispatched and that the members' reports do not contain yet. Without it,
-all requests of a burst between two reports would go to the one member that was idle in its last report.
+"""Counts the work that this router dispatched and that the members' reports do not contain yet. Without it, all
+requests of a burst between two reports would go to the one member that was idle in its last report.
 
 Each dispatched attempt puts load on a member (tokens on a worker, patches on an encoder). The load is *pending* until a
 report acknowledges it, and *open* until the attempt ends on that member. When reports stop, only the open load is left

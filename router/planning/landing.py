@@ -1,13 +1,13 @@
-"""This module predicts when the features of a request's media reach a worker, and chooses the encoder for each item.
+"""Predicts when the features of a request's media reach a worker, and chooses the encoder for each item.
 
     land(unit, w) = max(wait(e), decode_queue(e) + decode + preprocess)
                     + encode_e(units of this request on e, up to and including this one)
                     + alpha(e,w) + beta(e,w) * bytes
 
-Items go, in order, to the encoder from which they land earliest. A feature that an encoder has cached costs only its
-transfer. Costs are those of the item's modality; units of different modalities never share a forward pass. The router
-fetches media before it plans, so the formula contains no fetch. This module knows nothing of workers except the links
-to one.
+Here `alpha + beta * bytes` is the cost of the link between encoder `e` and worker `w`. Items go, in order, to the
+encoder from which they land earliest. A feature that an encoder has cached costs only its transfer. Costs are those of
+the item's modality; units of different modalities never share a forward pass. The router fetches media before it plans,
+so the formula contains no fetch. This module knows nothing of workers except the links to one.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class _Offer(NamedTuple):
     ready_s: float
     """This is the number of seconds until the item's forward pass can begin."""
     modality_to_cost_before: Mapping[str, int]
-    """Counts the patches of this request that the encoder encodes before this item."""
+    """Counts, by modality, the patches of this request that the encoder encodes before this item."""
 
     def landing_s(self, item: MediaItem, num_rows: int, last_rows: int, row_bytes: int) -> float:
-        """Returns when the item's first `num_rows` rows have landed, of which the last `last_rows` are one unit.
-        Encoded units leave one after another, each when its share of the patches is done. Cached units all leave at
-        once and share the link."""
+        """Returns the seconds until the item's first `num_rows` rows have landed, of which the last `last_rows` are one
+        unit. Encoded units leave one after another, each when its share of the patches is done. Cached units all leave
+        at once and share the link."""
         if self.is_cached:
             return self.link.at(num_rows * row_bytes)
         encode_s = self.encode_s(item, item.cost * (num_rows / max(item.num_tokens, 1)))

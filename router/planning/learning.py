@@ -1,4 +1,4 @@
-"""This module learns costs, per member and per link class, from the timings that each response carries.
+"""Learns costs, per member and per link class, from the timings that each response carries.
 
 A new member, of which nothing is known, costs what its kind costs in common (`ageing`), so that a default that fits no
 member neither keeps requests away from a new replica nor floods it. This module also records the accuracy of

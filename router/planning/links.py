@@ -1,5 +1,5 @@
-"""This module derives the class of the link between two members from where they run. The planner costs links by class
-and never filters by it: a fitted alpha + beta * bytes says what a topology is worth, and a name does not."""
+"""Derives the class of the link between two members from where they run. The planner costs links by class and never
+filters by it: a fitted alpha + beta * bytes says what a topology is worth, and a name does not."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""This module keeps what the router knows of one worker or one encoder: its last report and its learned costs. The
-state is mutable, and there is one per member.
+"""Keeps what the router knows of one worker or one encoder: its last report and its learned costs. The state is
+mutable, and there is one per member.
 
 A member without a report counts as idle. A member whose reports stopped is balanced by this router's own open attempts
-on it, without affinity, because its queue, its cache and its memory have changed since. This module knows nothing of
-the choice between members.
+on it, and what it may have cached is ignored, because its queue, its cache and its memory have changed since. This
+module knows nothing of the choice between members.
 """
 
 from __future__ import annotations

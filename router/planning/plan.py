@@ -1,6 +1,6 @@
-"""This module makes the choice: `plan_route` scores workers, each with the encoders that suit it best, and takes the
-one with the earliest first token. Its functions are pure functions of frozen values; chance enters only as the
-snapshot's `tie_break`. It knows nothing of how the views come about."""
+"""Makes the choice: `plan_route` scores workers, each with the encoders that suit it best, and takes the one with the
+earliest first token. Its functions are pure functions of frozen values; chance enters only as the snapshot's
+`tie_break`. It knows nothing of how the views come about."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""This module computes the score of a worker: the time to first token that it would need, by walking the prompt in
-order.
+"""Computes the score of a worker: the time to first token that it would need, by walking the prompt in order.
 
     t = time until w can start (its queue: see `waiting`)
     for each span not covered by w's KV prefix:

@@ -1,5 +1,5 @@
-"""This module searches the workers that could serve a query: for each it computes a lower bound, and then its score
-with the encoders that suit it best.
+"""Searches the workers that could serve a query: for each it computes a lower bound, and then its score with the
+encoders that suit it best.
 
 The search takes workers in order of the lower bound (their queue and their prefill, as if no medium had to be waited
 for) until the bound alone is worse than the scores found so far. So the pruned search finds what the full one would
@@ -22,8 +22,8 @@ from router.planning.views import CandidateTerms, ClusterView, EncoderView, Line
 from router.planning.waiting import PlacementNeed, Waiting, idle_pace, waiting
 
 _ROUNDING = 1e-9
-"""This is the relative slack when the search compares a bound with a score, because the two add the same terms in a
-different order."""
+"""A bound may exceed the scores found so far by this relative amount before the search stops, because bounds and scores
+add the same terms in a different order."""
 
 
 class Bound(NamedTuple):
@@ -110,9 +110,9 @@ class Search:
         return scored
 
     def lower_bound_s(self, candidate: Candidate) -> float:
-        """Returns the walk on this worker with every queue empty and the encoders chosen again for that case. If the
-        encoders as they were chosen give less, it returns that: a greedy choice may be worse on empty queues than on
-        full ones."""
+        """Returns the time to first token on this worker with every queue empty and the encoders chosen again for that
+        case. If the encoders as they were chosen give less, it returns that: a greedy choice may be worse on empty
+        queues than on full ones."""
         worker, missing = candidate.worker, self.prompt.missing_items(candidate.covered)
         idle = {item.index: [e._replace(queued_cost=0) for e in self.options[item.index]] for item in missing}
         idle_landings = land_items(missing, idle, self.links_to(worker.host), self.query.feature_row_bytes)

@@ -1,4 +1,4 @@
-"""This module defines what the planner sees and what it answers, as frozen values.
+"""Defines what the planner sees and what it answers, as frozen values.
 
 Times are seconds, costs of media are patches, and lengths are tokens. Types of which many are made per request are
 NamedTuples. This module knows nothing of how the views come about (`cluster`) or of the formula (`score`).
@@ -24,14 +24,14 @@ class RouteQuery:
     token_count: int
     """Counts the prompt's tokens with the placeholders expanded."""
     block_hashes: tuple[BlockHash, ...]
-    """These are the hashes of all full blocks of the prompt."""
+    """Holds the hashes of all full blocks of the prompt."""
     media: tuple[MediaItem, ...] = ()
     placeholders: tuple[PlaceholderRange, ...] = ()
     """The ranges are sorted by offset and disjoint."""
     feature_row_bytes: int = 0
     """This is the size in bytes of one row of features on one level: `hidden_size * itemsize`."""
     excluded: frozenset[MemberId] = frozenset()
-    """These are the members that this request must not try again."""
+    """Holds the members that this request must not try again."""
 
 
 class Line(NamedTuple):
@@ -59,14 +59,14 @@ class WorkerView(NamedTuple):
     covered_blocks: int
     """Counts the leading blocks of this query's prompt that the worker's KV holds, according to the index."""
     queued_tokens: float
-    """Counts the tokens that were ahead of this request when the worker last reported; they are flat tokens
-    (`fabric.flat_tokens`) that could be computed then."""
+    """Counts the flat tokens (tokens weighted by their context, see `fabric.flat_tokens`) that were ahead of this
+    request when the worker last reported, and that could be computed then."""
     num_decoding: int
     """Counts the sequences that compute one token in every step."""
     num_open: int
     """Counts this router's attempts that have not ended on the worker."""
     kv_blocks_free: int | None
-    """This is None if unknown."""
+    """Counts the worker's free KV blocks; it is None if unknown."""
     prefill: Line
     """`base_s` is the overhead of a step, and `per_unit_s` is the time of a flat token."""
     decode_s: float = 0.0
@@ -78,9 +78,9 @@ class WorkerView(NamedTuple):
     report_age_s: float = 0.0
     """This is the time since the last report."""
     max_step_tokens: int = 0
-    """This is 0 if unknown."""
+    """Limits the tokens of one step; it is 0 if unknown."""
     place_wait_s: float = 0.0
-    """This is the time until a sequence has ended whose place in the steps is free for this request."""
+    """This is the time until enough sequences have ended that a place in the steps is free for this request."""
     kv_blocks_per_s: float = 0.0
     """This is the rate at which sequences return blocks as they end; it is 0 if unknown."""
 
@@ -92,11 +92,11 @@ class EncoderView(NamedTuple):
     queued_cost: int
     """Counts the patches ahead of this request: those that were reported, and those that were dispatched since."""
     cached: frozenset[MmHash]
-    """These are the items of this query that the encoder holds."""
+    """Lists the items of this query whose features the encoder has cached."""
     costs: EncoderCosts
-    """These are the costs over all modalities."""
+    """Holds the costs over all modalities, in the mix in which items came."""
     modality_to_costs: Mapping[str, EncoderCosts] = MappingProxyType({})
-    """Holds the costs of those modalities of which something is known."""
+    """Holds the costs of those modalities of which something is known; `costs` apply to the others."""
 
     def costs_of(self, modality: str) -> EncoderCosts:
         return self.modality_to_costs.get(modality, self.costs)
@@ -116,8 +116,8 @@ class ClusterView:
     tie_break: float = 0.0
     """This number in [0, 1) decides which of several near-equal choices is taken."""
     tolerance: float = 0.02
-    """Workers are near-equal within this share of the request's lower bound. It is less than one more request of the
-    same kind in a queue, so near-equality never hides load."""
+    """Workers are near-equal if they differ by less than this share of the request's own work on the worker where that
+    is least. It is less than one more request of the same kind in a queue, so near-equality never hides load."""
 
 
 class Assignment(NamedTuple):
@@ -196,7 +196,7 @@ class RoutePlan:
     """These items lie wholly inside the worker's cached KV."""
     predicted_ttft_s: float
     lower_bound_s: float
-    """This is the same walk on this worker with every queue empty."""
+    """This is the time to first token on this worker if every queue were empty."""
     explanation: Explanation = field(repr=False)
     planned_at_s: float = 0.0
     """This is the time on the router's clock when the plan was made (the argument `now`)."""

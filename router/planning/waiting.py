@@ -1,5 +1,5 @@
-"""This module predicts when a worker can begin with a request, and at what pace it continues. It models the worker's
-steps, as far as the last report describes them.
+"""Predicts when a worker can begin with a request, and at what pace it continues. It models the worker's steps, as far
+as the last report describes them.
 
 An engine computes in steps. Each step has a cost of its own and a cost for every sequence that decodes, and it has room
 for a limited number of prompt tokens. A request joins the first step that begins after its arrival and has room left
@@ -51,7 +51,7 @@ class _Steps(NamedTuple):
     """This is the time of one step without its prompt tokens."""
     s_per_token: float
     room: float
-    """This is the number of prompt tokens that fit in one step."""
+    """Counts the prompt tokens that fit in one step."""
 
     @property
     def full_s(self) -> float:

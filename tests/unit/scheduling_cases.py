@@ -1,4 +1,5 @@
-"""Plain construction for the scheduler's unit tests: requests with images at given places, and one step at a time."""
+"""Builds requests with images at given places for the scheduler's unit tests, and runs the scheduler one step at a
+time."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def request(
     max_tokens: int = 100,
     **fields: object,
 ) -> GenerateRequest:
-    """`length`: of a prompt that no other request shares, or the token ids. `images`: (name, offset, tokens)."""
+    """Returns a request. `length` is the number of tokens of a prompt that no other request shares, or the token ids
+    themselves; each of `images` is (name, offset, tokens)."""
     seed = sum(name.encode()) * 1000
     token_ids = list(range(seed, seed + length)) if isinstance(length, int) else list(length)
     for _, offset, num_tokens in images:
@@ -70,7 +72,8 @@ def attempt_id(name: str) -> AttemptId:
 
 
 class Bench:
-    """A scheduler and its clock; `step` plans, answers every draw with `token` and commits, invariants checked."""
+    """A `Bench` is a scheduler with its clock; `step` plans, answers every draw with `token` and commits, and the
+    methods check the invariants."""
 
     def __init__(self, **config: object) -> None:
         self.clock = ManualClock()
@@ -103,7 +106,7 @@ class Bench:
         return events
 
     def step(self, token: int = 7) -> dict[str, int]:
-        """Tokens computed per request name."""
+        """Runs one step and returns the number of tokens computed per request name."""
         plan = self.plan()
         self.commit(plan, token)
         return {chunk.sequence_id.request_id: chunk.num_tokens for chunk in plan.chunks}

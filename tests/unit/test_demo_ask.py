@@ -1,4 +1,4 @@
-"""`weft demo`'s questions, what it sends, and what it makes of the answers."""
+"""Tests the questions of `weft demo`, the requests that the demo sends, and how it judges the answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def events(text: str) -> bytes:
 
 
 def cluster(answer: Callable[[list[dict[str, Any]]], str], refused: str = "") -> httpx.MockTransport:
-    """A server that takes everything but parts of the `refused` types."""
+    """Returns the transport of a server that accepts all parts except those of the `refused` types."""
 
     def handle(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
@@ -59,7 +59,8 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[httpx.MockTransport], None
 
 
 def knows(seed: int, refused: list[str], num_wrong: int = 0) -> Callable[[list[dict[str, Any]]], str]:
-    """Answers each question of the demo from a list, by what was sent; the first `num_wrong` wrongly."""
+    """Returns a function that answers each question of the demo by the messages sent, and the first `num_wrong`
+    questions wrongly."""
     asked = ask.questions(seed, refused)
     answers = {json.dumps(wire.messages(q.sample)): q.sample.answer for q in asked[num_wrong:]}
     return lambda messages: answers.get(json.dumps(messages), "mauve")

@@ -1,4 +1,4 @@
-"""What the demo draws is what it says it drew."""
+"""Tests that the demo draws what its samples say it drew."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def nearest_colour(rgb: np.ndarray) -> str:
 @pytest.mark.parametrize("seed", range(30))
 def test_a_figure_has_its_colour_where_it_stands(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    shapes = [shape for shape in SHAPES if shape != "ring"]  # a ring has none in its middle
+    shapes = [shape for shape in SHAPES if shape != "ring"]  # The middle of a ring does not have the ring's colour.
     scene = scenes.one_figure(rng, scenes.picture_size(rng, seed % 3), shapes)
     figure = scene.figures[0]
     x, y = round(figure.x), round(figure.y)
@@ -86,7 +86,8 @@ def test_same_seed_same_sample(task: object) -> None:
 
 
 def centre_of(frame: np.ndarray, ground: np.ndarray) -> np.ndarray:
-    """Where a frame differs from the ground, on average: (x, y)."""
+    """Returns the mean position (x, y) of the pixels where a frame differs from the ground, weighted by the
+    difference."""
     weight = np.abs(frame.astype(float) - ground).sum(2)
     weight = np.where(weight > 90, weight, 0)
     y, x = np.indices(weight.shape)
@@ -148,5 +149,5 @@ def test_sounds_are_long_enough_and_stay_in_range() -> None:
 
 
 def test_rows_of_a_sound_as_the_audio_tower_counts_them() -> None:
-    # transformers' _get_feat_extract_output_lengths with windows of 100 frames
+    # The expected counts follow transformers' _get_feat_extract_output_lengths with windows of 100 frames.
     assert [num_audio_tokens(frames) for frames in (1, 8, 9, 99, 100, 101, 250)] == [1, 1, 2, 13, 13, 14, 33]

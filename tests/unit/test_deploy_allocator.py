@@ -1,4 +1,4 @@
-"""What the allocator keeps: a block that was freed is at hand again, without new pages."""
+"""Tests that the allocator keeps freed memory: a block that was freed is available again without new pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The cluster's budget: largest media by the family's own plan, weights by their files' headers, the table."""
+"""Tests the cluster's memory budget: it finds the largest media with the family's own plan, reads the sizes of weights
+from their files' headers, and lists every pool in a table."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def config(**sections: object) -> ClusterConfig:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Model:
-    """Pictures of at most 256 x 256 pixels, a token per 32 x 32: 64 tokens, features of 4 levels x 64."""
+    """Returns a model whose pictures have at most 256 x 256 pixels, with a token per 32 x 32: these are 64 tokens, with
+    features of 4 levels x 64."""
     return load_model(config(), write_config(tmp_path, thinker_config()))
 
 
@@ -46,7 +48,7 @@ def test_the_largest_picture_is_the_familys_own(model: Model) -> None:
 
 @pytest.fixture(scope="module")
 def odd_family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    """At most 980 tokens of 32 x 32 pixels, which is no square."""
+    """Returns a family that takes at most 980 tokens of 32 x 32 pixels; 980 is not a square number."""
     sizes = {"size": {"shortest_edge": 3136, "longest_edge": 1_003_520}}
     model_dir = write_config(tmp_path_factory.mktemp("odd"), thinker_config(), {**PREPROCESSOR, **sizes})
     return load_model(config(), model_dir).family
@@ -78,7 +80,8 @@ def test_no_picture_is_larger_than_the_largest(
 def test_no_video_is_much_larger_than_the_largest(
     odd_family: Family, odd_largest: dict[str, LargestItem], area: float, ratio: float, seconds: float, fps: int
 ) -> None:
-    """Sizes are tried at steps: between them a frame may be a row or two of patches larger."""
+    """The search for the largest video tries sizes in steps, so a frame between two steps may be a row or two of
+    patches larger."""
     width, height = (max(1, int((10 ** (area + sign * ratio)) ** 0.5)) for sign in (1, -1))
     num_frames = max(1, int(seconds * fps))
     try:
@@ -120,7 +123,7 @@ def test_what_no_encoder_is_told_is_what_the_model_takes(model: Model) -> None:
 def test_limits_below_the_familys_own_count(model: Model) -> None:
     found = largest_item(model.family, "image", MediaLimits(max_image_pixels=128 * 128))
     assert found is not None
-    assert 16 <= found.num_tokens < 64  # sides are rounded to the nearest multiple, up or down
+    assert 16 <= found.num_tokens < 64  # Each side is rounded to the nearest multiple, up or down.
 
 
 def test_what_the_family_does_not_take_has_no_largest(model: Model) -> None:

@@ -1,4 +1,4 @@
-"""What `model.dtype: auto` stands for."""
+"""Tests which dtype `model.dtype: auto` stands for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster config: what is wrong is named with its place."""
+"""Tests the cluster config: an error names what is wrong and its place."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_what_is_served_is_what_encoders_have_loaded_lowered_by_the_limits(text:
     ],
 )
 def test_spectrograms_are_made_on_a_gpu_unless_told_otherwise(text: str, device: str) -> None:
-    """`on` and `off` are no booleans here, though YAML says so."""
+    """The config does not read `on` and `off` as booleans here, although YAML does."""
     config, _ = check_config(text)
     assert config is not None
     assert mel_device(config.encoders) == device

@@ -1,4 +1,5 @@
-"""A default stands in one place: at the part that a config key is handed to, or in the config where no part has one."""
+"""Tests that a default stands in one place: at the part that receives a config key's value, or in the config where no
+part has one."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ OWNERS = {
 
 
 def handed_on() -> list[tuple[str, str, str]]:
-    """(owner, its field, config key) of every value that `compose` hands on as it is."""
+    """Returns (owner, its field, config key) for every value that `compose` passes on unchanged."""
     found = []
     for call in ast.walk(ast.parse(Path(compose.__file__).read_text())):
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in OWNERS:
@@ -39,7 +40,7 @@ def handed_on() -> list[tuple[str, str, str]]:
 
 
 def taken_from_owners() -> dict[str, list[tuple[str, str]]]:
-    """Config key -> (owner, its field) that its default is taken from."""
+    """Returns, for each config key, the (owner, its field) pairs from which its default is taken."""
     taken: dict[str, list[tuple[str, str]]] = {}
     for statement in ast.walk(ast.parse(Path(config.__file__).read_text())):
         if not isinstance(statement, ast.AnnAssign) or statement.value is None:

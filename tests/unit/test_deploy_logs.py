@@ -1,4 +1,4 @@
-"""What lines of the log look like, where they go, and which are written."""
+"""Tests the format of log lines, where they go, and which of them are written."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_library_with_handlers_of_its_own_writes_to_our_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], is_imported_first: bool
 ) -> None:
     def import_it() -> None:
-        """What `import torch` does to the loggers of torch."""
+        """Does to the loggers of torch what `import torch` does."""
         for name in ("torch", "torch.part"):
             library = logging.getLogger(name)
             library.propagate = False
@@ -175,7 +175,8 @@ def test_each_run_has_a_folder_and_the_oldest_go(tmp_path: Path) -> None:
 
 
 def test_the_oldest_runs_go_on_every_machine_where_a_member_logs(tmp_path: Path) -> None:
-    """A member of a joined Ray is told the folder of the run; on its machine there may be others, and newer ones."""
+    """A member of a joined Ray receives the folder of the run; on its machine there may be folders of other runs, and
+    newer ones."""
     make_runs(tmp_path, range(10, 35))
     section = LoggingSection(dir=tmp_path / "20200120-120000-7")
     configure_logs(section, "worker-1")

@@ -1,4 +1,5 @@
-"""The router that a config describes, composed on the demo model's files: what is written there reaches it."""
+"""Tests the router that a config describes: it is composed on the demo model's files, and the values of the config
+reach it."""
 
 from __future__ import annotations
 

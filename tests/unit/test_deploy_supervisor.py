@@ -1,5 +1,5 @@
-"""What the supervisor runs behind a server that did not end by itself. Each in a process of its own: a supervisor ends
-everything below it."""
+"""Tests what the supervisor runs after a server that did not end by itself. Each test runs the supervisor in a process
+of its own, because a supervisor ends every process below it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages with arrays between two ends of a pipe."""
+"""Tests messages with arrays between two ends of a pipe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ends() -> Iterator[Ends]:
 
 
 def sent(ends: Ends, message: object) -> object:
-    """What arrives; the sender blocks until it is read."""
+    """Sends `message` from another thread, because the sender blocks until it is read, and returns what arrives."""
     sender = threading.Thread(target=send, args=(ends[0], message))
     sender.start()
     try:
@@ -64,7 +64,7 @@ def test_what_carries_no_array_arrives_between_messages_that_do(ends: Ends) -> N
     st.booleans(),
 )
 def test_arrays_arrive_as_they_were(items: list[np.ndarray], is_transposed: bool) -> None:
-    """Empty ones and ones without dimensions, in any order in memory."""
+    """Arrays may be empty or have no dimensions, and may have any order in memory."""
     items = [item.T if is_transposed else item for item in items]
     with (pipe := Pipe())[0], pipe[1]:
         found = sent(pipe, items)
@@ -78,7 +78,7 @@ def test_a_sender_that_dies_in_the_middle_is_noticed(ends: Ends) -> None:
     ours, theirs = ends
     ours.send([10])
     ours.send_bytes(b"body")
-    ours.send_bytes(b"12")  # four bytes of length and two more
+    ours.send_bytes(b"12")  # The pipe carries four bytes of length and two more.
     ours.close()
     with pytest.raises(EOFError):
         receive(theirs)

@@ -1,4 +1,4 @@
-"""The encoder's small decisions: life cycle, cost fit, cache events, admission, settings."""
+"""Tests the encoder's small decisions: life cycle, cost fit, cache events, admission and settings."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ class TestAdmission:
         def check(*items: MediaItem) -> None:
             check_budget(items, flights, cached.__contains__, 32)
 
-        check(item("huge", cost=1000))  # alone, with nothing queued
+        check(item("huge", cost=1000))  # An item of any cost passes if it is alone and nothing is queued.
         flights.join(follower_of(request(item("a", cost=20)), turn(1), item("a", cost=20), b"", 0.0))
         check(item("b", cost=12))
         check(item("a", cost=20), item("b", cost=12), item("cached", cost=500))
@@ -303,7 +303,7 @@ class TestDecodedInputs:
         def units(*steps: int) -> list[EncoderInput]:
             return [EncoderInput("video", np.tile(patches, (count, 1)), (count, 2, 2)) for count in steps]
 
-        check_inputs(units(4, 3), planned)  # the last group is a shorter one
+        check_inputs(units(4, 3), planned)  # The last group may be shorter.
         with pytest.raises(EncodeFailed):
             check_inputs(units(3, 4), planned)
         check_inputs(units(3, 4), msgspec.structs.replace(planned, options=""))
@@ -365,7 +365,8 @@ class TestFlights:
         assert flights.totals.queued_cost == 0
 
     def test_what_a_decoder_still_gives_for_nobody_is_not_taken(self) -> None:
-        """Of an item whose last follower left while a unit was in the forward, and of one that has ended since."""
+        """The item's last follower leaves while a unit is in the forward pass, and the flight ends after that pass; the
+        flight takes no parts in either state."""
         flights = Flights(patience=4.0, to_seconds=free)
         wanted = item("a", cost=32, units=(4, 4))
         follower = follower_of(request(wanted), turn(1), wanted, b"png", 0.0)
@@ -382,7 +383,8 @@ class TestFlights:
         flights.check_invariants()
 
     def test_a_flight_that_made_all_that_is_missed_ends_while_it_is_decoded(self) -> None:
-        """Its last follower misses the unit before: it joins another flight, into which this one puts nothing."""
+        """The flight's last follower misses a unit that the flight has already passed, so this follower must join
+        another flight, and this flight takes no more parts."""
         flights = Flights(patience=4.0, to_seconds=free)
         wanted = item("a", cost=32, units=(4, 4))
         first, second = (follower_of(request(wanted, number=n), turn(n), wanted, b"png", 0.0) for n in (1, 2))
@@ -422,7 +424,8 @@ class TestFlights:
         assert order == ["item-1", "item-2"]
 
     def test_sounds_count_by_the_memory_they_take(self) -> None:
-        """A mel frame takes an eighth of a patch here, which is known once each was seen."""
+        """A mel frame takes an eighth of a patch's memory here, which is known once the encoder has seen one of
+        each."""
         flights = Flights(patience=4.0, to_seconds=lambda modality, cost: cost * (1 if modality == "audio" else 1000))
 
         def join(name: str, modality: str, cost: int) -> EncodeJob:
@@ -436,7 +439,7 @@ class TestFlights:
             flights.decoded(flight, [EncoderInput(modality, np.zeros((10, width), np.float32), (1, 1, 10))])
             assert flights.decoded_cost == (10 if modality == "image" else 1.25)
             flights.leave(next(iter(flight.followers)))
-        for number in range(4):  # 160 frames, 20 patches: as many as there is room for
+        for number in range(4):  # These are 160 frames, which take as much memory as 20 patches and fill the room.
             join(f"sound-{number}", "audio", 40)
         flight = join("picture", "image", 1)
         order = []

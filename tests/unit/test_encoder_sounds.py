@@ -1,4 +1,5 @@
-"""Sounds that wait for the device: in line, within a batch's cost, and gone with the last who wants them."""
+"""Tests sounds that wait for the device: a batch begins with the first in line and stays within its cost, and a sound
+is dropped when its last follower leaves."""
 
 from __future__ import annotations
 

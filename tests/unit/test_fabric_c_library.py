@@ -1,4 +1,5 @@
-"""A C file as a library: compiled once, and never loaded from where others could have put it."""
+"""Tests the use of a C file as a library: it is compiled once, and is never loaded from a place where other users could
+have put it."""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def test_what_others_may_write_to_is_not_loaded(
 def test_what_others_own_is_not_loaded(
     source: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, is_directory: bool
 ) -> None:
-    """A link may be another's too, whatever it leads to."""
+    """A link is refused as well, because it may belong to another user regardless of its target."""
     load_c_library(source)
     (library,) = kept(cache)
     path = cache if is_directory else library
@@ -101,7 +102,8 @@ def test_what_others_own_is_not_loaded(
 def test_a_broken_library_is_made_again(
     source: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Broken where none was loaded from: what is loaded is found by its path, whatever lies there since."""
+    """The broken file lies in a cache from which this process has loaded nothing, because the system finds a loaded
+    library by its path, even if the file there has changed since."""
     load_c_library(source)
     (library,) = kept(cache)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))

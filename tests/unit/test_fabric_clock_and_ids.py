@@ -1,4 +1,4 @@
-"""Clocks never go back; minted ids are fresh."""
+"""Tests that clocks never go back and that minted ids are fresh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Digests are part of the wire: the same in every process and version, and separated by framing."""
+"""Tests that digests are part of the wire format: they are the same in every process and version, and framing separates
+their parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The error tree: every leaf has a wire name of its own, survives pickling and comes back from the wire."""
+"""Tests the error tree: every leaf has a wire name of its own, survives pickling, and is restored from the wire."""
 
 from __future__ import annotations
 

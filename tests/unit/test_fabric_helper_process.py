@@ -1,4 +1,5 @@
-"""What a helper process knows of itself. Its limits are tried by `tests/parity/test_encoder_decoding.py`."""
+"""Tests how a helper process's end is read and how its own memory is counted; `tests/parity/test_encoder_decoding.py`
+tests its limits."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from fabric.helper_process import data_bytes, exit_code_of
 def test_how_a_process_ended_is_known_when_another_thread_heard_of_it_first(is_noted: bool) -> None:
     process = multiprocessing.get_context("spawn").Process(target=sys.exit, args=(7,))
     process.start()
-    _, status = os.waitpid(process.pid, 0)  # the other thread hears of it,
+    _, status = os.waitpid(process.pid, 0)  # Another thread reads the status first.
 
     def note() -> None:
-        process._popen.returncode = os.waitstatus_to_exitcode(status)  # and notes it later
+        process._popen.returncode = os.waitstatus_to_exitcode(status)  # The other thread records the status later.
 
     if is_noted:
         Timer(0.05, note).start()

@@ -1,4 +1,5 @@
-"""Leases: reported once, at their deadline, in its order; dropped ones never."""
+"""Tests leases: each is reported once, at its deadline and in the order of deadlines, and a dropped lease is never
+reported."""
 
 from __future__ import annotations
 

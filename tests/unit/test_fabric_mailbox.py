@@ -1,4 +1,4 @@
-"""A mailbox in its event loop: one turn at a time, between which others get theirs."""
+"""Tests that a mailbox in its event loop delivers one turn at a time and that other callbacks run between turns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fabric.mailbox import Mailbox
 from fabric.messages import AbortAttempt, PlaneMessage
 
 NUM_MESSAGES = 600
-"""More than two turns deliver."""
+"""These are more messages than two turns deliver."""
 
 
 def message(number: int) -> AbortAttempt:

@@ -1,4 +1,4 @@
-"""The directory: versions count changes, leases end by themselves, looking changes nothing."""
+"""Tests the directory: versions count changes, leases expire by themselves, and reading the view changes nothing."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def test_a_heartbeat_of_an_older_epoch_does_not_renew():
 
 
 class DirectoryModel(RuleBasedStateMachine):
-    """Against a dict of deadlines; and a version must tell any two different views apart."""
+    """Compares the directory with a dict of deadlines, and checks that any two different views have different
+    versions."""
 
     names = st.sampled_from(["a", "b", "c"])
 

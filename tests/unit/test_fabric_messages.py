@@ -1,4 +1,4 @@
-"""Everything that travels survives the wire exactly, types included, and garbage is a ProtocolError."""
+"""Tests that every message survives the wire exactly, types included, and that garbage raises a ProtocolError."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAIN = {
 
 
 def values(kind: typing.Any) -> st.SearchStrategy:
-    """Values of a field's type, by its annotation."""
+    """Returns a strategy for values of a field's type, given its annotation."""
     if hasattr(kind, "__supertype__"):
         return values(kind.__supertype__)
     if kind in PLAIN:

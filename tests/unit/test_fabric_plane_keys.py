@@ -1,4 +1,5 @@
-"""The keys of the message plane as values; what they keep out is in `tests/contract/test_fabric_plane_keys.py`."""
+"""Tests the keys of the message plane as values; `tests/contract/test_fabric_plane_keys.py` tests what they keep
+out."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ def keys() -> PlaneKeys:
 
 
 def zap_question(public: bytes, domain: bytes = b"weft", mechanism: bytes = b"CURVE") -> list[bytes]:
-    """As libzmq asks: version, number, domain, address, identity, mechanism, credentials."""
+    """Returns a question as libzmq asks it: version, number, domain, address, identity, mechanism, credentials."""
     return [b"1.0", b"17", domain, b"127.0.0.1", b"", mechanism, z85.decode(public)]
 
 

@@ -1,4 +1,4 @@
-"""The sink of pulled features over a reader that ends its reads when the test says so."""
+"""Tests the sink of pulled features with a reader that ends its reads when the test says so."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ SLOT_BYTES = 64 + HEADER_BYTES
 
 
 class ScriptedReader:
-    """Each read stays pending until it is told how it ends; what is released and disconnected is noted."""
+    """A `ScriptedReader` keeps each read pending until the test sets how the read ends, and records what is released
+    and disconnected."""
 
     def __init__(self, slots: SlotMemory) -> None:
         self.slots = slots
@@ -140,7 +141,8 @@ def test_reads_that_fail_say_of_whom(reader: ScriptedReader, sink: PullingSink) 
 
 
 def test_the_dead_are_disconnected_once_and_only_they(reader: ScriptedReader, sink: PullingSink) -> None:
-    """Not before the last transfer of theirs has ended; others' go on."""
+    """The sink disconnects a dead source only after the last transfer from it has ended, and transfers from other
+    sources continue."""
     dying, living = sink.pull(ticket("encoder-1"), 50.0), sink.pull(ticket("encoder-2"), 50.0)
     reader.wait_for(2)
     sink.peer_dead("encoder-1")
@@ -178,7 +180,7 @@ def test_the_transfer_thread_is_named_and_ends_with_the_process(sink: PullingSin
 
 
 def test_looks_at_open_reads_are_spaced_by_doubling_up_to_a_limit(sink: PullingSink) -> None:
-    sink.close()  # from here the numbers are the test's
+    sink.close()  # From here on, only the test sets the numbers.
     assert sink._pause_s() is None, "nothing to watch"
     sink._pulls = [pulling._Pull(ticket(), None, Future(), 0.0, 1.0)]  # type: ignore[arg-type]
     pauses = []
@@ -198,7 +200,7 @@ def test_a_pull_that_is_cancelled_before_it_begins_is_never_read(reader: Scripte
     reader.goes_on.clear()
     reader.state_of = {0: ReadState.FAILED}
     first = sink.pull(ticket(), 5.0)
-    reader.wait_for(1)  # the thread stands in it
+    reader.wait_for(1)  # The transfer thread now waits inside `post`.
     second = sink.pull(ticket(), 5.0)
     assert second.cancel()
     reader.goes_on.set()
@@ -243,7 +245,8 @@ def test_sources_of_one_process_have_names_of_their_own() -> None:
 
 
 def test_blame_is_shared_and_nobody_has_none() -> None:
-    """Of two coefficients, one of which is nearly all of the prediction: 95 and 5 parts of a hundred."""
+    """Of two coefficients, one makes up nearly all of the prediction: they share the error as 95 and 5 parts of a
+    hundred."""
     step = log(2.0) / (0.95**2 + 0.05**2)
     found = corrected((1.0, 1e-6), (1.0, 1.0), 2.0 * (1.0 + 1e-6), 1.0)
     assert found == pytest.approx((exp(0.95 * step), 1e-6 * exp(0.05 * step)))

@@ -1,4 +1,4 @@
-"""Slots with headers, and the generations that a source keeps there."""
+"""Tests slots with headers, and the generations that a source keeps there."""
 
 from __future__ import annotations
 
@@ -100,7 +100,8 @@ def test_feature_sizes():
 
 @pytest.mark.parametrize(("is_low", "offset"), [(True, 0), (False, 64)])
 def test_a_claim_takes_all_that_is_free_and_only_what_it_lacks_of_a_neighbour(is_low: bool, offset: int):
-    """Four units, of which the lower or the upper two are free and the others one slot: a claim for three."""
+    """The arena has room for four units: the lower or the upper two are free, one slot takes the others, and the claim
+    asks for three."""
     arena = Arena(4 * 64, alignment=64)
     low, high = arena.allocate(2 * 64), arena.allocate(2 * 64)
     gone, neighbour = (low, high) if is_low else (high, low)

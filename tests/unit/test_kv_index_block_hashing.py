@@ -1,4 +1,5 @@
-"""Block identity: golden vectors (changing one voids every cache of a running cluster), and what must differ."""
+"""Tests block identity with golden vectors (changing one invalidates every cache of a running cluster), and which
+blocks must differ."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Order of events: what is applied, kept, dropped."""
+"""Tests the order of events: which are applied, kept or dropped."""
 
 from kv_index.feed import ApplyResult, EventFeed
 

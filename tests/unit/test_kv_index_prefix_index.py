@@ -1,4 +1,4 @@
-"""The prefix index: holes, bounds, forgetting, and how much it looks at."""
+"""Tests the prefix index: holes, bounds, forgetting, and how much a lookup reads."""
 
 from fabric.ids import BlockHash, MemberId
 from fabric.messages import BlocksCleared, BlocksRemoved, BlocksStored, FeatureEvents, KvSnapshot

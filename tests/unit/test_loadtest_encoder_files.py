@@ -1,4 +1,4 @@
-"""What the encoder bench shows: every frame of a film is looked at, and no two files are the same to a cache."""
+"""Tests the files of the encoder bench: every frame of a film is planned, and no two files are the same to a cache."""
 
 from __future__ import annotations
 

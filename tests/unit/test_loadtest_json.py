@@ -1,4 +1,5 @@
-"""`weft bench NAME --json` prints JSON and nothing else on standard output, whatever the bench's processes print."""
+"""Tests that `weft bench NAME --json` prints JSON and nothing else on standard output, even if the bench's processes
+print other text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audio modality: what a part may be, every format to samples, and what is refused."""
+"""Tests the audio modality: which parts it accepts, how every format becomes samples, and what it refuses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RATE = 16000
 PLUGIN, LIMITS = AudioPlugin(), MediaLimits()
 PART = "messages.0.content.1"
 LOSSY = {"mp3", "mp3-vbr", "ogg-opus", "m4a", "webm"}
-"""LAME turns everything down by a twentieth."""
+"""Names the formats in which the level may change: LAME lowers it by a twentieth."""
 
 
 def samples_of(data: bytes, rate: int = RATE) -> np.ndarray:
@@ -46,7 +46,7 @@ def test_parts_become_bytes() -> None:
     url = f"data:audio/wav;base64,{text}"
     for part in (
         {"type": "input_audio", "input_audio": {"data": text, "format": "wav"}},
-        {"type": "input_audio", "input_audio": {"data": text, "format": "mp3"}},  # the bytes say what they are
+        {"type": "input_audio", "input_audio": {"data": text, "format": "mp3"}},  # The bytes decide the format.
         {"type": "input_audio", "input_audio": {"data": url}},
         {"type": "audio_url", "audio_url": {"url": url}},
         {"type": "audio_url", "audio_url": url},
@@ -82,7 +82,7 @@ def test_limits() -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("rate", "num_channels"), [(48000, 1), (16000, 2)])
 def test_every_format(name: str, rate: int, num_channels: int) -> None:
-    """Of the planned length, and the tone that went in."""
+    """The samples have the planned length and contain the tone of the file."""
     data = encoded(tone(1.23, rate, num_channels=num_channels), rate, name)
     header = PLUGIN.probe(data, PART)
     assert header.num_channels == num_channels
@@ -130,7 +130,7 @@ def test_what_the_models_rate_can_not_hold_is_gone(hz: float) -> None:
 
 @pytest.mark.parametrize("name", [name for name, clip in CLIPS.items() if clip.sound_codec])
 def test_sound_tracks_of_videos(name: str) -> None:
-    """What the video's header says of its track is what the track is, planned and decoded on its own."""
+    """The video's header describes its track as it is when it is planned and decoded on its own."""
     data = video_file(name)
     header = REGISTRY.modality("video").probe(data, PART)
     assert isinstance(header, VideoHeader)
@@ -158,7 +158,7 @@ def test_other_lengths_than_planned() -> None:
 
 
 def test_a_bomb_is_not_decoded_to_its_end() -> None:
-    """Two minutes of silence in a few kilobytes; what is decoded ends where the plan does."""
+    """The file holds two minutes of silence in a few kilobytes; decoding ends where the plan does."""
     data = encoded(np.zeros((1, 48000 * 120), dtype=np.float32), 48000, "flac")
     assert len(data) < 200_000
     with pytest.raises(InvalidMedia, match="longer"):

@@ -1,4 +1,4 @@
-"""Containers: what is opened and what is not, what is counted, and which files end too early."""
+"""Tests containers: which are opened, how samples and frames are counted, and which files end too early."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from modalities.truncation import num_lost_bytes
 
 PARAM = "messages.0.content.1"
 NO_LENGTH = ("adts-aac", "mp3-variable-no-header")
-"""Streams that say nothing of their length."""
+"""Names streams that do not state their length."""
 
 
 @pytest.mark.parametrize("name", RECORDINGS)
@@ -104,12 +104,13 @@ def test_what_is_sniffed() -> None:
 
 
 def test_a_file_does_not_open_others() -> None:
-    """A QuickTime track whose samples are in another file (`url ` data reference, not self-contained)."""
+    """The file has a QuickTime track whose samples are in another file (`url ` data reference, not self-contained)."""
     data = bytearray(video_file("mov-mjpeg"))
     at = data.index(b"url \0\0\0\x01")
     data[at + 7] = 0
     with open_container(bytes(data), PARAM) as container:
-        assert sum(packet.size > 0 for packet in container.demux(video=0)) == 12  # out of this file, as if it said so
+        # The packets come out of this file, as if the track were self-contained.
+        assert sum(packet.size > 0 for packet in container.demux(video=0)) == 12
         assert container.open_files == {}
     with pytest.raises(PermissionError):
         container.io_open("/etc/passwd", 0, {})
@@ -123,7 +124,7 @@ def test_errors_of_the_block_are_not_hidden() -> None:
 
 
 def vp9_frame(profile: int, show_existing: int, show_frame: int) -> memoryview:
-    """The first bits of an uncompressed header: marker 2, profile (low bit first), a reserved bit in profile 3,
+    """Returns the first bits of an uncompressed header: marker 2, profile (low bit first), a reserved bit in profile 3,
     show_existing_frame, frame_type, show_frame."""
     bits = f"10{profile & 1}{profile >> 1}" + ("0" if profile == 3 else "") + f"{show_existing}1{show_frame}"
     return memoryview(int(bits.ljust(16, "0"), 2).to_bytes(2, "big") + b"\0")
@@ -134,6 +135,6 @@ def test_hidden_frames_are_told_by_their_first_bits() -> None:
         assert is_hidden_vp9(vp9_frame(profile, 0, 0))
         assert not is_hidden_vp9(vp9_frame(profile, 0, 1))
         assert not is_hidden_vp9(vp9_frame(profile, 1, 0))
-    assert not is_hidden_vp9(memoryview(bytes(vp9_frame(0, 0, 0)) + b"\xc1"))  # a superframe
+    assert not is_hidden_vp9(memoryview(bytes(vp9_frame(0, 0, 0)) + b"\xc1"))  # This is a superframe.
     for tag, is_hidden in [(0x10, False), (0x11, False), (0x00, True), (0x01, True)]:
         assert is_hidden_vp8(memoryview(struct.pack("<B", tag))) == is_hidden

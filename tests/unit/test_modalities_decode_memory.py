@@ -1,4 +1,5 @@
-"""What decoding is said to take, from headers: what was measured once, held against the table."""
+"""Tests the memory that decoding is predicted to take, from headers, against a table of values that were measured
+once."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ MEASURED_BYTES_PER_PIXEL = {
     ("PNG", "L"): 5.0,
     ("PNG", "1"): 5.0,
     ("PNG", "I;16"): 6.1,
-    ("JPEG", "RGB"): 10.1,  # progressive, and its chroma not subsampled
+    ("JPEG", "RGB"): 10.1,  # This file is progressive, and its chroma is not subsampled.
     ("JPEG", "CMYK"): 8.2,
     ("WEBP", "RGB"): 16.4,
     ("WEBP", "RGBA"): 20.8,
@@ -24,14 +25,15 @@ MEASURED_BYTES_PER_PIXEL = {
     ("BMP", "RGB"): 8.3,
     ("TIFF", "RGBA"): 8.9,
 }
-"""Peak of decoding and making it RGB, of 9 Mpx, without what lies in the process before."""
+"""Holds the peak of decoding a picture of 9 Mpx and making it RGB, in bytes per pixel, without the memory in use
+before."""
 
 
 @pytest.mark.parametrize(("name", "mode"), MEASURED_BYTES_PER_PIXEL)
 def test_pictures_take_no_more_than_is_said(name: str, mode: str) -> None:
     side = 3000
     per_pixel = (decode_bytes(ImageHeader(name, side, side, mode), 0, 0) - BASE_BYTES) / side**2
-    # A scaled copy comes on top, of at most 4 bytes a pixel of the file.
+    # A scaled copy adds at most 4 bytes per pixel of the file.
     assert MEASURED_BYTES_PER_PIXEL[name, mode] + 4 <= per_pixel + 0.5
     assert per_pixel <= 3 * MEASURED_BYTES_PER_PIXEL[name, mode] + 4
 

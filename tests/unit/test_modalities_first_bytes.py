@@ -1,4 +1,5 @@
-"""Pictures sized by their first bytes: the answer is Pillow's, or there is none; and the work for it is bounded."""
+"""Tests the sizing of pictures by their first bytes: the answer equals Pillow's or there is none, and the work is
+bounded."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from modalities.first_bytes import MAX_READ_BYTES, MAX_STEPS, picture_header
 from modalities.image import open_image
 
 ORIENTATIONS = range(10)
-"""Those of EXIF, and two that are none."""
+"""Holds the orientations of EXIF and two values that are none."""
 
 
 def exif(orientation: int, make: str = "") -> Image.Exif:
@@ -103,7 +104,7 @@ def test_no_spoiled_file_is_sized_otherwise_than_by_pillow() -> None:
                 warnings.simplefilter("ignore")
                 header = open_image(bytes(spoiled), "p").header
         except InvalidMedia:
-            num_refused += 1  # as its decoding will be
+            num_refused += 1  # Decoding such a file is refused as well.
         else:
             assert found == header
             num_equal += 1

@@ -1,4 +1,4 @@
-"""The image plugin: parts, data: URLs, headers, limits."""
+"""Tests the image plugin: parts, data: URLs, headers and limits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def part(url: object) -> dict[str, object]:
 
 
 def png_header(width: int, height: int) -> bytes:
-    """The start of a PNG file: signature, IHDR and the beginning of its pixels."""
+    """Returns the start of a PNG file: signature, IHDR and the beginning of its pixels."""
 
     def chunk(name: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
@@ -68,7 +68,8 @@ def test_data_urls_must_be_base64(url: str) -> None:
 
 @pytest.mark.parametrize("url", ["İ" * 2**20 + ":", "data:" + "İ" * 2**20, "data:" + "A" * 2**20 + ","])
 def test_what_stands_in_front_of_a_payload_is_looked_at_but_for_a_few_characters(url: str) -> None:
-    """No copy of it is made: it may have as many characters as a body, and changing their case takes its time."""
+    """The plugin makes no copy of the text ahead of a payload, because that text may be as long as a body, and changing
+    its case takes time."""
     tracemalloc.start()
     try:
         with pytest.raises(InvalidRequest):
@@ -116,7 +117,8 @@ def test_the_size_limit_is_exact(size: int) -> None:
 
 
 def test_the_size_is_checked_before_decoding() -> None:
-    with pytest.raises(InvalidMedia, match="limit"):  # not "base64": the payload was never looked at
+    # The error does not say "base64", because the plugin never reads the payload.
+    with pytest.raises(InvalidMedia, match="limit"):
         PLUGIN.parse(part("data:image/png;base64," + "!" * 100), PARAM, MediaLimits(max_bytes_per_item=10))
 
 
@@ -183,7 +185,8 @@ def test_broken_exif_data_mean_upright() -> None:
 
 
 def test_a_bomb_is_measured_and_not_opened() -> None:
-    """60,000 x 60,000 pixels in 70 bytes: the header is read, the limit speaks, nothing is allocated."""
+    """The file declares 60,000 x 60,000 pixels in 70 bytes: the plugin reads the header, the limit refuses it, and
+    nothing is allocated."""
     header = PLUGIN.probe(png_header(60_000, 60_000), PARAM)
     with pytest.raises(InvalidMedia, match="60000x60000 pixels are more than the limit of 178956970") as caught:
         PLUGIN.validate(header, LIMITS, PARAM)
@@ -231,7 +234,8 @@ def test_an_animation_is_its_first_frame(file_format: str) -> None:
 @pytest.mark.skipif("AVIF" not in FORMATS, reason="Pillow was built without AVIF")
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_an_avif_picture_is_upright(orientation: int) -> None:
-    """Whether it was turned by EXIF or by the container's own boxes, which Pillow writes and reads as EXIF."""
+    """The picture is upright whether EXIF or the container's own boxes turn it; Pillow writes and reads these boxes as
+    EXIF."""
     corner = Image.new("L", (40, 24), 250)
     corner.paste(20, (0, 0, 20, 12))
     (found, header), (expected, _) = (

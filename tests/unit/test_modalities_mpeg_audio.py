@@ -1,4 +1,5 @@
-"""MP3 files as they are found: behind junk, several put together, with tags in between. Players take them all."""
+"""Tests MP3 files as they occur in practice: behind junk, joined from several files, and with tags in between. Players
+accept them all."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def apev2(values: bytes = b"x" * 8) -> bytes:
 
 
 def heard(data: bytes) -> np.ndarray:
-    """Samples at 16 kHz, as many as the header says."""
+    """Returns samples at 16 kHz, as many as the header states."""
     header = AudioPlugin().probe(data, PARAM)
     assert header.format == "MP3"
     samples = decode_samples(data, RATE, num_samples_at(header, RATE), PARAM)
@@ -69,12 +70,13 @@ BETWEEN = {
 @pytest.mark.parametrize("name", BETWEEN)
 @pytest.mark.parametrize("sounds", [(CONSTANT, CONSTANT), (VARIABLE, BARE), (BARE, VARIABLE), (CONSTANT,) * 4])
 def test_files_put_together_play_one_after_the_other(name: str, sounds: tuple[bytes, ...]) -> None:
-    """Each with its own tag and count of frames; the encoders' delays stay in, as players leave them."""
+    """Each file has its own tag and count of frames, and the encoders' delays stay in the sound, as players leave
+    them."""
     samples = heard(BETWEEN[name].join(sounds) + (ID3V1 if name == "id3v1" else b""))
     single = max(len(heard(sound)) for sound in sounds)
     assert 0.95 * single * len(sounds) < len(samples) < 1.2 * single * len(sounds)
     quarter = len(samples) // len(sounds) // 4
-    for at in range(len(sounds)):  # no part is silent
+    for at in range(len(sounds)):  # No part is silent.
         middle = (2 * at + 1) * len(samples) // (2 * len(sounds))
         assert np.abs(samples[middle - quarter : middle + quarter]).max() > 0.2
 
@@ -128,11 +130,11 @@ def test_what_holds_no_sound_is_not_taken_for_it() -> None:
 
 
 def test_files_of_nothing_but_tags_hold_no_sound() -> None:
-    """However many; and however many parts a file has, each is found."""
+    """The number of tags does not matter, and each part of a file is found, regardless of how many parts it has."""
     for data in (ID3V2[:10].replace(b"\x0a", b"\0") * 50_000, (ID3V2 + b"\0") * 20_000, b"\xff" * 500_000):
         assert one_stream(data) is data
     many = (BARE[45:] + ID3V1) * 60
-    assert one_stream(many).count(b"TAG") == 1  # behind the last one
+    assert one_stream(many).count(b"TAG") == 1  # That tag is behind the last part.
 
 
 @given(st.binary(max_size=400), st.sampled_from([CONSTANT, VARIABLE, BARE]), st.binary(max_size=200))

@@ -1,4 +1,5 @@
-"""Frames picked out of long videos: the same as of a whole decode, though most of the file is left out."""
+"""Tests that frames picked out of long videos are the same as those of a whole decode, though most of the file is left
+out."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ CLIPS = {
 
 @cache
 def long_video(name: str) -> tuple[bytes, VideoHeader, list[np.ndarray]]:
-    """File, header and all frames as PyAV alone decodes them."""
+    """Returns the file, its header and all its frames as PyAV alone decodes them."""
     data = encode_video([frame_pixels(at, 48, 32) for at in range(NUM_FRAMES)], CLIPS[name])
     with av.open(io.BytesIO(data)) as container:
         frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]

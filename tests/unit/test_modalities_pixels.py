@@ -1,4 +1,4 @@
-"""Colours of pictures: strips give what the whole would, and take little memory."""
+"""Tests the colours of pictures: strips give the same result as the whole picture, and take little memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WHITE = (255, 255, 255, 255)
 
 
 def reference(image: Image.Image) -> Image.Image:
-    """transformers' rule, of the whole picture at once."""
+    """Applies transformers' rule to the whole picture at once."""
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, WHITE), image)

@@ -1,4 +1,4 @@
-"""What config.json says of quantised weights: which schemes are read, and which are refused by name."""
+"""Tests what config.json says about quantised weights: which schemes are read, and which are refused by name."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("where", [(), ("text_config",)])
 def test_other_schemes_are_refused_by_name(tmp_path: Path, name: str, where: tuple[str, ...]) -> None:
-    """By whoever reads the config: routers and encoders as well as workers."""
+    """Every component that reads the config refuses these schemes: routers and encoders as well as workers."""
     scheme, match = REFUSED[name]
     with pytest.raises(ConfigError, match=rf"{match}.* supported: float8"):
         REGISTRY.load_family(written(tmp_path, scheme, *where))

@@ -1,4 +1,4 @@
-"""Qwen3-Omni's config files: both layouts, the defaults, and what is refused before anything is loaded."""
+"""Tests Qwen3-Omni's config files: both layouts, the defaults, and what is refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def family(tmp_path: Path) -> Qwen3OmniFamily:
         (256, 256, (1, 16, 16)),
         (2560, 2560, (1, 16, 16)),
         (300, 200, (1, 12, 18)),
-        (48, 80, (1, 4, 4)),  # 1.5 and 2.5 round to even
+        (48, 80, (1, 4, 4)),  # Both 1.5 and 2.5 round to even.
         (1000, 5, (1, 2, 58)),
     ],
 )

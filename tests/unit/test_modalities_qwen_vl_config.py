@@ -1,4 +1,4 @@
-"""The Qwen vision families' config files: what is read, and what is refused before anything is loaded."""
+"""Tests the Qwen vision families' config files: what is read, and what is refused before anything is loaded."""
 
 from __future__ import annotations
 

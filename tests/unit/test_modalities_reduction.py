@@ -1,4 +1,5 @@
-"""A picture shown at half its sides: a quarter of what the model would have seen, however large the file is."""
+"""Tests pictures shown at half their sides: each has a quarter of the patches that the model would otherwise see,
+regardless of the file's size."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from modalities.tiled.config import PixelOptions
 
 OPTIONS = ImageOptions(14, 2, 2, 56 * 56, 28 * 28 * 1280, 3, 1 / 255, None, None)
 SMALLEST = 16
-"""Patches of `min_pixels`."""
+"""This is the number of patches of `min_pixels`."""
 
 
 def patches(width: int, height: int, reduction: int, max_pixels: int = 0) -> int:
@@ -51,14 +52,14 @@ def test_a_picture_of_low_detail_has_no_more_pixels_than_asked_for(width: int, h
     longest = max(width, height) / min(width, height)
     most = max(max_pixels / 14**2, SMALLEST)
     assert low <= max(whole, SMALLEST)
-    # A side is never below two patches, however flat the picture is; rounding up to the least gives a little more.
+    # A side is never below two patches, however flat the picture is; rounding up to the minimum gives a little more.
     assert low <= max(most, 4 * longest + 8, 2 * SMALLEST)
     assert patches(width, height, 0, 10**9) == whole
     assert patches(width, height, 1, max_pixels) <= max(low, SMALLEST)
 
 
 def test_low_detail_of_a_large_picture() -> None:
-    assert patches(1024, 1024, 0) == 70 * 70  # 1280 tokens and no more
+    assert patches(1024, 1024, 0) == 70 * 70  # These are 1280 tokens and no more.
     assert patches(1024, 1024, 0, 512 * 512) == 36 * 36
     assert patches(448, 448, 0, 512 * 512) == patches(448, 448, 0)
 
@@ -68,12 +69,12 @@ def test_low_detail_in_tiles() -> None:
     grid = GridOfTiles(pixels, 448, 256, 1, 12)
     assert grid.cut(1000, 1000).num_tiles == 10
     assert grid.limited(512 * 512).cut(1000, 1000).num_tiles == 1
-    assert grid.limited(2 * 448 * 448).cut(2000, 1000).num_tiles == 3  # two, and the whole
+    assert grid.limited(2 * 448 * 448).cut(2000, 1000).num_tiles == 3  # There are two tiles and the whole picture.
     assert grid.limited(10**9) == grid
     sizes = tuple((384 * rows, 384 * columns) for rows in (1, 2, 3) for columns in (1, 2, 3))
     any_size = AnyResolution(pixels, 384, 27, sizes, 9)
     assert any_size.cut(1152, 1152).num_tiles == 10
     assert any_size.limited(512 * 512).cut(1152, 1152).num_tiles == 2
-    assert any_size.limited(1).cut(1152, 1152).num_tiles == 2  # the smallest canvas, and the whole
+    assert any_size.limited(1).cut(1152, 1152).num_tiles == 2  # There is the smallest canvas and the whole picture.
     one = CentreCrop(pixels, 336, 336, 576)
     assert one.limited(1) == one

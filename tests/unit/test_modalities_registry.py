@@ -1,4 +1,4 @@
-"""The registry: built in, extended from outside, refusing what it does not know."""
+"""Tests the registry: it has built-in entries, accepts others from outside, and refuses what it does not know."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from modalities.registry import REGISTRY, Registry, builtin_registry
 
 
 class SketchPlugin:
-    """A toy modality: a text file of dots and dashes, one line per row."""
+    """A `SketchPlugin` serves a toy modality: a text file of dots and dashes, with one line per row."""
 
     modality = "sketch"
     part_types = ("sketch_url", "input_sketch")

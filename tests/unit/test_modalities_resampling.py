@@ -1,4 +1,5 @@
-"""The filter's numbers are what libswresample does, and files are decoded to what a device can take."""
+"""Tests that the filter's numbers match what libswresample does, and that files are decoded to what a device can
+take."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ PART = "part"
 @settings(deadline=None, max_examples=40)
 @given(found=st.sampled_from([8000, 11025, 15900, 16100, 22050, 24000, 44100, 48000]), extra=st.integers(0, 2000))
 def test_the_number_of_samples_is_known(found: int, extra: int) -> None:
-    """libswresample sometimes leaves out the last; the decoder then puts a zero there."""
+    """libswresample sometimes leaves out the last sample, and the decoder then puts a zero there."""
     filters = Resampling.between(found, RATE)
     num_samples = filters.least_samples + extra
     planned = -(-num_samples * RATE // found)
@@ -42,7 +43,8 @@ def test_the_taps_end_on_whole_samples() -> None:
     ("found", "is_for_devices"), [(8000, True), (44100, True), (48000, True), (96000, False), (44101, False)]
 )
 def test_rates_that_devices_resample(found: int, is_for_devices: bool) -> None:
-    """Not those with a filter bank of gigabytes, nor those with many samples for each that is left."""
+    """A device does not resample from rates with a filter bank of gigabytes, nor from rates with many samples for each
+    one that is left."""
     assert Resampling.between(found, RATE).is_for_devices == is_for_devices
     data = wav(tone(0.5, found)[0], found)
     waveform = decode_waveform(data, RATE, RATE // 2, PART)

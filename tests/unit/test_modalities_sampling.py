@@ -1,4 +1,4 @@
-"""Which frames are looked at: counts that are contracts, indices that are within the video."""
+"""Tests which frames the model looks at: their counts are contracts, and their indices lie within the video."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ OPTIONS = st.builds(
 
 
 def video(num_frames: int, times_s: list[float] | None = None, last_s: float = 0.1) -> VideoHeader:
-    """Ten frames a second, or one frame at each of `times_s`, of which the last is shown for `last_s`."""
+    """Returns a header with ten frames a second, or with one frame at each of `times_s`, of which the last is shown for
+    `last_s`."""
     seconds = num_frames / 10 if times_s is None else times_s[-1] + last_s
     return VideoHeader("MP4", 96, 64, num_frames, seconds, None, None if times_s is None else np.array(times_s))
 
@@ -53,7 +54,7 @@ def test_any_sample_is_ascending_within_the_video_and_within_the_budget(
     assert found[0] == 0
     assert found[-1] < num_frames
     repeated = len(found) - len(set(found))
-    assert repeated < multiple  # nothing is looked at twice but to fill the last patch
+    assert repeated < multiple  # A frame repeats only where the last patch must be filled.
 
 
 @given(num_frames=st.integers(32, 2000), options=OPTIONS, multiple=st.sampled_from([1, 2]))
@@ -99,7 +100,7 @@ def test_what_can_not_be_sampled_is_refused() -> None:
     [(1, 1), (7, 7), (199, 199), (200, 200), (399, 399), (400, 200), (401, 201), (90_000, 200)],
 )
 def test_about_two_hundred_frames_are_probed(num_frames: int, num_probes: int) -> None:
-    """Evenly spread: every frame of a short video, one in so many of a long one."""
+    """The probes are evenly spread: they are every frame of a short video, and one in every n frames of a long one."""
     probes = probed_frames(video(num_frames))
     assert len(probes) == num_probes
     assert probes[0] == 0

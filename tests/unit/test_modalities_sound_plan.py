@@ -1,4 +1,5 @@
-"""What a sound becomes, from its header alone: units, rows, costs; and checkpoints that are refused. No torch."""
+"""Tests what a sound becomes, from its header alone: units, rows and costs; and which checkpoints are refused. The
+tests import no torch."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ REAL = {"feature_size": 128, "chunk_length": 300}
 
 
 def qwen3_omni(directory: Path) -> SoundHalf:
-    """The sizes of the released checkpoints, here and below."""
+    """Returns a sound half with the sizes of the released checkpoints, as the functions below do."""
     return qwen3_omni_sound(write_preprocessor(directory, **REAL), {"output_dim": 2048}, 2048)
 
 
@@ -54,7 +55,7 @@ def plan(sound: SoundHalf, seconds: float, rate: int = RATE) -> ItemPlan:
         (qwen3_omni, 20.0, (104, 104, 52), 2000),
         (qwen2_5_omni, 1.0, (25,), 100),
         (qwen2_5_omni, 8.0, (200,), 800),
-        (qwen2_5_omni, 8.02, (200,), 802),  # two frames more give no row of their own
+        (qwen2_5_omni, 8.02, (200,), 802),  # The two additional frames give no row of their own.
         (qwen2_5_omni, 8.03, (200, 1), 803),
         (qwen2_5_omni, 400.0, (200,) * 50, 40000),
         (qwen2_audio, 1.0, (25,), 102),

@@ -1,4 +1,4 @@
-"""What decoding took is told apart from what was done with it."""
+"""Tests that the time which decoding takes is kept apart from the time which the use of its results takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from modalities.stopwatch import decoding, decoding_piecewise, take_decode_s
 
 
 class Clock:
-    """Goes on only when it is told to."""
+    """A `Clock` goes on only when the test moves it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0

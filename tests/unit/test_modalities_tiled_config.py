@@ -1,5 +1,5 @@
-"""Config files of text models and of families on tiles: what is refused before anything is loaded, plans of known
-sizes, what is part of a picture's identity."""
+"""Tests the config files of text models and of families on tiles: what is refused before anything is loaded, plans of
+known sizes, and what is part of a picture's identity."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CANVASES = [[28, 28], [28, 56], [56, 28], [56, 56]]
 
 
 def llava(**change: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json and preprocessor_config.json."""
+    """Returns the contents of config.json and preprocessor_config.json."""
     vision = {"model_type": "clip_vision_model", "image_size": 28, "patch_size": 7}
     config = {"architectures": ["LlavaForConditionalGeneration"], "text_config": TEXT, "vision_config": vision}
     processor = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "crop_size": SQUARE}
@@ -186,7 +186,8 @@ def test_internvl_needs_its_marks(tmp_path: Path) -> None:
         (internvl(), (300, 200), 7, 28),
         (onevision(), (28, 28), 2, 16 + 4 * (4 + 1)),
         (onevision(), (56, 28), 3, 16 + 4 * (8 + 1)),
-        # A canvas of 2 x 2 tiles has 8 x 8 patches: too many for twice 16, so 5 x 5 and a newline behind each 5.
+        # A canvas of 2 x 2 tiles has 8 x 8 patches, which is too many for twice 16; so 5 x 5 are left, with a newline
+        # behind each 5.
         (onevision(), (56, 56), 5, 16 + 5 * (5 + 1)),
         # Two rows of the canvas above and below are padding.
         (onevision(), (56, 14), 3, 16 + 2 * (8 + 1)),
@@ -207,7 +208,7 @@ def test_plans_of_known_sizes(
 
 
 def test_a_line_is_refused(tmp_path: Path) -> None:
-    """LLaVA's processor would scale it before cropping."""
+    """LLaVA's processor would scale such a picture before it crops it."""
     with pytest.raises(InvalidMedia, match="aspect ratio"):
         load(tmp_path, llava()).plan(ImageHeader("PNG", 2010, 10, "RGB"))
 

@@ -1,4 +1,4 @@
-"""What a refusal says of a file that is something else."""
+"""Tests what a refusal says about a file that is something else."""
 
 import pytest
 from media_corpus import sound_file

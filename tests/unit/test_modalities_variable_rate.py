@@ -1,6 +1,8 @@
-"""Videos of variable rate: frames are spread evenly over time, and the model is told when they are really seen.
+"""Tests videos of variable rate: frames are spread evenly over time, and the model receives the times at which they are
+really shown.
 
-Every frame of a file is one level of grey, its number, coded without loss: a decoded frame says which one it is.
+Every frame of a file has one level of grey, which is its number and is coded without loss; so a decoded frame shows its
+number.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from modalities.video import VideoPlugin, decode_frames
 
 PARAM = "messages.0.content.1"
 BURST = (*(round(1000 * at / 60) for at in range(60)), *range(1000, 20_000, 1000))
-"""Sixty frames in the first second, then one a second up to 20 s; in 1/1000 s."""
+"""Holds sixty frames in the first second, then one a second up to 20 s, in 1/1000 s."""
 STILL = (0, 40, 80, 120, 160, 5000, 5040, 9000)
 LOSSLESS = Clip("matroska", "libx264rgb", pixel_format="rgb24", options=(("qp", "0"), ("bf", "0")))
 B_FRAMES = LOSSLESS._replace(options=(("qp", "0"), ("bf", "3"), ("b_strategy", "0")))
@@ -55,26 +57,26 @@ CLIPS = {
 
 @cache
 def numbered(times: Sequence[int], clip: Clip) -> bytes:
-    """A file whose frames appear at `times`, in 1/1000 s; frame i is of grey i."""
+    """Returns a file whose frames appear at `times`, in 1/1000 s; frame i has the grey level i."""
     frames = [np.full((32, 48, 3), at, np.uint8) for at in range(len(times))]
     return encode_video(frames, clip._replace(times=tuple(times)))
 
 
 def looked_at(data: bytes, frames: Sequence[int], header: VideoHeader) -> list[int]:
-    """The numbers that the decoded frames bear."""
+    """Returns the numbers that the decoded frames show."""
     decoded = list(decode_frames(data, frames, header, PARAM))
     assert all(frame.min() == frame.max() for frame in decoded)
     return [int(frame[0, 0, 0]) for frame in decoded]
 
 
 def rules(is_budget_shared: bool) -> VideoOptions:
-    """Of Qwen3-VL, or of its elder siblings."""
+    """Returns the options of Qwen3-VL if `is_budget_shared`, and those of its predecessors otherwise."""
     image = ImageOptions(14, 2, 2, 28 * 28, 28 * 28 * 8, 3, 1 / 255, (0.5,) * 3, (0.5,) * 3)
     return VideoOptions(image, 4, 768, is_budget_shared, False, 768)
 
 
 def shown_at(times_s: npt.NDArray[np.float64], moment_s: float, slack_s: float) -> set[int]:
-    """Frames that are on the screen around `moment_s`."""
+    """Returns the frames that are on the screen around `moment_s`."""
     first = np.searchsorted(times_s, moment_s - slack_s, side="right") - 1
     last = np.searchsorted(times_s, moment_s + slack_s, side="right") - 1
     return set(range(max(int(first), 0), int(last) + 1))
@@ -93,7 +95,7 @@ def test_frames_are_spread_evenly_over_time(name: str, sampling: str, is_qwen3: 
     assert len(cut.frames) == 32
     found = looked_at(data, cut.frames, header)
     assert found == list(cut.frames)
-    assert 1 <= sum(number < 60 for number in found) <= 3  # by index it would be 24 of 32
+    assert 1 <= sum(number < 60 for number in found) <= 3  # Sampling by index would give 24 of 32.
     steps = np.diff(cut.times_s)
     assert steps.min() > 0.9 * steps.max()
     for number, moment_s in zip(found, cut.times_s, strict=True):
@@ -130,7 +132,7 @@ def test_they_are_those_of_the_same_film_at_a_constant_rate(
 
 
 def test_a_constant_rate_is_sampled_as_ever() -> None:
-    """Whatever the container's clock makes of it, and if a frame is dropped now and then."""
+    """The container's clock may round the times, and a frame may be dropped now and then."""
     rate = Fraction(30000, 1001)
     for dropped in ((), (150,)):
         times = tuple(round(1000 * at / rate) for at in range(300) if at not in dropped)
@@ -165,7 +167,7 @@ def test_what_an_edit_list_cuts_away_counts_for_nothing(clip: Clip) -> None:
 
 
 def test_frames_that_avi_left_out_are_no_damage() -> None:
-    """AVI has no presentation times, and packets of nothing where a frame stays."""
+    """AVI has no presentation times, and it has empty packets where a frame stays."""
     buffer = io.BytesIO()
     slots = (0, 1, 2, 3, 4, 5, 6, 7, 30, 60, 90)
     with av.open(buffer, "w", format="avi") as container:
@@ -187,7 +189,7 @@ def test_frames_that_avi_left_out_are_no_damage() -> None:
 
 
 def test_key_frames_are_looked_for_all_over_the_video() -> None:
-    """A cut in the sparse half is found, though nearly all frames are in the other."""
+    """The search finds a cut in the sparse half, though nearly all frames are in the other half."""
     times = (*range(0, 4000, 5), *range(4000, 40_000, 2000))
     scenes = [0 if at < 800 else 60 for at in range(len(times))]
     for cut_at in (806, 811):
@@ -202,7 +204,8 @@ def test_key_frames_are_looked_for_all_over_the_video() -> None:
     assert len(set(found)) == 8
     assert {0, 800, 806, 811} <= set(found)
     seconds = [times[at] / 1000 for at in found]
-    assert max(np.diff([*seconds, header.seconds])) < 10  # the rest fills the longest gaps in time, not in frames
+    # The other frames fill the longest gaps in time, not in frames.
+    assert max(np.diff([*seconds, header.seconds])) < 10
 
 
 gaps = st.lists(st.integers(1, 4000), min_size=2, max_size=80)
@@ -235,7 +238,7 @@ def test_what_is_looked_at_is_on_the_screen(gaps_ms: list[int], options: MediaOp
     moments = sorted(set(cut.times_s))
     if len(moments) > 2:
         steps = np.diff(moments)
-        assert steps.max() - steps.min() <= 1.01 * slot_s  # as even as the slots permit
+        assert steps.max() - steps.min() <= 1.01 * slot_s  # The steps are as even as the slots permit.
     assert all(0 <= at < seconds for at in step_times_s(cut, 2))
 
 
@@ -246,11 +249,12 @@ def test_positions_are_those_of_the_moments() -> None:
     assert not cut.is_as_asked
     for time, per_second in ((MeasuredTime(4), 4), (SharedTime(25, True, 0), 25), (SharedTime(25, False, 50), 25)):
         found = time.positions(cut.grid[0], time.row_seconds(cut, header, options, 2))
-        assert np.abs(found - np.array(cut.times_s[::2]) * per_second).max() < 1.5  # cut off, and a slot
+        # Positions are cut off, and times differ by up to a slot.
+        assert np.abs(found - np.array(cut.times_s[::2]) * per_second).max() < 1.5
 
 
 def test_sound_is_woven_to_the_pictures_it_is_heard_with(tmp_path: Path) -> None:
-    """Omni: what is heard between two steps is what sounds between them, to a step of the clock."""
+    """In an omni model, the sound between two steps is the sound that is heard between them, to a step of the clock."""
     write_config(tmp_path, thinker_config() | {"position_id_per_seconds": 13})
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(VIDEO_PREPROCESSOR))
     family: Any = REGISTRY.load_family(tmp_path)
@@ -293,7 +297,7 @@ def test_frames_as_tiles(is_centred: bool) -> None:
 
 
 class _Tiles:
-    """As much of a family as planning a video takes."""
+    """Provides as much of a family as planning a video needs."""
 
     model_id = "tiles"
     shape = ModelShape(8, 1, 1, 1, 8, 100, 1000)

@@ -1,4 +1,4 @@
-"""Videos: what the header promises is what decoding gives, for every container; what is broken is refused."""
+"""Tests videos: for every container, decoding gives what the header promises, and broken files are refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def decoded(data: bytes, indices: Sequence[int], header: VideoHeader) -> list[np
 
 
 def every_frame(data: bytes) -> list[np.ndarray]:
-    """By PyAV alone."""
+    """Returns every frame as PyAV alone decodes it."""
     with av.open(io.BytesIO(data)) as container:
         return [np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90) for frame in container.decode(video=0)]
 
@@ -65,7 +65,7 @@ def test_frames_are_upright_in_order_and_in_time(name: str) -> None:
 def test_a_variable_rate_is_measured(name: str, seconds: float) -> None:
     header = PLUGIN.probe(video_file(name), PARAM)
     assert header.num_frames == len(CLIPS[name].times)
-    assert header.seconds == pytest.approx(seconds + 0.1)  # as long as the last one is seen
+    assert header.seconds == pytest.approx(seconds + 0.1)  # The last frame counts for as long as it is shown.
 
 
 @pytest.mark.parametrize("name", [name for name in CLIPS if CLIPS[name].sound_codec])
@@ -91,7 +91,7 @@ def test_the_last_frame_stands_in_for_one_and_no_more() -> None:
     two_more = dataclasses.replace(header, num_frames=32)
     with pytest.raises(InvalidMedia, match="30 of 32"):
         decoded(data, [0, 31], two_more)
-    assert len(decoded(data, [0, 29], two_more)) == 2  # no further than needed
+    assert len(decoded(data, [0, 29], two_more)) == 2  # Decoding goes no further than needed.
 
 
 @pytest.mark.parametrize("name", [*(n for n in EVERY_FILE if not n.startswith("mpeg"))])
@@ -105,7 +105,7 @@ def test_truncated_files_are_refused(name: str, share: float) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CLIPS if name.startswith("mpeg")])
 def test_streams_without_a_length_may_be_shorter(name: str) -> None:
-    """A broadcast declares no length: what is there is decoded, or refused."""
+    """A broadcast declares no length, so its frames are decoded as far as they go, or the file is refused."""
     data = video_file(name)
     for share in (0.3, 0.8):
         try:
@@ -121,7 +121,8 @@ def test_a_broadcast_may_begin_in_the_middle(codec: str, options: tuple[tuple[st
     clip = Clip("mpegts", codec, fps=25, options=(("g", "10"), *options))
     data = encode_video([frame_pixels(at, 48, 32) for at in range(40)], clip)
     for num_cut in (20, 30, 40):
-        cut = data[: 3 * 188] + data[num_cut * 188 :]  # the tables, and then from somewhere on
+        # The file has its tables, and then continues from a later packet.
+        cut = data[: 3 * 188] + data[num_cut * 188 :]
         header = PLUGIN.probe(cut, PARAM)
         assert 10 < header.num_frames < 40
         assert len(decoded(cut, range(header.num_frames), header)) == header.num_frames
@@ -175,7 +176,7 @@ def test_frames_of_another_size_are_refused() -> None:
 
 def test_a_frame_that_would_fill_the_memory_is_not_decoded() -> None:
     usual = jpeg(64, 48)
-    at = usual.index(b"\xff\xc0") + 5  # the frame's height and width in JPEG's SOF segment
+    at = usual.index(b"\xff\xc0") + 5  # The frame's height and width are here in JPEG's SOF segment.
     bomb = usual[:at] + b"\xff\xdc\xff\xdc" + usual[at + 4 :]
     header = PLUGIN.probe(motion_jpeg([usual] * 3), PARAM)
     with pytest.raises(InvalidMedia, match="broken"):
@@ -186,9 +187,9 @@ def test_a_frame_that_would_fill_the_memory_is_not_decoded() -> None:
 
 def test_parts_and_limits() -> None:
     data = video_file("mp4-h264")
-    url = data_url(data, "video/jpeg")  # what it is declared as is not looked at
+    url = data_url(data, "video/jpeg")  # The plugin does not read the declared type.
     assert PLUGIN.parse({"type": "video_url", "video_url": {"url": url}}, PARAM, MediaLimits()) == data
-    frames = data_url(jpeg(64, 48), "video/jpeg") + ",AAAA" * 1000  # a list of pictures, as some servers take it
+    frames = data_url(jpeg(64, 48), "video/jpeg") + ",AAAA" * 1000  # Some servers accept such a list of pictures.
     with pytest.raises(InvalidMedia, match="base64"):
         PLUGIN.parse({"video_url": frames}, PARAM, MediaLimits())
     with pytest.raises(InvalidRequest, match="only data: URLs"):
@@ -219,7 +220,7 @@ def test_key_frames_of_a_clip_with_cuts(count: int) -> None:
     found = settled_frames(data, header, range(count), MediaOptions(sampling="keyframe"), PARAM)
     assert len(found) == count
     if count == 2:
-        assert found == (0, 40)  # from 235 to 60
+        assert found == (0, 40)  # The level falls from 235 to 60 there.
     elif count == 4:
         assert found == tuple(scenes)
     else:
@@ -228,8 +229,8 @@ def test_key_frames_of_a_clip_with_cuts(count: int) -> None:
 
 
 def test_key_frames_are_found_among_two_hundred_at_64_by_64() -> None:
-    """A scene of three frames in 400, which differs from the rest in a pattern of single pixels: with fewer probes the
-    scene is passed over, and pictures made smaller than 64 x 64 are grey all over."""
+    """A scene of three frames in 400 differs from the rest in a pattern of single pixels: with fewer probes the scene
+    is missed, and pictures made smaller than 64 x 64 are grey all over."""
     y, x = np.mgrid[:64, :64]
     pattern = np.repeat(((x + y) % 2 * 255).astype(np.uint8)[..., None], 3, axis=2)
     frames = np.stack([pattern] * 400)

@@ -1,4 +1,5 @@
-"""Videos as the families plan them, from config files and headers alone: what is read, counted, written and refused."""
+"""Tests how the families plan videos, from config files and headers alone: what is read, counted, written and
+refused."""
 
 from __future__ import annotations
 
@@ -38,8 +39,9 @@ def omni(tmp_path: Path, **config: Any) -> Family:
 
 def test_which_file_speaks_of_videos(tmp_path: Path) -> None:
     write(tmp_path, preprocessor_config={"patch_size": 14, "min_pixels": 3136, "max_pixels": 99_000})
-    assert read_video_options(tmp_path, QWEN2).frame.max_pixels == 99_000  # the file for pictures, as in the reference
-    assert read_video_options(tmp_path, OMNI).frame.max_pixels == 768 * 32 * 32  # what the omni processors ask for
+    # As in the reference, the file for pictures counts.
+    assert read_video_options(tmp_path, QWEN2).frame.max_pixels == 99_000
+    assert read_video_options(tmp_path, OMNI).frame.max_pixels == 768 * 32 * 32  # The omni processors ask for this.
     write(tmp_path, video_preprocessor_config={"size": {"shortest_edge": 4096, "longest_edge": 77_000}})
     assert read_video_options(tmp_path, OMNI).frame.max_pixels == 77_000
     write(tmp_path, processor_config={"video_processor": {"size": {"shortest_edge": 4096, "longest_edge": 55_000}}})
@@ -71,7 +73,7 @@ def test_towers_that_do_not_fit_the_video_processor_are_refused(tmp_path: Path) 
 def test_frames_are_thinned_out_to_the_limit_of_tokens(tmp_path: Path) -> None:
     family = omni(tmp_path)
     assert family.plan(CLIP).grid == (12, 4, 6)
-    assert family.plan(CLIP, MediaOptions(max_tokens=40)).grid == (6, 4, 6)  # 6 rows for each of 6 steps
+    assert family.plan(CLIP, MediaOptions(max_tokens=40)).grid == (6, 4, 6)  # There are 6 rows for each of 6 steps.
     assert family.plan(CLIP, MediaOptions(max_tokens=40, keep_fraction=0.5)).grid == (12, 4, 6)
     assert family.plan(CLIP, MediaOptions(max_tokens=40, num_pooled_frames=2)).grid == (12, 4, 6)
     assert family.plan(CLIP, MediaOptions(reduction=1)).grid == (6, 4, 6)
@@ -81,7 +83,7 @@ def test_frames_are_thinned_out_to_the_limit_of_tokens(tmp_path: Path) -> None:
 
 
 def test_the_time_between_rows(tmp_path: Path) -> None:
-    """What was asked for, until a limit makes it longer."""
+    """The time is as requested until a limit makes it longer."""
     family = omni(tmp_path, position_id_per_seconds=13)
     assert family.plan(CLIP).row_seconds == 1.0
     assert family.plan(CLIP, MediaOptions(max_frames=8)).row_seconds == 3.0
@@ -116,7 +118,7 @@ def test_a_video_and_its_sound_share_a_placeholder(tmp_path: Path) -> None:
 
 
 def test_frames_with_their_numbers(tmp_path: Path) -> None:
-    """InternVL: a tile for each frame; without a token for videos there are none."""
+    """InternVL uses a tile for each frame, and it takes no videos if the tokenizer has no token for them."""
     text = {"model_type": "qwen2", "vocab_size": 200, "hidden_size": 64, "num_hidden_layers": 2}
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
     config = {

@@ -1,4 +1,5 @@
-"""The sample of mutants: every module by its share, the same for everybody, hardly moved by a change elsewhere."""
+"""Tests the sample of mutants: every module contributes its share, every machine draws the same sample, and a change
+elsewhere hardly moves it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A mutant's time limit reaches that mutant, and no process that has its number later."""
+"""Tests that a mutant's time limit reaches that mutant, and no later process with the same number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_mutant_ends_when_its_time_is_over() -> None:
 
 
 def test_a_mutant_that_has_ended_is_not_signalled() -> None:
-    """Its handle is good for nothing then, whoever has the number."""
+    """The handle of an ended mutant reaches no process, even if another process has its number."""
     with subprocess.Popen(SLEEP) as mutant:
         handle = os.pidfd_open(mutant.pid)
         mutant.kill()

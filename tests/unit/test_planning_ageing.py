@@ -1,4 +1,5 @@
-"""Estimates that age: between a member's own and its kind's, by trust; what is found true again is believed longer."""
+"""Tests estimates that age: they lie between a member's own and its kind's, by trust, and an estimate that is confirmed
+is believed longer."""
 
 import pytest
 from hypothesis import given, settings
@@ -99,7 +100,8 @@ def test_equals_within_the_noise_are_equal():
 @settings(deadline=None, max_examples=50)
 @given(lines, lines, trusts)
 def test_what_is_believed_moves_no_faster_than_twice_what_is_known(own, common, trust):
-    """No jump at the border of the noise: what differs by a little is believed to differ by little."""
+    """There is no jump at the border of the noise: estimates that differ by a little are believed to differ by
+    little."""
     near = own._replace(per_unit_s=own.per_unit_s * 1.01)
     one, other = (believed(Estimate(line, trust), common).per_unit_s for line in (own, near))
     assert one * (1 - 1e-9) <= other <= one * 1.01**2 * (1 + 1e-9)

@@ -1,4 +1,4 @@
-"""The router's picture: load without herding, staleness, exclusions, gaps, learning."""
+"""Tests the router's picture of the cluster: load without herding, staleness, exclusions, gaps and learning."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Learned lines: they find the truth, from far away, and are not thrown by one pause."""
+"""Tests learned lines: they find the truth from far away, and one pause hardly moves them."""
 
 import random
 

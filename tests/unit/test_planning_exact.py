@@ -1,4 +1,4 @@
-"""Each number of a plan and of what is learned from it, by name: what a trace shows and `/metrics` sums."""
+"""Tests each number of a plan and of what is learned from it by name, as a trace shows it and `/metrics` sums it."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from router.planning.views import EncoderCosts, ItemTerms, Line
 from router.planning.waiting import PlacementNeed, waiting
 
 HERE, THERE = Line(0.001, 1e-9), Line(0.1, 1e-7)
-"""Links to two encoders."""
+"""These are the lines of the links to two encoders."""
 
 
 def cluster() -> ClusterState:
-    """One worker, one encoder."""
+    """Returns a state with one worker and one encoder."""
     state = ClusterState(SHAPE, BLOCK_SIZE, random.Random(3))
     state.update_members([worker_member("w0"), encoder_member("e0")])
     return state
@@ -107,7 +107,7 @@ def test_of_encoders_that_are_equal_the_first_is_taken():
 
 
 def test_an_encoding_planned_later_counts_from_the_workers_own_host():
-    """The worker is fixed by then; another's host must not say which link features take."""
+    """The worker is fixed by then, and the host of another worker must not decide which link the features take."""
     workers = [worker("w-far", host="h-9"), worker("w", host="h-0")]
     encoders = [encoder("e-far", host="h-9"), encoder("e", host="h-0")]
     links = {LinkClass.SAME_PROCESS: LINK, LinkClass.SAME_HOST: LINK, LinkClass.NETWORK: THERE}
@@ -119,7 +119,8 @@ def test_an_encoding_planned_later_counts_from_the_workers_own_host():
 
 
 def test_every_stage_is_held_against_what_came():
-    """Predictions are the plan's own terms; what came differs from each by an amount of its own."""
+    """The predictions are the plan's own terms, and each actual value differs from its prediction by an amount of its
+    own."""
     state = cluster()
     plan = plan_route(query(image(0), 100), state.snapshot(query(image(0), 100), 0.0), 0.0)
     winner = plan.explanation.winner
@@ -200,7 +201,8 @@ def test_small_amounts_teach_too():
 
 @pytest.mark.parametrize(("learned_factor", "anchored"), [(4.0, 2.0), (0.25, 0.5)])
 def test_a_correction_that_the_member_catches_up_with_is_halved_not_counted_twice(learned_factor, anchored):
-    """Learned: four times as dear (or cheap); then the member reports twice (or half) of what it said."""
+    """The estimate learns that work is four times as dear (or cheap); then the member reports twice (or half) its
+    earlier value."""
     cost = LinearCost(Line(0.01, 1e-3))
     cost.anchor(Line(0.01, 1e-3))
     for _ in range(60):
@@ -350,7 +352,7 @@ def test_each_modality_that_nobody_encodes_is_named():
 
 
 def test_near_equal_workers_are_all_candidates():
-    """Within the tolerance above the best and not beyond; which one is taken is the tie's."""
+    """The candidates are the workers within the tolerance above the best, and the tie-break chooses among them."""
     workers = [worker(f"w{number}", queued_tokens=number) for number in range(4)]
     seen = [snapshot(workers, tie_break=tie, tolerance=0.02) for tie in (0.0, 0.34, 0.67, 0.99)]
     plans = [plan_route(query(95), each, 0.0) for each in seen]
@@ -362,7 +364,7 @@ def test_near_equal_workers_are_all_candidates():
 
 
 def test_room_that_is_made_by_computing_again_costs_whole_steps():
-    """Of eight blocks, 128 tokens: two full steps of 64, and no third of nothing."""
+    """The eight blocks hold 128 tokens: they take two full steps of 64, and no third step for an empty rest."""
     need = PlacementNeed(num_tokens=64, flat_tokens=64.0, num_blocks=8)
     busy = worker("w", max_step_tokens=64, kv_blocks_free=0)
     found = waiting(busy, need, BLOCK_SIZE)
@@ -370,7 +372,7 @@ def test_room_that_is_made_by_computing_again_costs_whole_steps():
 
 
 def test_rows_of_the_units_before_count_for_a_units_landing():
-    """Three units of one item that is cached share the link: the last lands when all rows have."""
+    """Three units of one cached item share the link, so the last unit lands when all rows have landed."""
     item = image(0, num_tokens=30)
     item = MediaItem(0, "image", item.mm_hash, item.grid, (10, 10, 10), item.cost, item.part)
     landings = landed(item, near={"cached": frozenset({item.mm_hash})})

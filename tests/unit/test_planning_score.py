@@ -1,4 +1,4 @@
-"""The score against the seeds' formulas, by hand."""
+"""Tests the score against values that follow by hand from the formulas of the design notes (docs/references.md)."""
 
 from dataclasses import replace
 
@@ -118,7 +118,7 @@ def test_a_cached_feature_costs_its_transfer_alone():
 
 
 def test_what_travels_is_as_many_levels_as_the_item_has():
-    """A picture with DeepStack levels, and a sound without."""
+    """The item is a sound with one level, or a picture with DeepStack levels."""
     for num_levels in (1, 4):
         item = msgspec.structs.replace(image(0), num_levels=num_levels)
         (terms,) = plan(query(item, 10)).explanation.winner.items

@@ -1,4 +1,4 @@
-"""How long a request waits at a worker: steps laid side by side with what the worker last reported."""
+"""Tests how long a request waits at a worker: the prediction models the worker's steps from its last report."""
 
 import pytest
 from planning_samples import BLOCK_SIZE, PREFILL, worker
@@ -54,7 +54,7 @@ def test_what_does_not_fit_beside_those_in_front_costs_a_step_more(num_shared, n
     ],
 )
 def test_what_was_in_front_at_the_report_is_computed_since(age_s, queue_s, shared):
-    """230 tokens: two full steps, and a third that has room for this request unless it has begun."""
+    """The 230 tokens take two full steps and a third, which has room for this request unless it has begun."""
     found = of(queued_tokens=230, report_age_s=age_s)
     assert found.queue_s == pytest.approx(queue_s)
     assert found.shared_s == pytest.approx(shared * PREFILL.per_unit_s)
@@ -89,8 +89,8 @@ def test_what_is_in_front_is_computed_while_a_place_is_waited_for(part):
 
 
 def test_one_more_that_decodes_never_lets_a_request_begin_earlier():
-    """Found by the property: 21 decodes leave room for both tokens in front, which share the request's first step; 22
-    don't, so they took one before, within the wait for a place."""
+    """A property test found this case: with 21 decodes there is room for both tokens ahead of the request, which share
+    its first step; with 22 there is not, so they take a step before it, within the wait for a place."""
     line = PREFILL._replace(base_s=0.125, per_unit_s=0.0078125)
     one = PlacementNeed(1, 1.0, 0)
 

@@ -1,4 +1,5 @@
-"""A line for each exchange, failures by whose fault they are, and nothing that a client may want kept."""
+"""Tests the access log: each exchange has a line, a failure's level says whose fault it is, and the log holds nothing
+that a client may want kept private."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def access_line(log: pytest.LogCaptureFixture) -> logging.LogRecord:
-    """The one line of the last exchange."""
+    """Returns the one line of the last exchange."""
     (line,) = [record for record in log.records if hasattr(record, "duration_ms")]
     return line
 

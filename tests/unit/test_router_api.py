@@ -1,4 +1,4 @@
-"""OpenAI's formats: what is accepted, what is refused and how it is named, and the one table of statuses."""
+"""Tests OpenAI's formats: what is accepted, what is refused and how it is named, and the one table of statuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def parse(**fields: object) -> ChatRequest:
     return parse_chat(json.dumps(MINIMAL | fields).encode())
 
 
-# ---------------------------------------------------------------- errors
+# ---------------------------------------------------------------- These tests cover errors.
 
 
 @pytest.mark.parametrize("leaf", leaves())
@@ -60,7 +60,7 @@ def test_unknown_error_is_a_500_without_its_text_being_trusted() -> None:
     assert error_object(errors.WeftError("what"))["code"] == "internal_error"
 
 
-# ---------------------------------------------------------------- requests
+# ---------------------------------------------------------------- These tests cover requests.
 
 
 def test_unknown_fields_are_tolerated_and_listed() -> None:
@@ -69,7 +69,7 @@ def test_unknown_fields_are_tolerated_and_listed() -> None:
 
 
 def test_few_of_very_many_ignored_fields_are_listed() -> None:
-    """They are kept with the request's trace, for a long time."""
+    """The trace keeps the listed fields with the request for a long time."""
     listed = parse(**{f"field\n{number:05}" + "x" * 500: 1 for number in range(5_000)}).ignored_fields
     assert len(listed) == 65
     assert listed[0].startswith(r"'field\n00000xxx")
@@ -232,7 +232,7 @@ def test_null_is_neutral_everywhere(name: str) -> None:
     assert name in parse(**{name: None}).ignored_fields
 
 
-# ---------------------------------------------------------------- content
+# ---------------------------------------------------------------- These tests cover content.
 
 
 def message(**fields: object) -> ChatMessage:
@@ -314,7 +314,7 @@ def test_wrong_content_is_named(fields: dict[str, object], param: str) -> None:
     assert caught.value.param == param
 
 
-# ---------------------------------------------------------------- responses
+# ---------------------------------------------------------------- These tests cover responses.
 
 
 def test_completion_has_openais_shape() -> None:

@@ -1,4 +1,4 @@
-"""Values of a JSON body, counted without parsing it."""
+"""Tests that the values of a JSON body are counted without parsing it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JSON = st.recursive(
 
 
 def separators_of(value: object) -> int:
-    """What a writer of JSON puts before its values."""
+    """Returns the number of characters that a writer of JSON puts ahead of values: `{`, `[`, `,` and `:`."""
     if isinstance(value, dict):
         return max(1, 2 * len(value)) + sum(map(separators_of, value.values()))
     if isinstance(value, list):

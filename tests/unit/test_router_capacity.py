@@ -1,4 +1,5 @@
-"""Requests that nobody can serve at the moment: they wait for workers and encoders, in order, and hold nothing."""
+"""Tests requests that no member can serve at the moment: they wait for workers and encoders in order, and hold
+nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def waiting(cluster: FakeCluster) -> int:
 
 
 def waits(cluster: FakeCluster, outcome: str) -> tuple[float, float]:
-    """How many waits ended so, and the seconds that they took together."""
+    """Returns how many waits ended with `outcome`, and the seconds that they took together."""
     read_sample = cluster.service.metrics.registry.get_sample_value
     names = (f"weft_router_capacity_wait_seconds_{part}" for part in ("count", "sum"))
     count, seconds = (read_sample(name, {"outcome": outcome}) or 0.0 for name in names)
@@ -112,7 +113,7 @@ async def test_a_stream_with_tokens_waits_for_its_worker_and_goes_on() -> None:
 
 
 async def test_an_encoder_needed_again_in_mid_stream_is_waited_for() -> None:
-    """A preempted sequence wants its picture once more, and the encoder has died meanwhile."""
+    """A preempted sequence needs its picture again, and the encoder has died in the meantime."""
     async with fake_cluster(capacity_wait_s=WAIT_S) as cluster:
         (worker,) = cluster.workers
         worker.script.pause_at = 9
@@ -239,7 +240,7 @@ async def test_a_router_that_stops_ends_those_that_wait() -> None:
 
 
 async def test_what_no_encoder_serves_by_config_is_refused_at_once() -> None:
-    """A cluster with `encoders.replicas: 0` takes no pictures: nothing that could be waited for will come."""
+    """A cluster with `encoders.replicas: 0` takes no pictures, so there is no encoder to wait for."""
     async with fake_cluster(num_encoders=0, capacity_wait_s=WAIT_S, max_items_per_prompt={"image": 0}) as cluster:
         with pytest.raises(UnsupportedModality):
             await cluster.service.open(chat([image()]))
@@ -294,7 +295,7 @@ async def test_two_encoders_that_come_together_share_those_that_waited() -> None
 
 
 async def test_an_encoder_that_is_there_again_is_used_once_its_exclusion_ends() -> None:
-    """Its call was lost, but it never left."""
+    """The router lost its call to the encoder, but the encoder never left."""
     clock = ManualClock()
     async with fake_cluster(clock=clock, capacity_wait_s=WAIT_S, exclusion_s=7.0) as cluster:
         (encoder,) = cluster.encoders
@@ -338,7 +339,7 @@ async def test_a_picture_that_kills_every_encoder_is_given_up() -> None:
 
 
 async def test_the_last_token_may_come_while_the_request_waits() -> None:
-    """The worker died behind its last frame, which is on the way."""
+    """The worker dies after it has sent its last frame, which is still on the way."""
     async with fake_cluster(capacity_wait_s=WAIT_S) as cluster:
         (worker,) = cluster.workers
         held: list[TokenFrame] = []
@@ -361,7 +362,7 @@ async def test_the_last_token_may_come_while_the_request_waits() -> None:
 
 
 async def test_a_line_moves_faster_with_each_that_arrives() -> None:
-    """Whatever comes in meanwhile joins it, so at a fixed pace a busy cluster would never be rid of it."""
+    """New requests join the line in the meantime, so a busy cluster would never empty it at a fixed pace."""
     async with fake_cluster(num_encoders=0, capacity_wait_s=WAIT_S) as cluster:
         num_waiting = 4 * FIRST_ON_THE_WAY
         streams = [await cluster.service.open(chat([image(seed)])) for seed in range(num_waiting)]

@@ -1,4 +1,4 @@
-"""What the router does when encoders are lost, busy or silent, and when features do not stay."""
+"""Tests what the router does when encoders are lost, busy or silent, and when features do not stay."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from router.supply import FeatureSupply
 
 
 async def test_an_item_that_is_late_is_tried_elsewhere_and_may_come_again() -> None:
-    """Lateness is no fault of the medium: another encoder may be less busy, and a client may come back."""
+    """Lateness is no fault of the medium: another encoder may be less busy, and a client may send the request again."""
     late = ErrorInfo.of(MachineBusy("this machine is too busy to decode it within 9 s"))
     async with fake_cluster(num_encoders=2) as cluster:
         cluster.encoders[0].failures = [late]
         cluster.encoders[1].failures = []
-        for number in range(4):  # whichever of them is asked first
+        for number in range(4):  # Either encoder may be asked first.
             await read(await cluster.service.open(chat([image(number)])))
         assert not cluster.encoders[0].failures
         for encoder in cluster.encoders:
@@ -49,7 +49,7 @@ async def test_an_item_that_is_late_is_tried_elsewhere_and_may_come_again() -> N
 
 
 async def test_every_encoder_is_asked_once_before_the_request_is_told_that_all_are_busy() -> None:
-    """Each has the whole time, and is asked again by none of the request's attempts."""
+    """Each encoder has the whole time, and none of the request's attempts asks it again."""
     late = ErrorInfo.of(MachineBusy("this encoder is too busy", retry_after_s=0.001))
     async with fake_cluster(num_encoders=5, max_encodes_per_item=8) as cluster:
         for encoder in cluster.encoders:
@@ -77,7 +77,7 @@ async def test_an_encoder_that_was_busy_for_one_request_is_asked_by_the_next() -
 
 
 async def test_an_item_that_was_late_goes_elsewhere_while_the_attempt_has_time() -> None:
-    """Not when the answer would come after the attempt's end."""
+    """The router does not try another encoder if the answer would come after the attempt's end."""
     late = ErrorInfo.of(MachineBusy("this encoder is too busy"))
     for timeout_s, num_asked in ((600.0, 2), (5.0, 1)):
         async with fake_cluster(num_encoders=2, dispatch_timeout_s=timeout_s, encode_grace_s=5.0) as cluster:
@@ -89,7 +89,8 @@ async def test_an_item_that_was_late_goes_elsewhere_while_the_attempt_has_time()
 
 
 async def test_refusals_of_busy_encoders_are_not_tries_that_failed() -> None:
-    """An encoder that dies after as many others were busy as an item has tries leaves it all its tries."""
+    """Three encoders are busy and one dies, as many as the item has tries; the refusals do not count, so the item can
+    be tried again."""
     async with fake_cluster(num_encoders=5, max_encodes_per_item=4) as cluster:
         busy, lost = MachineBusy("this encoder is too busy"), EncoderLost("died")
         answers = iter([busy, busy, busy, lost])
@@ -105,7 +106,7 @@ async def test_refusals_of_busy_encoders_are_not_tries_that_failed() -> None:
 
 
 async def test_items_of_a_call_that_were_late_together_go_elsewhere_together() -> None:
-    """So that they have the time of all of them there, too."""
+    """The items go to the next encoder in one call, so that they have the time of all of them there, too."""
     async with fake_cluster() as cluster:
         first = cluster.encoders[0]
         first.failures, first.gate = [ErrorInfo.of(MachineBusy("this encoder is too busy"))], asyncio.Event()
@@ -120,7 +121,7 @@ async def test_items_of_a_call_that_were_late_together_go_elsewhere_together() -
 
 
 async def test_an_answer_that_is_there_counts_though_the_router_comes_to_it_late() -> None:
-    """On a busy machine the router's loop stands still for longer than the encoder may take."""
+    """On a busy machine the router's loop may stand still for longer than the encoder may take."""
     async with fake_cluster(encode_timeout_ms={"image": 50}, encode_grace_s=0.0) as cluster:
         encoder = cluster.encoders[0]
         encoder.gate = asyncio.Event()
@@ -128,7 +129,7 @@ async def test_an_answer_that_is_there_counts_though_the_router_comes_to_it_late
         await settled(lambda: len(encoder.requests) == 1)
         encoder.gate.set()
         began_s = time.monotonic()
-        while time.monotonic() < began_s + 0.1:  # nothing of this loop runs
+        while time.monotonic() < began_s + 0.1:  # Nothing else in this loop runs.
             pass
         assert (await read(stream))[0] == [expected(cluster)]
 
@@ -172,7 +173,7 @@ async def test_transient_item_error_goes_elsewhere() -> None:
 
 
 async def test_encoder_that_let_our_lease_lapse_is_asked_again() -> None:
-    """It aborts what we asked for; it is well all the same, and the only one there is."""
+    """The encoder aborts what the router asked for, but it is well, and it is the only one there is."""
     async with fake_cluster() as cluster:
         encoder = cluster.encoders[0]
         encoder.failures = [ErrorInfo.of(Aborted("router-0 has left"))]
@@ -182,7 +183,8 @@ async def test_encoder_that_let_our_lease_lapse_is_asked_again() -> None:
 
 
 async def test_an_attempt_that_was_dispatched_never_lends_its_number_to_another() -> None:
-    """Also when a member answers that there is no capacity: what is on its way for that attempt is not the next's."""
+    """This also holds when a member answers that there is no capacity: messages on the way for that attempt must not
+    count for the next."""
     async with fake_cluster(num_workers=3, capacity_wait_s=30.0) as cluster:
         errors = iter([WorkerLost("died"), NoCapacity("none here")])
         serve, attempts = cluster.pools.generate, []
@@ -214,9 +216,9 @@ async def test_encoder_that_saw_our_worker_leave_is_not_blamed() -> None:
 async def test_a_worker_that_is_backed_up_is_left_for_another_and_the_encoder_is_kept(
     is_refused_whole: bool, retry_after_s: float | None
 ) -> None:
-    """However many such workers there are: each is tried once, and the request does not come back to one, though it
-    looks idle, before it was with the others. A refusal at once does not count as an attempt that failed; one of an
-    item that was taken does, for it has cost the request time."""
+    """The number of such workers does not matter: each is tried once, and the request does not return to a worker that
+    looks idle before it has tried the others. An immediate refusal does not count as an attempt that failed; a refusal
+    of an item that was already accepted does, because it has cost the request time."""
     max_attempts = 2 if is_refused_whole else 5
     error = WorkerBackedUp("the worker takes nothing", retry_after_s=retry_after_s)
     async with fake_cluster(num_workers=5, num_encoders=1, max_attempts=max_attempts, capacity_wait_s=0.0) as cluster:

@@ -1,4 +1,5 @@
-"""What the router does when workers, encoders or frames are lost: no token twice, none missing, one terminal event."""
+"""Tests what the router does when workers, encoders or frames are lost: no token is repeated, none is missing, and
+there is one terminal event."""
 
 from __future__ import annotations
 
@@ -248,7 +249,8 @@ async def test_two_dispatches_share_no_context() -> None:
 
 
 async def test_a_request_whose_worker_was_lost_waits_for_another() -> None:
-    """None is there at that moment: what was accepted is not given up before `capacity_wait_s`."""
+    """No other worker is there at that moment, and the router does not give up an accepted request before
+    `capacity_wait_s`."""
     async with fake_cluster(num_workers=2, capacity_wait_s=30.0) as cluster:
         late = cluster.workers[1].member.member_id
         cluster.service.update_members([member for member in cluster.members if member.member_id != late])

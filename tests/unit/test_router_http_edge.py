@@ -1,4 +1,4 @@
-"""The HTTP edge over fake members: statuses, headers, order of events, limits, and clients that leave."""
+"""Tests the HTTP edge over fake members: statuses, headers, order of events, limits, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def served(**settings: object) -> AsyncIterator[tuple[FakeCluster, httpx.A
 
 
 def events(body: bytes | str) -> list[Any]:
-    """The payloads of a stream, parsed; `[DONE]` as a string."""
+    """Returns the payloads of a stream, parsed; `[DONE]` stays a string."""
     lines = (body.decode() if isinstance(body, bytes) else body).split("\n\n")
     payloads = [line.removeprefix("data: ") for line in lines if line]
     return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
@@ -39,7 +39,7 @@ def exchange(cluster: FakeCluster, body: bytes, **headers: str) -> Exchange:
     return Exchange(create_app(cluster.service), "POST", CHAT, headers).feed(body)
 
 
-# ---------------------------------------------------------------- answers
+# ---------------------------------------------------------------- These tests cover answers.
 
 
 async def test_completion() -> None:
@@ -133,7 +133,7 @@ async def test_trace_of_a_request_by_either_id() -> None:
         assert (await client.get("/weft/requests/mine")).status_code == 404
 
 
-# ---------------------------------------------------------------- refusals
+# ---------------------------------------------------------------- These tests cover refusals.
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ async def test_a_request_that_costs_workers_is_not_to_be_retried() -> None:
         assert (response.status_code, response.headers["x-should-retry"]) == (500, "false")
 
 
-# ---------------------------------------------------------------- bodies
+# ---------------------------------------------------------------- These tests cover bodies.
 
 
 async def test_declared_length_over_the_limit_is_refused_before_reading() -> None:
@@ -285,7 +285,7 @@ async def test_bodies_of_all_requests_have_one_budget() -> None:
         await first.ended()
 
 
-# ---------------------------------------------------------------- clients that leave or dawdle
+# -------------------------------------------------------- These tests cover clients that disconnect or are slow.
 
 
 @pytest.mark.parametrize("stream", [False, True])

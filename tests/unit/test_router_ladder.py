@@ -1,4 +1,5 @@
-"""What becomes of a request whose medium can't be encoded: an error, a smaller medium, none; and the answer says so."""
+"""Tests what happens to a request whose medium can't be encoded: it gets an error, a smaller medium or none, and the
+answer says so."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def counter(cluster: FakeCluster, name: str, **labels: str) -> float:
     return cluster.service.metrics.registry.get_sample_value(f"weft_router_{name}_total", labels) or 0
 
 
-# ---------------------------------------------------------------- the rungs
+# ---------------------------------------------------------------- These tests cover the rungs.
 
 
 async def test_an_error_is_the_default() -> None:
@@ -169,7 +170,7 @@ async def test_steps_do_not_use_up_attempts_and_draw_the_same() -> None:
         assert first.sampling == second.sampling
 
 
-# ---------------------------------------------------------------- deadlines
+# ---------------------------------------------------------------- These tests cover deadlines.
 
 
 @pytest.mark.parametrize(
@@ -184,8 +185,8 @@ async def test_steps_do_not_use_up_attempts_and_draw_the_same() -> None:
     ids=["picture", "pictures", "sound", "video", "film-and-picture"],
 )
 async def test_a_call_has_the_time_of_its_items_together(content: list[object], limit_s: float) -> None:
-    """By default 10 s for a picture, 20 s for a sound, 60 s for a video, as the documentation says. The encoder is told
-    how much that is."""
+    """By default these are 10 s for a picture, 20 s for a sound and 60 s for a video, as the documentation says. The
+    call states to the encoder how much time there is."""
     async with media_cluster() as cluster:
         await answered(cluster, content)
         (request,) = cluster.encoders[0].requests
@@ -193,7 +194,7 @@ async def test_a_call_has_the_time_of_its_items_together(content: list[object], 
 
 
 async def test_a_call_has_no_more_time_than_its_attempt() -> None:
-    """The encoder is to answer while somebody listens."""
+    """The encoder must answer while the attempt still waits for it."""
     async with media_cluster(dispatch_timeout_s=15.0, encode_grace_s=5.0) as cluster:
         await answered(cluster, [image(1), image(2)])
         (request,) = cluster.encoders[0].requests
@@ -204,7 +205,7 @@ async def test_a_call_has_no_more_time_than_its_attempt() -> None:
 
 
 async def test_an_encoding_past_its_deadline_is_cancelled_there() -> None:
-    """An encoder that lives would have said that it is busy: this one is silent, and that is a failure."""
+    """A live encoder would have said that it is busy; this one is silent, and that is a failure."""
     async with media_cluster(encode_timeout_ms={"image": 20}, encode_grace_s=0.01) as cluster:
         cluster.encoders[0].gate = asyncio.Event()
         with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s") as caught:
@@ -227,11 +228,11 @@ async def test_a_deadline_takes_the_ladder() -> None:
         assert counter(cluster, "degraded", modality="audio", action="removed", reason="deadline_exceeded") == 1
 
 
-# ---------------------------------------------------------------- what never takes it
+# ---------------------------------------------------------------- These tests cover what never takes the ladder.
 
 
 async def test_a_busy_encoder_does_not_take_the_ladder() -> None:
-    """Its item is well, and so is the encoder: a smaller picture would be another answer to the same question."""
+    """The item and the encoder are both well, and a smaller picture would give another answer to the same question."""
     async with media_cluster(num_encoders=2) as cluster:
         for encoder in cluster.encoders:
             encoder.fails = lambda item: ErrorInfo("machine_busy", "this encoder is too busy", retry_after_s=7.0)
@@ -290,7 +291,7 @@ async def test_after_the_first_token_it_is_an_error() -> None:
         assert degraded(stream) == []
 
 
-# ---------------------------------------------------------------- what the client is told
+# ---------------------------------------------------------------- These tests cover what the client receives.
 
 
 async def post(cluster: FakeCluster, body: bytes) -> httpx.Response:

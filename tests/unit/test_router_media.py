@@ -1,4 +1,5 @@
-"""Media on their way to items: two of a video that is heard, counts, budgets, wishes, and who encodes what."""
+"""Tests how media become items: the two items of a video with sound, counts, budgets, wishes, and which encoder encodes
+each."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from router.media_probing import LOW_DETAIL_PIXELS
 
 
 async def asked(content: object, family: MediaFamily | None = None, **fields: object) -> GenerateRequest:
-    """What the worker is told."""
+    """Sends a request and returns what the worker receives."""
     settings = {name: fields.pop(name) for name in ("video_options", "media_limits") if name in fields}
     async with media_cluster(family, **settings) as cluster:
         texts, _, _ = await read(await cluster.service.open(chat(content, **fields)))
@@ -24,7 +25,7 @@ async def asked(content: object, family: MediaFamily | None = None, **fields: ob
         return cluster.workers[0].requests[0]
 
 
-# ---------------------------------------------------------------- videos and their sounds
+# ---------------------------------------------------------------- These tests cover videos and their sounds.
 
 
 async def test_a_video_with_sound_is_two_items_of_one_part() -> None:
@@ -71,7 +72,7 @@ async def test_the_sound_of_a_video_is_held_against_the_limits_of_sounds() -> No
     assert len(request.media) == 1
 
 
-# ---------------------------------------------------------------- what is refused, and when
+# ---------------------------------------------------------------- These tests cover what is refused, and when.
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ async def test_what_is_kept_for_planning_again_holds_no_text_of_media() -> None:
         assert asked_for.messages[0].content is not None
 
 
-# ---------------------------------------------------------------- budgets and wishes
+# ---------------------------------------------------------------- These tests cover budgets and wishes.
 
 
 async def test_videos_share_the_budget_and_a_short_one_leaves_the_rest_to_others() -> None:
@@ -205,7 +206,7 @@ async def test_wishes_reach_the_encoder(kwargs: dict[str, object], num_frames: i
     assert picture.options == ""
 
 
-# ---------------------------------------------------------------- who encodes what
+# ---------------------------------------------------------------- These tests cover which encoder encodes what.
 
 
 async def test_pictures_and_sound_of_a_video_go_to_two_encoders() -> None:
@@ -240,7 +241,7 @@ async def test_media_are_counted_by_modality() -> None:
         assert value("weft_router_probe_seconds_count", {"modality": "video"}) == 1
 
 
-# ---------------------------------------------------------------- what a part says of its picture
+# ---------------------------------------------------------------- These tests cover what a part says of its picture.
 
 
 async def test_low_detail_is_another_plan_of_the_same_picture() -> None:
@@ -256,7 +257,7 @@ async def test_low_detail_is_another_plan_of_the_same_picture() -> None:
 
 
 async def test_a_uuid_names_nothing() -> None:
-    """Two pictures of one name are two, one picture of two names is one."""
+    """Two pictures with one name count as two, and one picture with two names counts as one."""
     parts = [{**image(seed), "uuid": name} for seed, name in ((1, "cat"), (2, "cat"), (1, "dog"))]
     one, other, again = (item.mm_hash for item in (await asked([*parts, text("?")])).media)
     (plain_one,) = (await asked([image(1), text("?")])).media

@@ -1,4 +1,5 @@
-"""Requests take turns at having the headers of their files read: one with many costly files holds up no other."""
+"""Tests that requests take turns at having the headers of their files read: a request with many costly files delays no
+other."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ NUM_FILES = 64
 
 
 class HandProber:
-    """Reads one file at a time, first come, first served, and ends with each when the test says so."""
+    """Reads one file at a time, in the order of arrival, and ends each read when the test says so."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
-        """Names of the parts, in order."""
+        """Holds the names of the parts, in order."""
         self.num_cancelled = 0
         self._turn = asyncio.Lock()
         self._open: deque[asyncio.Future[None]] = deque()
@@ -51,8 +52,8 @@ class HandProber:
         return ImageHeader("TIFF", len(data), 1, "RGB")
 
     async def end_one(self) -> None:
-        """The file that is being read; the next one has begun when this returns, if any waits."""
-        while not self._open:  # noqa: ASYNC110 - nothing tells when a reader's thread has parsed
+        """Ends the read of the current file; if another file waits, its read has begun when this returns."""
+        while not self._open:  # noqa: ASYNC110 - no event says when a reader's thread has parsed
             await asyncio.sleep(0)
         self._open.popleft().set_result(None)
         for _ in range(8):
@@ -67,7 +68,7 @@ async def threads() -> AsyncIterator[RequestThreads]:
 
 
 def parts(names: list[str]) -> list[MediaPart]:
-    """Files that are not read by their first bytes alone."""
+    """Returns parts whose files can't be sized by their first bytes alone."""
     data = encode(picture(5, 4), "TIFF")
     assert ImagePlugin().first_header(data) is None
     url = "data:image/tiff;base64," + base64.b64encode(data).decode()
@@ -80,7 +81,7 @@ def reader_of(prober: HandProber, threads: RequestThreads) -> MediaReader:
 
 async def begun(prober: HandProber, num: int) -> None:
     async with asyncio.timeout(30):
-        while len(prober.begun) < num:  # noqa: ASYNC110 - nothing tells when a reader's thread has parsed
+        while len(prober.begun) < num:  # noqa: ASYNC110 - no event says when a reader's thread has parsed
             await asyncio.sleep(0)
 
 
@@ -94,9 +95,9 @@ async def test_small_requests_are_read_after_few_probes_whatever_a_large_one_has
     small: list[asyncio.Task[list[ProbedMedium]]] = []
     for number in range(4):
         small.append(asyncio.create_task(reader.read(parts([f"small.{number}"]))))
-        waiting = len(small) + 1  # those, and the one that is being read
+        waiting = len(small) + 1  # These are the small requests and the one that is being read.
         async with asyncio.timeout(30):
-            while len(prober._turn._waiters or ()) < waiting - 1:  # noqa: ASYNC110 - as above
+            while len(prober._turn._waiters or ()) < waiting - 1:  # noqa: ASYNC110 - the reason above holds
                 await asyncio.sleep(0)
     num_ended = 0
     while not all(task.done() for task in small):

@@ -1,4 +1,5 @@
-"""What `/metrics` says: exact counts of served requests, and members' gauges that go when members go."""
+"""Tests what `/metrics` says: it counts served requests exactly, and a member's gauges disappear when the member
+leaves."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ PLAN_S, STEP_S = 2.0, 0.125
 
 
 class SlowFamily(TinyFamily):
-    """Planning an item takes PLAN_S."""
+    """A `SlowFamily` takes PLAN_S to plan an item."""
 
     def __init__(self, clock: ManualClock) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class SlowFamily(TinyFamily):
 
 @asynccontextmanager
 async def timed_cluster() -> AsyncIterator[tuple[FakeCluster, SlowFamily]]:
-    """Planning a picture and each token of a worker take their time, nothing else any."""
+    """Yields a cluster and its family; only planning a picture and each token of a worker take time."""
     clock = ManualClock(100.0)
     family = SlowFamily(clock)
     async with fake_cluster(clock=clock, model=(family, tiny_codec())) as cluster:
@@ -87,7 +88,7 @@ async def test_requests_and_tokens_are_counted() -> None:
 
 
 async def test_histograms_hold_the_seconds_that_a_request_took() -> None:
-    """Not how many observations there are, but what was observed."""
+    """This checks the values that were observed, not how many observations there are."""
     async with timed_cluster() as (cluster, family):
         stream = await cluster.service.open(chat([image()]))
         _, _, usage = await read(stream)
@@ -115,7 +116,7 @@ async def test_histograms_hold_the_seconds_that_a_request_took() -> None:
 
 
 async def test_tokens_of_one_frame_share_the_time_since_the_last() -> None:
-    """A step with drafts brings several tokens at once: as many gaps, and no longer in sum."""
+    """A step with drafts brings several tokens at once: there are as many gaps, and their sum is no longer."""
     held: list[TokenFrame] = []
     clock = ManualClock()
 
@@ -178,7 +179,8 @@ async def test_frames_that_are_not_used_are_counted_by_reason() -> None:
 
 
 async def test_the_planners_sums_are_told_by_stage() -> None:
-    """What was predicted and what came, of two requests of which the second finds the first one's blocks."""
+    """This compares what was predicted with what came, for two requests of which the second finds the first one's
+    blocks."""
     async with fake_cluster() as cluster:
         for _ in range(2):
             _, _, usage = await read(await cluster.service.open(chat("the same words again and again " * 4)))
@@ -187,7 +189,7 @@ async def test_the_planners_sums_are_told_by_stage() -> None:
         assert value(cluster, "weft_planner_actual_total", stage="prefix_tokens") == usage.num_cached_tokens
         assert value(cluster, "weft_planner_predicted_total", stage="prefix_tokens") == usage.num_cached_tokens
         assert value(cluster, "weft_planner_abs_error_total", stage="prefix_tokens") == 0
-        # The fakes report 0.001 s in the queue, and nobody predicted any.
+        # The fakes report 0.001 s in the queue, and the planner predicts none.
         assert value(cluster, "weft_planner_actual_total", stage="queue") == pytest.approx(0.002)
         assert value(cluster, "weft_planner_abs_error_total", stage="queue") == pytest.approx(
             abs(0.002 - (value(cluster, "weft_planner_predicted_total", stage="queue") or 0.0))
@@ -197,7 +199,7 @@ async def test_the_planners_sums_are_told_by_stage() -> None:
 
 
 async def test_the_planners_promises_that_fail_are_seen() -> None:
-    """A worker that quietly lost its cache: hits predicted and not found."""
+    """A worker has lost its cache without a report, so predicted hits are not found."""
     async with fake_cluster() as cluster:
         words = "the same words again and again " * 4
         await read(await cluster.service.open(chat(words)))
@@ -234,7 +236,7 @@ async def test_the_sizes_of_the_indexes_are_told() -> None:
         encoder.plane.send(cluster.plane.address, FeatureEvents(encoder.member_id, 1, 1, features, is_snapshot=True))
         await settled(lambda: of("keys", "feature") == 2)
         worker.handle = lambda message: None  # type: ignore[method-assign]
-        tell(7, stored(b"d"))  # 1 to 6 were lost
+        tell(7, stored(b"d"))  # Messages 1 to 6 were lost.
         await settled(lambda: of("sources_out_of_step", "prefix") == 1)
         assert of("sources_out_of_step", "feature") == 0
 
@@ -263,7 +265,7 @@ async def test_members_gauges_come_with_reports_and_go_with_members() -> None:
         assert value(cluster, "weft_encoder_items_encoded_total", encoder="encoder-0") == 26
         gone = cluster.pools.workers.pop(cluster.workers[0].member_id)
         cluster.publish()
-        gone.plane.send(cluster.plane.address, gone.report(2))  # Late: it has left.
+        gone.plane.send(cluster.plane.address, gone.report(2))  # This is late, because the worker has left.
         cluster.workers[1].plane.send(cluster.plane.address, cluster.workers[1].report(2))
         await settled(lambda: reports.workers[cluster.workers[1].member_id].seq == 2)
         assert value(cluster, "weft_worker_kv_blocks_used", worker="worker-0") is None

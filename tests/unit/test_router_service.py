@@ -1,4 +1,4 @@
-"""The router service against fake members: what is dispatched, and what comes back."""
+"""Tests the router service against fake members: what it dispatches, and what comes back."""
 
 from __future__ import annotations
 

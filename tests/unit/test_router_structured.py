@@ -1,4 +1,4 @@
-"""What becomes a grammar, and what is refused: named, before any worker hears of it."""
+"""Tests what becomes a grammar, and what is refused by name before any worker receives it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is read in which thread: media never keep other requests from being parsed, tokenised and planned."""
+"""Tests which thread reads what: media never keep other requests from being parsed, tokenised and planned."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from modalities.registry import Registry
 from router.threads import RequestThreads, Work
 
 NUM_SLOW = 64
-"""More than any executor has threads."""
+"""These are more videos than any executor has threads."""
 
 
 class SlowVideos(PlainPlugin):
-    """Parsing a video takes until the test says so."""
+    """A `SlowVideos` parses a video only when the test lets it."""
 
     def __init__(self) -> None:
         super().__init__("video")

@@ -1,4 +1,4 @@
-"""What is refused before anything is taken, in words that name it; and what a layout says of its media."""
+"""Tests what is refused by name before anything is taken, and what a layout says of its media."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_one_medium_of_two_sizes_is_refused_with_its_part() -> None:
 
 
 def test_units_are_named_when_their_last_run_ends() -> None:
-    """Once, by the chunk that it ends in; a run may be a single token."""
+    """The chunk in which its last run ends names the unit, once; a run may be a single token."""
     layout = PromptLayout(request("a", 60, [("one", 2, 1), ("two", 10, 5), ("two", 30, 5), ("three", 40, 2)]))
     assert layout.units_completed(0, 3) == [unit("one")]
     assert layout.units_completed(3, 20) == []

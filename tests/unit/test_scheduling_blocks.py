@@ -1,4 +1,4 @@
-"""The block pool: references, what is given away first, what routers are told."""
+"""Tests the block pool: references, what is evicted first, and which events routers receive."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def hashes(text: str) -> list[BlockHash]:
 
 
 def stored(pool: BlockPool, owner, text: str, parent: BlockHash | None = None) -> list[int]:
-    """Blocks of `owner`, published under one letter each."""
+    """Allocates blocks of `owner`, publishes them under one letter of `text` each, and returns them."""
     return pool.publish(owner, parent, pool.allocate(owner, len(text)), hashes(text))
 
 
@@ -138,7 +138,7 @@ def test_invariants_see_a_forgotten_reference() -> None:
 
 
 def _broken_at(block: int) -> BlockPool:
-    """Eight cached blocks, of which one has lost its parent."""
+    """Returns a pool of eight cached blocks, of which one has lost its parent."""
     pool = BlockPool(8)
     chain = hashes("abcdefgh")
     blocks = pool.allocate(A, 8)

@@ -1,4 +1,4 @@
-"""A worker's budget: the bytes that are allocated, and what can never be served."""
+"""Tests a worker's budget: the bytes that are allocated, and what can never be served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a crowd of waiting requests costs a step, and what it holds: nothing, and nothing."""
+"""Tests that a crowd of waiting requests adds no cost to a step and holds no blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ PREFIX = list(range(64))
 
 
 def crowded(num_waiting: int, **fields: object) -> Bench:
-    """Three requests decode and hold nearly all blocks; the others share their prefix and find no room."""
+    """Returns a bench on which three requests decode and hold nearly all blocks; the others share their prefix and find
+    no room."""
     bench = Bench(block_size=4, num_blocks=16 + 3 * 5 + 4, max_sequences=8)
     for number in range(3):
         bench.add(request(f"runs-{number}", [*PREFIX, *range(1000 * number, 1000 * number + 18)], age=number))
@@ -29,7 +30,7 @@ def crowded(num_waiting: int, **fields: object) -> Bench:
 
 
 def operations(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> Counter[str]:
-    """How often a step asked for what it may only ask of sequences that it serves or tries."""
+    """Returns how often a step calls what it may call only for sequences that it serves or tries."""
     counts: Counter[str] = Counter()
 
     def count(owner: type, name: str) -> None:
@@ -83,7 +84,7 @@ def test_a_hit_is_counted_when_it_is_used() -> None:
 
 
 def test_blocks_that_were_evicted_before_it_began_cost_a_request_its_units() -> None:
-    """At admission the picture lies in cached blocks; before the request begins, another one takes them."""
+    """At admission the picture lies in cached blocks, but another request takes them before this one begins."""
     bench = Bench(block_size=4, num_blocks=8, max_sequences=1)
     picture = [("image", 4, 8)]
     bench.add(request("first", 16, picture, max_tokens=1), landed=True)
@@ -112,7 +113,7 @@ def test_the_blocks_that_a_waiting_request_hits_are_given_away_last() -> None:
 
 
 def test_those_that_find_no_room_do_not_keep_one_that_has_begun_waiting() -> None:
-    """A crowd of another tenant stands before it in turn, none of which may begin."""
+    """A crowd of another tenant is ahead of that request in turn, and none of the crowd may begin."""
     bench = Bench(block_size=4, num_blocks=24, max_step_tokens=10, max_sequences=4)
     bench.add(request("decodes", 8, age=0, max_tokens=60))
     bench.step()
@@ -136,7 +137,7 @@ def test_a_small_request_begins_behind_so_many_large_ones_and_no_more(num_large:
 
 
 def test_tokens_that_a_tenant_decodes_count_as_its_share() -> None:
-    """Half of each step decodes for one tenant, so the other half is the other's."""
+    """Half of each step decodes for one tenant, so the other half belongs to the other tenant."""
     bench = Bench(block_size=4, num_blocks=200, max_step_tokens=10, max_sequences=16)
     for number in range(5):
         bench.add(request(f"decodes-{number}", 2, age=number, cache_salt="a"))
@@ -151,8 +152,8 @@ def test_tokens_that_a_tenant_decodes_count_as_its_share() -> None:
 
 
 def test_when_nothing_else_can_be_done_the_first_in_rank_is_tried() -> None:
-    """A request at its doorstep holds most blocks, and the tenant whose turn it is has only prompts that are too large;
-    behind them, of the other tenant, waits the oldest."""
+    """A request at its doorstep (ahead of a medium that has not landed) holds most blocks, and the tenant whose turn it
+    is has only prompts that are too large; the oldest request, of the other tenant, waits behind these prompts."""
     bench = Bench(block_size=4, num_blocks=20, max_step_tokens=80, max_sequences=4, is_chunked_media_enabled=False)
     bench.add(request("served", 8, age=0, max_tokens=1, cache_salt="a"))
     bench.add(request("doorstep", 60, [("image", 40, 10)], age=1, cache_salt="a"))

@@ -1,4 +1,5 @@
-"""Sequences that decode plainly are rows of arrays; what is not plain, or does not fit, is a chunk."""
+"""Tests that sequences which decode plainly are rows of arrays, and that a sequence which is not plain, or does not
+fit, is a chunk."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ ROOMY = {"block_size": 4, "num_blocks": 64, "max_step_tokens": 64, "max_sequence
 
 
 def decoding(*names: str, **config: object) -> Bench:
-    """Sequences of nine prompt tokens that have drawn their first token."""
+    """Returns a bench with sequences of nine prompt tokens that have drawn their first token."""
     bench = Bench(**{**ROOMY, **config})
     for age, name in enumerate(names):
         bench.add(request(name, 9, age=age))
@@ -56,7 +57,8 @@ def test_rows_say_what_chunks_would_say() -> None:
 
 
 def _no_luck() -> object:
-    """Drafts are on, so that every sequence is a chunk, and never found: no ten tokens come again."""
+    """Returns settings with drafts on, so that every sequence is a chunk; no draft is found, because no ten tokens
+    repeat."""
     from llm_workers.config import Speculation
 
     return Speculation(max_tokens=1, min_ngram=10, max_ngram=10)
@@ -145,8 +147,8 @@ def test_a_step_that_failed_is_planned_again_with_the_same_tokens() -> None:
 
 
 def test_without_blocks_for_all_the_first_in_rank_decodes_as_a_chunk() -> None:
-    """Eight blocks: both sequences of nine tokens take four each, and the older one's seventeenth token takes one
-    from the younger."""
+    """There are eight blocks: both sequences of nine tokens take four each, and the older one's seventeenth token takes
+    one from the younger."""
     bench = decoding("old", "young", num_blocks=8)
     plan = bench.plan()
     while plan.decodes is not None:
@@ -201,8 +203,8 @@ def test_a_row_ends_by_its_own_count_when_another_was_aborted_in_flight() -> Non
 
 
 def test_a_row_that_begins_does_not_stand_for_one_that_was_aborted_in_flight() -> None:
-    """A migrated choice whose tokens but the last one are cached has a row once the step is planned. So there are as
-    many rows as the step had, but not the same ones."""
+    """A migrated choice, of which all tokens but the last are cached, has a row once the step is planned. So there are
+    as many rows as the step had, but not the same ones."""
     bench = decoding("old", "gone")
     known = request("old", 9).token_ids
     bench.add(request("moved", known[:8], age=2, emitted=((known[8],),)))

@@ -1,4 +1,4 @@
-"""Prompt lookup: what is proposed, what is computed for it, what is left when it was wrong."""
+"""Tests prompt lookup: what it proposes, what is computed for it, and what is left when it was wrong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from llm_workers.scheduling.token_counts import TokenCounts
 
 THREE = Speculation(max_tokens=3, min_ngram=2, max_ngram=4)
 ECHO = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]
-"""Continued with 3, 4, 5."""
+"""Lookup continues this prompt with 3, 4, 5."""
 
 
 def proposed(token_ids: list[int], num_tokens: int = 3, min_ngram: int = 2, max_ngram: int = 4) -> list[int]:
@@ -28,11 +28,12 @@ def proposed(token_ids: list[int], num_tokens: int = 3, min_ngram: int = 2, max_
     ("token_ids", "expected"),
     [
         (ECHO, [3, 4, 5]),
-        ([5, 1, 2, 9, 4, 1, 2, 8, 8, 1, 2], [8, 8, 1]),  # of equal matches the last
-        ([7, 1, 2, 9, 9, 9, 3, 1, 2, 8, 8, 8, 7, 1, 2], [9, 9, 9]),  # the longer match, further away
+        ([5, 1, 2, 9, 4, 1, 2, 8, 8, 1, 2], [8, 8, 1]),  # The last of equal matches counts.
+        # The longer match counts, though it is further away.
+        ([7, 1, 2, 9, 9, 9, 3, 1, 2, 8, 8, 8, 7, 1, 2], [9, 9, 9]),
         ([4, 7, 7, 4, 7, 7], [4, 7, 7]),
-        ([6, 6, 6], [6, 6, 6]),  # one token follows, and again, and again
-        ([1, 2, 3, 9, 2], []),  # one token agrees, two are asked for
+        ([6, 6, 6], [6, 6, 6]),  # One token follows, and it repeats.
+        ([1, 2, 3, 9, 2], []),  # One token matches, but two are required.
         ([1, 2, 3], []),
         ([3], []),
     ],
@@ -58,7 +59,7 @@ def test_against_a_plain_search(token_ids, num_tokens, min_ngram, more) -> None:
 
 
 def decoding(bench: Bench, token: int = 3, **fields: object) -> None:
-    """One sequence, whose prompt is computed and whose first token is drawn."""
+    """Adds one sequence, computes its prompt and draws its first token."""
     bench.add(request("a", ECHO, **fields))
     bench.step(token)
 
@@ -120,7 +121,7 @@ def test_no_more_is_guessed_than_may_be_said() -> None:
 
 
 def test_drafts_take_what_is_left_of_the_budget() -> None:
-    """A prompt that waits goes first, and no sequence is thrown out for a guess."""
+    """A waiting prompt comes before drafts, and no sequence is preempted for a draft."""
     bench = Bench(speculation=THREE, max_step_tokens=12)
     decoding(bench)
     bench.add(request("b", 9))

@@ -1,4 +1,5 @@
-"""The inbox: states, references by sequence, and the four late fixes of others (notes/engine.md)."""
+"""Tests the inbox: states, references by sequence, and four cases that other engines fixed late (a design note,
+docs/references.md)."""
 
 from __future__ import annotations
 

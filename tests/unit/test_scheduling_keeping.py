@@ -1,4 +1,5 @@
-"""Keep or discard after prefill: every row of the table, their precedence, the operator's word."""
+"""Tests whether features are kept or discarded after prefill: every row of the table, their precedence, and the
+operator's setting."""
 
 from __future__ import annotations
 

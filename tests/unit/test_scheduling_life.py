@@ -1,4 +1,4 @@
-"""A request from `add` to its end: cache hits, choices, migration, stops, aborts, failing steps."""
+"""Tests a request from `add` to its end: cache hits, choices, migration, stops, aborts and failing steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llm_workers.scheduling.timing import Stopwatch
 
 
 def finish(bench: Bench, token: int = 7):
-    """Steps until something finishes."""
+    """Runs steps until something finishes, and returns the events of the last step."""
     for _ in range(200):
         events = bench.commit(bench.plan(), token)
         if events.finished:
@@ -48,7 +48,7 @@ def test_a_full_hit_is_cut_by_one_token() -> None:
 
 @pytest.mark.parametrize(("num_image_tokens", "missing"), [(20, ()), (28, (unit("image"),))])
 def test_units_that_lie_in_cached_kv_are_not_needed(num_image_tokens: int, missing) -> None:
-    """32 of 40 tokens are hit: an image in [8, 28) is not needed, one in [8, 36) is, for its rest."""
+    """Of 40 tokens 32 are hits: an image in [8, 28) is not needed, and one in [8, 36) is needed for its rest."""
     images = [("image", 8, num_image_tokens)]
     first = request("a", 40, images)
     bench = Bench()
@@ -80,8 +80,8 @@ def test_findable_blocks_have_the_hashes_that_routers_compute() -> None:
 
 @pytest.mark.parametrize("is_prefix_cache_enabled", [True, False])
 def test_choices_wait_for_the_first_and_take_over_its_blocks(is_prefix_cache_enabled) -> None:
-    """The prompt is computed once; of the others only the last token is, for its logits. Its block is shared too,
-    until somebody writes behind the prompt: then it is copied."""
+    """The prompt is computed once; the other choices compute only the last token, for its logits. They share the block
+    of that token too, until a choice writes behind the prompt: then the block is copied."""
     bench = Bench(is_prefix_cache_enabled=is_prefix_cache_enabled)
     admission = bench.add(request("a", 40, num_choices=3))
     assert admission.sequence_ids == tuple(sequence_id("a", choice) for choice in range(3))
@@ -118,7 +118,7 @@ def test_the_last_choice_that_holds_a_shared_block_writes_into_it() -> None:
 
 
 def test_a_choice_makes_room_for_the_copy_by_ending_the_sharing() -> None:
-    """Three blocks hold the prompt and no fourth is there: the younger choice gives its part of them up."""
+    """Three blocks hold the prompt and there is no fourth, so the younger choice gives up its part of them."""
     bench = Bench(num_blocks=3, is_prefix_cache_enabled=False)
     bench.add(request("a", 40, num_choices=2))
     bench.step()
@@ -173,7 +173,7 @@ def test_a_migrated_choice_goes_on_where_it_was() -> None:
     ],
 )
 def test_when_a_choice_ends(stop: StopConditions, reason: str, num_tokens: int) -> None:
-    """The last case ends with the pool: 32 tokens have blocks, the one drawn behind them needs none."""
+    """The last case ends with the pool: 32 tokens have blocks, and the token drawn behind them needs none."""
     bench = Bench(num_blocks=2)
     bench.add(request("a", 17, stop=stop))
     events = finish(bench, token=7)
@@ -280,7 +280,7 @@ def test_commit_of_an_empty_plan_reports_what_became_free() -> None:
 
 
 def test_penalties_count_what_was_generated_and_the_prompt_as_seen_only() -> None:
-    """Of a first attempt and of one that goes on where another ended."""
+    """This holds for a first attempt and for one that continues where another ended."""
     penalised = SamplingParams(frequency_penalty=0.5)
     for emitted, expected in (((), {}), (((6, 5, 5),), {5: 2, 6: 1})):
         bench = Bench()

@@ -1,4 +1,4 @@
-"""Whom a step serves first, whom it passes over, and who gives up blocks."""
+"""Tests which sequences a step serves first, which it passes over, and which give up blocks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_the_youngest_gives_up_its_blocks_and_begins_again() -> None:
 
 
 def test_the_lowest_priority_gives_up_its_blocks_before_the_youngest() -> None:
-    """The old one is of low priority (a higher number), the young one of high: age alone would have thrown it out."""
+    """The old sequence has a low priority (a higher number) and the young one a high priority; age alone would preempt
+    the young one."""
     bench = Bench(num_blocks=8, block_size=4, is_prefix_cache_enabled=False)
     bench.add(request("old", 7, age=0, priority=5))
     bench.add(request("older", 7, age=1, priority=1))

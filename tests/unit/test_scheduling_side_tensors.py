@@ -1,4 +1,5 @@
-"""Side tensors under the blocks' ids and eviction: what counts as a hit for whom, and who takes whose place."""
+"""Tests side tensors under the blocks' ids and eviction: what counts as a hit for which request, and which block
+replaces which."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ def test_who_needs_less_shares_what_has_more() -> None:
 
 
 def serve(bench: Bench, name: str, prompt: list[int], *side_names: str) -> int:
-    """To its end; returns the prompt tokens that were hit."""
+    """Runs a request to its end and returns the number of its prompt tokens that were hit."""
     hits = bench.add(request(name, prompt, max_tokens=1, side_names=side_names)).num_cached_tokens
     for chunk in bench_chunks(bench):
         assert chunk.side_names == frozenset(side_names)
@@ -118,7 +119,8 @@ def test_names_that_nobody_keeps_are_refused() -> None:
 
 
 def test_a_choice_keeps_private_what_it_took_over_from_a_private_one() -> None:
-    """The prompt's blocks were in use without the rows when the first choice had them; that has ended since."""
+    """The first choice has private blocks, because the prompt's blocks were in use without the rows at that time; that
+    use has ended since."""
     bench = Bench(block_size=4, num_blocks=64, side_layers=(("talker", 2),))
     prompt = list(range(40))
     bench.add(request("plain", prompt))

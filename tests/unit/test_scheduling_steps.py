@@ -1,4 +1,5 @@
-"""What a step computes: catching up, doorsteps, order, budget."""
+"""Tests what a step computes: catching up, doorsteps (a sequence waits ahead of a medium that has not landed), order
+and budget."""
 
 from __future__ import annotations
 
@@ -10,9 +11,10 @@ from llm_workers.scheduling.events import PrefillProgress
 
 
 def test_three_prompts_with_an_image_share_a_step_up_to_their_doorsteps() -> None:
-    """notes/engine.md: 800 tokens, image at 100 of length 600, budget 1024. Only the first request's image is here.
-    The ready request goes first and whole; the others compute their text up to the doorstep. Then the first decodes,
-    the second's image has landed and it computes the rest, the third stands at its doorstep and costs nothing."""
+    """The example is from a design note (docs/references.md): 800 tokens, an image at 100 of length 600, and a budget
+    of 1024. Only the first request's image is here. The ready request goes first and whole, and the others compute
+    their text up to the doorstep. Then the first decodes, the second computes the rest because its image has landed,
+    and the third waits at its doorstep and costs nothing."""
     bench = Bench(max_step_tokens=1024, num_blocks=1024)
     for index, name in enumerate("abc"):
         bench.add(request(name, 800, [(f"image-{name}", 100, 600)], age=index))
@@ -23,7 +25,8 @@ def test_three_prompts_with_an_image_share_a_step_up_to_their_doorsteps() -> Non
 
 
 def test_an_image_that_must_not_be_cut_is_left_to_the_next_step() -> None:
-    """notes/engine.md: image at 400 with length 800, chunked multimodal input off: the first step computes 400."""
+    """The example is from a design note (docs/references.md): with an image at 400 of length 800 and chunked multimodal
+    input off, the first step computes 400 tokens."""
     bench = Bench(max_step_tokens=1024, num_blocks=1024, is_chunked_media_enabled=False)
     bench.add(request("a", 1200, [("image-a", 400, 800)]), landed=True)
     assert bench.step() == {"a": 400}

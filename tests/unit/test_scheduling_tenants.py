@@ -1,4 +1,4 @@
-"""Tenants under one scheduler: who comes when, beside age and priority."""
+"""Tests tenants under one scheduler: in which order their requests come, in addition to age and priority."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from scheduling_cases import Bench, request
     step_tokens=st.integers(8, 64),
 )
 def test_a_single_request_behind_a_crowd_comes_in_its_turn(num_crowd, length, own, max_sequences, step_tokens):
-    """It waits for those that run and for as many tokens of the crowd as its own, not for the crowd."""
+    """The request waits for those that run and for as many tokens of the crowd as its own, but not for the whole
+    crowd."""
     bench = Bench(block_size=4, num_blocks=4000, max_step_tokens=step_tokens, max_sequences=max_sequences)
     for number in range(num_crowd):
         bench.add(request(f"crowd-{number}", length, age=number, max_tokens=2, cache_salt="crowd"))
@@ -29,7 +30,8 @@ def test_a_single_request_behind_a_crowd_comes_in_its_turn(num_crowd, length, ow
         num_crowd_tokens += sum(tokens for name, tokens in computed.items() if name != "single")
         if "single" in computed:
             break
-    # One step that the others had filled, their decodes, and the crowd's turn before its own.
+    # The limit is the sum of one step that the others have filled, their decodes and the crowd's turn ahead of the
+    # single request's.
     assert num_crowd_tokens <= 2 * step_tokens + 2 * max_sequences + length
     while bench.step():
         pass

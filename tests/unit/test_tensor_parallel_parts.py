@@ -1,4 +1,5 @@
-"""What the ranks of a worker say to each other, who is let in, and what is shared out. No torch."""
+"""Tests what the ranks of a worker send to each other, which connections are accepted, and how work is divided. The
+tests import no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ SHAPE = ModelShape(8, 1, 2, num_kv_heads=6, head_dim=16, vocab_size=9, max_model
 
 @st.composite
 def rows(draw: st.DrawFn) -> list[RowsLike]:
-    """Packed one after the other, as a runner makes them."""
+    """Draws rows that are packed one after the other, as a runner makes them."""
     made, at = [], 0
     for _ in range(draw(st.integers(1, 6))):
         start, num_tokens = draw(st.integers(0, 500)), draw(st.integers(1, 70))

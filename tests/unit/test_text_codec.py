@@ -83,7 +83,7 @@ def test_a_deeply_nested_message_is_refused(codec: TextCodec) -> None:
         content = [content]
     with pytest.raises(InvalidRequest, match="too deeply"):
         codec.render([{"role": "user", "content": content}])
-    # Taken apart from outside in: freeing it at once would recurse as deep.
+    # The loop takes the content apart from outside in, because freeing it at once would recurse as deep.
     while content:
         content = content.pop()  # type: ignore[assignment]
 

@@ -1,4 +1,4 @@
-"""What an open attempt adds up to."""
+"""Tests what an open attempt adds up to."""
 
 from __future__ import annotations
 

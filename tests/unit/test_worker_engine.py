@@ -1,4 +1,4 @@
-"""The engine thread with the real scheduler and an executor that draws from a table."""
+"""Tests the engine thread with the real scheduler and an executor that draws from a table."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ POSITIONS = Positions(np.arange(20)[None], 0)
 
 
 class OutOfMemoryError(RuntimeError):
-    """Named as torch names its own."""
+    """An `OutOfMemoryError` has the same name as torch's own error."""
 
 
 class Executor:
-    """Draws 100 + draw index. `broken` request ids raise, `infinite` ones give a negative token; `fails` may raise for
-    any plan."""
+    """Draws 100 + draw index. Requests whose ids are in `broken` raise, those in `infinite` give a negative token, and
+    `fails` may raise for any plan."""
 
     def __init__(self):
         self.broken, self.infinite = set(), set()
         self.not_finite = {}
-        """Request ids -> the position that spoils their chunks."""
+        """Maps request ids to the position that spoils their chunks."""
         self.fails = lambda plan: None
         self.plans = []
 
@@ -87,7 +87,7 @@ def raising(error):
 
 
 class Watched:
-    """An engine whose updates are collected until something is true."""
+    """A `Watched` runs an engine and collects its updates until something is true."""
 
     def __init__(self, **config):
         self.executor, self._updates = Executor(), queue.SimpleQueue()
@@ -232,8 +232,8 @@ def test_one_answer_that_is_not_finite_is_probed_and_ends_alone(watched):
 
 
 def test_a_chunk_that_is_not_finite_is_not_found_though_nothing_was_drawn_from_it():
-    """The prompt is computed in chunks of 8: the second is spoiled. What the first wrote may be found, and the
-    neighbour goes on; the unit that the spoiled chunk read is let go of for good."""
+    """The prompt is computed in chunks of 8, and the second chunk is spoiled. The blocks that the first chunk wrote may
+    be found, and the neighbour continues; the unit that the spoiled chunk read is released and no longer trusted."""
     watched = Watched(max_step_tokens=8, max_sequences=2)
     watched.executor.not_finite = {"a": 9}
     watched.engine.add(request("a", with_unit=True), POSITIONS)
@@ -295,7 +295,7 @@ def test_a_success_between_them_is_counted(watched):
 
 
 def test_a_fault_of_the_books_loses_the_worker_too(watched):
-    """Whatever ends the engine, its requests may go on elsewhere."""
+    """Any error that ends the engine is reported as `WorkerLost`, so its requests may continue elsewhere."""
 
     def plan_step():
         raise AssertionError("the books are wrong")
@@ -342,7 +342,7 @@ def test_a_probe_has_nothing_of_the_request_and_writes_where_nobody_reads():
 
 
 def test_a_probe_leaves_the_prefix_cache_alone():
-    """The last token of a prompt that is wholly found is computed into a block that others read."""
+    """The last token of a prompt that is wholly found is computed into a block that other sequences read."""
     watched = Watched()
     watched.engine.start()
     watched.engine.add(request("a"), POSITIONS)

@@ -1,4 +1,5 @@
-"""What a step costs: fitted at boot, corrected by steps, forgotten with time; never less than nothing."""
+"""Tests what a step costs: the cost is fitted at boot, corrected by steps and forgotten with time, and is never less
+than nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def test_the_first_steps_are_fitted_exactly():
 
 
 def test_steps_in_no_time_say_nothing():
-    """As by a clock that stands."""
+    """A clock that stands still gives such steps."""
     costs = StepCosts()
     costs.fit([(work, 0.0) for work in KINDS])
     costs.observe(StepWork(1, 0.0), 0.0, 0.0)
@@ -85,7 +86,7 @@ def test_a_pause_in_one_step_moves_little():
 
 
 def test_a_busy_minute_is_outweighed_by_a_few_steps_after_a_silence():
-    """Ten thousand steps of a busy time count no more than their age lets them."""
+    """Ten thousand steps of a busy time count no more than their age permits."""
     costs, decode = fitted(), StepWork(1, 0.0)
     for number in range(10_000):
         costs.observe(decode, true_s(decode, factor=3.0), 0.006 * number)

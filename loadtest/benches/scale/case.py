@@ -13,7 +13,7 @@ class ScaleCase:
     name: str
     """Says what the event is and what the size counts, for example "evict one feature, slots stored"."""
     small: int
-    """This is the small size; the large one is ten times as large."""
+    """Sets the small size; the large one is ten times as large."""
     prepare: Callable[[int], Callable[[], int]]
     """Builds the state of a size, unmeasured, and returns a function that performs one round of events on it and
     returns the number of events. That function is called once per round, so a round must leave the size unchanged."""

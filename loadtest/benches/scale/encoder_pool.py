@@ -39,9 +39,9 @@ from modalities.family import EncoderInput
 SLOT_BYTES = 1024
 NUM_EVENTS = 200
 NUM_TOGETHER = 16
-"""This is the number of slots that one large feature takes."""
+"""One large feature takes this many slots."""
 COST = 1024
-"""This is the number of patches of a picture."""
+"""A picture has this many patches."""
 NUM_PUMPED = 50
 PIXELS = np.zeros((1, 1), np.float32)
 ROUTER, WORKER = MemberId("router"), MemberId("worker")
@@ -287,7 +287,7 @@ def _late(num_queued: int) -> Callable[[], int]:
 
 
 def _choose_batch(num_queued: int) -> Callable[[], int]:
-    """Prepares decoded units of many calls; every second unit is too large for the rest of the batch."""
+    """Prepares decoded units of many calls; every second unit is too large for the batch."""
     flights = Flights(4.0, lambda modality, cost: 1e-5 * cost)
     for number in range(num_queued):
         cost = COST if number % 2 else 20 * COST
@@ -308,8 +308,8 @@ def _choose_batch(num_queued: int) -> Callable[[], int]:
 
 
 def _find_to_decode(num_waiting: int) -> Callable[[], int]:
-    """Prepares one decoded item, and waiting items of which none has room next to it or next to the item that is
-    due."""
+    """Prepares one item that is being decoded, and waiting items of which none has room next to it or next to the item
+    that is due."""
     flights = Flights(4.0, lambda modality, cost: 1e-5 * cost)
     room = DecodeRoom(max_cost=2 * COST, max_items=32, max_long_cost=2 * COST, max_long_items=1)
     line = DecodeLine(flights, room)
