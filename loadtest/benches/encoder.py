@@ -1,4 +1,4 @@
-"""Runs `weft bench encoder`: repeats the latency tables of the design notes (docs/references.md) on the present device.
+"""Runs `weft bench encoder`: repeats the latency tables of the articles in docs/references.md on the present device.
 
 It measures latency and output size per modality, and latency per batch size, at the sizes of the real architectures
 with random weights. Through a real encoder service with the demo model, it measures by how much a video of 120 frames
@@ -35,7 +35,7 @@ class Case(NamedTuple):
     build: Callable[[Place], Run]
     num_items: int
     published_ms: float
-    """Gives the latency on an A100 in half precision, from the design notes (docs/references.md); it is 0 if they have
+    """Gives the latency on an A100 in half precision, from the articles in docs/references.md; it is 0 if they have
     none."""
 
 

@@ -1,4 +1,4 @@
-"""Builds the encoders of the latency tables in the design notes (docs/references.md), at the sizes of the real
+"""Builds the encoders of the latency tables in the articles in docs/references.md, at the sizes of the real
 architectures, with random weights, for speed only. Each encodes a number of items at once and returns their rows,
 projected to a language model's width.
 """

@@ -40,8 +40,8 @@ clearly."""
 NAME_TO_BAR = {"transformers": 1.0, "vllm": 1.2, "vllm-float32": 1.2}
 """Holds the target ratio of Weft's tokens per second to the peer's."""
 SPLICE_BAR_S, SPLICE_BAR_RATIO = 0.3e-3, 4 / 0.3
-"""Holds the targets for the splice of a prompt of 5,000 tokens. They come from a design note (docs/references.md),
-which compares with 4 ms in a loop and does not say how wide the rows are."""
+"""Holds the targets for the splice of a prompt of 5,000 tokens. They come from the OmniConnector article
+(docs/references.md), which compares with 4 ms in a loop and does not say how wide the rows are."""
 
 Split = dict[str, float]
 

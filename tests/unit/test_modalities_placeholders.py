@@ -18,8 +18,8 @@ def plan(modality: str, *unit_tokens: int) -> ItemPlan:
 
 def test_the_worked_example() -> None:
     """The prompt has 7 text + 1,024 image + 8 text + 30 frames of 128 + 4 text = 4,883 positions: the image is at 7 to
-    1,030 and the video at 1,039 to 4,878. The numbers come from the worked merge of a design note
-    (docs/references.md)."""
+    1,030 and the video at 1,039 to 4,878. The numbers come from the worked merge of the OmniConnector
+    article (docs/references.md)."""
     text = [[*range(7)], [*range(10, 18)], [*range(20, 24)]]
     prompt = [*text[0], 901, *text[1], 902, *text[2]]
     expanded = expand_placeholders(prompt, TOKENS, [plan("image", 1024), plan("video", *[128] * 30)])

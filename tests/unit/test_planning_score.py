@@ -1,4 +1,4 @@
-"""Tests the score against values that follow by hand from the formulas of the design notes (docs/references.md)."""
+"""Tests the score against values that follow by hand from the formulas of the articles in docs/references.md."""
 
 from dataclasses import replace
 

@@ -1,5 +1,4 @@
-"""Tests the inbox: states, references by sequence, and four cases that other engines fixed late (a design note,
-docs/references.md)."""
+"""Tests the inbox: states, references by sequence, and four cases that other engines fixed late."""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ from llm_workers.scheduling.events import PrefillProgress
 
 
 def test_three_prompts_with_an_image_share_a_step_up_to_their_doorsteps() -> None:
-    """The example is from a design note (docs/references.md): 800 tokens, an image at 100 of length 600, and a budget
-    of 1024. Only the first request's image is here. The ready request goes first and whole, and the others compute
-    their text up to the doorstep. Then the first decodes, the second computes the rest because its image has landed,
-    and the third waits at its doorstep and costs nothing."""
+    """The case is from vLLM's own tests. Each prompt has 800 tokens with an image at 100 of length 600, and the budget
+    of a step is 1024. Only the first request's image is here. The ready request goes first and whole, and the others
+    compute their text up to the doorstep. Then the first decodes, the second computes the rest because its image has
+    landed, and the third waits at its doorstep and costs nothing."""
     bench = Bench(max_step_tokens=1024, num_blocks=1024)
     for index, name in enumerate("abc"):
         bench.add(request(name, 800, [(f"image-{name}", 100, 600)], age=index))
@@ -25,8 +25,8 @@ def test_three_prompts_with_an_image_share_a_step_up_to_their_doorsteps() -> Non
 
 
 def test_an_image_that_must_not_be_cut_is_left_to_the_next_step() -> None:
-    """The example is from a design note (docs/references.md): with an image at 400 of length 800 and chunked multimodal
-    input off, the first step computes 400 tokens."""
+    """The case is from vLLM's own tests: with an image at 400 of length 800 and chunked multimodal input off, the first
+    step computes 400 tokens."""
     bench = Bench(max_step_tokens=1024, num_blocks=1024, is_chunked_media_enabled=False)
     bench.add(request("a", 1200, [("image-a", 400, 800)]), landed=True)
     assert bench.step() == {"a": 400}
