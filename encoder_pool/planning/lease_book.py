@@ -23,7 +23,7 @@ class LeaseKey(NamedTuple):
     unit: UnitKey
 
 
-class _Reader(NamedTuple):
+class _LeaseHolder(NamedTuple):
     router_id: MemberId
     since_s: float
 
@@ -36,7 +36,7 @@ class LeaseBook:
         self._clock = clock
         self._lease_s = lease_s
         self._deadlines: LeaseTable[LeaseKey] = LeaseTable(clock)
-        self._key_to_reader: dict[LeaseKey, _Reader] = {}
+        self._key_to_reader: dict[LeaseKey, _LeaseHolder] = {}
         self._holder_to_keys: dict[Holder, dict[LeaseKey, None]] = {}
         """Keeps the keys of each holder, oldest first."""
 
@@ -50,7 +50,7 @@ class LeaseBook:
         """Adds a lease or renews it; a renewed lease becomes the newest."""
         if key in self._key_to_reader:
             self._forget(key)
-        self._key_to_reader[key] = _Reader(router_id, self._clock.now())
+        self._key_to_reader[key] = _LeaseHolder(router_id, self._clock.now())
         for holder in (key.attempt_id, key.worker_id, router_id):
             self._holder_to_keys.setdefault(holder, {})[key] = None
         self._deadlines.renew(key, self._lease_s)
@@ -77,7 +77,7 @@ class LeaseBook:
                 found.setdefault(holder, set()).add(key)
         assert found == {holder: set(keys) for holder, keys in self._holder_to_keys.items()}
 
-    def _forget(self, key: LeaseKey) -> _Reader:
+    def _forget(self, key: LeaseKey) -> _LeaseHolder:
         reader = self._key_to_reader.pop(key)
         for holder in (key.attempt_id, key.worker_id, reader.router_id):
             keys = self._holder_to_keys[holder]

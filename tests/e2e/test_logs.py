@@ -71,3 +71,4 @@ def test_lines_of_all_processes_meet_at_the_terminal() -> None:
             name = client.post("/v1/chat/completions", json=body).headers["x-weft-request-id"]
         line = re.compile(rf"^\S+ \S+ INFO \S+ {name} router.access_log: POST /v1/chat/completions 200 ok", re.M)
         eventually(lambda: line.search(cluster.log.read_text()) is not None, 20)
+        assert len(line.findall(cluster.log.read_text())) == 1

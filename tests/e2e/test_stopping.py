@@ -167,6 +167,7 @@ def test_a_second_signal_ends_at_once(in_process: bool) -> None:
             cluster.process.send_signal(signal.SIGTERM)
             eventually(lambda: httpx.get(f"{cluster.url}/health/ready").status_code == 503)
             cluster.process.send_signal(signal.SIGTERM)
+        assert cluster.process.returncode == 0
 
 
 @both_ways
@@ -176,6 +177,7 @@ def test_a_signal_while_it_starts_ends_the_start(in_process: bool) -> None:
         eventually(lambda: len(root.children(recursive=True)) > 1)
         with nothing_is_left(starting):
             starting.process.send_signal(signal.SIGTERM)
+        assert starting.process.returncode == 0
 
 
 def test_nothing_outlives_the_supervisor() -> None:

@@ -121,7 +121,7 @@ def test_every_modality_is_answered_alike_by_both_routers(
 
 
 def test_features_of_every_modality_went_from_process_to_process(cluster: ClusterProcess) -> None:
-    """For the questions of the first test: each medium was encoded once or found, then moved, and its lease was
+    """Each medium of the questions of the first test was encoded once or found, then moved, and its lease was
     released."""
     eventually(lambda: cluster.total("weft_encoder_num_leases") == 0)
     assert cluster.total("weft_encoder_transfers_total") >= 6

@@ -87,7 +87,7 @@ def names_used_twice() -> dict[str, list[str]]:
         if path.stem not in ("__init__", "__main__"):
             name_to_places[f"module {path.stem}"].append(str(path))
         for node in ast.walk(ast.parse((ROOT / path).read_text())):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef):
                 name_to_places[f"class {node.name}"].append(f"{path}:{node.lineno}")
     return {name: places for name, places in sorted(name_to_places.items()) if len(places) > 1}
 

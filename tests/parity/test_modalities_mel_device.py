@@ -107,7 +107,7 @@ def test_without_torchaudio(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", sorted(BUILDERS))
 def test_units_are_those_of_the_host(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """For each family, one batch has sounds of different rates, lengths and formats. One of them is decoded at the
+    """One batch of each family has sounds of different rates, lengths and formats. One of them is decoded at the
     family's rate, because a device has no filter for its own rate."""
     half = BUILDERS[name](tmp_path_factory.mktemp(name)).sound
     sounds = [(44100, 3.3, "flac"), (8000, 0.4, "wav"), (16000, 5.0, "wav"), (44101, 1.0, "wav"), (48000, 2.0, "mp3")]

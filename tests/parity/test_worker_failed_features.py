@@ -56,9 +56,9 @@ async def test_a_poisoned_feature_fails_its_request_alone():
 @pytest.mark.parametrize("keep_features", ["always", "never"])
 @pytest.mark.parametrize("step_tokens", [16, 512])
 async def test_nothing_that_was_not_finite_is_found_again(keep_features, step_tokens):
-    """In steps of 16 tokens, the poisoned chunk is not sampled from, so no token shows the failure. Identical prompts
-    hit the cached prefix and, where features are kept, the feature. Both must be as they would be without the poisoned
-    request."""
+    """No token shows the failure in steps of 16 tokens, because no token is sampled from the poisoned chunk. Identical
+    prompts hit the cached prefix and, where features are kept, the feature. Both must be as they would be without the
+    poisoned request."""
     of, text = prompt(*IMAGE), prompt("Only text.")
     bad = feature(of, 0).clone()
     bad[0, 3, 5] = float("nan")

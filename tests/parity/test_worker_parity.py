@@ -120,8 +120,8 @@ async def test_an_inbox_with_room_for_one_feature_serves_many():
 
 
 async def test_prefix_cache_knows_pictures_apart():
-    """With another picture, the text before it hits the cache, but the picture's blocks do not. With the same picture,
-    all blocks hit."""
+    """The text before another picture hits the cache, but the picture's blocks do not. All blocks of the same picture
+    hit."""
     parts = ("A rather long text that stands in front of the picture and fills some blocks. ", 1, " And after it?")
     first, other = prompt(*parts), prompt(*(2 if part == 1 else part for part in parts))
     span = first.placeholders[0]

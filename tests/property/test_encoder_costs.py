@@ -183,7 +183,7 @@ def test_noise_of_the_measurement_does_not_switch_fusing_off(seed: int, num_worn
 
 
 def test_a_device_that_slows_down_keeps_the_shape_of_its_line() -> None:
-    """With fixed tiles the encoder sees one size alone; a busy machine slows down all of a forward pass, not only the
+    """The encoder sees one size alone if tiles are fixed; a busy machine slows down all of a forward pass, not only the
     work per picture."""
     costs = ForwardCosts()
     calibrate(costs, with_overhead)

@@ -61,7 +61,7 @@ def test_equals_share_whatever_the_noise_and_the_pace(seed, pause_s, noise):
 
 
 def test_a_burst_is_spread_by_what_is_believed_and_a_slow_one_gets_its_part():
-    """With a queue everywhere, a worker with a third of the pace gets a third of what the other gets."""
+    """A worker with a third of the pace gets a third of what the other gets, if both have a queue."""
     world = PaceWorld(3.0, 1.0)
     slowed(world, "w1", load=1.0)
     world.serve(only="w0")

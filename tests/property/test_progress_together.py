@@ -76,7 +76,8 @@ def test_every_request_ends(plan, arenas, inboxes, num_blocks, step_tokens) -> N
     config = WorkerConfig(
         block_size=4, num_blocks=num_blocks, max_step_tokens=step_tokens, max_sequences=4, unit_wait_s=1e6
     )
-    asyncio.run(serve(plan, arenas, inboxes, config))
+    world = asyncio.run(serve(plan, arenas, inboxes, config))
+    assert {name for name, _ in world.tokens} == {request.request_id for request, *_ in plan}
 
 
 def request_of(parts, num_choices: int) -> GenerateRequest:

@@ -44,7 +44,10 @@ def upset(worker: FakeWorker, rng: random.Random, loss: float, deaths: int) -> N
         worker.script.error, worker.script.die_at = WorkerLost("died"), rng.randrange(30)
 
 
-async def serve(seed: int, loss: float, num_deaths: int, num_choices: int, stops: list[str], has_image: bool) -> None:
+async def serve(
+    seed: int, loss: float, num_deaths: int, num_choices: int, stops: list[str], has_image: bool
+) -> tuple[list[str], list[str]]:
+    """Returns the texts of the answer, and the texts that it must have."""
     rng = random.Random(seed)
     async with fake_cluster(num_workers=4, num_encoders=2, max_attempts=5, gap_timeout_s=0.02) as cluster:
         for index, worker in enumerate(cluster.workers):
@@ -53,20 +56,22 @@ async def serve(seed: int, loss: float, num_deaths: int, num_choices: int, stops
         stream = await cluster.service.open(chat(content, n=num_choices, stop=stops))
         async with asyncio.timeout(20):
             texts, reasons, usage = await read(stream)
-        check(cluster, texts, reasons, usage.num_completion_tokens, stops)
         cluster.service.picture.check_invariants()
+        assert reasons == ["stop"] * num_choices
+        wanted, num_tokens = wanted_texts(cluster, num_choices, stops)
+        assert usage.num_completion_tokens == num_tokens
+        return texts, wanted
 
 
-def check(cluster: FakeCluster, texts: list[str], reasons: list[str | None], num_tokens: int, stops: list[str]) -> None:
-    counted = 0
-    for choice, words in enumerate(texts):
+def wanted_texts(cluster: FakeCluster, num_choices: int, stops: list[str]) -> tuple[list[str], int]:
+    """Returns the text that each choice must have, and the number of tokens of all."""
+    texts, counted = [], 0
+    for choice in range(num_choices):
         whole = expected(cluster, choice)
         cut = min((whole.index(stop) + len(stop) for stop in stops if stop in whole), default=None)
-        wanted = whole if cut is None else next(whole[: cut - len(s)] for s in stops if whole[:cut].endswith(s))
-        assert words == wanted
+        texts.append(whole if cut is None else next(whole[: cut - len(s)] for s in stops if whole[:cut].endswith(s)))
         counted += len(whole.encode()) + 1 if cut is None else len(whole[:cut].encode())
-    assert reasons == ["stop"] * len(texts)
-    assert num_tokens == counted
+    return texts, counted
 
 
 @settings(deadline=None, max_examples=40)
@@ -81,4 +86,5 @@ def check(cluster: FakeCluster, texts: list[str], reasons: list[str | None], num
 def test_no_token_twice_and_none_missing(
     seed: int, loss: float, num_deaths: int, num_choices: int, stops: list[str], has_image: bool
 ) -> None:
-    asyncio.run(serve(seed, loss, num_deaths, num_choices, stops, has_image))
+    texts, wanted = asyncio.run(serve(seed, loss, num_deaths, num_choices, stops, has_image))
+    assert texts == wanted

@@ -30,7 +30,9 @@ def reduction(item: MediaItem) -> int:
     return MediaOptions.decode(item.options).reduction
 
 
-async def serve(kinds: list[str], faults: dict[tuple[str, str], int], policy: str) -> None:
+async def serve(kinds: list[str], faults: dict[tuple[str, str], int], policy: str) -> bool:
+    """Returns whether the request was answered; it must be unless its policy permits no answer."""
+
     def fails(item: MediaItem) -> ErrorInfo | None:
         fault = faults.get((item.part, item.modality), NEVER)
         is_bad = fault == ALWAYS or (fault == WHOLE and not reduction(item))
@@ -46,7 +48,7 @@ async def serve(kinds: list[str], faults: dict[tuple[str, str], int], policy: st
             if is_hopeless(shown, faults, policy):
                 with pytest.raises(EncodeFailed):
                     await read(stream)
-                return
+                return False
             texts, _, _ = await read(stream)
         assert texts == [expected(cluster)]
         last = {(item.part, item.modality): item for item in last_prompt(cluster).media}
@@ -58,6 +60,7 @@ async def serve(kinds: list[str], faults: dict[tuple[str, str], int], policy: st
                 assert (reduction(last[key]) > 0) == (told.get(key) == "reduced")
                 assert fails(last[key]) is None
         assert all(faults.get(key, NEVER) != NEVER for key in told), "nothing was taken away that did not fail"
+    return True
 
 
 def is_hopeless(shown: dict[tuple[str, str], MediaItem], faults: dict[tuple[str, str], int], policy: str) -> bool:
@@ -94,4 +97,5 @@ def requests(draw: st.DrawFn) -> tuple[list[str], dict[tuple[str, str], int]]:
 @settings(deadline=None, max_examples=40)
 @given(request=requests(), policy=st.sampled_from(["error", "reduce", "text_only"]))
 def test_an_answer_says_what_it_is_about(request: tuple[list[str], dict[tuple[str, str], int]], policy: str) -> None:
-    asyncio.run(serve(*request, policy))
+    has_answer = asyncio.run(serve(*request, policy))
+    assert has_answer or policy != "text_only"

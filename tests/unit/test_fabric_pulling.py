@@ -245,7 +245,7 @@ def test_sources_of_one_process_have_names_of_their_own() -> None:
 
 
 def test_blame_is_shared_and_nobody_has_none() -> None:
-    """Of two coefficients, one makes up nearly all of the prediction: they share the error as 95 and 5 parts of a
+    """One of two coefficients makes up nearly all of the prediction. The two share the error as 95 and 5 parts of a
     hundred."""
     step = log(2.0) / (0.95**2 + 0.05**2)
     found = corrected((1.0, 1e-6), (1.0, 1.0), 2.0 * (1.0 + 1e-6), 1.0)

@@ -254,7 +254,7 @@ def test_positions_are_those_of_the_moments() -> None:
 
 
 def test_sound_is_woven_to_the_pictures_it_is_heard_with(tmp_path: Path) -> None:
-    """In an omni model, the sound between two steps is the sound that is heard between them, to a step of the clock."""
+    """The sound between two steps of an omni model is the sound that is heard between them, to a step of the clock."""
     write_config(tmp_path, thinker_config() | {"position_id_per_seconds": 13})
     (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(VIDEO_PREPROCESSOR))
     family: Any = REGISTRY.load_family(tmp_path)

@@ -84,7 +84,7 @@ def test_a_hit_is_counted_when_it_is_used() -> None:
 
 
 def test_blocks_that_were_evicted_before_it_began_cost_a_request_its_units() -> None:
-    """At admission the picture lies in cached blocks, but another request takes them before this one begins."""
+    """The picture lies in cached blocks at admission, but another request takes them before this one begins."""
     bench = Bench(block_size=4, num_blocks=8, max_sequences=1)
     picture = [("image", 4, 8)]
     bench.add(request("first", 16, picture, max_tokens=1), landed=True)

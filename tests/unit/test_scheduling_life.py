@@ -48,7 +48,8 @@ def test_a_full_hit_is_cut_by_one_token() -> None:
 
 @pytest.mark.parametrize(("num_image_tokens", "missing"), [(20, ()), (28, (unit("image"),))])
 def test_units_that_lie_in_cached_kv_are_not_needed(num_image_tokens: int, missing) -> None:
-    """Of 40 tokens 32 are hits: an image in [8, 28) is not needed, and one in [8, 36) is needed for its rest."""
+    """The prompt hits 32 of its 40 tokens: an image in [8, 28) is not needed, and one in [8, 36) is needed for its
+    rest."""
     images = [("image", 8, num_image_tokens)]
     first = request("a", 40, images)
     bench = Bench()
