@@ -14,9 +14,9 @@ from deploy.config import ClusterConfig
 from deploy.largest_media import largest_items
 from deploy.memory import arena_bytes, inbox_bytes
 from deploy.stored_weights import StoredWeights, read_stored_weights
+from fabric.dtypes import DTYPE_TO_BYTES
 from fabric.errors import ConfigError
 from llm_workers.scheduling.budget import (
-    DTYPE_BYTES,
     NUM_HIDDEN_WIDTHS,
     LargestItem,
     arena_room,
@@ -122,7 +122,7 @@ def _encoder(
     section, dtype = config.encoders, config.model.dtype
     place = _place(section.device)
     num_patches = max([section.max_batch_cost, *(item.max_unit_cost for item in largest)])
-    workspace = num_patches * family.shape.hidden_size * NUM_HIDDEN_WIDTHS * DTYPE_BYTES[dtype]
+    workspace = num_patches * family.shape.hidden_size * NUM_HIDDEN_WIDTHS * DTYPE_TO_BYTES[dtype]
     decoded = max([compose.DECODED_BATCHES * section.max_batch_cost, *(item.cost for item in largest)]) * PATCH_BYTES
     return ProcessBudget(
         "encoder",
@@ -159,7 +159,7 @@ def _weights_row(num_parameters: int | None, dtype: str, place: str, num_ranks: 
         num_whole = min(num_whole, num_parameters)
         num_parameters = num_whole + -(-(num_parameters - num_whole) // num_ranks)
         note += f", at most {num_parameters / 1e6:.1f} M on each of {num_ranks} ranks"
-    return Row("weights", num_parameters * DTYPE_BYTES[dtype], place, note)
+    return Row("weights", num_parameters * DTYPE_TO_BYTES[dtype], place, note)
 
 
 def _room(family: Family, arena_bytes: int, dtype: str, largest: Sequence[LargestItem]) -> str:

@@ -22,12 +22,12 @@ from encoder_pool.config import EncoderConfig
 from encoder_pool.decode_limits import MODALITY_TO_CPU_S, MODALITY_TO_TIMEOUT_S, DecodeLimits
 from fabric.channel import FeatureSink, FeatureSource
 from fabric.clock import SystemClock
+from fabric.dtypes import DTYPE_TO_BYTES
 from fabric.errors import ConfigError
 from fabric.ids import MemberId
 from fabric.messages import Member
 from fabric.plane import Plane
 from llm_workers.config import Speculation, WorkerConfig
-from llm_workers.scheduling.budget import DTYPE_BYTES
 from llm_workers.tensor_parallel.shares import check_shares
 from modalities.family import Family, LanguageModel, MediaOptions
 from modalities.plugin import MediaLimits
@@ -265,7 +265,7 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
     router_config = RouterConfig(
         model_name=model.name,
         block_size=config.workers.block_size,
-        feature_itemsize=DTYPE_BYTES[config.model.dtype],
+        feature_itemsize=DTYPE_TO_BYTES[config.model.dtype],
         max_body_bytes=config.server.max_body_bytes,
         max_bodies_bytes=config.router.max_bodies_bytes,
         max_in_flight=config.router.max_in_flight,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config import ClusterConfig
+from fabric.dtypes import DTYPE_TO_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def stored_dtype(checkpoint: Mapping[str, Any]) -> str:
     """Returns the dtype that a checkpoint's config.json names for its weights. Returns float32 if the file names none,
     or one that Weft does not compute in."""
     for key in ("dtype", "torch_dtype"):
-        if (named := checkpoint.get(key)) in ("float32", *DTYPE_TO_FLAGS):
+        if (named := checkpoint.get(key)) in tuple(DTYPE_TO_BYTES):
             return str(named)
     nested = next((checkpoint[key] for key in _NESTED if isinstance(checkpoint.get(key), dict)), None)
     return stored_dtype(nested) if nested is not None else "float32"

@@ -12,12 +12,13 @@ import time
 
 import torch
 
-from encoder_pool.forward import dtype_name
 from encoder_pool.planning.cost import ForwardCosts
 from encoder_pool.planning.features import FeatureSpec
 from encoder_pool.samples import MODALITY_TO_SAMPLES, sample_item
+from fabric.dtypes import DTYPE_TO_BYTES
 from fabric.errors import ConfigError
 from modalities.family import EncoderInput, EncoderModel, Family
+from modalities.torch_dtypes import dtype_name
 
 NUM_RUNS = 2
 
@@ -26,7 +27,7 @@ def calibrate(family: Family, model: EncoderModel, modality: str, costs: Forward
     """Runs `model` on two sizes of one modality and records the times in `costs`. Blocks for a few forward passes.
 
     `delay_s` is the injected pause, which each real pass will take too. Raises ConfigError if the model's features do
-    not have the family's shape or are not finite, or if there is no sample for `modality`.
+    not have the family's shape or a known dtype, or are not finite, or if there is no sample for `modality`.
     """
     if modality not in MODALITY_TO_SAMPLES:
         raise ConfigError(f"no sample to calibrate the modality {modality!r} with")
@@ -37,9 +38,9 @@ def calibrate(family: Family, model: EncoderModel, modality: str, costs: Forward
         item = sample_item(family, sample, modality)
         inputs = family.preprocess(sample.data, item)
         feature = _forward(model, inputs)[0][0]  # the first run of a size includes compiling and allocating
-        spec = FeatureSpec(
-            family.shape.num_levels, family.shape.hidden_size, dtype_name(feature), feature.element_size()
-        )
+        spec = FeatureSpec(family.shape.num_levels, family.shape.hidden_size, dtype_name(feature.dtype))
+        if spec.dtype not in DTYPE_TO_BYTES:
+            raise ConfigError(f"{modality} features are {spec.dtype}; known dtypes: {', '.join(DTYPE_TO_BYTES)}")
         expected = spec.shape(item.unit_tokens[0], item.num_levels)
         if tuple(feature.shape) != expected:
             raise ConfigError(f"{modality} features are {tuple(feature.shape)}, the family says {expected}")

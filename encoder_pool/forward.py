@@ -26,6 +26,7 @@ from encoder_pool.planning.features import FeatureSpec
 from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit, SoundJob, SoundResult
 from fabric.errors import EncodeFailed, EncoderLost, FeatureMismatch, WeftError
 from modalities.family import EncoderInput, EncoderModel
+from modalities.torch_dtypes import dtype_name
 from modalities.waveform import Spectrograms
 
 logger = logging.getLogger(__name__)
@@ -139,8 +140,8 @@ class ForwardThread:
         spec = self._spec
         assert spec is not None
         expected = spec.shape(unit.num_tokens, unit.num_levels)
-        if tuple(feature.shape) != expected or dtype_name(feature) != spec.dtype:
-            given = f"{tuple(feature.shape)} {dtype_name(feature)}"
+        if tuple(feature.shape) != expected or dtype_name(feature.dtype) != spec.dtype:
+            given = f"{tuple(feature.shape)} {dtype_name(feature.dtype)}"
             return FeatureMismatch(f"the encoder gave {given} where {expected} {spec.dtype} was planned")
         payload = feature.contiguous().view(torch.uint8).reshape(-1)
         torch.from_numpy(unit.buffer).copy_(payload)
@@ -186,8 +187,3 @@ def fail_alone(
             return [error if isinstance(error, WeftError) else EncodeFailed(f"encoder: {type(error).__name__}")]
         logger.warning("a batch of %d failed, each is tried alone: %r", len(batch), error)
         return [fail_alone(work, [one], name, probe)[0] for one in batch]
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """Returns the dtype's name as in `FeatureTicket.dtype`."""
-    return str(tensor.dtype).removeprefix("torch.")

@@ -17,18 +17,18 @@ import numpy.typing as npt
 
 from fabric.arena import Arena, Slot
 from fabric.channel import ArenaUsage
+from fabric.dtypes import DTYPE_TO_BYTES
 
 ALIGNMENT_BYTES = 64
 HEADER_BYTES = ALIGNMENT_BYTES
 WORD_BYTES = 8
-_DTYPE_TO_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def feature_nbytes(shape: tuple[int, int, int], dtype: str) -> int:
     """Returns the bytes of a C-contiguous feature. Raises ValueError for an unknown dtype or a dimension below one."""
-    if dtype not in _DTYPE_TO_ITEM_BYTES or min(shape) < 1:
+    if dtype not in DTYPE_TO_BYTES or min(shape) < 1:
         raise ValueError(f"not a feature: shape {shape}, dtype {dtype!r}")
-    return math.prod(shape) * _DTYPE_TO_ITEM_BYTES[dtype]
+    return math.prod(shape) * DTYPE_TO_BYTES[dtype]
 
 
 class SlotMemory:

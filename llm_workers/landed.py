@@ -10,8 +10,7 @@ import torch
 
 from fabric.channel import LandedFeature
 from fabric.ids import UnitKey
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+from modalities.torch_dtypes import torch_dtype
 
 
 class LandedFeatures:
@@ -25,4 +24,4 @@ class LandedFeatures:
         `(num_levels, num_tokens, hidden)`. It has the dtype in which it was sent and is a view of the inbox arena, or
         of the kept copy if the feature is lent."""
         feature = self._landed[unit]
-        return torch.from_numpy(feature.buffer).view(DTYPES[feature.ticket.dtype]).view(feature.ticket.shape)
+        return torch.from_numpy(feature.buffer).view(torch_dtype(feature.ticket.dtype)).view(feature.ticket.shape)

@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 from fabric.channel import FeatureSink, LandedFeature
 from fabric.clock import Clock
+from fabric.dtypes import DTYPE_TO_BYTES
 from fabric.errors import ArenaFull, FeatureMismatch, InvalidMedia, LeaseLost, ProtocolError, UnitTooLarge, WeftError
 from fabric.ids import AttemptId, MemberId, UnitKey
 from fabric.messages import FeatureTicket, GenerateRequest, MediaItem, UnitReady, UnitRelease
@@ -29,7 +30,6 @@ from llm_workers.kept import KeptFeatures
 from llm_workers.scheduling.events import NextRead
 
 _LOG = logging.getLogger(__name__)
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class EngineSide(Protocol):
@@ -113,7 +113,7 @@ class Receiver:
         total_bytes = self._endpoint.sink.usage().total_bytes
         shapes = {unit: self._shape(item, num_rows) for unit, (num_rows, item) in rows.items()}
         for unit, (_, item) in rows.items():
-            nbytes = prod(shapes[unit]) * min(DTYPE_BYTES.values())
+            nbytes = prod(shapes[unit]) * min(DTYPE_TO_BYTES.values())
             if nbytes > total_bytes:
                 message = f"its feature needs at least {nbytes} bytes, a worker's inbox has {total_bytes}"
                 raise InvalidMedia(message, param=item.part)
@@ -289,7 +289,7 @@ class Receiver:
         shape = self._expected_shapes.get(attempt, {}).get(unit)
         if shape is None:
             return True
-        if ticket.shape == shape and ticket.nbytes == prod(shape) * DTYPE_BYTES.get(ticket.dtype, 0):
+        if ticket.shape == shape and ticket.nbytes == prod(shape) * DTYPE_TO_BYTES.get(ticket.dtype, 0):
             return True
         found = f"{ticket.shape} {ticket.dtype} in {ticket.nbytes} bytes"
         self._fail(

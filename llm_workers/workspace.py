@@ -32,6 +32,7 @@ from llm_workers.scheduling.budget import worker_bytes
 from llm_workers.scheduling.plan import Chunk, Splice, StepPlan
 from llm_workers.scheduling.token_counts import TokenCounts
 from modalities.family import Family, LanguageModel, ModelShape
+from modalities.torch_dtypes import dtype_name
 
 DEAREST = SamplingParams(
     temperature=1.0, top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1, num_top_logprobs=20, seed=1
@@ -76,7 +77,7 @@ def measure_workspace(
             f"beside weights and KV on {model.device}: lower max_step_tokens, max_sequences or num_blocks"
         ) from error
     workspace = Workspace(num_bytes, bytes_left(model.device))
-    estimated = worker_bytes(family.shape, config, 0, str(model.dtype).removeprefix("torch.")).workspace
+    estimated = worker_bytes(family.shape, config, 0, dtype_name(model.dtype)).workspace
     _LOG.info(
         "workspace: %.1f MiB measured, %.1f MiB estimated, %.0f MiB left on %s",
         *(number / 2**20 for number in (num_bytes, estimated, workspace.num_bytes_left)),

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from fabric.errors import ConfigError
 from modalities.json_files import read_json
 from modalities.quantisation import ACTIVATION_SUFFIXES, SCALE_SUFFIXES, SUPPORTED, Quantisation
+from modalities.torch_dtypes import dtype_name
 
 _INDEX = ".index.json"
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"})
@@ -140,7 +141,7 @@ def _dtype(value: Any) -> str:
         return str(value.get_dtype())
     names = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     names |= {torch.int64: "I64", torch.int32: "I32", torch.bool: "BOOL"}
-    return names.get(value.dtype, str(value.dtype).removeprefix("torch."))
+    return names.get(value.dtype, dtype_name(value.dtype))
 
 
 def _grid(

@@ -27,6 +27,7 @@ from encoder_pool.planning.lifecycle import FeatureState, advance
 from encoder_pool.planning.shares import is_within_share
 from fabric.channel import FeatureSource, SourceSlot
 from fabric.clock import Clock
+from fabric.dtypes import DTYPE_TO_BYTES
 from fabric.errors import ArenaFull
 from fabric.ids import AttemptId, MemberId, UnitKey
 
@@ -64,13 +65,12 @@ class FeatureSpec(NamedTuple):
     num_levels: int
     hidden_size: int
     dtype: str
-    itemsize: int
 
     def shape(self, num_tokens: int, num_levels: int = 0) -> tuple[int, int, int]:
         return (num_levels or self.num_levels, num_tokens, self.hidden_size)
 
     def nbytes(self, num_tokens: int, num_levels: int = 0) -> int:
-        return (num_levels or self.num_levels) * num_tokens * self.hidden_size * self.itemsize
+        return (num_levels or self.num_levels) * num_tokens * self.hidden_size * DTYPE_TO_BYTES[self.dtype]
 
 
 @dataclass(slots=True)

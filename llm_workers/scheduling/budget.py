@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from fabric.dtypes import DTYPE_TO_BYTES
 from fabric.slots import ALIGNMENT_BYTES, HEADER_BYTES
 from llm_workers.config import WorkerConfig
 from llm_workers.tensor_parallel.shares import kv_heads
 from modalities.family import ModelShape
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MIN_TEXT_TOKENS = 64
 """Leaves room for a chat template around one medium, a short question and the first tokens of an answer."""
 NUM_HIDDEN_WIDTHS = 16
@@ -48,7 +48,7 @@ class WorkerBytes(NamedTuple):
 def feature_bytes(shape: ModelShape, num_tokens: int, dtype: str, num_levels: int = 0) -> int:
     """Returns the payload bytes of one unit of shape `(num_levels, num_tokens, hidden_size)`. A `num_levels` of 0 means
     as many levels as the model has."""
-    return (num_levels or shape.num_levels) * num_tokens * shape.hidden_size * DTYPE_BYTES[dtype]
+    return (num_levels or shape.num_levels) * num_tokens * shape.hidden_size * DTYPE_TO_BYTES[dtype]
 
 
 def slot_bytes(payload_bytes: int) -> int:
@@ -64,8 +64,8 @@ def arena_room(arena_bytes: int, unit_bytes: int) -> int:
 def worker_bytes(shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtype: str) -> WorkerBytes:
     """Returns the bytes of one replica, or of rank 0 of a replica with several ranks."""
     num_kv_heads, head_dim = kv_heads(shape, config.num_ranks)
-    per_layer = 2 * config.num_blocks * config.block_size * num_kv_heads * head_dim * DTYPE_BYTES[dtype]
-    step_rows = config.max_step_tokens * shape.hidden_size * DTYPE_BYTES[dtype]
+    per_layer = 2 * config.num_blocks * config.block_size * num_kv_heads * head_dim * DTYPE_TO_BYTES[dtype]
+    step_rows = config.max_step_tokens * shape.hidden_size * DTYPE_TO_BYTES[dtype]
     rows = min(config.max_step_tokens, config.max_sequences * (1 + config.speculation.max_tokens))
     logits = rows * shape.vocab_size * 4
     # The workspace is the sum of activations, the features of a step that consists of features alone (copied and

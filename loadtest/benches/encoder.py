@@ -21,6 +21,7 @@ from loadtest.benches.encoder_batching import NUM_PICTURES, BatchingGain, batchi
 from loadtest.benches.encoder_towers import Place, Run, clip_l, internvit, qwen2_5_vl, siglip_l, whisper
 from loadtest.benches.encoder_wait import Waits, measure_waits
 from loadtest.benches.report import Bar, BenchResult
+from modalities.torch_dtypes import dtype_name, torch_dtype
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 GPU_GAIN, CPU_GAIN = 3.0, 0.95
@@ -68,7 +69,7 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def run(arguments: Sequence[str] = ()) -> BenchResult:
     chosen = options(arguments)
-    place = Place(chosen.device, getattr(torch, chosen.dtype), chosen.scale)
+    place = Place(chosen.device, torch_dtype(chosen.dtype), chosen.scale)
     with torch.inference_mode():
         rows = [_modality_row(case, place, chosen.seconds) for case in CASES]
         tower = siglip_l(448)(place)
@@ -148,7 +149,7 @@ def _bars(size_to_s: dict[int, float], gains: list[BatchingGain], waits: list[Wa
 
 def _notes(place: Place, gains: list[BatchingGain], waits: list[Waits]) -> list[str]:
     return [
-        f"{place.device}, {str(place.dtype).removeprefix('torch.')}, depth and width x {place.scale:g}, random "
+        f"{place.device}, {dtype_name(place.dtype)}, depth and width x {place.scale:g}, random "
         f"weights; {torch.get_num_threads()} threads.",
         "Latencies are medians of one forward, the wait for the device included; the published ones are an "
         "A100's, in half precision, at full size.",

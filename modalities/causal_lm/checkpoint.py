@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import (
     AutoConfig,
     LlamaForCausalLM,
@@ -31,6 +30,7 @@ from modalities.checkpoint_tensors import open_tensors
 from modalities.part_names import names_of_others
 from modalities.quantisation import read_quantisation
 from modalities.sharding import load_pretrained
+from modalities.torch_dtypes import torch_dtype
 
 _MODEL_TYPE_TO_CLASS: Mapping[str, type[PreTrainedModel]] = {
     "llama": LlamaForCausalLM,
@@ -45,7 +45,6 @@ _TEXT_NAMES = {
 }
 _OLD_BUFFERS = (r"(^|\.)rotary(_pos)?_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Matches buffers that are computed today and that older checkpoints contain."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def read_pretrained_config(model_dir: Path) -> PreTrainedConfig:
@@ -94,8 +93,7 @@ def load_part(
     dequantised. `place` is (device, dtype). Raises ConfigError for weights that are missing, left over, or of a form
     that can't be loaded."""
     device, dtype = place
-    if dtype not in _DTYPES:
-        raise ConfigError(f"unknown dtype {dtype!r}; known: {', '.join(_DTYPES)}")
+    weight_dtype = torch_dtype(dtype)
     # transformers looks the class's name up in its own tables, so the part has the same name as its original.
     unused = (*(kind._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS)
     part_kind = type(kind.__name__, (kind,), {"_keys_to_ignore_on_load_unexpected": unused})
@@ -110,7 +108,7 @@ def load_part(
                 tensors,
                 config=config,
                 key_mapping=dict(names.own),
-                dtype=_DTYPES[dtype],
+                dtype=weight_dtype,
                 attn_implementation=attention_name,
             )
         except (OSError, RuntimeError, ValueError) as error:

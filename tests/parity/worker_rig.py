@@ -44,6 +44,7 @@ from modalities.family import EncoderInput
 from modalities.identify import plan_media
 from modalities.registry import REGISTRY
 from modalities.text.codec import TextCodec
+from modalities.torch_dtypes import dtype_name
 
 WORKER, ROUTER, ENCODER = MemberId("worker-0"), MemberId("router-0"), MemberId("encoder-0")
 GREEDY = SamplingParams(temperature=0.0)
@@ -213,7 +214,7 @@ class Rig:
         payload = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
         slot = self.source.allocate(payload.nbytes)
         slot.buffer[:] = payload
-        ticket = self.source.ticket(slot, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), 60.0)
+        ticket = self.source.ticket(slot, tuple(tensor.shape), dtype_name(tensor.dtype), 60.0)
         unit = of.media[index].unit_keys()[unit_index]
         self.slots[request.request_id, unit, slot.generation] = slot
         ready = UnitReady(ENCODER, self.encoder_plane.address, request.request_id, request.attempt, unit, ticket)

@@ -38,7 +38,7 @@ from fabric.messages import Destination, EncodeRequest, EncodeResult, MediaItem
 from modalities.family import EncoderInput
 from modalities.waveform import Waveform
 
-SPEC = FeatureSpec(1, 16, "float32", 4)
+SPEC = FeatureSpec(1, 16, "float32")
 TOTAL_BYTES = 100
 MODALITY_TO_DECODE_BYTES = {"image": 40, "video": 70, "audio": 30}
 """Gives the bytes that decoding takes: two pictures are decoded at once, or a video and a sound, but never a video and

@@ -52,7 +52,7 @@ from llm_workers.updates import Update
 from modalities.family import EncoderInput
 
 HIDDEN = 16
-SPEC = FeatureSpec(1, HIDDEN, "float32", 4)
+SPEC = FeatureSpec(1, HIDDEN, "float32")
 LEASE_S = 10.0
 MAX_MODEL_LEN = 60
 MAX_ROUNDS = 1000

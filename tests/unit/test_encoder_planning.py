@@ -27,7 +27,7 @@ from fabric.ids import MemberId, MmHash, RequestId, UnitKey
 from fabric.messages import Destination, EncodeRequest, FeatureEvents, MediaItem
 from modalities.family import EncoderInput, MediaOptions
 
-SPEC = FeatureSpec(2, 8, "float32", 4)
+SPEC = FeatureSpec(2, 8, "float32")
 ENCODER = MemberId("encoder-1")
 
 

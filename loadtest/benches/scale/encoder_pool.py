@@ -221,7 +221,7 @@ class BusyPipeline:
         self._pipeline = Pipeline(
             MemberId("encoder"), config, self._table, announcer, QuickDecoder(), self._forward, clock, lambda: None
         )
-        self._pipeline.open(FeatureSpec(1, 8, "float32", 4))
+        self._pipeline.open(FeatureSpec(1, 8, "float32"))
         for cost in (COST, 2 * COST):
             self._pipeline.costs.observe("image", cost, 1e-5 * cost)
         self._tasks: set[asyncio.Task[EncodeResult]] = set()

@@ -1,0 +1,22 @@
+"""Maps the names of dtypes (`fabric.dtypes`) to torch's dtypes and back. It knows nothing of models."""
+
+from __future__ import annotations
+
+import torch
+
+from fabric.dtypes import DTYPE_TO_BYTES
+from fabric.errors import ConfigError
+
+_NAME_TO_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_TO_BYTES}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Returns the dtype with this name. Raises ConfigError for a name that Weft does not know."""
+    if name not in _NAME_TO_DTYPE:
+        raise ConfigError(f"unknown dtype {name!r}; known: {', '.join(_NAME_TO_DTYPE)}")
+    return _NAME_TO_DTYPE[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns torch's name of any dtype, e.g. `float32`, as in `FeatureTicket.dtype`."""
+    return str(dtype).removeprefix("torch.")
