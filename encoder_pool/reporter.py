@@ -1,5 +1,4 @@
-"""Keeps routers informed: sends gauges and cache events to every router that has sent a heartbeat. It lives in the
-event loop.
+"""Sends gauges and cache events to the routers that the encoder listens to. It lives in the event loop.
 
 It knows nothing of what the numbers mean; the service passes them in.
 """
@@ -9,43 +8,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from encoder_pool.planning.feature_log import FeatureLog
-from fabric.clock import Clock
-from fabric.ids import AttemptId, MemberId
-from fabric.leases import LeaseTable
-from fabric.messages import EncoderReport, PlaneMessage, RouterHeartbeat
+from fabric.ids import AttemptId
+from fabric.messages import EncoderReport
 from fabric.plane import Plane
+from fabric.router_table import RouterTable
 
 
 class EncoderReporter:
-    def __init__(self, plane: Plane, log: FeatureLog, clock: Clock) -> None:
+    def __init__(self, plane: Plane, log: FeatureLog, routers: RouterTable) -> None:
         self._plane = plane
         self._log = log
-        self._router_to_address: dict[MemberId, str] = {}
-        self._leases: LeaseTable[MemberId] = LeaseTable(clock)
+        self._routers = routers
         self._ended: list[AttemptId] = []
         self.seq = 0
         """Holds the sequence number of the last report that was sent."""
-
-    def heartbeat(self, message: RouterHeartbeat) -> bool:
-        """Renews a router's lease. Returns True for a new router, which is then subscribed and receives a snapshot of
-        the cache."""
-        self._leases.renew(message.router_id, message.lease_s)
-        if self._router_to_address.get(message.router_id) == message.address:
-            return False
-        self._router_to_address[message.router_id] = message.address
-        self.send_snapshot(message.address)
-        return True
-
-    def expired_routers(self) -> list[MemberId]:
-        """Removes the routers whose lease has run out from the subscriptions, and returns them."""
-        expired = self._leases.expired()
-        for router_id in expired:
-            self._router_to_address.pop(router_id, None)
-        return expired
-
-    def forget(self, router_id: MemberId) -> None:
-        self._leases.drop(router_id)
-        self._router_to_address.pop(router_id, None)
 
     def attempt_ended(self, attempt_id: AttemptId) -> None:
         """Makes the next report acknowledge the attempt once more: its work is then included in the numbers, whether it
@@ -63,13 +39,9 @@ class EncoderReporter:
     def publish_events(self) -> None:
         """Sends what the cache has gained and lost since the last call."""
         for message in self._log.drain():
-            self._send_all(message)
+            self._routers.broadcast(message)
 
     def publish_report(self, report: EncoderReport) -> None:
         self._ended.clear()
         self.seq = report.seq
-        self._send_all(report)
-
-    def _send_all(self, message: PlaneMessage) -> None:
-        for address in self._router_to_address.values():
-            self._plane.send(address, message)
+        self._routers.broadcast(report)

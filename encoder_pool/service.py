@@ -38,6 +38,7 @@ from fabric.messages import (
     UnitRelease,
 )
 from fabric.plane import Plane
+from fabric.router_table import RouterTable
 from modalities.family import EncoderModel, Family
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ class EncoderService:
         self._epoch = epoch
         self._log = FeatureLog(member_id, epoch)
         self._table = FeatureTable(source, clock, config.lease_s, self._log)
-        self._reporter = EncoderReporter(plane, self._log, clock)
+        self._routers = RouterTable(plane, clock)
+        self._reporter = EncoderReporter(plane, self._log, self._routers)
         self._spectrograms = load_spectrograms(config, family)
         max_raw_cost = config.max_batch_cost if self._spectrograms else 0
         limits = config.decode_limits
@@ -151,7 +153,7 @@ class EncoderService:
                 self._worker_left(member.member_id)
             elif member.kind == "router":
                 self._router_left(member.member_id)
-                self._reporter.forget(member.member_id)
+                self._routers.forget(member.member_id)
             self._plane.forget(member.address)
         if left:
             self._pipeline.pump()
@@ -199,7 +201,7 @@ class EncoderService:
             self._is_loss_told = True
             self._tell_lost()
         self._table.expire()
-        for router_id in self._reporter.expired_routers():
+        for router_id in self._routers.take_expired():
             logger.warning("the lease of %s has expired; its requests end", router_id)
             self._router_left(router_id)
         self._pipeline.end_late()
@@ -234,7 +236,8 @@ class EncoderService:
                 self._table.release(LeaseKey(message.worker_id, attempt_id, message.unit), message.generation)
                 self._pipeline.pump()
             case RouterHeartbeat():
-                if self._reporter.heartbeat(message):
+                if self._routers.heartbeat(message):
+                    self._reporter.send_snapshot(message.address)
                     self._changed()
             case AbortAttempt(choices=()):
                 self._abort(AttemptId(message.request_id, message.attempt))

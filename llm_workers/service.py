@@ -1,5 +1,5 @@
 """Runs one LLM worker: it takes requests and sends token frames. It connects the engine thread, the receiver and the
-links to the routers.
+table of the routers.
 
 The service runs in one event loop, where the updates of the engine arrive with one call per turn. It makes no
 decisions: the scheduler decides what to compute, and the intake decides what to pull. It runs with or without Ray, and
@@ -33,6 +33,7 @@ from fabric.messages import (
     WorkerReport,
 )
 from fabric.plane import Plane
+from fabric.router_table import RouterTable
 from llm_workers.attempts import OpenAttempt
 from llm_workers.attention import select_backend
 from llm_workers.calibrate import calibrate
@@ -46,7 +47,6 @@ from llm_workers.paged_kv import PagedKV
 from llm_workers.peers import Peers
 from llm_workers.receiver import FeatureEndpoint, Listener, Receiver
 from llm_workers.reporting import WorkerReporter
-from llm_workers.routers import RouterLinks
 from llm_workers.runner import Runner, RunTimes
 from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.scheduler import Scheduler
@@ -95,7 +95,7 @@ class WorkerService:
         self._receiver = Receiver(
             endpoint, config, (shape.num_levels, shape.hidden_size), self._engine, listener, landed
         )
-        self._routers = RouterLinks(plane, clock)
+        self._routers = RouterTable(plane, clock)
         self._reporter = WorkerReporter(member_id, config, scheduler.stats(), sink, self._receiver.kept)
         self._peers = Peers(plane, sink, self._receiver)
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -20,7 +20,7 @@ from fabric.messages import (
     StopConditions,
     TokenFrames,
 )
-from llm_workers.routers import FIRST_HEARTBEAT_S
+from fabric.router_table import FIRST_HEARTBEAT_S
 
 IMAGE = ("Some words in front. ", 1, " What is it?")
 LONG = StopConditions(max_tokens=4000, ignore_eos=True)

@@ -1,7 +1,8 @@
-"""Keeps the links to the routers that listen to this worker: their leases, which heartbeats renew, and the messages
-that go to all of them.
+"""Keeps the routers that a member (an encoder or a worker) listens to: their leases, which heartbeats renew, and their
+addresses, to which messages for all routers go.
 
-This module knows nothing of requests. It reports the routers whose lease has expired, and the service acts on this.
+This module knows nothing of requests or of what the messages mean. It returns the routers whose lease has expired, and
+the member ends what belongs to them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ FIRST_HEARTBEAT_S = 30.0
 between."""
 
 
-class RouterLinks:
-    """Holds the lease and the address of each router. It lives in the event loop."""
+class RouterTable:
+    """Holds the lease and the address of each router. It lives in the event loop of a member."""
 
     def __init__(self, plane: Plane, clock: Clock) -> None:
         self._plane = plane
@@ -29,7 +30,7 @@ class RouterLinks:
 
     def heartbeat(self, message: RouterHeartbeat) -> bool:
         """Renews the lease of a router. Returns True if the router is new or has moved and therefore knows nothing of
-        this worker."""
+        this member."""
         is_new = self._addresses.get(message.router_id) != message.address
         self._addresses[message.router_id] = message.address
         self._leases.renew(message.router_id, message.lease_s)
@@ -37,7 +38,8 @@ class RouterLinks:
 
     def expect(self, router_id: MemberId) -> None:
         """Records that a call of this router has arrived. A router without a known address (it is new here, or its
-        lease has expired) gets a lease too; otherwise its calls would never end if it died."""
+        lease has expired) gets a lease too; otherwise its calls would never end if it died. A member whose calls have a
+        time limit of their own does not need this."""
         if router_id not in self._addresses:
             self._leases.renew(router_id, FIRST_HEARTBEAT_S)
 
