@@ -2,13 +2,13 @@
 
 Query, key and value are one product and are rotated together; residuals, activation and gate are computed within the
 products; keys and values go straight to Weft's attention. A layer takes and returns what the layer that it replaces
-did, so the models around the layers, rotary tables, DeepStack and hooks included, remain those of transformers. Parts
-that are not known here stay unchanged. This module knows nothing of requests and checkpoints.
+did, and the rotary tables and hooks remain those of transformers. Parts that are not known here stay unchanged. This
+module knows nothing of requests and checkpoints.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -66,17 +66,70 @@ def fused(part: PreTrainedModel) -> PreTrainedModel:
     return part
 
 
+class AddedLevels(NamedTuple):
+    """Holds the features that a step adds to the residual stream after its first layers (DeepStack)."""
+
+    rows: torch.Tensor
+    """Holds the int64 rows of the step that have features, in ascending order, none twice."""
+    levels: torch.Tensor
+    """Has shape `(num_levels, len(rows), hidden)`; the level i is added after layer i."""
+
+
 def run_layers(
-    model: Any, embeddings: torch.Tensor, positions: torch.Tensor, attention: Any, last_rows: torch.Tensor | None
+    model: Any,
+    embeddings: torch.Tensor,
+    positions: torch.Tensor,
+    attention: Any,
+    last_rows: torch.Tensor | None,
+    added: AddedLevels | None = None,
 ) -> torch.Tensor:
-    """Runs a plain text model's layers, with exactly the operations around them that such a model has: from
-    `embeddings` `(num_tokens, hidden)` and positions `(1, num_tokens)` to the last hidden states, normed. Returns only
-    `last_rows` if given. All layers must be fused."""
+    """Runs a text model's layers, with exactly the operations around them that transformers' model has: from
+    `embeddings` `(num_tokens, hidden)` and positions `(num_axes, num_tokens)` to the last hidden states, normed.
+    Returns only `last_rows` if given. All layers must be fused."""
     hidden = embeddings[None]
-    table = model.rotary_emb(hidden, positions)
-    for layer in model.layers:
+    table = model.rotary_emb(hidden, _position_ids(positions))
+    for index, layer in enumerate(model.layers):
         hidden = layer(hidden, position_embeddings=table, weft=attention, last_rows=last_rows)
+        if added is not None and index < len(added.levels):
+            hidden = hidden.index_add(1, added.rows, added.levels[index][None])
     return model.norm(hidden[0])
+
+
+def run_unfused(
+    model: Any,
+    embeddings: torch.Tensor,
+    positions: torch.Tensor,
+    attention: Any,
+    last_rows: torch.Tensor | None,
+    added: AddedLevels | None = None,
+) -> torch.Tensor:
+    """Does the same as `run_layers` with transformers' own forward pass, for a model with layers that are not fused (a
+    rank's share of a model, or a layer that is not known here)."""
+    deepstack: dict[str, Any] = {}  # The models of some families do not take it.
+    if added is not None:
+        mask = torch.zeros((1, len(embeddings)), dtype=torch.bool, device=embeddings.device)
+        mask[0, added.rows] = True
+        deepstack = {"visual_pos_masks": mask, "deepstack_visual_embeds": list(added.levels.unbind(0))}
+    output = model(
+        inputs_embeds=embeddings[None],
+        position_ids=_position_ids(positions),
+        use_cache=False,
+        weft=attention,
+        last_rows=last_rows,
+        **deepstack,
+    )
+    return output.last_hidden_state[0]
+
+
+def _position_ids(positions: torch.Tensor) -> torch.Tensor:
+    """Returns positions `(num_axes, num_tokens)` as transformers takes those of one sequence: `(1, num_tokens)` for one
+    axis, and `(num_axes, 1, num_tokens)` for several."""
+    return positions if len(positions) == 1 else positions[:, None]
+
+
+def is_fused(part: PreTrainedModel) -> bool:
+    """Returns whether all layers of the part are fused."""
+    return all(isinstance(layer, FusedLayer) for layer in part.model.layers)
 
 
 def is_packed(part: PreTrainedModel) -> bool:

@@ -150,9 +150,10 @@ class QwenVLFamily:
 
     def load_language_model(self, model_dir: Path, device: str, dtype: str, attention_name: str) -> LanguageModel:
         """Loads the text half. Raises ConfigError if a weight is missing."""
-        from modalities.qwen_vl.language_model import load_text_model
+        from modalities.causal_lm.language_model import load_text_model
 
-        return load_text_model(self._checkpoint(), model_dir, self.config, device, dtype, attention_name)
+        load = partial(self._checkpoint().load_text_half, model_dir, self.config, device, dtype)
+        return load_text_model(load, attention_name)
 
     def _plan_image(self, header: ImageHeader, options: MediaOptions) -> ItemPlan:
         grid = image_grid(header, self.config.image, options)

@@ -16,8 +16,8 @@ from llm_workers.attention import register_attention
 from llm_workers.attention_sdpa import SdpaStep
 from llm_workers.paged_kv import PagedKV, SequenceRows
 from modalities.causal_lm import row_operations
-from modalities.causal_lm.fused_layers import FusedLayer, GatedMlp, OtherMlp, fused, rotate
-from modalities.causal_lm.language_model import CausalLM
+from modalities.causal_lm.fused_layers import FusedLayer, GatedMlp, OtherMlp, fused, rotate, run_layers, run_unfused
+from modalities.causal_lm.language_model import TextModel
 from modalities.causal_lm.projection import PackedProjection, Projection, is_packable, project
 from modalities.causal_lm.row_operations import native_norm, native_rotation
 from modalities.causal_lm.step_sizes import rounded_size
@@ -57,7 +57,7 @@ def part_of(name: str, dtype: torch.dtype) -> nn.Module:
 def hidden_of(part: nn.Module, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the last hidden states and logits of two prompts in one step, each processed as two chunks and one
     token."""
-    model = CausalLM(part)
+    model = TextModel(part)
     head_dim = part.config.hidden_size // 4 if part.config.model_type == "qwen2" else 16
     kv = PagedKV(3, 16, 8, (2, head_dim), dtype, torch.device("cpu"))
     generator = torch.Generator().manual_seed(5)
@@ -115,7 +115,7 @@ def test_what_is_not_known_stays_as_it_is() -> None:
 def test_rows_that_are_wanted_alone_are_as_among_all(name: str, dtype: torch.dtype) -> None:
     """The last layer computes its result only for the wanted rows, but writes the pages of all rows."""
     part = part_of(name, dtype)
-    model = CausalLM(fused(part))
+    model = TextModel(fused(part))
     ids = torch.arange(40) % 61
     rows = [SequenceRows(0, 0, 13, np.array([3, 1])), SequenceRows(13, 0, 27, np.array([0, 2, 4, 5]))]
     seen, pages, finished = [], [], []
@@ -143,7 +143,7 @@ def test_rounded_steps_are_few_and_little_larger() -> None:
 @pytest.mark.skipif(not is_packable(torch.zeros(1, dtype=torch.bfloat16)), reason="no bfloat16 in oneDNN here")
 def test_a_step_of_any_size_is_as_its_tokens_alone() -> None:
     """The model computes 67 tokens as 72. The padding has no effect on hidden states or pages."""
-    model = CausalLM(fused(part_of("qwen3", torch.bfloat16)))
+    model = TextModel(fused(part_of("qwen3", torch.bfloat16)))
     kv = PagedKV(3, 20, 8, (2, 16), torch.bfloat16, torch.device("cpu"))
     ids = torch.arange(67) % 61
     seen: list[torch.Tensor] = []
@@ -200,6 +200,31 @@ def test_deepstack_levels_meet_their_rows_in_a_rounded_step(monkeypatch: pytest.
     single, half = hidden
     assert half.shape == single.shape == (70, shape.hidden_size)
     assert torch.nn.functional.cosine_similarity(single, half).min() > 0.99
+
+
+@pytest.mark.parametrize("wanted", [None, torch.tensor([29, 69])], ids=["all rows", "some rows"])
+@pytest.mark.parametrize("has_last_level", [False, True])
+def test_the_loop_over_fused_layers_is_that_of_transformers(
+    monkeypatch: pytest.MonkeyPatch, wanted: torch.Tensor | None, has_last_level: bool
+) -> None:
+    """Compares positions with three different axes, and levels after some of the layers and after all."""
+    family, hidden, pages = REGISTRY.load_family(demo_checkpoint()), [], []
+    shape = family.shape
+    model = family.load_language_model(demo_checkpoint(), "cpu", "float32", register_attention())
+    torch.manual_seed(1)
+    ids, rows, positions = torch.randint(300, 900, (70,)), torch.arange(5, 30), torch.randint(0, 70, (3, 70))
+    levels = torch.randn(shape.num_layers if has_last_level else shape.num_levels - 1, len(rows), shape.hidden_size)
+    for run in (run_layers, run_unfused):
+        monkeypatch.setattr(model, "_run", run)
+        kv = PagedKV(shape.num_layers, 9, 8, (shape.num_kv_heads, shape.head_dim), model.dtype, model.device)
+        step = SdpaStep(kv, [SequenceRows(0, 0, 70, np.arange(9, dtype=np.int64))])
+        with torch.inference_mode():
+            embeddings = model.embed(ids)
+            hidden.append(model.forward(embeddings, positions, step, rows, levels, wanted))
+        pages.append(torch.stack([torch.stack(kv.layer(index)) for index in range(shape.num_layers)]))
+    assert hidden[0].shape == (70 if wanted is None else 2, shape.hidden_size)
+    torch.testing.assert_close(hidden[0], hidden[1], atol=1e-5, rtol=1e-5)
+    assert torch.equal(pages[0], pages[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,13 +20,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from fabric.errors import ConfigError
 from fabric.messages import MediaItem
+from modalities.causal_lm import language_model
+from modalities.causal_lm.language_model import TextModel
 from modalities.family import EncoderInput, ExpandedPrompt
 from modalities.identify import plan_media
 from modalities.qwen3_omni.family import Qwen3OmniFamily
 from modalities.qwen_vl import encoder as vision_encoder
-from modalities.qwen_vl import language_model
 from modalities.qwen_vl.encoder import VisionEncoder
-from modalities.qwen_vl.language_model import TextModel
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch

@@ -24,10 +24,10 @@ from transformers import PreTrainedConfig, Qwen2_5_VLConfig, Qwen2_5OmniThinkerC
 from fabric.errors import ConfigError
 from fabric.messages import MediaItem
 from llm_workers.attention import register_attention
+from modalities.causal_lm import language_model
 from modalities.family import EncoderInput, ExpandedPrompt, Family, ImageHeader, ModelShape
 from modalities.identify import plan_media
 from modalities.qwen_vl import encoder as vision_encoder
-from modalities.qwen_vl import language_model
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch

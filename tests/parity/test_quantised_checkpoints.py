@@ -20,12 +20,11 @@ from family_rows_text import LLAMA, QWEN3
 from quantised_files import FORMS, Pair, quantised, write_checkpoint, write_pair
 from safetensors.torch import load_file
 
-import modalities.causal_lm.language_model as causal_language_model
 import modalities.qwen_vl.encoder as qwen_encoder
-import modalities.qwen_vl.language_model as qwen_language_model
 from deploy.stored_weights import read_stored_weights
 from fabric.errors import ConfigError
 from llm_workers.attention import register_attention
+from modalities.causal_lm import language_model
 from modalities.registry import REGISTRY
 from modalities.sharding import shard_weights
 
@@ -71,8 +70,7 @@ def text_parameters(directory: Path, dtype: str) -> dict[str, torch.Tensor]:
     """Returns name -> value of the parameters of transformers' own layers (`test_fused_layers` compares the fused ones
     with them)."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (causal_language_model, qwen_language_model):
-            patch.setattr(module, "fused", lambda part: part)
+        patch.setattr(language_model, "fused", lambda part: part)
         family = REGISTRY.load_family(directory)
         model: Any = family.load_language_model(directory, "cpu", dtype, register_attention())
     return dict(model._part.named_parameters())
