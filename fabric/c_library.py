@@ -1,8 +1,9 @@
 """Loads a C source file as a library. It compiles the file with the machine's C compiler at first use and
 keeps the result in the user's cache.
 
-The name in the cache changes with the source, the headers in the same folder, the options, the compiler and the
-processor, because the code is made for the processor on which it is compiled. The module never loads a file that others
+A source finds the headers in its own folder and those in this one (`vectors.h`). The name in the cache changes with the
+source, these headers, the options, the compiler and the processor, because the code is made for the processor on which
+it is compiled. The module never loads a file that others
 could have written. It knows nothing of what the code does.
 """
 
@@ -22,6 +23,7 @@ _LOG = logging.getLogger(__name__)
 COMPILE_TIMEOUT_S = 60.0
 COMPILE_OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-c")
 LINK_OPTIONS = ("-shared",)
+SHARED_HEADERS = Path(__file__).parent
 
 
 def load_c_library(source: Path) -> ctypes.CDLL | None:
@@ -58,7 +60,7 @@ def _compiled(compiler: str, source: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=home) as draft:
             unit, library = Path(draft) / "unit.o", Path(draft) / kept.name
             for options in (
-                (*COMPILE_OPTIONS, str(source), "-o", str(unit)),
+                (*COMPILE_OPTIONS, "-iquote", str(SHARED_HEADERS), str(source), "-o", str(unit)),
                 (*LINK_OPTIONS, str(unit), "-o", str(library)),
             ):
                 subprocess.run([compiler, *options], check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S)
@@ -73,7 +75,8 @@ def _fingerprint(compiler: str, source: Path) -> str:
     version = subprocess.run([compiler, "--version"], check=True, capture_output=True, timeout=COMPILE_TIMEOUT_S).stdout
     processor = Path("/proc/cpuinfo").read_bytes().partition(b"flags")[2].partition(b"\n")[0]
     options = "\0".join((compiler, *COMPILE_OPTIONS, *LINK_OPTIONS)).encode()
-    headers = [header.read_bytes() for header in sorted(source.parent.glob("*.h"))]
+    folders = (source.parent, SHARED_HEADERS)
+    headers = [header.read_bytes() for folder in folders for header in sorted(folder.glob("*.h"))]
     made_from = b"\0".join((options, version, processor, source.read_bytes(), *headers))
     return hashlib.blake2b(made_from, digest_size=8).hexdigest()
 

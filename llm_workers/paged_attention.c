@@ -17,6 +17,7 @@
 
 typedef uint16_t number;
 #include "paged_steps.h"
+#include "vectors.h"
 
 static inline void transpose(__m512i r[LANES]) {
   __m512i t[LANES];
@@ -147,7 +148,7 @@ static float soften(float *scores, int64_t context, float scale) {
     __m512 shifted = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + at), top), factor);
     __m256i weight = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_mov_ps(seen, exponential(shifted)));
     _mm256_storeu_si256((__m256i *)(weights + at), weight);
-    total = _mm512_add_ps(total, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(weight), 16)));
+    total = _mm512_add_ps(total, widened(weight));
   }
   return 1.0f / _mm512_reduce_add_ps(total);
 }
@@ -324,7 +325,7 @@ static inline void soften_along(
     const __m512 shifted = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + at), top), factor);
     const __m256i weight = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_mov_ps(mask, exponential(shifted)));
     _mm256_storeu_si256((__m256i *)(weights + at), weight);
-    sum = _mm512_add_ps(sum, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(weight), 16)));
+    sum = _mm512_add_ps(sum, widened(weight));
   }
   if (largest != *most) {
     const __m512 shrunk = exponential(_mm512_mul_ps(_mm512_set1_ps(*most - largest), factor));

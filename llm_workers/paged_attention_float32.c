@@ -11,18 +11,10 @@
 
 typedef float number;
 #include "paged_steps.h"
+#include "vectors.h"
 
-typedef float lanes __attribute__((vector_size(4 * LANES)));
-typedef float unaligned_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef float half_lanes __attribute__((vector_size(2 * LANES)));
 typedef float quarter_lanes __attribute__((vector_size(LANES)));
-typedef int32_t whole_lanes __attribute__((vector_size(4 * LANES)));
-
-static inline lanes load(const float *from) { return *(const unaligned_lanes *)from; }
-static inline void store(float *to, lanes x) { *(unaligned_lanes *)to = x; }
-static inline lanes chosen(whole_lanes is_first, lanes first, lanes second) {
-  return (lanes)((is_first & (whole_lanes)first) | (~is_first & (whole_lanes)second));
-}
 
 static inline float sum_of(lanes x) {
   const union {
@@ -37,22 +29,10 @@ static inline float sum_of(lanes x) {
   return (four[0] + four[1]) + (four[2] + four[3]);
 }
 
-/* Returns e to the power of x, for x <= 0; NaN stays NaN. The bits of the result give 2 to the whole part of the
- * exponent, and a polynomial gives 2 to the rest (with an error of 6e-9). */
+/* Returns e to the power of x, for x <= 0; NaN stays NaN. */
 static inline lanes exponential(lanes x) {
   x *= 1.44269504f;
-  x = chosen(x < -126.0f, (lanes){0} - 126.0f, x);
-  /* The constant is 1.5 * 2^23. Adding it rounds to a whole number, which lies in the low bits. */
-  const lanes shifted = x + 12582912.0f;
-  const lanes part = x - (shifted - 12582912.0f);
-  lanes sum = part * 1.52527338e-5f + 1.54035304e-4f;
-  sum = sum * part + 1.33335581e-3f;
-  sum = sum * part + 9.61812911e-3f;
-  sum = sum * part + 5.55041087e-2f;
-  sum = sum * part + 2.40226507e-1f;
-  sum = sum * part + 6.93147181e-1f;
-  sum = sum * part + 1.0f;
-  return sum * (lanes)(((whole_lanes)shifted - 0x4b400000 + 127) << 23);
+  return power_of_two(chosen(x < -126.0f, (lanes){0} - 126.0f, x));
 }
 
 /* Computes scores[g * width + token] of `num_tokens` tokens for the `group` query heads of one KV head. `ahead` is the
@@ -198,19 +178,8 @@ int weft_decode_attention(const Step *step, int num_threads) {
 
 #define BLOCK 128
 
-#if defined(__AVX512F__)
-#define PART 16 /* This is the number of values in a vector of the processor. */
-#define ROWS 12 /* This many rows are computed at a time; their sums, two vectors each, stay in registers. */
-#elif defined(__aarch64__)
-#define PART 4
-#define ROWS 12
-#elif defined(__AVX__)
-#define PART 8
-#define ROWS 6
-#else
-#define PART 4
-#define ROWS 6
-#endif
+#define PART NATIVE_LANES /* This is the number of values in a vector of the processor. */
+#define ROWS NATIVE_ROWS  /* This many rows are computed at a time. */
 #define TILE (2 * PART)
 #define PADDED (BLOCK + ROWS - 1)
 

@@ -6,32 +6,18 @@
  * `native_product.py` compiles it at first use and checks every precondition. A row's result does not depend on the
  * other rows. The code knows nothing of models.
  */
-#include <stdint.h>
 #include <stdlib.h>
 
-#if defined(__AVX512F__)
-#define LANES 16 /* A vector holds this many values. */
-#define ROWS 12  /* Rows are computed this many at a time: their sums, two vectors each, stay in registers. */
-#elif defined(__aarch64__)
-#define LANES 4
-#define ROWS 12
-#elif defined(__AVX__)
-#define LANES 8
-#define ROWS 6
-#else
-#define LANES 4
-#define ROWS 6
-#endif
+#include "vectors.h"
+
+#define ROWS NATIVE_ROWS   /* Rows are computed this many at a time. */
 #define PANEL (2 * LANES)  /* Outputs are computed this many at a time. */
 #define DEPTH 1024         /* Inputs are processed this many at a time. */
 #define ROWS_AT_ONCE 240   /* With this many rows, DEPTH inputs of a panel and of the rows stay in L2 cache. */
 #define PREFETCH_DEPTH 32  /* Inputs are prefetched this many ahead. */
 
-typedef float lanes __attribute__((vector_size(4 * LANES)));
-typedef float unaligned_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef uint32_t whole_lanes __attribute__((vector_size(4 * LANES)));
-typedef int32_t signed_lanes __attribute__((vector_size(4 * LANES)));
-typedef uint32_t unaligned_whole_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint32_t unaligned_words __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 typedef struct {
   const float *x;      /* Has shape (num_rows, num_in), dense. */
@@ -45,9 +31,6 @@ typedef struct {
   int32_t has_silu;  /* Says whether y becomes y / (1 + exp(-y)). */
   int32_t is_narrow; /* Says whether the weights are kept in bfloat16. */
 } Product;
-
-static inline lanes load(const float *from) { return *(const unaligned_lanes *)from; }
-static inline void store(float *to, lanes x) { *(unaligned_lanes *)to = x; }
 
 /* Returns the number of outputs that are computed at a time: `num_out` must be a multiple of it. */
 int64_t weft_panel_width(void) { return PANEL; }
@@ -69,26 +52,12 @@ void weft_lay_out(const uint32_t *weight, int64_t num_out, int64_t num_in, int i
   }
 }
 
-static inline lanes chosen(signed_lanes is_first, lanes first, lanes second) {
-  return (lanes)((is_first & (signed_lanes)first) | (~is_first & (signed_lanes)second));
-}
-
-/* Returns x / (1 + exp(-x)); NaN stays NaN. The exponential is a power of 2: its bits give 2 to the whole part of the
- * exponent, and a polynomial gives 2 to the rest. */
+/* Returns x / (1 + exp(-x)); NaN stays NaN. */
 static inline lanes silu(lanes x) {
   lanes exponent = x * -1.44269504f;
   exponent = chosen(exponent < -126.0f, (lanes){0} - 126.0f, exponent);
-  exponent = chosen(exponent > 128.0f, (lanes){0} + 128.0f, exponent); /* 2 to the 128 is infinite. */
-  const lanes shifted = exponent + 12582912.0f; /* Adding 1.5 * 2^23 rounds to a whole number in the low bits. */
-  const lanes part = exponent - (shifted - 12582912.0f);
-  lanes sum = part * 1.52527338e-5f + 1.54035304e-4f;
-  sum = sum * part + 1.33335581e-3f;
-  sum = sum * part + 9.61812911e-3f;
-  sum = sum * part + 5.55041087e-2f;
-  sum = sum * part + 2.40226507e-1f;
-  sum = sum * part + 6.93147181e-1f;
-  sum = sum * part + 1.0f;
-  return x / (sum * (lanes)(((signed_lanes)shifted - 0x4b400000 + 127) << 23) + 1.0f);
+  exponent = chosen(exponent > 128.0f, (lanes){0} + 128.0f, exponent);
+  return x / (power_of_two(exponent) + 1.0f);
 }
 
 /* Applies the operations that follow a product to LANES values of `row`, from output `out` on. */
@@ -111,7 +80,7 @@ static inline __attribute__((always_inline)) void tile(
   for (int64_t in = 0; in < depth; in++) {
     lanes first, second;
     if (is_narrow) {
-      const whole_lanes both = *(const unaligned_whole_lanes *)(panel + in * LANES);
+      const words both = *(const unaligned_words *)(panel + in * LANES);
       first = (lanes)(both << 16);
       second = (lanes)(both & 0xffff0000u);
       __builtin_prefetch(panel + (in + PREFETCH_DEPTH) * LANES, 0, 3);

@@ -10,20 +10,15 @@
 #endif
 
 #define LANES 16
+#include "vectors.h"
 
-static inline __m512 widen(const uint16_t *at) {
-  __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-}
+static inline __m512 widen(const uint16_t *at) { return widened(_mm256_loadu_si256((const __m256i *)at)); }
 
 static inline void narrow(uint16_t *at, __m512 values) {
   _mm256_storeu_si256((__m256i *)at, (__m256i)_mm512_cvtneps_pbh(values));
 }
 
-static inline __m512 rounded(__m512 values) {
-  __m512i wide = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(values));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-}
+static inline __m512 rounded(__m512 values) { return widened((__m256i)_mm512_cvtneps_pbh(values)); }
 
 /* Writes the RMS norm of `x` to `out`, both (num_rows, width), with `weight` (width). The values are rounded before
  * they are multiplied by the weight, as in transformers. */

@@ -5,12 +5,7 @@
 #include <stdint.h>
 
 #define LANES 16
-
-typedef float lanes __attribute__((vector_size(4 * LANES)));
-typedef float unaligned_lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-
-static inline lanes load(const float *from) { return *(const unaligned_lanes *)from; }
-static inline void store(float *to, lanes x) { *(unaligned_lanes *)to = x; }
+#include "vectors.h"
 
 /* Writes the RMS norm of `x` to `out`, both (num_rows, width), with `weight` (width). */
 void weft_row_norm(

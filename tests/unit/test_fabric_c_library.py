@@ -71,6 +71,20 @@ def test_other_sources_headers_options_and_compilers_are_other_libraries(
     assert len(kept(cache)) == 7
 
 
+def test_a_shared_header_is_found_and_changes_the_library(
+    source: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (c_library.SHARED_HEADERS / "vectors.h").is_file()
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setattr(c_library, "SHARED_HEADERS", shared)
+    source.write_text('#include "number.h"\nint answer(void) { return NUMBER; }\n')
+    for number in (46, 47):
+        (shared / "number.h").write_text(f"#define NUMBER {number}\n")
+        assert answer(load_c_library(source)) == number
+    assert len(kept(cache)) == 2
+
+
 @pytest.mark.parametrize("is_directory", [True, False])
 def test_what_others_may_write_to_is_not_loaded(
     source: Path, cache: Path, caplog: pytest.LogCaptureFixture, is_directory: bool
