@@ -83,8 +83,9 @@ class Runner:
         feature_rows, feature_levels = splice_features(embeddings, list(_placed(plan.others, starts)), self._features)
         spliced_s = time.perf_counter()
         wanted = _wanted_rows(plan, starts, self._model.device)
-        # A side layer is stored with all its rows, and it may be the last layer, so the model must then compute all
-        # rows of the last layer.
+        # A side layer is stored with all its rows, and it may be the last layer. So the model must then finish all rows
+        # of the last layer; the runner checks them all for numbers that are not finite, and then selects the wanted
+        # rows itself.
         is_whole = any(chunk.side_names for chunk in plan.others)
         with self._side.storing(plan.others, starts) if self._side else nullcontext():
             early = None if is_whole else wanted

@@ -1,7 +1,10 @@
 """Decides which rows of a step the last layer finishes.
 
 Of most tokens of a prompt only the keys and values that the last layer computes are needed, so the operations after its
-attention run for the other tokens alone. This module knows nothing of layers and requests.
+attention run for the other tokens alone. Two numbers of rows differ here: those that the caller *wants*, and those that
+the layer *finishes*, which may be more (rows that round a step, or all rows if the layer can't end early). A caller
+that needs every row names none, even if it draws from a few: it then selects these itself. `llm_workers.runner` does so
+for side layers, because it checks every row before it selects. This module knows nothing of layers and requests.
 """
 
 from __future__ import annotations
