@@ -49,11 +49,8 @@ def read_video_processor(model_dir: Path) -> tuple[Mapping[str, Any], bool]:
     """Returns the video processor's options, and whether they are meant for videos. The order is that of transformers:
     the options nested in processor_config.json, the file for videos, the file for pictures. Raises ConfigError if the
     files can't be read."""
-    path = model_dir / "processor_config.json"
-    if path.exists():
-        nested = read_json(path)[1].get("video_processor")
-        if isinstance(nested, Mapping):
-            return nested, True
+    if (nested := _nested_processor(model_dir, "video_processor")) is not None:
+        return nested, True
     path = model_dir / "video_preprocessor_config.json"
     if path.exists():
         return read_json(path)[1], True
@@ -66,9 +63,13 @@ def model_id(model_dir: Path, config: bytes) -> str:
 
 
 def _read_processor(model_dir: Path, name: str) -> Mapping[str, Any]:
+    nested = _nested_processor(model_dir, name)
+    return nested if nested is not None else read_json(model_dir / "preprocessor_config.json")[1]
+
+
+def _nested_processor(model_dir: Path, name: str) -> Mapping[str, Any] | None:
+    """Returns the options `name` in processor_config.json, or None if there are none. Raises ConfigError if the file
+    can't be read."""
     path = model_dir / "processor_config.json"
-    if path.exists():
-        nested = read_json(path)[1].get(name)
-        if isinstance(nested, Mapping):
-            return nested
-    return read_json(model_dir / "preprocessor_config.json")[1]
+    nested = read_json(path)[1].get(name) if path.exists() else None
+    return nested if isinstance(nested, Mapping) else None

@@ -14,10 +14,8 @@ from transformers.models.internvl.modeling_internvl import (
     InternVLPreTrainedModel,
 )
 
-from modalities.causal_lm.checkpoint import PartNames, load_part, read_pretrained_config
 from modalities.family import EncoderInput
-from modalities.part_names import names_of_others
-from modalities.tiled.encoder import TileEncoder, frame_rows
+from modalities.tiled.encoder import TileEncoder, frame_rows, load_tile_encoder
 
 NAMES = {r"^model\.(vision_tower|multi_modal_projector)\.": r"\1."}
 
@@ -46,6 +44,4 @@ def rows_of(part: Any, tiles: torch.Tensor, inputs: Sequence[EncoderInput]) -> l
 
 def load_encoder(model_dir: Path, device: str, dtype: str) -> TileEncoder:
     """Loads the vision tower and the projector. Raises ConfigError if a weight is missing."""
-    config = read_pretrained_config(model_dir)
-    names = PartNames(NAMES, names_of_others("vision", "projector"))
-    return TileEncoder(load_part(InternVLVisionHalf, model_dir, config, names, (device, dtype), "sdpa"), rows_of)
+    return load_tile_encoder(InternVLVisionHalf, NAMES, rows_of, model_dir, (device, dtype))

@@ -17,10 +17,8 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
     LlavaOnevisionPreTrainedModel,
 )
 
-from modalities.causal_lm.checkpoint import PartNames, load_part, read_pretrained_config
 from modalities.family import EncoderInput
-from modalities.part_names import names_of_others
-from modalities.tiled.encoder import TileEncoder, frame_rows, is_closed
+from modalities.tiled.encoder import TileEncoder, frame_rows, is_closed, load_tile_encoder
 
 NAMES = {
     r"^model\.(vision_tower|multi_modal_projector)\.": r"\1.",
@@ -66,6 +64,4 @@ def _rows_of_videos(part: Any, frames: torch.Tensor, inputs: Sequence[EncoderInp
 
 def load_encoder(model_dir: Path, device: str, dtype: str) -> TileEncoder:
     """Loads the vision tower, the projector and the newline. Raises ConfigError if a weight is missing."""
-    config = read_pretrained_config(model_dir)
-    names = PartNames(NAMES, names_of_others("vision", "projector"))
-    return TileEncoder(load_part(LlavaOnevisionVisionHalf, model_dir, config, names, (device, dtype), "sdpa"), rows_of)
+    return load_tile_encoder(LlavaOnevisionVisionHalf, NAMES, rows_of, model_dir, (device, dtype))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
+from modalities.causal_lm.checkpoint import PartNames, load_part, read_pretrained_config
 from modalities.family import EncoderInput
+from modalities.part_names import names_of_others
 from modalities.video_features import thinned
 from modalities.video_rows import VideoRows
 
@@ -31,6 +35,16 @@ class TileEncoder:
         tiles = torch.from_numpy(np.concatenate([unit.pixels for unit in inputs]))
         rows = self._rows_of(self._part, tiles.to(self._part.device, self._part.dtype), inputs)
         return [unit[None].contiguous() for unit in rows]
+
+
+def load_tile_encoder(
+    kind: type[PreTrainedModel], names: Mapping[str, str], rows_of: RowsOf, model_dir: Path, place: tuple[str, str]
+) -> TileEncoder:
+    """Loads `kind`, the vision tower and the projector of a family. `names` maps patterns of the checkpoint's names to
+    its own; `place` is (device, dtype). Raises ConfigError if a weight is missing."""
+    config = read_pretrained_config(model_dir)
+    part_names = PartNames(names, names_of_others("vision", "projector"))
+    return TileEncoder(load_part(kind, model_dir, config, part_names, place, "sdpa"), rows_of)
 
 
 def frame_rows(frames: torch.Tensor, unit: EncoderInput) -> torch.Tensor:
