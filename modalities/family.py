@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from fabric.errors import UnsupportedModality
 from fabric.messages import MediaItem, PlaceholderRange
 
 if TYPE_CHECKING:
@@ -301,3 +302,9 @@ class Family(Protocol):
         """Loads the language model. `attention_name` must be registered with transformers beforehand. Raises
         ConfigError if a weight is missing."""
         ...
+
+
+def check_modality(family: Family, modality: str) -> None:
+    """Raises UnsupportedModality for a modality that the family does not take."""
+    if modality not in family.max_items:
+        raise UnsupportedModality(f"the model takes no {modality}")

@@ -25,6 +25,7 @@ from modalities.family import (
     MediaHeader,
     MediaOptions,
     Positions,
+    check_modality,
 )
 from modalities.json_files import model_id, read_json, section
 from modalities.placeholders import expand_placeholders
@@ -58,7 +59,7 @@ class Qwen2AudioFamily:
 
     def placeholder_text(self, modality: str) -> str:
         """Returns the placeholder of a sound. Raises UnsupportedModality for another modality."""
-        self._check(modality)
+        check_modality(self, modality)
         return "<|AUDIO|>"
 
     def expand(
@@ -79,18 +80,18 @@ class Qwen2AudioFamily:
 
     def options(self, modality: str) -> str:
         """Returns canonical JSON of the processing options. Raises UnsupportedModality for another modality."""
-        self._check(modality)
+        check_modality(self, modality)
         return self.sound.options()
 
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
         """Returns one unit for each window. Raises InvalidMedia for a broken file and for one that differs from its
         plan."""
-        self._check(item.modality)
+        check_modality(self, item.modality)
         return self.sound.preprocess(data, item)
 
     def decode_waveform(self, data: bytes, item: MediaItem) -> Waveform:
         """Decodes a sound without computing its spectrogram, as `modalities.waveform` describes."""
-        self._check(item.modality)
+        check_modality(self, item.modality)
         return self.sound.decode_waveform(data, item)
 
     def load_spectrograms(self, device: str) -> Spectrograms:
@@ -105,7 +106,7 @@ class Qwen2AudioFamily:
         from modalities.audio_towers.qwen2_audio import load_encoder
 
         for modality in modalities:
-            self._check(modality)
+            check_modality(self, modality)
         return load_encoder(model_dir, (device, dtype))
 
     def load_language_model(self, model_dir: Path, device: str, dtype: str, attention_name: str) -> LanguageModel:
@@ -113,7 +114,3 @@ class Qwen2AudioFamily:
         from modalities.causal_lm.language_model import load_causal_lm
 
         return load_causal_lm(model_dir, device, dtype, attention_name)
-
-    def _check(self, modality: str) -> None:
-        if modality not in self.max_items:
-            raise UnsupportedModality(f"the model takes no {modality}")

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fabric.errors import InvalidMedia, UnsupportedModality
+from fabric.errors import InvalidMedia
 from fabric.messages import MediaItem, PlaceholderRange
 from modalities.audio_towers.sound import SoundHalf
 from modalities.family import (
@@ -30,6 +30,7 @@ from modalities.family import (
     ModelShape,
     Positions,
     VideoHeader,
+    check_modality,
 )
 from modalities.placeholders import expand_pieces
 from modalities.qwen_vl.config import AUDIO, IMAGE, VIDEO, Layout, read_config
@@ -71,7 +72,7 @@ class QwenVLFamily:
 
     def placeholder_text(self, modality: str) -> str:
         """Returns the text of the modality's placeholder. Raises UnsupportedModality."""
-        self._check(modality)
+        check_modality(self, modality)
         return self._layout.modality_to_placeholder[modality].text
 
     def expand(
@@ -96,7 +97,7 @@ class QwenVLFamily:
 
     def options(self, modality: str) -> str:
         """Returns canonical JSON of the modality's processing options. Raises UnsupportedModality."""
-        self._check(modality)
+        check_modality(self, modality)
         if modality == AUDIO:
             return self._sound_half().options()
         options = self.config.video if modality == VIDEO else self.config.image
@@ -109,7 +110,7 @@ class QwenVLFamily:
 
     def preprocess_units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
         """Yields the units as `modalities.unit_stream` describes."""
-        self._check(item.modality)
+        check_modality(self, item.modality)
         if item.modality == VIDEO:
             from modalities.qwen_vl.video_frames import video_units
 
@@ -145,7 +146,7 @@ class QwenVLFamily:
         from modalities.qwen_vl.encoder import load_encoder
 
         for modality in modalities:
-            self._check(modality)
+            check_modality(self, modality)
         return load_encoder(self._checkpoint(), model_dir, self.config, (device, dtype), modalities)
 
     def load_language_model(self, model_dir: Path, device: str, dtype: str, attention_name: str) -> LanguageModel:
@@ -162,7 +163,7 @@ class QwenVLFamily:
         return ItemPlan(IMAGE, grid, (num_tokens,), cost, (header.width, header.height))
 
     def _plan_video(self, header: VideoHeader, options: MediaOptions) -> ItemPlan:
-        self._check(VIDEO)
+        check_modality(self, VIDEO)
         cut = cut_video(header, options, self.config.video)
         step, time = self.config.video.frame.temporal_patch_size, self.config.video_time
         return ItemPlan(
@@ -180,10 +181,6 @@ class QwenVLFamily:
         return self._sound_half().plan(header)
 
     def _sound_half(self) -> SoundHalf:
-        self._check(AUDIO)
+        check_modality(self, AUDIO)
         assert self.config.sound is not None
         return self.config.sound
-
-    def _check(self, modality: str) -> None:
-        if modality not in self.max_items:
-            raise UnsupportedModality(f"the model takes no {modality}")

@@ -29,6 +29,7 @@ from modalities.family import (
     MediaOptions,
     Positions,
     VideoHeader,
+    check_modality,
 )
 from modalities.image import decode_image
 from modalities.pixels import to_rgb
@@ -135,7 +136,7 @@ class TiledFamily:
     def placeholder_text(self, modality: str) -> str:
         """Returns the placeholder of one item. Raises UnsupportedModality for a modality that the family does not
         take."""
-        self._check(modality)
+        check_modality(self, modality)
         return self.videos.placeholder if self.videos and modality == _VIDEO else self._placeholder
 
     def expand(
@@ -168,7 +169,7 @@ class TiledFamily:
     def options(self, modality: str) -> str:
         """Returns canonical JSON of the processing options. Raises UnsupportedModality for a modality that the family
         does not take."""
-        self._check(modality)
+        check_modality(self, modality)
         return self.videos.tiling.options() if self.videos and modality == _VIDEO else self.tiling.options()
 
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
@@ -178,7 +179,7 @@ class TiledFamily:
 
     def preprocess_units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
         """Yields the units as `modalities.unit_stream` describes: each one as soon as it is ready."""
-        self._check(item.modality)
+        check_modality(self, item.modality)
         if self.videos and item.modality == _VIDEO:
             yield from self.videos.tiling.units(data, item)
         else:
@@ -201,7 +202,7 @@ class TiledFamily:
         """Loads the vision tower and the projector. Raises ConfigError if a weight is missing, and UnsupportedModality
         for a modality that the family does not take."""
         for modality in modalities:
-            self._check(modality)
+            check_modality(self, modality)
         return self._load_encoder(model_dir, device, dtype)
 
     def load_language_model(self, model_dir: Path, device: str, dtype: str, attention_name: str) -> LanguageModel:
@@ -215,7 +216,3 @@ class TiledFamily:
         if options.reduction:
             return tiling.halved(header.width, header.height, options.reduction)
         return Halved(tiling, (header.width, header.height))
-
-    def _check(self, modality: str) -> None:
-        if modality not in self.max_items:
-            raise UnsupportedModality(f"the model takes no {modality}")
