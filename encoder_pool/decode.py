@@ -1,5 +1,5 @@
-"""Decodes media bytes into encoder inputs outside of the serving process, in spawned helpers that can fail on hostile
-files and slow codecs.
+"""Decodes media bytes into encoder inputs outside of the serving process, in sandboxes (`fabric/sandbox/`) that can
+fail on hostile files and slow codecs.
 
 A file that kills its process fails alone, and is tried once more (the kernel may have been short of memory). A file
 that takes too much processor time or memory is refused. A file that is late because the machine was too busy may be
@@ -13,29 +13,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Protocol
 
 from encoder_pool.byte_budget import ByteBudget, Hold
 from encoder_pool.decode_limits import DEFAULT_LIMITS, DecodeLimits
-from encoder_pool.decode_process import (
-    Decoded,
-    DecodeProcess,
-    DiedIdle,
-    OnUnits,
-    ProcessDied,
-    check_inputs,
-    decode_item,
-)
-from fabric.errors import EncodeFailed, InvalidMedia, MachineBusy
+from encoder_pool.decode_process import Decoded, DecodeJob, OnUnits, check_inputs, decode_item, enter_decoding
+from fabric.errors import EncodeFailed, InvalidMedia, MachineBusy, WeftError
 from fabric.messages import MediaItem
+from fabric.sandbox import Death, JobLimits, NotStarted, SandboxDied, SandboxProcess
 from modalities.family import EncoderInput, Family
 
 __all__ = ["DecodeBroke", "DecodeLimits", "DecodePool", "Decoded", "Decoder", "check_inputs"]
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 NUM_THREADS = 2
 """This many threads decode where there are no processes; there are two so that a long item does not delay a short
@@ -90,15 +82,17 @@ class DecodePool:
     ) -> None:
         """Sounds of up to `max_raw_cost` mel frames are returned as waveforms rather than as units."""
         self._family = family
-        self._model_dir = model_dir
         self._num_processes = num_processes
         self._memory = ByteBudget(limits.total_bytes)
         self._limits = limits
         self._max_raw_cost = max_raw_cost
-        self._threads = ThreadPoolExecutor(self.num_parallel, thread_name_prefix="decode")
-        """Has one thread for each process, which waits for it. Without processes these threads decode."""
-        self._processes: set[DecodeProcess] = set()
-        self._idle: asyncio.Queue[DecodeProcess] = asyncio.Queue()
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="decode")
+        """Has the threads that decode if there are no processes."""
+        enter = partial(enter_decoding, model_dir)
+        self._processes = [
+            SandboxProcess(enter, limits.memory_bytes, "weft-decode") for _ in range(num_processes)
+        ]
+        self._idle: asyncio.Queue[SandboxProcess[DecodeJob]] = asyncio.Queue()
         self._left: set[asyncio.Task[None]] = set()
         """Holds the tasks that wait for a process with an unfinished item, or kill and replace the process."""
         self._closed = asyncio.Event()
@@ -117,81 +111,97 @@ class DecodePool:
         return max(self._num_failed_starts, self._num_idle_deaths) < MAX_FAILURES
 
     def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
+        return [process.pid for process in self._processes if process.pid is not None]
 
     async def start(self) -> None:
         """Starts every process and loads the family there, so that the first request does not wait for it. Raises
         EncodeFailed."""
-        starts = (self._add() for _ in range(self._num_processes))
+        starts = (self._start(process) for process in self._processes)
         for error in await asyncio.gather(*starts, return_exceptions=True):
             if error is not None:
                 raise error
 
     async def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
+        is_raw = item.modality == "audio" and item.cost <= self._max_raw_cost
+        while True:
+            hold = await self._memory.take(item.decode_bytes)
+            if self._num_processes == 0:
+                return await self._decode_here(hold, data, item, on_units, is_raw)
+            try:
+                process = await self._idle.get()
+            except asyncio.CancelledError:
+                hold.release()
+                raise
+            work = asyncio.create_task(self._decode_in(process, data, DecodeJob(item, is_raw), on_units))
+            try:
+                return await asyncio.shield(work)
+            except SandboxDied as error:
+                if error.had_job or error.death is Death.OVERDUE:
+                    raise self._verdict(error, item) from error
+                self._num_idle_deaths += 1
+                logger.warning("a decode process died idle (%d in a row)", self._num_idle_deaths)
+            finally:
+                self._take_back(process, work, hold)
+
+    async def _decode_in(
+        self, process: SandboxProcess[DecodeJob], data: bytes, job: DecodeJob, on_units: OnUnits
+    ) -> Decoded:
+        """Decodes one item in a process. Raises SandboxDied, and what `decode_item` raises."""
+        modality = job.item.modality
+        limits = JobLimits(
+            self._limits.cpu_s(modality),
+            job.item.decode_bytes or self._limits.memory_bytes,
+            self._limits.timeout_s(modality),
+        )
+        outcomes: list[object] = []
+
+        def take(answer: object) -> None:
+            if isinstance(answer, list):
+                on_units(answer)
+            else:
+                outcomes.append(answer)
+
+        await process.run(job, data, limits, take)
+        (outcome,) = outcomes
+        if isinstance(outcome, WeftError):
+            raise outcome
+        assert isinstance(outcome, Decoded)
+        return outcome
+
+    def _verdict(self, error: SandboxDied, item: MediaItem) -> InvalidMedia | MachineBusy | DecodeBroke:
+        """Returns the error that says why an item's process ended."""
+        if error.death is Death.OUT_OF_CPU:
+            limit_s = self._limits.cpu_s(item.modality)
+            return InvalidMedia(f"decoding it takes more than {limit_s:g} s of processor time", param=item.part)
+        if error.death is Death.OVERDUE:
+            limit_s = self._limits.timeout_s(item.modality)
+            logger.warning("decoding of %s was not done within %g s", item.mm_hash, limit_s)
+            return MachineBusy(f"this machine is too busy to decode it within {limit_s:g} s", param=item.part)
+        logger.warning("a decode process died over %s", item.mm_hash)
+        return DecodeBroke(f"decoding of {item.mm_hash} broke")
+
+    async def _decode_here(self, hold: Hold, data: bytes, item: MediaItem, on_units: OnUnits, is_raw: bool) -> Decoded:
+        """Decodes in a thread of this process. The thread can't be ended, so it keeps its memory until it is done."""
         loop = asyncio.get_running_loop()
 
         def hand_over(units: list[EncoderInput]) -> None:
             loop.call_soon_threadsafe(on_units, units)
 
-        is_raw = item.modality == "audio" and item.cost <= self._max_raw_cost
-        while True:
-            hold = await self._memory.take(item.decode_bytes)
-            if self._num_processes == 0:
-                return await self._decode_here(hold, data, item, hand_over, is_raw)
-            try:
-                process = await self._idle.get()
-            except BaseException:
-                hold.release()
-                raise
-            work = self._run(process.decode, data, item, hand_over, is_raw)
-            try:
-                return await self._in_time(work, item)
-            except DiedIdle:
-                self._num_idle_deaths += 1
-                logger.warning("a decode process died idle (%d in a row)", self._num_idle_deaths)
-            except ProcessDied as error:
-                if error.is_out_of_cpu:
-                    limit_s = self._limits.cpu_s(item.modality)
-                    message = f"decoding it takes more than {limit_s:g} s of processor time"
-                    raise InvalidMedia(message, param=item.part) from None
-                logger.warning("a decode process died over %s", item.mm_hash)
-                raise DecodeBroke(f"decoding of {item.mm_hash} broke") from error
-            finally:
-                self._take_back(process, work, hold)
-
-    async def _decode_here(self, hold: Hold, data: bytes, item: MediaItem, hand_over: OnUnits, is_raw: bool) -> Decoded:
-        """Decodes in a thread of this process. The thread can't be ended, so it keeps its memory until it is done."""
-        work = self._run(decode_item, self._family, data, item, hand_over, is_raw)
+        work = loop.run_in_executor(self._threads, decode_item, self._family, data, item, hand_over, is_raw)
         work.add_done_callback(lambda _: hold.release())
         return await asyncio.shield(work)
 
-    async def _in_time(self, work: asyncio.Future[Decoded], item: MediaItem) -> Decoded:
-        """Waits for the result, and raises MachineBusy when the time limit by the clock is over; the caller must then
-        end the process."""
-        limit_s = self._limits.timeout_s(item.modality)
-        try:
-            async with asyncio.timeout(limit_s):
-                return await asyncio.shield(work)
-        except TimeoutError:
-            logger.warning("decoding of %s was not done within %g s", item.mm_hash, limit_s)
-            message = f"this machine is too busy to decode it within {limit_s:g} s"
-            raise MachineBusy(message, param=item.part) from None
-
     async def close(self) -> None:
-        """Kills all processes, and ends each thread after its current item."""
+        """Ends all processes, and ends each thread after its current item."""
         self._closed.set()
-        for process in self._processes:
-            process.kill()
+        await asyncio.gather(*(process.close() for process in self._processes))
         await asyncio.gather(*self._left, return_exceptions=True)
         await asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
-        for process in list(self._processes):
-            await asyncio.to_thread(process.join)
-        self._processes.clear()
 
-    def _take_back(self, process: DecodeProcess, work: asyncio.Future[Decoded], hold: Hold) -> None:
+    def _take_back(self, process: SandboxProcess[DecodeJob], work: asyncio.Task[Decoded], hold: Hold) -> None:
         """Makes a process idle again, now or soon, if it has answered in full; otherwise replaces it by a new one. The
         memory of the item returns to the budget once it is free."""
-        if work.done() and process.is_clean:
+        if work.done() and process.is_ready:
             hold.release()
             self._answered(process)
             return
@@ -199,51 +209,38 @@ class DecodePool:
         self._left.add(task)
         task.add_done_callback(self._left.discard)
 
-    def _answered(self, process: DecodeProcess) -> None:
+    def _answered(self, process: SandboxProcess[DecodeJob]) -> None:
         self._num_idle_deaths = 0
         self._idle.put_nowait(process)
 
-    async def _end(self, process: DecodeProcess, work: asyncio.Future[Decoded], hold: Hold) -> None:
+    async def _end(self, process: SandboxProcess[DecodeJob], work: asyncio.Task[Decoded], hold: Hold) -> None:
         await asyncio.wait([work], timeout=GRACE_S)
-        if work.done() and process.is_clean:
-            hold.release()
-            self._answered(process)
-            return
-        process.kill()
-        await asyncio.wait([work])
-        self._processes.discard(process)
-        await asyncio.to_thread(process.join)
+        if not work.done():
+            process.kill()
+            await asyncio.wait([work])
         hold.release()
-        await self._refill()
+        if process.is_ready:
+            self._answered(process)
+        else:
+            await self._restart(process)
 
-    async def _refill(self) -> None:
+    async def _restart(self, process: SandboxProcess[DecodeJob]) -> None:
         """Starts a process in place of one that has ended, and retries until that succeeds."""
         while not self._closed.is_set():
             try:
-                await self._add()
+                await self._start(process)
                 return
             except EncodeFailed as error:
                 logger.warning("%s (%d times in a row)", error, self._num_failed_starts)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), RETRY_PAUSE_S)
 
-    async def _add(self) -> None:
+    async def _start(self, process: SandboxProcess[DecodeJob]) -> None:
         """Starts a process, which becomes idle once it has loaded the family. Raises EncodeFailed."""
         try:
-            process = DecodeProcess(self._model_dir, self._limits)
-        except OSError as error:
+            await process.start()
+        except NotStarted as error:
             self._num_failed_starts += 1
-            raise EncodeFailed("a decode process could not be started") from error
-        self._processes.add(process)
-        try:
-            await self._run(process.wait_until_ready)
-        except DiedIdle as error:
-            self._num_failed_starts += 1
-            self._processes.discard(process)
-            await asyncio.to_thread(process.join)
-            raise EncodeFailed("a decode process died at its start") from error
+            raise EncodeFailed(f"a decode process {error}") from error
         self._num_failed_starts = 0
         self._idle.put_nowait(process)
-
-    def _run(self, work: Callable[..., T], *arguments: object) -> asyncio.Future[T]:
-        return asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)

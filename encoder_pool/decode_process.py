@@ -1,30 +1,26 @@
-"""Runs one spawned process that decodes, and the pipe to it. The kernel enforces its limits of processor time and
-memory.
+"""Decodes items inside a decode process, and checks what was decoded against the plan.
 
-The process is spawned and never forked, because threads of NIXL and gRPC exist, and it ends with its parent. It works
-on one item at a time, so when it dies, the item that caused it is known. Its owner must end it when it exceeds its time
-limit by the clock. The module knows nothing of batching, features or requests.
+The process is a sandbox (`fabric/sandbox/`), which runs `enter_decoding` once and then one item at a time. Where there
+are no processes, `decode_item` runs in a thread of the serving process. The module knows nothing of batching, features
+or requests.
 """
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Callable
-from functools import partial
-from multiprocessing.connection import Connection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from encoder_pool.array_pipe import receive, send
-from encoder_pool.decode_limits import DecodeLimits
 from fabric.errors import EncodeFailed, InvalidMedia, WeftError
-from fabric.helper_process import bind_to_parent, exit_code_of, is_out_of_cpu, limit_memory, limited, yielding_thread
 from fabric.messages import MediaItem
+from fabric.sandbox import RunJob
 from modalities.family import EncoderInput, Family, MediaOptions
 from modalities.stopwatch import take_decode_s
 from modalities.unit_stream import stream_units
@@ -36,8 +32,9 @@ OnUnits = Callable[[list[EncoderInput]], None]
 """Takes the next units of an item while the rest is being decoded."""
 PART_S = 0.02
 """Units are collected for this long before they are delivered, because a message has a cost of its own."""
-START_TIMEOUT_S = 60.0
-"""Limits the start of a process's interpreter and its imports on a machine under load."""
+LOW_PRIORITY = 10
+"""Sets the niceness (nice(2)) of work that yields. Such work gets about a tenth of a processor that another process
+also wants."""
 
 
 class Decoded(NamedTuple):
@@ -51,104 +48,12 @@ class Decoded(NamedTuple):
     """Holds a sound whose units the encoder's device makes."""
 
 
-class ProcessDied(Exception):
-    """Means that the process ended while it worked on an item."""
+class DecodeJob(NamedTuple):
+    """A `DecodeJob` describes to a decode process what to do with the bytes of an item."""
 
-    def __init__(self, is_out_of_cpu: bool) -> None:
-        super().__init__("out of processor time" if is_out_of_cpu else "died")
-        self.is_out_of_cpu = is_out_of_cpu
-
-
-class DiedIdle(Exception):
-    """Means that the process was gone, or out of step, before it received an item, so no item is to blame."""
-
-
-class DecodeProcess:
-    """A `DecodeProcess` is the parent's side of one process. It must be made in a thread that lives as long as the
-    service (the thread of an event loop), because the parent-death signal of prctl(2) follows the thread that spawned
-    the process."""
-
-    def __init__(self, model_dir: str, limits: DecodeLimits) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_serve, args=(theirs, model_dir, os.getpid(), limits), name="weft-decode", daemon=True
-        )
-        self._process.start()
-        theirs.close()
-        self._number = 0
-        """Holds the number of the newest message that was sent; answers to it carry the same number."""
-        self.is_clean = True
-        """This is True if no answer is outstanding. Otherwise the process must not receive the next item."""
-        self.is_at_work = False
-        """This is True if the process received an item and has not answered in full."""
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def wait_until_ready(self) -> None:
-        """Blocks until the process has loaded the family and reads messages. Raises DiedIdle, and the process has then
-        been killed."""
-        try:
-            self._send(None)
-            if self._pipe.poll(START_TIMEOUT_S) and self._receive() is None:
-                self.is_clean = True
-                return
-        except (OSError, ProcessDied):
-            pass
-        self.kill()
-        raise DiedIdle("a decode process does not answer")
-
-    def decode(self, data: bytes, item: MediaItem, on_units: OnUnits, is_raw: bool = False) -> Decoded:
-        """Decodes one item and blocks until it is done; calls `on_units` in this thread. Raises what `decode_item`
-        raises, DiedIdle, or ProcessDied."""
-        self.wait_until_ready()
-        self.is_at_work = True
-        try:
-            self._send((data, item, is_raw))
-        except OSError:
-            raise self._death() from None
-        outcome = self._receive()
-        while isinstance(outcome, list):
-            on_units(outcome)
-            outcome = self._receive()
-        self.is_clean, self.is_at_work = True, False
-        if isinstance(outcome, WeftError):
-            raise outcome
-        assert isinstance(outcome, Decoded)
-        return outcome
-
-    def kill(self) -> None:
-        """Ends the process at once; a thread that waits for it gets ProcessDied. Idempotent."""
-        self._process.kill()
-
-    def join(self) -> None:
-        """Blocks until the process has ended."""
-        self._process.join()
-        self._pipe.close()
-
-    def _send(self, message: tuple[bytes, MediaItem, bool] | None) -> None:
-        self.is_clean = False
-        self._number += 1
-        send(self._pipe, (self._number, message))
-
-    def _receive(self) -> object:
-        """Returns the next answer to the newest message. Raises ProcessDied, also if the answer belongs to another
-        message."""
-        try:
-            number, outcome = receive(self._pipe)
-        except (EOFError, OSError):
-            raise self._death() from None
-        if number != self._number:
-            logger.error("a decode process answers message %s, not %d", number, self._number)
-            raise self._death()
-        return outcome
-
-    def _death(self) -> ProcessDied:
-        self._process.kill()  # this does nothing to a process that has ended
-        return ProcessDied(is_out_of_cpu(exit_code_of(self._process)))
+    item: MediaItem
+    is_raw: bool
+    """This is True if a sound is to be returned as a waveform (see `decode_item`)."""
 
 
 def decode_item(family: Family, data: bytes, item: MediaItem, on_units: OnUnits, is_raw: bool = False) -> Decoded:
@@ -234,55 +139,40 @@ def check_inputs(inputs: list[EncoderInput], item: MediaItem) -> None:
     check.end()
 
 
-def _serve(pipe: Connection, model_dir: str, parent_pid: int, limits: DecodeLimits) -> None:
-    """Runs the process until the parent's end of the pipe is closed."""
-    family = _enter(model_dir, parent_pid, limits.memory_bytes)
-    background = yielding_thread()
-    while True:
-        try:
-            number, message = receive(pipe)
-        except (EOFError, OSError):
-            return
-        answer = partial(_answer, pipe, number)
-        if message is None:
-            answer(None)
-        else:
-            work = partial(_decode_within, limits, family, message, answer)
-            # An item of many units yields to the forward pass and to a picture that arrives meanwhile: its next unit is
-            # ready soon.
-            outcome = background.submit(work).result() if len(message[1].unit_tokens) > 1 else work()
-            try:
-                answer(outcome)
-            except MemoryError:  # serializing the outcome takes memory too
-                answer(_too_large(message[1]))
-            del work, outcome  # otherwise their memory would count against the next item
-        del message
-
-
-def _answer(pipe: Connection, number: int, outcome: object) -> None:
-    send(pipe, (number, outcome))
-
-
-def _decode_within(
-    limits: DecodeLimits, family: Family, message: tuple[bytes, MediaItem, bool], on_units: OnUnits
-) -> Decoded | WeftError:
-    """Decodes one item within the limits. The kernel ends the process when its processor time is over, because nothing
-    else can stop a codec that hangs."""
-    data, item, is_raw = message
-    try:
-        with limited(limits.cpu_s(item.modality), item.decode_bytes):
-            return decode_item(family, data, item, on_units, is_raw)
-    except WeftError as error:
-        error.__cause__ = error.__context__ = None  # their frames would keep the decoded data alive after this item
-        return error.with_traceback(None)
-
-
-def _enter(model_dir: str, parent_pid: int, memory_bytes: int) -> Family:
-    """Binds a new process to its parent's life, loads the family (config files only, no torch) and limits the process's
-    memory."""
-    bind_to_parent(parent_pid)
+def enter_decoding(model_dir: str) -> RunJob[DecodeJob]:
+    """Loads the family (config files only, no torch) in a new process, and returns the function that decodes there."""
     from modalities.registry import REGISTRY
 
-    family = REGISTRY.load_family(Path(model_dir))
-    limit_memory(memory_bytes)
-    return family
+    return decoding_with(REGISTRY.load_family(Path(model_dir)))
+
+
+def decoding_with(family: Family) -> RunJob[DecodeJob]:
+    """Returns the function that decodes items of a family in a process. Its answers are lists of units that are ready
+    before the last, and then a `Decoded` or a WeftError."""
+    background = _yielding_thread()
+
+    def decode(job: DecodeJob, data: bytes, answer: Callable[[object], None]) -> None:
+        def outcome() -> Decoded | WeftError:
+            try:
+                return decode_item(family, data, job.item, answer, job.is_raw)
+            except WeftError as error:
+                return error
+
+        # An item of many units yields to the forward pass and to a picture that arrives meanwhile: its next unit is
+        # ready soon.
+        is_long = len(job.item.unit_tokens) > 1
+        decoded = background.submit(outcome).result() if is_long else outcome()
+        try:
+            answer(decoded)
+        except MemoryError:  # serializing the outcome takes memory too
+            answer(_too_large(job.item))
+
+    return decode
+
+
+def _yielding_thread() -> ThreadPoolExecutor:
+    """Returns an executor with one thread, whose work yields the processors to all other work. It does so only on
+    Linux: elsewhere niceness applies to the whole process, and the process cannot take it back."""
+    if sys.platform != "linux":
+        return ThreadPoolExecutor(1)
+    return ThreadPoolExecutor(1, initializer=os.nice, initargs=(LOW_PRIORITY,))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from fabric.errors import InvalidMedia
@@ -39,6 +41,17 @@ class HostilePlugin:
                 pipe.read(1)
         while data == b"burn":
             pass
+        if data == b"deaf":  # A library may replace the handlers of signals.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait()
+        if data == b"garbage":
+            os.write(pipe_of_this_process().fileno(), b"a library writes to the wrong file\n")
+        if data == b"mute":
+            pipe_of_this_process().close()
+            threading.Event().wait()
+        if data == b"exit":
+            os._exit(7)
         if data == b"stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if data == b"oom":  # The kernel does this to the largest process when memory is short.
@@ -53,6 +66,12 @@ class HostilePlugin:
 
     def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
         raise AssertionError("it is only probed")
+
+
+def pipe_of_this_process() -> Connection:
+    """Returns the pipe through which this helper answers."""
+    pipe: Connection = multiprocessing.current_process()._args[0]  # type: ignore[attr-defined]
+    return pipe
 
 
 def hostile_registry() -> Registry:

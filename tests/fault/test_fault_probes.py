@@ -6,7 +6,6 @@ import asyncio
 import base64
 import os
 import signal
-import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -161,16 +160,24 @@ async def test_who_leaves_at_once_does_too(pool: ProbePool) -> None:
 
 
 async def test_who_leaves_late_ends_nobody_elses(pool: ProbePool, tmp_path: Path) -> None:
-    """Its own file was already read, and the helper reads another request's file."""
+    """Its own file was already read, but its task has not resumed, and another request's file is next."""
     begun, ended = tmp_path / "begun", tmp_path / "ended"
     for pipe in (begun, ended):
         os.mkfifo(pipe)
     pid = await reader_pid(pool)
     data = b"wait" + b"\0".join(os.fsencode(pipe) for pipe in (begun, ended))
+    leaving = asyncio.create_task(pool.probe("hostile", b"hello", PARAM))
     others = asyncio.create_task(pool.probe("hostile", data, PARAM))
-    await asyncio.to_thread(begun.read_bytes)
+    await asyncio.sleep(0)
     (helper,) = pool._helpers
-    helper.end(threading.Event())
+    while helper.process._is_working:
+        os.sched_yield()  # The event loop stands still, so nothing hears of the answer.
+    assert not leaving.done()
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    await asyncio.to_thread(begun.read_bytes)
+    assert pool.num_busy == 1
     writer = os.open(ended, os.O_RDWR)  # this mode does not wait for a reader
     os.write(writer, b".")
     header = await others

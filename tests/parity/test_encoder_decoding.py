@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import io
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -22,13 +21,15 @@ from encoder_bench import picture, running_bench
 from PIL import Image
 
 from deploy.demo.build import demo_checkpoint
-from encoder_pool import array_pipe, decode, decode_process
+from encoder_pool import decode
 from encoder_pool.config import EncoderConfig
 from encoder_pool.decode import DecodePool
 from encoder_pool.decode_limits import DEFAULT_LIMITS
-from encoder_pool.decode_process import Decoded, DecodeProcess, decode_item
+from encoder_pool.decode_process import Decoded, DecodeJob, decode_item, enter_decoding
 from fabric.errors import EncodeFailed, ErrorInfo
 from fabric.messages import EncodeRequest, EncodeResult, MediaItem
+from fabric.sandbox import SandboxProcess, array_pipe
+from fabric.sandbox import process as sandbox_process
 from modalities.family import EncoderInput, EncoderModel, Family
 from modalities.identify import plan_media
 from modalities.registry import REGISTRY
@@ -76,7 +77,7 @@ async def test_a_file_that_kills_its_process_is_tried_twice_and_fails(family: Fa
         call = asyncio.create_task(bench.service.encode(bench.request(files), files))
         while not call.done():  # Each process that works on the file dies, as if the file were the cause.
             for process in bench.service._decoder._processes:
-                if process.is_at_work:
+                if process.is_busy:
                     process.kill()
             await asyncio.sleep(0.001)
         error = call.result().items[0].error
@@ -119,7 +120,7 @@ async def test_an_item_that_is_late_through_no_fault_of_its_own_may_come_again(
             os.kill(pid, signal.SIGSTOP)
         call = asyncio.create_task(bench.service.encode(bench.request(files), files))
         if is_late:
-            await bench.until(lambda: any(process.is_at_work for process in pool._processes))
+            await bench.until(lambda: any(process.is_busy for process in pool._processes))
             os.kill(pid, signal.SIGSTOP)
         (error,) = errors(await call)
         assert error is not None
@@ -150,7 +151,7 @@ async def test_items_behind_others_are_answered_in_the_time_that_they_have(
             calls.append(asyncio.create_task(service.encode(in_time(bench.request(files), 4.0), files)))
             await bench.until(lambda: service.report().items_decoded == len(calls))
         calls.append(asyncio.create_task(service.encode(bench.request(large), large)))
-        await bench.until(lambda: any(process.is_at_work for process in pool._processes))
+        await bench.until(lambda: any(process.is_busy for process in pool._processes))
         (pid,) = pool.pids()
         os.kill(pid, signal.SIGSTOP)
         calls.append(asyncio.create_task(service.encode(in_time(bench.request(waiting), 4.0), waiting)))
@@ -308,10 +309,12 @@ def expected(family: Family, data: bytes) -> EncoderInput:
 
 
 def kill(pool: DecodePool) -> int:
-    (process,) = pool._processes
-    process.kill()
-    process._process.join()
-    return process.pid
+    """Kills the only process of a pool, as the system does, and returns its id when it has ended."""
+    (pid,) = pool.pids()
+    os.kill(pid, signal.SIGKILL)
+    while is_running(pid):
+        os.sched_yield()
+    return pid
 
 
 async def test_an_answer_that_could_not_be_read_is_not_taken_for_that_of_the_next_item(
@@ -319,15 +322,16 @@ async def test_an_answer_that_could_not_be_read_is_not_taken_for_that_of_the_nex
 ) -> None:
     async with running_pool(family) as pool:
         (pid,) = pool.pids()
-        receive = DecodeProcess._receive
+        (process,) = pool._processes
+        receive = array_pipe.receive
 
-        def fail(process: DecodeProcess) -> object:
-            if process.is_at_work:
+        def fail(pipe: Connection) -> object:
+            if process.is_busy:
                 raise MemoryError
-            return receive(process)
+            return receive(pipe)
 
         with monkeypatch.context() as patch:
-            patch.setattr(DecodeProcess, "_receive", fail)
+            patch.setattr(sandbox_process, "receive", fail)
             with pytest.raises(MemoryError):
                 await decoded(pool, picture(1))
         assert pool._idle.empty(), "it is ended, not used again"
@@ -339,10 +343,11 @@ async def test_an_answer_that_could_not_be_read_is_not_taken_for_that_of_the_nex
 async def test_answers_to_another_message_are_refused(family: Family) -> None:
     async with running_pool(family) as pool:
         (process,) = pool._processes
-        array_pipe.send(process._pipe, (7, None))  # Nothing reads the answer to this message.
+        pid = process.pid
+        array_pipe.send(process._pipe, (7, "job", 1.0, 0))  # Nothing reads the answer to this message.
         (unit,) = (await decoded(pool, picture(2))).inputs
         np.testing.assert_array_equal(unit.pixels, expected(family, picture(2)).pixels)
-        assert process not in pool._processes
+        assert pool.pids() != [pid]
 
 
 async def test_a_process_that_died_idle_is_replaced_and_no_item_is_blamed(family: Family) -> None:
@@ -355,7 +360,7 @@ async def test_a_process_that_died_idle_is_replaced_and_no_item_is_blamed(family
 
 
 async def test_a_process_that_never_answers_is_given_up(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_process, "START_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(sandbox_process, "START_TIMEOUT_S", 0.0)
     pool = DecodePool(family, str(demo_checkpoint()), 1)
     with pytest.raises(EncodeFailed):
         await pool.start()
@@ -372,12 +377,14 @@ async def test_starts_that_fail_are_tried_again_and_seen_in_health(
     async with running_bench(family, encoder, config) as bench:
         pool, files = bench.service._decoder, [picture(1)]
         kill(pool)
-        pool._model_dir = str(tmp_path)  # This directory holds no model, so a process that starts there ends.
+        (process,) = pool._processes
+        # This directory holds no model, so a process that starts there ends.
+        process._enter = functools.partial(enter_decoding, str(tmp_path))
         call = asyncio.create_task(bench.service.encode(bench.request(files), files))
         await bench.until(lambda: not pool.is_alive)
         with pytest.raises(EncodeFailed, match="decode processes"):
             bench.service.check_health()
-        pool._model_dir = str(demo_checkpoint())
+        process._enter = functools.partial(enter_decoding, str(demo_checkpoint()))
         assert errors(await call) == [None]
         bench.service.check_health()
 
@@ -389,55 +396,20 @@ async def test_processes_that_start_well_and_always_die_idle_are_seen_in_health(
     config = EncoderConfig(("image",), num_decode_processes=1, model_dir=str(demo_checkpoint()))
     async with running_bench(family, encoder, config) as bench:
         pool, files = bench.service._decoder, [picture(1)]
-        ask = DecodeProcess.decode
+        ask = SandboxProcess.run
 
-        def die_and_ask(process: DecodeProcess, *given: object) -> Decoded:
-            process.kill()
-            process._process.join()
-            return ask(process, *given)  # type: ignore[arg-type]
+        async def die_and_ask(process: SandboxProcess[DecodeJob], *given: object) -> None:
+            kill(pool)
+            await ask(process, *given)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
-            patch.setattr(DecodeProcess, "decode", die_and_ask)
+            patch.setattr(SandboxProcess, "run", die_and_ask)
             call = asyncio.create_task(bench.service.encode(bench.request(files), files))
             await bench.until(lambda: not pool.is_alive)
             with pytest.raises(EncodeFailed, match="decode processes"):
                 bench.service.check_health()
         assert errors(await call) == [None], "no item is blamed"
         bench.service.check_health()
-
-
-ORPHAN_MAKER = """
-import asyncio, sys, time
-from pathlib import Path
-from encoder_pool.decode import DecodePool
-from modalities.registry import REGISTRY
-
-async def main(model_dir):
-    pool = DecodePool(REGISTRY.load_family(Path(model_dir)), model_dir, 1)
-    await pool.start()
-    print(*pool.pids(), flush=True)
-    time.sleep(60)
-
-if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the parent-death signal is Linux's")
-def test_decode_processes_die_with_their_parent(tmp_path: Path) -> None:
-    script = tmp_path / "orphan_maker.py"
-    script.write_text(ORPHAN_MAKER)
-    command = [sys.executable, str(script), str(demo_checkpoint())]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
-        child = int(parent.stdout.readline())
-        assert is_running(child)
-        parent.send_signal(signal.SIGKILL)
-        parent.wait()
-    deadline_s = time.monotonic() + 30
-    while is_running(child):
-        assert time.monotonic() < deadline_s, "the decode process has outlived its parent"
-        os.sched_yield()
 
 
 def is_running(pid: int) -> bool:

@@ -20,7 +20,6 @@ from deploy.demo.build import demo_checkpoint
 from encoder_pool import decode_process
 from encoder_pool.config import EncoderConfig
 from fabric.errors import InvalidMedia
-from fabric.helper_process import LOW_PRIORITY
 from fabric.messages import EncodeResult, MediaItem, UnitReady
 from modalities import video_rows
 from modalities.family import EncoderInput, EncoderModel, Family, MediaOptions
@@ -171,7 +170,7 @@ async def test_a_film_is_decoded_at_a_lower_priority_than_pictures(family: Famil
         data = film()
         item = film_item(bench, data, 1)
         assert codes(await encode(bench, [data], [item])) == [None]
-        assert set(niceness()) == {ours, min(ours + LOW_PRIORITY, 19)}
+        assert set(niceness()) == {ours, min(ours + decode_process.LOW_PRIORITY, 19)}
         assert os.getpriority(os.PRIO_PROCESS, pid) == ours, "the thread that decodes pictures"
         ready = [message for message in bench.ready if message.unit.mm_hash == item.mm_hash]
         for message, wanted in zip(ready, bench.expected([data], [item]), strict=True):

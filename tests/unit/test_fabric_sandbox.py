@@ -1,4 +1,4 @@
-"""Tests how a helper process's end is read and how its own memory is counted; `tests/parity/test_encoder_decoding.py`
+"""Tests how a sandbox process's end is read and how its own memory is counted; `tests/contract/test_fabric_sandbox.py`
 tests its limits."""
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from threading import Timer
 
 import pytest
 
-from fabric.helper_process import data_bytes, exit_code_of
+from fabric.sandbox.limits import data_bytes
+from fabric.sandbox.process import exit_code_of
 
 
 @pytest.mark.parametrize("is_noted", [True, False])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -13,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from encoder_pool.array_pipe import receive, send
 from fabric.errors import InvalidMedia
+from fabric.sandbox.array_pipe import NotAMessage, receive, send
 from modalities.family import EncoderInput
 
 Ends = tuple[Connection, Connection]
@@ -74,11 +76,46 @@ def test_arrays_arrive_as_they_were(items: list[np.ndarray], is_transposed: bool
         np.testing.assert_array_equal(one, item)
 
 
-def test_a_sender_that_dies_in_the_middle_is_noticed(ends: Ends) -> None:
+def written(message: object) -> bytes:
+    """Returns the bytes of a small message."""
+    with (pipe := Pipe())[0], pipe[1]:
+        send(pipe[0], message)
+        return os.read(pipe[1].fileno(), 2**16)
+
+
+@pytest.mark.parametrize("num_lost", [1, 2, 60])
+def test_a_sender_that_dies_in_the_middle_is_noticed(ends: Ends, num_lost: int) -> None:
+    """It loses a part of the array, or a part of the pickle."""
     ours, theirs = ends
-    ours.send([10])
-    ours.send_bytes(b"body")
-    ours.send_bytes(b"12")  # The pipe carries four bytes of length and two more.
+    whole = written(np.arange(4))
+    os.write(ours.fileno(), whole[:-num_lost])
     ours.close()
     with pytest.raises(EOFError):
         receive(theirs)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"warning: a library writes to a wrong file\n",
+        written((1, None))[:-1] + b"!",  # The pickle has no end.
+        written((1, None)).replace(b"\x80\x05", b"\x80\x7f"),  # The pickle's protocol does not exist.
+    ],
+)
+def test_garbage_is_no_message(ends: Ends, garbage: bytes) -> None:
+    ours, theirs = ends
+    os.write(ours.fileno(), garbage)
+    with pytest.raises(NotAMessage):
+        receive(theirs)
+
+
+@settings(deadline=None, max_examples=200)
+@given(place=st.integers(16, 200), value=st.integers(0, 255))
+def test_a_damaged_pickle_raises_only_what_a_receiver_expects(place: int, value: int) -> None:
+    """A damaged length of the pickle's own parts may ask for more memory than there is."""
+    whole = bytearray(written((1, InvalidMedia("it is broken", param="part"))))
+    whole[place % (len(whole) - 16) + 16] = value
+    with (pipe := Pipe())[0], pipe[1]:
+        os.write(pipe[0].fileno(), whole)
+        with suppress(NotAMessage, MemoryError):
+            receive(pipe[1])
