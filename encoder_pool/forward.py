@@ -107,7 +107,7 @@ class ForwardThread:
         try:
             if self._probe_inputs:
                 self._features(self._probe_inputs)
-        except Exception as error:  # these inputs contain nothing of a request
+        except Exception as error:  # this runs in the loop of a thread, and these inputs contain nothing of a request
             raise EncoderLost(f"the encoder's device fails every forward ({type(error).__name__})") from error
 
     def _encode(self, units: Sequence[ForwardUnit]) -> list[WeftError | None]:

@@ -340,7 +340,7 @@ class Pipeline:
             self._retry(flight)
         except WeftError as error:
             self._fail_flight(flight, error)
-        except Exception as error:  # every error must end here: otherwise the followers would wait for ever
+        except Exception as error:  # this is the top of an item's task: otherwise the followers would wait for ever
             logger.exception("decoding of %s failed", flight.item.mm_hash)
             self._fail_flight(flight, EncodeFailed(f"decoding failed ({type(error).__name__})"))
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 
 from encoder_pool.announcer import Announcer
 from encoder_pool.calibrate import calibrate, probe_inputs
@@ -94,13 +95,12 @@ class EncoderService:
 
     async def start(self) -> None:
         """Starts decoders, calibrates with short synthetic forward passes, and begins to take messages and calls."""
-        try:
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self._decoder.close)
             await self._decoder.start()
             spec = await asyncio.to_thread(self._calibrate)
             harmless = await asyncio.to_thread(probe_inputs, self._family, self._config.modalities[0])
-        except BaseException:
-            await self._decoder.close()
-            raise
+            undo.pop_all()
         self._forward.start(spec, harmless)
         self._pipeline.open(spec)
         self._plane.start(self._receive)

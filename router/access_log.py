@@ -47,7 +47,7 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, counted)
-        except Exception:
+        except Exception:  # This is the top of an HTTP exchange; the server's loop logs the error and answers it.
             facts["status"] = 500
             raise
         finally:

@@ -159,7 +159,7 @@ class RequestRun:
         except asyncio.CancelledError:
             self.stream.fail(Aborted("the request was cancelled"))
             raise
-        except Exception as error:
+        except Exception as error:  # This is the top of a request's task.
             logger.exception("request %s broke", self.stream.request_id)
             self.stream.fail(WeftError(f"internal error ({type(error).__name__})"))
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -53,14 +54,13 @@ class HttpEdge:
             return self._refusal(request, error, {"x-request-id": label or mint_request_id()}, is_body_unread=True)
         begin_request(request.scope, ticket.request_id, label)
         headers = {"x-request-id": label or ticket.request_id, "x-weft-request-id": ticket.request_id}
-        try:
-            body = await read_body(request.scope, request.receive, service.config.max_body_bytes, ticket.grow)
-        except WeftError as error:
-            ticket.release()
-            return self._refusal(request, error, headers, is_body_unread=True)
-        except BaseException:
-            ticket.release()
-            raise
+        with ExitStack() as undo:
+            undo.callback(ticket.release)
+            try:
+                body = await read_body(request.scope, request.receive, service.config.max_body_bytes, ticket.grow)
+            except WeftError as error:
+                return self._refusal(request, error, headers, is_body_unread=True)
+            undo.pop_all()
         return await self._answer(request, body, ticket, headers, label, arrived_s)
 
     async def _answer(

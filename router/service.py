@@ -197,7 +197,8 @@ class RouterService:
         try:
             draft = await self._intake.read(chat)
             prompt = await self._intake.plan(draft)
-        except BaseException as error:
+        except (Exception, asyncio.CancelledError) as error:
+            # This is the top of a request that has no task yet; the HTTP server's loop logs what is not a WeftError.
             self._refused(trace, error)
             if own is not None:
                 own.release()

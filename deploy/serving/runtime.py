@@ -123,6 +123,8 @@ def drain_routers(handle: Any, directory: Any, limit_s: float) -> None:
     """Makes every router drain for `limit_s` at most. Workers and encoders go on meanwhile, because the accepted
     requests need them. A router that does not answer is logged."""
     import ray
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
 
     members = ray.get(directory.members.remote(), timeout=ANSWER_S)
     routers = [member.member_id for member in members if member.kind == "router"]
@@ -131,7 +133,7 @@ def drain_routers(handle: Any, directory: Any, limit_s: float) -> None:
     for member_id, under_way in zip(routers, drains, strict=True):
         try:
             num_left = under_way.result(timeout_s=max(0.0, deadline_s - time.monotonic()))
-        except Exception:  # If one router fails, the requests of the others go on.
+        except (RayError, RayServeException, TimeoutError):  # The requests of the other routers go on.
             logger.exception("router %s could not be drained", member_id)
         else:
             if num_left:

@@ -40,7 +40,7 @@ answer to the parent. What it raises ends the process."""
 START_TIMEOUT_S = 60.0
 """Limits the start of a process's interpreter and its imports on a machine under load."""
 _READY = "ready"
-"""Is the first message of a process."""
+"""Marks the first message of a process."""
 END_TIMEOUT_S = 1.0
 """A process that has closed its pipe gets this much time to end by itself, so that its own exit code is known."""
 
@@ -62,11 +62,11 @@ class Death(Enum):
     OUT_OF_CPU = auto()
     """The job has spent its processor time."""
     OVERDUE = auto()
-    """The job's deadline passed, with processor time left: the machine is too busy, or the process was stopped."""
+    """The job has exceeded its deadline with processor time left: the machine is too busy, or it was stopped."""
     KILLED = auto()
-    """Something outside of Weft killed the process; usually the system does, when the machine is out of memory."""
+    """The process was killed from outside of Weft; usually the system does this when the machine is out of memory."""
     ENDED = auto()
-    """Its owner ended the process by `kill` or `close`."""
+    """The process was ended by its owner, with `kill` or `close`."""
     CRASHED = auto()
     """The process ended in any other way, or it wrote something that is no answer to its job."""
 
@@ -112,7 +112,7 @@ class SandboxProcess(Generic[J]):
         self._pipe: Connection | None = None
         self._is_closed = False
         self._num_jobs = 0
-        """Numbers the jobs; answers to a job carry its number."""
+        """This is the number of the newest job; the answers to a job carry its number."""
         self.is_busy = False
         """This is True while the process has a job."""
 

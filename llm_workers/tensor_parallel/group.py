@@ -68,20 +68,19 @@ class RankGroup:
         theirs, and returns the result of `load` when all are ready. Raises the error that a follower failed with, or
         WorkerLost if a follower died or was not ready in time; then nothing is left running."""
         deadline_s = time.monotonic() + self._invitation.start_timeout_s
-        try:
-            for rank in range(1, self._invitation.num_ranks):
-                self._followers.append(launch(replace(self._invitation, rank=rank)))
-            self._welcome(deadline_s)
-            self._membership.enter_context(process_group(self._invitation, self._store))
-            loaded = load()
-            for link in self._links:
-                _expect_ready(link, max(deadline_s - time.monotonic(), _POLL_S))
-        except (TimeoutError, LinkClosed, RuntimeError) as error:
-            self.stop()
-            raise WorkerLost(f"the worker's ranks did not come together: {error}") from error
-        except BaseException:
-            self.stop()
-            raise
+        with ExitStack() as undo:
+            undo.callback(self.stop)
+            try:
+                for rank in range(1, self._invitation.num_ranks):
+                    self._followers.append(launch(replace(self._invitation, rank=rank)))
+                self._welcome(deadline_s)
+                self._membership.enter_context(process_group(self._invitation, self._store))
+                loaded = load()
+                for link in self._links:
+                    _expect_ready(link, max(deadline_s - time.monotonic(), _POLL_S))
+            except (TimeoutError, LinkClosed, RuntimeError) as error:
+                raise WorkerLost(f"the worker's ranks did not come together: {error}") from error
+            undo.pop_all()
         for link in self._links:
             threading.Thread(target=self._watch, args=(link,), name="weft-rank-watch", daemon=True).start()
         return loaded
@@ -140,7 +139,9 @@ class RankGroup:
             for link in self._links:
                 link.send(header)
             yield
-        except Exception as error:  # After any error the ranks are out of step, and no later result could be right.
+        # This is a step of the engine's loop. After any error the ranks are out of step, and no later result could be
+        # right.
+        except Exception as error:
             self._lose(f"a step of the worker's ranks failed ({type(error).__name__})")
             raise WorkerLost(self._lost or "a rank is gone") from error
 

@@ -211,9 +211,9 @@ async def test_what_the_work_raises_ends_the_process_with_its_own_exit_code(proc
 
 
 async def test_a_process_that_was_killed_is_not_ready_and_no_job_is_blamed(process: SandboxProcess[str]) -> None:
-    assert process.is_ready
+    was_ready = process.is_ready
     process.kill()
-    assert not process.is_ready
+    assert (was_ready, process.is_ready) == (True, False)
     with pytest.raises(SandboxDied) as caught:
         await answers(process, "count", b"ab")
     assert not caught.value.had_job
