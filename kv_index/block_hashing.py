@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fabric.digest import block_hash, block_hashes, frame
+from fabric.digest import block_hashes, frame
 from fabric.ids import BlockHash
 from fabric.messages import MediaItem, PlaceholderRange
 
@@ -34,11 +34,6 @@ def extra_keys(
     if block_index == 0 and cache_salt:
         keys.append(frame([b"salt", cache_salt.encode()]))
     return keys
-
-
-def hash_block(parent: BlockHash | None, token_ids: Sequence[int], keys: Sequence[bytes]) -> BlockHash:
-    """Returns the hash of one full block."""
-    return block_hash(parent, np.asarray(token_ids, dtype="<i4").tobytes(), keys)
 
 
 def prompt_block_hashes(

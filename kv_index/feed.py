@@ -31,10 +31,6 @@ class _Batch(NamedTuple):
     first_seq: int
     events: Sequence[object]
 
-    @property
-    def end_seq(self) -> int:
-        return self.first_seq + len(self.events)
-
 
 class EventFeed(Generic[EventT]):
     """Returns the events of one source in order, each once.

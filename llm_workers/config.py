@@ -59,9 +59,6 @@ class WorkerConfig:
     side_layers: tuple[tuple[str, int], ...] = ()
     """Lists pairs (name, layer). The rows of these hidden layers are stored with the KV for requests that ask for
     them."""
-    is_chunked_media_enabled: bool = True
-    """Says whether a step may end inside a run of placeholders. It must be off for models whose media tokens see each
-    other."""
     speculation: Speculation = Speculation()
     cuda_graphs: str = "off"
     """Selects CUDA graphs: with `auto`, decode steps are recorded where device, torch and block size allow it (see the
@@ -78,11 +75,3 @@ class WorkerConfig:
             raise ConfigError(f"worker: cuda_graphs must be `off` or `auto`, not {self.cuda_graphs!r}")
         if self.side_layers and self.num_ranks > 1:
             raise ConfigError("worker: side tensors are not kept by several ranks")
-        if not self.is_chunked_media_enabled and self.max_step_tokens <= self.max_sequences:
-            raise ConfigError("worker: media in one piece need max_step_tokens above max_sequences")
-
-    @property
-    def max_piece_tokens(self) -> int:
-        """Returns the length of the longest run of placeholders that fits into a step together with a decode of every
-        other sequence."""
-        return self.max_step_tokens - self.max_sequences

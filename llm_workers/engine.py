@@ -57,7 +57,6 @@ class StepTimes:
     num_steps: int = 0
     num_tokens: int = 0
     schedule_s: float = 0.0
-    execute_s: float = 0.0
     commit_s: float = 0.0
 
 
@@ -232,8 +231,7 @@ class Engine:
         them; the scheduler forgets both. The check covers only units that may have become unneeded since the last
         call."""
         landed, self._maybe_unneeded = self._maybe_unneeded, []
-        done = update.events.units_done if update.events is not None else ()
-        for unit in (*landed, *done, *self._scheduler.drain_units_done()):
+        for unit in (*landed, *self._scheduler.drain_units_done()):
             if unit in self._held and not self._scheduler.needs_unit(unit):
                 self._scheduler.unit_lost(unit)
                 update.let_go.append(LetGo(unit, self._held.pop(unit)))
@@ -243,7 +241,6 @@ class Engine:
     def _step(self, plan: StepPlan, planned_at_s: float, update: Update) -> None:
         """Executes and commits the plan. If sequences break, ends their attempts and restores the other sequences to
         their state before the step."""
-        started_s = self._clock.now()
         result, failed = self._execute(plan)
         executed_s = self._clock.now()
         if failed:
@@ -257,7 +254,6 @@ class Engine:
             update.step_work, update.step_s = self._scheduler.work(plan), self._clock.now() - planned_at_s
             self.times.num_steps += 1
             self.times.num_tokens += plan.num_tokens
-        self.times.execute_s += executed_s - started_s
         self.times.commit_s += self._clock.now() - executed_s
 
     def _distrust(self, plan: StepPlan, result: StepResult, update: Update) -> None:

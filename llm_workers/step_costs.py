@@ -69,9 +69,6 @@ class StepCosts:
             self.fit([(work, seconds)])
         self._costs = corrected(self._costs, work.amounts, seconds, self._memory.gain(now_s))
 
-    def predict_s(self, work: StepWork) -> float:
-        return sum(cost * amount for cost, amount in zip(self._costs, work.amounts, strict=True))
-
     @property
     def overhead_s(self) -> float:
         return self._costs[0]

@@ -31,14 +31,11 @@ class TokenOrder:
         """Holds one entry per token, if the worker sends log-probabilities."""
         self._held: dict[int, tuple[int, TokenLogprobs | None]] = {}
         self._ending: Ending | None = None
-        self.num_duplicates = 0
 
     def push(self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[int]:
         """Takes a frame and returns the tokens that it made contiguous. Drops tokens after the ending."""
         for index, (token_id, scored) in enumerate(zip_longest(token_ids, logprobs), first_index):
-            if index < len(self.token_ids) or index in self._held or self._is_beyond(index):
-                self.num_duplicates += 1
-            else:
+            if index >= len(self.token_ids) and index not in self._held and not self._is_beyond(index):
                 self._held[index] = token_id, scored
         fresh: list[int] = []
         while len(self.token_ids) in self._held:

@@ -74,10 +74,6 @@ class TraceRing:
     def get(self, request_id: str) -> RequestTrace | None:
         return self._traces.get(RequestId(request_id))
 
-    def recent(self) -> list[RequestId]:
-        """Returns the ids of the traces, newest first."""
-        return list(reversed(self._traces))
-
     def __len__(self) -> int:
         return len(self._traces)
 

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 
 from deploy.demo.media import SAMPLE_RATE, ChatTurn, Clip, Picture, Sample, Sound
 from modalities.qwen3_omni.config import ImageOptions, read_config
-from modalities.qwen3_omni.positions import grid_positions
-from modalities.qwen3_omni.preprocess import patchify, smart_resize
+from modalities.qwen_vl.positions import grid_positions
+from modalities.qwen_vl.preprocess import patchify, smart_resize
 
 IGNORED = -100
 """A position with this label adds nothing to the loss."""

@@ -46,18 +46,13 @@ def prepare(
     guide: Guide | None = None,
 ) -> Arrival:
     """Returns the request's sequences. Each choice gets a fork of `guide` and, if the prefix cache is on, the hashes
-    of the prompt's full blocks. Raises ContextLengthExceeded (the request exceeds the model's context or the KV pool,
-    or one of its media does not fit in one step where it must not be cut), InvalidRequest, ProtocolError or
-    FeatureMismatch."""
+    of the prompt's full blocks. Raises ContextLengthExceeded (the request exceeds the model's context or the KV pool),
+    InvalidRequest, ProtocolError or FeatureMismatch."""
     _check_numbers(request, positions)
     _check_lengths(request, config, max_model_len)
     if unknown := set(request.side_names) - {name for name, _ in config.side_layers}:
         raise ProtocolError(f"this worker keeps no side tensors {', '.join(sorted(unknown))}")
     layout = PromptLayout(request)
-    if not config.is_chunked_media_enabled and layout.longest_run > config.max_piece_tokens:
-        raise ContextLengthExceeded(
-            f"a medium takes {layout.longest_run} tokens in one piece, a step has room for {config.max_piece_tokens}"
-        )
     limit = max_total_tokens(config, max_model_len)
     prompt = np.array(request.token_ids, dtype=np.int64)
     sequences = tuple(

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fabric.ids import BlockHash, SequenceId
-from fabric.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvent
+from fabric.messages import BlocksRemoved, BlocksStored, KvEvent
 from llm_workers.scheduling.kv_log import KvEventLog, chains_of
 
 NO_NAMES: frozenset[str] = frozenset()
@@ -200,18 +200,6 @@ class BlockPool:
             parent = block_hash
         self._log_stored(fresh_parent, fresh)
         return kept
-
-    def clear(self) -> bool:
-        """Forgets all cached content, which it records as an event. Returns False and changes nothing while a sequence
-        refers to a block."""
-        if self.num_used:
-            return False
-        self._hash_to_block.clear()
-        self._hash_to_parent.clear()
-        self._block_to_names.clear()
-        self._block_to_hash = [None] * self.num_blocks
-        self._log.append(BlocksCleared())
-        return True
 
     def drain_events(self) -> tuple[int, list[KvEvent]]:
         return self._log.drain()

@@ -92,12 +92,6 @@ def shortfalls(
                 f"{item.num_tokens}, with text {needed_tokens}: num_blocks must be at least "
                 f"{-(-needed_tokens // config.block_size)}"
             )
-        if not config.is_chunked_media_enabled and item.max_unit_tokens > config.max_piece_tokens:
-            found.append(
-                f"workers: the largest {item.modality} takes {item.max_unit_tokens} tokens in one piece, a step has "
-                f"room for {config.max_piece_tokens}: max_step_tokens must be at least "
-                f"{item.max_unit_tokens + config.max_sequences}"
-            )
         found += arena_shortfall("workers: inbox_bytes", shape, inbox_bytes, dtype, item)
     return found
 

@@ -93,9 +93,6 @@ class AdmittedSequences(NamedTuple):
 class StepEvents(NamedTuple):
     tokens: tuple[SequenceTokens, ...]
     finished: tuple[FinishedSequence, ...]
-    units_done: tuple[UnitKey, ...]
-    """Holds the units that no live sequence needs any more, landed or not: the engine can release their slots, tickets
-    and transfers."""
     prefill: tuple[PrefillProgress, ...]
     at_doorstep: tuple[SequenceId, ...]
     """Holds the sequences that arrived at their doorstep with this step."""

@@ -15,8 +15,9 @@ the cache will not cover it the third time either. The order of rows 4 and 5 cha
 reason.
 
 The engine's own drafts (prompt lookup) roll back generated positions alone, which read no feature. For them row 1
-is not needed; the table has it because the article has it, and it costs host memory within its budget. A feature
-that is kept is moved to host memory and never stays where features land. This module knows nothing of bytes.
+is not needed; the table has it because the article has it, and it costs host memory within its budget. The API refuses
+beams (docs/adr/0019-beams-and-drafts.md), so no request reaches row 2. A feature that is kept is moved to host memory
+and never stays where features land. This module knows nothing of bytes.
 """
 
 from __future__ import annotations

@@ -45,10 +45,6 @@ class PromptLayout:
         self._spans_by_end = sorted(self._spans, key=lambda span: span.end)
         self._span_ends = [span.end for span in self._spans_by_end]
 
-    @property
-    def longest_run(self) -> int:
-        return max((run.length for run in self._runs), default=0)
-
     def units_after(self, position: int) -> list[UnitKey]:
         """Returns the units with a run that ends after `position`, in the order in which the prompt reaches them."""
         return [span.unit for span in self._spans if span.end > position]
@@ -79,14 +75,6 @@ class PromptLayout:
             first, last = max(start, run.offset), min(end, run.end)
             splices.append(Splice(first - start, last - first, unit, run.row + first - run.offset))
         return tuple(splices)
-
-    def run_around(self, position: int) -> PlaceholderRange | None:
-        """Returns the run that `position` lies strictly inside of, or None; a step that ended at `position` would cut
-        this run."""
-        index = bisect_right(self._run_ends, position)
-        if index < len(self._runs) and self._runs[index].offset < position:
-            return self._runs[index]
-        return None
 
     def block_keys(self, first: int, last: int, block_size: int) -> dict[int, list[bytes]]:
         """Returns the extra keys of the hashes of blocks `[first, last)`, for those blocks that have any, by the

@@ -223,13 +223,13 @@ class StepPlanner:
         """Plans as much of the sequence as the doorstep, the budget and the blocks allow. Returns False if that is
         nothing."""
         end = min(sequence.num_tokens, sequence.num_computed + draft.num_tokens_left)
-        end = self._whole_runs(sequence, self._residency.doorstep(sequence, sequence.num_computed, end))
+        end = self._residency.doorstep(sequence, sequence.num_computed, end)
         if end <= sequence.num_computed:
             return False
-        least = self._least_end(sequence)
+        least = sequence.num_computed + 1
         if self._residency.reach(sequence) < least:
             self._make_room(draft, sequence, least)
-        end = self._whole_runs(sequence, min(end, self._residency.reach(sequence)))
+        end = min(end, self._residency.reach(sequence))
         if end <= sequence.num_computed:
             return False
         self._residency.grow(sequence, end)
@@ -267,15 +267,3 @@ class StepPlanner:
         # The blocks of a sequence that only tries to begin become free again if it does not begin.
         draft.note_most(sequence, num_found + (0 if sequence.is_started else len(sequence.table)))
         return num_found >= num_blocks
-
-    def _whole_runs(self, sequence: Sequence, end: int) -> int:
-        """Returns `end`, moved to the start of a run of placeholders that it would cut, if media must be computed in
-        one piece."""
-        run = None if self._config.is_chunked_media_enabled else sequence.layout.run_around(end)
-        return end if run is None else run.offset
-
-    def _least_end(self, sequence: Sequence) -> int:
-        """Returns the end of the smallest chunk that the sequence could compute next."""
-        least = sequence.num_computed + 1
-        run = None if self._config.is_chunked_media_enabled else sequence.layout.run_around(least)
-        return least if run is None else run.end

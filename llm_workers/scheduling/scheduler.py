@@ -116,8 +116,8 @@ class Scheduler:
 
     def abort(self, attempt_id: AttemptId, choices: SequenceOf[int] = ()) -> list[SequenceId]:
         """Frees everything of these choices (if `choices` is empty, of all choices) at once, also while a step is in
-        flight. Returns the sequences that ended by it. The next `commit` or `drain_units_done` reports the units that
-        no sequence needs any more."""
+        flight. Returns the sequences that ended by it. `drain_units_done` then reports the units that no sequence
+        needs any more."""
         aborted: list[SequenceId] = []
         for sequence in self._roster.of_attempt(attempt_id):
             if not choices or sequence.sequence_id.choice in choices:
@@ -181,8 +181,8 @@ class Scheduler:
         return live + self._steps.drain_needed()
 
     def drain_units_done(self) -> list[UnitKey]:
-        """Returns the units that no live sequence needs any more, as `StepEvents.units_done` does: for aborts after
-        which no step follows."""
+        """Returns the units that, since the last call, stopped being needed by any live sequence, landed or not. The
+        engine can release their slots, tickets and transfers."""
         return self._inbox.drain_idle()
 
     def drain_reads(self) -> Reads:
@@ -204,10 +204,6 @@ class Scheduler:
         planned. Returns None if every block is in use. As a side effect, the content that was cached in the block is
         evicted."""
         return self._pool.empty_one()
-
-    def clear_cache(self) -> bool:
-        """Forgets all cached blocks. Returns False and changes nothing while a sequence holds a block."""
-        return self._pool.clear()
 
     @property
     def num_sequences(self) -> int:

@@ -169,10 +169,7 @@ class Steps:
         self._note_doorsteps(now_s)
         at_doorstep, self._at_doorstep = self._at_doorstep, []
         preempted, self._preempted = self._preempted, []
-        done = self._residency.inbox.drain_idle()
-        return StepEvents(
-            tuple(tokens), tuple(finished), tuple(done), tuple(prefill), tuple(at_doorstep), tuple(preempted)
-        )
+        return StepEvents(tuple(tokens), tuple(finished), tuple(prefill), tuple(at_doorstep), tuple(preempted))
 
     def rollback(self, plan: StepPlan) -> None:
         chunks, decoding = self._end_flight(plan)

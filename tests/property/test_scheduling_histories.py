@@ -32,7 +32,6 @@ def history(seed: int) -> World:
         rng.randint(4, 40),
         rng.randint(1, 6),
         rng.random() < 0.7,
-        rng.random() < 0.3,
         rng.choice((0, 0, 2, 5)),
     )
     world = World(config, lambda: rng.random() < WATCHED)

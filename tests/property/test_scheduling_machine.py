@@ -17,8 +17,6 @@ from fabric.ids import MemberId, RequestId
 from fabric.messages import GenerateRequest, SamplingParams, StopConditions
 from llm_workers.config import Speculation, WorkerConfig
 
-LONGEST_RUN = 7
-
 
 def tiny(
     block_size: int,
@@ -26,7 +24,6 @@ def tiny(
     num_tokens_step: int,
     num_sequences: int,
     is_cached: bool,
-    is_whole: bool,
     num_drafts: int,
 ) -> WorkerConfig:
     """Returns a config whose budgets are so small that few sequences fit at once, and whose pools are so small that
@@ -34,10 +31,9 @@ def tiny(
     return WorkerConfig(
         block_size=block_size,
         num_blocks=max(1, num_tokens // block_size),
-        max_step_tokens=max(num_tokens_step, num_sequences + LONGEST_RUN) if is_whole else num_tokens_step,
+        max_step_tokens=num_tokens_step,
         max_sequences=num_sequences,
         is_prefix_cache_enabled=is_cached,
-        is_chunked_media_enabled=not is_whole,
         side_layers=(("talker", 0), ("other", 1)),
         speculation=Speculation(num_drafts, 1, 3),
     )
@@ -50,7 +46,6 @@ configs = st.builds(
     st.integers(1, 40),
     st.integers(1, 6),
     st.sampled_from((True, True, True, False)),
-    st.booleans(),
     st.sampled_from((0, 0, 1, 4)),
 )
 

@@ -79,6 +79,8 @@ class Bench:
         self.clock = ManualClock()
         self.config = WorkerConfig(**config)  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.config, MAX_MODEL_LEN, self.clock)
+        self.units_done: list[UnitKey] = []
+        """Holds the units that the last committed step made unneeded."""
 
     def add(self, prompt: GenerateRequest, *, landed: bool = False, delta: int = 0):
         admission = self.scheduler.add(self.scheduler.prepare(prompt, positions(prompt, delta)))
@@ -102,6 +104,7 @@ class Bench:
             if chunk.sampling is not None
         }
         events = self.scheduler.commit(plan, StepResult(drawn))
+        self.units_done = self.scheduler.drain_units_done()
         self.scheduler.check_invariants()
         return events
 

@@ -4,10 +4,10 @@ blocks must differ."""
 import numpy as np
 import pytest
 
-from fabric.digest import block_hashes
+from fabric.digest import block_hash, block_hashes
 from fabric.ids import MmHash
 from fabric.messages import MediaItem, PlaceholderRange
-from kv_index.block_hashing import extra_keys, hash_block, keys_of_blocks, prompt_block_hashes
+from kv_index.block_hashing import extra_keys, keys_of_blocks, prompt_block_hashes
 
 
 def image(index: int, digit: str, num_tokens: int = 20) -> MediaItem:
@@ -33,7 +33,8 @@ def test_chain_equals_hashing_block_by_block():
     tokens = [3] * 40
     parent, expected = None, []
     for index in range(10):
-        parent = hash_block(parent, tokens[4 * index : 4 * index + 4], extra_keys(index, 4, runs, media, "s"))
+        content = np.asarray(tokens[4 * index : 4 * index + 4], dtype="<i4").tobytes()
+        parent = block_hash(parent, content, extra_keys(index, 4, runs, media, "s"))
         expected.append(parent)
     assert prompt_block_hashes(tokens, 4, runs, media, "s") == expected
 

@@ -6,7 +6,7 @@ import pytest
 from scheduling_cases import sequence_id
 
 from fabric.ids import BlockHash
-from fabric.messages import BlocksCleared, BlocksRemoved, BlocksStored
+from fabric.messages import BlocksRemoved, BlocksStored
 from llm_workers.scheduling.blocks import BlockPool
 from llm_workers.scheduling.kv_log import KvEventLog
 
@@ -109,16 +109,6 @@ def test_snapshot_has_parents_before_children() -> None:
         BlocksStored(b, tuple(hashes("c"))),
         BlocksStored(b, tuple(hashes("de"))),
     ]
-
-
-def test_the_cache_is_cleared_only_when_nobody_holds_a_block() -> None:
-    pool = BlockPool(2)
-    blocks = stored(pool, A, "x")
-    assert not pool.clear()
-    pool.free(A, blocks)
-    assert pool.clear()
-    assert pool.lookup(hashes("x")) == []
-    assert pool.drain_events()[1][-1] == BlocksCleared()
 
 
 def test_reclaimable_counts_what_others_do_not_share() -> None:

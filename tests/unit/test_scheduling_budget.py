@@ -78,12 +78,6 @@ def test_what_the_context_can_not_hold_needs_no_room() -> None:
     assert "the largest image takes 100, with text 40: num_blocks must be at least 10" in blocks_problem
 
 
-def test_a_medium_in_one_piece_needs_a_step_of_its_length() -> None:
-    whole = blocks(64, is_chunked_media_enabled=False, max_sequences=8, max_step_tokens=107)
-    (problem,) = shortfalls(SHAPE, whole, ENOUGH, "float32", [PICTURE])
-    assert "max_step_tokens must be at least 108" in problem
-
-
 def test_units_travel_alone_and_text_needs_nothing() -> None:
     film = LargestItem("video", num_tokens=100, max_unit_tokens=10, cost=400)
     assert shortfalls(SHAPE, blocks(64), slot_bytes(feature_bytes(SHAPE, 10, "float32")), "float32", [film]) == []

@@ -152,16 +152,15 @@ def test_tokens_that_a_tenant_decodes_count_as_its_share() -> None:
 
 
 def test_when_nothing_else_can_be_done_the_first_in_rank_is_tried() -> None:
-    """A request at its doorstep (ahead of a medium that has not landed) holds most blocks, and the tenant whose turn it
-    is has only prompts that are too large; the oldest request, of the other tenant, waits behind these prompts."""
-    bench = Bench(block_size=4, num_blocks=20, max_step_tokens=80, max_sequences=4, is_chunked_media_enabled=False)
-    bench.add(request("served", 8, age=0, max_tokens=1, cache_salt="a"))
-    bench.add(request("doorstep", 60, [("image", 40, 10)], age=1, cache_salt="a"))
-    bench.add(request("more", 8, age=1, max_tokens=1, cache_salt="a"))
-    bench.step()
+    """A request at its doorstep (ahead of a medium that was lost) holds all blocks, and the tenant whose turn it
+    is has only younger prompts, which may not take these blocks; the oldest request, of the other tenant, may take
+    them and waits behind these prompts."""
+    bench = Bench(block_size=4, num_blocks=20, max_step_tokens=79, max_sequences=4)
+    bench.add(request("doorstep", 80, [("image", 79, 1)], age=1, cache_salt="a"), landed=True)
     for number in range(3 * MAX_PASSED_OVER):
-        large = request(f"large-{number}", 60, [(f"large-{number}", 0, 60)], age=3 + number, cache_salt="b")
-        bench.add(large, landed=True)
-    bench.add(request("oldest", 60, [("small", 0, 4)], age=2, cache_salt="a"), landed=True)
-    computed = bench.step()
-    assert computed == {"oldest": 40}
+        bench.add(request(f"younger-{number}", 8, age=2 + number, cache_salt="b"))
+    assert bench.step() == {"doorstep": 79}
+    bench.scheduler.unit_lost(unit("image"))
+    assert bench.step() == {}
+    bench.add(request("oldest", 60, age=0, cache_salt="a"))
+    assert bench.step() == {"oldest": 60}

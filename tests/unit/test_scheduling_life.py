@@ -9,7 +9,7 @@ from scheduling_cases import Bench, attempt_id, positions, request, sequence_id,
 from fabric.errors import FeatureMismatch, ProtocolError
 from fabric.messages import SamplingParams, StopConditions
 from kv_index.block_hashing import prompt_block_hashes
-from llm_workers.scheduling.plan import NO_BLOCK, StepResult
+from llm_workers.scheduling.plan import NO_BLOCK
 from llm_workers.scheduling.timing import Stopwatch
 
 
@@ -194,7 +194,7 @@ def test_an_abort_in_flight_frees_at_once_and_the_commit_ignores_it() -> None:
     assert bench.scheduler.drain_units_done() == []
     events = bench.commit(plan)
     assert [one.sequence_id for one in events.tokens] == [sequence_id("b")]
-    assert events.units_done == (unit("image"),)
+    assert bench.units_done == [unit("image")]
 
 
 def test_an_attempt_added_again_in_flight_is_another_sequence() -> None:
@@ -271,13 +271,12 @@ def test_contradictions_are_refused_and_nothing_changes() -> None:
     assert bench.scheduler.stats().num_waiting == 1
 
 
-def test_commit_of_an_empty_plan_reports_what_became_free() -> None:
+def test_what_became_free_without_a_step_is_reported() -> None:
     bench = Bench()
     bench.add(request("a", 40, [("image", 0, 5)]))
     bench.scheduler.abort(attempt_id("a"))
-    plan = bench.plan()
-    assert plan.chunks == ()
-    assert bench.scheduler.commit(plan, StepResult({})).units_done == (unit("image"),)
+    assert bench.plan().chunks == ()
+    assert bench.scheduler.drain_units_done() == [unit("image")]
 
 
 def test_penalties_count_what_was_generated_and_the_prompt_as_seen_only() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from scheduling_cases import Bench, attempt_id, request, sequence_id, unit
 
-from fabric.errors import ConfigError, ContextLengthExceeded
-from llm_workers.config import WorkerConfig
+from fabric.errors import ContextLengthExceeded
 
 
 def test_decodes_never_wait_for_a_long_prompt() -> None:
@@ -39,15 +38,18 @@ def test_at_its_doorstep_a_sequence_costs_nothing_until_the_unit_lands() -> None
         (0, 5, unit("one"), 0),
         (10, 5, unit("two"), 0),
     ]
-    assert bench.commit(plan).units_done == (unit("one"), unit("two"))
+    bench.commit(plan)
+    assert bench.units_done == [unit("one"), unit("two")]
 
 
 def test_an_image_is_needed_until_its_last_occurrence_is_computed() -> None:
     bench = Bench(max_step_tokens=20)
     bench.add(request("a", 50, [("same", 10, 5), ("same", 30, 5)]), landed=True)
-    assert bench.commit(bench.plan()).units_done == ()
+    bench.step()
+    assert bench.units_done == []
     assert bench.scheduler.needs_unit(unit("same"))
-    assert bench.commit(bench.plan()).units_done == (unit("same"),)
+    bench.step()
+    assert bench.units_done == [unit("same")]
     assert not bench.scheduler.needs_unit(unit("same"))
 
 
@@ -143,12 +145,3 @@ def test_a_prompt_that_can_never_fit_is_refused() -> None:
     bench.add(request("b", 16))
     assert bench.step() == {"b": 16}
     assert bench.scheduler.stats().kv_blocks_used == 0
-
-
-def test_media_in_one_piece_must_fit_beside_the_decodes() -> None:
-    bench = Bench(max_step_tokens=100, max_sequences=10, is_chunked_media_enabled=False)
-    with pytest.raises(ContextLengthExceeded, match="in one piece"):
-        bench.add(request("a", 200, [("image", 10, 91)]))
-    bench.add(request("b", 200, [("image", 10, 90)]), landed=True)
-    with pytest.raises(ConfigError, match="max_step_tokens"):
-        WorkerConfig(max_step_tokens=64, max_sequences=64, is_chunked_media_enabled=False)

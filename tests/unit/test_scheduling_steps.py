@@ -24,15 +24,6 @@ def test_three_prompts_with_an_image_share_a_step_up_to_their_doorsteps() -> Non
     assert bench.step() == {"a": 1, "b": 700}
 
 
-def test_an_image_that_must_not_be_cut_is_left_to_the_next_step() -> None:
-    """The case is from vLLM's own tests: with an image at 400 of length 800 and chunked multimodal input off, the first
-    step computes 400 tokens."""
-    bench = Bench(max_step_tokens=1024, num_blocks=1024, is_chunked_media_enabled=False)
-    bench.add(request("a", 1200, [("image-a", 400, 800)]), landed=True)
-    assert bench.step() == {"a": 400}
-    assert bench.step() == {"a": 800}
-
-
 def test_a_steps_work_is_its_decodes_and_what_else_it_computes() -> None:
     bench = Bench(max_step_tokens=100, num_blocks=1024)
     bench.add(request("a", 20))

@@ -35,16 +35,6 @@ def about_one(task: str) -> Callable[[Rng, int], Sample]:
     return sample
 
 
-def looking(rng: Rng, scale: int) -> Sample:
-    """Draws a conversation with a picture and every question about it. It has the most questions per picture and serves
-    the beginning of training."""
-    draw = SCENES[int(rng.choice(len(SCENES), p=(0.5, 0.25, 0.15, 0.1)))]
-    scene = draw(rng, scenes.picture_size(rng, scale))
-    facts = list(scene.facts)
-    rng.shuffle(facts)  # type: ignore[arg-type]
-    return conversation(rng, "looking", [scene.picture], facts)
-
-
 def in_a_sentence(rng: Rng, scale: int) -> Sample:
     """Draws a conversation about one picture whose system prompt asks for a sentence."""
     task = pick(rng, tuple(SCENE_OF_TASK))

@@ -266,7 +266,7 @@ def _prepare_calls(num_open: int) -> Callable[[], int]:
     def updates() -> Iterator[Update]:
         for index in range(NUM_EVENTS):
             tokens = (SequenceTokens(sequence_id, index, (1,), None),)
-            yield Update(events=StepEvents(tokens, (), (), (), (), ()))
+            yield Update(events=StepEvents(tokens, (), (), (), ()))
 
     def run() -> int:
         for update in updates():
