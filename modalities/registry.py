@@ -1,12 +1,15 @@
 """Holds the modalities and the model families. Other code adds one by a call, without a change here.
 
+An installed package adds its own through an entry point of the group `weft.plugins`: a function that takes the
+registry. Every process of a cluster has the same packages, so every process knows the same modalities and families.
 This module knows nothing of file formats or architectures. It can be imported without torch.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from fabric.errors import ConfigError, UnsupportedModality
@@ -30,6 +33,8 @@ from modalities.quantisation import read_quantisation
 from modalities.video import VideoPlugin
 
 FamilyLoader = Callable[[Path], Family]
+PLUGIN_GROUP = "weft.plugins"
+"""Names the group of the entry points through which installed packages register modalities and families."""
 
 _FAMILIES = (
     causal_lm,
@@ -47,9 +52,13 @@ _FAMILIES = (
 
 class Registry:
     """Finds modalities by name and by part type, and families by architecture. It is filled at the start and only read
-    afterwards."""
+    afterwards.
 
-    def __init__(self) -> None:
+    The first look-up calls the functions of `plugins`, in the order of the plugins' names. They are not called earlier,
+    because a plugin's module imports this one. That look-up raises ConfigError if a plugin fails."""
+
+    def __init__(self, plugins: Callable[[], Iterable[EntryPoint]] = tuple) -> None:
+        self._plugins: Callable[[], Iterable[EntryPoint]] | None = plugins
         self._modality_to_plugin: dict[str, ModalityPlugin] = {}
         self._part_type_to_plugin: dict[str, ModalityPlugin] = {}
         self._architecture_to_loader: dict[str, FamilyLoader] = {}
@@ -70,29 +79,34 @@ class Registry:
         self._architecture_to_loader.update(dict.fromkeys(architectures, loader))
 
     def has_modality(self, name: str) -> bool:
+        self._call_plugins()
         return name in self._modality_to_plugin
 
     def modality(self, name: str) -> ModalityPlugin:
         """Returns the plugin of a modality. Raises UnsupportedModality if there is none."""
-        if name not in self._modality_to_plugin:
+        if not self.has_modality(name):
             raise UnsupportedModality(f"unknown modality {name!r}")
         return self._modality_to_plugin[name]
 
     def modality_of_part(self, part_type: str) -> ModalityPlugin | None:
         """Returns the plugin that parses parts of this type, or None."""
+        self._call_plugins()
         return self._part_type_to_plugin.get(part_type)
 
     @property
     def modalities(self) -> tuple[str, ...]:
+        self._call_plugins()
         return tuple(self._modality_to_plugin)
 
     @property
     def architectures(self) -> tuple[str, ...]:
+        self._call_plugins()
         return tuple(self._architecture_to_loader)
 
     def load_family(self, model_dir: Path) -> Family:
         """Loads the family for the `architectures` in config.json. Raises ConfigError if the file is missing or broken,
         if none of its architectures is known, and if the weights are quantised in a way that can't be loaded."""
+        self._call_plugins()
         names = read_architectures(model_dir)
         read_quantisation(model_dir)
         for name in names:
@@ -100,6 +114,22 @@ class Registry:
                 return self._architecture_to_loader[name](model_dir)
         known = ", ".join(self._architecture_to_loader)
         raise ConfigError(f"unsupported architecture {', '.join(names) or 'none'} in {model_dir}; supported: {known}")
+
+    def _call_plugins(self) -> None:
+        if self._plugins is None:
+            return
+        plugins, self._plugins = self._plugins, None  # A plugin may look something up while it registers.
+        for plugin in sorted(plugins(), key=lambda plugin: plugin.name):
+            try:
+                plugin.load()(self)
+            except Exception as error:  # Whatever a stranger's code raises, the message has to name the plugin.
+                kind = type(error).__name__
+                raise ConfigError(f"the plugin {plugin.name!r} ({plugin.value}) failed: {kind}: {error}") from error
+
+
+def installed_plugins() -> Iterable[EntryPoint]:
+    """Returns the entry points of all installed packages through which they register modalities and families."""
+    return entry_points(group=PLUGIN_GROUP)
 
 
 def read_architectures(model_dir: Path) -> list[str]:
@@ -115,9 +145,9 @@ def read_architectures(model_dir: Path) -> list[str]:
     return names
 
 
-def builtin_registry() -> Registry:
-    """Returns a new registry with everything that is a part of Weft."""
-    registry = Registry()
+def builtin_registry(plugins: Callable[[], Iterable[EntryPoint]] = tuple) -> Registry:
+    """Returns a new registry with everything that is a part of Weft, and with `plugins`."""
+    registry = Registry(plugins)
     registry.register_modality(ImagePlugin())
     registry.register_modality(VideoPlugin())
     registry.register_modality(AudioPlugin())
@@ -126,4 +156,4 @@ def builtin_registry() -> Registry:
     return registry
 
 
-REGISTRY = builtin_registry()
+REGISTRY = builtin_registry(installed_plugins)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from modalities.family import ImageHeader, MediaHeader
 from modalities.identify import plan_media
 from modalities.plugin import MediaLimits, decode_data_url, part_url
 from modalities.qwen3_omni.family import Qwen3OmniFamily
-from modalities.registry import REGISTRY, Registry, builtin_registry
+from modalities.registry import PLUGIN_GROUP, REGISTRY, Registry, builtin_registry
 
 
 class SketchPlugin:
@@ -63,6 +64,64 @@ def test_a_family_is_added_from_outside(tmp_path: Path) -> None:
     registry.register_family(("ToyForCausalLM",), Qwen3OmniFamily)
     write_config(tmp_path, thinker_config() | {"architectures": ["Unknown", "ToyForCausalLM"]})
     assert registry.load_family(tmp_path).name == "qwen3_omni"
+
+
+def register_sketches(registry: Registry) -> None:
+    """Serves as the function of an installed plugin. It looks something up while it registers."""
+    assert registry.has_modality("image")
+    registry.register_modality(SketchPlugin())
+
+
+def register_toy(registry: Registry) -> None:
+    registry.register_family(("ToyForCausalLM",), Qwen3OmniFamily)
+
+
+def refuse_to_register(registry: Registry) -> None:
+    raise ZeroDivisionError("no such luck")
+
+
+def plugin_of(function: str) -> EntryPoint:
+    return EntryPoint(function, f"{__name__}:{function}", PLUGIN_GROUP)
+
+
+def test_plugins_are_called_at_the_first_look_up() -> None:
+    num_calls = []
+
+    def installed() -> list[EntryPoint]:
+        num_calls.append(1)
+        return [plugin_of("register_sketches")]
+
+    registry = builtin_registry(installed)
+    assert num_calls == []
+    assert registry.modalities == (*REGISTRY.modalities, "sketch")
+    assert registry.modality_of_part("input_sketch") is registry.modality("sketch")
+    assert num_calls == [1]
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda registry: registry.modality("sketch"),
+        lambda registry: registry.has_modality("sketch"),
+        lambda registry: registry.modality_of_part("input_sketch"),
+        lambda registry: "sketch" in registry.modalities,
+    ],
+)
+def test_every_look_up_knows_the_plugins(look_up: Callable[[Registry], object]) -> None:
+    assert look_up(builtin_registry(lambda: [plugin_of("register_sketches")]))
+
+
+def test_a_plugins_family_is_loaded(tmp_path: Path) -> None:
+    write_config(tmp_path, thinker_config() | {"architectures": ["ToyForCausalLM"]})
+    assert Registry(lambda: [plugin_of("register_toy")]).load_family(tmp_path).name == "qwen3_omni"
+    assert Registry(lambda: [plugin_of("register_toy")]).architectures == ("ToyForCausalLM",)
+
+
+@pytest.mark.parametrize("function", ["refuse_to_register", "missing"])
+def test_a_plugin_that_fails_is_named(function: str) -> None:
+    reason = "ZeroDivisionError: no such luck" if function == "refuse_to_register" else "AttributeError: .*missing"
+    with pytest.raises(ConfigError, match=f"the plugin '{function}' .*{function}.* failed: {reason}"):
+        Registry(lambda: [plugin_of(function)]).has_modality("image")
 
 
 def test_names_are_registered_once() -> None:
