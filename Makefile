@@ -13,12 +13,12 @@ export OMP_NUM_THREADS ?= 1
 install: $(STAMP)
 
 # torch first and alone: a range would let pip pick a build with gigabytes of CUDA libraries.
-# nixl without its dependencies: the meta package pulls both CUDA builds, nixl-cu12 is enough.
+# nixl without its dependencies: the meta package pulls both CUDA builds, nixl-cu12 is enough. It exists for Linux only.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q torch==2.13.0
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,loadtest]'
-	$(BIN)/python -m pip install -q --no-deps nixl==1.5.1
+	test "$$(uname -s)" != Linux || $(BIN)/python -m pip install -q --no-deps nixl==1.5.1
 	touch $(STAMP)
 
 serve: install

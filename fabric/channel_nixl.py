@@ -13,6 +13,7 @@ memory or RDMA do not).
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 import threading
 from collections import Counter
@@ -34,6 +35,23 @@ _FRESH_TICKET_S = 5.0
 """A ticket is usually pulled within this time after it was written."""
 
 
+_MISSING = (
+    "the package nixl-cu12 is not installed: features travel between the processes of a cluster by NIXL, which exists "
+    "for Linux only. `weft serve --in-process` works without it"
+)
+
+
+def check_installed() -> None:
+    """Raises ConfigError if no wheel of NIXL is installed. It imports no wheel, because that loads UCX."""
+    for name in _MODULES:
+        try:
+            if importlib.util.find_spec(name.partition(".")[0]) is not None:
+                return
+        except ImportError:
+            continue
+    raise ConfigError(_MISSING)
+
+
 def _load_nixl() -> Any:
     """Returns NIXL's Python API, from the wheel that is installed. Raises ConfigError if there is none."""
     for name in _MODULES:
@@ -41,7 +59,7 @@ def _load_nixl() -> Any:
             return importlib.import_module(name)
         except ImportError:
             continue
-    raise ConfigError(f"NIXL is not installed (tried {', '.join(_MODULES)})")
+    raise ConfigError(_MISSING)
 
 
 class _Agent:

@@ -11,6 +11,7 @@ This module knows nothing of requests.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -156,6 +157,8 @@ def bytes_left(device: torch.device) -> int:
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
     left = _read_number(Path("/proc/meminfo"), "MemAvailable:") * 1024
+    if not left:  # Only Linux says how much is available; elsewhere the size of the machine's memory stands for it.
+        left = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     group = Path("/sys/fs/cgroup")
     limit, used = _read_number(group / "memory.max"), _read_number(group / "memory.current")
     return min(left, limit - used + _read_number(group / "memory.stat", "inactive_file")) if limit else left

@@ -20,6 +20,7 @@ from deploy import compose
 from deploy.budget import refuse_if_too_small
 from deploy.config import ClusterConfig
 from deploy.environment import set_local_switches, show_logs_as_written
+from fabric.channel_nixl import check_installed
 from fabric.errors import ConfigError, Unavailable
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ def run_cluster(
     """Runs a cluster for the duration of the `with` block; at its end the cluster drains. Side effects: starts a local
     Ray unless `config.ray.address` names one, with its files in `config.ray.temp_dir`, or `temp_dir`, or a folder that
     is removed at the end. Raises ConfigError or Unavailable (with Serve's own message) if the cluster can't start."""
+    if config.ray.address is None:
+        check_installed()  # The machines of another Ray may have what this one lacks.
     config, model = compose.open_model(config)
     refuse_if_too_small(config, model)
     if config.server.port and config.ray.address is None:

@@ -7,6 +7,7 @@ import ctypes
 import logging
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ import pytest
 from fabric import c_library
 from fabric.c_library import load_c_library
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler"),
+    pytest.mark.skipif(sys.platform != "linux", reason="the compiler's options are those of Linux"),
+]
 
 
 @pytest.fixture

@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 
+import pytest
 from mutation.run_mutmut import limit_time, out_of_time
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has handles of processes")
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
