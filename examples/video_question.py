@@ -14,6 +14,7 @@ import argparse
 import base64
 import io
 import wave
+from typing import Any
 
 import av
 import httpx
@@ -53,7 +54,7 @@ def two_beeps() -> bytes:
     return file.getvalue()
 
 
-def ask(client: httpx.Client, medium: dict[str, object], question: str) -> str:
+def ask(client: httpx.Client, medium: dict[str, Any], question: str) -> str:
     """Returns the answer to a question about one medium."""
     content = [medium, {"type": "text", "text": question}]
     body = {"model": "weft-demo", "temperature": 0, "messages": [{"role": "user", "content": content}]}

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -79,8 +80,8 @@ def test_own_modality(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checks also that the processes that decode know the modality, although they are spawned."""
     with with_package("own_modality", tmp_path, monkeypatch) as model:
         run("own_modality/write_model.py", model)
-        sections = {"model": {"path": str(model)}, "encoders": {"decode_processes": 1}, "workers": {"replicas": 1}}
-        with start_cluster(in_process=True, **sections) as cluster:
+        sections: dict[str, Any] = {"encoders": {"decode_processes": 1}, "workers": {"replicas": 1}}
+        with start_cluster(in_process=True, model={"path": str(model)}, **sections) as cluster:
             command = [sys.executable, str(EXAMPLES / "own_modality" / "ask.py"), cluster.url]
             done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
