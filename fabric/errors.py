@@ -34,7 +34,8 @@
     └── ConfigError               a config or checkpoint can't be used; it is raised before serving
 
 Each class carries a stable `code` (the name on the wire) and `retryable` (whether the same call may succeed later).
-This module knows nothing of how a failure is handled.
+The first paragraph of a leaf's docstring says what happened, and the second one tells the user what to do; the
+documentation shows both. This module knows nothing of how a failure is handled.
 """
 
 from __future__ import annotations
@@ -70,30 +71,65 @@ class RequestRefused(WeftError):
 
 
 class InvalidRequest(RequestRefused):
+    """The request is malformed, or a parameter is unknown or out of range.
+
+    Correct what `message` says; `param` names the place in the request.
+    """
+
     code = "invalid_request"
 
 
 class InvalidMedia(RequestRefused):
+    """A medium is broken, too large, or not what its part type says.
+
+    Send another file; `param` names the part, and docs/media.md lists formats and limits.
+    """
+
     code = "invalid_media"
 
 
 class UnsupportedModality(RequestRefused):
+    """The model does not take this kind of medium, or the operator has turned it off.
+
+    Leave the medium out, or ask a cluster whose model takes it.
+    """
+
     code = "unsupported_modality"
 
 
 class ContextLengthExceeded(RequestRefused):
+    """The prompt and its answer are longer than the context of the model.
+
+    Shorten the prompt, send fewer or smaller media, or lower `max_tokens`.
+    """
+
     code = "context_length_exceeded"
 
 
 class BodyTooLarge(RequestRefused):
+    """The body of the request is larger than `server.max_body_bytes`.
+
+    Send smaller media, or raise the limit.
+    """
+
     code = "body_too_large"
 
 
 class ModelNotFound(RequestRefused):
+    """The cluster does not serve a model of this name.
+
+    Use the name that `GET /v1/models` returns.
+    """
+
     code = "model_not_found"
 
 
 class Unauthorized(RequestRefused):
+    """The API key is missing or wrong. Nothing raises this error yet: Weft takes any key.
+
+    There is nothing to do.
+    """
+
     code = "invalid_api_key"
 
 
@@ -103,14 +139,29 @@ class Busy(WeftError):
 
 
 class Overloaded(Busy):
+    """A budget of the cluster is full, so the request was refused before any work.
+
+    Send the request again after the time in `Retry-After`; add workers or encoders if it happens often.
+    """
+
     code = "overloaded"
 
 
 class MachineBusy(Busy):
+    """A machine did not get to some work in time, which says nothing against the request.
+
+    Send the request again after the time in `Retry-After`. Look at the load of the encoders if it happens often.
+    """
+
     code = "machine_busy"
 
 
 class WorkerBackedUp(Busy):
+    """An encoder holds as many features as it may for one worker that does not read them, and no other worker is there.
+
+    Send the request again after the time in `Retry-After`. Look at the worker if it happens often.
+    """
+
     code = "worker_backed_up"
 
 
@@ -120,26 +171,56 @@ class Unavailable(WeftError):
 
 
 class NoCapacity(Unavailable):
+    """No worker, or no encoder of a needed modality, was there for `router.capacity_wait_s`.
+
+    Look at `GET /health/ready` and at the logs of the members that are missing; then send the request again.
+    """
+
     code = "no_capacity"
 
 
 class Draining(Unavailable):
+    """The cluster was asked to stop and takes no new requests.
+
+    Send the request again when the cluster has been started again, or to another cluster.
+    """
+
     code = "draining"
 
 
 class TargetGone(Unavailable):
+    """The member that was to serve the request has left.
+
+    Send the request again; the router then plans with the members that are left.
+    """
+
     code = "target_gone"
 
 
 class WorkerLost(Unavailable):
+    """Workers were lost while they served the request, until the router had no attempt left.
+
+    Send the request again. Look at the logs of the workers if it happens again.
+    """
+
     code = "worker_lost"
 
 
 class EncoderLost(Unavailable):
+    """Encoders were lost while they encoded a medium, until the router had no attempt left.
+
+    Send the request again. Look at the logs of the encoders if it happens again.
+    """
+
     code = "encoder_lost"
 
 
 class DeadlineExceeded(WeftError):
+    """A stage took longer than its limit: an encoder was silent, or an attempt passed `router.dispatch_timeout_s`.
+
+    Send the request again. Raise the limit if requests of this size take so long on your machines.
+    """
+
     code = "deadline_exceeded"
     retryable = True
 
@@ -149,18 +230,39 @@ class StageFailed(WeftError):
 
 
 class EncodeFailed(StageFailed):
+    """An encoder has failed on this medium.
+
+    Do not send the same medium again; the log of the encoder has the cause. `on_encode_failure` can answer without the
+    medium.
+    """
+
     code = "encode_failed"
 
 
 class EngineFailed(StageFailed):
+    """The engine of a worker has failed on this request.
+
+    Do not send the same request again; the log of the worker has the cause.
+    """
+
     code = "engine_failed"
 
 
 class FeatureMismatch(StageFailed):
+    """A feature has another shape, dtype or count than the plan promised.
+
+    Report a bug with the log of the worker; all members must run the same version with the same config.
+    """
+
     code = "feature_mismatch"
 
 
 class Aborted(WeftError):
+    """The client left, or the request was cancelled.
+
+    There is nothing to do.
+    """
+
     code = "aborted"
 
 
@@ -170,27 +272,57 @@ class TransferError(WeftError):
 
 
 class LeaseLost(TransferError):
+    """The source slot of a feature was given to another feature before the worker had read it.
+
+    There is nothing to do: the feature is encoded or announced again.
+    """
+
     code = "lease_lost"
 
 
 class TransferFailed(TransferError):
+    """The transfer of a feature has failed.
+
+    There is nothing to do, unless it happens often; then look at the network between the machines.
+    """
+
     code = "transfer_failed"
 
 
 class ArenaFull(TransferError):
+    """An arena has no room now.
+
+    There is nothing to do: the unit waits for room.
+    """
+
     code = "arena_full"
 
 
 class UnitTooLarge(TransferError):
+    """A feature is larger than the whole arena or inbox.
+
+    Raise `encoders.arena_bytes` or `workers.inbox_bytes`.
+    """
+
     code = "unit_too_large"
     retryable = False
 
 
 class ProtocolError(WeftError):
+    """A member has sent something that the protocol forbids.
+
+    Report a bug; all members must run the same version.
+    """
+
     code = "protocol_error"
 
 
 class ConfigError(WeftError):
+    """The config or the checkpoint can't be used; the cluster does not start.
+
+    Run `weft check FILE`, which names every problem with its line.
+    """
+
     code = "config_error"
 
 
