@@ -74,8 +74,11 @@ class ModelSection(_Section):
 
 class ServerSection(_Section):
     host: str = "127.0.0.1"
+    """Names the address on which the routers listen; `0.0.0.0` listens on all addresses of the machine."""
     port: int = Field(8000, ge=0, le=65535)
+    """Sets the port of the HTTP API; with 0 the system chooses a free one."""
     max_body_bytes: Bytes = default_of(RouterConfig, "max_body_bytes")
+    """Limits the body of one request, media in `data:` URLs included; a larger one is answered 413."""
     drain_s: float = Field(30.0, ge=0)
     """Accepted requests may take this many seconds to end after the cluster has been asked to stop; new requests are
     answered 503."""
@@ -83,7 +86,9 @@ class ServerSection(_Section):
 
 class RouterSection(_Section):
     replicas: int = Field(1, ge=1)
+    """Sets the number of routers."""
     max_in_flight: int = Field(default_of(RouterConfig, "max_in_flight"), ge=1)
+    """Limits the requests that each router has admitted and not ended; a further request is answered 429."""
     max_bodies_bytes: Bytes = default_of(RouterConfig, "max_bodies_bytes")
     """Limits the bodies of all requests in flight together, in each router."""
     max_index_blocks: int = Field(default_of(PlannerSettings, "max_index_blocks"), ge=1)
@@ -91,12 +96,15 @@ class RouterSection(_Section):
     max_index_items: int = Field(default_of(PlannerSettings, "max_index_items"), ge=1)
     """Limits the media whose encoders each router knows."""
     max_num_choices: int = Field(default_of(RouterConfig, "max_num_choices"), ge=1)
+    """Limits the `n` of a request, the number of its choices."""
     min_priority: int = Field(default_of(RouterConfig, "min_priority"), ge=-(2**31), lt=2**31)
     """Limits how urgent the `priority` of a request may be; lower numbers are more urgent. Encoders and workers always
     serve requests with lower numbers first, so such requests can starve others. With 0, no request goes ahead of those
     that set no priority."""
     heartbeat_s: float = Field(default_of(RouterConfig, "heartbeat_s"), gt=0)
+    """Sets the time between two heartbeats of a router to the encoders and workers."""
     lease_s: float = Field(default_of(RouterConfig, "lease_s"), gt=0)
+    """A router that is silent for this long loses its lease: encoders and workers abort its requests."""
     dispatch_timeout_s: float = Field(
         default_of(RouterConfig, "dispatch_timeout_s"), gt=default_of(RouterConfig, "encode_grace_s")
     )
@@ -124,8 +132,12 @@ class MediaSection(_Section):
     """Limits the items of a modality in one request, where the limit is lower than the model's own; 0 refuses the
     modality."""
     sampling: Literal["fps", "uniform", "keyframe"] = default_of(MediaOptions, "sampling")
+    """Chooses the frames of a video: `fps` takes them at a fixed rate, `uniform` spreads them evenly, and `keyframe`
+    takes those at which the picture changes."""
     fps: float = Field(default_of(MediaOptions, "fps"), gt=0)
+    """Sets the frames per second that the model sees of a video, for the sampling `fps`."""
     max_frames: int = Field(default_of(MediaOptions, "max_frames"), ge=1)
+    """Limits the frames of a video that the model sees, where a request does not say."""
     max_video_tokens: int = Field(default_of(MediaOptions, "max_tokens"), ge=1)
     """Limits the tokens of all videos of a request together."""
     num_pooled_frames: int = Field(default_of(MediaOptions, "num_pooled_frames"), ge=1)
@@ -133,11 +145,16 @@ class MediaSection(_Section):
     keep_fraction: float = Field(default_of(MediaOptions, "keep_fraction"), gt=0, le=1)
     """Keeps this fraction of the rows of a temporal patch, evenly spread."""
     max_bytes_per_item: Bytes = default_of(MediaLimits, "max_bytes_per_item")
+    """Limits the file of one item. A request's body has a smaller limit of its own (`server.max_body_bytes`)."""
     max_image_pixels: int = Field(default_of(MediaLimits, "max_image_pixels"), ge=1)
+    """Limits the width x height of a picture. The default is the number above which Pillow warns of a decompression
+    bomb."""
     max_video_pixels: int = Field(default_of(MediaLimits, "max_video_pixels"), ge=1)
     """Limits the pixels of one frame."""
     max_video_seconds: float = Field(default_of(MediaLimits, "max_video_seconds"), gt=0)
+    """Limits the length of a video."""
     max_video_frames: int = Field(default_of(MediaLimits, "max_video_frames"), ge=1)
+    """Limits the frames of a video file, before any are chosen."""
     max_audio_seconds: float = Field(default_of(MediaLimits, "max_audio_seconds"), gt=0)
     """Limits the length of a sound, and of the sound track of a video that the model hears."""
     probe_processes: int = Field(2, ge=0)
@@ -170,10 +187,13 @@ def _for_all(value: object) -> object:
 
 class EncoderSection(_Section):
     replicas: int = Field(1, ge=0)
+    """Sets the number of encoders. With 0 the cluster takes text only."""
     modalities: tuple[Modality, ...] | None = Field(None, min_length=1)
     """Lists the modalities that each encoder loads; None means all that the model takes."""
     device: Device = "cpu"
+    """Says where the encoders compute."""
     gpus_per_replica: float = Field(0, ge=0)
+    """Sets the number of GPUs of each encoder."""
     arena_bytes: Bytes | None = None
     """Sets the size of each encoder's memory for features. With None, the encoders share 16 GB equally,
     or an eighth of the machine's memory if that is less."""
@@ -183,7 +203,10 @@ class EncoderSection(_Section):
     max_items_in_flight: int = Field(default_of(EncoderConfig, "max_items_in_flight"), ge=1)
     """Limits the items that are decoded, or being decoded, and wait for their forward pass."""
     max_queue_cost: int = Field(default_of(EncoderConfig, "max_queue_cost"), ge=1)
+    """Limits the patches, or mel frames, that an encoder has accepted and not yet encoded; a call that would exceed the
+    limit is refused."""
     feature_lease_s: float = Field(default_of(EncoderConfig, "lease_s"), gt=0)
+    """An encoder holds a feature for its worker for this long; after that the feature may be evicted."""
     decode_processes: int = Field(default_of(EncoderConfig, "num_decode_processes"), ge=0)
     """Sets the number of decode processes; with more than one, a long video never delays the decoding of a picture."""
     decode_cpu_s: Annotated[dict[Modality, Seconds], BeforeValidator(_for_all)] = {}
@@ -211,9 +234,9 @@ class SpeculationSection(_Section):
     max_tokens: int = Field(default_of(Speculation, "max_tokens"), ge=0, le=64)
     """Limits the guesses per sequence and step; 0 turns prompt lookup off."""
     min_ngram: int = Field(default_of(Speculation, "min_ngram"), ge=1)
+    """Sets the smallest number of last tokens for which prompt lookup searches an earlier copy in the text."""
     max_ngram: int = Field(default_of(Speculation, "max_ngram"), ge=1)
-    """Prompt lookup searches the text for an earlier copy of the last tokens: `min_ngram` of them at least and
-    `max_ngram` at most."""
+    """Sets the largest number of these tokens. Prompt lookup uses the longest copy that it finds."""
 
     @model_validator(mode="after")
     def _check_order(self) -> SpeculationSection:
@@ -224,7 +247,9 @@ class SpeculationSection(_Section):
 
 class WorkerSection(_Section):
     replicas: int = Field(1, ge=1)
+    """Sets the number of workers."""
     device: Device = "cpu"
+    """Says where the workers compute."""
     tensor_parallel: int = Field(default_of(WorkerConfig, "num_ranks"), ge=1)
     """Sets the number of ranks of each replica; each rank is a process with a device of its own. The ranks share the
     layers and KV heads."""
@@ -234,9 +259,12 @@ class WorkerSection(_Section):
     """Each rank of a replica waits this many seconds for the others in a step; then the replica counts as lost."""
     block_size: int = Field(default_of(WorkerConfig, "block_size"), ge=1)
     num_blocks: int = Field(default_of(WorkerConfig, "num_blocks"), ge=2)
+    """Sets the number of KV blocks of each worker. Together they hold `num_blocks * block_size` tokens, which all
+    requests of the worker share with the prefix cache."""
     max_step_tokens: int = Field(default_of(WorkerConfig, "max_step_tokens"), ge=1)
     max_sequences: int = Field(default_of(WorkerConfig, "max_sequences"), ge=1)
     prefix_cache: bool = default_of(WorkerConfig, "is_prefix_cache_enabled")
+    """Says whether workers keep the KV blocks of earlier prompts and use them again for prompts that begin the same."""
     inbox_bytes: Bytes | None = None
     """Sets the size of each worker's memory for features. With None, the workers share 4 GB equally,
     or a sixteenth of the machine's memory if that is less."""
@@ -244,6 +272,7 @@ class WorkerSection(_Section):
     """Says whether features stay in host memory after prefill; `auto` keeps those that were needed before."""
     kept_bytes: Bytes = default_of(WorkerConfig, "kept_bytes")
     pull_timeout_s: float = Field(default_of(WorkerConfig, "pull_timeout_s"), gt=0)
+    """Limits the time in which a worker reads one feature from an encoder; after that it asks for the feature again."""
     unit_wait_s: float = Field(default_of(WorkerConfig, "unit_wait_s"), gt=0)
     """A worker waits this many seconds for a feature before it asks the router again."""
     speculation: SpeculationSection = SpeculationSection()
@@ -261,6 +290,7 @@ class LoggingSection(_Section):
     levels: dict[str, LogLevel] = {}
     """Sets the levels of single loggers by name, for example `router`, `llm_workers.engine` or `uvicorn`."""
     format: Literal["text", "json"] = "text"
+    """Writes lines for people (`text`) or for machines (`json`)."""
     to: Literal["files", "terminal"] = "files"
     """With `files`, each process writes a file in a folder of this run, which `weft serve` names when it starts. With
     `terminal`, the lines of all processes go to the standard error of `weft serve`."""
@@ -277,6 +307,7 @@ class RaySection(_Section):
     """Names this cluster on its Ray, where the Serve application and the directory carry this name. Each cluster needs
     its own name."""
     temp_dir: Path | None = None
+    """Holds the files of a Ray that `weft serve` starts; None means the folder for temporary files."""
 
 
 class ClusterConfig(_Section):
@@ -293,6 +324,7 @@ class ClusterConfig(_Section):
     allow_shared_gpu: bool = False
     """Allows a `gpus_per_replica` that is not a whole number, so that encoders and workers share a GPU."""
     threads_per_replica: int = Field(1, ge=1)
+    """Limits the threads with which each encoder and worker computes on a CPU."""
 
     @model_validator(mode="after")
     def _check_devices(self) -> ClusterConfig:

@@ -123,31 +123,33 @@ class PlannerSeries(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stages = self._cluster.accuracy()
-        for field, name in (
-            ("num_observations", "observations"),
-            ("predicted", "predicted"),
-            ("actual", "actual"),
-            ("abs_error", "abs_error"),
+        for field, name, text in (
+            ("num_observations", "observations", "Predictions that were compared with what happened."),
+            ("predicted", "predicted", "Sum of the predicted values."),
+            ("actual", "actual", "Sum of the actual values."),
+            ("abs_error", "abs_error", "Sum of the absolute differences between the predicted and the actual values."),
         ):
-            metric = CounterMetricFamily(f"weft_planner_{name}", f"Sum of `{field}` per stage.", labels=["stage"])
+            metric = CounterMetricFamily(f"weft_planner_{name}", text, labels=["stage"])
             for stage, error in stages.items():
                 metric.add_metric([stage], getattr(error, field))
             yield metric
         indexes = {"prefix": self._cluster.prefix_stats(), "feature": self._cluster.feature_stats()}
-        for field, name in (
-            ("num_keys", "keys"),
-            ("num_out_of_step", "sources_out_of_step"),
-            ("num_refused", "refused"),
+        for field, name, text in (
+            ("num_keys", "keys", "Keys in the index."),
+            ("num_out_of_step", "sources_out_of_step", "Members whose events are missing from the index."),
+            ("num_refused", "refused", "Keys that the index refused because it was full."),
         ):
-            gauge = GaugeMetricFamily(f"weft_index_{name}", f"`{field}` of the index.", labels=["index"])
+            gauge = GaugeMetricFamily(f"weft_index_{name}", text, labels=["index"])
             for index, stats in indexes.items():
                 gauge.add_metric([index], getattr(stats, field))
             yield gauge
 
 
 def _modality_costs(reports: Mapping[MemberId, EncoderReport]) -> Iterator[Metric]:
-    for field, name in (("seconds_per_cost", "seconds_per_cost"), ("overhead_s", "overhead_seconds")):
-        text = f"`{field}` of a forward over the modality."
+    for field, name, text in (
+        ("seconds_per_cost", "seconds_per_cost", "Time of a forward pass for each unit of cost, by modality."),
+        ("overhead_s", "overhead_seconds", "Time of a forward pass that does not depend on its cost, by modality."),
+    ):
         metric = GaugeMetricFamily(f"weft_encoder_modality_{name}", text, labels=["encoder", "modality"])
         for member_id, report in reports.items():
             for cost in report.costs:

@@ -32,18 +32,30 @@ class RouterMetrics:
         self.registry = CollectorRegistry(auto_describe=False)
         self.reports = MemberReports()
         self.registry.register(self.reports)
-        self._gauge("requests_in_flight", "Requests admitted and not ended.", num_in_flight)
-        self._gauge("bodies_bytes", "Bytes of their bodies.", num_bodies_bytes)
+        self._gauge("requests_in_flight", "Requests that are admitted and have not ended.", num_in_flight)
+        self._gauge("bodies_bytes", "Bytes of the bodies of the requests in flight.", num_bodies_bytes)
         self.requests = self._counter("requests", "Requests that ended, by code (`ok` or an error's).", ["code"])
-        self.attempts = self._counter("attempts", "Attempts, by how they ended.", ["outcome"])
-        self.dispatch_errors = self._counter("dispatch_errors", "Calls that failed.", ["kind", "code"])
-        self.frames_dropped = self._counter("frames_dropped", "Token frames not used.", ["reason"])
-        self.requests_with = self._counter("requests_with", "Requests that had such a medium.", ["modality"])
-        self.media = self._counter("media", "Items of media planned.", ["modality"])
-        self.planned_tokens = self._counter("planned_media_tokens", "Prompt tokens planned for media.", ["modality"])
-        self.probe = self._histogram("probe_seconds", "Reading the headers of one medium.", SECONDS, ["modality"])
+        self.attempts = self._counter(
+            "attempts", "Attempts that ended, by outcome (`ok`, `degraded` or an error's code).", ["outcome"]
+        )
+        self.dispatch_errors = self._counter(
+            "dispatch_errors",
+            "Calls to members that failed, by kind (`generate`, `encode`) and error.",
+            ["kind", "code"],
+        )
+        self.frames_dropped = self._counter("frames_dropped", "Token frames that were not used, by reason.", ["reason"])
+        self.requests_with = self._counter(
+            "requests_with", "Requests that had a medium of this modality.", ["modality"]
+        )
+        self.media = self._counter("media", "Items of media whose tokens were planned.", ["modality"])
+        self.planned_tokens = self._counter(
+            "planned_media_tokens", "Prompt tokens that were planned for media.", ["modality"]
+        )
+        self.probe = self._histogram(
+            "probe_seconds", "Time of reading the header of one medium.", SECONDS, ["modality"]
+        )
         self.degraded = self._counter(
-            "degraded", "Items not shown to the model as they were sent.", ["modality", "action", "reason"]
+            "degraded", "Items that the model did not get as they were sent.", ["modality", "action", "reason"]
         )
         self.capacity_wait = self._histogram(
             "capacity_wait_seconds",
@@ -51,18 +63,26 @@ class RouterMetrics:
             SECONDS,
             ["outcome"],
         )
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.")
-        self.prefix_hit_tokens = self._counter("prefix_hit_tokens", "Prompt tokens found in a KV cache.")
-        self.covered_items = self._counter("covered_items", "Media that were not encoded: a KV cache covers them.")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ended.")
+        self.prefix_hit_tokens = self._counter("prefix_hit_tokens", "Prompt tokens that were found in a KV cache.")
+        self.covered_items = self._counter(
+            "covered_items", "Items that were not encoded because a KV cache covers them."
+        )
         self.completion_tokens = self._counter("completion_tokens", "Generated tokens.")
-        self.ttft = self._histogram("ttft_seconds", "Arrival to first token.", SECONDS)
-        self.itl = self._histogram("itl_seconds", "Between tokens of a choice.", SECONDS)
-        self.e2e = self._histogram("e2e_seconds", "Arrival to terminal event.", SECONDS)
-        self.stage = self._histogram("stage_seconds", "Where the time of requests went.", SECONDS, ["stage"])
-        self.predicted_ttft = self._histogram("predicted_ttft_seconds", "What the planner said.", SECONDS)
-        self.actual_ttft = self._histogram("actual_ttft_seconds", "Dispatch to first token.", SECONDS)
-        self.ttft_ratio = self._histogram("ttft_ratio", "Predicted / actual.", RATIOS)
-        self.overlap = self._histogram("overlap_efficiency", "Lower bound / actual, of TTFT.", RATIOS)
+        self.ttft = self._histogram("ttft_seconds", "Time from the arrival of a request to its first token.", SECONDS)
+        self.itl = self._histogram("itl_seconds", "Time between two tokens of a choice.", SECONDS)
+        self.e2e = self._histogram("e2e_seconds", "Time from the arrival of a request to its end.", SECONDS)
+        self.stage = self._histogram("stage_seconds", "Time that requests spent in each stage.", SECONDS, ["stage"])
+        self.predicted_ttft = self._histogram(
+            "predicted_ttft_seconds", "Time to first token that the planner predicted.", SECONDS
+        )
+        self.actual_ttft = self._histogram("actual_ttft_seconds", "Time from dispatch to first token.", SECONDS)
+        self.ttft_ratio = self._histogram(
+            "ttft_ratio", "Predicted time to first token, divided by the actual one.", RATIOS
+        )
+        self.overlap = self._histogram(
+            "overlap_efficiency", "Lower bound of the time to first token, divided by the actual one.", RATIOS
+        )
 
     def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
         return Counter(f"weft_router_{name}", text, labels, registry=self.registry)
