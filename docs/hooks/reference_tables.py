@@ -1,0 +1,354 @@
+"""Writes the reference tables of the documentation from the code: the config keys, the metrics and the errors.
+
+Everything that the documentation takes from the product is imported here and nowhere else, so a module that moves
+changes one line of this file. Meanings come from the docstrings under the fields, and from those of the error classes.
+The module knows nothing of MkDocs; each of its public functions returns Markdown or plain rows.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from pydantic import BaseModel
+
+from deploy import config as cluster_config
+from fabric import errors, reports
+from router.api.errors import status_of
+from router.member_metrics import ENCODER_COUNTERS, ENCODER_GAUGES, WORKER_COUNTERS, WORKER_GAUGES, PlannerSeries
+from router.metrics import RouterMetrics
+
+EXAMPLES = Path(cluster_config.__file__).parent / "configs"
+
+WORD_TO_UNIT = {
+    "bytes": "bytes",
+    "s": "seconds",
+    "seconds": "seconds",
+    "ms": "milliseconds",
+    "fps": "frames per second",
+    "tokens": "tokens",
+    "ngram": "tokens",
+    "pixels": "pixels",
+    "frames": "frames",
+    "cost": "patches or mel frames",
+    "blocks": "KV blocks",
+    "items": "items",
+    "sequences": "sequences",
+    "gpus": "GPUs",
+}
+"""Maps a word of a key's name to the unit of its value. The first entry of this mapping that the name contains wins."""
+KEY_TO_UNIT = {"block_size": "tokens", "max_in_flight": "requests", "keep_fraction": "a share of 1"}
+
+
+class ConfigKey(NamedTuple):
+    """A `ConfigKey` is one row of the configuration reference."""
+
+    path: str
+    """Names the key with its sections, for example `workers.num_blocks`."""
+    type: str
+    default: str
+    unit: str
+    meaning: str
+
+
+class MetricRow(NamedTuple):
+    """A `MetricRow` is one row of the table of metrics."""
+
+    name: str
+    """Names the metric as a query does: a counter ends in `_total`."""
+    type: str
+    labels: tuple[str, ...]
+    meaning: str
+
+
+class ErrorRow(NamedTuple):
+    """An `ErrorRow` is one row of the table of errors."""
+
+    code: str
+    status: int
+    is_retryable: bool
+    meaning: str
+    advice: str
+
+
+# ---------------------------------------------------------------- docstrings
+
+
+def field_docstrings(owner: type) -> dict[str, str]:
+    """Maps the fields of a class to the docstrings that stand under them."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for statement, following in zip(definition.body, definition.body[1:], strict=False):
+        if (
+            isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and isinstance(following, ast.Expr)
+            and isinstance(following.value, ast.Constant)
+            and isinstance(following.value.value, str)
+        ):
+            found[statement.target.id] = " ".join(following.value.value.split())
+    return found
+
+
+def inherited_docstrings(section: type) -> dict[str, str]:
+    """Maps the keys of a section whose default is `default_of(Owner, "field")` to the docstring of that field."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(section))).body
+    assert isinstance(definition, ast.ClassDef)
+    found: dict[str, str] = {}
+    for statement in definition.body:
+        if not isinstance(statement, ast.AnnAssign) or statement.value is None:
+            continue
+        for call in ast.walk(statement.value):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "default_of":
+                owner, field = call.args
+                assert isinstance(statement.target, ast.Name)
+                assert isinstance(owner, ast.Name)
+                assert isinstance(field, ast.Constant)
+                docstrings = field_docstrings(getattr(cluster_config, owner.id))
+                if field.value in docstrings:
+                    found.setdefault(statement.target.id, docstrings[field.value])
+    return found
+
+
+# ---------------------------------------------------------------- configuration
+
+
+def config_keys(section: type[BaseModel] = cluster_config.ClusterConfig, prefix: str = "") -> Iterator[ConfigKey]:
+    """Yields every key of the config, in the order of the schema. `meaning` is empty if no docstring describes it."""
+    schema = section.model_json_schema()
+    meanings = inherited_docstrings(section) | field_docstrings(section)
+    for name, field in section.model_fields.items():
+        annotation = field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield from config_keys(annotation, f"{prefix}{name}.")
+            continue
+        described = schema["properties"][name]
+        is_size = "bytes" in name.split("_")
+        yield ConfigKey(
+            f"{prefix}{name}",
+            "size" if is_size else _type(described),
+            _default(described.get("default"), is_size),
+            _unit(name),
+            meanings.get(name, ""),
+        )
+
+
+def configuration() -> str:
+    """Returns the configuration reference: a heading and a table for each section."""
+    sections: dict[str, list[ConfigKey]] = {}
+    for key in config_keys():
+        name, dot, _ = key.path.partition(".")
+        sections.setdefault(name if dot else "", []).append(key)
+    parts = []
+    for name, keys in sections.items():
+        heading = f"`{name}`" if name else "Other keys"
+        field = cluster_config.ClusterConfig.model_fields.get(name)
+        intro = _own_docstring(field.annotation) if field is not None else ""
+        rows = [
+            (f'<a id="{key.path}"></a>`{key.path.removeprefix(name + ".")}`', *key[1:4], _capitalised(key.meaning))
+            for key in keys
+        ]
+        table = markdown_table(("key", "type", "default", "unit", "meaning"), rows)
+        parts += [f"### {heading}", intro, table]
+    return "\n\n".join(part for part in parts if part)
+
+
+def config_examples() -> str:
+    """Returns the example configs that are shipped, each with its file name."""
+    files = sorted(EXAMPLES.glob("*.yaml"))
+    return "\n\n".join(f"`{path.name}`:\n\n```yaml\n{path.read_text().strip()}\n```" for path in files)
+
+
+def _own_docstring(owner: object) -> str:
+    text = vars(owner).get("__doc__") or ""
+    return " ".join(text.split())
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """Returns a short name of the values that a JSON schema allows."""
+    if "anyOf" in schema:
+        return " or ".join("none" if each.get("type") == "null" else _type(each) for each in schema["anyOf"])
+    if "enum" in schema:
+        return " or ".join(f"`{value}`" for value in schema["enum"])
+    match schema.get("type"):
+        case "array":
+            return f"list of {_type(schema['items'])}"
+        case "object":
+            return f"mapping of names to {_type(schema['additionalProperties'])}"
+        case "boolean":
+            return "`true` or `false`"
+        case "string":
+            return "path" if schema.get("format") == "path" else "text"
+        case kind:
+            return " ".join([str(kind), ", ".join(_bounds(schema))]).strip()
+
+
+def _bounds(schema: Mapping[str, Any]) -> Iterator[str]:
+    words = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    for word, sign in words.items():
+        if word in schema:
+            yield f"{sign} {schema[word]:g}" if abs(schema[word]) < 10**6 else f"{sign} {schema[word]}"
+
+
+def _default(value: object, is_size: bool) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if is_size and isinstance(value, int):
+        return f"`{_size(value)}`"
+    return f"`{value}`"
+
+
+def _size(num_bytes: int) -> str:
+    for name, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes % factor == 0:
+            return f"{num_bytes // factor}{name}"
+    return str(num_bytes)
+
+
+def _unit(name: str) -> str:
+    words = name.split("_")
+    return KEY_TO_UNIT.get(name) or next((unit for word, unit in WORD_TO_UNIT.items() if word in words), "")
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def metric_rows() -> list[MetricRow]:
+    """Returns every metric that a router registers: its own, those of the planner, and those of the members."""
+    metrics = RouterMetrics(lambda: 0, lambda: 0)
+    metrics.watch_waiting(lambda: 0)
+    # The series of the planner read these three values only; an empty cluster has no stages and empty indexes.
+    no_keys = SimpleNamespace(num_keys=0, num_out_of_step=0, num_refused=0)
+    no_cluster = SimpleNamespace(accuracy=dict, prefix_stats=lambda: no_keys, feature_stats=lambda: no_keys)
+    metrics.registry.register(PlannerSeries(cast(Any, no_cluster)))
+    meanings = _report_meanings()
+    rows = []
+    for family, labels in _families(metrics.registry):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        rows.append(MetricRow(name, family.type, labels, meanings.get(name, family.documentation)))
+    return rows
+
+
+def _families(registry: CollectorRegistry) -> Iterator[tuple[Metric, tuple[str, ...]]]:
+    """Yields each metric with the names of its labels. prometheus_client tells the labels of a metric that has no
+    series yet only in private attributes."""
+    for collector in list(registry._collector_to_names):
+        for family in collector.collect():
+            owner = family if hasattr(family, "_labelnames") else collector
+            yield family, tuple(getattr(owner, "_labelnames", ()))
+
+
+def _report_meanings() -> dict[str, str]:
+    """Maps the metrics of members to the docstrings of the fields of their reports. Where a docstring names another
+    field, its metric takes the place of that name."""
+    found = {}
+    for kind, report, gauges, counters in (
+        ("worker", reports.WorkerReport, WORKER_GAUGES, WORKER_COUNTERS),
+        ("encoder", reports.EncoderReport, ENCODER_GAUGES, ENCODER_COUNTERS),
+    ):
+        docstrings = field_docstrings(report)
+        field_to_metric = {field: f"weft_{kind}_{name}" for field, name in gauges.items()}
+        field_to_metric |= {field: f"weft_{kind}_{name}_total" for field, name in counters.items()}
+        for field, metric in field_to_metric.items():
+            text = docstrings.get(field, "")
+            for other, name in field_to_metric.items():
+                text = text.replace(f"`{other}`", f"`{name}`")
+            found[metric] = text
+    return found
+
+
+METRIC_GROUPS = {
+    "weft_router_": "The router's own requests",
+    "weft_worker_": "Workers",
+    "weft_encoder_": "Encoders",
+    "weft_planner_": "The planner's predictions",
+    "weft_index_": "The router's indexes",
+}
+
+
+def metrics() -> str:
+    """Returns the tables of metrics, one for each group of names."""
+    rows = metric_rows()
+    parts = []
+    for prefix, heading in METRIC_GROUPS.items():
+        table = [
+            (f"`{row.name}`", row.type, ", ".join(f"`{label}`" for label in row.labels), _capitalised(row.meaning))
+            for row in sorted(rows)
+            if row.name.startswith(prefix)
+        ]
+        parts += [f"### {heading}", markdown_table(("name", "type", "labels", "meaning"), table)]
+    return "\n\n".join(parts)
+
+
+# ---------------------------------------------------------------- errors
+
+
+def error_rows() -> list[ErrorRow]:
+    """Returns every leaf of the error tree, in the order of the tree. The first paragraph of a class's docstring is the
+    meaning, and the second one the advice."""
+    rows = []
+    for kind in errors.leaves():
+        text = vars(kind).get("__doc__") or ""
+        meaning, _, advice = (" ".join(each.split()) for each in text.partition("\n\n"))
+        rows.append(ErrorRow(kind.code, status_of(kind("")), kind.retryable, meaning, advice))
+    return rows
+
+
+INTERNAL = (errors.Aborted, errors.TransferError, errors.ConfigError)
+"""Lists the classes whose errors no client receives in the normal course."""
+
+
+def client_errors() -> str:
+    """Returns the table of the errors that clients receive, in the order of their statuses."""
+    return _error_table(row for row in sorted(error_rows(), key=lambda row: row.status) if not _is_internal(row))
+
+
+def internal_errors() -> str:
+    """Returns the table of the errors that stand in logs and traces only."""
+    return _error_table(row for row in error_rows() if _is_internal(row))
+
+
+def _is_internal(row: ErrorRow) -> bool:
+    return issubclass(errors.CODE_TO_ERROR[row.code], INTERNAL)
+
+
+def _error_table(rows: Iterable[ErrorRow]) -> str:
+    listed = [
+        (f"`{row.code}`", str(row.status), "yes" if row.is_retryable else "no", row.meaning, row.advice) for row in rows
+    ]
+    return markdown_table(("code", "status", "retryable", "meaning", "what to do"), listed)
+
+
+# ---------------------------------------------------------------- Markdown
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a Markdown table. A bar in a cell is escaped."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines)
+
+
+def _capitalised(text: str) -> str:
+    """Returns the text with its first letter in upper case, unless the text begins with code."""
+    return re.sub(r"^[a-z]", lambda first: first[0].upper(), text)
+
+
+NAME_TO_TABLE = {
+    "configuration": configuration,
+    "config-examples": config_examples,
+    "metrics": metrics,
+    "client-errors": client_errors,
+    "internal-errors": internal_errors,
+}
+"""Maps the name that a page uses for a table to the function that writes it."""
