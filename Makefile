@@ -8,7 +8,7 @@ PURE   := fabric kv_index llm_workers/scheduling encoder_pool/planning router/pl
 export PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install serve test quick lint types unit property contract parity e2e fault gpu explore house mutants bench demo-model clean
+.PHONY: install serve test quick lint types unit property contract parity e2e fault gpu docs docs-serve explore house mutants bench demo-model clean
 
 install: $(STAMP)
 
@@ -17,7 +17,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,loadtest]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,docs,loadtest]'
 	test "$$(uname -s)" != Linux || $(BIN)/python -m pip install -q --no-deps nixl==1.5.1
 	touch $(STAMP)
 
@@ -25,7 +25,7 @@ serve: install
 	$(BIN)/weft serve --port $(PORT)
 
 # gpu goes first: where there is none, all of it is skipped, and the run should not close on that.
-test: install lint types gpu unit property contract parity e2e fault
+test: install lint types docs gpu unit property contract parity e2e fault
 
 # What to run before each commit: a minute and a half.
 quick: install lint types unit
@@ -39,6 +39,14 @@ types: install
 
 unit property contract parity e2e fault gpu: install
 	$(BIN)/python -m pytest tests/$@ -q
+
+# The documentation site, in build/site. A link to nothing, or a page that loads anything from another host, is an error.
+docs: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The same site with its search, built again whenever a page changes.
+docs-serve: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8001
 
 # Properties on new random examples: a failure prints how to repeat it.
 explore: install

@@ -1,0 +1,185 @@
+"""Tests the reference tables of the documentation: no key, metric or error is missing on its page, and none lacks a
+meaning. The last tests check how pages are brought from a forge's form into the site."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from router_chats import chat, image, read
+from router_fakes import fake_cluster
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs" / "hooks"))
+
+import reference_tables
+import site_pages
+from reference_tables import config_keys, error_rows, metric_rows
+from site_pages import with_links, with_tables
+
+from deploy.config import ClusterConfig
+from fabric.errors import leaves
+
+ROOT = site_pages.ROOT
+
+
+def paths(values: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    """Yields the path of every key of a config. The sections that have no keys of their own to name (mappings that a
+    user fills) are empty by default, so they count as keys."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from paths(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+CONFIG_KEYS = list(config_keys())
+
+
+def test_every_key_of_the_config_is_listed_once() -> None:
+    listed = [key.path for key in CONFIG_KEYS]
+    assert listed == list(paths(ClusterConfig().model_dump()))
+    table = reference_tables.configuration()
+    assert [path for path in listed if table.count(f'<a id="{path}"></a>') != 1] == []
+
+
+@pytest.mark.parametrize("key", CONFIG_KEYS, ids=lambda key: key.path)
+def test_every_key_of_the_config_has_a_meaning(key: reference_tables.ConfigKey) -> None:
+    assert key.meaning.endswith("."), "write a docstring below the field in deploy/config.py"
+    assert key.type
+    assert key.default
+
+
+@pytest.mark.parametrize(
+    ("path", "described"),
+    [
+        ("workers.num_blocks", ("integer ≥ 2", "`1024`", "KV blocks")),
+        ("server.max_body_bytes", ("size", "`32MiB`", "bytes")),
+        ("encoders.arena_bytes", ("size", "none", "bytes")),
+        ("media.encode_timeout_ms", ("mapping of names to integer ≥ 1", "`{}`", "milliseconds")),
+        ("workers.cuda_graphs", ("`off` or `auto`", "`off`", "")),
+        ("workers.speculation.max_tokens", ("integer ≥ 0, ≤ 64", "`0`", "tokens")),
+    ],
+)
+def test_types_defaults_and_units_are_those_of_the_schema(path: str, described: tuple[str, str, str]) -> None:
+    (key,) = (key for key in CONFIG_KEYS if key.path == path)
+    assert (key.type, key.default, key.unit) == described
+
+
+def test_a_key_without_a_docstring_has_the_meaning_of_the_field_that_uses_it() -> None:
+    (key,) = (key for key in CONFIG_KEYS if key.path == "workers.block_size")
+    assert key.meaning == "Sets the number of tokens per KV block."
+
+
+def test_all_example_configs_are_shown() -> None:
+    shown = reference_tables.config_examples()
+    names = [path.name for path in (ROOT / "deploy" / "configs").glob("*.yaml")]
+    assert names
+    assert [name for name in names if f"`{name}`" not in shown] == []
+
+
+async def test_every_metric_of_a_serving_router_is_listed_with_its_labels() -> None:
+    """The router of a cluster of fakes has served a picture, and all members have reported."""
+    rows = {row.name: row for row in metric_rows()}
+    page = reference_tables.metrics()
+    async with fake_cluster() as cluster:
+        await read(await cluster.service.open(chat([image()])))
+        for member in (*cluster.workers, *cluster.encoders):
+            cluster.service.metrics.reports.put(member.report(1))
+        families = list(cluster.service.metrics.registry.collect())
+    assert len(families) > 80
+    for family in families:
+        name = family.name + ("_total" if family.type == "counter" else "")
+        assert f"| `{name}` | {family.type} |" in page, name
+        labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+        assert labels <= set(rows[name].labels), name
+    assert len(rows) == len(families)
+
+
+@pytest.mark.parametrize("row", metric_rows(), ids=lambda row: row.name)
+def test_every_metric_has_a_meaning_and_a_group(row: reference_tables.MetricRow) -> None:
+    assert row.meaning.endswith("."), "write a docstring below the field of the report, or a help text"
+    assert any(row.name.startswith(prefix) for prefix in reference_tables.METRIC_GROUPS)
+
+
+def test_every_error_is_listed_once() -> None:
+    tables = reference_tables.client_errors() + reference_tables.internal_errors()
+    for leaf in leaves():
+        assert len(re.findall(rf"^\| `{leaf.code}` \|", tables, re.MULTILINE)) == 1, leaf
+
+
+@pytest.mark.parametrize("row", error_rows(), ids=lambda row: row.code)
+def test_every_error_says_what_happened_and_what_to_do(row: reference_tables.ErrorRow) -> None:
+    assert row.meaning.endswith(".")
+    assert row.advice.endswith("."), "the second paragraph of the class's docstring says what to do"
+    assert 400 <= row.status < 600
+
+
+def test_pages_name_the_tables_that_there_are() -> None:
+    pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
+    assert sorted(site_pages.TABLE.findall(pages)) == sorted(reference_tables.NAME_TO_TABLE)
+
+
+# ---------------------------------------------------------------- links and requests
+
+
+PAGES = {"index.md", "media.md", "glossary.md", "adr/README.md", "adr/0008-doorstep.md", *site_pages.COPIED}
+SOURCE = "https://forge.example/blob/main"
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "expected"),
+    [
+        ("media.md", "glossary.md", "glossary.md"),
+        ("media.md", "../ARCHITECTURE.md#layers", "architecture.md#layers"),
+        ("architecture.md", "docs/adr/0008-doorstep.md", "adr/0008-doorstep.md"),
+        ("adr/0008-doorstep.md", "../../ARCHITECTURE.md", "../architecture.md"),
+        ("adr/README.md", "0008-doorstep.md", "0008-doorstep.md"),
+        ("index.md", "adr/", "adr/README.md"),
+        ("media.md", "../README.md", "index.md"),
+        ("media.md", "https://example.org/x", "https://example.org/x"),
+        ("media.md", "#parts", "#parts"),
+        ("architecture.md", "deploy/configs/", "https://forge.example/blob/main/deploy/configs"),
+    ],
+)
+def test_a_link_of_a_forge_becomes_one_of_the_site(page: str, link: str, expected: str) -> None:
+    assert with_links(f"See [it\nhere]({link}).", page, PAGES, SOURCE) == f"See [it\nhere]({expected})."
+
+
+def test_without_an_address_of_the_source_a_link_to_it_is_text() -> None:
+    text = "[`deploy/`](deploy/) holds\n\n```\n[x](y)\n```\n"
+    assert with_links(text, "architecture.md", PAGES, "") == "`deploy/` holds\n\n```\n[x](y)\n```\n"
+
+
+def test_a_link_to_nothing_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with_links("[x](../no/such/file.py)", "media.md", PAGES, "")
+    with_tables("<!-- table: none -->x<!-- end of table -->", "media.md")
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<script src="https://cdn.example/x.js"></script>',
+        "<img alt=x src=//img.example/x.png>",
+        '<link href="https://fonts.example/css" rel="stylesheet">',
+        "@import url(https://fonts.example/css);",
+    ],
+)
+def test_what_a_browser_would_load_from_another_host_is_found(text: str) -> None:
+    assert site_pages.REQUEST.search(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<a href="https://example.org/">read on</a>',
+        '<script src="assets/x.js"></script>',
+        '<svg xmlns="http://www.w3.org/2000/svg">',
+        "background: url(data:image/svg+xml;charset=utf-8,%3Csvg%3E)",
+    ],
+)
+def test_what_it_would_not_load_is_not(text: str) -> None:
+    assert not site_pages.REQUEST.search(text)
