@@ -122,6 +122,11 @@ def test_pages_name_the_tables_that_there_are() -> None:
     assert sorted(site_pages.TABLE.findall(pages)) == sorted(reference_tables.NAME_TO_TABLE)
 
 
+def test_the_glossary_stays_short() -> None:
+    terms = re.findall(r"^\| \*\*", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert 10 < len(terms) <= 25
+
+
 # ---------------------------------------------------------------- links and requests
 
 
