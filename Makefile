@@ -8,7 +8,10 @@ PURE   := fabric kv_index llm_workers/scheduling encoder_pool/planning router/pl
 export PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: install serve test quick lint types unit property contract parity e2e fault gpu docs docs-serve explore house mutants bench demo-model clean
+# One process of tests for each core, but no more than eight, because each imports torch.
+PARALLEL := -n auto --maxprocesses=8
+
+.PHONY: install serve test quick lint types unit property contract parity e2e fault gpu docs docs-serve explore coverage house mutants bench demo-model clean
 
 install: $(STAMP)
 
@@ -27,7 +30,7 @@ serve: install
 # gpu goes first: where there is none, all of it is skipped, and the run should not close on that.
 test: install lint types docs gpu unit property contract parity e2e fault
 
-# What to run before each commit: a minute and a half.
+# What to run before each commit: about a minute on two cores.
 quick: install lint types unit
 
 lint: install
@@ -37,8 +40,14 @@ lint: install
 types: install
 	$(BIN)/mypy $(PURE)
 
+# The modules of parity build models that all their tests share. Those of e2e and fault start clusters, which need the
+# cores too, so two at a time: tests that share a cluster say so (`xdist_group`). One process at a time owns the GPU.
+unit property contract: SPREAD = $(PARALLEL) --dist worksteal
+parity: SPREAD = $(PARALLEL) --dist loadfile
+e2e fault: SPREAD = -n auto --maxprocesses=2 --dist loadgroup
+
 unit property contract parity e2e fault gpu: install
-	$(BIN)/python -m pytest tests/$@ -q
+	$(BIN)/python -m pytest tests/$@ -q $(SPREAD)
 
 # The documentation site, in build/site. A link to nothing, or a page that loads anything from another host, is an error.
 docs: install
@@ -50,7 +59,12 @@ docs-serve: install
 
 # Properties on new random examples: a failure prints how to repeat it.
 explore: install
-	$(BIN)/python -m pytest tests/property tests/parity -q --hypothesis-profile=explore
+	$(BIN)/python -m pytest tests/property tests/parity -q $(PARALLEL) --dist loadfile --hypothesis-profile=explore
+
+# Which lines and branches of the product unit, property and contract tests run, except in processes that tests start.
+# The report with the source is build/coverage/html/index.html.
+coverage: install
+	$(BIN)/python -m pytest tests/unit tests/property tests/contract -q $(PARALLEL) --dist worksteal --cov --cov-report=term --cov-report=html
 
 # How easily the source reads: file counts, files that one request enters, names used twice, fragments in docstrings.
 house: install

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import signal
@@ -16,10 +17,16 @@ from hypothesis import HealthCheck, Phase, settings
 from deploy.environment import set_local_switches, set_switches
 
 # Tests and the processes that they start keep temporary files in this folder of the run. At its end the folder must be
-# empty except for pytest's own folders. Its name is short because Ray puts sockets below it.
-TEMP_DIR = tempfile.mkdtemp(prefix="w-")
+# empty except for pytest's own folders. Its name is short because Ray puts sockets below it. Each process of
+# pytest-xdist has its own folder in that of the process that started it.
+XDIST_PROCESS = os.environ.get("PYTEST_XDIST_WORKER")
+if XDIST_PROCESS is None:
+    TEMP_DIR = tempfile.mkdtemp(prefix="w-")
+    atexit.register(shutil.rmtree, TEMP_DIR, ignore_errors=True)  # This covers a run that ends before its session.
+else:
+    TEMP_DIR = os.path.join(tempfile.gettempdir(), XDIST_PROCESS)
+    os.mkdir(TEMP_DIR)
 os.environ["TMPDIR"] = tempfile.tempdir = TEMP_DIR
-atexit.register(shutil.rmtree, TEMP_DIR, ignore_errors=True)  # This covers a run that ends before its session.
 
 # The parent may have set these signals to be ignored. Processes of a test would inherit that, and `weft serve` obeys.
 # So this process restores the defaults.
@@ -74,7 +81,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     if (rig := sys.modules.get("worker_rig")) is not None:
         rig.remove_folder()
+    if XDIST_PROCESS is not None:
+        # The process that started this one reports what the folder still contains. This removes an empty folder only.
+        with contextlib.suppress(OSError):
+            os.rmdir(TEMP_DIR)
+        return
     left = sorted(path.name for path in Path(TEMP_DIR).iterdir() if not path.name.startswith("pytest-of-"))
+    left += sorted(str(path.relative_to(TEMP_DIR)) for path in Path(TEMP_DIR).glob("gw*/*"))
     shutil.rmtree(TEMP_DIR, ignore_errors=True)
     if left:
         print(f"\nleft in the temporary folder: {', '.join(left)}")
