@@ -40,11 +40,11 @@ lint: install
 types: install
 	$(BIN)/mypy $(PURE)
 
-# The modules of parity build models that all their tests share. Those of e2e and fault start clusters, which need the
-# cores too, so two at a time: tests that share a cluster say so (`xdist_group`). One process at a time owns the GPU.
+# A module of parity, e2e or fault stays in one process, because its tests share models or a cluster. Clusters need the
+# cores themselves, so e2e and fault run two modules at a time. The tests of gpu run alone.
 unit property contract: SPREAD = $(PARALLEL) --dist worksteal
 parity: SPREAD = $(PARALLEL) --dist loadfile
-e2e fault: SPREAD = -n auto --maxprocesses=2 --dist loadgroup
+e2e fault: SPREAD = -n auto --maxprocesses=2 --dist loadfile
 
 unit property contract parity e2e fault gpu: install
 	$(BIN)/python -m pytest tests/$@ -q $(SPREAD)

@@ -67,7 +67,7 @@ def start_cluster(
 @contextlib.contextmanager
 def launched(in_process: bool = False, **sections: dict[str, object]) -> Iterator[ClusterProcess]:
     """Does the same as `start_cluster`, but does not wait until it is ready: `url` and `model` are empty."""
-    with tempfile.TemporaryDirectory(prefix="w-") as folder:  # The name is short because Ray puts sockets below it.
+    with tempfile.TemporaryDirectory(prefix="") as folder:  # The name is short because Ray puts sockets below it.
         config, log, temp_dir = Path(folder) / "cluster.yaml", Path(folder) / "log", Path(folder) / "t"
         logs: dict[str, object] = {"logging": {"dir": str(Path(folder) / "logs")}}
         config.write_text(yaml.safe_dump({"server": {"port": 0}} | logs | sections))

@@ -17,14 +17,14 @@ from hypothesis import HealthCheck, Phase, settings
 from deploy.environment import set_local_switches, set_switches
 
 # Tests and the processes that they start keep temporary files in this folder of the run. At its end the folder must be
-# empty except for pytest's own folders. Its name is short because Ray puts sockets below it. Each process of
-# pytest-xdist has its own folder in that of the process that started it.
+# empty except for pytest's own folders. Each process of pytest-xdist has its own folder in that of the run. The names
+# are short because Ray puts sockets below them, and the path of a socket has at most 107 bytes.
 XDIST_PROCESS = os.environ.get("PYTEST_XDIST_WORKER")
 if XDIST_PROCESS is None:
     TEMP_DIR = tempfile.mkdtemp(prefix="w-")
     atexit.register(shutil.rmtree, TEMP_DIR, ignore_errors=True)  # This covers a run that ends before its session.
 else:
-    TEMP_DIR = os.path.join(tempfile.gettempdir(), XDIST_PROCESS)
+    TEMP_DIR = os.path.join(tempfile.gettempdir(), XDIST_PROCESS.removeprefix("gw"))
     os.mkdir(TEMP_DIR)
 os.environ["TMPDIR"] = tempfile.tempdir = TEMP_DIR
 
@@ -87,7 +87,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             os.rmdir(TEMP_DIR)
         return
     left = sorted(path.name for path in Path(TEMP_DIR).iterdir() if not path.name.startswith("pytest-of-"))
-    left += sorted(str(path.relative_to(TEMP_DIR)) for path in Path(TEMP_DIR).glob("gw*/*"))
+    left += sorted(str(path.relative_to(TEMP_DIR)) for path in Path(TEMP_DIR).glob("[0-9]*/*"))
     shutil.rmtree(TEMP_DIR, ignore_errors=True)
     if left:
         print(f"\nleft in the temporary folder: {', '.join(left)}")

@@ -122,7 +122,7 @@ async def test_a_reader_that_dawdles_is_given_everything_and_delays_nobody() -> 
         await settled_slowly(lambda: bool(cluster.workers[0].requests))
         fast = await client.chat.completions.create(model=MODEL, messages=question(TEXT))
         assert fast.choices[0].finish_reason == "stop"
-        data = await asyncio.wait_for(reader.readuntil(b"[DONE]"), 30)
+        data = await asyncio.wait_for(reader.readuntil(b"[DONE]"), 120)
         lines = [line for line in data.split(b"\n") if line.startswith(b"data: {")]
         pieces = [json.loads(line[6:])["choices"][0]["delta"].get("content", "") for line in lines]
         assert len("".join(pieces).encode()) > 18_000

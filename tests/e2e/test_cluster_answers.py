@@ -14,7 +14,7 @@ from reference_model import Comparison, ReferenceModel
 
 from deploy.demo.build import demo_checkpoint
 
-pytestmark = [pytest.mark.ray, pytest.mark.nixl, pytest.mark.torch, pytest.mark.xdist_group("the_default_cluster")]
+pytestmark = [pytest.mark.ray, pytest.mark.nixl, pytest.mark.torch]
 
 BLOCK = 16
 

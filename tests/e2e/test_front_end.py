@@ -15,7 +15,7 @@ import pytest
 from chat_media import user
 from cluster_process import ClusterProcess, eventually
 
-pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("the_default_cluster")]
+pytestmark = pytest.mark.ray
 
 GIB = 2**30
 

@@ -24,7 +24,7 @@ from reference_model import ReferenceModel
 from deploy.demo.build import demo_checkpoint
 from deploy.environment import SWITCHES
 
-pytestmark = [pytest.mark.ray, pytest.mark.nixl, pytest.mark.torch, pytest.mark.xdist_group("joined_ray")]
+pytestmark = [pytest.mark.ray, pytest.mark.nixl, pytest.mark.torch]
 
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 PATIENCE = ("RAY_gcs_rpc_server_reconnect_timeout_s", "300")

@@ -16,7 +16,7 @@ from deploy.config import ClusterConfig
 from deploy.demo.build import demo_checkpoint
 from deploy.local import running
 
-pytestmark = [pytest.mark.torch, pytest.mark.xdist_group("parity_matrix")]
+pytestmark = pytest.mark.torch
 
 MAX_TOKENS = 12
 PROMPTS: list[list[dict[str, Any]]] = [

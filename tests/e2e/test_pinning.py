@@ -22,7 +22,7 @@ from deploy.serving.pools import call_pinned
 from fabric.errors import EncoderLost, InvalidMedia, TargetGone
 from fabric.ids import MemberId
 
-pytestmark = [pytest.mark.ray, pytest.mark.xdist_group("pinning")]
+pytestmark = pytest.mark.ray
 
 # Replicas cannot import a test module, so its classes travel by value.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -20,7 +20,7 @@ from media_corpus import sound_file, video_file
 from deploy.config import ClusterConfig
 from deploy.local import running
 
-pytestmark = [pytest.mark.ray, pytest.mark.nixl, pytest.mark.torch, pytest.mark.xdist_group("two_routers")]
+pytestmark = [pytest.mark.ray, pytest.mark.nixl, pytest.mark.torch]
 
 SECTIONS: dict[str, dict[str, object]] = {
     "media": {"max_frames": 8},

@@ -9,7 +9,7 @@ import pytest
 from cluster_process import ClusterProcess, eventually, pids, start_cluster
 from mixed_requests import assert_all_right, kill_at_work, questions, run_mixed
 
-pytestmark = [pytest.mark.ray, pytest.mark.nixl, pytest.mark.xdist_group("mixed")]
+pytestmark = [pytest.mark.ray, pytest.mark.nixl]
 
 NUM_REQUESTS = 500
 NUM_AT_ONCE = 12

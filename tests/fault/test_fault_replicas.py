@@ -12,7 +12,7 @@ from chat_media import image_part, user
 from cluster_process import ClusterProcess, eventually, pids
 from mixed_requests import assert_all_right, kill_at_work, questions, run_mixed
 
-pytestmark = [pytest.mark.ray, pytest.mark.nixl, pytest.mark.xdist_group("replicas")]
+pytestmark = [pytest.mark.ray, pytest.mark.nixl]
 
 
 NUM_TOKENS = 2000

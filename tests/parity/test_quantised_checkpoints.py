@@ -191,7 +191,7 @@ def test_a_rank_gets_its_share_of_them(row: FamilyRow, tmp_path: Path) -> None:
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(120)
+        rank.join(300)
         assert rank.exitcode == 0
     whole = parts(row, pair.plain, "bfloat16")
     for rank in range(2):
