@@ -19,7 +19,7 @@ from scheduling_cases import Bench, request
 def test_a_single_request_behind_a_crowd_comes_in_its_turn(num_crowd, length, own, max_sequences, step_tokens):
     """The request waits for those that run and for as many tokens of the crowd as its own, but not for the whole
     crowd."""
-    bench = Bench(block_size=4, num_blocks=4000, max_step_tokens=step_tokens, max_sequences=max_sequences)
+    bench = Bench(block_size=4, num_blocks=700, max_step_tokens=step_tokens, max_sequences=max_sequences)
     for number in range(num_crowd):
         bench.add(request(f"crowd-{number}", length, age=number, max_tokens=2, cache_salt="crowd"))
     bench.step()
