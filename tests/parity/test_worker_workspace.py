@@ -8,6 +8,7 @@ import pytest
 import torch
 from worker_rig import loaded, rig
 
+from deploy.memory import machine_bytes
 from fabric.errors import ConfigError
 from llm_workers import workspace
 from llm_workers.attention import select_backend
@@ -72,6 +73,13 @@ def test_larger_steps_take_more_and_the_estimate_is_not_far_below() -> None:
     for config, found in ((small, first), (large, second)):
         estimate = worker_bytes(loaded().family.shape, config, 0, "float32").workspace
         assert estimate >= found.num_bytes // 2
+
+
+def test_where_the_system_does_not_say_what_is_left_the_whole_memory_counts(monkeypatch) -> None:
+    cpu = torch.device("cpu")
+    left = workspace.bytes_left(cpu)
+    monkeypatch.setattr(workspace, "_read_number", lambda path, name="": 0)
+    assert workspace.bytes_left(cpu) >= machine_bytes() >= left > 0
 
 
 async def test_a_worker_without_room_for_its_largest_step_does_not_start(monkeypatch) -> None:
