@@ -9,7 +9,7 @@ export PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS ?= 1
 
 # One process of tests for each core, but no more than eight, because each imports torch.
-PARALLEL := -n auto --maxprocesses=8
+PARALLEL := -n logical --maxprocesses=8
 
 .PHONY: install serve test quick lint types unit property contract parity e2e fault gpu docs docs-serve explore coverage house mutants bench demo-model clean
 
@@ -44,7 +44,7 @@ types: install
 # cores themselves, so e2e and fault run two modules at a time. The tests of gpu run alone.
 unit property contract: SPREAD = $(PARALLEL) --dist worksteal
 parity: SPREAD = $(PARALLEL) --dist loadfile
-e2e fault: SPREAD = -n auto --maxprocesses=2 --dist loadfile
+e2e fault: SPREAD = -n logical --maxprocesses=2 --dist loadfile
 
 unit property contract parity e2e fault gpu: install
 	$(BIN)/python -m pytest tests/$@ -q $(SPREAD)
