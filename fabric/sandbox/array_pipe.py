@@ -20,7 +20,15 @@ _MARK = b"weft"
 _HEAD = struct.Struct("<4sIQ")
 """Packs the head of a message: the mark, the number of arrays and the bytes of the pickle. The bytes of each array and
 the pickle follow, and then the arrays."""
-_UNPICKLING_ERRORS = (pickle.UnpicklingError, AttributeError, ImportError, LookupError, TypeError, ValueError)
+_UNPICKLING_ERRORS = (
+    pickle.UnpicklingError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OverflowError,
+    TypeError,
+    ValueError,
+)
 """Lists what unpickling raises for bytes that are no pickle, as the library documents it and as damaged pickles do."""
 
 

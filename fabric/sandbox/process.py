@@ -171,6 +171,7 @@ class SandboxProcess(Generic[J]):
 
     async def _in_thread(self, work: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
         """Runs `work` in the thread and waits for its end, even if the call is cancelled."""
+
         def working() -> T:
             try:
                 return work(*arguments, **options)
@@ -264,7 +265,7 @@ class SandboxProcess(Generic[J]):
     def _receive(self, pipe: Connection) -> tuple[object, ...]:
         """Returns the next answer to the current job, or () at its acknowledgement and at its end."""
         message = receive(pipe)
-        number, *answers = message if isinstance(message, tuple) and message else (None,)
+        number, *answers = message if isinstance(message, tuple) and message else (message,)
         if not isinstance(number, int) or number != self._num_jobs:
             raise NotAMessage(f"it answers job {number!r:.80}, not {self._num_jobs}")
         return tuple(answers)
