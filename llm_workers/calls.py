@@ -17,7 +17,7 @@ from fabric.ids import AttemptId, MemberId, UnitKey
 from fabric.messages import FeatureNeeded, GenerateRequest, GenerateResult, TokenFrame, TokenFrames
 from fabric.plane import Plane
 from llm_workers.attempts import OpenAttempt
-from llm_workers.intake_entries import MissingUnit
+from llm_workers.features import MissingUnit
 from llm_workers.scheduling.events import StepEvents
 from llm_workers.updates import Update
 

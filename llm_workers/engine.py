@@ -22,10 +22,11 @@ from fabric.ids import AttemptId, UnitKey
 from fabric.messages import GenerateRequest
 from llm_workers.device_errors import is_device_error, probe_plan
 from llm_workers.scheduling.arrival import Arrival
+from llm_workers.scheduling.feature_references import FeatureReference
 from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, NOT_FINITE_TOKEN, Chunk, StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
-from llm_workers.updates import AbortedSequence, Admitted, BlockSnapshot, FailedAttempt, LetGo, Update
+from llm_workers.updates import AbortedSequence, Admitted, BlockSnapshot, FailedAttempt, Update
 from modalities.family import Positions
 
 _LOG = logging.getLogger(__name__)
@@ -72,11 +73,6 @@ class Engine:
     ) -> None:
         self._scheduler, self._executor, self._clock, self._on_update = scheduler, executor, clock, on_update
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._held: dict[UnitKey, int] = {}
-        """Maps each readable unit (one separately encoded part of a media item) to the number of `unit_landed` calls
-        for it. One `LetGo` answers all of these calls."""
-        self._maybe_unneeded: list[UnitKey] = []
-        """Holds the units for which `unit_landed` was called since the last check for unneeded units."""
         self._is_idle = True
         self._num_failed_steps = 0
         self._death: WeftError | None = None
@@ -118,14 +114,14 @@ class Engine:
     def abort(self, attempt: AttemptId, choices: Sequence[int] = ()) -> None:
         self._commands.put(lambda update: self._abort(attempt, choices, update))
 
-    def unit_landed(self, unit: UnitKey) -> None:
-        """Reports that the runner can read the unit. The unit must stay readable until a `LetGo` answers this call.
-        Repeated calls are harmless."""
-        self._commands.put(lambda update: self._land(unit))
+    def hold_feature(self, reference: FeatureReference) -> None:
+        """Hands the engine a reference, through which the runner can read the feature. The feature must stay readable
+        until a `ReleasedFeature` gives this reference back, which happens once."""
+        self._commands.put(lambda update: self._scheduler.hold_feature(reference))
 
-    def evict_unit(self, unit: UnitKey) -> None:
-        """Asks the engine to give up the unit. A `LetGo` answers, unless an earlier `LetGo` has already released the
-        unit."""
+    def evict_feature(self, unit: UnitKey) -> None:
+        """Asks the engine to give up the unit (one separately encoded part of a media item). A `ReleasedFeature`
+        answers, unless the engine has already given back every reference to the unit."""
         self._commands.put(lambda update: self._evict(unit, update))
 
     def request_snapshot(self, address: str) -> None:
@@ -151,13 +147,13 @@ class Engine:
             if command is None:
                 return False
             command(update)
-        self._let_go_unneeded(update)
+        update.released += self._scheduler.release_unneeded()
         started_s = self._clock.now()
         plan = self._scheduler.plan_step()
         self.times.schedule_s += self._clock.now() - started_s
         if plan.num_sequences:
             self._step(plan, started_s, update)
-            self._let_go_unneeded(update)
+            update.released += self._scheduler.release_unneeded()
         update.needed.extend(self._scheduler.drain_needed())
         self._rest(not plan.num_sequences and not update.needed)
         self._publish(update)
@@ -209,15 +205,10 @@ class Engine:
         for sequence_id in self._scheduler.abort(attempt, choices):
             update.aborted.append(AbortedSequence(sequence_id, times[sequence_id]))
 
-    def _land(self, unit: UnitKey) -> None:
-        self._held[unit] = self._held.get(unit, 0) + 1
-        self._maybe_unneeded.append(unit)
-        self._scheduler.unit_landed(unit)
-
     def _evict(self, unit: UnitKey, update: Update) -> None:
-        if unit in self._held:
-            missed_by = {sequence_id.attempt_id for sequence_id in self._scheduler.unit_lost(unit)}
-            update.let_go.append(LetGo(unit, self._held.pop(unit), tuple(sorted(missed_by))))
+        released = self._scheduler.evict_feature(unit)
+        if released is not None:
+            update.released.append(released)
 
     def _snapshot(self, address: str, update: Update) -> None:
         """Adds a snapshot of the prefix cache to the update. The same update delivers all earlier events before the
@@ -225,16 +216,6 @@ class Engine:
         self._drain_kv_events(update)
         last_seq, chains = self._scheduler.kv_snapshot()
         update.snapshots.append(BlockSnapshot(address, last_seq, chains))
-
-    def _let_go_unneeded(self, update: Update) -> None:
-        """Releases the units that no sequence needs any more, and the units that landed without any sequence that needs
-        them; the scheduler forgets both. The check covers only units that may have become unneeded since the last
-        call."""
-        landed, self._maybe_unneeded = self._maybe_unneeded, []
-        for unit in (*landed, *self._scheduler.drain_units_done()):
-            if unit in self._held and not self._scheduler.needs_unit(unit):
-                self._scheduler.unit_lost(unit)
-                update.let_go.append(LetGo(unit, self._held.pop(unit)))
 
     # ------------------------------------------------------------ a step
 

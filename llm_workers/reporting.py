@@ -10,7 +10,7 @@ from fabric.channel import FeatureSink
 from fabric.ids import AttemptId, MemberId
 from fabric.messages import WorkerReport
 from llm_workers.config import WorkerConfig
-from llm_workers.kept import KeptFeatures
+from llm_workers.features import HostCache
 from llm_workers.scheduling.events import SchedulerStats
 from llm_workers.step_costs import StepCosts
 from llm_workers.updates import Update
@@ -29,9 +29,10 @@ class WorkerReporter:
         config: WorkerConfig,
         stats: SchedulerStats,
         sink: FeatureSink,
-        kept: KeptFeatures,
+        host_cache: HostCache,
     ) -> None:
-        self._member_id, self._config, self._stats, self._sink, self._kept = member_id, config, stats, sink, kept
+        self._member_id, self._config, self._stats = member_id, config, stats
+        self._sink, self._host_cache = sink, host_cache
         self._admitted: dict[AttemptId, None] = {}
         self._seq = 0
         self.epoch = 0
@@ -73,8 +74,8 @@ class WorkerReporter:
             num_quarantined=usage.num_quarantined,
             prefill_s_per_token=self.costs.s_per_token,
             step_overhead_s=self.costs.overhead_s,
-            kept_bytes_used=self._kept.used_bytes,
-            num_kept_hits=self._kept.num_hits,
+            kept_bytes_used=self._host_cache.used_bytes,
+            num_kept_hits=self._host_cache.num_hits,
             decode_s_per_sequence=self.costs.s_per_decode,
             residence_s=self._residence_s,
             max_step_tokens=self._config.max_step_tokens,

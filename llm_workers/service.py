@@ -2,8 +2,8 @@
 table of the routers.
 
 The service runs in one event loop, where the updates of the engine arrive with one call per turn. It makes no
-decisions: the scheduler decides what to compute, and the intake decides what to pull. It runs with or without Ray, and
-this module knows nothing of Ray.
+decisions: the scheduler decides what to compute, and the feature store decides what to pull. It runs with or without
+Ray, and this module knows nothing of Ray.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from fabric.channel import FeatureSink, LandedFeature
+from fabric.channel import FeatureSink
 from fabric.clock import Clock
 from fabric.errors import Aborted, InvalidRequest, ProtocolError, WeftError, WorkerLost
 from fabric.flat_tokens import context_scale_tokens
-from fabric.ids import AttemptId, MemberId, UnitKey
+from fabric.ids import AttemptId, MemberId
 from fabric.messages import (
     AbortAttempt,
     GenerateRequest,
@@ -41,16 +41,15 @@ from llm_workers.calls import OpenCalls
 from llm_workers.config import WorkerConfig
 from llm_workers.cuda_graphs import with_graphs
 from llm_workers.engine import Engine, StepTimes
+from llm_workers.features import FeatureEndpoint, Listener, Peers, Receiver
 from llm_workers.grammar import GrammarCompiler
-from llm_workers.landed import LandedFeatures
 from llm_workers.paged_kv import PagedKV
-from llm_workers.peers import Peers
-from llm_workers.receiver import FeatureEndpoint, Listener, Receiver
 from llm_workers.reporting import WorkerReporter
 from llm_workers.runner import Runner, RunTimes
 from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.scheduler import Scheduler
 from llm_workers.side_rows import make_side_rows
+from llm_workers.splice import ReferencedFeatures
 from llm_workers.tensor_parallel.shares import kv_heads
 from llm_workers.updates import Update
 from llm_workers.workspace import measure_workspace
@@ -82,21 +81,19 @@ class WorkerService:
         heads = kv_heads(shape, config.num_ranks)
         kv = PagedKV(shape.num_layers, config.num_blocks, config.block_size, heads, model.dtype, model.device)
         scheduler = Scheduler(config, shape.max_model_len, clock, context_scale_tokens(shape.hidden_size))
-        landed: dict[UnitKey, LandedFeature] = {}
         backend = select_backend("auto", kv)
         self._measure = partial(measure_workspace, model, kv, backend, family, config)
         if config.cuda_graphs == "auto" and config.num_ranks == 1 and not config.side_layers:
             model = with_graphs(model, kv, shape.max_model_len)
-        self._runner = Runner(model, kv, LandedFeatures(landed), backend, make_side_rows(model, kv, config.side_layers))
+        features = ReferencedFeatures(scheduler.references)
+        self._runner = Runner(model, kv, features, backend, make_side_rows(model, kv, config.side_layers))
         self._engine = Engine(scheduler, self._runner, clock, self._post)
         self._calls = OpenCalls(member_id, plane, clock)
         endpoint = FeatureEndpoint(member_id, plane, sink, clock)
         listener = Listener(self._calls.unit_event, self._calls.needed, self._fail)
-        self._receiver = Receiver(
-            endpoint, config, (shape.num_levels, shape.hidden_size), self._engine, listener, landed
-        )
+        self._receiver = Receiver(endpoint, config, (shape.num_levels, shape.hidden_size), self._engine, listener)
         self._routers = RouterTable(plane, clock)
-        self._reporter = WorkerReporter(member_id, config, scheduler.stats(), sink, self._receiver.kept)
+        self._reporter = WorkerReporter(member_id, config, scheduler.stats(), sink, self._receiver.store.host_cache)
         self._peers = Peers(plane, sink, self._receiver)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -165,7 +162,7 @@ class WorkerService:
     def num_units_held(self) -> int:
         """Returns the number of announcements, running pulls and landed units; it is 0 when the worker is idle. A unit
         is one separately encoded part of a media item."""
-        return self._receiver.num_held
+        return self._receiver.store.num_held
 
     @property
     def step_times(self) -> StepTimes:
@@ -250,7 +247,7 @@ class WorkerService:
 
     def _on_message(self, message: PlaneMessage) -> None:
         if isinstance(message, UnitReady):
-            self._receiver.announced(message)
+            self._receiver.announce(message)
         elif isinstance(message, AbortAttempt):
             self._abort(AttemptId(message.request_id, message.attempt), message.choices)
         elif isinstance(message, RouterHeartbeat):
@@ -291,9 +288,9 @@ class WorkerService:
             self.lose(update.death)
             return
         self._receiver.distrust(update.distrusted)
-        for let_go in update.let_go:
-            self._receiver.let_go(*let_go)
-        self._receiver.read_by(update.reads)
+        for released in update.released:
+            self._receiver.release(released)
+        self._receiver.update_reads(update.reads)
         for attempt_id, admission in update.admitted:
             self._receiver.admit(attempt_id, admission.missing_units)
         for sequence_id, unit, reason in update.needed:
@@ -303,7 +300,7 @@ class WorkerService:
         self._reporter.take(update)
         self._send_kv(update)
         has_ended = update.failed or update.aborted or (update.events is not None and update.events.finished)
-        if update.admitted or update.let_go or has_ended:
+        if update.admitted or update.released or has_ended:
             self._report_soon()
 
     def _send_kv(self, update: Update) -> None:

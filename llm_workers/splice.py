@@ -1,7 +1,7 @@
 """Copies features into input embeddings: the rows of a step's images, sounds and video frames, with one copy per span.
 
-This module knows nothing of requests, the owners of units or the origin of features. A unit is one separately encoded
-part of a media item.
+This module knows nothing of requests or of the origin of features. A unit is one separately encoded part of a media
+item.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import numpy as np
 import torch
 
 from fabric.ids import UnitKey
+from llm_workers.scheduling.feature_references import FeatureReferences
 from llm_workers.scheduling.plan import Splice
+from modalities.torch_dtypes import torch_dtype
 
 
 class FeatureReader(Protocol):
@@ -21,6 +23,19 @@ class FeatureReader(Protocol):
         """Returns the feature of a landed unit with shape `(num_levels, num_tokens, hidden)`. It is valid during the
         step."""
         ...
+
+
+class ReferencedFeatures:
+    """Implements `FeatureReader` over the references that the engine holds, without a copy on the host."""
+
+    def __init__(self, references: FeatureReferences) -> None:
+        self._references = references
+
+    def feature(self, unit: UnitKey) -> torch.Tensor:
+        """Returns a view of the feature of a readable unit, with shape `(num_levels, num_tokens, hidden)` and the dtype
+        in which it was sent."""
+        feature = self._references.feature(unit)
+        return torch.from_numpy(feature.buffer).view(torch_dtype(feature.ticket.dtype)).view(feature.ticket.shape)
 
 
 class PlacedSplice(NamedTuple):

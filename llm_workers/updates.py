@@ -12,7 +12,7 @@ from fabric.errors import WeftError
 from fabric.ids import AttemptId, SequenceId, UnitKey
 from fabric.messages import BlocksStored, KvEvent
 from llm_workers.scheduling.events import AdmittedSequences, NeededUnit, SchedulerStats, SequenceTimes, StepEvents
-from llm_workers.scheduling.reads import Reads
+from llm_workers.scheduling.feature_references import Reads, ReleasedFeature
 from llm_workers.step_costs import StepWork
 
 
@@ -31,16 +31,6 @@ class AbortedSequence(NamedTuple):
     times: SequenceTimes
 
 
-class LetGo(NamedTuple):
-    """Says that the engine does not read this unit any more; a unit is one separately encoded part of a media item. It
-    answers `num_told` calls of `unit_landed`. `missed_by` lists the attempts that need the unit again, because it was
-    evicted."""
-
-    unit: UnitKey
-    num_told: int
-    missed_by: tuple[AttemptId, ...] = ()
-
-
 class BlockSnapshot(NamedTuple):
     address: str
     last_seq: int
@@ -52,7 +42,8 @@ class Update:
     """Holds what one turn of the engine did. The service applies `distrusted` first and the other lists in the order in
     which they stand here. The engine does not change an update after it has handed it over."""
 
-    let_go: list[LetGo] = field(default_factory=list)
+    released: list[ReleasedFeature] = field(default_factory=list)
+    """Holds the features whose references the engine gives back."""
     reads: Reads = field(default_factory=dict)
     """Holds the changes in which attempt still has to read which unit, and where the next read is."""
     admitted: list[Admitted] = field(default_factory=list)
@@ -76,5 +67,5 @@ class Update:
 
     @property
     def is_empty(self) -> bool:
-        happened = (self.let_go, self.reads, self.admitted, self.needed, self.aborted, self.failed)
+        happened = (self.released, self.reads, self.admitted, self.needed, self.aborted, self.failed)
         return self.events is None and not any((*happened, self.kv_events, self.snapshots))

@@ -1,4 +1,4 @@
-"""Manages what a sequence holds: its blocks in the pool and its claims on the inbox, changed together so that they
+"""Manages what a sequence holds: its blocks in the pool and its claims on features, changed together so that they
 agree.
 
     claims(sequence) == units whose last run ends after claims_from
@@ -25,16 +25,15 @@ import numpy as np
 
 from fabric.ids import UnitKey
 from llm_workers.scheduling.blocks import BlockPool
-from llm_workers.scheduling.inbox import Inbox
+from llm_workers.scheduling.feature_references import FeatureReferences, ReadLog
 from llm_workers.scheduling.plan import NO_BLOCK
-from llm_workers.scheduling.reads import ReadLog
 from llm_workers.scheduling.sequence import Sequence
 
 
 class Residency:
-    def __init__(self, pool: BlockPool, inbox: Inbox, block_size: int, is_cache_enabled: bool) -> None:
+    def __init__(self, pool: BlockPool, references: FeatureReferences, block_size: int, is_cache_enabled: bool) -> None:
         self.pool = pool
-        self.inbox = inbox
+        self.references = references
         self.reads = ReadLog()
         self._block_size = block_size
         self._is_cache_enabled = is_cache_enabled
@@ -80,9 +79,9 @@ class Residency:
 
     def doorstep(self, sequence: Sequence, start: int, end: int) -> int:
         """Returns how far the sequence may compute from `start`, at most `end`: up to the first placeholder whose unit
-        is not here. That index is called the sequence's doorstep."""
+        is not readable. That index is called the sequence's doorstep."""
         for run, unit in sequence.layout.runs_between(start, end):
-            if not self.inbox.is_here(unit):
+            if not self.references.is_readable(unit):
                 return max(run.offset, start)
         return end
 
@@ -213,7 +212,8 @@ class Residency:
     def _claim(self, sequence: Sequence) -> list[UnitKey]:
         units = sequence.layout.units_after(sequence.claims_from)
         self.reads.note(sequence.sequence_id, units)
-        return self.inbox.claim(sequence.sequence_id, {unit: sequence.layout.unit_to_tokens[unit] for unit in units})
+        rows = {unit: sequence.layout.unit_to_tokens[unit] for unit in units}
+        return self.references.claim(sequence.sequence_id, rows)
 
     def publish(self, sequence: Sequence) -> None:
         """Makes the sequence's blocks that are full now findable; afterwards its table may hold other blocks in their
@@ -248,5 +248,5 @@ class Residency:
 
     def _drop(self, sequence: Sequence, units: list[UnitKey]) -> None:
         if units:
-            self.inbox.drop(sequence.sequence_id, units)
+            self.references.drop(sequence.sequence_id, units)
             self.reads.note(sequence.sequence_id, units)

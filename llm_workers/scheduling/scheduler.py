@@ -1,7 +1,7 @@
 """Provides the engine's decisions through one class, `Scheduler`.
 
     prepare -> add                             a request arrives
-    abort / unit_landed / unit_lost            something happens to a request or to the worker's features
+    abort / hold_feature / evict_feature       something happens to a request or to the worker's features
     plan_step -> (execute) -> commit           one step; `rollback` replaces `commit` when execution failed
     drain_needed / drain_kv_events / ...       the worker reports changes to other components
 
@@ -32,11 +32,10 @@ from llm_workers.scheduling.events import (
     SequenceTimes,
     StepEvents,
 )
+from llm_workers.scheduling.feature_references import FeatureReference, FeatureReferences, Reads, ReleasedFeature
 from llm_workers.scheduling.guidance import Guide
-from llm_workers.scheduling.inbox import Inbox
 from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.planning import StepPlanner
-from llm_workers.scheduling.reads import Reads
 from llm_workers.scheduling.residency import Residency
 from llm_workers.scheduling.roster import Roster
 from llm_workers.scheduling.standings import Standings
@@ -64,8 +63,9 @@ class Scheduler:
         self._max_model_len = shape_max_model_len
         self._clock = clock
         self._pool = BlockPool(config.num_blocks)
-        self._inbox = Inbox()
-        self._residency = Residency(self._pool, self._inbox, config.block_size, config.is_prefix_cache_enabled)
+        self.references = FeatureReferences()
+        """Holds the engine's references to features; the runner reads the features through them."""
+        self._residency = Residency(self._pool, self.references, config.block_size, config.is_prefix_cache_enabled)
         self._roster = Roster()
         self._tally = SchedulerTally()
         self._late: list[NeededUnit] = []
@@ -95,7 +95,7 @@ class Scheduler:
         attempt_id, layout, sequences = arrival
         if attempt_id in self._roster:
             raise ProtocolError(f"attempt {attempt_id.attempt} of {attempt_id.request_id} is already here")
-        self._inbox.check_counts(layout.unit_to_tokens)
+        self.references.check_counts(layout.unit_to_tokens)
         ended = {one.sequence_id: reason for one in sequences if (reason := one.finish_reason()) is not None}
         running = [one for one in sequences if one.sequence_id not in ended]
         self._roster.add(attempt_id, running)
@@ -116,7 +116,7 @@ class Scheduler:
 
     def abort(self, attempt_id: AttemptId, choices: SequenceOf[int] = ()) -> list[SequenceId]:
         """Frees everything of these choices (if `choices` is empty, of all choices) at once, also while a step is in
-        flight. Returns the sequences that ended by it. `drain_units_done` then reports the units that no sequence
+        flight. Returns the sequences that ended by it. The next `release_unneeded` gives up the units that no sequence
         needs any more."""
         aborted: list[SequenceId] = []
         for sequence in self._roster.of_attempt(attempt_id):
@@ -127,16 +127,21 @@ class Scheduler:
                 aborted.append(sequence.sequence_id)
         return aborted
 
-    def unit_landed(self, unit: UnitKey) -> None:
-        """Notes that the runner can read the unit's feature from now on."""
-        self._refresh(self._inbox.land(unit))
+    def hold_feature(self, reference: FeatureReference) -> None:
+        """Takes a reference to a feature, which the runner can read from now on."""
+        self._refresh(self.references.hold(reference))
 
-    def unit_lost(self, unit: UnitKey) -> list[SequenceId]:
-        """Notes that the feature is gone, or that its transfer failed. Returns the sequences that need it; they wait
-        again."""
-        missing_it = self._inbox.lose(unit)
+    def evict_feature(self, unit: UnitKey) -> ReleasedFeature | None:
+        """Gives up the references to a unit although sequences may need it; these wait again. Returns None if there is
+        no reference."""
+        references, missing_it = self.references.give_up(unit)
         self._refresh(missing_it)
-        return missing_it
+        missed_by = tuple(sorted({sequence_id.attempt_id for sequence_id in missing_it}))
+        return ReleasedFeature(unit, references, missed_by) if references else None
+
+    def release_unneeded(self) -> list[ReleasedFeature]:
+        """Gives up the references to units that no live sequence needs and that the step in flight does not read."""
+        return self.references.take_unneeded()
 
     # ------------------------------------------------------------ one step
 
@@ -172,18 +177,13 @@ class Scheduler:
     def needs_unit(self, unit: UnitKey) -> bool:
         """Returns whether a live sequence still has to compute positions of the unit, or the step in flight reads
         it."""
-        return self._inbox.is_needed(unit)
+        return self.references.is_needed(unit)
 
     def drain_needed(self) -> list[NeededUnit]:
         """Returns the units needed again since the last call, as (sequence, unit, reason)."""
         late, self._late = self._late, []
         live = [one for one in late if self._roster.get(one.sequence_id) is not None]
         return live + self._steps.drain_needed()
-
-    def drain_units_done(self) -> list[UnitKey]:
-        """Returns the units that, since the last call, stopped being needed by any live sequence, landed or not. The
-        engine can release their slots, tickets and transfers."""
-        return self._inbox.drain_idle()
 
     def drain_reads(self) -> Reads:
         """Returns what may have changed since the last call: which attempts still have to compute positions of which
@@ -220,7 +220,7 @@ class Scheduler:
             num_decoding=len(standings.decodes),
             kv_blocks_used=self._pool.num_used,
             kv_blocks_total=self._pool.num_blocks,
-            num_features=self._inbox.num_here,
+            num_features=self.references.num_readable,
             steps=tally.steps,
             tokens_generated=tally.tokens_generated,
             prompt_tokens_computed=tally.prompt_tokens_computed,
@@ -237,7 +237,7 @@ class Scheduler:
         another part at each call. No step may be in flight."""
         assert not len(self._roster), "a sequence is there"
         self._pool.check_at_rest(BLOCKS_CHECKED_AT_REST)
-        self._inbox.check_invariants({})
+        self.references.check_invariants({})
 
     def check_invariants(self) -> None:
         """Asserts, between calls and with or without a step in flight, that the whole state is consistent. It is for
@@ -245,7 +245,7 @@ class Scheduler:
         live = list(self._roster.sequences)
         self._pool.check_invariants({one.sequence_id: self._residency.blocks_of(one) for one in live})
         claiming = [one for one in live if not self._roster.is_held(one)]
-        self._inbox.check_invariants(
+        self.references.check_invariants(
             {one.sequence_id: set(one.layout.units_after(one.claims_from)) for one in claiming}
         )
         for one in live:
@@ -256,7 +256,7 @@ class Scheduler:
     def _next_read(self, unit: UnitKey, attempt_id: AttemptId) -> NextRead | None:
         """Returns the next read of the attempt's first choice that needs the unit, or None if no choice needs it."""
         for sequence in self._roster.of_attempt(attempt_id):
-            if self._inbox.is_wanted_by(sequence.sequence_id, unit):
+            if self.references.is_needed_by(sequence.sequence_id, unit):
                 position = sequence.layout.next_read(unit, sequence.claims_from)
                 return NextRead(sequence.sequence_id.choice, position)
         return None

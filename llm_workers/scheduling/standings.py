@@ -91,7 +91,7 @@ class Standings:
         if opened is None:
             self.prefills.discard(sequence)
         else:
-            self.prefills.put(sequence, self._residency.inbox.is_complete(sequence.sequence_id))
+            self.prefills.put(sequence, self._residency.references.is_complete(sequence.sequence_id))
         self._count(sequence, opened)
 
     def remove(self, sequence: Sequence) -> None:
@@ -110,7 +110,7 @@ class Standings:
         arrived = []
         for sequence in self._stirred:
             is_at_doorstep = (
-                not self._residency.inbox.is_complete(sequence.sequence_id)
+                not self._residency.references.is_complete(sequence.sequence_id)
                 and sequence not in self._open
                 and not self._roster.is_held(sequence)
                 and sequence.sequence_id not in in_flight

@@ -54,7 +54,8 @@ class Steps:
         """Holds the sequences that have a chunk in the step in flight."""
         self._decoding: list[Sequence] = []
         """Holds the sequences that have a row in the `decodes` of the step in flight, in the order of the rows."""
-        self._merged: set[UnitKey] = set()
+        self._units_in_step: set[UnitKey] = set()
+        """Holds the units that the step in flight reads."""
         self._needed: list[NeededUnit] = []
         self._preempted: list[SequenceId] = []
         self._at_doorstep: list[SequenceId] = []
@@ -101,8 +102,8 @@ class Steps:
         self._note_begin(sequence, now_s)
         splices = sequence.layout.splices(start, end) if start < sequence.num_prompt else ()
         for splice in splices:
-            self._residency.inbox.merge(splice.unit)
-            self._merged.add(splice.unit)
+            self._residency.references.begin_read(splice.unit)
+            self._units_in_step.add(splice.unit)
         self._in_flight[sequence.sequence_id] = sequence
         known = sequence.tokens.view(start, end)
         return Chunk(
@@ -184,13 +185,13 @@ class Steps:
 
     def _end_flight(self, plan: StepPlan) -> tuple[list[tuple[Chunk, Sequence]], list[Sequence]]:
         """Ends the flight of a step. Returns the chunks, and the sequences of rows, that are still alive. Units that
-        the step read can be given away from now on."""
+        the step read can be released from now on."""
         flying, self._in_flight = self._in_flight, {}
         decoding, self._decoding = self._decoding, []
         assert flying.keys() == {chunk.sequence_id for chunk in plan.others}, "not the step that is in flight"
         assert len(decoding) == plan.num_decodes, "not the step that is in flight"
-        self._residency.inbox.settle(self._merged)
-        self._merged.clear()
+        self._residency.references.end_reads(self._units_in_step)
+        self._units_in_step.clear()
         pairs = [(chunk, flying[chunk.sequence_id]) for chunk in plan.others]
         chunks = [(chunk, sequence) for chunk, sequence in pairs if self._roster.get(chunk.sequence_id) is sequence]
         if plan.decodes is not None and not self._standings.batch.is_of(plan.decodes):

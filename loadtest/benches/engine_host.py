@@ -126,9 +126,10 @@ def measure(num_sequences: int, block_size: int) -> HostTimes:
     import torch
 
     from llm_workers.attention import select_backend
-    from llm_workers.landed import LandedFeatures
     from llm_workers.paged_kv import PagedKV
     from llm_workers.runner import Runner
+    from llm_workers.scheduling.feature_references import FeatureReferences
+    from llm_workers.splice import ReferencedFeatures
 
     blocks_each = -(-(PROMPT_TOKENS + 2 * NUM_STEPS) // block_size) + 1
     config = WorkerConfig(
@@ -139,7 +140,7 @@ def measure(num_sequences: int, block_size: int) -> HostTimes:
     )
     model = _Nothing()
     kv = PagedKV(1, config.num_blocks, block_size, (1, HEAD_DIM), torch.bfloat16, torch.device("cpu"))
-    runner = Runner(model, kv, LandedFeatures({}), select_backend("auto", kv))
+    runner = Runner(model, kv, ReferencedFeatures(FeatureReferences()), select_backend("auto", kv))
     scheduler = Scheduler(config, 4096, SystemClock())
     for number in range(num_sequences):
         request = _request(number)

@@ -25,14 +25,15 @@ from llm_workers.attention import select_backend
 from llm_workers.calibrate import calibrate
 from llm_workers.config import WorkerConfig
 from llm_workers.engine import Engine
-from llm_workers.kept import KeptFeatures
-from llm_workers.landed import LandedFeatures
+from llm_workers.features import HostCache
 from llm_workers.paged_kv import PagedKV
 from llm_workers.reporting import WorkerReporter
 from llm_workers.runner import Runner
 from llm_workers.scheduling.events import SequenceTimes
+from llm_workers.scheduling.feature_references import FeatureReferences
 from llm_workers.scheduling.plan import StepPlan
 from llm_workers.scheduling.scheduler import Scheduler
+from llm_workers.splice import ReferencedFeatures
 from llm_workers.updates import Update
 from modalities.family import ModelShape, Positions
 from router.planning.cluster import ClusterState
@@ -122,15 +123,14 @@ class QueueWorld:
         model = TinyModel()
         shape = (NUM_LAYERS, self.config.num_blocks, self.config.block_size, (NUM_KV_HEADS, HEAD_DIM))
         kv = PagedKV(*shape, model.dtype, model.device)
-        runner = PricedRunner(self.clock, model, kv, LandedFeatures({}), select_backend("auto", kv))
+        features = ReferencedFeatures(FeatureReferences())
+        runner = PricedRunner(self.clock, model, kv, features, select_backend("auto", kv))
         scale = context_scale_tokens(HIDDEN)
         self.scheduler = Scheduler(self.config, SHAPE.max_model_len, self.clock, scale)
         self._updates: list[Update] = []
         self.engine = Engine(self.scheduler, runner, self.clock, self._updates.append)
         sink = LocalFeatureSink(LocalChannelHub(), "worker", 1 << 12)
-        self.reporter = WorkerReporter(
-            WORKER, self.config, self.scheduler.stats(), sink, KeptFeatures("never", 0, False)
-        )
+        self.reporter = WorkerReporter(WORKER, self.config, self.scheduler.stats(), sink, HostCache(0))
         calibrate(runner, TinyFamily, self.config, self.reporter.costs, self.clock)
         self.cluster = ClusterState(SHAPE, self.config.block_size, random.Random(1))
         self.cluster.update_members([Member(WORKER, "worker", "local://worker", "h", 0)])

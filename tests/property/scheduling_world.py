@@ -9,16 +9,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 from paged_fake import PagedFake, positions_of, reference_tokens
 
+from fabric.channel import LandedFeature
 from fabric.clock import ManualClock
 from fabric.errors import ContextLengthExceeded
-from fabric.ids import AttemptId, BlockHash, SequenceId, UnitKey
-from fabric.messages import BlocksRemoved, BlocksStored, GenerateRequest
+from fabric.ids import AttemptId, BlockHash, MemberId, SequenceId, UnitKey
+from fabric.messages import BlocksRemoved, BlocksStored, FeatureTicket, GenerateRequest, UnitReady
 from llm_workers.config import WorkerConfig
-from llm_workers.intake import Intake
+from llm_workers.features import FeatureStore
 from llm_workers.scheduling.events import AdmittedSequences, NextRead, StepEvents
+from llm_workers.scheduling.feature_references import ReleasedFeature
 from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
 
@@ -42,10 +46,9 @@ class World:
         self.tokens: dict[SequenceId, list[int]] = {}
         self.finishes: Counter[SequenceId] = Counter()
         self.asked_for: set[tuple[SequenceId, UnitKey]] = set()
-        self.intake = Intake(self.clock, 1e6, 1e6)
-        """This is the same intake that the receiver has; its decision is what evicts."""
-        self.told: Counter[UnitKey] = Counter()
-        """Counts how often the scheduler was notified of a unit that it has not released."""
+        limits = replace(config, unclaimed_unit_ttl_s=1e6, unit_wait_s=1e6, keep_features="never")
+        self.store = FeatureStore(limits, self.clock)
+        """This is the same store that the receiver has; its decision is what evicts."""
         self.reads: dict[tuple[UnitKey, AttemptId], NextRead] = {}
         """Holds the reads that `drain_reads` reported."""
         self.index: dict[BlockHash, BlockHash | None] = {}
@@ -75,23 +78,29 @@ class World:
         """Lands the unit if it is needed; the service, too, pulls only what is needed."""
         if self.scheduler.needs_unit(unit) and unit not in self.fake.features:
             self.fake.features.add(unit)
-            assert self.intake.landed(unit), "a needed unit is missed by nobody"
-            self._tell(unit)
+            attempt = self.store.attempts_of(unit)[0]
+            ticket = FeatureTicket("e", b"", 0, 0, 1, 1, (1, 1, 1), "float32", 60.0)
+            self.store.announce(UnitReady(MemberId("e"), "local://e", *attempt, unit, ticket))
+            self.store.begin_pull(unit)
+            reference = self.store.land(unit, LandedFeature(0, np.zeros(1, np.uint8), ticket, 0.0))
+            assert reference is not None, "no attempt misses a needed unit"
+            self.scheduler.hold_feature(reference)
 
     def lose(self, unit: UnitKey) -> None:
         """Evicts the unit, as the engine does; the sequences that still need it ask for it again."""
-        self.intake.begin_evict(unit)
-        missed_by = self.scheduler.unit_lost(unit)
-        for sequence_id in missed_by:
-            assert sequence_id in self.live
-            self.asked_for.add((sequence_id, unit))
-        self._let_go(unit, [one.attempt_id for one in missed_by])
+        assert self.store.begin_eviction(unit), "the engine holds no reference"
+        missed_by = [one for one in self.live if self.scheduler.references.is_needed_by(one, unit)]
+        self.asked_for.update((sequence_id, unit) for sequence_id in missed_by)
+        released = self.scheduler.evict_feature(unit)
+        assert released is not None
+        assert set(released.missed_by) == {one.attempt_id for one in missed_by}
+        self._release(released)
 
     def make_inbox_room(self) -> None:
         """Does what the receiver does when a needed unit finds the inbox full."""
         self._follow_reads()
         for unit in [unit for unit in self.awaited() if self.scheduler.needs_unit(unit)][:1]:
-            victim = self.intake.victim(unit)
+            victim = self.store.victim(unit)
             if victim is not None:
                 first = min(self._turns(unit))
                 turns = self._turns(victim)
@@ -108,7 +117,7 @@ class World:
         self.live -= expected
         for one in expected:
             self._forget_sequence(one)
-        self._let_go_unneeded()
+        self._release_unneeded()
 
     def step(self) -> None:
         plan = self.plan()
@@ -143,8 +152,8 @@ class World:
                 self.check()
         assert not self.live, "some request never ended"
         self.check()
-        self._let_go_unneeded()
-        assert self.intake.num_held == 0
+        self._release_unneeded()
+        assert self.store.num_held == 0
         stats = self.scheduler.stats()
         assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used, stats.num_features) == (0, 0, 0, 0)
         assert not self.fake.features
@@ -171,8 +180,9 @@ class World:
         self.asked_for |= {(one, unit) for one in admission.sequence_ids for unit in admission.missing_units}
         if admission.sequence_ids:
             units = list(dict.fromkeys(UnitKey(request.media[r.item].mm_hash, r.unit) for r in request.placeholders))
-            self.intake.expect(attempt_id, (request.priority, *request.age), units, ())
-            assert self.intake.admit(attempt_id, admission.missing_units) == []
+            shapes = dict.fromkeys(units, (1, 1, 1))
+            self.store.expect(attempt_id, (request.priority, *request.age), shapes, ())
+            assert self.store.admit(attempt_id, admission.missing_units) == []
 
     def plan(self) -> StepPlan:
         self.clock.advance(0.01)
@@ -186,7 +196,7 @@ class World:
             assert need.sequence_id in self.live
             assert need.unit not in self.fake.features
             self.asked_for.add((need.sequence_id, need.unit))
-            assert not self.intake.need(need.sequence_id.attempt_id, need.unit, need.reason)
+            assert self.store.need(need.sequence_id.attempt_id, need.unit, need.reason) is None
         if is_watching:
             assert {one.sequence_id for one in self.scheduler._roster.sequences} == self.live
             self.scheduler.check_invariants()
@@ -213,7 +223,7 @@ class World:
         assert {one.sequence_id for one in events.tokens if one.finish_reason} == {
             one.sequence_id for one in events.finished
         }
-        self._let_go_unneeded()
+        self._release_unneeded()
 
     def _finish(self, sequence_id: SequenceId, reason: str, num_tokens: int) -> None:
         self.finishes[sequence_id] += 1
@@ -227,24 +237,21 @@ class World:
     def _forget_sequence(self, sequence_id: SequenceId) -> None:
         self.asked_for = {pair for pair in self.asked_for if pair[0] != sequence_id}
         if not any(one.attempt_id == sequence_id.attempt_id for one in self.live):
-            self.intake.end(sequence_id.attempt_id)
+            self.store.end(sequence_id.attempt_id)
 
     # ------------------------------------------------------------ the receiver's part
 
-    def _tell(self, unit: UnitKey) -> None:
-        self.told[unit] += 1
-        self.scheduler.unit_landed(unit)
+    def _release_unneeded(self) -> None:
+        for released in self.scheduler.release_unneeded():
+            assert not self.scheduler.needs_unit(released.unit), "released and needed"
+            self._release(released)
+        assert all(self.scheduler.needs_unit(unit) for unit in self.scheduler.references.readable_units())
 
-    def _let_go_unneeded(self) -> None:
-        for unit in self.scheduler.drain_units_done():
-            assert not self.scheduler.needs_unit(unit), "given away and needed"
-        for unit in [unit for unit in self.told if not self.scheduler.needs_unit(unit)]:
-            self.scheduler.unit_lost(unit)
-            self._let_go(unit)
-
-    def _let_go(self, unit: UnitKey, missed_by: list[AttemptId] | tuple[()] = ()) -> None:
-        self.intake.let_go(unit, self.told.pop(unit, 0), missed_by)
-        self.fake.features.difference_update(self.intake.take_freeable())
+    def _release(self, released: ReleasedFeature) -> None:
+        assert self.store.release(released) == []
+        self.store.take_unneeded()
+        self.fake.features = {unit for unit in self.fake.features if self.store.feature(unit) is not None}
+        self.store.check_invariants()
 
     # ------------------------------------------------------------ oracles
 
@@ -310,7 +317,7 @@ class World:
     def _follow_reads(self) -> None:
         """Checks that the summed changes give the next reads of every live sequence that has claimed its units."""
         reads = self.scheduler.drain_reads()
-        self.intake.read_by(reads)
+        self.store.update_reads(reads)
         for unit, attempt_to_read in reads.items():
             for attempt_id, read in attempt_to_read.items():
                 self.reads.pop((unit, attempt_id), None)

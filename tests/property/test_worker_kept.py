@@ -1,4 +1,4 @@
-"""Checks features that are kept after prefill: the store against a plain list, and the receiver that uses it."""
+"""Checks features that are kept after prefill: the cache against a plain list, and the receiver that uses it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from worker_world import ROW_BYTES, World, request_of, unit_of
 from fabric.channel import LandedFeature
 from fabric.ids import AttemptId, RequestId
 from fabric.messages import FeatureTicket
-from llm_workers.kept import NO_SLOT, KeptFeatures
+from llm_workers.config import WorkerConfig
+from llm_workers.features.host_cache import NO_SLOT, HostCache
 
 BUDGET = 10
 names = st.sampled_from("abcdef")
@@ -25,53 +26,42 @@ def landed(value: int, nbytes: int) -> LandedFeature:
     return LandedFeature(7, np.full(nbytes, value, np.uint8), ticket, 0.5)
 
 
-class Store(RuleBasedStateMachine):
-    """Checks the mode `always`: the store keeps every feature that fits and drops the least recently used ones."""
+class Cache(RuleBasedStateMachine):
+    """Checks that the cache takes every feature that fits, and drops the least recently used ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept = KeptFeatures("always", BUDGET, is_prefix_cached=True)
+        self.cache = HostCache(BUDGET)
         self.free: list[tuple[str, int, int]] = []
         """Holds `(name, value, bytes)`, the least recently used first."""
         self.lent: list[tuple[str, int, int]] = []
-        self.distrusted: set[str] = set()
         self.num_hits = 0
 
     @rule(name=names, value=st.integers(0, 255), nbytes=st.integers(1, 12))
-    def offer(self, name, value, nbytes):
-        feature = landed(value, nbytes)
-        taken = self.kept.offer(unit_of(name), feature)
-        feature.buffer[:] = 0  # another feature uses the inbox slot now
-        if any(one[0] == name for one in self.lent):
-            assert not taken
+    def put(self, name, value, nbytes):
+        if any(one[0] == name for one in (*self.free, *self.lent)):
             return
-        self.free = [one for one in self.free if one[0] != name]
-        fits = nbytes + sum(one[2] for one in self.lent) <= BUDGET
-        assert taken == fits
-        if fits:
+        feature = landed(value, nbytes)
+        dropped = self.cache.put(unit_of(name), feature)
+        feature.buffer[:] = 0  # another feature uses the inbox slot now
+        expected = []
+        if nbytes + sum(one[2] for one in self.lent) <= BUDGET:
             while nbytes + sum(one[2] for one in (*self.free, *self.lent)) > BUDGET:
-                self.free.pop(0)
+                expected.append(unit_of(self.free.pop(0)[0]))
             self.free.append((name, value, nbytes))
+        assert dropped == expected
 
     @rule(name=names)
-    def distrust(self, name):
-        """Distrusts a feature; one that is lent is dropped when it comes back."""
-        self.kept.distrust(unit_of(name), any(one[0] == name for one in self.lent))
-        self.free = [one for one in self.free if one[0] != name]
-        self.distrusted |= {one[0] for one in self.lent if one[0] == name}
-
-    @rule(name=names, nbytes=st.integers(1, 10))
-    def distrust_in_the_inbox(self, name, nbytes):
+    def drop(self, name):
         if all(one[0] != name for one in self.lent):
-            self.kept.distrust(unit_of(name), True)
+            self.cache.drop(unit_of(name))
             self.free = [one for one in self.free if one[0] != name]
-            assert not self.kept.offer(unit_of(name), landed(1, nbytes))
 
     @precondition(lambda self: self.free)
     @rule(number=st.integers(0, 99))
     def lend(self, number):
         one = self.free.pop(number % len(self.free))
-        feature = self.kept.lend(unit_of(one[0]))
+        feature = self.cache.lend(unit_of(one[0]))
         assert feature.slot_id == NO_SLOT
         assert (feature.buffer == one[1]).all()
         assert feature.buffer.nbytes == one[2]
@@ -82,29 +72,36 @@ class Store(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99))
     def give_back(self, number):
         one = self.lent.pop(number % len(self.lent))
-        self.kept.give_back(unit_of(one[0]))
-        if one[0] in self.distrusted:
-            self.distrusted.remove(one[0])
-        else:
-            self.free.append(one)
+        self.cache.give_back(unit_of(one[0]))
+        self.free.append(one)
 
     @invariant()
     def agrees(self):
-        assert [name for name in "abcdef" if unit_of(name) in self.kept] == sorted(one[0] for one in self.free)
-        assert self.kept.used_bytes == sum(one[2] for one in (*self.free, *self.lent)) <= BUDGET
-        assert self.kept.num_hits == self.num_hits
+        self.cache.check_invariants()
+        assert [name for name in "abcdef" if unit_of(name) in self.cache] == sorted(one[0] for one in self.free)
+        assert [name for name in "abcdef" if self.cache.is_lent(unit_of(name))] == sorted(one[0] for one in self.lent)
+        assert self.cache.used_bytes == sum(one[2] for one in (*self.free, *self.lent)) <= BUDGET
+        assert self.cache.num_hits == self.num_hits
 
 
-Store.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
-TestStore = Store.TestCase
+Cache.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+TestCache = Cache.TestCase
+
+
+def keeping(mode: str, kept_rows: int, is_prefix_cached: bool) -> WorkerConfig:
+    return WorkerConfig(
+        unclaimed_unit_ttl_s=5.0,
+        keep_features=mode,
+        kept_bytes=kept_rows * ROW_BYTES,
+        is_prefix_cache_enabled=is_prefix_cached,
+    )
 
 
 @settings(deadline=None, max_examples=100)
 @given(requests(), ACTIONS, st.sampled_from([4, 5, 7]), st.integers(1, 12), st.sampled_from(["always", "auto"]))
 def test_every_interleaving_serves_all_and_keeps_within_its_budget(waiting, actions, inbox_rows, kept_rows, mode):
     async def scenario():
-        world = World(inbox_rows * ROW_BYTES)
-        world.receiver.kept = KeptFeatures(mode, kept_rows * ROW_BYTES, is_prefix_cached=False)
+        world = World(inbox_rows * ROW_BYTES, keeping(mode, kept_rows, False))
         for request in waiting:
             world.will_announce(request)
         await play(world, waiting, actions)
@@ -112,11 +109,11 @@ def test_every_interleaving_serves_all_and_keeps_within_its_budget(waiting, acti
         world.clock.advance(6.0)
         world.receiver.settle()
         assert not world.failed
-        assert world.receiver.num_held == 0
+        assert world.receiver.store.num_held == 0
         assert not world.sink.slots
         assert not world.landed
-        assert world.receiver.kept.used_bytes <= kept_rows * ROW_BYTES
-        assert not world.receiver.kept._lent
+        assert world.receiver.store.host_cache.used_bytes <= kept_rows * ROW_BYTES
+        assert not world.receiver.store.host_cache._lent
         released = [message.generation for message in world.releases]
         assert sorted(released) == list(range(1, world.num_announced + 1))
 
@@ -140,8 +137,7 @@ def asked(mode: str, is_prefix_cached: bool, num_requests: int) -> tuple[int, Wo
     """Returns how often the picture was encoded and announced for this many requests in a row, and the world."""
 
     async def scenario():
-        world = World(100 * ROW_BYTES)
-        world.receiver.kept = KeptFeatures(mode, 100 * ROW_BYTES, is_prefix_cached)
+        world = World(100 * ROW_BYTES, keeping(mode, 100, is_prefix_cached))
         for number in range(num_requests):
             await serve(world, f"r{number}", float(number))
         return world.num_announced, world
@@ -151,16 +147,17 @@ def asked(mode: str, is_prefix_cached: bool, num_requests: int) -> tuple[int, Wo
 
 def test_what_was_kept_is_not_asked_for_again() -> None:
     num_announced, world = asked("always", True, 4)
-    assert (num_announced, world.receiver.kept.num_hits) == (1, 3)
-    assert world.receiver.kept.used_bytes == 2 * ROW_BYTES
+    assert (num_announced, world.receiver.store.host_cache.num_hits) == (1, 3)
+    assert world.receiver.store.host_cache.used_bytes == 2 * ROW_BYTES
     assert not world.sink.slots
 
 
 def test_auto_keeps_from_the_second_time_on() -> None:
     num_announced, world = asked("auto", True, 5)
-    assert (num_announced, world.receiver.kept.num_hits) == (2, 3)
+    assert (num_announced, world.receiver.store.host_cache.num_hits) == (2, 3)
 
 
 def test_never_keeps_nothing() -> None:
     num_announced, world = asked("never", False, 3)
-    assert (num_announced, world.receiver.kept.num_hits, world.receiver.kept.used_bytes) == (3, 0, 0)
+    cache = world.receiver.store.host_cache
+    assert (num_announced, cache.num_hits, cache.used_bytes) == (3, 0, 0)

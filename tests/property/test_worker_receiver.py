@@ -13,6 +13,7 @@ from worker_world import ROW_BYTES, World, assert_settled, request_of, unit_of
 from fabric.errors import FeatureMismatch, InvalidMedia
 from fabric.ids import AttemptId, RequestId
 from fabric.messages import UnitRelease
+from llm_workers.features import UnitState
 
 NAMES = "abcd"
 ROWS = {"a": 1, "b": 2, "c": 3, "d": 4}
@@ -88,8 +89,11 @@ def test_every_interleaving_serves_all_and_leaves_nothing(waiting, actions, inbo
         world.clock.advance(6.0)
         world.receiver.settle()
         assert not world.failed
-        assert world.receiver.num_held == 0
-        assert not world.receiver._intake._users, "units are remembered that are nobody's"
+        assert world.receiver.store.num_held == 0
+        for entry in world.receiver.store._entries.values():
+            assert entry.state is UnitState.KEPT, "a unit is remembered that no attempt uses"
+            assert not entry.readers.attempts
+            assert not entry.readers.named
         assert not world.sink.slots
         assert not world.landed
         released = [message.generation for message in world.releases]
@@ -231,7 +235,7 @@ def test_a_source_that_left_is_asked_for_again():
         world.announce(0)
         world.announce(0)
         assert len(world.sink.pulls) == 1
-        world.receiver.source_gone("e")
+        world.receiver.drop_source("e")
         assert world.coming == [(AttemptId(RequestId("r"), 0), unit_of("a"))]
 
     run(scenario)
@@ -277,10 +281,10 @@ def test_what_was_pulled_and_is_covered_after_all_is_freed_at_admission():
             world.announce(0)
         await world.end_pull(0, is_lost=False)
         await world.end_pull(0, is_lost=False)
-        assert set(world.landed) == {unit_of("a"), unit_of("b")}
+        assert world.landed == {unit_of("a"), unit_of("b")}
         world.receiver.admit(attempt, [unit_of("b")])
         world.receiver.settle()
-        assert set(world.landed) == {unit_of("b")}, "cached KV covers a"
+        assert world.landed == {unit_of("b")}, "cached KV covers a"
         assert len(world.sink.slots) == 1
         assert_settled(world.receiver)
 

@@ -25,7 +25,6 @@ from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
 from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit
 from encoder_pool.planning.lease_book import LeaseKey
-from fabric.channel import LandedFeature
 from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
 from fabric.clock import ManualClock
 from fabric.ids import AttemptId, MemberId, UnitKey
@@ -45,7 +44,8 @@ from fabric.plane_local import LocalHub, LocalPlane
 from llm_workers.calls import OpenCalls
 from llm_workers.config import WorkerConfig
 from llm_workers.engine import Engine
-from llm_workers.receiver import FeatureEndpoint, Listener, Receiver
+from llm_workers.features import FeatureEndpoint, Listener, Receiver
+from llm_workers.scheduling.feature_references import FeatureReferences
 from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
 from llm_workers.updates import Update
@@ -117,14 +117,14 @@ class Encoder:
 class CheckedExecutor:
     """Runs the fake model and checks byte for byte what has landed."""
 
-    def __init__(self, config: WorkerConfig, landed: dict[UnitKey, LandedFeature]) -> None:
+    def __init__(self, config: WorkerConfig, references: FeatureReferences) -> None:
         self._fake = PagedFake(config.num_blocks, config.block_size)
-        self._landed = landed
+        self._references = references
 
     def execute(self, plan: StepPlan) -> StepResult:
         for unit in {splice.unit for chunk in plan.chunks for splice in chunk.splices}:
-            assert (self._landed[unit].buffer == content(unit)).all(), f"{unit}: bytes of another feature"
-        self._fake.features = set(self._landed)
+            assert (self._references.feature(unit).buffer == content(unit)).all(), f"{unit}: bytes of another feature"
+        self._fake.features = set(self._references.readable_units())
         return self._fake.execute(plan)
 
 
@@ -137,19 +137,19 @@ class Worker:
         self.sink = LocalFeatureSink(world.channel, self.member_id, inbox_bytes)
         self.scheduler = Scheduler(config, MAX_MODEL_LEN, world.clock)
         self.num_turns = 0
-        landed: dict[UnitKey, LandedFeature] = {}
         self._updates: list[Update] = []
-        self.engine = Engine(self.scheduler, CheckedExecutor(config, landed), world.clock, self._updates.append)
+        executor = CheckedExecutor(config, self.scheduler.references)
+        self.engine = Engine(self.scheduler, executor, world.clock, self._updates.append)
         self.calls = OpenCalls(self.member_id, self.plane, world.clock)
         listener = Listener(self.calls.unit_event, self.calls.needed, self._fail)
         endpoint = FeatureEndpoint(self.member_id, self.plane, self.sink, world.clock)
-        self.receiver = Receiver(endpoint, config, (1, HIDDEN), self.engine, listener, landed)
+        self.receiver = Receiver(endpoint, config, (1, HIDDEN), self.engine, listener)
         self.receiver.start()
         self.plane.start(self._on_message)
 
     def _on_message(self, message: PlaneMessage) -> None:
         assert isinstance(message, UnitReady)
-        self.receiver.announced(message)
+        self.receiver.announce(message)
 
     def _fail(self, attempt_id: AttemptId, error: Exception) -> None:
         raise AssertionError(f"{attempt_id}: {error}")
@@ -172,9 +172,9 @@ class Worker:
         self.scheduler.check_invariants()
         for update in self._updates:
             assert not update.failed, update.failed
-            for let_go in update.let_go:
-                self.receiver.let_go(*let_go)
-            self.receiver.read_by(update.reads)
+            for released in update.released:
+                self.receiver.release(released)
+            self.receiver.update_reads(update.reads)
             for attempt_id, admission in update.admitted:
                 self.receiver.admit(attempt_id, admission.missing_units)
             for sequence_id, unit, reason in update.needed:
@@ -182,6 +182,7 @@ class Worker:
             self.calls.apply(update)
         self._updates.clear()
         self.receiver.settle()
+        self.receiver.store.check_invariants()
 
 
 class World:
@@ -284,7 +285,8 @@ class World:
         for worker in self.workers:
             stats = worker.scheduler.stats()
             assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used, stats.num_features) == (0, 0, 0, 0)
-            assert worker.receiver.num_held == 0
+            assert worker.receiver.store.num_held == 0
+            worker.receiver.check_at_rest()
             assert worker.sink.usage().used_bytes == 0
             worker.receiver.stop()
             worker.sink.close()

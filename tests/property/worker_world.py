@@ -25,10 +25,11 @@ from fabric.messages import (
     UnitRelease,
 )
 from llm_workers.config import WorkerConfig
-from llm_workers.intake import Intake
-from llm_workers.receiver import FeatureEndpoint, Listener, Receiver
+from llm_workers.features import FeatureEndpoint, FeatureStore, Listener, Receiver, UnitState
+from llm_workers.features.feature_store import LOST
+from llm_workers.features.read_order import ReadTurn
 from llm_workers.scheduling.events import NextRead
-from llm_workers.turns import ReadTurn
+from llm_workers.scheduling.feature_references import FeatureReference, ReleasedFeature
 
 NUM_LEVELS, HIDDEN, ROW_BYTES = 2, 4, 2 * 4 * 4
 
@@ -105,6 +106,7 @@ class Reading:
 @dataclass
 class World:
     total_bytes: int
+    config: WorkerConfig = field(default_factory=lambda: WorkerConfig(unclaimed_unit_ttl_s=5.0))
     clock: ManualClock = field(default_factory=ManualClock)
     address: str = "local://worker"
     num_announced: int = 0
@@ -113,7 +115,6 @@ class World:
 
     def __post_init__(self) -> None:
         self.sink = Sink(self.total_bytes)
-        self.landed: dict[UnitKey, LandedFeature] = {}
         self.commands: deque = deque()
         self.updates: deque = deque()
         self.coming: list[tuple[AttemptId, UnitKey]] = []
@@ -121,12 +122,12 @@ class World:
         self.rows: dict[UnitKey, int] = {}
         self.live: dict[AttemptId, GenerateRequest] = {}
         self.reading: dict[AttemptId, Reading] = {}
-        self.held: dict[UnitKey, int] = {}
+        self.held: dict[UnitKey, list[FeatureReference]] = {}
+        """Holds the references of the engine."""
         self.told: dict[tuple[UnitKey, AttemptId], NextRead] = {}
         endpoint = FeatureEndpoint(MemberId("worker"), self, self.sink, self.clock)
         listener = Listener(lambda *_: None, self._needed, self.failed.__setitem__)
-        config = WorkerConfig(unclaimed_unit_ttl_s=5.0)
-        self.receiver = Receiver(endpoint, config, (NUM_LEVELS, HIDDEN), self, listener, self.landed)
+        self.receiver = Receiver(endpoint, self.config, (NUM_LEVELS, HIDDEN), self, listener)
         self.receiver.start()
 
     # ------------------------------------------------------------ the plane and the engine, as the receiver sees them
@@ -135,16 +136,24 @@ class World:
         self.releases.append(message)
         return True
 
-    def unit_landed(self, unit: UnitKey) -> None:
-        self.commands.append(("landed", unit))
+    @property
+    def landed(self) -> set[UnitKey]:
+        """Returns the units whose features are in memory, the lent ones included."""
+        entries = self.receiver.store._entries
+        return {unit for unit, entry in entries.items() if entry.feature is not None}
 
-    def evict_unit(self, unit: UnitKey) -> None:
+    def hold_feature(self, reference: FeatureReference) -> None:
+        self.commands.append(("hold", reference))
+
+    def evict_feature(self, unit: UnitKey) -> None:
         self.commands.append(("evict", unit))
 
     def _needed(self, needs) -> None:
-        for attempt, unit, _ in needs:
-            assert (attempt, unit) not in self.coming, "asked for what is on its way"
-            self.coming.append((attempt, unit))
+        for attempt, unit, reason in needs:
+            if (attempt, unit) not in self.coming:
+                self.coming.append((attempt, unit))
+            else:  # it is slower than `unit_wait_s`
+                assert reason == LOST, "asked for what is on its way"
 
     # ------------------------------------------------------------ requests and encoders
 
@@ -178,7 +187,7 @@ class World:
         self.num_announced += 1
         shape = (NUM_LEVELS, self.rows[unit], HIDDEN)
         ticket = FeatureTicket("e", b"", 0, 0, self.rows[unit] * ROW_BYTES, self.num_announced, shape, "float32", 60.0)
-        self.receiver.announced(UnitReady(MemberId("e"), "local://e", request_id, number, unit, ticket))
+        self.receiver.announce(UnitReady(MemberId("e"), "local://e", request_id, number, unit, ticket))
 
     async def end_pull(self, index: int, is_lost: bool) -> None:
         self.sink.end_pull(index, is_lost)
@@ -190,25 +199,30 @@ class World:
     def turn(self, preempt: int | None = None) -> None:
         """Runs one turn: it obeys commands, releases units, preempts an attempt if asked, reads one unit for every
         attempt that can read, and releases units again."""
-        let_go, admitted, needed, ended = [], [], [], []
+        released, admitted, needed, ended = [], [], [], []
         while self.commands:
-            self._obey(self.commands.popleft(), let_go, admitted)
-        self._let_go_unneeded(let_go)
+            self._obey(self.commands.popleft(), released, admitted)
+        self._release_unneeded(released)
         if preempt is not None and self.reading:
             attempt = list(self.reading)[preempt % len(self.reading)]
             self.reading[attempt].at = 0
             needed = [(attempt, unit) for unit in dict.fromkeys(self.reading[attempt].units) if unit not in self.held]
         for attempt, one in list(self.reading.items()):
             if one.at < len(one.units) and one.units[one.at] in self.held:
-                assert one.units[one.at] in self.landed, "the engine reads what was freed"
-                is_lent = self.receiver.kept.is_lent(one.units[one.at])
-                assert is_lent or self.landed[one.units[one.at]].slot_id in self.sink.slots
+                self._read(one.units[one.at])
                 one.at += 1
             if one.at == len(one.units):
                 del self.reading[attempt]
                 ended.append(attempt)
-        self._let_go_unneeded(let_go)
-        self.updates.append((let_go, self._changed_reads(), admitted, needed, ended))
+        self._release_unneeded(released)
+        self.updates.append((released, self._changed_reads(), admitted, needed, ended))
+
+    def _read(self, unit: UnitKey) -> None:
+        """Checks that what every reference to the unit leads to is still in memory."""
+        for reference in self.held[unit]:
+            assert self.receiver.store.feature(unit) is reference.feature, "the engine reads what was freed"
+            is_lent = self.receiver.store.host_cache.is_lent(unit)
+            assert is_lent or reference.feature.slot_id in self.sink.slots
 
     def _changed_reads(self) -> dict[UnitKey, dict[AttemptId, NextRead | None]]:
         """Returns the reads that differ from those of the last update."""
@@ -220,29 +234,30 @@ class World:
         self.told = reads
         return changed
 
-    def _obey(self, command: tuple, let_go: list, admitted: list) -> None:
+    def _obey(self, command: tuple, released: list, admitted: list) -> None:
         kind, subject = command[:2]
         if kind == "add":
             self.reading[subject] = Reading(command[2])
             admitted.append((subject, [unit for unit in dict.fromkeys(command[2]) if unit not in self.held]))
         elif kind == "abort":
             self.reading.pop(subject, None)
-        elif kind == "landed":
-            self.held[subject] = self.held.get(subject, 0) + 1
+        elif kind == "hold":
+            self.held.setdefault(subject.unit, []).append(subject)
         elif subject in self.held:
             missed = tuple(attempt for attempt, one in self.reading.items() if subject in one.units[one.at :])
-            let_go.append((subject, self.held.pop(subject), missed))
+            released.append(ReleasedFeature(subject, tuple(self.held.pop(subject)), missed))
 
-    def _let_go_unneeded(self, let_go: list) -> None:
+    def _release_unneeded(self, released: list) -> None:
         needed = {unit for one in self.reading.values() for unit in one.units[one.at :]}
-        let_go.extend((unit, self.held.pop(unit), ()) for unit in list(self.held) if unit not in needed)
+        unneeded = [unit for unit in self.held if unit not in needed]
+        released.extend(ReleasedFeature(unit, tuple(self.held.pop(unit))) for unit in unneeded)
 
     def deliver(self) -> None:
         """Applies one update of the engine to the receiver."""
-        let_go, reads, admitted, needed, ended = self.updates.popleft()
-        for each in let_go:
-            self.receiver.let_go(*each)
-        self.receiver.read_by(reads)
+        released, reads, admitted, needed, ended = self.updates.popleft()
+        for each in released:
+            self.receiver.release(each)
+        self.receiver.update_reads(reads)
         for attempt, missing in admitted:
             self.receiver.admit(attempt, missing)
         for attempt, unit in needed:
@@ -254,47 +269,50 @@ class World:
 
 
 def assert_settled(receiver: Receiver) -> None:
-    """Checks, by a search of everything that the intake knows, that nothing is left to do but wait: `settle`, which
+    """Checks, by a search of everything that the store knows, that nothing is left to do but wait: `settle`, which
     uses marks and queues, must reach the same result as the search."""
-    intake, now_s = receiver._intake, receiver._endpoint.clock.now()
-    for unit, num_told in intake._landed.items():
-        is_expected = any(not known.is_admitted and unit in known.order for known in intake._attempts.values())
-        assert num_told or (is_expected and unit not in intake._evicting), f"{unit} could be freed"
-    announced = {unit: list(tickets.values()) for unit, tickets in intake._announced._by_unit.items()}
-    for unit, tickets in announced.items():
-        for ticket in tickets:
-            known = intake._attempts.get(ticket.attempt)
-            is_early = known is None and ticket.attempt not in intake._ended and ticket.at_s > now_s - intake._ttl_s
-            assert is_early or (known is not None and known.wants(unit)), f"{ticket} is of no use"
-    for attempt, known in intake._attempts.items():
-        for unit in known.missing:
-            is_awaited = now_s - known.awaited.get(unit, -1e9) < intake._wait_s
-            assert is_awaited or unit in announced or unit in intake._pulling, f"{attempt} waits for {unit}"
-        for unit in known.missing if known.is_admitted else known.order:
-            is_here = unit in intake._landed or unit in intake._pulling
-            assert is_here or unit not in receiver.kept, f"{unit} lies among the kept"
-    pulls = {unit: turn for unit in announced if (turn := _first_turn(intake, unit, is_pull=True)) is not None}
-    assert intake._to_pull._orders == pulls
-    first = intake._to_pull.first()
+    store, now_s = receiver.store, receiver._endpoint.clock.now()
+    store.check_invariants()
+    for unit, entry in store._entries.items():
+        if entry.state is UnitState.LANDED:
+            is_expected = any(not needs.is_admitted and unit in needs.order for needs in store._attempts.values())
+            assert is_expected, f"{unit} could be freed"
+            assert not entry.is_evicting, f"{unit} could be evicted"
+        for one in entry.announced:
+            needs = store._attempts.get(one.attempt)
+            is_fresh = one.at_s > now_s - store._config.unclaimed_unit_ttl_s
+            is_early = needs is None and one.attempt not in store._ended and is_fresh
+            assert is_early or (needs is not None and needs.wants(unit)), f"{one} is of no use"
+    for attempt, needs in store._attempts.items():
+        for unit in needs.missing:
+            is_awaited = now_s - needs.awaited.get(unit, -1e9) < store._config.unit_wait_s
+            is_coming = store._entries[unit].announced or store.state(unit) is UnitState.PULLING
+            assert is_awaited or is_coming, f"{attempt} waits for {unit}"
+        for unit in needs.missing if needs.is_admitted else needs.order:
+            assert store.state(unit) is not UnitState.KEPT, f"{unit} is kept and wanted"
+    announced = [unit for unit, entry in store._entries.items() if entry.announced]
+    pulls = {unit: turn for unit in announced if (turn := _first_turn(store, unit, is_pull=True)) is not None}
+    assert store._to_pull._orders == pulls
+    first = store._to_pull.first()
     assert first is None if not pulls else first[:2] == min((turn, unit) for unit, turn in pulls.items())
-    in_inbox = [unit for unit in intake._landed if unit not in intake._lent]
-    uses = {unit: turn for unit in in_inbox if (turn := _first_turn(intake, unit, is_pull=False)) is not None}
-    assert {unit: order.turn for unit, order in intake._to_evict._orders.items()} == uses
-    last = intake._to_evict.first()
+    in_inbox = [unit for unit, entry in store._entries.items() if entry.feature is not None and not entry.is_lent]
+    uses = {unit: turn for unit in in_inbox if (turn := _first_turn(store, unit, is_pull=False)) is not None}
+    assert {unit: order.turn for unit, order in store._to_evict._orders.items()} == uses
+    last = store._to_evict.first()
     assert last is None if not uses else last[0].turn == max(uses.values())
 
 
-def _first_turn(intake: Intake, unit: UnitKey, is_pull: bool) -> ReadTurn | None:
+def _first_turn(store: FeatureStore, unit: UnitKey, is_pull: bool) -> ReadTurn | None:
     """Returns the first turn among the attempts that want the unit pulled (`is_pull`) or that still have to read it."""
-    if is_pull and (unit in intake._pulling or unit in intake._landed):
+    if is_pull and store.state(unit) in (UnitState.PULLING, UnitState.LANDED, UnitState.READ):
         return None
-    named = intake._users[unit].named if unit in intake._users else {}
+    named = store._entries[unit].readers.named if unit in store._entries else {}
     turns = []
-    for attempt, known in intake._attempts.items():
-        is_reader = unit in known.order and (not named or attempt in named or not known.is_admitted)
-        if known.wants(unit) if is_pull else is_reader:
-            read = NextRead(0, known.order[unit])
-            if known.is_admitted:
+    for attempt, needs in store._attempts.items():
+        is_reader = unit in needs.order and (not named or attempt in named or not needs.is_admitted)
+        if needs.wants(unit) if is_pull else is_reader:
+            read = NextRead(0, needs.order[unit])
+            if needs.is_admitted:
                 read = named.get(attempt, read)
-            turns.append(ReadTurn(known.is_admitted and attempt not in named, known.rank, read))
+            turns.append(ReadTurn(needs.is_admitted and attempt not in named, needs.rank, read))
     return min(turns, default=None)

@@ -3,21 +3,25 @@ time."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 
+from fabric.channel import LandedFeature
 from fabric.clock import ManualClock
 from fabric.ids import AttemptId, MemberId, MmHash, RequestId, SequenceId, UnitKey
-from fabric.messages import GenerateRequest, MediaItem, PlaceholderRange, SamplingParams, StopConditions
+from fabric.messages import FeatureTicket, GenerateRequest, MediaItem, PlaceholderRange, SamplingParams, StopConditions
 from llm_workers.config import WorkerConfig
 from llm_workers.scheduling.events import StepEvents
+from llm_workers.scheduling.feature_references import FeatureReference
 from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
 from modalities.family import Positions
 
 PAD = 9
 MAX_MODEL_LEN = 4096
+NUMBERS = itertools.count(1)
 
 
 def image(name: str, index: int, num_tokens: int) -> MediaItem:
@@ -71,6 +75,12 @@ def attempt_id(name: str) -> AttemptId:
     return AttemptId(RequestId(name), 1)
 
 
+def reference(of: UnitKey) -> FeatureReference:
+    """Returns another reference to the unit, with a feature of one byte."""
+    ticket = FeatureTicket("encoder", b"", 0, 0, 1, 1, (1, 1, 1), "float32", 60.0)
+    return FeatureReference(of, next(NUMBERS), LandedFeature(0, np.zeros(1, np.uint8), ticket, 0.0))
+
+
 class Bench:
     """A `Bench` is a scheduler with its clock; `step` plans, answers every draw with `token` and commits, and the
     methods check the invariants."""
@@ -79,16 +89,22 @@ class Bench:
         self.clock = ManualClock()
         self.config = WorkerConfig(**config)  # type: ignore[arg-type]
         self.scheduler = Scheduler(self.config, MAX_MODEL_LEN, self.clock)
-        self.units_done: list[UnitKey] = []
-        """Holds the units that the last committed step made unneeded."""
 
     def add(self, prompt: GenerateRequest, *, landed: bool = False, delta: int = 0):
         admission = self.scheduler.add(self.scheduler.prepare(prompt, positions(prompt, delta)))
         if landed:
             for missing in admission.missing_units:
-                self.scheduler.unit_landed(missing)
+                self.land(missing)
         self.scheduler.check_invariants()
         return admission
+
+    def land(self, landed: UnitKey) -> None:
+        """Hands the scheduler a reference to the unit."""
+        self.scheduler.hold_feature(reference(landed))
+
+    def release_unneeded(self) -> list[UnitKey]:
+        """Returns the units that the scheduler releases now."""
+        return [released.unit for released in self.scheduler.release_unneeded()]
 
     def plan(self) -> StepPlan:
         plan = self.scheduler.plan_step()
@@ -104,12 +120,12 @@ class Bench:
             if chunk.sampling is not None
         }
         events = self.scheduler.commit(plan, StepResult(drawn))
-        self.units_done = self.scheduler.drain_units_done()
         self.scheduler.check_invariants()
         return events
 
     def step(self, token: int = 7) -> dict[str, int]:
-        """Runs one step and returns the number of tokens computed per request name."""
+        """Runs one step, releases what became unneeded, and returns the number of tokens computed per request name."""
         plan = self.plan()
         self.commit(plan, token)
+        self.release_unneeded()
         return {chunk.sequence_id.request_id: chunk.num_tokens for chunk in plan.chunks}

@@ -97,7 +97,7 @@ def test_blocks_that_were_evicted_before_it_began_cost_a_request_its_units() -> 
     assert [tuple(need) for need in bench.scheduler.drain_needed()] == [
         (sequence_id("second"), unit("image"), "preempted")
     ]
-    bench.scheduler.unit_landed(unit("image"))
+    bench.land(unit("image"))
     assert bench.step() == {"second": 12}
 
 
@@ -160,7 +160,7 @@ def test_when_nothing_else_can_be_done_the_first_in_rank_is_tried() -> None:
     for number in range(3 * MAX_PASSED_OVER):
         bench.add(request(f"younger-{number}", 8, age=2 + number, cache_salt="b"))
     assert bench.step() == {"doorstep": 79}
-    bench.scheduler.unit_lost(unit("image"))
+    bench.scheduler.evict_feature(unit("image"))
     assert bench.step() == {}
     bench.add(request("oldest", 60, age=0, cache_salt="a"))
     assert bench.step() == {"oldest": 60}

@@ -9,7 +9,7 @@ from scheduling_cases import Bench, attempt_id, positions, request, sequence_id,
 from fabric.errors import FeatureMismatch, ProtocolError
 from fabric.messages import SamplingParams, StopConditions
 from kv_index.block_hashing import prompt_block_hashes
-from llm_workers.scheduling.plan import NO_BLOCK
+from llm_workers.scheduling.plan import NO_BLOCK, StepResult
 from llm_workers.scheduling.timing import Stopwatch
 
 
@@ -191,10 +191,10 @@ def test_an_abort_in_flight_frees_at_once_and_the_commit_ignores_it() -> None:
     assert bench.scheduler.abort(attempt_id("a")) == []
     assert bench.scheduler.stats().kv_blocks_used == 2
     assert bench.scheduler.needs_unit(unit("image")), "the step still reads it"
-    assert bench.scheduler.drain_units_done() == []
+    assert bench.release_unneeded() == []
     events = bench.commit(plan)
     assert [one.sequence_id for one in events.tokens] == [sequence_id("b")]
-    assert bench.units_done == [unit("image")]
+    assert bench.release_unneeded() == [unit("image")]
 
 
 def test_an_attempt_added_again_in_flight_is_another_sequence() -> None:
@@ -227,7 +227,7 @@ def test_times_of_a_finished_sequence() -> None:
     bench.clock.advance(0.25)
     assert bench.commit(plan).at_doorstep == (sequence_id("a"),)
     bench.clock.advance(3.0)
-    bench.scheduler.unit_landed(unit("image"))
+    bench.land(unit("image"))
     plan = bench.plan()
     bench.clock.advance(0.5)
     (ended,) = bench.commit(plan).finished
@@ -271,12 +271,16 @@ def test_contradictions_are_refused_and_nothing_changes() -> None:
     assert bench.scheduler.stats().num_waiting == 1
 
 
-def test_what_became_free_without_a_step_is_reported() -> None:
+def test_what_became_unneeded_is_released_without_a_step() -> None:
     bench = Bench()
-    bench.add(request("a", 40, [("image", 0, 5)]))
+    bench.add(request("a", 40, [("image", 0, 5)]), landed=True)
     bench.scheduler.abort(attempt_id("a"))
-    assert bench.plan().chunks == ()
-    assert bench.scheduler.drain_units_done() == [unit("image")]
+    assert bench.release_unneeded() == [unit("image")]
+    plan = bench.plan()
+    assert plan.chunks == ()
+    bench.scheduler.commit(plan, StepResult({}))
+    assert bench.release_unneeded() == []
+    assert bench.scheduler.stats().num_features == 0
 
 
 def test_penalties_count_what_was_generated_and_the_prompt_as_seen_only() -> None:

@@ -30,26 +30,26 @@ def test_at_its_doorstep_a_sequence_costs_nothing_until_the_unit_lands() -> None
     bench.add(request("a", 40, [("one", 10, 5), ("two", 20, 5)]))
     assert bench.step() == {"a": 10}
     assert bench.step() == {}
-    bench.scheduler.unit_landed(unit("two"))
+    bench.land(unit("two"))
     assert bench.step() == {}
-    bench.scheduler.unit_landed(unit("one"))
+    bench.land(unit("one"))
     plan = bench.plan()
     assert [(s.at, s.length, s.unit, s.row) for s in plan.chunks[0].splices] == [
         (0, 5, unit("one"), 0),
         (10, 5, unit("two"), 0),
     ]
     bench.commit(plan)
-    assert bench.units_done == [unit("one"), unit("two")]
+    assert bench.release_unneeded() == [unit("one"), unit("two")]
 
 
 def test_an_image_is_needed_until_its_last_occurrence_is_computed() -> None:
     bench = Bench(max_step_tokens=20)
     bench.add(request("a", 50, [("same", 10, 5), ("same", 30, 5)]), landed=True)
-    bench.step()
-    assert bench.units_done == []
+    bench.commit(bench.plan())
+    assert bench.release_unneeded() == []
     assert bench.scheduler.needs_unit(unit("same"))
-    bench.step()
-    assert bench.units_done == [unit("same")]
+    bench.commit(bench.plan())
+    assert bench.release_unneeded() == [unit("same")]
     assert not bench.scheduler.needs_unit(unit("same"))
 
 

@@ -18,9 +18,9 @@ def test_three_prompts_with_an_image_share_a_step_up_to_their_doorsteps() -> Non
     bench = Bench(max_step_tokens=1024, num_blocks=1024)
     for index, name in enumerate("abc"):
         bench.add(request(name, 800, [(f"image-{name}", 100, 600)], age=index))
-    bench.scheduler.unit_landed(unit("image-a"))
+    bench.land(unit("image-a"))
     assert bench.step() == {"a": 800, "b": 100, "c": 100}
-    bench.scheduler.unit_landed(unit("image-b"))
+    bench.land(unit("image-b"))
     assert bench.step() == {"a": 1, "b": 700}
 
 

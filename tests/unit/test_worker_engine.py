@@ -6,6 +6,7 @@ import queue
 
 import numpy as np
 import pytest
+from scheduling_cases import reference
 
 from fabric.clock import SystemClock
 from fabric.errors import EngineFailed, InvalidRequest, WorkerLost
@@ -114,8 +115,11 @@ class Watched:
     def deaths(self):
         return [u.death for u in self.seen if u.death]
 
-    def let_go(self):
-        return [let_go for u in self.seen for let_go in u.let_go]
+    def released(self):
+        return [released for u in self.seen for released in u.released]
+
+    def given_back(self):
+        return [reference for released in self.released() for reference in released.references]
 
 
 @pytest.fixture
@@ -237,14 +241,14 @@ def test_a_chunk_that_is_not_finite_is_not_found_though_nothing_was_drawn_from_i
     watched = Watched(max_step_tokens=8, max_sequences=2)
     watched.executor.not_finite = {"a": 9}
     watched.engine.add(request("a", with_unit=True), POSITIONS)
-    watched.engine.unit_landed(UNIT)
+    watched.engine.hold_feature(reference(UNIT))
     watched.engine.start()
     try:
         watched.until(watched.failed)
         assert watched.executor.num_probes == 1
         (update,) = [update for update in watched.seen if update.failed]
         assert update.distrusted == [UNIT]
-        assert [let_go.unit for let_go in watched.let_go()] == [UNIT]
+        assert [released.unit for released in watched.released()] == [UNIT]
         stored = [block for u in watched.seen for event in u.kv_events for block in event.hashes]
         assert len(stored) == 2
         watched.executor.not_finite = {}
@@ -328,7 +332,7 @@ def test_a_probe_has_nothing_of_the_request_and_writes_where_nobody_reads():
     watched = Watched()
     watched.executor.broken = {"a"}
     watched.engine.add(request("a", with_unit=True), POSITIONS)
-    watched.engine.unit_landed(UNIT)
+    watched.engine.hold_feature(reference(UNIT))
     watched.engine.start()
     watched.until(watched.failed)
     watched.engine.stop()
@@ -378,34 +382,36 @@ def test_a_refused_request_is_answered(watched):
     assert list(watched.failed()) == ["a"]
 
 
-def test_every_word_on_a_unit_is_answered_once(watched):
-    engine = watched.engine
-    engine.unit_landed(UNIT)
-    watched.until(watched.let_go)
-    assert watched.let_go() == [(UNIT, 1, ())], "landed for nobody"
+def test_every_reference_is_given_back_once(watched):
+    engine, references = watched.engine, [reference(UNIT) for _ in range(4)]
+    engine.hold_feature(references[0])
+    watched.until(watched.released)
+    assert watched.released() == [(UNIT, (references[0],), ())], "no sequence needs it"
     engine.add(request("a", with_unit=True), POSITIONS)
     watched.until(lambda: watched.seen and watched.seen[-1].admitted)
     assert watched.seen[-1].admitted[0].admission.missing_units == (UNIT,)
-    engine.unit_landed(UNIT)
+    engine.hold_feature(references[1])
     watched.until(lambda: "a" in watched.finished())
-    assert sum(let_go.num_told for let_go in watched.let_go()) == 2
-    engine.evict_unit(UNIT)
-    engine.unit_landed(UNIT)
-    engine.unit_landed(UNIT)
-    watched.until(lambda: sum(let_go.num_told for let_go in watched.let_go()) == 4)
-    assert all(not let_go.missed_by for let_go in watched.let_go())
+    assert watched.given_back() == references[:2]
+    engine.evict_feature(UNIT)
+    engine.hold_feature(references[2])
+    engine.hold_feature(references[3])
+    watched.until(lambda: len(watched.given_back()) == 4)
+    assert watched.given_back() == references
+    assert all(not released.missed_by for released in watched.released())
 
 
 def test_an_evicted_unit_is_missed_by_those_that_need_it():
     watched = Watched()
     commands = watched.engine
     commands.add(request("a", with_unit=True), POSITIONS)
-    commands.unit_landed(UNIT)
-    commands.evict_unit(UNIT)
+    held = reference(UNIT)
+    commands.hold_feature(held)
+    commands.evict_feature(UNIT)
     commands.start()
     try:
-        watched.until(watched.let_go)
-        assert watched.let_go() == [(UNIT, 1, (AttemptId(RequestId("a"), 0),))]
+        watched.until(watched.released)
+        assert watched.released() == [(UNIT, (held,), (AttemptId(RequestId("a"), 0),))]
         watched.until(lambda: watched.seen[-1].stats.num_at_doorstep or watched.tokens("a"))
         assert watched.tokens("a") == []
         commands.abort(AttemptId(RequestId("a"), 0))

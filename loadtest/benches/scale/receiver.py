@@ -26,10 +26,10 @@ from fabric.messages import (
 )
 from llm_workers.calls import OpenCalls
 from llm_workers.config import WorkerConfig
-from llm_workers.intake import Intake
-from llm_workers.receiver import FeatureEndpoint, Listener, Receiver
+from llm_workers.features import FeatureEndpoint, FeatureStore, Listener, Receiver
 from llm_workers.scheduling.blocks import BlockPool
 from llm_workers.scheduling.events import NextRead, SequenceTokens, StepEvents
+from llm_workers.scheduling.feature_references import FeatureReference, ReleasedFeature
 from llm_workers.scheduling.scheduler import Scheduler
 from llm_workers.updates import Update
 from loadtest.benches.scale.case import ScaleCase
@@ -105,11 +105,14 @@ class _Sink:
 
 
 class _Plane:
-    """A `_Plane` accepts every message and delivers none. It also stands in for the engine, whose calls do nothing
-    here."""
+    """A `_Plane` accepts every message and delivers none. It also stands in for the engine, and collects the references
+    that the engine is handed."""
 
     address = "local://worker"
     is_alive = True
+
+    def __init__(self) -> None:
+        self.held: dict[UnitKey, FeatureReference] = {}
 
     def start(self, on_message: object) -> None:
         pass
@@ -120,10 +123,10 @@ class _Plane:
     def close(self) -> None:
         pass
 
-    def unit_landed(self, unit: UnitKey) -> None:
-        pass
+    def hold_feature(self, reference: FeatureReference) -> None:
+        self.held[reference.unit] = reference
 
-    def evict_unit(self, unit: UnitKey) -> None:
+    def evict_feature(self, unit: UnitKey) -> None:
         pass
 
 
@@ -132,16 +135,16 @@ def _prepare_receiver(num_waiting: int) -> Callable[[], int]:
     `num_waiting` other requests wait for sixteen announced units each that find no room."""
     sink, plane, clock = _Sink(), _Plane(), ManualClock()
     listener = Listener(lambda *_: None, lambda _: None, lambda *_: None)
-    receiver = Receiver(FeatureEndpoint(MemberId("w"), plane, sink, clock), WorkerConfig(), (1, 1), plane, listener, {})
+    receiver = Receiver(FeatureEndpoint(MemberId("w"), plane, sink, clock), WorkerConfig(), (1, 1), plane, listener)
     loop = asyncio.new_event_loop()
 
     def come(request: GenerateRequest, nbytes: int) -> AttemptId:
         attempt = AttemptId(request.request_id, request.attempt)
         receiver.expect(attempt, request)
         for unit in _units(request):
-            receiver.announced(_announcement(request, unit, nbytes))
+            receiver.announce(_announcement(request, unit, nbytes))
         receiver.admit(attempt, _units(request))
-        receiver.read_by({unit: {attempt: NextRead(0, place)} for place, unit in enumerate(_units(request))})
+        receiver.update_reads({unit: {attempt: NextRead(0, place)} for place, unit in enumerate(_units(request))})
         return attempt
 
     async def begin() -> None:
@@ -159,9 +162,8 @@ def _prepare_receiver(num_waiting: int) -> Callable[[], int]:
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         for unit in _units(request):
-            assert unit in receiver.landed
-            receiver.read_by({unit: {attempt: None}})
-            receiver.let_go(unit, 1)
+            receiver.update_reads({unit: {attempt: None}})
+            receiver.release(ReleasedFeature(unit, (plane.held.pop(unit),)))
             receiver.settle()
         receiver.end(attempt)
 
@@ -175,20 +177,20 @@ def _prepare_receiver(num_waiting: int) -> Callable[[], int]:
 def _prepare_shared_unit(num_sharers: int) -> Callable[[], int]:
     """Prepares one more announcement of a unit that `num_sharers` requests wait for and that finds no room. The
     measured event includes the decisions on what to pull and what to release."""
-    intake = Intake(ManualClock(), 30.0, 10.0)
+    store = FeatureStore(WorkerConfig(), ManualClock())
     unit = UnitKey(MmHash("popular"), 0)
     for number in range(num_sharers):
         attempt = AttemptId(RequestId(f"r{number}"), 0)
-        intake.expect(attempt, (0, float(number), ""), [unit], [unit])
-        intake.admit(attempt, [unit])
+        store.expect(attempt, (0, float(number), ""), {unit: (1, 1, 1)}, [unit])
+        store.admit(attempt, [unit])
     requests = [_request(f"r{number}", 0.0, num_units=0) for number in range(NUM_EVENTS)]
 
     def run() -> int:
         for request in requests:
-            intake.announce(_announcement(request, unit, LARGE))
-            assert intake.next_pull() is not None
-            intake.take_releasable()
-            intake.take_needed()
+            store.announce(_announcement(request, unit, LARGE))
+            assert store.next_pull() is not None
+            store.take_releasable()
+            store.take_needed()
         return len(requests)
 
     return run
@@ -211,7 +213,7 @@ def _prepare_reads(num_waiting: int) -> Callable[[], int]:
             assert len(scheduler.drain_reads()) == NUM_UNITS
             scheduler.abort(arrival.attempt_id)
             scheduler.drain_reads()
-            scheduler.drain_units_done()
+            scheduler.release_unneeded()
         return NUM_EVENTS
 
     return run
@@ -277,7 +279,7 @@ def _prepare_calls(num_open: int) -> Callable[[], int]:
 
 
 CASES = (
-    ScaleCase("receive a unit (announce, pull, let go), requests waiting with 16 units", 64, _prepare_receiver),
+    ScaleCase("receive a unit (announce, pull, release), requests waiting with 16 units", 64, _prepare_receiver),
     ScaleCase("announce a shared unit, requests that wait for it", 256, _prepare_shared_unit),
     ScaleCase("add a request and tell its reads, requests waiting with 16 units", 100, _prepare_reads),
     ScaleCase("add a prompt on the engine's thread, tokens", 3_200, _prepare_prompt),

@@ -1,17 +1,17 @@
-"""Carries out the decisions of the intake: it takes announcements, pulls features through the feature channel, releases
-them at the encoder, and requests missing features.
+"""Carries out the decisions of the feature store: it takes announcements, pulls features through the feature channel,
+releases them at the encoder, and requests missing features.
 
 The worker controls its own memory: it pulls when the inbox has room, releases the unit at the encoder as soon as the
 bytes have landed, and frees a slot as soon as the engine releases the unit. A unit is one separately encoded part of a
 media item. The receiver lives in the event loop; the channel's transfer thread reads the bytes. This module knows
-nothing of scheduling.
+nothing of scheduling, and knows of units only the pulls that are running.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from math import prod
 from typing import NamedTuple, Protocol
@@ -21,23 +21,28 @@ from fabric.clock import Clock
 from fabric.dtypes import DTYPE_TO_BYTES
 from fabric.errors import ArenaFull, FeatureMismatch, InvalidMedia, LeaseLost, ProtocolError, UnitTooLarge, WeftError
 from fabric.ids import AttemptId, MemberId, UnitKey
-from fabric.messages import FeatureTicket, GenerateRequest, MediaItem, UnitReady, UnitRelease
+from fabric.messages import FeatureTicket, GenerateRequest, MediaItem, Member, UnitReady, UnitRelease
 from fabric.plane import Plane
 from llm_workers.config import WorkerConfig
-from llm_workers.intake import Intake
-from llm_workers.intake_entries import MissingUnit
-from llm_workers.kept import KeptFeatures
-from llm_workers.scheduling.events import NextRead
+from llm_workers.features.feature_store import FeatureStore, MissingUnit
+from llm_workers.features.read_order import Shape
+from llm_workers.scheduling.feature_references import FeatureReference, Reads, ReleasedFeature
 
 _LOG = logging.getLogger(__name__)
 
 
-class EngineSide(Protocol):
-    """Defines the calls that the receiver makes to the engine. They are thread-safe and never block."""
+class FeatureEngine(Protocol):
+    """Defines the calls that the receiver makes to an engine. They are thread-safe and never block. The engine gives
+    back every reference exactly as it was handed over, in a `ReleasedFeature`."""
 
-    def unit_landed(self, unit: UnitKey) -> None: ...
+    def hold_feature(self, reference: FeatureReference) -> None:
+        """Hands the engine a reference, through which it may read the feature until it gives the reference back."""
+        ...
 
-    def evict_unit(self, unit: UnitKey) -> None: ...
+    def evict_feature(self, unit: UnitKey) -> None:
+        """Asks the engine to give back all references to the unit, even if sequences need it. An engine that holds none
+        does not answer."""
+        ...
 
 
 class Listener(NamedTuple):
@@ -59,30 +64,24 @@ class FeatureEndpoint(NamedTuple):
 
 
 class Receiver:
-    """Receives the features of this worker. A unit stays in `landed` until the engine has answered every report of it
-    with a release."""
+    """Receives the features of this worker. A feature stays in memory until the engine has given back every reference
+    to it."""
 
     def __init__(
         self,
         endpoint: FeatureEndpoint,
         config: WorkerConfig,
         levels: tuple[int, int],
-        engine: EngineSide,
+        engine: FeatureEngine,
         listener: Listener,
-        landed: dict[UnitKey, LandedFeature],
     ) -> None:
-        """Creates a receiver. `levels` is (num_levels, hidden_size) of the model's features. The receiver fills
-        `landed`, and the runner reads it."""
+        """Creates a receiver with an empty store. `levels` is (num_levels, hidden_size) of the model's features."""
         self._endpoint, self._config, self._levels = endpoint, config, levels
         self._engine, self._listener = engine, listener
-        self._intake = Intake(endpoint.clock, config.unclaimed_unit_ttl_s, config.unit_wait_s)
-        self._expected_shapes: dict[AttemptId, dict[UnitKey, tuple[int, int, int]]] = {}
+        self.store = FeatureStore(config, endpoint.clock)
         self._pulls: set[Future[LandedFeature]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.landed = landed
-        self.kept = KeptFeatures(
-            config.keep_features, config.kept_bytes, config.is_prefix_cache_enabled, config.speculation.max_tokens > 0
-        )
+        self._is_at_rest = True
 
     def start(self) -> None:
         """Enables pulls. It must be called in the event loop."""
@@ -93,16 +92,15 @@ class Receiver:
         self._loop = None
         for pull in list(self._pulls):
             pull.cancel()
-        for unit, feature in self.landed.items():
-            if not self.kept.is_lent(unit):
-                self._endpoint.sink.free(feature.slot_id)
-        self.landed.clear()
-        self.kept.clear()
+        for feature in self.store.clear():
+            self._endpoint.sink.free(feature.slot_id)
 
-    @property
-    def num_held(self) -> int:
-        """Returns the number of announcements, running pulls and landed units; it is 0 when the worker is idle."""
-        return self._intake.num_held
+    def check_at_rest(self) -> None:
+        """Asserts, once after the last attempt has ended, a bounded part of what must hold for the store."""
+        is_at_rest = not self.store.num_attempts
+        if is_at_rest and not self._is_at_rest:
+            self.store.check_at_rest()
+        self._is_at_rest = is_at_rest
 
     # ------------------------------------------------------------ requests
 
@@ -118,60 +116,59 @@ class Receiver:
                 message = f"its feature needs at least {nbytes} bytes, a worker's inbox has {total_bytes}"
                 raise InvalidMedia(message, param=item.part)
         dispatched = [unit for unit, (_, item) in rows.items() if item.index in request.dispatched_items]
-        self._expected_shapes[attempt] = shapes
-        self._intake.expect(attempt, (request.priority, *request.age), list(rows), dispatched)
+        self._is_at_rest = False
+        self.store.expect(attempt, (request.priority, *request.age), shapes, dispatched)
         for unit in rows:
-            if unit in self.landed:
-                self._check(attempt, unit, self.landed[unit].ticket)
+            if (feature := self.store.feature(unit)) is not None:
+                self._check(attempt, unit, feature.ticket)
         self.settle()
 
     def admit(self, attempt: AttemptId, missing: Iterable[UnitKey]) -> None:
         """Records the units that the attempt lacks according to the engine."""
-        for unit in self._intake.admit(attempt, missing):
-            self._engine.unit_landed(unit)
+        self._hand_over(self.store.admit(attempt, missing))
 
     def need(self, attempt: AttemptId, unit: UnitKey, reason: str) -> None:
         """Records that the engine needs a unit again."""
-        if self._intake.need(attempt, unit, reason):
-            self._engine.unit_landed(unit)
+        reference = self.store.need(attempt, unit, reason)
+        if reference is not None:
+            self._engine.hold_feature(reference)
 
     def end(self, attempt: AttemptId) -> None:
         """Records that the attempt has ended and gives back the announcements for it."""
-        self._expected_shapes.pop(attempt, None)
-        self._intake.end(attempt)
+        self.store.end(attempt)
         self.settle()
 
-    def let_go(self, unit: UnitKey, num_told: int, missed_by: Iterable[AttemptId] = ()) -> None:
-        """Records that the engine does not read the unit any more. The release answers `num_told` reports of the unit.
-        The attempts in `missed_by` need the unit again."""
-        self._intake.let_go(unit, num_told, missed_by)
+    def release(self, released: ReleasedFeature) -> None:
+        """Takes back references of the engine. The attempts in `missed_by` need the unit again."""
+        self._hand_over(self.store.release(released))
 
     def distrust(self, units: Iterable[UnitKey]) -> None:
         """Distrusts units whose bytes may be wrong. As soon as the engine has released them, they are freed and not
         kept. An attempt that misses such a unit gets another copy."""
-        for unit in units:
-            self.kept.distrust(unit, unit in self.landed)
-            if unit in self.landed:
-                self._intake.begin_evict(unit)
+        self.store.distrust(units)
 
-    def read_by(self, reads: Mapping[UnitKey, Mapping[AttemptId, NextRead | None]]) -> None:
+    def update_reads(self, reads: Reads) -> None:
         """Records changes in the engine's reports of which attempt still has to read which unit, and where the next
         read is. None means that the attempt does not read the unit any more."""
-        self._intake.read_by(reads)
+        self.store.update_reads(reads)
 
-    def source_gone(self, source: str) -> None:
+    def drop_source(self, source: str) -> None:
         """Drops the announcements of a transfer agent that has left, and asks the router for the units that they
         announced."""
-        self._intake.forget_source(source)
+        self.store.drop_source(source)
         self.settle()
+
+    def _hand_over(self, references: Iterable[FeatureReference]) -> None:
+        for reference in references:
+            self._engine.hold_feature(reference)
 
     # ------------------------------------------------------------ announcements and pulls
 
-    def announced(self, ready: UnitReady) -> None:
+    def announce(self, ready: UnitReady) -> None:
         """Takes an announcement of an encoder that a unit can be pulled."""
         attempt = AttemptId(ready.request_id, ready.attempt)
         self._listener.event(attempt, "unit_announced", ready.unit)
-        self._intake.announce(ready)
+        self.store.announce(ready)
         self._check(attempt, ready.unit, ready.ticket)
         self.settle()
 
@@ -180,14 +177,14 @@ class Receiver:
         pulls, evicts and requests features. The cost depends on the number of changes since the last call and not on
         the number of waiting units."""
         self._free_unneeded()
-        for unit in self._intake.take_kept(self.kept):
+        for unit in self.store.take_lendable():
             self._reuse(unit)
-        for ready in self._intake.take_releasable():
+        for ready in self.store.take_releasable():
             self._release(ready)
         if self._loop is not None:
-            while (ready := self._intake.next_pull()) is not None and self._pull(ready):
+            while (first := self.store.next_pull()) is not None and self._pull(first):
                 pass
-        needs = self._intake.take_needed()
+        needs = self.store.take_needed()
         if needs:
             self._listener.needed(needs)
 
@@ -200,38 +197,31 @@ class Receiver:
         except ArenaFull:
             return self._make_room(unit)
         except WeftError as error:
-            self._intake.begin_pull(unit)
-            self._intake.pull_failed(unit, "transfer_failed")
+            self.store.begin_pull(unit)
+            self.store.fail_pull(unit, "transfer_failed")
             self._release(ready)
             if isinstance(error, UnitTooLarge):
-                self._fail(self._intake.wanting(unit), error)
+                self._fail(self.store.attempts_of(unit), error)
             return True
-        self._intake.begin_pull(unit)
+        self.store.begin_pull(unit)
         self._pulls.add(pull)
         pull.add_done_callback(lambda done: self._call_soon(self._pulled, ready, done))
         return True
 
     def _make_room(self, unit: UnitKey) -> bool:
         """Evicts a unit to make room for `unit`. Returns True if there is room at once."""
-        victim = self._intake.victim(unit)
+        victim = self.store.victim(unit)
         if victim is None:
             return False
-        if self._intake.begin_evict(victim):
-            self._engine.evict_unit(victim)
+        if self.store.begin_eviction(victim):
+            self._engine.evict_feature(victim)
             return False
         self._free_unneeded()
         return True
 
     def _free_unneeded(self) -> None:
-        """Frees the landed units that are not needed. A feature that the policy keeps is copied to host memory, and a
-        lent feature goes back to the kept features."""
-        for unit in self._intake.take_freeable():
-            feature = self.landed.pop(unit)
-            if self.kept.is_lent(unit):
-                self.kept.give_back(unit)
-            else:
-                self.kept.offer(unit, feature)
-                self._endpoint.sink.free(feature.slot_id)
+        for feature in self.store.take_unneeded():
+            self._endpoint.sink.free(feature.slot_id)
 
     def _call_soon(
         self,
@@ -250,7 +240,7 @@ class Receiver:
         self._pulls.discard(done)
         self._release(ready)
         if done.cancelled() or self._loop is None:
-            self._intake.pull_failed(ready.unit, "transfer_failed")
+            self.store.fail_pull(ready.unit, "transfer_failed")
             if not done.cancelled() and done.exception() is None:
                 self._endpoint.sink.free(done.result().slot_id)
             return
@@ -260,33 +250,37 @@ class Receiver:
         else:
             name = ready.request_id
             _LOG.info("pull of %s for %s failed: %s", ready.unit, name, error, extra={"request_id": name})
-            self._intake.pull_failed(ready.unit, "lease_lost" if isinstance(error, LeaseLost) else "transfer_failed")
+            self.store.fail_pull(ready.unit, "lease_lost" if isinstance(error, LeaseLost) else "transfer_failed")
         self.settle()
 
     def _land(self, unit: UnitKey, feature: LandedFeature) -> None:
         """Records a landed unit. Attempts that planned another number of rows fail; for the other attempts the landing
         is reported. A unit that no attempt planned is freed again."""
-        self.landed[unit] = feature
-        for attempt in self._intake.wanting(unit):
-            if self._check(attempt, unit, feature.ticket):
-                self._listener.event(attempt, "unit_landed", unit)
-        if self._intake.landed(unit):
-            self._engine.unit_landed(unit)
+        self._check_all(unit, feature.ticket, "unit_landed")
+        reference = self.store.land(unit, feature)
+        if reference is not None:
+            self._engine.hold_feature(reference)
 
     def _reuse(self, unit: UnitKey) -> None:
-        """Lands a kept feature, which the runner then reads from its host memory. The feature is not requested from any
+        """Lends a kept feature, which the runner then reads from its host memory. The feature is not requested from any
         encoder and needs no room in the inbox."""
-        self.landed[unit] = self.kept.lend(unit)
-        for attempt in self._intake.wanting(unit):
-            if self._check(attempt, unit, self.landed[unit].ticket):
-                self._listener.event(attempt, "unit_reused", unit)
-        if self._intake.landed(unit, is_lent=True):
-            self._engine.unit_landed(unit)
+        reference = self.store.lend(unit)
+        feature = self.store.feature(unit)
+        assert feature is not None, "it was lent"
+        self._check_all(unit, feature.ticket, "unit_reused")
+        if reference is not None:
+            self._engine.hold_feature(reference)
+
+    def _check_all(self, unit: UnitKey, ticket: FeatureTicket, event: str) -> None:
+        """Reports the event to the attempts that contain the unit and planned it so, and fails the others."""
+        for attempt in self.store.attempts_of(unit):
+            if self._check(attempt, unit, ticket):
+                self._listener.event(attempt, event, unit)
 
     def _check(self, attempt: AttemptId, unit: UnitKey, ticket: FeatureTicket) -> bool:
         """Fails the attempt and returns False if the feature differs from the plan of the attempt. Otherwise
         returns True, also for an attempt that has not arrived yet, which is checked when it arrives."""
-        shape = self._expected_shapes.get(attempt, {}).get(unit)
+        shape = self.store.planned_shape(attempt, unit)
         if shape is None:
             return True
         if ticket.shape == shape and ticket.nbytes == prod(shape) * DTYPE_TO_BYTES.get(ticket.dtype, 0):
@@ -297,7 +291,7 @@ class Receiver:
         )
         return False
 
-    def _shape(self, item: MediaItem, num_rows: int) -> tuple[int, int, int]:
+    def _shape(self, item: MediaItem, num_rows: int) -> Shape:
         """Returns the planned shape of a unit's feature."""
         return (item.num_levels or self._levels[0], num_rows, self._levels[1])
 
@@ -309,6 +303,31 @@ class Receiver:
         endpoint = self._endpoint
         release = UnitRelease(endpoint.member_id, ready.request_id, ready.attempt, ready.unit, ready.ticket.generation)
         endpoint.plane.send(ready.encoder_address, release)
+
+
+class Peers:
+    """Tracks the other members of the cluster. A member that has left counts as confirmed dead, and the worker gives up
+    everything that waits for it. It lives in the event loop and knows nothing of requests."""
+
+    def __init__(self, plane: Plane, sink: FeatureSink, receiver: Receiver) -> None:
+        self._plane, self._sink, self._receiver = plane, sink, receiver
+        self._members: dict[MemberId, Member] = {}
+
+    def get(self, member_id: MemberId) -> Member | None:
+        return self._members.get(member_id)
+
+    def update(self, members: Sequence[Member]) -> list[MemberId]:
+        """Takes the list of all current members. For each member that has left, it gives up quarantined slots and
+        announcements and closes the connection. Returns the routers among the members that left."""
+        now = {member.member_id: member for member in members}
+        left = [self._members[member_id] for member_id in self._members.keys() - now.keys()]
+        for gone in left:
+            if gone.transfer_agent:
+                self._sink.peer_dead(gone.transfer_agent)
+                self._receiver.drop_source(gone.transfer_agent)
+            self._plane.forget(gone.address)
+        self._members = now
+        return [gone.member_id for gone in left if gone.kind == "router"]
 
 
 def _planned_rows(request: GenerateRequest) -> dict[UnitKey, tuple[int, MediaItem]]:
