@@ -59,7 +59,8 @@ if TYPE_CHECKING:
 DRAWING, IMAGE = "drawing", "image"
 FORMAT = "DRAWING"
 ARCHITECTURE = "DrawingDemoForConditionalGeneration"
-MAX_SHAPES = 100
+COLOURS = ("red", "green", "blue", "yellow", "black")
+MAX_SHAPES, MAX_SIDE = 100, 1024
 
 
 class DrawingPlugin:
@@ -73,20 +74,16 @@ class DrawingPlugin:
         return json.dumps(part.get(DRAWING)).encode()
 
     def probe(self, data: bytes, param: str) -> MediaHeader:
-        try:
-            drawing = json.loads(data)
-            width, height, shapes = int(drawing["width"]), int(drawing["height"]), drawing["shapes"]
-            is_valid = len(shapes) <= MAX_SHAPES and all(_is_shape(shape) for shape in shapes)
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidMedia(f"{param}: not a drawing", param=param) from error
-        if not is_valid:
-            raise InvalidMedia(f"{param}: a shape is [circle or square, x, y, radius, colour]", param=param)
-        return ImageHeader(FORMAT, width, height, "RGB")
+        drawing = json.loads(data)
+        if not is_drawing(drawing):
+            message = "a drawing has a width, a height and shapes; a shape is [kind, x, y, radius, colour]"
+            raise InvalidMedia(f"{param}: {message}", param=param)
+        return ImageHeader(FORMAT, drawing["width"], drawing["height"], "RGB")
 
     def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
         assert isinstance(header, ImageHeader)
-        if not (1 <= header.width <= 1024 and 1 <= header.height <= 1024):
-            raise InvalidMedia(f"{param}: a drawing has sides of 1 to 1024 pixels", param=param)
+        if not (1 <= header.width <= MAX_SIDE and 1 <= header.height <= MAX_SIDE):
+            raise InvalidMedia(f"{param}: a drawing has sides of 1 to {MAX_SIDE} pixels", param=param)
 
 
 class DrawingFamily:
@@ -102,8 +99,8 @@ class DrawingFamily:
 
     def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
         plan = self._model.plan(header, options)
-        is_drawing = isinstance(header, ImageHeader) and header.format == FORMAT
-        return replace(plan, modality=DRAWING) if is_drawing else plan
+        is_drawn = isinstance(header, ImageHeader) and header.format == FORMAT
+        return replace(plan, modality=DRAWING) if is_drawn else plan
 
     def placeholder_text(self, modality: str) -> str:
         return self._model.placeholder_text(_taken_for(modality))
@@ -150,6 +147,22 @@ class DrawingEncoder:
         return self._encoder.encode([replace(unit, modality=_taken_for(unit.modality)) for unit in inputs])
 
 
+def is_drawing(drawing: object) -> bool:
+    """Returns whether a client's value is a drawing that can be painted."""
+    match drawing:
+        case {"width": int(), "height": int(), "shapes": [*shapes]}:
+            return len(shapes) <= MAX_SHAPES and all(is_shape(shape) for shape in shapes)
+    return False
+
+
+def is_shape(shape: object) -> bool:
+    match shape:
+        case ["circle" | "square", int() | float() as x, int() | float() as y, int() | float() as radius, str(colour)]:
+            is_near = all(abs(value) <= MAX_SIDE for value in (x, y, radius))  # This is False for NaN.
+            return is_near and radius >= 0 and colour in COLOURS
+    return False
+
+
 def painted(data: bytes) -> bytes:
     """Returns a drawing as a PNG file."""
     drawing = json.loads(data)
@@ -179,9 +192,3 @@ def register(registry: Registry) -> None:
 def _taken_for(modality: str) -> str:
     """Returns the modality as which the model's own family treats an item."""
     return IMAGE if modality == DRAWING else modality
-
-
-def _is_shape(shape: list[object]) -> bool:
-    kind, *place, colour = shape
-    is_placed = len(place) == 3 and all(isinstance(value, int | float) for value in place)
-    return kind in ("circle", "square") and is_placed and colour in ("red", "green", "blue", "yellow", "black")

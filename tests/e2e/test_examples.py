@@ -18,6 +18,9 @@ import pytest
 import yaml
 from cluster_process import ClusterProcess, start_cluster
 
+from fabric.errors import ConfigError, InvalidMedia
+from modalities.plugin import MediaLimits
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SEEN = {
@@ -93,7 +96,44 @@ def test_own_modality(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "What shape is it? square",
     ]
     assert re.fullmatch(r"tokens of a drawing: [1-9]\d*", tokens)
-    assert refused == "refused with 400: messages.0.content.0: not a drawing"
+    assert refused.startswith("refused with 400: messages.0.content.0: a drawing has a width, a height and shapes;")
+
+
+@pytest.mark.parametrize(
+    "drawing",
+    [
+        None,
+        {"width": 9, "height": 9},
+        {"width": "9", "height": 9, "shapes": []},
+        {"width": float("inf"), "height": 9, "shapes": []},
+        {"width": 9, "height": 9, "shapes": [["circle"]]},
+        {"width": 9, "height": 9, "shapes": [["circle", 1, 1, -1, "red"]]},
+        {"width": 9, "height": 9, "shapes": [["circle", float("nan"), 1, 1, "red"]]},
+        {"width": 9, "height": 9, "shapes": [["circle", 1, float("nan"), 1, "red"]]},
+        {"width": 9, "height": 9, "shapes": [["circle", 1, 1, 1, "mauve"]]},
+    ],
+)
+def test_own_modality_refuses_what_is_no_drawing(drawing: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "own_modality")
+    from weft_drawings import DrawingPlugin
+
+    plugin = DrawingPlugin()
+    data = plugin.parse({"drawing": drawing}, "p", MediaLimits())
+    with pytest.raises(InvalidMedia, match="p: a drawing has"):
+        plugin.probe(data, "p")
+
+
+def test_own_family_refuses_a_sliding_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers gives a config that does not mention it a window of 4,096 tokens."""
+    monkeypatch.syspath_prepend(EXAMPLES / "own_family")
+    from weft_mistral import MistralFamily
+
+    config = tmp_path / "config.json"
+    config.write_text('{"architectures": ["MistralForCausalLM"], "sliding_window": null}')
+    assert MistralFamily(tmp_path).shape.num_kv_heads == 8
+    config.write_text('{"architectures": ["MistralForCausalLM"]}')
+    with pytest.raises(ConfigError, match="sliding-window"):
+        MistralFamily(tmp_path)
 
 
 @pytest.mark.torch
