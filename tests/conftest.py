@@ -86,8 +86,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         with contextlib.suppress(OSError):
             os.rmdir(TEMP_DIR)
         return
-    left = sorted(path.name for path in Path(TEMP_DIR).iterdir() if not path.name.startswith("pytest-of-"))
-    left += sorted(str(path.relative_to(TEMP_DIR)) for path in Path(TEMP_DIR).glob("[0-9]*/*"))
+    folders = [Path(TEMP_DIR), *Path(TEMP_DIR).glob("[0-9]*/")]
+    found = [path for folder in folders for path in folder.iterdir() if path not in folders]
+    left = sorted(path.name for path in found if not path.name.startswith("pytest-of-"))
     shutil.rmtree(TEMP_DIR, ignore_errors=True)
     if left:
         print(f"\nleft in the temporary folder: {', '.join(left)}")
