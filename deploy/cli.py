@@ -194,8 +194,8 @@ def _check(arguments: argparse.Namespace) -> int:
         print(f"{arguments.file}: {problem}", file=sys.stderr)
     if config is None:
         return 1
-    parts = {"router": config.router, "encoder": config.encoders, "worker": config.workers}
-    counts = ", ".join(f"{section.replicas} {name}" for name, section in parts.items())
+    parts = {"router": config.router.replicas, "encoder": config.encoders.replicas, "worker": config.workers.replicas}
+    counts = ", ".join(f"{replicas} {name}" for name, replicas in parts.items())
     budget, why_not = check_budget(config)
     if budget is None:
         print(f"{arguments.file}: ok ({counts} replicas)")

@@ -30,6 +30,7 @@ from router.pools import Pools
 if TYPE_CHECKING:
     from encoder_pool.service import EncoderService
     from llm_workers.service import WorkerService
+    from router.service import RouterService
 
 
 class DirectWorkers:
@@ -99,18 +100,23 @@ class LocalCluster:
         return member_id, plane
 
     async def start(self) -> None:
+        named: list[tuple[MemberId, EncoderService | WorkerService | RouterService]]
         named = [*self.encoders.services.items(), *self.workers.services.items(), (self.router_id, self.router)]
         for member_id, service in named:
             with as_member(member_id):
                 await service.start()
         for worker in self.ranked_workers:
             worker.end_when_lost(asyncio.get_running_loop())
-        for member_id, member in (*self.workers.services.items(), *self.encoders.services.items()):
+        members: list[tuple[MemberId, EncoderService | WorkerService]]
+        members = [*self.workers.services.items(), *self.encoders.services.items()]
+        for member_id, member in members:
             member.on_lost(partial(self._remove, member_id))
         self._tell_members()
 
     def _tell_members(self) -> None:
-        for service in (*self.encoders.services.values(), *self.workers.services.values(), self.router):
+        services: list[EncoderService | WorkerService | RouterService]
+        services = [*self.encoders.services.values(), *self.workers.services.values(), self.router]
+        for service in services:
             service.update_members(self._members)
 
     def _remove(self, member_id: MemberId) -> None:
@@ -120,7 +126,9 @@ class LocalCluster:
         self._tell_members()
 
     async def stop(self) -> None:
-        for service in [self.router, *self.workers.services.values(), *self.encoders.services.values()]:
+        services: list[EncoderService | WorkerService | RouterService]
+        services = [self.router, *self.workers.services.values(), *self.encoders.services.values()]
+        for service in services:
             await service.stop()
         for worker in self.ranked_workers:
             await asyncio.to_thread(worker.stop_ranks)

@@ -89,7 +89,8 @@ def _temporary_folder() -> str:
 def _watch(server: subprocess.Popen[bytes], line: socket.socket, signals: socket.socket, stop_limit_s: float) -> int:
     """Waits until the server has ended, or until the supervisor must not wait any longer. Returns the exit status of
     `weft serve`."""
-    is_ready, deadline_s = False, None
+    is_ready = False
+    deadline_s: float | None = None
     watched = [signals, line]
     while True:
         left_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())

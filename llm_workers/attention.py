@@ -25,8 +25,10 @@ ATTENTION_NAME = "weft_paged"
 class AttentionStep(Protocol):
     """An `AttentionStep` is the object that the keyword `weft` carries to every attention layer of a forward pass."""
 
-    rows: Sequence[SequenceRows]
-    """Holds the rows for which the step was built."""
+    @property
+    def rows(self) -> Sequence[SequenceRows]:
+        """Returns the rows for which the step was built."""
+        ...
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         """Writes the step's keys and values, then attends. `q` has shape `(num_tokens, num_heads, head_dim)`; `k` and
@@ -68,8 +70,8 @@ def attention_forward(
     if weft is None:
         raise ConfigError("the paged attention was called without its step: the model does not pass keywords through")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    return weft.attend(module.layer_idx, *packed, scale).unsqueeze(0), None
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return weft.attend(module.layer_idx, q, k, v, scale).unsqueeze(0), None
 
 
 def register_attention(name: str = ATTENTION_NAME) -> str:

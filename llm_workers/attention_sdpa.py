@@ -88,8 +88,8 @@ class SdpaStep:
             out.index_copy_(0, self._decoded, attended)
         if self._decodes:
             queries = q.index_select(0, self._decoded)
-            attended = [_attend_decode(batch, queries, (keys, values), scaling) for batch in self._decodes]
-            out.index_copy_(0, self._decoded, torch.cat(attended))
+            parts = [_attend_decode(batch, queries, (keys, values), scaling) for batch in self._decodes]
+            out.index_copy_(0, self._decoded, torch.cat(parts))
         if self._chunks is None:
             self._chunks = self._prepare_chunks(q.shape[1])
         if isinstance(self._chunks, NativeChunks):
@@ -204,8 +204,11 @@ def _attend_prefill(
     a later chunk gathers its context from the pages."""
     if chunk.mask is not None:
         k, v = (tensor.index_select(0, chunk.slots) for tensor in pages)
+    queries, keys, values = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v))
     attended = scaled_dot_product_attention(
-        *(tensor.transpose(0, 1).unsqueeze(0) for tensor in (q, k, v)),
+        queries,
+        keys,
+        values,
         attn_mask=chunk.mask,
         is_causal=chunk.mask is None,
         scale=scaling,

@@ -74,6 +74,7 @@ class VarlenStep:
         if self._slots is not None:
             keys, values = keys.index_select(0, self._slots), values.index_select(0, self._slots)
         else:
+            assert self._tail is not None
             for pages in (keys, values):
                 pages.index_fill_(0, self._tail, 0)
             paged = (-1, self._kv.block_size, *keys.shape[1:])
@@ -86,7 +87,9 @@ class VarlenStep:
             keys, values = (tensor.repeat_interleave(num_groups, dim=-2) for tensor in (keys, values))
         cu_k = None if self._slots is None else self._cu_k
         lengths = (self._cu_q, cu_k, self._max_q, self._max_k)
-        return varlen_attn(q.contiguous(), keys, values, *lengths, scale=scaling, **options)
+        attended = varlen_attn(q.contiguous(), keys, values, *lengths, scale=scaling, **options)
+        assert isinstance(attended, torch.Tensor)  # It is a tuple only if further results are wanted.
+        return attended
 
 
 def _cumulative(lengths: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -153,6 +153,9 @@ class OpenCalls:
         for tokens in events.tokens:
             if call := self._calls.get(tokens.sequence_id.attempt_id):
                 call.attempt.generated(tokens, at_s)
-                frames[call.attempt.request.router_address].append(TokenFrame(*tokens.sequence_id, *tokens[1:]))
+                frame = TokenFrame(
+                    *tokens.sequence_id, tokens.first_index, tokens.token_ids, tokens.finish_reason, tokens.logprobs
+                )
+                frames[call.attempt.request.router_address].append(frame)
         for address, sent in frames.items():
             self._plane.send(address, TokenFrames(self._member_id, tuple(sent)))

@@ -38,12 +38,12 @@ class DecodeInputs:
         """Allocates the buffers. `max_blocks` is the largest number of blocks of one sequence."""
         self._kv, self.size = kv, size
         self.rows: Sequence[SequenceRows] = ()
-        at = {"device": kv.device}
-        self.write = torch.zeros(size, dtype=torch.int64, **at)
-        self.tails = torch.zeros(size * kv.block_size, dtype=torch.int64, **at)
-        self.table = torch.zeros((size, max_blocks), dtype=torch.int32, **at)
-        self.contexts = torch.ones(size, dtype=torch.int32, **at)
-        self._cu_q = torch.arange(size + 1, dtype=torch.int32, **at)
+        device = kv.device
+        self.write = torch.zeros(size, dtype=torch.int64, device=device)
+        self.tails = torch.zeros(size * kv.block_size, dtype=torch.int64, device=device)
+        self.table = torch.zeros((size, max_blocks), dtype=torch.int32, device=device)
+        self.contexts = torch.ones(size, dtype=torch.int32, device=device)
+        self._cu_q = torch.arange(size + 1, dtype=torch.int32, device=device)
 
     def load(self, rows: Sequence[SequenceRows]) -> None:
         """Fills the buffers for at most `size` rows of one token each. The block tables of the rows must fit into the
@@ -80,7 +80,7 @@ class DecodeInputs:
             each.index_copy_(0, self.write, new)
         keys, values = (each.view(-1, self._kv.block_size, *each.shape[1:]) for each in pages)
         lengths = (self._cu_q, None, 1, self.table.shape[1] * self._kv.block_size)
-        return varlen_attn(
+        attended = varlen_attn(
             q.contiguous(),
             keys,
             values,
@@ -92,6 +92,8 @@ class DecodeInputs:
             block_table=self.table,
             num_splits=1,
         )
+        assert isinstance(attended, torch.Tensor)  # It is a tuple only if further results are wanted.
+        return attended
 
 
 class GraphedModel:

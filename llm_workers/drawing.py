@@ -80,7 +80,7 @@ def draw(model: LanguageModel, hidden: torch.Tensor, plan: StepPlan) -> StepResu
     for row in broken:
         tokens[row] = BROKEN_GRAMMAR_TOKEN
     plain = plan.decodes.sequence_ids if plan.decodes is not None else ()
-    drawn_tokens = dict(zip(plain, zip(tokens, strict=False), strict=False))
+    drawn_tokens: dict[SequenceId, tuple[int, ...]] = dict(zip(plain, zip(tokens, strict=False), strict=False))
     result = StepResult(drawn_tokens, not_finite=_named(plan.others, flags))
     for one in drawn:
         accepted = one.chunk.accepted(tokens[one.rows.start : one.rows.stop])

@@ -136,8 +136,8 @@ class Engine:
         except Exception as error:
             # This is the top of the thread; the owner of the updates ends every request.
             _LOG.exception("the engine has died")
-            is_lost = isinstance(error, WorkerLost)
-            self._death = error if is_lost else WorkerLost(f"the engine has died: {type(error).__name__}")
+            died = WorkerLost(f"the engine has died: {type(error).__name__}")
+            self._death = error if isinstance(error, WorkerLost) else died
             self._on_update(Update(death=self._death))
 
     def _turn(self) -> bool:

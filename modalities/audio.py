@@ -165,7 +165,7 @@ def _mono(frame: AudioFrame) -> Samples:
     values = frame.to_ndarray()
     if not frame.format.is_planar:
         values = values.reshape(-1, frame.layout.nb_channels).T
-    mono = values.mean(axis=0, dtype=np.float64 if values.dtype.itemsize > 2 else np.float32)
+    mono: npt.NDArray[np.floating] = values.mean(axis=0, dtype=np.float64 if values.dtype.itemsize > 2 else np.float32)
     if values.dtype.kind in "iu":
         full = 2.0 ** (8 * values.dtype.itemsize - 1)
         mono = mono / full - (values.dtype.kind == "u")

@@ -53,7 +53,7 @@ class FloatSlice:
             range(*one.indices(size))
             for one, size in zip([*found, *[slice(None)] * (len(self._shape) - len(found))], self._shape, strict=True)
         ]
-        values = self._weight[tuple(slice(span.start, span.stop, span.step) for span in spans)].float()
+        values: torch.Tensor = self._weight[tuple(slice(span.start, span.stop, span.step) for span in spans)].float()
         scales = self._scales
         for axis, span in enumerate(spans):
             if scales.shape[axis] > 1:

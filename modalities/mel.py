@@ -90,7 +90,7 @@ def log_mel(
         block = slice(start, min(start + _BLOCK_FRAMES, extent.num_made))
         spectrum = np.fft.rfft(frames[block] * window)
         energies[block] = (spectrum.real**2 + spectrum.imag**2) @ filters
-    values = np.log10(np.maximum(energies, FLOOR))
+    values: npt.NDArray[np.float64] = np.log10(np.maximum(energies, FLOOR))
     values = (np.maximum(values, values.max() - DYNAMIC_RANGE) + 4.0) / 4.0
     return values[: extent.num_kept].astype(np.float32)
 

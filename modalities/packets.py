@@ -157,7 +157,7 @@ def irregular_times_s(counted: PacketTally, stream: VideoStream, seconds: float)
     if not known or stream.time_base is None or seconds <= 0:
         return None
     ticks = np.sort(np.array(known, np.int64))
-    times_s = (ticks - ticks[0]) * float(stream.time_base)
+    times_s: npt.NDArray[np.float64] = (ticks - ticks[0]) * float(stream.time_base)
     frame_s = seconds / len(times_s)
     places_s = np.arange(len(times_s)) * frame_s
     if np.abs(times_s - places_s).max() <= frame_s / 2 + float(stream.time_base):

@@ -60,7 +60,8 @@ def load_pretrained(
     options |= {"output_loading_info": True, "state_dict": dict(tensors)}
     num_ranks = _NUM_RANKS.get()
     if num_ranks == 1:
-        return kind.from_pretrained(None, **options)
+        whole: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(None, **options)
+        return whole
     from transformers.distributed import DistributedConfig
 
     has_plan = bool(options["config"].base_model_tp_plan)

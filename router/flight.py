@@ -179,7 +179,8 @@ class RequestRun:
         number = 0
         while self._setbacks.num_failed_attempts < self._parts.config.max_attempts:
             await self._take_turn()
-            if self.stream.are_choices_finished:
+            is_served = self.stream.are_choices_finished
+            if is_served:
                 return None  # Only the worker's own account of the request is missing.
             attempt = self._make_attempt(number)
             try:

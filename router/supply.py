@@ -112,17 +112,17 @@ class FeatureSupply:
         failed: dict[int, WeftError] = {}
         code_to_moved: dict[str, tuple[WeftError, list[int]]] = {}
         for each in result.items:
-            if each.error is None or (error := self._item_failed(encoder_id, each, each.error.to_error())) is None:
+            if each.error is None or (failure := self._item_failed(encoder_id, each, each.error.to_error())) is None:
                 continue
-            if isinstance(error, ELSEWHERE):
-                code_to_moved.setdefault(error.code, (error, []))[1].append(each.index)
+            if isinstance(failure, ELSEWHERE):
+                code_to_moved.setdefault(failure.code, (failure, []))[1].append(each.index)
             else:
-                failed[each.index] = error
+                failed[each.index] = failure
         if failed:
             refused = [index for index, error in failed.items() if not isinstance(error, FAILURES)]
             self._give_up(refused or list(failed), failed[refused[0] if refused else min(failed)])
-        for error, moved in code_to_moved.values():
-            self._encoder_failed(encoder_id, moved, error)
+        for failure, moved in code_to_moved.values():
+            self._encoder_failed(encoder_id, moved, failure)
 
     def needed(self, message: FeatureNeeded) -> None:
         """Requests encodings of units that the worker turns out to lack. If the reason is `not_covered` or `lost`,

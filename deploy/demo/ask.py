@@ -21,7 +21,7 @@ from deploy.demo import clips
 from deploy.demo.catalogue import LEARNED, TASKS
 from deploy.demo.drawing import Rng
 from deploy.demo.facts import conversation
-from deploy.demo.media import Sample, Sound
+from deploy.demo.media import Part, Sample, Sound
 from deploy.demo.sounds import silence
 from deploy.demo.wire import messages
 from fabric.errors import Unavailable
@@ -108,7 +108,7 @@ def _takes(client: httpx.Client, model: str, modality: str) -> bool:
     as acceptance, even another error."""
     rng = np.random.default_rng(0)
     if modality == "video":
-        medium = clips.film(rng, clips.moving(rng), 2.0, CLIP_FPS)
+        medium: Part = clips.film(rng, clips.moving(rng), 2.0, CLIP_FPS)
     else:
         medium = Sound(silence(1.1), "silence")
     sample = conversation(rng, "probe", [medium], [clips.moving(rng).facts[0]])

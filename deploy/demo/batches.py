@@ -95,7 +95,8 @@ def prepare_model(model: Any) -> None:
 def forward(model: Any, batch: Batch) -> torch.Tensor:
     """Returns the logits of the batch's targets. Has shape `(num_targets, vocab)`."""
     hidden = model.model(**batch.inputs, use_cache=False).last_hidden_state[0]
-    return model.lm_head(hidden[batch.rows])
+    logits: torch.Tensor = model.lm_head(hidden[batch.rows])
+    return logits
 
 
 @dataclass(slots=True)

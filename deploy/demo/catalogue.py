@@ -140,7 +140,8 @@ class TrainingStage:
 
 def _normed(tasks: tuple[Task, ...]) -> npt.NDArray[np.float64]:
     weights = np.array([task.weight for task in tasks])
-    return weights / weights.sum()
+    shares: npt.NDArray[np.float64] = weights / weights.sum()
+    return shares
 
 
 HARD = {

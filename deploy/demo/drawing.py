@@ -78,7 +78,9 @@ def draw(rng: Rng, look: Look, figures: Sequence[Figure]) -> Canvas:
         canvas = _noisy(rng, canvas, look.noise)
     if look.jpeg_quality is not None:
         _, data = cv2.imencode(".jpg", canvas[:, :, ::-1], [cv2.IMWRITE_JPEG_QUALITY, look.jpeg_quality])
-        canvas = np.ascontiguousarray(cv2.imdecode(data, cv2.IMREAD_COLOR)[:, :, ::-1])
+        decoded = cv2.imdecode(data, cv2.IMREAD_COLOR)
+        assert decoded is not None, "OpenCV decodes what it has encoded"
+        canvas = np.ascontiguousarray(decoded[:, :, ::-1])
     return canvas
 
 
@@ -110,7 +112,7 @@ def _ground(rng: Rng, height: int, width: int, avoid: Sequence[tuple[int, int, i
         angle = rng.uniform(0, 2 * np.pi)
         ramp = np.cos(angle) * np.linspace(0, 1, width)[None, :] + np.sin(angle) * np.linspace(0, 1, height)[:, None]
         ramp = (ramp - ramp.min()) / (ramp.max() - ramp.min())
-        values = first + ramp[:, :, None] * (second - first)
+        values: npt.NDArray[np.float64] = first + ramp[:, :, None] * (second - first)
         return np.clip(values, 0, 255).astype(np.uint8)
     plain = np.broadcast_to(first, (height, width, 3)).clip(0, 255).astype(np.uint8)
     return _noisy(rng, plain, float(rng.uniform(5, 18))) if kind == "noisy" else plain.copy()
@@ -151,7 +153,9 @@ def _outline(shape: str, turn: float) -> npt.NDArray[np.float64]:
         a, b = 0.94, 0.3
         corners = [(-b, -a), (b, -a), (b, -b), (a, -b), (a, b), (b, b), (b, a), (-b, a), (-b, b), (-a, b), (-a, -b)]
         points = np.array([*corners, (-b, -b)])
-        return points @ np.array([[np.cos(turn), np.sin(turn)], [-np.sin(turn), np.cos(turn)]])
+        rotation = np.array([[np.cos(turn), np.sin(turn)], [-np.sin(turn), np.cos(turn)]])
+        turned: npt.NDArray[np.float64] = points @ rotation
+        return turned
     num_corners, start, inner = {"square": (4, np.pi / 4, 1.0), "triangle": (3, 0.0, 1.0), "star": (10, 0.0, 0.42)}[
         shape
     ]
@@ -161,4 +165,4 @@ def _outline(shape: str, turn: float) -> npt.NDArray[np.float64]:
 
 
 def _fixed(value: float) -> int:
-    return round(value * 2**_SHIFT)
+    return round(value * (1 << _SHIFT))

@@ -163,7 +163,7 @@ class SampleEncoder:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def _patch_rows(self, pixels: npt.NDArray[np.uint8]) -> tuple[int, int]:
-        height, width = smart_resize(*pixels.shape[:2], self._options)
+        height, width = smart_resize(pixels.shape[0], pixels.shape[1], self._options)
         return height // self._options.patch_size, width // self._options.patch_size
 
     def _resized(self, pixels: npt.NDArray[np.uint8], grid: Grid) -> npt.NDArray[np.uint8]:

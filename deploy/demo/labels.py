@@ -75,7 +75,8 @@ def _shares(figures: Sequence[Figure], height: int, width: int, rows: int, colum
     centre_y, centre_x, radius = (
         np.array([getattr(f, name) for f in figures]).reshape(-1, 1, 1, 1, 1) for name in ("y", "x", "radius")
     )
-    return ((x - centre_x) ** 2 + (y - centre_y) ** 2 < radius**2).mean((3, 4))
+    shares: npt.NDArray[np.float64] = ((x - centre_x) ** 2 + (y - centre_y) ** 2 < radius**2).mean((3, 4))
+    return shares
 
 
 def _cell(figure: Figure, height: int, width: int, rows: int, columns: int) -> tuple[int, int]:

@@ -129,7 +129,7 @@ def two_figures(rng: Rng, size: tuple[int, int]) -> Scene:
     colours = rng.choice(COLOURS, 2, replace=False).tolist()
     figures = [Figure(s, c, x, y, radius) for s, c, (x, y) in zip(shapes, colours, centres, strict=True)]
     facts = facts_of_one_of_two(figures[int(rng.integers(2))])
-    rng.shuffle(facts)  # type: ignore[arg-type]
+    rng.shuffle(facts)
     return _scene(rng, size, figures, " and ".join(f"a {f.colour} {f.shape}" for f in figures), facts)
 
 
@@ -145,7 +145,7 @@ def facts_of_one_of_two(figure: Figure) -> list[Fact]:
 
 
 def colour_fact(figure: Figure, is_plural: bool = False) -> Fact:
-    questions = (
+    questions: tuple[str, ...] = (
         "What colour is the shape?",
         "Which colour do you see?",
         f"What colour is the {figure.shape}?",

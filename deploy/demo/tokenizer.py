@@ -90,6 +90,7 @@ def write_text_files(out_dir: Path, seed: int) -> Vocabulary:
     }
     (out_dir / "tokenizer_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (out_dir / "chat_template.jinja").write_text(CHAT_TEMPLATE_FILE.read_text(encoding="utf-8"), encoding="utf-8")
-    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+    token_to_id = tokenizer.get_vocab(with_added_tokens=True)
+    ids = {token: token_to_id[token] for token in SPECIAL_TOKENS}
     user_token_id = tokenizer.encode("user").ids[0]
     return Vocabulary(tokenizer.get_vocab_size(with_added_tokens=True), ids, user_token_id)

@@ -59,7 +59,7 @@ def actor_environment(config: ClusterConfig) -> dict[str, Any]:
 class EncoderReplica:
     """Runs one encoder process on one device."""
 
-    async def __init__(self, config: ClusterConfig, model_dir: str) -> None:
+    async def __init__(self, config: ClusterConfig, model_dir: str) -> None:  # type: ignore[misc]  # Serve awaits it
         from fabric.channel_nixl import NixlFeatureSource
         from fabric.plane_zmq import ZmqPlane
 
@@ -100,7 +100,7 @@ class WorkerReplica:
     """Runs one LLM worker: a process on a device, or with `tensor_parallel` rank 0 of several ranks. Rank 0 starts the
     others itself."""
 
-    async def __init__(self, config: ClusterConfig, model_dir: str) -> None:
+    async def __init__(self, config: ClusterConfig, model_dir: str) -> None:  # type: ignore[misc]  # Serve awaits it
         from fabric.channel_nixl import NixlFeatureSink
         from fabric.plane_zmq import ZmqPlane
 
@@ -143,7 +143,7 @@ class WorkerReplica:
 class RouterReplica:
     """Runs the HTTP front end and the planner. It holds no model weights."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, model_dir: str, workers: DeploymentHandle, encoders: DeploymentHandle | None
     ) -> None:
         from fabric.plane_zmq import ZmqPlane

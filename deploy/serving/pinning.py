@@ -19,7 +19,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from fabric.errors import TargetGone
 
 
-class PinnedRequestRouter(RequestRouter):
+class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]  # mypy does not follow Ray
     """Routes each request to the replica whose unique id is the handle's `session_id`, or to any replica if the handle
     has no `session_id`."""
 

@@ -96,7 +96,8 @@ def qwen2_5_vl(edge: int) -> Callable[[Place], Run]:
             pixels = torch.randn(num_items * side * side, width, device=place.device, dtype=place.dtype)
             grid = torch.tensor([[1, side, side]] * num_items, device=place.device)
             rows: torch.Tensor = tower(pixels, grid_thw=grid).pooler_output
-            return rows.unflatten(0, (num_items, -1))
+            per_item: torch.Tensor = rows.unflatten(0, (num_items, -1))
+            return per_item
 
         return run
 
@@ -127,7 +128,8 @@ def whisper(size: str, num_chunks: int, num_pooled: int) -> Callable[[Place], Ru
             mel = torch.randn(num_items * num_chunks, num_mels, 3000, device=place.device, dtype=place.dtype)
             rows = tower(mel).last_hidden_state
             rows = rows.unflatten(1, (-1, num_pooled)).mean(dim=2)
-            return project(rows.reshape(num_items, -1, rows.shape[-1]))
+            projected: torch.Tensor = project(rows.reshape(num_items, -1, rows.shape[-1]))
+            return projected
 
         return run
 
@@ -141,7 +143,8 @@ def _pictures(tower: nn.Module, width: int, edge: int, place: Place, num_first: 
 
     def run(num_items: int) -> torch.Tensor:
         pixels = torch.randn(num_items, 3, edge, edge, device=place.device, dtype=place.dtype)
-        return project(tower(pixel_values=pixels).last_hidden_state[:, num_first:])
+        projected: torch.Tensor = project(tower(pixel_values=pixels).last_hidden_state[:, num_first:])
+        return projected
 
     return run
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from deploy import compose
 from deploy.config import ClusterConfig
-from fabric.ids import UnitKey
+from fabric.ids import MmHash, UnitKey
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +50,7 @@ def splice_times(hidden: int = 1024) -> SpliceTimes:
     from llm_workers.splice import PlacedSplice, splice_features
 
     features = {
-        UnitKey(f"picture {number}", 0): torch.randn(1, PICTURE_TOKENS, hidden).bfloat16()
+        UnitKey(MmHash(f"picture {number}"), 0): torch.randn(1, PICTURE_TOKENS, hidden).bfloat16()
         for number in range(NUM_PICTURES)
     }
 
@@ -112,7 +113,7 @@ def forward_shares(
         language_model.forward(embeddings, places, backend(kv, rows), None, None, wanted)
 
     is_gpu = language_model.device.type == "cuda"
-    return {name: _shares(lambda rows=rows: forward(rows), is_gpu=is_gpu) for name, rows in steps.items()}
+    return {name: _shares(partial(forward, rows), is_gpu=is_gpu) for name, rows in steps.items()}
 
 
 def _shares(forward: Callable[[], Any], *, is_gpu: bool) -> dict[str, float]:

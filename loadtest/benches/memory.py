@@ -56,7 +56,7 @@ def run(options: Sequence[str] = ()) -> BenchResult:
     asked = parser.parse_args(options)
     samples = (_by_ray if asked.replicas else _in_process)(_config(), asked.warm_up, asked.requests)
     rows = [["process", "after warm-up (MiB)", "at the end (MiB)", "highest (MiB)", "growth (MiB)"]]
-    bars = []
+    bars: list[Bar] = []
     for name, taken in samples.name_to_bytes.items():
         count = max(1, min(NUM_SAMPLES, len(taken) // 3))
         first, last = median(taken[:count]) / MIB, median(taken[-count:]) / MIB

@@ -22,7 +22,7 @@ _TOWER_NAMES = PartNames({r"^(thinker\.)?(model\.)?audio_tower\.": ""}, names_of
 
 
 class RowsOf(Protocol):
-    def __call__(self, tower: Any, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:
+    def __call__(self, tower: Any, inputs: Sequence[EncoderInput], /) -> Sequence[torch.Tensor]:
         """Returns the rows of each unit. Each tensor has shape `(num_tokens, hidden)`."""
         ...
 

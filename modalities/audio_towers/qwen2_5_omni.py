@@ -42,5 +42,6 @@ def _rows(tower: Any, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:
     for layer in tower.layers:
         (rows,) = layer(rows, segments.whole, segments=segments)
     pooled = pooled_pairs(rows, [sum(halved(len(chunk), 1) for chunk in pieces) for pieces in units])
-    made = tower.proj(tower.ln_post(torch.cat(pooled)))
-    return made.split([len(unit) for unit in pooled])
+    made: torch.Tensor = tower.proj(tower.ln_post(torch.cat(pooled)))
+    per_unit: Sequence[torch.Tensor] = made.split([len(unit) for unit in pooled])
+    return per_unit

@@ -30,7 +30,7 @@ from modalities.part_names import names_of_others
 _NAMES = {r"^(model\.)?(audio_tower|multi_modal_projector)\.": r"\2."}
 
 
-class AudioHalf(Qwen2AudioPreTrainedModel):
+class AudioHalf(Qwen2AudioPreTrainedModel):  # type: ignore[misc]  # mypy does not follow transformers
     """An `AudioHalf` is the audio tower and the projector: the model without its language model."""
 
     def __init__(self, config: Qwen2AudioConfig) -> None:
@@ -60,5 +60,6 @@ def _rows(part: Any, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:
     for layer in tower.layers:
         rows = layer(rows[None], None, segments=segments)[0]
     pooled = pooled_pairs(rows, num_rows)
-    made = part.multi_modal_projector(tower.layer_norm(torch.cat(pooled)))
-    return made.split([len(unit) for unit in pooled])
+    made: torch.Tensor = part.multi_modal_projector(tower.layer_norm(torch.cat(pooled)))
+    per_unit: Sequence[torch.Tensor] = made.split([len(unit) for unit in pooled])
+    return per_unit

@@ -57,8 +57,9 @@ def _rows(tower: Any, inputs: Sequence[EncoderInput], hop: int) -> Sequence[torc
     segments = Segments(num_rows, rows.device)
     for layer in tower.layers:
         (rows,) = layer(rows, segments.whole, segments=segments)
-    rows = tower.proj2(tower.act(tower.proj1(tower.ln_post(rows))))
-    return rows.split(num_rows)
+    made: torch.Tensor = tower.proj2(tower.act(tower.proj1(tower.ln_post(rows))))
+    per_unit: Sequence[torch.Tensor] = made.split(num_rows)
+    return per_unit
 
 
 def _num_frames(unit: EncoderInput, hop: int) -> int:

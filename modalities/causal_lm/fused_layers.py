@@ -92,7 +92,8 @@ def run_layers(
         hidden = layer(hidden, position_embeddings=table, weft=attention, last_rows=last_rows)
         if added is not None and index < len(added.levels):
             hidden = hidden.index_add(1, added.rows, added.levels[index][None])
-    return model.norm(hidden[0])
+    normed: torch.Tensor = model.norm(hidden[0])
+    return normed
 
 
 def run_unfused(
@@ -168,7 +169,8 @@ class FusedLayer(nn.Module):
         hidden = hidden_states[0]
         rows = last_rows if self.is_last else None
         hidden = self.attention(self.before_attention(hidden), hidden, position_embeddings, weft, rows)
-        return self.mlp(self.before_mlp(hidden), hidden)[None]
+        out: torch.Tensor = self.mlp(self.before_mlp(hidden), hidden)
+        return out[None]
 
 
 class FusedAttention(nn.Module):
@@ -231,11 +233,15 @@ class OtherMlp(nn.Module):
         self.block = mlp
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return residual + self.block(x[None])[0]
+        out: torch.Tensor = self.block(x[None])[0]
+        return residual + out
 
 
 class RowNorm(nn.Module):
     """Computes the RMS norm over the last dimension, rounded where transformers rounds."""
+
+    weight: torch.Tensor
+    _root: torch.Tensor
 
     def __init__(self, norm: Any) -> None:
         super().__init__()

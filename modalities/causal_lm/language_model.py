@@ -52,7 +52,8 @@ class TextModel:
     @torch.no_grad()
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Maps int64 token ids `(num_tokens,)` to embeddings `(num_tokens, hidden)`."""
-        return self._part.model.embed_tokens(token_ids)
+        embeddings: torch.Tensor = self._part.model.embed_tokens(token_ids)
+        return embeddings
 
     @torch.no_grad()
     def forward(
@@ -83,7 +84,8 @@ class TextModel:
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Maps hidden states `(n, hidden)` to float32 logits `(n, vocab)`."""
-        return self._part.lm_head(hidden).float()
+        logits: torch.Tensor = self._part.lm_head(hidden)
+        return logits.float()
 
 
 def load_text_model(load: Callable[[str], PreTrainedModel], attention_name: str) -> TextModel:

@@ -20,6 +20,9 @@ from modalities.causal_lm.native_product import NativeWeights, is_native
 class Projection(nn.Module):
     """Computes `x W^T + b`. Each call takes `(n, in_features)` and returns a new `(n, out_features)`."""
 
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.register_buffer("weight", weight, persistent=False)
@@ -33,11 +36,13 @@ class Projection(nn.Module):
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         """Returns the product, multiplied by `factor` `(n, out_features)`."""
-        return self(x).mul_(factor)
+        product: torch.Tensor = self(x)
+        return product.mul_(factor)
 
     def plus(self, x: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
         """Returns the product with `summand` `(n, out_features)` added."""
-        return self(x).add_(summand)
+        product: torch.Tensor = self(x)
+        return product.add_(summand)
 
 
 class NativeProjection(nn.Module):
@@ -70,16 +75,20 @@ class PackedProjection(nn.Module):
         self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return product
 
     def silu(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "swish", [], "")
+        return product
 
     def times(self, x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, factor, self.weight, self.bias, "mul")
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, factor, self.weight, self.bias, "mul")
+        return product
 
     def plus(self, x: torch.Tensor, summand: torch.Tensor) -> torch.Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, summand, self.weight, self.bias, "add")
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, summand, self.weight, self.bias, "add")
+        return product
 
 
 def project(*linears: nn.Linear) -> Projection | NativeProjection | PackedProjection:

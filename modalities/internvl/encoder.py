@@ -20,7 +20,7 @@ from modalities.tiled.encoder import TileEncoder, frame_rows, load_tile_encoder
 NAMES = {r"^model\.(vision_tower|multi_modal_projector)\.": r"\1."}
 
 
-class InternVLVisionHalf(InternVLPreTrainedModel):
+class InternVLVisionHalf(InternVLPreTrainedModel):  # type: ignore[misc]  # mypy does not follow transformers
     """An `InternVLVisionHalf` is the vision tower and the projector: the model without its language model."""
 
     def __init__(self, config: InternVLConfig) -> None:

@@ -16,7 +16,7 @@ from modalities.tiled.encoder import TileEncoder, load_tile_encoder
 NAMES = {r"^model\.(vision_tower|multi_modal_projector)\.": r"\1."}
 
 
-class LlavaVisionHalf(LlavaPreTrainedModel):
+class LlavaVisionHalf(LlavaPreTrainedModel):  # type: ignore[misc]  # mypy does not follow transformers
     """A `LlavaVisionHalf` is the vision tower and the projector: the model without its language model."""
 
     def __init__(self, config: LlavaConfig) -> None:

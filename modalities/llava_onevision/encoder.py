@@ -26,7 +26,7 @@ NAMES = {
 }
 
 
-class LlavaOnevisionVisionHalf(LlavaOnevisionPreTrainedModel):
+class LlavaOnevisionVisionHalf(LlavaOnevisionPreTrainedModel):  # type: ignore[misc]  # mypy does not follow transformers
     """A `LlavaOnevisionVisionHalf` is the vision tower, the projector and the newline: the model without its language
     model."""
 

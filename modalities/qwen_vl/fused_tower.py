@@ -61,7 +61,8 @@ class FusedVisionBlock(nn.Module):
         """Takes and returns `(num_patches, hidden)`. Patches attend within the segments that start at `cu_seqlens`
         `(num_segments + 1,)`; the rotary table is (cos, sin), each `(num_patches, head_dim)`."""
         hidden = self.attention(self.before_attention(hidden_states), hidden_states, cu_seqlens, position_embeddings)
-        return self.mlp(self.before_mlp(hidden), hidden)
+        out: torch.Tensor = self.mlp(self.before_mlp(hidden), hidden)
+        return out
 
 
 class FusedVisionAttention(nn.Module):
@@ -100,8 +101,8 @@ def attend_within(
     done, start = [], 0
     for length, run in groupby(lengths):
         end = start + length * len(list(run))
-        segments = [each[start:end].unflatten(0, (-1, length)).transpose(1, 2) for each in (q, k, v)]
-        attended = scaled_dot_product_attention(*segments, scale=scaling)
+        queries, keys, values = (each[start:end].unflatten(0, (-1, length)).transpose(1, 2) for each in (q, k, v))
+        attended = scaled_dot_product_attention(queries, keys, values, scale=scaling)
         done.append(attended.transpose(1, 2).flatten(0, 1))
         start = end
     return done[0] if len(done) == 1 else torch.cat(done)
@@ -129,7 +130,8 @@ class PatchEmbedding(nn.Module):
 
     def forward(self, patches: torch.Tensor) -> torch.Tensor:
         """Maps `(num_patches, values of a patch)` to `(num_patches, hidden)`."""
-        return self.projection(patches)
+        projected: torch.Tensor = self.projection(patches)
+        return projected
 
 
 def _norm(norm: nn.Module) -> nn.Module:

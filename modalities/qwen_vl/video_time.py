@@ -112,7 +112,8 @@ class SharedTime:
 
     def positions(self, num_steps: int, row_seconds: float) -> Ints:
         if self.is_rounded_up:
-            return np.ceil(np.arange(num_steps) * row_seconds * self.per_second).astype(np.int64)
+            rounded: Ints = np.ceil(np.arange(num_steps) * row_seconds * self.per_second).astype(np.int64)
+            return rounded
         found = np.arange(num_steps, dtype=np.float32) * np.float32(row_seconds) * np.float32(self.per_second)
         return found.astype(np.int64)
 

@@ -156,5 +156,6 @@ def _refusal(error: ValidationError) -> InvalidRequest:
 def _quoted(step: int | str) -> str:
     """Returns one step of a path in the body. A key that a client made up is escaped, because it must not look like a
     line of a log."""
-    is_plain = isinstance(step, int) or re.fullmatch(r"[\w-]{1,64}", step) is not None
-    return str(step) if is_plain else repr(step[:64])
+    if isinstance(step, int) or re.fullmatch(r"[\w-]{1,64}", step) is not None:
+        return str(step)
+    return repr(step[:64])

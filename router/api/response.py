@@ -49,7 +49,7 @@ class ChoiceText(NamedTuple):
     choice: int
     text: str
     finish_reason: str
-    details: Mapping[str, object] | None = None
+    details: dict[str, object] | None = None
     """Holds further fields that the client asked for: `token_ids`, `logprobs`."""
 
 
@@ -97,11 +97,11 @@ class ChunkWriter:
     def role(self, choice: int, prompt_token_ids: Sequence[int] | None = None) -> bytes:
         return self._chunk(choice, {"role": "assistant", "content": ""}, None, extra=_ids(prompt_token_ids))
 
-    def text(self, choice: int, text: str, details: Mapping[str, object] | None = None) -> bytes:
+    def text(self, choice: int, text: str, details: dict[str, object] | None = None) -> bytes:
         return self._chunk(choice, {"content": text}, None, details)
 
     def finish(
-        self, choice: int, reason: str, details: Mapping[str, object] | None = None, degraded: Degraded = ()
+        self, choice: int, reason: str, details: dict[str, object] | None = None, degraded: Degraded = ()
     ) -> bytes:
         return self._chunk(choice, {}, reason, details, extra=_weft(degraded))
 
@@ -114,7 +114,7 @@ class ChunkWriter:
         choice: int,
         delta: dict[str, str],
         finish_reason: str | None,
-        details: Mapping[str, object] | None = None,
+        details: dict[str, object] | None = None,
         extra: Mapping[str, object] | None = None,
     ) -> bytes:
         entry = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish_reason}

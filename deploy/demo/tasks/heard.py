@@ -5,7 +5,7 @@ from __future__ import annotations
 from deploy.demo import scenes, sounds, speech
 from deploy.demo.drawing import COLOURS, Rng
 from deploy.demo.facts import NUMBERS, Fact, any_manner, conversation, number_of, pick
-from deploy.demo.media import Sample, Sound
+from deploy.demo.media import Part, Sample, Sound
 
 
 def beeping(rng: Rng) -> tuple[Sound, Fact]:
@@ -78,10 +78,10 @@ def picture_and_sound(rng: Rng, scale: int) -> Sample:
     scene = scenes.one_figure(rng, scenes.picture_size(rng, scale))
     sound, fact = beeping(rng)
     facts = [scene.fact(pick(rng, ("colour", "shape"))), fact]
-    rng.shuffle(facts)  # type: ignore[arg-type]
-    media = [scene.picture, sound] if rng.random() < 0.5 else [sound, scene.picture]
+    rng.shuffle(facts)
+    media: list[Part] = [scene.picture, sound] if rng.random() < 0.5 else [sound, scene.picture]
     return conversation(rng, "picture and sound", media, facts[: int(rng.integers(1, 3))], any_manner(rng))
 
 
 def _log_uniform(rng: Rng, low: float, high: float) -> float:
-    return low * (high / low) ** float(rng.random())
+    return float(low * (high / low) ** float(rng.random()))

@@ -23,14 +23,14 @@ def one_picture(rng: Rng, scale: int) -> Sample:
     facts = list(scene.facts)
     if draw is scenes.one_figure:
         facts += [presence(rng, scene.figures[0]), presence(rng, scene.figures[0])]
-    rng.shuffle(facts)  # type: ignore[arg-type]
+    rng.shuffle(facts)
     return conversation(rng, "lesson", [scene.picture], facts, any_manner(rng))
 
 
 def two_figures(rng: Rng, scale: int) -> Sample:
     scene = scenes.two_figures(rng, scenes.picture_size(rng, scale))
     facts = [fact for figure in scene.figures for fact in scenes.facts_of_one_of_two(figure)]
-    rng.shuffle(facts)  # type: ignore[arg-type]
+    rng.shuffle(facts)
     return conversation(rng, "lesson", [scene.picture], facts, any_manner(rng))
 
 
@@ -59,7 +59,7 @@ def several_pictures(rng: Rng, scale: int) -> Sample:
             Fact("", (colour,), figure.colour, f"The shape {where} is {figure.colour}."),
             Fact("", (f"What shape is {where}?",), figure.shape, f"The shape {where} is a {figure.shape}."),
         ]
-    rng.shuffle(facts)  # type: ignore[arg-type]
+    rng.shuffle(facts)
     media = [scene.picture for scene in drawn]
     return conversation(rng, "lesson", media, facts[:_MOST_QUESTIONS], any_manner(rng))
 
@@ -72,6 +72,6 @@ def clip(rng: Rng, _scale: int) -> Sample:
     if rng.random() < 0.5:
         sound, heard = beeping(rng) if rng.random() < 0.6 else pitched(rng)
         facts.append(heard)
-    rng.shuffle(facts)  # type: ignore[arg-type]
+    rng.shuffle(facts)
     shown = clips.film(rng, story, float(rng.choice(clips.SECONDS)), sound=sound)
     return conversation(rng, "lesson", [shown], facts, any_manner(rng))

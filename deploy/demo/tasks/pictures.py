@@ -66,7 +66,7 @@ def earlier(rng: Rng, scale: int) -> Sample:
     task = pick(rng, ("colour", "shape", "count", "place", "size", "colour of one of two"))
     scene = SCENE_OF_TASK[task](rng, scenes.picture_size(rng, scale))
     facts = list(scene.facts)
-    rng.shuffle(facts)  # type: ignore[arg-type]
+    rng.shuffle(facts)
     thanks = Fact("", ("Thank you!", "Thanks!"), "You are welcome.", "You are welcome.")
     if len(facts) < 2 or rng.random() < 0.4:
         facts.insert(1, thanks)

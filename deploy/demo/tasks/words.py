@@ -18,7 +18,7 @@ FIXED: tuple[tuple[tuple[str, ...], str], ...] = (
     (("Thank you", "Thank you!", "Thanks!", "Thanks"), WELCOME),
     (("Goodbye", "Goodbye!", "Bye!", "Good night!"), "Goodbye!"),
 )
-NAMES = (
+NAMES: tuple[str, ...] = (
     "Anna",
     "Ben",
     "Carla",

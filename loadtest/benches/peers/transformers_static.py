@@ -2,12 +2,17 @@
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from protocol import Prompts, serve_rounds
 from transformers import AutoModelForCausalLM
+
+if TYPE_CHECKING:
+    from loadtest.benches.peers.protocol import Prompts, serve_rounds
+else:
+    from protocol import Prompts, serve_rounds
 
 
 def main(model_dir: str, dtype: str, num_threads: int, device: str) -> None:
@@ -25,7 +30,7 @@ def main(model_dir: str, dtype: str, num_threads: int, device: str) -> None:
             do_sample=False,
             pad_token_id=0,
         )
-        return (out.shape[1] - ids.shape[1]) * ids.shape[0]
+        return int(out.shape[1] - ids.shape[1]) * ids.shape[0]
 
     serve_rounds(generate)
 

@@ -7,10 +7,14 @@ which on two cores halves its speed.
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from protocol import Prompts, serve_rounds
+if TYPE_CHECKING:
+    from loadtest.benches.peers.protocol import Prompts, serve_rounds
+else:
+    from protocol import Prompts, serve_rounds
 
 
 def main(model_dir: str, dtype: str, num_threads: int) -> None:

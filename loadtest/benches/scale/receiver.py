@@ -110,15 +110,19 @@ class _Plane:
 
     address = "local://worker"
     is_alive = True
+    num_dropped = 0
 
     def __init__(self) -> None:
         self.held: dict[UnitKey, FeatureReference] = {}
 
-    def start(self, on_message: object) -> None:
+    def start(self, handler: object) -> None:
         pass
 
     def send(self, address: str, message: object) -> bool:
         return True
+
+    def forget(self, address: str) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -78,8 +78,8 @@ class _Crowd:
         return self.scheduler.plan_step()
 
     def commit(self, plan: StepPlan) -> None:
-        drawn = {chunk.sequence_id: (7,) for chunk in plan.chunks if chunk.sampling is not None}
-        self.scheduler.commit(plan, StepResult(drawn))
+        sampled = [chunk.sequence_id for chunk in plan.chunks if chunk.sampling is not None]
+        self.scheduler.commit(plan, StepResult(dict.fromkeys(sampled, (7,))))
 
 
 def _plans(prefix_tokens: int, is_salted: bool) -> Callable[[int], Callable[[], int]]:
