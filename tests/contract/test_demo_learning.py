@@ -44,7 +44,8 @@ def test_error_of_one_learner_ends_both(tmp_path: Path) -> None:
 
 def test_everything_of_a_batch_moves() -> None:
     groups = make_groups([np.arange(6).reshape(2, 3)], 6)
-    batch = Batch({"input_ids": torch.arange(6)[None], "text_groups": groups}, *torch.arange(6).view(3, 2), 2)
+    rows, targets, samples = torch.arange(6).view(3, 2)
+    batch = Batch({"input_ids": torch.arange(6)[None], "text_groups": groups}, rows, targets, samples, 2)
     moved = to_device(batch, torch.device("meta"))
     tensors = (moved.inputs["input_ids"], moved.inputs["text_groups"].order, moved.rows, moved.targets, moved.samples)
     assert {tensor.device.type for tensor in tensors} == {"meta"}

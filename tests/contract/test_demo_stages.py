@@ -69,7 +69,7 @@ def are_same(one: Any, other: Any) -> bool:
 def test_a_step_of_a_stage(model: Any, tmp_path: Path, index: int) -> None:
     stage = ALL_STAGES[index]
     lesson = _lesson(index, model, (0, 0), tmp_path)
-    assert len(lesson.shown) == stage.num_steps  # type: ignore[arg-type]
+    assert len(lesson.shown) == stage.num_steps
     last = stage.num_steps - 1
     shown = lesson.shown[last]
     assert are_same(shown, lesson.shown[last]), "the same seed shows the same"

@@ -97,7 +97,7 @@ def freeze_with_pull(peer: Peer, sink: FeatureSink) -> Future[LandedFeature]:
     return future
 
 
-def test_a_feature_lands_whole_again_and_again(peer, sink):
+def test_a_feature_lands_whole_again_and_again(peer: Peer, sink: FeatureSink) -> None:
     for seed in range(2 * INBOX_SLOTS):
         ticket = peer.offer(seed, SHAPE)
         landed = sink.pull(ticket, TIMEOUT_S).result(PATIENCE_S)
@@ -112,14 +112,14 @@ def test_a_feature_lands_whole_again_and_again(peer, sink):
         peer.free(seed)
 
 
-def test_a_ticket_survives_the_wire(peer, sink):
+def test_a_ticket_survives_the_wire(peer: Peer, sink: FeatureSink) -> None:
     ticket = peer.offer(3, SHAPE)
     copy = msgspec.msgpack.decode(msgspec.msgpack.encode(ticket), type=type(ticket))
     assert copy == ticket
     assert np.array_equal(sink.pull(copy, TIMEOUT_S).result(PATIENCE_S).buffer, payload(3, NBYTES))
 
 
-def test_a_slot_given_to_something_else_is_a_lost_lease(peer, sink):
+def test_a_slot_given_to_something_else_is_a_lost_lease(peer: Peer, sink: FeatureSink) -> None:
     freed, reused = peer.offer(1, SHAPE), peer.offer(2, SHAPE)
     peer.free(1)
     with pytest.raises(LeaseLost, match="gave the slot to something else"):
@@ -134,7 +134,7 @@ def test_a_slot_given_to_something_else_is_a_lost_lease(peer, sink):
     assert np.array_equal(landed.buffer, payload(3, NBYTES))
 
 
-def test_a_source_tells_full_from_too_large_and_frees_once(peer):
+def test_a_source_tells_full_from_too_large_and_frees_once(peer: Peer) -> None:
     with pytest.raises(UnitTooLarge):
         peer.offer(0, (1, ARENA_BYTES // 64 + 1, 16))
     peer.offer(1, (1, ARENA_BYTES // 128, 16))
@@ -147,7 +147,7 @@ def test_a_source_tells_full_from_too_large_and_frees_once(peer):
         peer.offer(4, (1, ARENA_BYTES // 128, 16))
 
 
-def test_a_source_names_idle_slots_where_giving_them_up_makes_room(peer):
+def test_a_source_names_idle_slots_where_giving_them_up_makes_room(peer: Peer) -> None:
     """There are four slots of a quarter each: the requested slot must fit between the slots that stay."""
     quarter = (1, ARENA_BYTES // 256 - 1, 16)
     quarter_bytes, half_bytes = ARENA_BYTES // 4 - 64, ARENA_BYTES // 2 - 64
@@ -168,7 +168,7 @@ def test_a_source_names_idle_slots_where_giving_them_up_makes_room(peer):
     peer.offer(5, quarter)
 
 
-def test_a_source_keeps_a_claimed_range_for_what_it_was_claimed_for(peer):
+def test_a_source_keeps_a_claimed_range_for_what_it_was_claimed_for(peer: Peer) -> None:
     """No other slot is placed in the range, and it is available once the slots that lie in it are freed."""
     quarter, half = (1, ARENA_BYTES // 256 - 1, 16), (1, ARENA_BYTES // 128 - 1, 16)
     for seed in range(3):
@@ -189,7 +189,7 @@ def test_a_source_keeps_a_claimed_range_for_what_it_was_claimed_for(peer):
     peer.offer(5, half)
 
 
-def test_a_full_inbox_refuses_at_once_and_takes_again_after_a_free(peer, sink):
+def test_a_full_inbox_refuses_at_once_and_takes_again_after_a_free(peer: Peer, sink: FeatureSink) -> None:
     tickets = [peer.offer(seed, SHAPE) for seed in range(INBOX_SLOTS)]
     landed = [sink.pull(ticket, TIMEOUT_S).result(PATIENCE_S) for ticket in tickets]
     with pytest.raises(ArenaFull):
@@ -201,14 +201,14 @@ def test_a_full_inbox_refuses_at_once_and_takes_again_after_a_free(peer, sink):
         assert np.array_equal(landed[index].buffer, payload(index, NBYTES)), "others are untouched"
 
 
-def test_what_never_fits_is_told_apart_from_what_does_not_fit_now(peer, sink):
+def test_what_never_fits_is_told_apart_from_what_does_not_fit_now(peer: Peer, sink: FeatureSink) -> None:
     large = peer.offer(1, (1, 64 * INBOX_SLOTS + 5, 16))
     with pytest.raises(UnitTooLarge):
         sink.pull(large, TIMEOUT_S)
     assert is_empty(sink)
 
 
-def test_a_ticket_that_contradicts_itself_is_refused(peer, sink):
+def test_a_ticket_that_contradicts_itself_is_refused(peer: Peer, sink: FeatureSink) -> None:
     ticket = peer.offer(1, SHAPE)
     for field, value in [("nbytes", NBYTES - 4), ("dtype", "int8"), ("shape", (0, 64, 16))]:
         with pytest.raises(ProtocolError):
@@ -216,7 +216,7 @@ def test_a_ticket_that_contradicts_itself_is_refused(peer, sink):
     assert is_empty(sink)
 
 
-def test_a_ticket_of_nobody_or_of_nowhere_fails(peer, sink):
+def test_a_ticket_of_nobody_or_of_nowhere_fails(peer: Peer, sink: FeatureSink) -> None:
     ticket = peer.offer(1, SHAPE)
     for field, value in [("source", "enc-unknown"), ("address", 64), ("generation_address", 64)]:
         future = sink.pull(msgspec.structs.replace(ticket, **{field: value}), TIMEOUT_S)
@@ -226,7 +226,9 @@ def test_a_ticket_of_nobody_or_of_nowhere_fails(peer, sink):
     assert np.array_equal(sink.pull(ticket, TIMEOUT_S).result(PATIENCE_S).buffer, payload(1, NBYTES))
 
 
-def test_a_pull_that_times_out_quarantines_its_slot_until_the_peer_is_dead(clock, mortal, other, sink):
+def test_a_pull_that_times_out_quarantines_its_slot_until_the_peer_is_dead(
+    clock: ManualClock, mortal: Peer, other: Peer, sink: FeatureSink
+) -> None:
     future = freeze_with_pull(mortal, sink)
     assert sink.usage().num_slots == 1
     clock.advance(TIMEOUT_S)
@@ -245,7 +247,9 @@ def test_a_pull_that_times_out_quarantines_its_slot_until_the_peer_is_dead(clock
         assert np.array_equal(feature.buffer, payload(seed, NBYTES))
 
 
-def test_the_quarantine_of_a_peer_that_wakes_up_ends_with_the_transfer(clock, peer, sink):
+def test_the_quarantine_of_a_peer_that_wakes_up_ends_with_the_transfer(
+    clock: ManualClock, peer: Peer, sink: FeatureSink
+) -> None:
     future = freeze_with_pull(peer, sink)
     clock.advance(TIMEOUT_S + 1)
     with pytest.raises(TransferFailed):
@@ -257,20 +261,20 @@ def test_the_quarantine_of_a_peer_that_wakes_up_ends_with_the_transfer(clock, pe
     assert np.array_equal(landed.buffer, payload(2, NBYTES))
 
 
-def test_a_peer_that_wakes_up_in_time_delivers(peer, sink):
+def test_a_peer_that_wakes_up_in_time_delivers(peer: Peer, sink: FeatureSink) -> None:
     future = freeze_with_pull(peer, sink)
     peer.thaw()
     assert np.array_equal(future.result(PATIENCE_S).buffer, payload(1, NBYTES))
 
 
-def test_others_are_served_while_one_is_frozen(peer, other, sink):
+def test_others_are_served_while_one_is_frozen(peer: Peer, other: Peer, sink: FeatureSink) -> None:
     stuck = freeze_with_pull(peer, sink)
     landed = sink.pull(other.offer(2, SHAPE), TIMEOUT_S).result(PATIENCE_S)
     assert np.array_equal(landed.buffer, payload(2, NBYTES))
     assert not stuck.done()
 
 
-def test_pulling_from_a_killed_peer_fails_and_frees(mortal, sink):
+def test_pulling_from_a_killed_peer_fails_and_frees(mortal: Peer, sink: FeatureSink) -> None:
     ticket = mortal.offer(1, SHAPE)
     sink.free(sink.pull(ticket, TIMEOUT_S).result(PATIENCE_S).slot_id)
     mortal.kill()
@@ -281,7 +285,7 @@ def test_pulling_from_a_killed_peer_fails_and_frees(mortal, sink):
     eventually(lambda: is_empty(sink))
 
 
-def test_a_peer_killed_during_a_pull_never_frees_a_slot_that_is_under_way(mortal, sink):
+def test_a_peer_killed_during_a_pull_never_frees_a_slot_that_is_under_way(mortal: Peer, sink: FeatureSink) -> None:
     future = freeze_with_pull(mortal, sink)
     mortal.kill()
     usage = sink.usage()
@@ -292,7 +296,7 @@ def test_a_peer_killed_during_a_pull_never_frees_a_slot_that_is_under_way(mortal
     eventually(lambda: is_empty(sink))
 
 
-def test_peer_dead_ends_open_pulls_of_that_peer_alone(peer, other, sink):
+def test_peer_dead_ends_open_pulls_of_that_peer_alone(peer: Peer, other: Peer, sink: FeatureSink) -> None:
     stuck = freeze_with_pull(peer, sink)
     stuck_too = freeze_with_pull(other, sink)
     sink.peer_dead(peer.name)
@@ -305,7 +309,9 @@ def test_peer_dead_ends_open_pulls_of_that_peer_alone(peer, other, sink):
     sink.peer_dead("enc-unknown")
 
 
-def test_a_frozen_peer_that_was_declared_dead_writes_into_nobodys_slot(peer, other, sink):
+def test_a_frozen_peer_that_was_declared_dead_writes_into_nobodys_slot(
+    peer: Peer, other: Peer, sink: FeatureSink
+) -> None:
     stuck = freeze_with_pull(peer, sink)
     sink.peer_dead(peer.name)
     with pytest.raises(TransferFailed, match="gone"):
@@ -321,7 +327,7 @@ def test_a_frozen_peer_that_was_declared_dead_writes_into_nobodys_slot(peer, oth
         assert np.array_equal(feature.buffer, payload(seed, NBYTES))
 
 
-def test_another_peer_is_reached_after_one_died(mortal, peer, sink):
+def test_another_peer_is_reached_after_one_died(mortal: Peer, peer: Peer, sink: FeatureSink) -> None:
     sink.free(sink.pull(mortal.offer(1, SHAPE), TIMEOUT_S).result(PATIENCE_S).slot_id)
     mortal.kill()
     sink.peer_dead(mortal.name)
@@ -329,14 +335,14 @@ def test_another_peer_is_reached_after_one_died(mortal, peer, sink):
     assert np.array_equal(landed.buffer, payload(2, NBYTES))
 
 
-def test_one_wrongly_declared_dead_is_connected_anew(peer, sink):
+def test_one_wrongly_declared_dead_is_connected_anew(peer: Peer, sink: FeatureSink) -> None:
     sink.free(sink.pull(peer.offer(1, SHAPE), TIMEOUT_S).result(PATIENCE_S).slot_id)
     sink.peer_dead(peer.name)
     landed = sink.pull(peer.offer(2, SHAPE), TIMEOUT_S).result(PATIENCE_S)
     assert np.array_equal(landed.buffer, payload(2, NBYTES))
 
 
-def test_a_cancelled_pull_keeps_its_slot_until_the_transfer_ended(peer, sink):
+def test_a_cancelled_pull_keeps_its_slot_until_the_transfer_ended(peer: Peer, sink: FeatureSink) -> None:
     future = freeze_with_pull(peer, sink)
     assert future.cancel()
     assert sink.usage().num_slots == 1, "bytes may still land there"
@@ -346,7 +352,7 @@ def test_a_cancelled_pull_keeps_its_slot_until_the_transfer_ended(peer, sink):
         future.result(0)
 
 
-def test_a_cancelled_pull_that_times_out_is_quarantined_too(clock, peer, sink):
+def test_a_cancelled_pull_that_times_out_is_quarantined_too(clock: ManualClock, peer: Peer, sink: FeatureSink) -> None:
     future = freeze_with_pull(peer, sink)
     assert future.cancel()
     clock.advance(TIMEOUT_S)
@@ -355,7 +361,9 @@ def test_a_cancelled_pull_that_times_out_is_quarantined_too(clock, peer, sink):
     eventually(lambda: is_empty(sink))
 
 
-def test_many_pulls_at_once_from_many_threads_and_two_peers(world, clock, peer, other):
+def test_many_pulls_at_once_from_many_threads_and_two_peers(
+    world: World, clock: ManualClock, peer: Peer, other: Peer
+) -> None:
     sink = world.make_sink(8 << 20, clock)
     tickets = {
         seed: (peer if seed % 2 else other).offer(seed, (1 + seed % 3, 7 + 31 * (seed % 11), 16)) for seed in range(60)
@@ -382,7 +390,7 @@ def test_many_pulls_at_once_from_many_threads_and_two_peers(world, clock, peer, 
     sink.close()
 
 
-def test_closing_a_sink_ends_its_pulls_and_refuses_new_ones(peer, sink):
+def test_closing_a_sink_ends_its_pulls_and_refuses_new_ones(peer: Peer, sink: FeatureSink) -> None:
     future = freeze_with_pull(peer, sink)
     assert sink.is_alive
     sink.close()
@@ -396,7 +404,9 @@ def test_closing_a_sink_ends_its_pulls_and_refuses_new_ones(peer, sink):
     sink.close()
 
 
-def test_a_transfer_thread_that_died_shows_and_ends_its_pulls(peer, sink, monkeypatch):
+def test_a_transfer_thread_that_died_shows_and_ends_its_pulls(
+    peer: Peer, sink: FeatureSink, monkeypatch: pytest.MonkeyPatch
+) -> None:
     future = freeze_with_pull(peer, sink)
     monkeypatch.setattr(sink, "_disconnect_dead", None)
     sink.peer_dead("nobody")
@@ -406,7 +416,7 @@ def test_a_transfer_thread_that_died_shows_and_ends_its_pulls(peer, sink, monkey
     assert not sink.is_alive
 
 
-def test_callbacks_may_use_the_sink(peer, sink):
+def test_callbacks_may_use_the_sink(peer: Peer, sink: FeatureSink) -> None:
     first, second = peer.offer(1, SHAPE), peer.offer(2, SHAPE)
     pulled: Future[Future[LandedFeature]] = Future()
 

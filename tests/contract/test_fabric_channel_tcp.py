@@ -49,7 +49,7 @@ def wake_up_late() -> None:
 
 
 @pytest.mark.nixl
-def test_a_connected_peer_that_wakes_up_late_writes_into_nobodys_slot(monkeypatch):
+def test_a_connected_peer_that_wakes_up_late_writes_into_nobodys_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
     process = multiprocessing.get_context("spawn").Process(target=wake_up_late)
     process.start()

@@ -69,7 +69,7 @@ def make_plane(request: pytest.FixtureRequest) -> Iterator[Callable[..., Plane]]
         plane.close()
 
 
-async def test_messages_of_a_pair_arrive_in_order_and_whole(make_plane):
+async def test_messages_of_a_pair_arrive_in_order_and_whole(make_plane: Callable[..., Plane]) -> None:
     sender, receiver, inbox = make_plane(), make_plane(), Inbox()
     receiver.start(inbox)
     sent = [
@@ -80,7 +80,7 @@ async def test_messages_of_a_pair_arrive_in_order_and_whole(make_plane):
     assert await inbox.wait_for(500) == sent
 
 
-async def test_what_arrived_before_the_start_is_kept_and_comes_first(make_plane):
+async def test_what_arrived_before_the_start_is_kept_and_comes_first(make_plane: Callable[..., Plane]) -> None:
     sender, receiver, inbox = make_plane(), make_plane(), Inbox()
     for number in range(20):
         assert sender.send(receiver.address, message(number))
@@ -91,7 +91,7 @@ async def test_what_arrived_before_the_start_is_kept_and_comes_first(make_plane)
     assert await inbox.wait_for(40) == [message(number) for number in range(40)]
 
 
-async def test_the_handler_runs_in_the_loop_that_started_it(make_plane):
+async def test_the_handler_runs_in_the_loop_that_started_it(make_plane: Callable[..., Plane]) -> None:
     sender, receiver, inbox = make_plane(), make_plane(), Inbox()
     receiver.start(inbox)
     await asyncio.to_thread(sender.send, receiver.address, message(1))
@@ -99,7 +99,7 @@ async def test_the_handler_runs_in_the_loop_that_started_it(make_plane):
     assert inbox.threads == {threading.get_ident()}
 
 
-async def test_two_endpoints_talk_both_ways_and_to_themselves(make_plane):
+async def test_two_endpoints_talk_both_ways_and_to_themselves(make_plane: Callable[..., Plane]) -> None:
     left, right, left_inbox, right_inbox = make_plane(), make_plane(), Inbox(), Inbox()
     left.start(left_inbox)
     right.start(right_inbox)
@@ -111,7 +111,7 @@ async def test_two_endpoints_talk_both_ways_and_to_themselves(make_plane):
     assert await left_inbox.wait_for(2) == [message(2), message(3)]
 
 
-async def test_senders_do_not_mix_up_their_receivers(make_plane):
+async def test_senders_do_not_mix_up_their_receivers(make_plane: Callable[..., Plane]) -> None:
     sender, receivers = make_plane(), [make_plane() for _ in range(3)]
     inboxes = [Inbox() for _ in receivers]
     for receiver, inbox in zip(receivers, inboxes, strict=True):
@@ -122,7 +122,7 @@ async def test_senders_do_not_mix_up_their_receivers(make_plane):
         assert await inbox.wait_for(30) == [message(number) for number in range(index, 90, 3)]
 
 
-async def test_send_is_safe_from_many_threads_and_keeps_each_ones_order(make_plane):
+async def test_send_is_safe_from_many_threads_and_keeps_each_ones_order(make_plane: Callable[..., Plane]) -> None:
     sender, receiver, inbox = make_plane(), make_plane(), Inbox()
     receiver.start(inbox)
 
@@ -137,7 +137,9 @@ async def test_send_is_safe_from_many_threads_and_keeps_each_ones_order(make_pla
     assert sender.num_dropped == 0
 
 
-async def test_an_exception_of_the_handler_is_logged_and_does_not_stop_delivery(make_plane, caplog):
+async def test_an_exception_of_the_handler_is_logged_and_does_not_stop_delivery(
+    make_plane: Callable[..., Plane], caplog: pytest.LogCaptureFixture
+) -> None:
     sender, receiver, inbox = make_plane(), make_plane(), Inbox()
 
     def fragile(arrived: PlaneMessage) -> None:
@@ -152,7 +154,7 @@ async def test_an_exception_of_the_handler_is_logged_and_does_not_stop_delivery(
     assert "could not digest it" in caplog.text
 
 
-async def test_a_dead_peer_fills_its_own_queue_and_nobody_elses(make_plane):
+async def test_a_dead_peer_fills_its_own_queue_and_nobody_elses(make_plane: Callable[..., Plane]) -> None:
     sender, dead, alive, inbox = make_plane(), make_plane(), make_plane(), Inbox()
     alive.start(inbox)
     dead.close()
@@ -165,7 +167,7 @@ async def test_a_dead_peer_fills_its_own_queue_and_nobody_elses(make_plane):
     assert await inbox.wait_for(1) == [message(7)]
 
 
-async def test_forgetting_a_peer_drops_what_waits_for_it(make_plane):
+async def test_forgetting_a_peer_drops_what_waits_for_it(make_plane: Callable[..., Plane]) -> None:
     sender, dead = make_plane(), make_plane()
     dead.close()
     while sender.send(dead.address, message(0)):
@@ -176,7 +178,7 @@ async def test_forgetting_a_peer_drops_what_waits_for_it(make_plane):
     sender.forget("tcp://127.0.0.1:9")
 
 
-async def test_a_forgotten_peer_can_be_written_to_again(make_plane):
+async def test_a_forgotten_peer_can_be_written_to_again(make_plane: Callable[..., Plane]) -> None:
     sender, receiver, inbox = make_plane(), make_plane(), Inbox()
     receiver.start(inbox)
     sender.send(receiver.address, message(1))
@@ -186,7 +188,7 @@ async def test_a_forgotten_peer_can_be_written_to_again(make_plane):
     assert await inbox.wait_for(2) == [message(1), message(2)]
 
 
-async def test_a_closed_endpoint_refuses_and_counts(make_plane):
+async def test_a_closed_endpoint_refuses_and_counts(make_plane: Callable[..., Plane]) -> None:
     sender, receiver = make_plane(), make_plane()
     assert sender.is_alive
     sender.close()
@@ -197,7 +199,7 @@ async def test_a_closed_endpoint_refuses_and_counts(make_plane):
     sender.close()
 
 
-async def test_nothing_is_delivered_after_close(make_plane):
+async def test_nothing_is_delivered_after_close(make_plane: Callable[..., Plane]) -> None:
     sender, receiver, inbox = make_plane(), make_plane(), Inbox()
     receiver.start(inbox)
     sender.send(receiver.address, message(1))
@@ -214,14 +216,14 @@ async def test_nothing_is_delivered_after_close(make_plane):
     assert len(inbox.messages) == count
 
 
-async def test_starting_twice_is_refused(make_plane):
+async def test_starting_twice_is_refused(make_plane: Callable[..., Plane]) -> None:
     plane = make_plane()
     plane.start(Inbox())
     with pytest.raises(RuntimeError, match="already begun"):
         plane.start(Inbox())
 
 
-async def test_what_can_not_be_sent_fails_at_the_sender(make_plane):
+async def test_what_can_not_be_sent_fails_at_the_sender(make_plane: Callable[..., Plane]) -> None:
     sender, receiver, inbox = make_plane(), make_plane(), Inbox()
     receiver.start(inbox)
     with pytest.raises(TypeError):
@@ -246,13 +248,13 @@ def zmq_planes() -> Iterator[Callable[..., ZmqPlane]]:
         plane.close()
 
 
-async def test_zmq_binds_the_loopback_unless_told_otherwise(zmq_planes):
+async def test_zmq_binds_the_loopback_unless_told_otherwise(zmq_planes: Callable[..., ZmqPlane]) -> None:
     assert zmq_planes().address.startswith("tcp://127.0.0.1:")
     with pytest.raises(ConfigError, match="can't bind"):
         ZmqPlane(KEYS, bind_host="198.51.100.7")
 
 
-async def test_zmq_counts_and_drops_what_is_no_message(zmq_planes):
+async def test_zmq_counts_and_drops_what_is_no_message(zmq_planes: Callable[..., ZmqPlane]) -> None:
     receiver, inbox = zmq_planes(), Inbox()
     receiver.start(inbox)
     with zmq.Context() as context, context.socket(zmq.PUSH) as member:
@@ -265,7 +267,7 @@ async def test_zmq_counts_and_drops_what_is_no_message(zmq_planes):
     assert receiver.num_malformed == 2
 
 
-async def test_zmq_survives_an_address_that_is_none(zmq_planes):
+async def test_zmq_survives_an_address_that_is_none(zmq_planes: Callable[..., ZmqPlane]) -> None:
     sender, receiver, inbox = zmq_planes(), zmq_planes(), Inbox()
     receiver.start(inbox)
     sender.send("no address at all", message(1))
@@ -274,7 +276,9 @@ async def test_zmq_survives_an_address_that_is_none(zmq_planes):
     assert sender.num_dropped == 1
 
 
-async def test_zmq_shows_that_its_thread_has_died(zmq_planes, monkeypatch):
+async def test_zmq_shows_that_its_thread_has_died(
+    zmq_planes: Callable[..., ZmqPlane], monkeypatch: pytest.MonkeyPatch
+) -> None:
     plane = zmq_planes()
     monkeypatch.setattr(plane, "_close_forgotten", None)
     plane.forget("tcp://127.0.0.1:9")
@@ -283,14 +287,16 @@ async def test_zmq_shows_that_its_thread_has_died(zmq_planes, monkeypatch):
     assert plane.send(plane.address, message(1)) is False
 
 
-async def test_zmq_slow_reader_holds_the_sender_back_and_loses_nothing(zmq_planes):
+async def test_zmq_slow_reader_holds_the_sender_back_and_loses_nothing(zmq_planes: Callable[..., ZmqPlane]) -> None:
     sender, receiver, inbox = zmq_planes(), zmq_planes(max_queued_messages=8), Inbox()
     receiver.start(inbox)
     assert all(sender.send(receiver.address, message(number)) for number in range(2000))
     assert await inbox.wait_for(2000) == [message(number) for number in range(2000)]
 
 
-async def test_zmq_full_queue_of_a_living_peer_is_refused_and_drains_in_order(zmq_planes):
+async def test_zmq_full_queue_of_a_living_peer_is_refused_and_drains_in_order(
+    zmq_planes: Callable[..., ZmqPlane]
+) -> None:
     sender, receiver, inbox = zmq_planes(max_queued_messages=QUEUE), zmq_planes(), Inbox()
     big = RouterHeartbeat(MemberId("r" * 100_000), "a", 1.0)
     taken = 0
@@ -302,7 +308,7 @@ async def test_zmq_full_queue_of_a_living_peer_is_refused_and_drains_in_order(zm
     assert await inbox.wait_for(taken) == [big] * taken
 
 
-async def test_local_messages_take_the_form_of_the_wire():
+async def test_local_messages_take_the_form_of_the_wire() -> None:
     hub = LocalHub()
     sender, receiver, inbox = LocalPlane(hub, "a"), LocalPlane(hub, "b"), Inbox()
     receiver.start(inbox)

@@ -60,7 +60,7 @@ async def test_front_ends_of_one_host_share_a_port_and_one_that_stops_leaves_it_
     one by chance."""
     port = free_port()
     apps = [NamedApp("one"), NamedApp("two")]
-    servers = [HttpServer(app, HOST, port) for app in apps]  # type: ignore[arg-type]
+    servers = [HttpServer(app, HOST, port) for app in apps]
     for server in servers:
         await server.start()
         assert server.port == port
@@ -90,7 +90,7 @@ async def test_a_stop_waits_for_answers_that_are_under_way(monkeypatch: pytest.M
     monkeypatch.setattr(deploy.http_server, "CLOSE_S", 30 * deploy.http_server.CLOSE_S)
     app = NamedApp("x")
     app.goes_on.clear()
-    server = HttpServer(app, HOST, 0)  # type: ignore[arg-type]
+    server = HttpServer(app, HOST, 0)
     await server.start()
     port = server.port
     reader, writer = await asyncio.open_connection(HOST, port)
@@ -181,7 +181,7 @@ def post(port: int, *parts: bytes, head: bytes = b"Transfer-Encoding: chunked") 
 @pytest.fixture
 async def body_server() -> AsyncIterator[tuple[BodyApp, int]]:
     app = BodyApp()
-    server = HttpServer(app, HOST, 0)  # type: ignore[arg-type]
+    server = HttpServer(app, HOST, 0)
     await server.start()
     yield app, server.port
     await server.stop()

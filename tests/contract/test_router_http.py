@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from router.http import create_app
 
 @asynccontextmanager
 async def serving(**settings: object) -> AsyncIterator[tuple[FakeCluster, openai.AsyncOpenAI, int]]:
-    async with fake_cluster(**settings) as cluster:  # type: ignore[arg-type]
+    async with fake_cluster(**settings) as cluster:
         server = HttpServer(create_app(cluster.service), "127.0.0.1", 0)
         await server.start()
         url = f"http://127.0.0.1:{server.port}/v1"
@@ -163,7 +163,7 @@ async def send(
     return reader, writer
 
 
-async def settled_slowly(condition) -> None:  # type: ignore[no-untyped-def]
+async def settled_slowly(condition: Callable[[], bool]) -> None:
     """Waits as `settled` does, for conditions that depend on sockets: it gives the selector time instead of
     spinning."""
     async with asyncio.timeout(10):

@@ -1,4 +1,4 @@
-"""Tests the keys of the message plane as values; `tests/contract/test_fabric_plane_keys.py` tests what they keep
+"""Tests the keys of the message plane as values; `tests/contract/test_fabric_plane_access.py` tests what they keep
 out."""
 
 from __future__ import annotations

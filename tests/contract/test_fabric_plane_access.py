@@ -29,7 +29,7 @@ TURNED_AWAY = {
 
 
 @pytest.fixture
-def make_plane() -> Iterator[Callable[[PlaneKeys], ZmqPlane]]:
+def make_plane() -> Iterator[Callable[..., ZmqPlane]]:
     planes: list[ZmqPlane] = []
 
     def make(keys: PlaneKeys = KEYS) -> ZmqPlane:
@@ -104,7 +104,9 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("keys", STRANGERS.values(), ids=STRANGERS.keys())
-async def test_nothing_of_a_stranger_comes_in(make_plane, make_socket, keys: PlaneKeys | None) -> None:
+async def test_nothing_of_a_stranger_comes_in(
+    make_plane: Callable[..., ZmqPlane], make_socket: Callable[[int], zmq.Socket[bytes]], keys: PlaneKeys | None
+) -> None:
     plane, member, stranger = make_plane(), make_plane(), make_socket(zmq.PUSH)
     if keys is not None:
         keys.secure_sender(stranger)
@@ -115,7 +117,9 @@ async def test_nothing_of_a_stranger_comes_in(make_plane, make_socket, keys: Pla
     assert await arrived_before_a_member_s(plane, member) == []
 
 
-async def test_the_keys_let_one_in(make_plane, make_socket) -> None:
+async def test_the_keys_let_one_in(
+    make_plane: Callable[..., ZmqPlane], make_socket: Callable[[int], zmq.Socket[bytes]]
+) -> None:
     """The socket is the same as a stranger's but has the right keys: this shows that the keys cause what the other
     tests see."""
     plane, third, inbox = make_plane(), make_socket(zmq.PUSH), Inbox()
@@ -128,7 +132,9 @@ async def test_the_keys_let_one_in(make_plane, make_socket) -> None:
 
 
 @pytest.mark.parametrize("keys", [None, OTHERS], ids=["no keys", "another cluster's"])
-async def test_nothing_goes_out_to_a_stranger(make_plane, make_socket, keys: PlaneKeys | None) -> None:
+async def test_nothing_goes_out_to_a_stranger(
+    make_plane: Callable[..., ZmqPlane], make_socket: Callable[[int], zmq.Socket[bytes]], keys: PlaneKeys | None
+) -> None:
     """A member sends to an address where a stranger listens."""
     member, listener = make_plane(), make_socket(zmq.PULL)
     if keys is not None:
@@ -141,7 +147,7 @@ async def test_nothing_goes_out_to_a_stranger(make_plane, make_socket, keys: Pla
     assert listener.poll(100) == 0
 
 
-async def test_nothing_can_be_read_on_the_way(make_plane) -> None:
+async def test_nothing_can_be_read_on_the_way(make_plane: Callable[..., ZmqPlane]) -> None:
     """A relay between two members sees the whole conversation, but cannot read any of the message."""
     plane, member, inbox = make_plane(), make_plane(), Inbox()
     plane.start(inbox)
@@ -172,7 +178,7 @@ async def test_nothing_can_be_read_on_the_way(make_plane) -> None:
     assert b"a-telling-name" not in seen
 
 
-async def test_bytes_that_are_no_handshake_harm_nobody(make_plane) -> None:
+async def test_bytes_that_are_no_handshake_harm_nobody(make_plane: Callable[..., ZmqPlane]) -> None:
     plane, member = make_plane(), make_plane()
     place = urlsplit(plane.address)
     with socket.create_connection((place.hostname, place.port)) as stranger:
