@@ -8,7 +8,16 @@ from collections.abc import Callable, Iterable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
 
 from fabric.arena import Arena, Slot
 from fabric.errors import ArenaFull, UnitTooLarge
@@ -67,7 +76,7 @@ class ArenaModel(RuleBasedStateMachine):
         return slot.offset < offset + size and offset < slot.offset + self.padded(slot.nbytes)
 
     @rule(target=slots, units=st.integers(1, UNITS // 2), short=st.integers(0, 63))
-    def allocate(self, units: int, short: int):
+    def allocate(self, units: int, short: int) -> Slot | MultipleResults[Slot]:
         nbytes = units * self.alignment - short % self.alignment
         fitting = [gap for gap in self.gaps() if gap[0] >= self.padded(nbytes)]
         if not fitting:
@@ -150,7 +159,7 @@ class ArenaModel(RuleBasedStateMachine):
         self.claimed = None
 
     @rule(target=slots)
-    def take_claimed(self):
+    def take_claimed(self) -> Slot | MultipleResults[Slot]:
         held = (*self.used.values(), *self.quarantined.values())
         if not self.claimed or any(map(self.in_claim, held)):
             with pytest.raises(ArenaFull):
@@ -206,12 +215,12 @@ TestArenaModel.settings = settings(deadline=None, max_examples=80, stateful_step
 
 
 @pytest.mark.parametrize("nbytes", [0, -1])
-def test_a_slot_has_at_least_a_byte(nbytes):
+def test_a_slot_has_at_least_a_byte(nbytes: int) -> None:
     with pytest.raises(ValueError, match="can't allocate"):
         Arena(128).allocate(nbytes)
 
 
-def test_an_arena_has_at_least_one_unit():
+def test_an_arena_has_at_least_one_unit() -> None:
     with pytest.raises(ValueError, match="can't hold"):
         Arena(63)
 
@@ -236,7 +245,7 @@ def test_the_nearest_integer_is_that_of_a_sorted_list(
         assert found.at_most(number) == max((one for one in model if one <= number), default=None)
 
 
-def test_the_nearest_integer_far_away_is_the_nearest_of_its_neighbours():
+def test_the_nearest_integer_far_away_is_the_nearest_of_its_neighbours() -> None:
     found = OrderedIntegers(2**18)
     for number in (100_001, 100_000, 100_002):
         found.add(number)
@@ -273,7 +282,7 @@ def test_ranges_are_those_of_a_set_of_numbers(steps: list[tuple[int, int]], size
     assert ranges.best_fit(size) == (min(fitting)[1:] if fitting else None)
 
 
-def test_the_oldest_slot_goes_with_as_many_neighbours_as_it_takes():
+def test_the_oldest_slot_goes_with_as_many_neighbours_as_it_takes() -> None:
     """The neighbours never include a slot that is busy."""
     arena = Arena(64, alignment=1)
     slots = [arena.allocate(nbytes) for nbytes in (4, 32, 4, 24)]
@@ -288,7 +297,7 @@ def test_the_oldest_slot_goes_with_as_many_neighbours_as_it_takes():
     assert arena.victims(37) is None
 
 
-def test_of_the_oldest_slots_the_one_in_the_smallest_range_goes():
+def test_of_the_oldest_slots_the_one_in_the_smallest_range_goes() -> None:
     """This keeps large ranges for large requests. If there are few idle slots, only the oldest is considered."""
     arena = Arena(64, alignment=1)
     first, wall = arena.allocate(20), arena.allocate(1)

@@ -50,7 +50,9 @@ def expected(worker_to_held: dict[MemberId, set[BlockHash]], chain: Sequence[Blo
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(st.sampled_from(WORKERS), st.lists(kv_events, max_size=4)), max_size=25), st.integers(1, 30))
-def test_lookup_equals_the_model_and_never_exceeds_its_bound(messages, max_blocks):
+def test_lookup_equals_the_model_and_never_exceeds_its_bound(
+    messages: list[tuple[MemberId, list[KvEvent]]], max_blocks: int
+) -> None:
     exact, small = PrefixIndex(1000), PrefixIndex(max_blocks)
     worker_to_held: dict[MemberId, set[BlockHash]] = {worker: set() for worker in WORKERS}
     worker_to_seq = dict.fromkeys(WORKERS, 0)
@@ -87,19 +89,19 @@ class LossyFeed(RuleBasedStateMachine):
         self.behind: set[MemberId] = set(WORKERS)
 
     @rule(worker=st.sampled_from(WORKERS), events=st.lists(kv_events, min_size=1, max_size=3).map(tuple))
-    def emit(self, worker, events):
+    def emit(self, worker: MemberId, events: tuple[KvEvent, ...]) -> None:
         self.on_the_way[worker].append((self.epoch[worker], self.next_seq[worker], events))
         self.next_seq[worker] += len(events)
         replay(self.held[worker], events)
 
     @rule(worker=st.sampled_from(WORKERS))
-    def send_snapshot(self, worker):
+    def send_snapshot(self, worker: MemberId) -> None:
         chains = (BlocksStored(None, tuple(self.held[worker])),)
         snapshot = KvSnapshot(worker, self.epoch[worker], self.next_seq[worker] - 1, chains)
         self.on_the_way[worker].append(snapshot)
 
     @rule(worker=st.sampled_from(WORKERS), is_overtaking=st.booleans())
-    def deliver(self, worker, is_overtaking):
+    def deliver(self, worker: MemberId, is_overtaking: bool) -> None:
         if not self.on_the_way[worker]:
             return
         number = int(is_overtaking and len(self.on_the_way[worker]) > 1)
@@ -112,24 +114,24 @@ class LossyFeed(RuleBasedStateMachine):
         self.behind.discard(worker)
 
     @rule(worker=st.sampled_from(WORKERS))
-    def deliver_all(self, worker):
+    def deliver_all(self, worker: MemberId) -> None:
         while self.on_the_way[worker]:
             self.deliver(worker, is_overtaking=False)
 
     @rule(worker=st.sampled_from(WORKERS))
-    def lose(self, worker):
+    def lose(self, worker: MemberId) -> None:
         if self.on_the_way[worker]:
             self.on_the_way[worker].pop(0)
             self.behind.add(worker)  # the index cannot detect a loss before the next message
 
     @rule(number=st.integers(0, 1000))
-    def repeat(self, number):
+    def repeat(self, number: int) -> None:
         if self.delivered:
             worker, message = self.delivered[number % len(self.delivered)]
             self.index.apply(worker, *message)
 
     @rule(worker=st.sampled_from(WORKERS))
-    def restart(self, worker):
+    def restart(self, worker: MemberId) -> None:
         self.epoch[worker] += 1
         self.next_seq[worker] = 0
         self.held[worker].clear()
@@ -137,13 +139,13 @@ class LossyFeed(RuleBasedStateMachine):
         self.behind.add(worker)
 
     @rule(worker=st.sampled_from(WORKERS))
-    def leave(self, worker):
+    def leave(self, worker: MemberId) -> None:
         self.index.remove_worker(worker)
         self.delivered = [each for each in self.delivered if each[0] != worker]
         self.behind.add(worker)
 
     @invariant()
-    def knows_the_truth_when_in_step(self):
+    def knows_the_truth_when_in_step(self) -> None:
         if not hasattr(self, "index"):
             return
         current = {
@@ -170,7 +172,9 @@ feature_messages = st.lists(st.tuples(st.sampled_from(WORKERS), hash_sets, hash_
 @given(
     st.lists(st.tuples(st.sampled_from(WORKERS), hash_sets, hash_sets, st.booleans()), max_size=25), st.integers(1, 8)
 )
-def test_holders_equal_the_model_and_never_exceed_their_bound(messages, max_items):
+def test_holders_equal_the_model_and_never_exceed_their_bound(
+    messages: list[tuple[MemberId, frozenset[MmHash], frozenset[MmHash], bool]], max_items: int
+) -> None:
     exact, small = FeatureIndex(1000), FeatureIndex(max_items)
     encoder_to_held: dict[MemberId, set[MmHash]] = {encoder: set() for encoder in WORKERS}
     encoder_to_last = dict.fromkeys(WORKERS, -1)

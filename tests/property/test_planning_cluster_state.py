@@ -18,6 +18,7 @@ from planning_samples import (
 )
 
 from fabric.errors import NoCapacity
+from fabric.ids import BlockHash, MemberId, MmHash
 from fabric.messages import (
     BlocksCleared,
     BlocksRemoved,
@@ -26,8 +27,10 @@ from fabric.messages import (
     FeatureEvents,
     GenerateResult,
     ItemResult,
+    KvEvent,
     KvEvents,
     KvSnapshot,
+    MediaItem,
     StageTimes,
 )
 from router.planning.cluster import ClusterState
@@ -51,7 +54,7 @@ items = st.lists(st.sampled_from([item.mm_hash for item in LONG.media]), max_siz
 
 class AnyOrder(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 99))
-    def begin(self, seed):
+    def begin(self, seed: int) -> None:
         self.state = ClusterState(SHAPE, BLOCK_SIZE, random.Random(seed))
         self.now = 0.0
         self.num_attempts = 0
@@ -60,7 +63,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.excluded: dict[str, float] = {}
 
     @rule(names=st.frozensets(st.sampled_from(WORKERS + ENCODERS)), epoch=st.integers(1, 2))
-    def change_members(self, names, epoch):
+    def change_members(self, names: frozenset[MemberId], epoch: int) -> None:
         change = self.state.update_members(
             [worker_member(name, epoch=epoch) if name in WORKERS else encoder_member(name) for name in sorted(names)]
         )
@@ -71,7 +74,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.excluded = {name: until for name, until in self.excluded.items() if name in names and name not in left}
 
     @rule(seconds=st.sampled_from([0.01, 0.5, 2.0, 10.0]))
-    def pass_time(self, seconds):
+    def pass_time(self, seconds: float) -> None:
         self.now += seconds
 
     @rule(
@@ -83,37 +86,39 @@ class AnyOrder(RuleBasedStateMachine):
         rate=rates,
         acks=st.booleans(),
     )
-    def report_worker(self, name, seq, queued, total, used, rate, acks):
+    def report_worker(
+        self, name: MemberId, seq: int, queued: int, total: int, used: int, rate: float, acks: bool
+    ) -> None:
         acknowledged = tuple(request.attempt_id for request, _ in self.open.values()) if acks else ()
         fields = {"queued_tokens": queued, "kv_blocks_total": total, "kv_blocks_used": used}
         report = worker_report(name, seq, prefill_s_per_token=rate, acknowledged=acknowledged, **fields)
         assert set(self.state.apply(report, self.now)) <= {name}
 
     @rule(name=encoder_names, seq=st.integers(0, 50), queued=counts, rate=rates)
-    def report_encoder(self, name, seq, queued, rate):
+    def report_encoder(self, name: MemberId, seq: int, queued: int, rate: float) -> None:
         report = encoder_report(name, seq, queued_cost=queued, encode_s_per_cost=rate)
         assert set(self.state.apply(report, self.now)) <= {name}
 
     @rule(name=worker_names, epoch=st.integers(0, 3), seq=st.integers(0, 9), events=kv_events)
-    def kv_events(self, name, epoch, seq, events):
+    def kv_events(self, name: MemberId, epoch: int, seq: int, events: tuple[KvEvent, ...]) -> None:
         self.state.apply(KvEvents(name, epoch, seq, events), self.now)
 
     @rule(name=worker_names, epoch=st.integers(0, 3), seq=st.integers(-1, 9), blocks=hashes)
-    def kv_snapshot(self, name, epoch, seq, blocks):
+    def kv_snapshot(self, name: MemberId, epoch: int, seq: int, blocks: tuple[BlockHash, ...]) -> None:
         self.state.apply(KvSnapshot(name, epoch, seq, (BlocksStored(None, blocks),)), self.now)
 
     @rule(name=encoder_names, epoch=st.integers(0, 3), seq=st.integers(-1, 9), stored=items, full=st.booleans())
-    def feature_events(self, name, epoch, seq, stored, full):
+    def feature_events(self, name: MemberId, epoch: int, seq: int, stored: tuple[MmHash, ...], full: bool) -> None:
         self.state.apply(FeatureEvents(name, epoch, seq, stored, is_snapshot=full), self.now)
 
     @rule(name=st.sampled_from(WORKERS + ENCODERS), seconds=st.sampled_from([0.1, 5.0]))
-    def exclude(self, name, seconds):
+    def exclude(self, name: MemberId, seconds: float) -> None:
         self.state.exclude(name, self.now + seconds)
         if name in self.members:
             self.excluded[name] = max(self.excluded.get(name, 0.0), self.now + seconds)
 
     @rule(is_text=st.booleans())
-    def dispatch(self, is_text):
+    def dispatch(self, is_text: bool) -> None:
         self.num_attempts += 1
         name = f"r{self.num_attempts}"
         request = query(200, attempt=name) if is_text else query(*_parts(), attempt=name)
@@ -130,9 +135,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.state.note_dispatched(request, plan, self.now)
         self.open[name] = request, plan
 
-    @precondition(lambda self: getattr(self, "open", None))
+    @precondition(lambda self: bool(getattr(self, "open", None)))
     @rule(number=st.integers(0, 99), seconds=st.sampled_from([0.0, 1e-3, 5.0]))
-    def answer(self, number, seconds):
+    def answer(self, number: int, seconds: float) -> None:
         name = sorted(self.open)[number % len(self.open)]
         request, plan = self.open[name]
         for encoder_id in {each.encoder_id for each in plan.assignments}:
@@ -142,21 +147,21 @@ class AnyOrder(RuleBasedStateMachine):
         result = GenerateResult(plan.worker_id, (), request.token_count, 16, seconds, seconds, seconds, seconds)
         self.state.observe_generate(plan, result, self.now)
 
-    @precondition(lambda self: getattr(self, "open", None))
+    @precondition(lambda self: bool(getattr(self, "open", None)))
     @rule(number=st.integers(0, 99))
-    def end(self, number):
+    def end(self, number: int) -> None:
         name = sorted(self.open)[number % len(self.open)]
         self.state.note_ended(self.open.pop(name)[0].attempt_id)
 
     @invariant()
-    def load_is_what_is_open(self):
+    def load_is_what_is_open(self) -> None:
         if not hasattr(self, "state"):
             return
         self.state.check_invariants()
         views = self.state.snapshot(LONG, self.now).workers
         assert sum(view.num_open for view in views) <= len(self.open)
 
-    def teardown(self):
+    def teardown(self) -> None:
         if not hasattr(self, "state"):
             return
         for request, _ in self.open.values():
@@ -166,7 +171,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert all(view.queued_cost == 0 for view in late.encoders)
 
 
-def _parts():
+def _parts() -> tuple[int | MediaItem, ...]:
     return 40, image(0, digit="a"), 300, image(1, digit="b"), 60
 
 

@@ -25,7 +25,9 @@ def slowed(world: PaceWorld, name: str, load: float, num_requests: int = 40) -> 
 @seeds
 @pauses
 @pytest.mark.parametrize("load", [2.0, 6.0])
-def test_a_worker_that_was_slow_once_serves_again_soon_and_no_other_starves(seed, load, pause_s):
+def test_a_worker_that_was_slow_once_serves_again_soon_and_no_other_starves(
+    seed: int, load: float, pause_s: float
+) -> None:
     world = PaceWorld(1.0, 1.0, noise=0.1, seed=seed)
     slowed(world, "w0", load)
     at_first = world.shares(5, pause_s=0.05)
@@ -38,7 +40,7 @@ def test_a_worker_that_was_slow_once_serves_again_soon_and_no_other_starves(seed
 @seeds
 @pauses
 @pytest.mark.parametrize("slowness", [2.0, 5.0])
-def test_a_worker_that_is_slow_gets_few_and_fewer(seed, slowness, pause_s):
+def test_a_worker_that_is_slow_gets_few_and_fewer(seed: int, slowness: float, pause_s: float) -> None:
     world = PaceWorld(slowness, 1.0, 1.0, noise=0.1, seed=seed)
     served = world.shares(int(20 * HALF_LIFE_S / pause_s), pause_s)
     again = world.shares(int(20 * HALF_LIFE_S / pause_s), pause_s)
@@ -51,7 +53,7 @@ def test_a_worker_that_is_slow_gets_few_and_fewer(seed, slowness, pause_s):
 @seeds
 @pytest.mark.parametrize("pause_s", [0.05, 30.0])
 @pytest.mark.parametrize("noise", [0.0, 0.15])
-def test_equals_share_whatever_the_noise_and_the_pace(seed, pause_s, noise):
+def test_equals_share_whatever_the_noise_and_the_pace(seed: int, pause_s: float, noise: float) -> None:
     world = PaceWorld(1.0, 1.0, 1.0, noise=noise, seed=seed)
     for name in world.workers:
         for _ in range(10):
@@ -60,7 +62,7 @@ def test_equals_share_whatever_the_noise_and_the_pace(seed, pause_s, noise):
     assert min(served[name] for name in world.workers) >= 20
 
 
-def test_a_burst_is_spread_by_what_is_believed_and_a_slow_one_gets_its_part():
+def test_a_burst_is_spread_by_what_is_believed_and_a_slow_one_gets_its_part() -> None:
     """A worker with a third of the pace gets a third of what the other gets, if both have a queue."""
     world = PaceWorld(3.0, 1.0)
     slowed(world, "w1", load=1.0)
@@ -71,7 +73,7 @@ def test_a_burst_is_spread_by_what_is_believed_and_a_slow_one_gets_its_part():
 
 
 @pytest.mark.parametrize("silence_s", [1.0, 100.0, 1e4, 1e7])
-def test_after_any_silence_both_are_asked_and_the_slow_one_is_known_again_after_one_request(silence_s):
+def test_after_any_silence_both_are_asked_and_the_slow_one_is_known_again_after_one_request(silence_s: float) -> None:
     world = PaceWorld(3.0, 1.0, seed=1)
     slowed(world, "w1", load=1.0)
     world.serve(only="w0")

@@ -16,7 +16,7 @@ from router.planning.links import LinkClass
 from router.planning.plan import plan_route
 from router.planning.score import cut, walk
 from router.planning.search import Search
-from router.planning.views import ClusterView, EncoderCosts, Line, RouteQuery
+from router.planning.views import ClusterView, EncoderCosts, Line, RoutePlan, RouteQuery, WorkerView
 
 HOSTS = ["h-0", "h-0/p", "h-1", "h-2/p"]
 MODALITIES = ["image", "audio"]
@@ -81,7 +81,7 @@ def clusters(draw: st.DrawFn) -> ClusterView:
     return replace(state, links=links, context_scale_tokens=draw(st.sampled_from([math.inf, 600.0])))
 
 
-def planned(request: RouteQuery, state: ClusterView):
+def planned(request: RouteQuery, state: ClusterView) -> RoutePlan:
     try:
         return plan_route(request, state, 0.0)
     except NoCapacity:
@@ -90,7 +90,9 @@ def planned(request: RouteQuery, state: ClusterView):
 
 @settings(deadline=None, max_examples=300)
 @given(queries(), clusters())
-def test_every_item_is_covered_or_goes_to_a_live_encoder_that_has_its_modality(request_, state):
+def test_every_item_is_covered_or_goes_to_a_live_encoder_that_has_its_modality(
+    request_: RouteQuery, state: ClusterView
+) -> None:
     plan = planned(request_, state)
     encoder_to_view = {view.encoder_id: view for view in state.encoders}
     assigned = {each.item_index for each in plan.assignments}
@@ -105,11 +107,11 @@ def test_every_item_is_covered_or_goes_to_a_live_encoder_that_has_its_modality(r
 
 @settings(deadline=None, max_examples=300)
 @given(queries(), clusters())
-def test_no_capacity_exactly_when_no_worker_could_get_all_it_lacks(request_, state):
+def test_no_capacity_exactly_when_no_worker_could_get_all_it_lacks(request_: RouteQuery, state: ClusterView) -> None:
     has_encoder = {m: any(m in view.modalities for view in state.encoders) for m in MODALITIES}
     prompt = cut(request_, state.context_scale_tokens)
 
-    def lacks(view) -> set[str]:
+    def lacks(view: WorkerView) -> set[str]:
         covered = min(view.covered_blocks, (request_.token_count - 1) // BLOCK_SIZE) * BLOCK_SIZE
         return {item.modality for item in prompt.missing_items(covered) if not has_encoder[item.modality]}
 
@@ -123,7 +125,7 @@ def test_no_capacity_exactly_when_no_worker_could_get_all_it_lacks(request_, sta
 
 @settings(deadline=None, max_examples=300)
 @given(queries(), clusters())
-def test_the_pruned_search_finds_what_the_full_one_finds(request_, state):
+def test_the_pruned_search_finds_what_the_full_one_finds(request_: RouteQuery, state: ClusterView) -> None:
     plan = planned(request_, state)
     search = Search.of(request_, state)
     everything = sorted(candidate.ttft_s for candidate in search.run(prune=False))
@@ -139,7 +141,7 @@ def test_the_pruned_search_finds_what_the_full_one_finds(request_, state):
 
 @settings(deadline=None, max_examples=300)
 @given(queries(), clusters())
-def test_bounds_are_bounds_and_terms_sum_to_the_score(request_, state):
+def test_bounds_are_bounds_and_terms_sum_to_the_score(request_: RouteQuery, state: ClusterView) -> None:
     plan = planned(request_, state)
     assert 0.0 < plan.lower_bound_s <= plan.predicted_ttft_s
     search = Search.of(request_, state)
@@ -154,7 +156,9 @@ def test_bounds_are_bounds_and_terms_sum_to_the_score(request_, state):
 
 @settings(deadline=None, max_examples=300)
 @given(queries(), clusters(), st.integers(0, 5000), st.integers(0, 64), st.integers(0, 100))
-def test_load_on_the_chosen_worker_never_makes_it_look_faster(request_, state, tokens, decoding, blocks):
+def test_load_on_the_chosen_worker_never_makes_it_look_faster(
+    request_: RouteQuery, state: ClusterView, tokens: int, decoding: int, blocks: int
+) -> None:
     plan = planned(request_, state)
     (chosen,) = [view for view in state.workers if view.worker_id == plan.worker_id]
     free = None if chosen.kv_blocks_free is None else max(0, chosen.kv_blocks_free - blocks)
@@ -172,7 +176,7 @@ def test_load_on_the_chosen_worker_never_makes_it_look_faster(request_, state, t
 
 @settings(deadline=None, max_examples=200)
 @given(queries(), clusters(), st.data())
-def test_excluded_members_are_never_chosen(request_, state, data):
+def test_excluded_members_are_never_chosen(request_: RouteQuery, state: ClusterView, data: st.DataObject) -> None:
     everyone = [view.worker_id for view in state.workers] + [view.encoder_id for view in state.encoders]
     excluded = data.draw(st.frozensets(st.sampled_from(everyone)))
     plan = planned(replace(request_, excluded=excluded), state)
@@ -182,14 +186,16 @@ def test_excluded_members_are_never_chosen(request_, state, data):
 
 @settings(deadline=None, max_examples=200)
 @given(queries(), clusters())
-def test_plans_are_a_function_of_their_arguments(request_, state):
+def test_plans_are_a_function_of_their_arguments(request_: RouteQuery, state: ClusterView) -> None:
     assert planned(request_, state) == planned(request_, state)
     assert msgspec.to_builtins(planned(request_, state).explanation)
 
 
 @settings(deadline=None, max_examples=300)
 @given(queries(), st.integers(0, 700), st.floats(0.0, 2.0), lines, st.data())
-def test_the_walk_is_the_maximum_over_what_may_hold_it_up(request_, covered, start_s, prefill, data):
+def test_the_walk_is_the_maximum_over_what_may_hold_it_up(
+    request_: RouteQuery, covered: int, start_s: float, prefill: Line, data: st.DataObject
+) -> None:
     """Compares the walk with the closed form of the lower bound in the literature: the maximum of the start plus all
     the prefill, and of each unit's landing plus the prefill from there on."""
     covered = min(covered, request_.token_count - 1)
@@ -209,7 +215,7 @@ def test_the_walk_is_the_maximum_over_what_may_hold_it_up(request_, covered, sta
 
 @settings(deadline=None, max_examples=200)
 @given(queries())
-def test_spans_tile_the_prompt(request_):
+def test_spans_tile_the_prompt(request_: RouteQuery) -> None:
     spans = cut(request_, math.inf).spans
     assert [span.start for span in spans] == [0, *[span.end for span in spans[:-1]]]
     assert spans[-1].end == request_.token_count

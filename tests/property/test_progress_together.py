@@ -5,12 +5,13 @@ gives."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_fake import EOS, reference_tokens
-from scheduling_prompts import PICTURES, build, segments
+from scheduling_prompts import PICTURES, Segment, build, segments
 from together_world import MAX_MODEL_LEN, SPEC, World
 
 from fabric.ids import MemberId, RequestId
@@ -22,7 +23,7 @@ LARGEST = max(SLOT_BYTES.values())
 
 
 @st.composite
-def plans(draw):
+def plans(draw: st.DrawFn) -> list[tuple[GenerateRequest, int, list[int], int]]:
     """Draws a list of `(request, worker, an encoder for each of its media, rounds to wait before the next request)`."""
     made = []
     for number in range(draw(st.integers(2, 6))):
@@ -48,7 +49,12 @@ def plans(draw):
     return made
 
 
-async def serve(plan, arenas, inboxes, config) -> World:
+async def serve(
+    plan: list[tuple[GenerateRequest, int, list[int], int]],
+    arenas: tuple[int, int],
+    inboxes: tuple[int, int],
+    config: WorkerConfig,
+) -> World:
     max_total = min(MAX_MODEL_LEN, config.num_blocks * config.block_size + 1)
     world = World(arenas, inboxes, config)
     for request, worker, encoders, num_rounds in plan:
@@ -72,7 +78,13 @@ async def serve(plan, arenas, inboxes, config) -> World:
     num_blocks=st.integers(15, 24),
     step_tokens=st.integers(1, 24),
 )
-def test_every_request_ends(plan, arenas, inboxes, num_blocks, step_tokens) -> None:
+def test_every_request_ends(
+    plan: list[tuple[GenerateRequest, int, list[int], int]],
+    arenas: tuple[int, int],
+    inboxes: tuple[int, int],
+    num_blocks: int,
+    step_tokens: int,
+) -> None:
     config = WorkerConfig(
         block_size=4, num_blocks=num_blocks, max_step_tokens=step_tokens, max_sequences=4, unit_wait_s=1e6
     )
@@ -80,7 +92,7 @@ def test_every_request_ends(plan, arenas, inboxes, num_blocks, step_tokens) -> N
     assert {name for name, _ in world.tokens} == {request.request_id for request, *_ in plan}
 
 
-def request_of(parts, num_choices: int) -> GenerateRequest:
+def request_of(parts: Sequence[Segment], num_choices: int) -> GenerateRequest:
     token_ids, runs, media = build(parts)
     return GenerateRequest(
         request_id=RequestId("req"),
@@ -109,7 +121,7 @@ def test_choices_that_wait_for_a_sibling_keep_no_picture_from_it() -> None:
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
-def test_a_picture_that_comes_again_makes_room_for_one_between(num_choices) -> None:
+def test_a_picture_that_comes_again_makes_room_for_one_between(num_choices: int) -> None:
     request = request_of(("b2", 1, "a1", 1, "b2"), num_choices)
     world = asyncio.run(serve([(request, 0, [0, 1, 0], 0)], [LARGEST] * 2, [LARGEST], CONFIG))
     assert world.num_stalls == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +16,9 @@ from fabric.errors import WorkerLost
 from fabric.messages import TokenFrame
 
 
-def unreliable(rng: random.Random, loss: float, is_reliable_from: int):  # type: ignore[no-untyped-def]
+def unreliable(
+    rng: random.Random, loss: float, is_reliable_from: int
+) -> Callable[[list[TokenFrame]], list[TokenFrame]]:
     """Returns a function that delays frames, repeats old ones, shuffles them, and loses some before attempt
     `is_reliable_from`."""
     kept: list[TokenFrame] = []

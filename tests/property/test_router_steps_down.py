@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_chats import chat, expected, read, text
+from router_fakes import FakeCluster
 from router_media_fakes import SOUND, audio, image, media_cluster, video
 
 from fabric.errors import EncodeFailed, ErrorInfo
-from fabric.messages import MediaItem
+from fabric.messages import GenerateRequest, MediaItem
 from modalities.family import MediaOptions
+from router.prompt import Prompt as RouterPrompt
 
 KIND_TO_PART = {
     "picture": lambda seed: image(seed, width=128, height=128),
@@ -70,16 +72,16 @@ def is_hopeless(shown: dict[tuple[str, str], MediaItem], faults: dict[tuple[str,
     return policy == "reduce" and any(fault == ALWAYS or modality == "audio" for modality, fault in mine)
 
 
-def prompts(cluster):  # type: ignore[no-untyped-def]
+def prompts(cluster: FakeCluster) -> list[GenerateRequest]:
     return sorted((r for worker in cluster.workers for r in worker.requests), key=lambda request: request.attempt)
 
 
-def first_prompt(cluster):  # type: ignore[no-untyped-def]
+def first_prompt(cluster: FakeCluster) -> RouterPrompt:
     (flight,) = cluster.service._flights.values()
     return flight._prompt
 
 
-def last_prompt(cluster):  # type: ignore[no-untyped-def]
+def last_prompt(cluster: FakeCluster) -> GenerateRequest:
     return prompts(cluster)[-1]
 
 

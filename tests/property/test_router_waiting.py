@@ -181,7 +181,7 @@ def test_who_is_released_finds_a_route(
     assert state.next_return_s(now) == min(returns_s, default=None)
 
 
-def test_a_line_that_most_have_left_forgets_them_and_keeps_its_order():
+def test_a_line_that_most_have_left_forgets_them_and_keeps_its_order() -> None:
     members = Members()
     queue = CapacityQueue(members, 100)
     waiters = [Waiter((float(age), ""), CapacityNeed(), 1000.0 - age) for age in range(100)]

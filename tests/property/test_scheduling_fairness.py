@@ -4,6 +4,7 @@ the queue that decides whose prompt is next always gives the order that a full s
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -81,7 +82,7 @@ arrivals = st.lists(
 @settings(deadline=None, max_examples=300)
 @example([[("a", 1), ("a", 1), ("b", 68)], [], [("a", 1)]])
 @given(arrivals)
-def test_who_waits_all_the_time_gets_as_much_as_anybody(steps):
+def test_who_waits_all_the_time_gets_as_much_as_anybody(steps: list[list[tuple[str, int]]]) -> None:
     """Over every stretch of steps after which two tenants both still have work, the difference is at most two steps'
     tokens. A tenant that got all that it asked for has no more to get."""
     server = Server()
@@ -101,7 +102,7 @@ def test_who_waits_all_the_time_gets_as_much_as_anybody(steps):
                 assert abs(lead) <= 2 * STEP_TOKENS
 
 
-def test_who_was_away_saves_nothing_up():
+def test_who_was_away_saves_nothing_up() -> None:
     server = Server()
     server.add("a", 1000)
     for _ in range(10):
@@ -111,7 +112,7 @@ def test_who_was_away_saves_nothing_up():
     assert sum(step["b"] for step in served) == sum(step["a"] for step in served)
 
 
-def test_who_gets_all_that_it_asks_for_saves_nothing_up():
+def test_who_gets_all_that_it_asks_for_saves_nothing_up() -> None:
     """A tenant that asks for one token in each step, and then for many, has no claim to the tokens that others got
     meanwhile."""
     server = Server()
@@ -124,7 +125,7 @@ def test_who_gets_all_that_it_asks_for_saves_nothing_up():
     assert abs(sum(step["b"] - step["a"] for step in served)) <= STEP_TOKENS
 
 
-def test_so_does_one_that_asks_again_before_it_got_what_it_asked_for():
+def test_so_does_one_that_asks_again_before_it_got_what_it_asked_for() -> None:
     """The next prompt comes between plan and commit, so that the tenant never leaves the queue."""
     queue, ages = PrefillQueue(STEP_TOKENS), itertools.count()
     queue.put(Prompt("a", 10_000, next(ages)), True)
@@ -145,7 +146,7 @@ def test_so_does_one_that_asks_again_before_it_got_what_it_asked_for():
     assert abs(queue._shares.served("a") - queue._shares.served("b")) <= STEP_TOKENS + 1
 
 
-def test_a_tenant_is_charged_for_what_it_decodes():
+def test_a_tenant_is_charged_for_what_it_decodes() -> None:
     """A tenant with a sequence that decodes in addition to its prompt comes after one that waited as long without such
     a sequence."""
     queue, ages = PrefillQueue(STEP_TOKENS), itertools.count()
@@ -158,7 +159,7 @@ def test_a_tenant_is_charged_for_what_it_decodes():
     assert queue._shares.served("a") - queue._shares.served("b") == 5
 
 
-def test_a_debt_is_remembered_while_it_is_owed():
+def test_a_debt_is_remembered_while_it_is_owed() -> None:
     shares = FairShare()
     shares.begin_waiting("a")
     shares.begin_waiting("b")
@@ -169,7 +170,7 @@ def test_a_debt_is_remembered_while_it_is_owed():
     assert shares.raised("a") - shares.raised("b") == 500
 
 
-def test_debts_to_nobody_are_forgotten():
+def test_debts_to_nobody_are_forgotten() -> None:
     shares = FairShare()
     shares.begin_waiting("a")
     shares.charge("a", 500)
@@ -177,7 +178,7 @@ def test_debts_to_nobody_are_forgotten():
     assert shares.raised("a") == shares.raised("b")
 
 
-def test_counts_of_tenants_that_left_do_not_pile_up():
+def test_counts_of_tenants_that_left_do_not_pile_up() -> None:
     shares = FairShare()
     shares.begin_waiting("stays")
     for number in range(10_000):
@@ -206,7 +207,7 @@ class QueueMachine(RuleBasedStateMachine):
         is_ready=st.booleans(),
         is_old=st.booleans(),
     )
-    def put(self, tenant, num_tokens, priority, is_ready, is_old):
+    def put(self, tenant: str, num_tokens: int, priority: int, is_ready: bool, is_old: bool) -> None:
         age = next(self.ages)
         prompt = Prompt(tenant, num_tokens, -age if is_old else age, priority)
         self.queue.put(prompt, is_ready)
@@ -214,21 +215,21 @@ class QueueMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.is_ready)
     @rule(data=st.data(), is_ready=st.booleans())
-    def move(self, data, is_ready):
+    def move(self, data: st.DataObject, is_ready: bool) -> None:
         prompt = data.draw(st.sampled_from(list(self.is_ready)))
         self.queue.put(prompt, is_ready)
         self.is_ready[prompt] = is_ready
 
     @precondition(lambda self: self.is_ready)
     @rule(data=st.data())
-    def discard(self, data):
+    def discard(self, data: st.DataObject) -> None:
         prompt = data.draw(st.sampled_from(list(self.is_ready)))
         del self.is_ready[prompt]
         self.queue.discard(prompt)
         self.queue.discard(prompt)
 
     @rule(count=st.integers(0, 4))
-    def step(self, count):
+    def step(self, count: int) -> None:
         self.queue.begin_step()
         with closing(self.queue.in_turn()) as in_turn:
             chosen = list(itertools.islice(in_turn, count))
@@ -241,7 +242,7 @@ class QueueMachine(RuleBasedStateMachine):
                 self.queue.discard(prompt)
 
     @invariant()
-    def order_is_as_sorted(self):
+    def order_is_as_sorted(self) -> None:
         self.queue.check_invariants()
         shown = list(self.queue.in_turn())
         assert set(shown) == self.is_ready.keys()
@@ -257,7 +258,7 @@ class QueueMachine(RuleBasedStateMachine):
                 self._check_turns(members)
         assert self.queue.first_by_rank(3) == sorted(self.is_ready, key=lambda prompt: prompt.rank)[:3]
 
-    def _check_turns(self, members):
+    def _check_turns(self, members: Sequence[Prompt]) -> None:
         """Checks that each prompt comes from the tenant with the least count, including the prompts before it in this
         pass."""
         counts = {tenant: self.queue._shares.raised(tenant) for tenant in TENANTS}
@@ -274,7 +275,7 @@ TestQueueMachine = QueueMachine.TestCase
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.none() | st.integers(0, 9)), max_size=120))
-def test_a_ranked_heap_is_a_sorted_dict(changes):
+def test_a_ranked_heap_is_a_sorted_dict(changes: list[tuple[int, int | None]]) -> None:
     heap, keys = RankedHeap(), {}
     for item, key in changes:
         if key is None:
@@ -291,7 +292,7 @@ def test_a_ranked_heap_is_a_sorted_dict(changes):
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=80), st.integers(-1, 13))
-def test_a_ranked_list_is_a_sorted_set(changes, other):
+def test_a_ranked_list_is_a_sorted_set(changes: list[tuple[int, bool]], other: int) -> None:
     ranked, items = RankedList(lambda item: -item), set()
     for item, is_added in changes:
         (ranked.add if is_added else ranked.discard)(item)

@@ -97,7 +97,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         side_names=st.sampled_from(((), (), ("talker",), ("talker", "other"))),
         num_emitted=st.none() | st.lists(st.integers(0, 20), min_size=3, max_size=3),
     )
-    def add(self, parts, age, num_choices, max_tokens, seed, salt, priority, side_names, num_emitted) -> None:
+    def add(
+        self,
+        parts: tuple[Segment, ...],
+        age: int,
+        num_choices: int,
+        max_tokens: int,
+        seed: int,
+        salt: str,
+        priority: int,
+        side_names: tuple[str, ...],
+        num_emitted: list[int] | None,
+    ) -> None:
         name = f"r{next(self.serial)}"
         request = make_request(name, parts, age, num_choices, max_tokens, seed, salt, priority, side_names)
         self.world.add(request, num_emitted)

@@ -59,7 +59,7 @@ class Cache(RuleBasedStateMachine):
 
     @precondition(lambda self: self.free)
     @rule(number=st.integers(0, 99))
-    def lend(self, number):
+    def lend(self, number: int) -> None:
         one = self.free.pop(number % len(self.free))
         feature = self.cache.lend(unit_of(one[0]))
         assert feature.slot_id == NO_SLOT
@@ -70,7 +70,7 @@ class Cache(RuleBasedStateMachine):
 
     @precondition(lambda self: self.lent)
     @rule(number=st.integers(0, 99))
-    def give_back(self, number):
+    def give_back(self, number: int) -> None:
         one = self.lent.pop(number % len(self.lent))
         self.cache.give_back(unit_of(one[0]))
         self.free.append(one)

@@ -4,6 +4,8 @@ served, the engine never reads freed memory, every announcement is released once
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +29,7 @@ ACTIONS = st.lists(
 
 
 @st.composite
-def requests(draw):
+def requests(draw: st.DrawFn) -> list[GenerateRequest]:
     made = []
     for number in range(draw(st.integers(1, 5))):
         names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=3))
@@ -37,7 +39,7 @@ def requests(draw):
     return made
 
 
-async def play(world: World, waiting: list, actions) -> None:
+async def play(world: World, waiting: list[GenerateRequest], actions: list[tuple[str, int]]) -> None:
     for action, number in actions:
         if action == "begin" and waiting:
             world.begin(waiting.pop(0))
@@ -59,7 +61,7 @@ async def play(world: World, waiting: list, actions) -> None:
         assert_settled(world.receiver)
 
 
-async def finish(world: World, waiting: list) -> None:
+async def finish(world: World, waiting: list[GenerateRequest]) -> None:
     """Continues fairly and without further failures until every request ends; fails the test if one does not."""
     for _ in range(400):
         while waiting:
@@ -79,8 +81,10 @@ async def finish(world: World, waiting: list) -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(requests(), ACTIONS, st.sampled_from([4, 5, 7, 100]))
-def test_every_interleaving_serves_all_and_leaves_nothing(waiting, actions, inbox_rows):
-    async def scenario():
+def test_every_interleaving_serves_all_and_leaves_nothing(
+    waiting: list[GenerateRequest], actions: list[tuple[str, int]], inbox_rows: int
+) -> None:
+    async def scenario() -> None:
         world = World(inbox_rows * ROW_BYTES)
         for request in waiting:
             world.will_announce(request)
@@ -105,12 +109,12 @@ def test_every_interleaving_serves_all_and_leaves_nothing(waiting, actions, inbo
 # ---------------------------------------------------------------- single rules
 
 
-def run(scenario):
+def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(scenario())
 
 
-def test_the_oldest_is_pulled_first_in_the_order_of_its_prompt():
-    async def scenario():
+def test_the_oldest_is_pulled_first_in_the_order_of_its_prompt() -> None:
+    async def scenario() -> None:
         world = World(100 * ROW_BYTES)
         young = request_of("young", 2.0, [("c", 3)], [0])
         old = request_of("old", 1.0, [("a", 1), ("b", 2)], [0, 1])
@@ -133,8 +137,8 @@ def test_the_oldest_is_pulled_first_in_the_order_of_its_prompt():
     run(scenario)
 
 
-def test_a_shared_unit_is_pulled_once_and_a_late_announcement_released_at_once():
-    async def scenario():
+def test_a_shared_unit_is_pulled_once_and_a_late_announcement_released_at_once() -> None:
+    async def scenario() -> None:
         world = World(100 * ROW_BYTES)
         both = [request_of(name, 0.0, [("a", 1), ("b", 2)], [0, 1]) for name in ("r1", "r2")]
         for request in both:
@@ -153,8 +157,8 @@ def test_a_shared_unit_is_pulled_once_and_a_late_announcement_released_at_once()
     run(scenario)
 
 
-def test_an_announcement_before_its_request_is_kept_and_then_given_back():
-    async def scenario():
+def test_an_announcement_before_its_request_is_kept_and_then_given_back() -> None:
+    async def scenario() -> None:
         world = World(100 * ROW_BYTES)
         early, never = (request_of(name, 0.0, [("a", 1)], [0]) for name in ("early", "never"))
         for request in (early, never):
@@ -180,8 +184,8 @@ def test_an_announcement_before_its_request_is_kept_and_then_given_back():
     run(scenario)
 
 
-def test_a_lost_lease_is_asked_for_again():
-    async def scenario():
+def test_a_lost_lease_is_asked_for_again() -> None:
+    async def scenario() -> None:
         world = World(100 * ROW_BYTES)
         request = request_of("r", 0.0, [("a", 1)], [0])
         world.will_announce(request)
@@ -198,8 +202,8 @@ def test_a_lost_lease_is_asked_for_again():
     run(scenario)
 
 
-def test_what_was_lost_on_the_way_is_asked_for_again_and_again():
-    async def scenario():
+def test_what_was_lost_on_the_way_is_asked_for_again_and_again() -> None:
+    async def scenario() -> None:
         world = World(100 * ROW_BYTES)
         request = request_of("r", 0.0, [("a", 1), ("b", 2)], [0])
         world.begin(request)
@@ -224,8 +228,8 @@ def test_what_was_lost_on_the_way_is_asked_for_again_and_again():
     run(scenario)
 
 
-def test_a_source_that_left_is_asked_for_again():
-    async def scenario():
+def test_a_source_that_left_is_asked_for_again() -> None:
+    async def scenario() -> None:
         world = World(2 * ROW_BYTES)
         request = request_of("r", 0.0, [("b", 2), ("a", 1)], [0, 1])
         world.will_announce(request)
@@ -241,8 +245,8 @@ def test_a_source_that_left_is_asked_for_again():
     run(scenario)
 
 
-def test_a_feature_of_another_size_fails_those_that_planned_otherwise():
-    async def scenario():
+def test_a_feature_of_another_size_fails_those_that_planned_otherwise() -> None:
+    async def scenario() -> None:
         world = World(100 * ROW_BYTES)
         right, wrong = request_of("right", 0.0, [("a", 1)], [0]), request_of("wrong", 0.0, [("a", 2)], [])
         world.begin(wrong)
@@ -260,8 +264,8 @@ def test_a_feature_of_another_size_fails_those_that_planned_otherwise():
     run(scenario)
 
 
-def test_a_feature_that_never_fits_is_refused():
-    async def scenario():
+def test_a_feature_that_never_fits_is_refused() -> None:
+    async def scenario() -> None:
         world = World(3)
         with pytest.raises(InvalidMedia, match="inbox has 3") as caught:
             world.begin(request_of("r", 0.0, [("d", 4)], [0]))
@@ -270,8 +274,8 @@ def test_a_feature_that_never_fits_is_refused():
     run(scenario)
 
 
-def test_what_was_pulled_and_is_covered_after_all_is_freed_at_admission():
-    async def scenario():
+def test_what_was_pulled_and_is_covered_after_all_is_freed_at_admission() -> None:
+    async def scenario() -> None:
         world = World(100 * ROW_BYTES)
         request = request_of("r", 0.0, [("a", 1), ("b", 2)], [0, 1])
         attempt = AttemptId(RequestId("r"), 0)

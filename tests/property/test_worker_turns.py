@@ -17,7 +17,9 @@ CHANGES = st.lists(st.tuples(UNITS, st.none() | TURNS), max_size=200)
 
 
 @given(CHANGES, st.booleans())
-def test_what_comes_first_is_what_a_search_finds(changes, is_backwards):
+def test_what_comes_first_is_what_a_search_finds(
+    changes: list[tuple[UnitKey, ReadTurn | None]], is_backwards: bool
+) -> None:
     queue, turns = TurnQueue(), {}
     for unit, turn in changes:
         if turn is None:
@@ -36,7 +38,7 @@ def test_what_comes_first_is_what_a_search_finds(changes, is_backwards):
             assert turns[first[1]] == first[0] == min(turns.values())
 
 
-def test_forgotten_entries_do_not_pile_up():
+def test_forgotten_entries_do_not_pile_up() -> None:
     queue, unit = TurnQueue(), UnitKey(MmHash("x"), 0)
     for number in range(1000):
         queue.put(unit, ReadTurn(False, (0, float(number), ""), NextRead(0, 0)))

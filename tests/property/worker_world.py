@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -66,10 +68,10 @@ class Sink:
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
         self.slots: dict[int, int] = {}
-        self.pulls: list[tuple[FeatureTicket, int, Future]] = []
+        self.pulls: list[tuple[FeatureTicket, int, Future[LandedFeature]]] = []
         self._next = 0
 
-    def pull(self, ticket: FeatureTicket, timeout_s: float) -> Future:
+    def pull(self, ticket: FeatureTicket, timeout_s: float) -> Future[LandedFeature]:
         if sum(self.slots.values()) + ticket.nbytes > self.total_bytes:
             raise ArenaFull("no room")
         self._next += 1
