@@ -55,8 +55,8 @@ def normalize(image: torch.Tensor, mean: Any, std: Any, inplace: bool = False) -
 def torchvision_stand_in() -> Iterator[ModuleType]:
     """Replaces torchvision while the processors' modules are imported."""
     functional = ModuleType("torchvision.transforms.v2.functional")
-    functional.resize, functional.normalize = resize, normalize  # type: ignore[attr-defined]
-    functional.InterpolationMode = SimpleNamespace(LANCZOS="lanczos")  # type: ignore[attr-defined]
+    functional.resize, functional.normalize = resize, normalize
+    functional.InterpolationMode = SimpleNamespace(LANCZOS="lanczos")
     names = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
     modules = {name: ModuleType(name) for name in names} | {functional.__name__: functional}
     for name, module in modules.items():

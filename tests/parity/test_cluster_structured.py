@@ -160,7 +160,7 @@ async def test_another_worker_goes_on_where_the_lost_one_was() -> None:
             call.cancel()
             raise WorkerLost("for the test")
 
-        cluster.workers.generate = lossy  # type: ignore[method-assign]
+        cluster.workers.generate = lossy
         again = await ask(client, **fields)
         assert len(told[0]) >= 5
         assert list(told[0]) == whole["choices"][0]["token_ids"][: len(told[0])]

@@ -63,7 +63,7 @@ def planned(family: Family, sample: Sample) -> tuple[list[ItemPlan], list[MediaI
     files: list[bytes] = []
 
     def add(data: bytes, header: object, anchor: int = -1) -> None:
-        found = plan_media(family, data, header, len(items), "p", anchor=anchor)  # type: ignore[arg-type]
+        found = plan_media(family, data, header, len(items), "p", anchor=anchor)
         plans.append(found.plan)
         items.append(found.item)
         files.append(data)

@@ -90,7 +90,7 @@ async def test_a_file_that_kills_its_process_is_tried_twice_and_fails(family: Fa
 
 def limited_to(**limits: object) -> EncoderConfig:
     """Returns a config with one process, and with the default limits except for the given ones."""
-    limits_of_item = dataclasses.replace(DEFAULT_LIMITS, **limits)  # type: ignore[arg-type]
+    limits_of_item = dataclasses.replace(DEFAULT_LIMITS, **limits)
     model_dir = str(demo_checkpoint())
     return EncoderConfig(("image",), num_decode_processes=1, model_dir=model_dir, decode_limits=limits_of_item)
 

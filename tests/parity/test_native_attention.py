@@ -45,7 +45,16 @@ DTYPE_TO_TOLERANCE = {torch.bfloat16: {"atol": 4e-3, "rtol": 1e-2}, torch.float3
     num_threads=st.integers(1, 2),
     seed=st.integers(0, 99),
 )
-def test_as_written_out(num_heads, num_kv_heads, head_dim, dtype, contexts, block_size, num_threads, seed) -> None:
+def test_as_written_out(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    contexts: list[int],
+    block_size: int,
+    num_threads: int,
+    seed: int,
+) -> None:
     torch.manual_seed(seed)
     kv = pages_of((num_kv_heads, head_dim), block_size, dtype)
     free, rows, expected = np.random.default_rng(seed).permutation(NUM_BLOCKS), [], []
@@ -84,7 +93,16 @@ def test_as_written_out(num_heads, num_kv_heads, head_dim, dtype, contexts, bloc
     num_threads=st.integers(1, 2),
     seed=st.integers(0, 99),
 )
-def test_chunks_as_written_out(num_heads, num_kv_heads, head_dim, dtype, sizes, block_size, num_threads, seed) -> None:
+def test_chunks_as_written_out(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    sizes: list[tuple[int, int]],
+    block_size: int,
+    num_threads: int,
+    seed: int,
+) -> None:
     torch.manual_seed(seed)
     kv = pages_of((num_kv_heads, head_dim), block_size, dtype)
     # Token 0 belongs to a row that decodes.

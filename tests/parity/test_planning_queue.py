@@ -44,20 +44,20 @@ def queue_measured(one: Served) -> float:
     return one.measured.queue_s
 
 
-def test_alone_nobody_waits_and_nobody_is_predicted_to(load_to_served):
+def test_alone_nobody_waits_and_nobody_is_predicted_to(load_to_served: dict[str, list[Served]]) -> None:
     alone = load_to_served["alone"]
     assert all(one.predicted.queue_s == 0.0 for one in alone)
     assert mean(alone, queue_measured) < 0.2 * mean(alone, lambda one: one.measured.first_token_s)
 
 
-def test_loads_are_predicted_in_their_order(load_to_served):
+def test_loads_are_predicted_in_their_order(load_to_served: dict[str, list[Served]]) -> None:
     several = [load_to_served[name] for name in ("alone", "some at once", "a burst")]
     assert ranks([mean(served, queue_predicted) for served in several]) == [0.0, 1.0, 2.0]
     assert ranks([mean(served, queue_measured) for served in several]) == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("load", ["many at once", "a burst"])
-def test_the_queue_is_what_was_predicted(load_to_served, load):
+def test_the_queue_is_what_was_predicted(load_to_served: dict[str, list[Served]], load: str) -> None:
     served = load_to_served[load]
     ratio = mean(served, queue_predicted) / mean(served, queue_measured)
     assert 1 / BOUND < ratio < BOUND
@@ -66,13 +66,13 @@ def test_the_queue_is_what_was_predicted(load_to_served, load):
 
 
 @pytest.mark.parametrize("load", ["alone", "some at once", "many at once", "a burst"])
-def test_the_first_token_is_when_it_was_predicted(load_to_served, load):
+def test_the_first_token_is_when_it_was_predicted(load_to_served: dict[str, list[Served]], load: str) -> None:
     served = load_to_served[load]
     ratio = mean(served, lambda one: one.predicted.ttft_s) / mean(served, lambda one: one.measured.first_token_s)
     assert 1 / BOUND < ratio < BOUND
 
 
-def test_when_all_places_are_taken_the_wait_for_one_is_predicted():
+def test_when_all_places_are_taken_the_wait_for_one_is_predicted() -> None:
     world = QueueWorld(max_step_tokens=64, max_sequences=4)
     step_s = world.reporter.costs.overhead_s
     world.serve([(index * 2 * step_s, 16, 12) for index in range(6)])

@@ -187,7 +187,7 @@ def test_what_was_not_finite_is_found_on_no_rank(qwen2: LoadedFamily) -> None:
             return embedded
 
         async with worker(parallel, max_step_tokens=16, max_sequences=4) as r:
-            parallel.model.embed = poisoned  # type: ignore[method-assign]
+            parallel.model.embed = poisoned
             failing = await asyncio.wait_for(r.service.generate(r.request(of, NUM_TOKENS)), 60)
             assert failing.error is not None
             assert failing.error.code == "engine_failed"

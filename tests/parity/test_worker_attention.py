@@ -21,7 +21,9 @@ if torch.cuda.is_available():
     CASES += [("sdpa", "cuda", torch.float32), ("sdpa", "cuda", torch.bfloat16), ("varlen", "cuda", torch.bfloat16)]
 
 
-def attend_written_out(q, keys, values, start, scaling):
+def attend_written_out(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scaling: float
+) -> torch.Tensor:
     """Computes the attention of one sequence in float64. `q` has shape (n, heads, dim), `keys` and `values` have shape
     (context, kv_heads, dim)."""
     group = q.shape[1] // keys.shape[1]
@@ -34,7 +36,14 @@ def attend_written_out(q, keys, values, start, scaling):
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), values)
 
 
-def run_case(backend_name, device, dtype, lengths, heads, seed):
+def run_case(
+    backend_name: str,
+    device: str,
+    dtype: torch.dtype,
+    lengths: list[tuple[int, int]],
+    heads: tuple[int, int],
+    seed: int,
+) -> tuple[torch.Tensor, torch.Tensor, PagedKV, list[SequenceRows], list[torch.Tensor]]:
     """Runs one step. `lengths` holds (start, num_tokens) per sequence. Returns the result of the backend and the one
     written out, both in packed order, and the pages, rows, and new keys and values."""
     torch.manual_seed(seed)
@@ -74,7 +83,9 @@ def run_case(backend_name, device, dtype, lengths, heads, seed):
     lengths=st.lists(st.tuples(st.integers(0, 70), st.sampled_from([1, 1, 1, 2, 3, 9, 33])), min_size=1, max_size=5),
     seed=st.integers(0, 1000),
 )
-def test_a_mixed_batch_attends_as_written_out(backend, device, dtype, heads, lengths, seed):
+def test_a_mixed_batch_attends_as_written_out(
+    backend: str, device: str, dtype: torch.dtype, heads: tuple[int, int], lengths: list[tuple[int, int]], seed: int
+) -> None:
     ours, expected, kv, rows, new = run_case(backend, device, dtype, lengths, heads, seed)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(ours, expected, atol=tolerance, rtol=tolerance)
@@ -85,7 +96,7 @@ def test_a_mixed_batch_attends_as_written_out(backend, device, dtype, heads, len
         assert torch.equal(pages[written], tokens)
 
 
-def test_nan_of_one_sequence_does_not_reach_another():
+def test_nan_of_one_sequence_does_not_reach_another() -> None:
     kv = PagedKV(1, 64, BLOCK_SIZE, (1, HEAD_DIM), torch.float32, torch.device("cpu"))
     rows = [SequenceRows(0, 0, 1, np.array([3])), SequenceRows(1, 59, 1, np.arange(4, 19))]
     q, k, v = (torch.randn(2, 1, HEAD_DIM) for _ in range(3))
@@ -96,7 +107,7 @@ def test_nan_of_one_sequence_does_not_reach_another():
     assert torch.isnan(out[1]).all()
 
 
-def test_buckets_bound_padding_to_a_factor_of_two():
+def test_buckets_bound_padding_to_a_factor_of_two() -> None:
     rows = [
         SequenceRows(at, context - 1, 1, np.arange(1))
         for at, context in enumerate([1, 5, 64, 65, 127, 128, 300, 1000, 63])
@@ -108,7 +119,7 @@ def test_buckets_bound_padding_to_a_factor_of_two():
         assert max(row.context for row in group) <= 2 * shortest
 
 
-def test_a_backend_that_cannot_run_is_refused():
+def test_a_backend_that_cannot_run_is_refused() -> None:
     kv = PagedKV(1, 2, BLOCK_SIZE, (1, HEAD_DIM), torch.float32, torch.device("cpu"))
     with pytest.raises(ConfigError, match="varlen"):
         select_backend("varlen", kv)
@@ -117,7 +128,7 @@ def test_a_backend_that_cannot_run_is_refused():
 
 
 @given(contexts=st.lists(st.integers(1, 400), max_size=40), max_tokens=st.integers(0, 3000))
-def test_groups_hold_every_row_once_within_their_size(contexts, max_tokens):
+def test_groups_hold_every_row_once_within_their_size(contexts: list[int], max_tokens: int) -> None:
     rows = [SequenceRows(at, context - 1, 1, np.zeros(1, dtype=np.int64)) for at, context in enumerate(contexts)]
     cut = groups(rows, max_tokens)
     assert sorted(row.at for group in cut for row in group) == list(range(len(rows)))

@@ -25,7 +25,9 @@ DRAWN = SamplingParams(temperature=0.8, top_k=20, seed=5)
 
 @pytest.mark.parametrize("is_prefix_cache_enabled", [True, False])
 @pytest.mark.parametrize("num_drafts", [0, 3])
-async def test_every_choice_equals_transformers_and_the_prompt_is_computed_once(is_prefix_cache_enabled, num_drafts):
+async def test_every_choice_equals_transformers_and_the_prompt_is_computed_once(
+    is_prefix_cache_enabled: bool, num_drafts: int
+) -> None:
     block_size = next(size for size in (16, 8, 5) if len(OF.token_ids) % size > 1)
     config = {"is_prefix_cache_enabled": is_prefix_cache_enabled, "speculation": Speculation(num_drafts, 1, 3)}
     async with rig(block_size=block_size, max_step_tokens=16, **config) as r:
@@ -38,7 +40,7 @@ async def test_every_choice_equals_transformers_and_the_prompt_is_computed_once(
         await r.assert_idle()
 
 
-async def test_a_copied_block_holds_what_the_shared_one_held():
+async def test_a_copied_block_holds_what_the_shared_one_held() -> None:
     """Compares block sizes. Blocks of one token are never copied."""
     found = []
     for block_size, num_blocks in ((1, 400), (16, 40), (16, 9)):

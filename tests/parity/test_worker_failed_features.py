@@ -12,6 +12,7 @@ from worker_rig import ENCODER, ROUTER, WORKER, Prompt, feature, loaded, prompt,
 from fabric.clock import ManualClock
 from fabric.ids import MemberId
 from fabric.messages import (
+    GenerateResult,
     Member,
     StopConditions,
 )
@@ -20,11 +21,11 @@ IMAGE = ("Some words in front. ", 1, " What is it?")
 LONG = StopConditions(max_tokens=4000, ignore_eos=True)
 
 
-def names(result) -> list[str]:
+def names(result: GenerateResult) -> list[str]:
     return [event.name for event in result.trace]
 
 
-async def test_a_feature_of_another_shape_fails_its_request_alone():
+async def test_a_feature_of_another_shape_fails_its_request_alone() -> None:
     of, text = prompt(*IMAGE), prompt("Only text.")
     async with rig() as r:
         request, other = r.request(of), r.request(text, stop=StopConditions(30, ignore_eos=True))
@@ -37,7 +38,7 @@ async def test_a_feature_of_another_shape_fails_its_request_alone():
         assert len(r.releases) == 1
 
 
-async def test_a_poisoned_feature_fails_its_request_alone():
+async def test_a_poisoned_feature_fails_its_request_alone() -> None:
     of, text = prompt(*IMAGE), prompt("Only text.")
     async with rig() as r:
         poisoned, other = r.request(of), r.request(text, stop=StopConditions(30, ignore_eos=True))
@@ -55,7 +56,7 @@ async def test_a_poisoned_feature_fails_its_request_alone():
 
 @pytest.mark.parametrize("keep_features", ["always", "never"])
 @pytest.mark.parametrize("step_tokens", [16, 512])
-async def test_nothing_that_was_not_finite_is_found_again(keep_features, step_tokens):
+async def test_nothing_that_was_not_finite_is_found_again(keep_features: str, step_tokens: int) -> None:
     """No token shows the failure in steps of 16 tokens, because no token is sampled from the poisoned chunk. Identical
     prompts hit the cached prefix and, where features are kept, the feature. Both must be as they would be without the
     poisoned request."""
@@ -79,7 +80,7 @@ async def test_nothing_that_was_not_finite_is_found_again(keep_features, step_to
         await r.assert_idle()
 
 
-async def test_a_poisoned_feature_that_others_wait_for_is_fetched_again():
+async def test_a_poisoned_feature_that_others_wait_for_is_fetched_again() -> None:
     """Three requests share the picture. The one that reads it earliest fails, and the others read another copy."""
     of = prompt(*IMAGE)
     bad = torch.full_like(feature(of, 0), float("inf"))
@@ -108,7 +109,7 @@ def reference_of(of: Prompt, num_tokens: int) -> list[int]:
     return out[0, len(of.token_ids) :].tolist()
 
 
-async def test_what_was_not_dispatched_and_is_not_covered_is_asked_for():
+async def test_what_was_not_dispatched_and_is_not_covered_is_asked_for() -> None:
     of = prompt(*IMAGE)
     async with rig() as r:
         request = r.request(of, dispatched_items=())
@@ -123,7 +124,7 @@ async def test_what_was_not_dispatched_and_is_not_covered_is_asked_for():
 
 
 @pytest.mark.parametrize("fault", ["lease", "dead"])
-async def test_a_transfer_that_fails_is_asked_for_again(fault):
+async def test_a_transfer_that_fails_is_asked_for_again(fault: str) -> None:
     of = prompt(*IMAGE)
     async with rig() as r:
         request = r.request(of)
@@ -148,7 +149,7 @@ async def test_a_transfer_that_fails_is_asked_for_again(fault):
         await r.assert_idle()
 
 
-async def test_members_that_left_are_given_up():
+async def test_members_that_left_are_given_up() -> None:
     of = prompt(*IMAGE)
     members = [
         Member(WORKER, "worker", "local://worker", "h", 7),
@@ -174,7 +175,7 @@ async def test_members_that_left_are_given_up():
         assert r.service.report().epoch == 7
 
 
-async def test_an_announcement_that_nobody_claims_is_given_back():
+async def test_an_announcement_that_nobody_claims_is_given_back() -> None:
     of = prompt(*IMAGE)
     clock = ManualClock()
     async with rig(clock=clock, report_interval_s=0.01) as r:

@@ -55,5 +55,5 @@ def test_only_steps_of_single_tokens_have_a_size() -> None:
 
 def test_without_a_device_the_model_stays_what_it_is() -> None:
     model = object()
-    assert with_graphs(model, KV, 100) is model  # type: ignore[arg-type]
+    assert with_graphs(model, KV, 100) is model
     assert not isinstance(model, GraphedModel)

@@ -20,7 +20,7 @@ VOCAB = 17
     st.integers(1, 40),
     st.integers(0, 10_000),
 )
-def test_rows_are_ordered_by_probability_then_by_id(rows, num_levels, seed):
+def test_rows_are_ordered_by_probability_then_by_id(rows: list[tuple[int, int]], num_levels: int, seed: int) -> None:
     """Few levels make many equal values."""
     levels = np.random.default_rng(seed).integers(0, num_levels, (len(rows), VOCAB)).astype(np.float32)
     raw = torch.from_numpy(levels).log_softmax(dim=-1)
@@ -31,7 +31,7 @@ def test_rows_are_ordered_by_probability_then_by_id(rows, num_levels, seed):
         assert scored.top == tuple(ordered[:count])
 
 
-def test_a_row_that_failed_has_a_value_all_the_same():
+def test_a_row_that_failed_has_a_value_all_the_same() -> None:
     """The row's token is -1. This function does not end the row's sequence; the engine does."""
     raw = torch.full((1, VOCAB), float("nan"))
     (scored,) = token_logprobs(raw, [-1], [2])

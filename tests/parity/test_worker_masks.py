@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,16 +19,16 @@ pytestmark = pytest.mark.torch
 class Allows:
     """Serves as a guide that allows a set of tokens."""
 
-    def __init__(self, tokens, is_whole=True):
+    def __init__(self, tokens: Sequence[int], is_whole: bool = True) -> None:
         self.tokens, self.is_whole = tokens, is_whole
 
-    def fork(self):
+    def fork(self) -> Allows:
         return self
 
-    def advance(self, token_ids):
+    def advance(self, token_ids: Sequence[int]) -> None:
         raise AssertionError("a mask changes no guide")
 
-    def write_mask(self, words):
+    def write_mask(self, words: npt.NDArray[np.int32]) -> bool:
         words[:] = 0
         for token in self.tokens:
             words[token // 32] |= np.uint32(1 << token % 32).astype(np.int32)
@@ -34,7 +37,7 @@ class Allows:
 
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from([31, 32, 33, 100]), st.integers(1, 5), st.data())
-def test_bits_that_are_not_set_become_minus_infinity(vocab, num_rows, data):
+def test_bits_that_are_not_set_become_minus_infinity(vocab: int, num_rows: int, data: st.DataObject) -> None:
     logits = torch.randn(num_rows, vocab)
     before = logits.clone()
     rows = data.draw(st.lists(st.integers(0, num_rows - 1), unique=True))

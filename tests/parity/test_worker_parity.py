@@ -11,6 +11,8 @@ import random
 import pytest
 from worker_rig import Prompt, prompt, reference, rig
 
+from fabric.messages import FeatureNeeded
+
 NEAR_TIE = 1e-4
 CHUNKS = [1, 3, 16, 64, 4096]
 NUM_TOKENS = 12
@@ -36,7 +38,9 @@ def assert_parity(tokens: list[int], of: Prompt, num_tokens: int = NUM_TOKENS) -
 @pytest.mark.parametrize("is_prefix_cache_enabled", [True, False])
 @pytest.mark.parametrize("max_step_tokens", CHUNKS)
 @pytest.mark.parametrize("parts", [TEXT, ONE, SEVERAL], ids=["text", "one", "several"])
-async def test_one_request_at_every_chunk_size(parts, max_step_tokens, is_prefix_cache_enabled):
+async def test_one_request_at_every_chunk_size(
+    parts: tuple[str | int, ...], max_step_tokens: int, is_prefix_cache_enabled: bool
+) -> None:
     of = prompt(*parts)
     async with rig(max_step_tokens=max_step_tokens, is_prefix_cache_enabled=is_prefix_cache_enabled) as r:
         request = r.request(of, NUM_TOKENS)
@@ -55,7 +59,9 @@ async def test_one_request_at_every_chunk_size(parts, max_step_tokens, is_prefix
 
 @pytest.mark.parametrize("max_step_tokens", [3, 16, 4096])
 @pytest.mark.parametrize("is_prefix_cache_enabled", [True, False])
-async def test_a_mixed_batch_with_features_late_and_in_any_order(max_step_tokens, is_prefix_cache_enabled):
+async def test_a_mixed_batch_with_features_late_and_in_any_order(
+    max_step_tokens: int, is_prefix_cache_enabled: bool
+) -> None:
     rng = random.Random(max_step_tokens)
     prompts = [prompt(*parts) for parts in (TEXT, ONE, SEVERAL, (5, "Shape?"), ("Colour of ", 2, "?"), SEVERAL)]
     config = {"max_step_tokens": max_step_tokens, "is_prefix_cache_enabled": is_prefix_cache_enabled}
@@ -74,7 +80,7 @@ async def test_a_mixed_batch_with_features_late_and_in_any_order(max_step_tokens
         assert len(r.releases) == sum(len(of.media) for of in prompts)
 
 
-async def test_a_preempted_sequence_goes_on_as_if_nothing_had_been():
+async def test_a_preempted_sequence_goes_on_as_if_nothing_had_been() -> None:
     """The younger sequence decodes into blocks that the older one needs when its late pictures have arrived."""
     older, younger = prompt(*SEVERAL), prompt("Look at this: ", 4, " What is in the picture?")
     num_tokens = 48
@@ -97,14 +103,14 @@ async def test_a_preempted_sequence_goes_on_as_if_nothing_had_been():
         assert r.service.report().num_preemptions == 1
 
 
-async def test_an_inbox_with_room_for_one_feature_serves_many():
+async def test_an_inbox_with_room_for_one_feature_serves_many() -> None:
     prompts = [prompt(*SEVERAL), prompt(*ONE), prompt(4, 5, "Which is larger?")]
     rows = max(item.num_tokens for of in prompts for item in of.media)
     one_feature = 3 * rows * 128 * 4 + 256
     async with rig(inbox_bytes=one_feature, max_step_tokens=32) as r:
         by_id = {}
 
-        def again(message):
+        def again(message: FeatureNeeded) -> None:
             request, of = by_id[message.request_id]
             for index, item in enumerate(of.media):
                 if item.unit_keys()[0] in message.units:
@@ -119,7 +125,7 @@ async def test_an_inbox_with_room_for_one_feature_serves_many():
         await r.assert_idle()
 
 
-async def test_prefix_cache_knows_pictures_apart():
+async def test_prefix_cache_knows_pictures_apart() -> None:
     """The text before another picture hits the cache, but the picture's blocks do not. All blocks of the same picture
     hit."""
     parts = ("A rather long text that stands in front of the picture and fills some blocks. ", 1, " And after it?")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,11 +28,13 @@ PARAMS = st.builds(
 )
 
 
-def counts_of(prompt, output) -> TokenCounts:
+def counts_of(prompt: list[int], output: list[int]) -> TokenCounts:
     return TokenCounts(np.array(prompt, dtype=np.int64), np.array(output, dtype=np.int64))
 
 
-def written_out(logits, params, prompt, output):
+def written_out(
+    logits: npt.NDArray[np.float32], params: SamplingParams, prompt: list[int], output: list[int]
+) -> list[np.float32]:
     """Computes one row, token by token, in float32."""
     row = [np.float32(value) for value in logits]
     for token in range(VOCAB):
@@ -49,7 +52,9 @@ def written_out(logits, params, prompt, output):
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(st.tuples(PARAMS, IDS, IDS), min_size=1, max_size=5), st.integers(0, 10_000))
-def test_rows_of_all_kinds_change_as_loops_change_them(rows, seed):
+def test_rows_of_all_kinds_change_as_loops_change_them(
+    rows: list[tuple[SamplingParams, list[int], list[int]]], seed: int
+) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(scale=3, size=(len(rows), VOCAB)).astype(np.float32))
     logits[:, seed % VOCAB] = float("-inf")
     expected = [written_out(row.tolist(), *given) for row, given in zip(logits, rows, strict=True)]
@@ -64,7 +69,9 @@ def test_rows_of_all_kinds_change_as_loops_change_them(rows, seed):
 
 @settings(deadline=None, max_examples=60)
 @given(IDS.filter(bool), IDS, st.sampled_from([0.5, 1.1, 1.8]), st.integers(0, 10_000))
-def test_repetition_penalty_is_that_of_transformers(prompt, output, penalty, seed):
+def test_repetition_penalty_is_that_of_transformers(
+    prompt: list[int], output: list[int], penalty: float, seed: int
+) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(scale=3, size=(1, VOCAB)).astype(np.float32))
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits.clone())
     params = SamplingParams(repetition_penalty=penalty)
@@ -72,7 +79,7 @@ def test_repetition_penalty_is_that_of_transformers(prompt, output, penalty, see
     assert torch.equal(logits, expected)
 
 
-def test_barred_tokens_are_impossible_in_their_own_row():
+def test_barred_tokens_are_impossible_in_their_own_row() -> None:
     logits = torch.randn(3, VOCAB)
     before = logits.clone()
     bar_tokens(logits, [(0, ()), (2, (5, 7, 5))])
@@ -80,7 +87,7 @@ def test_barred_tokens_are_impossible_in_their_own_row():
     assert torch.isinf(logits[2]).nonzero().flatten().tolist() == [5, 7]
 
 
-def test_a_row_without_penalties_is_left_alone():
+def test_a_row_without_penalties_is_left_alone() -> None:
     logits = torch.randn(2, VOCAB)
     before = logits.clone()
     strong = SamplingParams(presence_penalty=2.0, logit_bias=((3, -100.0),))

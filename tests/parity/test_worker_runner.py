@@ -3,6 +3,9 @@ with features."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -20,15 +23,17 @@ GREEDY = SamplingParams(temperature=0.0)
 NUM_LEVELS = 3
 
 
-class Features(dict):
-    def feature(self, unit):
+class Features(dict[UnitKey, torch.Tensor]):
+    def feature(self, unit: UnitKey) -> torch.Tensor:
         return self[unit]
 
 
 class Script:
     """Holds a sequence whose prompt is given: ids, positions, and runs (offset, length, unit, row)."""
 
-    def __init__(self, name, seed, num_tokens, runs=()):
+    def __init__(
+        self, name: str, seed: int, num_tokens: int, runs: Sequence[tuple[int, int, UnitKey, int]] = ()
+    ) -> None:
         rng = np.random.default_rng(seed)
         self.sequence_id = SequenceId(RequestId(name), 0, 0)
         self.ids = rng.integers(0, VOCAB, num_tokens)
@@ -36,7 +41,7 @@ class Script:
         self.runs = runs
         self.block_ids = None
 
-    def chunk(self, start, end):
+    def chunk(self, start: int, end: int) -> Chunk:
         splices = []
         for offset, length, unit, row in self.runs:
             low, high = max(start, offset), min(end, offset + length)
@@ -57,19 +62,19 @@ class Script:
 
 
 @pytest.fixture(scope="module")
-def model():
+def model() -> TinyModel:
     return TinyModel()
 
 
 @pytest.fixture
-def features():
+def features() -> Features:
     torch.manual_seed(3)
     return Features(
         {UnitKey(MmHash(name), 0): torch.randn(NUM_LEVELS, n, HIDDEN) for name, n in (("cat", 12), ("dog", 7))}
     )
 
 
-def scripts_of(features):
+def scripts_of(features: Features) -> list[Script]:
     cat, dog = features
     scripts = [
         Script("plain", 1, 37),
@@ -84,18 +89,20 @@ def scripts_of(features):
     return scripts
 
 
-def runner_of(model, features):
+def runner_of(model: TinyModel, features: Features) -> Runner:
     kv = PagedKV(NUM_LAYERS, 100, BLOCK_SIZE, (NUM_KV_HEADS, HEAD_DIM), torch.float32, torch.device("cpu"))
     return Runner(model, kv, features, select_backend("sdpa", kv))
 
 
-def last_logits(model, script, features):
+def last_logits(model: TinyModel, script: Script, features: Features) -> torch.Tensor:
     spliced = {offset: features[unit][:, row : row + length] for offset, length, unit, row in script.runs}
     return model.whole(torch.from_numpy(script.ids), torch.from_numpy(script.positions), spliced)[-1]
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 16, 64])
-def test_chunks_of_a_mixed_batch_give_the_whole_forward(model, features, chunk_size, monkeypatch):
+def test_chunks_of_a_mixed_batch_give_the_whole_forward(
+    model: TinyModel, features: Features, chunk_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
     monkeypatch.setattr(model, "logits", lambda hidden: seen.append((hidden @ model.head.T).float()) or seen[-1])
     runner, scripts = runner_of(model, features), scripts_of(features)
@@ -120,7 +127,7 @@ def test_chunks_of_a_mixed_batch_give_the_whole_forward(model, features, chunk_s
         assert token == int(expected.argmax())
 
 
-def test_features_decide_the_result(model, features):
+def test_features_decide_the_result(model: TinyModel, features: Features) -> None:
     """The parity test above would prove nothing if the splice had no influence."""
     script = scripts_of(features)[1]
     with_features = last_logits(model, script, features)
@@ -130,7 +137,7 @@ def test_features_decide_the_result(model, features):
         assert (last_logits(model, script, changed) - with_features).abs().max() > 1e-2
 
 
-def test_executing_a_plan_again_gives_the_same(model, features):
+def test_executing_a_plan_again_gives_the_same(model: TinyModel, features: Features) -> None:
     runner, script = runner_of(model, features), scripts_of(features)[2]
     plans = [StepPlan(0, (script.chunk(0, 33),)), StepPlan(1, (script.chunk(33, 50),))]
     first = [runner.execute(plan) for plan in plans]
@@ -140,7 +147,9 @@ def test_executing_a_plan_again_gives_the_same(model, features):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 16])
-def test_chunks_that_are_not_drawn_from_are_marked_from_the_broken_row_on(model, features, chunk_size):
+def test_chunks_that_are_not_drawn_from_are_marked_from_the_broken_row_on(
+    model: TinyModel, features: Features, chunk_size: int
+) -> None:
     """One value of one row is infinite, and only in a deeper level. The runner marks the chunk that contains the value
     and every later chunk of the sequence, but no earlier chunk and no other sequence."""
     features[UnitKey(MmHash("cat"), 0)][NUM_LEVELS - 1, 4, 2] = float("inf")
@@ -159,7 +168,7 @@ def test_chunks_that_are_not_drawn_from_are_marked_from_the_broken_row_on(model,
         }
 
 
-def test_a_broken_feature_marks_its_sequence_alone(model, features):
+def test_a_broken_feature_marks_its_sequence_alone(model: TinyModel, features: Features) -> None:
     next(iter(features.values()))[0, 3, 1] = float("nan")
     runner, scripts = runner_of(model, features), scripts_of(features)
     plan = StepPlan(0, tuple(script.chunk(0, len(script.ids)) for script in scripts))
@@ -172,7 +181,7 @@ def test_a_broken_feature_marks_its_sequence_alone(model, features):
 
 @pytest.mark.parametrize("value", [float("-inf"), float("inf")])
 @pytest.mark.parametrize("layer", [0, NUM_LAYERS - 1])
-def test_an_infinite_key_in_half_precision_marks_who_wrote_it(features, value, layer):
+def test_an_infinite_key_in_half_precision_marks_who_wrote_it(features: Features, value: float, layer: int) -> None:
     """The value overflows when it is written to the pages, so the hidden states of its own step stay finite."""
     half = TinyModel(torch.float16)
     kv = PagedKV(NUM_LAYERS, 100, BLOCK_SIZE, (NUM_KV_HEADS, HEAD_DIM), torch.float16, torch.device("cpu"))
@@ -180,7 +189,7 @@ def test_an_infinite_key_in_half_precision_marks_who_wrote_it(features, value, l
     runner, scripts = Runner(half, kv, features, select_backend("sdpa", kv)), scripts_of(features)
     forward, overflowing = half.forward, []
 
-    def overflow(*inputs):
+    def overflow(*inputs: Any) -> torch.Tensor:
         hidden = forward(*inputs)
         assert hidden.isfinite().all()
         for slot in overflowing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from fabric.messages import SamplingParams
 from llm_workers.sampling import _draw_truncated, sample
 
 
-def probabilities_of(logits, params):
+def probabilities_of(logits: npt.NDArray[np.float32], params: SamplingParams) -> list[tuple[int, float]]:
     """Returns [(id, probability)] in the order of the CDF, computed in plain Python."""
     weights = np.asarray(logits, dtype=np.float64)
     weights = np.exp((weights - weights.max()) / params.temperature)
@@ -35,7 +36,7 @@ def probabilities_of(logits, params):
     return kept
 
 
-def draw_written_out(logits, params, choice, index):
+def draw_written_out(logits: npt.NDArray[np.float32], params: SamplingParams, choice: int, index: int) -> int:
     if params.temperature == 0:
         return int(np.argmax(logits))
     pairs = probabilities_of(logits, params)
@@ -62,7 +63,9 @@ PARAMS = st.builds(
 @given(
     st.lists(st.tuples(PARAMS, st.integers(0, 7), st.integers(0, 500)), min_size=1, max_size=6), st.integers(0, 10_000)
 )
-def test_rows_of_all_kinds_draw_what_the_reference_draws(draws, seed):
+def test_rows_of_all_kinds_draw_what_the_reference_draws(
+    draws: list[tuple[SamplingParams, int, int]], seed: int
+) -> None:
     logits = torch.from_numpy(np.random.default_rng(seed).normal(scale=3, size=(len(draws), 61)).astype(np.float32))
     before = logits.clone()
     drawn = sample(logits, draws)
@@ -83,20 +86,22 @@ def test_rows_of_all_kinds_draw_what_the_reference_draws(draws, seed):
     st.integers(2, 200),
     st.integers(0, 10_000),
 )
-def test_looking_at_the_most_probable_first_changes_no_draw(draws, width, num_levels, seed):
+def test_looking_at_the_most_probable_first_changes_no_draw(
+    draws: list[tuple[SamplingParams, int, int]], width: int, num_levels: int, seed: int
+) -> None:
     """Few levels make many equal values, also at the edge of the tokens that are examined first."""
     levels = np.random.default_rng(seed).integers(0, num_levels, (len(draws), 61)).astype(np.float32)
     logits = torch.from_numpy(levels * 8 / num_levels)
     assert _draw_truncated(logits, draws, width).tolist() == _draw_truncated(logits, draws, 61).tolist()
 
 
-def test_greedy_takes_the_lowest_id_of_a_tie():
+def test_greedy_takes_the_lowest_id_of_a_tie() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
     greedy = SamplingParams(temperature=0.0)
     assert sample(logits, [(greedy, 0, 0), (greedy, 1, 9)]) == [1, 0]
 
 
-def test_support_is_exactly_what_top_k_and_top_p_leave():
+def test_support_is_exactly_what_top_k_and_top_p_leave() -> None:
     logits = torch.log(torch.tensor([0.4, 0.05, 0.3, 0.05, 0.2]))
     for params, support in [
         (SamplingParams(top_k=2), {0, 2}),
@@ -116,7 +121,7 @@ def test_support_is_exactly_what_top_k_and_top_p_leave():
         assert set(sample(logits.expand(400, -1), draws)) == support, params
 
 
-def test_draws_follow_the_distribution():
+def test_draws_follow_the_distribution() -> None:
     """The test is deterministic, because the digest fixes these 4,000 draws. Each share lies within 4 standard
     errors."""
     probabilities = torch.tensor([0.5, 0.25, 0.15, 0.1])
@@ -129,13 +134,13 @@ def test_draws_follow_the_distribution():
         assert abs(share - p) < 4 * math.sqrt(p * (1 - p) / num_draws)
 
 
-def test_a_draw_depends_on_seed_choice_and_index():
+def test_a_draw_depends_on_seed_choice_and_index() -> None:
     logits = torch.zeros(1, 1000)
     drawn = {sample(logits, [(SamplingParams(seed=s), c, i)])[0] for s in range(3) for c in range(3) for i in range(3)}
     assert len(drawn) > 20
 
 
-def test_masked_and_broken_rows():
+def test_masked_and_broken_rows() -> None:
     logits = torch.zeros(3, 4)
     logits[0, :3] = float("-inf")
     logits[1, 2] = float("nan")
@@ -147,7 +152,7 @@ def test_masked_and_broken_rows():
 
 
 @pytest.mark.parametrize("params", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"top_p": 0.9, "min_p": 0.1}, {}])
-def test_a_row_that_is_not_finite_gives_no_token_in_a_large_vocabulary(params):
+def test_a_row_that_is_not_finite_gives_no_token_in_a_large_vocabulary(params: dict[str, float]) -> None:
     """The finite row samples the same token as it samples alone."""
     torch.manual_seed(0)
     logits = torch.randn(5, 5000)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from worker_rig import ROUTER, WORKER, feature, loaded, prompt, reference, rig
 
 from fabric.clock import ManualClock
 from fabric.errors import ConfigError, EngineFailed, WorkerLost
 from fabric.messages import (
     AbortAttempt,
+    GenerateResult,
     KvEvents,
     KvSnapshot,
     SamplingParams,
@@ -26,18 +29,18 @@ IMAGE = ("Some words in front. ", 1, " What is it?")
 LONG = StopConditions(max_tokens=4000, ignore_eos=True)
 
 
-def names(result) -> list[str]:
+def names(result: GenerateResult) -> list[str]:
     return [event.name for event in result.trace]
 
 
-def at(result, name: str) -> list[float]:
+def at(result: GenerateResult, name: str) -> list[float]:
     return [event.at_s for event in result.trace if event.name == name]
 
 
 # ---------------------------------------------------------------- doorstep and trace
 
 
-async def test_text_in_front_is_computed_before_the_feature_lands():
+async def test_text_in_front_is_computed_before_the_feature_lands() -> None:
     of = prompt(*IMAGE)
     async with rig() as r:
         request = r.request(of)
@@ -56,7 +59,7 @@ async def test_text_in_front_is_computed_before_the_feature_lands():
         assert result.worker_id == WORKER
 
 
-async def test_a_text_request_is_not_delayed_by_a_picture_that_is_late():
+async def test_a_text_request_is_not_delayed_by_a_picture_that_is_late() -> None:
     of, text = prompt(*IMAGE), prompt("Only text.")
     async with rig() as r:
         picture_request, text_request = r.request(of), r.request(text)
@@ -70,7 +73,7 @@ async def test_a_text_request_is_not_delayed_by_a_picture_that_is_late():
         await r.assert_idle()
 
 
-async def test_one_frames_message_per_step_and_router():
+async def test_one_frames_message_per_step_and_router() -> None:
     prompts = [prompt("First."), prompt("Second."), prompt("Third.")]
     async with rig() as r:
         requests = [r.request(of, stop=StopConditions(6, ignore_eos=True)) for of in prompts]
@@ -88,7 +91,7 @@ async def test_one_frames_message_per_step_and_router():
 
 
 @pytest.mark.parametrize("how", ["cancel", "message", "lease"])
-async def test_whatever_aborts_a_request_frees_everything(how):
+async def test_whatever_aborts_a_request_frees_everything(how: str) -> None:
     of = prompt(*IMAGE)
     clock = ManualClock() if how == "lease" else None
     async with rig(clock=clock, report_interval_s=0.01) as r:
@@ -119,7 +122,7 @@ async def test_whatever_aborts_a_request_frees_everything(how):
         assert len(r.releases) == 1
 
 
-async def test_one_choice_can_be_aborted_alone():
+async def test_one_choice_can_be_aborted_alone() -> None:
     of = prompt("Tell me something.")
     async with rig() as r:
         request = r.request(of, num_choices=3, stop=LONG, sampling=SamplingParams(seed=5))
@@ -137,7 +140,7 @@ async def test_one_choice_can_be_aborted_alone():
         await r.assert_idle()
 
 
-async def test_a_draw_does_not_depend_on_the_batch_or_the_attempt():
+async def test_a_draw_does_not_depend_on_the_batch_or_the_attempt() -> None:
     of = prompt("Say anything.")
     sampling = SamplingParams(temperature=0.9, top_p=0.95, seed=1234)
     stop = StopConditions(10, ignore_eos=True)
@@ -156,7 +159,7 @@ async def test_a_draw_does_not_depend_on_the_batch_or_the_attempt():
         assert result.choices[0].num_tokens == 10
 
 
-async def test_stop_and_end():
+async def test_stop_and_end() -> None:
     of = prompt("Count.")
     tokens, _ = reference(of, 8)
     async with rig() as r:
@@ -174,7 +177,7 @@ async def test_stop_and_end():
         assert late.error.code == "worker_lost", "another worker can serve it"
 
 
-async def test_a_call_whose_router_is_dead_is_ended():
+async def test_a_call_whose_router_is_dead_is_ended() -> None:
     """The call arrives after the router's lease has expired, and no heartbeat follows."""
     of = prompt(*IMAGE)
     clock = ManualClock()
@@ -193,7 +196,7 @@ async def test_a_call_whose_router_is_dead_is_ended():
         assert len(r.router.reports) <= before + 1
 
 
-async def test_a_call_that_comes_behind_its_abort_is_not_begun():
+async def test_a_call_that_comes_behind_its_abort_is_not_begun() -> None:
     of = prompt(*IMAGE)
     async with rig() as r:
         request = r.request(of)
@@ -207,7 +210,7 @@ async def test_a_call_that_comes_behind_its_abort_is_not_begun():
         await r.assert_idle()
 
 
-async def test_a_feature_that_fails_its_request_at_once_leaves_nothing_in_the_engine():
+async def test_a_feature_that_fails_its_request_at_once_leaves_nothing_in_the_engine() -> None:
     """The feature is announced before the request arrives, and is larger than the inbox. The request ends before it is
     admitted, and must not be admitted after that."""
     of = prompt(*IMAGE)
@@ -221,7 +224,7 @@ async def test_a_feature_that_fails_its_request_at_once_leaves_nothing_in_the_en
         await r.assert_idle()
 
 
-async def test_requests_that_cannot_be_served_are_answered():
+async def test_requests_that_cannot_be_served_are_answered() -> None:
     of = prompt(*IMAGE)
     async with rig(inbox_bytes=4096) as r:
         result = await r.service.generate(r.request(of))
@@ -242,7 +245,7 @@ async def test_requests_that_cannot_be_served_are_answered():
 # ---------------------------------------------------------------- reports and events
 
 
-async def test_a_heartbeat_subscribes_and_events_add_up_to_the_snapshot():
+async def test_a_heartbeat_subscribes_and_events_add_up_to_the_snapshot() -> None:
     of = prompt(*IMAGE)
     async with rig(block_size=4, report_interval_s=0.01) as r:
         r.heartbeat()
@@ -276,7 +279,7 @@ async def test_a_heartbeat_subscribes_and_events_add_up_to_the_snapshot():
         assert [one.seq for one in r.router.reports] == sorted({one.seq for one in r.router.reports})
 
 
-async def test_a_dead_plane_or_channel_is_ill_health():
+async def test_a_dead_plane_or_channel_is_ill_health() -> None:
     async with rig() as r:
         r.service.check_health()
         for name, part in (("feature channel", r.sink), ("message plane", r.worker_plane)):
@@ -285,7 +288,7 @@ async def test_a_dead_plane_or_channel_is_ill_health():
                 r.service.check_health()
 
 
-async def test_a_broken_engine_ends_every_request_and_the_health_check(monkeypatch):
+async def test_a_broken_engine_ends_every_request_and_the_health_check(monkeypatch: pytest.MonkeyPatch) -> None:
     of = prompt("Hello there.")
     async with rig() as r:
         request = r.request(of, stop=LONG)
@@ -303,14 +306,14 @@ async def test_a_broken_engine_ends_every_request_and_the_health_check(monkeypat
         assert told == ["lost"]
 
 
-async def test_weights_that_compute_nothing_finite_are_refused_at_the_start():
+async def test_weights_that_compute_nothing_finite_are_refused_at_the_start() -> None:
     """A worker with such weights would be lost at its first request, and its replacement at the next."""
 
     class Spoilt:
-        def __getattr__(self, name):
+        def __getattr__(self, name: str) -> Any:
             return getattr(loaded().model, name)
 
-        def logits(self, hidden):
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
             return loaded().model.logits(hidden) * float("nan")
 
     parts = SimpleNamespace(family=loaded().family, model=Spoilt(), eos_token_ids=())

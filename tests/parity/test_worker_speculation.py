@@ -7,13 +7,15 @@ compared with the same worker without drafts. Requests with a grammar are answer
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher
 from test_worker_parity import assert_parity
-from worker_rig import GREEDY, loaded, prompt, rig
+from worker_rig import GREEDY, Prompt, loaded, prompt, rig
 
-from fabric.messages import SamplingParams, StopConditions, TokenFrames
+from fabric.messages import SamplingParams, StopConditions, TokenFrames, WorkerReport
 from llm_workers.config import Speculation
 from llm_workers.grammar import GrammarCompiler
 
@@ -35,7 +37,9 @@ PENALISED = SamplingParams(
 LONG = StopConditions(NUM_TOKENS, ignore_eos=True)
 
 
-async def answers(requests_of, **config):
+async def answers(
+    requests_of: Sequence[tuple[Prompt, dict[str, Any]]], **config: Any
+) -> tuple[list[Any], WorkerReport]:
     """Returns tokens, log-probabilities and finish reason of every choice of every request, and the worker's last
     report."""
     async with rig(**config) as r:
@@ -54,7 +58,7 @@ async def answers(requests_of, **config):
 
 
 @pytest.mark.parametrize("max_step_tokens", [4, 4096])
-async def test_greedy_tokens_equal_transformers(max_step_tokens):
+async def test_greedy_tokens_equal_transformers(max_step_tokens: int) -> None:
     """One case has so small a budget that drafts are cut. In the pool, sequences preempt each other."""
     config = {"max_step_tokens": max_step_tokens, "block_size": 4, "num_blocks": 64, "speculation": EAGER}
     found, report = await answers([(of, {"num_tokens": NUM_TOKENS}) for of in PROMPTS], **config)
@@ -76,7 +80,7 @@ async def test_greedy_tokens_equal_transformers(max_step_tokens):
     ],
     ids=["drawn", "three", "choices", "penalties", "min_tokens"],
 )
-async def test_nothing_depends_on_drafts(changes):
+async def test_nothing_depends_on_drafts(changes: dict[str, Any]) -> None:
     requests = [(of, changes) for of in PROMPTS]
     plain, _ = await answers(requests)
     guessed, report = await answers(requests, speculation=EAGER)
@@ -88,7 +92,7 @@ async def test_nothing_depends_on_drafts(changes):
             assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
-async def test_the_end_may_lie_inside_an_accepted_run():
+async def test_the_end_may_lie_inside_an_accepted_run() -> None:
     """Makes every position of the answer the last one, by count and by id."""
     of = PROMPTS[0]
     ((whole, _, _),), report = await answers([(of, {"stop": LONG, "sampling": THREE})], speculation=EAGER)
@@ -102,7 +106,7 @@ async def test_the_end_may_lie_inside_an_accepted_run():
     assert [tokens for tokens, _, _ in found] == [whole[:cut] for cut in cuts]
 
 
-async def test_a_grammar_is_followed_without_guessing():
+async def test_a_grammar_is_followed_without_guessing() -> None:
     async with rig(speculation=EAGER) as r:
         r.service._grammars = GrammarCompiler(loaded().codec, loaded().family.shape.vocab_size)
         grammar = LLMatcher.grammar_from_regex("(ab){8}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from llguidance import LLMatcher
 from worker_rig import GREEDY, loaded, prompt, rig
@@ -13,6 +15,7 @@ from worker_rig import GREEDY, loaded, prompt, rig
 from fabric.errors import InvalidRequest
 from fabric.messages import AbortAttempt, SamplingParams, StopConditions
 from llm_workers.grammar import GrammarCompiler
+from llm_workers.scheduling.guidance import Guide
 
 pytestmark = pytest.mark.torch
 OF = prompt("Tell me something.")
@@ -28,7 +31,7 @@ class Slow:
         self._compiler = GrammarCompiler(parts.codec, parts.family.shape.vocab_size)
         self.may_go, self.num_asked = threading.Event(), 0
 
-    def compile(self, grammar):
+    def compile(self, grammar: str) -> Guide:
         self.num_asked += 1
         assert self.may_go.wait(10)
         return self._compiler.compile(grammar)
@@ -40,21 +43,21 @@ class Breaking:
     def __init__(self, num_left: int) -> None:
         self._num_left = num_left
 
-    def compile(self, grammar):
+    def compile(self, grammar: str) -> Guide:
         return self
 
-    def fork(self):
+    def fork(self) -> Breaking:
         return Breaking(self._num_left)
 
-    def advance(self, token_ids):
+    def advance(self, token_ids: Sequence[int]) -> None:
         self._num_left -= len(token_ids)
 
-    def write_mask(self, words):
+    def write_mask(self, words: npt.NDArray[np.int32]) -> bool:
         words[:] = np.int32(-1)
         return self._num_left > 0
 
 
-async def test_compiling_holds_up_nobody_else_and_then_the_grammar_is_followed():
+async def test_compiling_holds_up_nobody_else_and_then_the_grammar_is_followed() -> None:
     async with rig() as r:
         r.service._grammars = compiler = Slow()
         slow, fast = r.request(OF, sampling=GUIDED, num_choices=2), r.request(OF, 4)
@@ -71,7 +74,7 @@ async def test_compiling_holds_up_nobody_else_and_then_the_grammar_is_followed()
 
 
 @pytest.mark.parametrize("choices", [(), (1,)])
-async def test_an_abort_that_comes_while_the_grammar_is_compiled_is_not_lost(choices):
+async def test_an_abort_that_comes_while_the_grammar_is_compiled_is_not_lost(choices: tuple[int, ...]) -> None:
     async with rig() as r:
         r.service._grammars = compiler = Slow()
         request = r.request(OF, sampling=GUIDED, num_choices=2)
@@ -86,7 +89,7 @@ async def test_an_abort_that_comes_while_the_grammar_is_compiled_is_not_lost(cho
         await r.assert_idle()
 
 
-async def test_a_call_that_is_cancelled_while_the_grammar_is_compiled_leaves_nothing():
+async def test_a_call_that_is_cancelled_while_the_grammar_is_compiled_leaves_nothing() -> None:
     async with rig() as r:
         r.service._grammars = compiler = Slow()
         call = asyncio.ensure_future(r.service.generate(r.request(OF, sampling=GUIDED)))
@@ -99,7 +102,7 @@ async def test_a_call_that_is_cancelled_while_the_grammar_is_compiled_leaves_not
         await r.assert_idle()
 
 
-async def test_a_grammar_that_can_not_be_used_ends_its_own_request():
+async def test_a_grammar_that_can_not_be_used_ends_its_own_request() -> None:
     async with rig() as r:
         refused = await r.service.generate(r.request(OF, sampling=GUIDED))
         assert (refused.error.code, refused.error.message) == (
@@ -112,7 +115,7 @@ async def test_a_grammar_that_can_not_be_used_ends_its_own_request():
         await r.assert_idle()
 
 
-async def test_below_min_tokens_no_ending_token_is_drawn():
+async def test_below_min_tokens_no_ending_token_is_drawn() -> None:
     """Almost every likely token ends the choice. Only the few that do not are sampled until the choice may end."""
     few = tuple(range(40, 48))
     ending = tuple(token for token in range(60) if token not in few)
@@ -128,7 +131,7 @@ async def test_below_min_tokens_no_ending_token_is_drawn():
         await r.assert_idle()
 
 
-async def test_a_grammar_that_breaks_in_the_middle_ends_its_own_request():
+async def test_a_grammar_that_breaks_in_the_middle_ends_its_own_request() -> None:
     async with rig() as r:
         beside, other = r.request(OF, 12), r.request(OF, 12)
         assert (await r.service.generate(other)).error is None

@@ -38,7 +38,7 @@ def measured(config: WorkerConfig) -> workspace.Workspace:
         WorkerConfig(max_sequences=1, max_step_tokens=100, speculation=Speculation(9)),
     ],
 )
-def test_the_largest_step_is_one_that_the_scheduler_could_plan(config) -> None:
+def test_the_largest_step_is_one_that_the_scheduler_could_plan(config: WorkerConfig) -> None:
     family = loaded().family
     plan = workspace.largest_step(family, config)
     capacity = config.num_blocks * config.block_size

@@ -10,8 +10,10 @@ import itertools
 import shutil
 import tempfile
 from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,15 +21,17 @@ from chat_media import picture, png
 
 from deploy.demo.build import build_demo_checkpoint
 from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
-from fabric.clock import SystemClock
+from fabric.clock import Clock, SystemClock
 from fabric.ids import MemberId, RequestId
 from fabric.messages import (
     FeatureNeeded,
     GenerateRequest,
+    GenerateResult,
     KvEvents,
     KvSnapshot,
     MediaItem,
     PlaceholderRange,
+    PlaneMessage,
     RouterHeartbeat,
     SamplingParams,
     StopConditions,
@@ -147,11 +151,11 @@ class Recorder:
     """Records, as a router's endpoint, the messages it receives, and the tokens in order per (request, attempt,
     choice)."""
 
-    messages: list = field(default_factory=list)
-    tokens: dict = field(default_factory=lambda: defaultdict(list))
+    messages: list[Any] = field(default_factory=list)
+    tokens: dict[tuple[str, int, int], list[int]] = field(default_factory=lambda: defaultdict(list))
     on_needed: object = None
 
-    def __call__(self, message) -> None:
+    def __call__(self, message: PlaneMessage) -> None:
         self.messages.append(message)
         if isinstance(message, TokenFrames):
             for frame in message.frames:
@@ -161,7 +165,7 @@ class Recorder:
         if isinstance(message, FeatureNeeded) and self.on_needed is not None:
             self.on_needed(message)
 
-    def of(self, kind) -> list:
+    def of(self, kind: type[Any]) -> list[Any]:
         return [message for message in self.messages if isinstance(message, kind)]
 
     @property
@@ -176,7 +180,7 @@ class Recorder:
 class Rig:
     """Holds a worker and its peers. `parts` has a family, its model and its end tokens."""
 
-    def __init__(self, config: WorkerConfig, inbox_bytes: int, clock, parts) -> None:
+    def __init__(self, config: WorkerConfig, inbox_bytes: int, clock: Clock, parts: Loaded) -> None:
         self._eos_token_ids = parts.eos_token_ids
         self.hub, self.channel = LocalHub(), LocalChannelHub()
         self.router, self.encoder = Recorder(), Recorder()
@@ -189,7 +193,7 @@ class Rig:
         self._ids = itertools.count()
         self.slots = {}
 
-    def request(self, of: Prompt, num_tokens: int = 8, **changes) -> GenerateRequest:
+    def request(self, of: Prompt, num_tokens: int = 8, **changes: Any) -> GenerateRequest:
         number = next(self._ids)
         fields = {
             "request_id": RequestId(f"req-{number}"),
@@ -220,7 +224,9 @@ class Rig:
         ready = UnitReady(ENCODER, self.encoder_plane.address, request.request_id, request.attempt, unit, ticket)
         assert self.encoder_plane.send(self.worker_plane.address, ready)
 
-    async def run(self, request: GenerateRequest, of: Prompt, delays=None):
+    async def run(
+        self, request: GenerateRequest, of: Prompt, delays: Sequence[tuple[int, int]] | None = None
+    ) -> GenerateResult:
         """Generates and publishes the features. `delays` holds (turns, index) pairs: feature `index` is published after
         that many further turns of the event loop. With None, all features are published at once."""
         call = asyncio.ensure_future(self.service.generate(request))
@@ -239,14 +245,14 @@ class Rig:
         return self.encoder.of(UnitRelease)
 
     @property
-    def kv_messages(self) -> list:
+    def kv_messages(self) -> list[Any]:
         return self.router.of(KvEvents) + self.router.of(KvSnapshot)
 
     def heartbeat(self, lease_s: float = 30.0, router_id: MemberId = ROUTER) -> None:
         message = RouterHeartbeat(router_id, self.router_plane.address, lease_s)
         self.router_plane.send(self.worker_plane.address, message)
 
-    async def until(self, is_true, timeout_s: float = 10.0) -> None:
+    async def until(self, is_true: Callable[[], object], timeout_s: float = 10.0) -> None:
         """Waits until `is_true` returns true, for a state that messages or the engine bring about. Fails after
         `timeout_s`."""
         async with asyncio.timeout(timeout_s):
@@ -265,7 +271,9 @@ class Rig:
 
 
 @contextlib.asynccontextmanager
-async def rig(inbox_bytes: int = 1 << 22, clock=None, parts=None, **config):
+async def rig(
+    inbox_bytes: int = 1 << 22, clock: Clock | None = None, parts: Loaded | None = None, **config: Any
+) -> AsyncIterator[Rig]:
     made = Rig(WorkerConfig(**config), inbox_bytes, clock or SystemClock(), parts or loaded())
     made.router_plane.start(made.router)
     made.encoder_plane.start(made.encoder)

@@ -3,6 +3,8 @@ the runner that need neither a checkpoint nor a family."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers import Qwen3OmniMoeTextConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerTextModel
@@ -57,7 +59,15 @@ class TinyModel:
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self._model.embed_tokens(token_ids)
 
-    def forward(self, embeddings, positions, attention, feature_rows, feature_levels, wanted_rows=None):
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Any,
+        feature_rows: torch.Tensor | None,
+        feature_levels: torch.Tensor | None,
+        wanted_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         mask, levels = None, None
         if feature_rows is not None:
             mask = torch.zeros(1, len(embeddings), dtype=torch.bool)
