@@ -59,7 +59,7 @@ def request(
         placeholders=tuple(PlaceholderRange(at, n, index, 0, 0) for index, (_, at, n) in enumerate(images)),
         media=tuple(image(media, index, n) for index, (media, _, n) in enumerate(images)),
         age=(age, name),
-        **{**defaults, **fields},  # type: ignore[arg-type]
+        **{**defaults, **fields},
     )
 
 
@@ -87,10 +87,10 @@ class Bench:
 
     def __init__(self, **config: object) -> None:
         self.clock = ManualClock()
-        self.config = WorkerConfig(**config)  # type: ignore[arg-type]
+        self.config = WorkerConfig(**config)
         self.scheduler = Scheduler(self.config, MAX_MODEL_LEN, self.clock)
 
-    def add(self, prompt: GenerateRequest, *, landed: bool = False, delta: int = 0):
+    def add(self, prompt: GenerateRequest, *, landed: bool = False, delta: int = 0) -> AdmittedSequences:
         admission = self.scheduler.add(self.scheduler.prepare(prompt, positions(prompt, delta)))
         if landed:
             for missing in admission.missing_units:

@@ -70,7 +70,7 @@ def test_sizes_lie_in_the_promised_range() -> None:
 @pytest.mark.parametrize("task", DRAWABLE, ids=lambda task: task.name)
 def test_same_seed_same_sample(task: object) -> None:
     def content(seed: int) -> list[object]:
-        (sample,) = fresh_samples(task, 1, seed)  # type: ignore[arg-type]
+        (sample,) = fresh_samples(task, 1, seed)
         media = [
             m.pixels if isinstance(m, Picture) else m.frames if isinstance(m, Clip) else m.samples
             for m in sample.media()

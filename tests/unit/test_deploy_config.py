@@ -117,7 +117,7 @@ class _Family(NamedTuple):
 )
 def test_what_is_served_is_what_encoders_have_loaded_lowered_by_the_limits(text: str, served: dict[str, int]) -> None:
     family = _Family({"image": 8, "video": 4, "audio": 2})
-    assert max_items_per_prompt(media_config(text), family) == served  # type: ignore[arg-type]
+    assert max_items_per_prompt(media_config(text), family) == served
 
 
 @pytest.mark.parametrize(

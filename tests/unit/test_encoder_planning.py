@@ -74,7 +74,7 @@ class TestForwardCost:
     def test_nothing_is_known_before_the_first_forward(self) -> None:
         assert ForwardCost().estimate() == CostEstimate(0.0, 0.0)
 
-    def test_a_line_below_zero_is_drawn_through_zero(self):
+    def test_a_line_below_zero_is_drawn_through_zero(self) -> None:
         cost = ForwardCost()
         cost.observe(1000, 1.0)
         cost.observe(2000, 4.0)

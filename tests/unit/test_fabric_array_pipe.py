@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ def ends() -> Iterator[Ends]:
         yield pipe
 
 
-def sent(ends: Ends, message: object) -> object:
+def sent(ends: Ends, message: object) -> Any:
     """Sends `message` from another thread, because the sender blocks until it is read, and returns what arrives."""
     sender = threading.Thread(target=send, args=(ends[0], message))
     sender.start()
@@ -40,7 +41,7 @@ def sent(ends: Ends, message: object) -> object:
 
 def test_a_unit_larger_than_the_pipe_arrives_whole_and_may_be_written(ends: Ends) -> None:
     pixels = np.random.default_rng(0).random((1000, 1536), np.float32)
-    number, units = sent(ends, (3, [EncoderInput("video", pixels, (10, 10, 10))]))  # type: ignore[misc]
+    number, units = sent(ends, (3, [EncoderInput("video", pixels, (10, 10, 10))]))
     assert (number, len(units), units[0].grid) == (3, 1, (10, 10, 10))
     np.testing.assert_array_equal(units[0].pixels, pixels)
     units[0].pixels[0, 0] = 7.0
@@ -49,7 +50,7 @@ def test_a_unit_larger_than_the_pipe_arrives_whole_and_may_be_written(ends: Ends
 
 def test_what_carries_no_array_arrives_between_messages_that_do(ends: Ends) -> None:
     assert sent(ends, (1, None)) == (1, None)
-    np.testing.assert_array_equal(sent(ends, np.arange(5)), np.arange(5))  # type: ignore[arg-type]
+    np.testing.assert_array_equal(sent(ends, np.arange(5)), np.arange(5))
     error = sent(ends, InvalidMedia("it is broken", param="part"))
     assert isinstance(error, InvalidMedia)
     assert (error.message, error.param) == ("it is broken", "part")

@@ -12,13 +12,13 @@ from fabric.errors import CODE_TO_ERROR, ErrorInfo, InvalidMedia, RequestRefused
 LEAVES = leaves()
 
 
-def test_every_leaf_is_mapped_by_a_code_of_its_own():
+def test_every_leaf_is_mapped_by_a_code_of_its_own() -> None:
     assert set(CODE_TO_ERROR.values()) == set(LEAVES)
     assert len({leaf.code for leaf in LEAVES}) == len(LEAVES)
     assert WeftError.code not in CODE_TO_ERROR
 
 
-def test_the_tree_in_the_docstring_names_every_class():
+def test_the_tree_in_the_docstring_names_every_class() -> None:
     import fabric.errors
 
     assert fabric.errors.__doc__ is not None
@@ -28,14 +28,14 @@ def test_the_tree_in_the_docstring_names_every_class():
 
 
 @pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.__name__)
-def test_a_leaf_pickles_with_its_details(leaf):
+def test_a_leaf_pickles_with_its_details(leaf: type[WeftError]) -> None:
     copy = pickle.loads(pickle.dumps(leaf("what", param="messages.0", retry_after_s=1.5)))
     assert type(copy) is leaf
     assert (str(copy), copy.message, copy.param, copy.retry_after_s) == ("what", "what", "messages.0", 1.5)
 
 
 @pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: leaf.__name__)
-def test_a_leaf_goes_over_the_wire(leaf):
+def test_a_leaf_goes_over_the_wire(leaf: type[WeftError]) -> None:
     data = msgspec.msgpack.encode(ErrorInfo.of(leaf("what", param="p", retry_after_s=2.0)))
     back = msgspec.msgpack.decode(data, type=ErrorInfo).to_error()
     assert type(back) is leaf
@@ -43,7 +43,7 @@ def test_a_leaf_goes_over_the_wire(leaf):
     assert (back.code, back.retryable) == (leaf.code, leaf.retryable)
 
 
-def test_a_foreign_exception_crosses_without_its_text():
+def test_a_foreign_exception_crosses_without_its_text() -> None:
     info = ErrorInfo.of(RuntimeError("password=hunter2"))
     assert info.code == "internal_error"
     assert "hunter2" not in info.message
@@ -51,11 +51,11 @@ def test_a_foreign_exception_crosses_without_its_text():
     assert type(info.to_error()) is WeftError
 
 
-def test_an_unknown_code_becomes_the_root():
+def test_an_unknown_code_becomes_the_root() -> None:
     assert type(ErrorInfo("from_the_future", "x").to_error()) is WeftError
 
 
-def test_refusals_are_caught_as_a_class_and_never_retryable():
+def test_refusals_are_caught_as_a_class_and_never_retryable() -> None:
     refused = [leaf for leaf in LEAVES if issubclass(leaf, RequestRefused)]
     assert InvalidMedia in refused
     assert not any(leaf.retryable for leaf in refused)

@@ -11,7 +11,7 @@ from fabric.clock import ManualClock
 from fabric.leases import LeaseTable
 
 
-def test_a_lease_ends_at_its_deadline_and_is_reported_once():
+def test_a_lease_ends_at_its_deadline_and_is_reported_once() -> None:
     clock = ManualClock()
     leases: LeaseTable[str] = LeaseTable(clock)
     leases.renew("late", 2.0)
@@ -28,7 +28,7 @@ def test_a_lease_ends_at_its_deadline_and_is_reported_once():
     assert len(leases) == 0
 
 
-def test_renewing_moves_the_deadline_both_ways():
+def test_renewing_moves_the_deadline_both_ways() -> None:
     clock = ManualClock()
     leases: LeaseTable[str] = LeaseTable(clock)
     leases.renew("longer", 1.0)
@@ -41,7 +41,7 @@ def test_renewing_moves_the_deadline_both_ways():
     assert leases.expired() == ["longer"]
 
 
-def test_a_dropped_lease_is_not_reported():
+def test_a_dropped_lease_is_not_reported() -> None:
     clock = ManualClock()
     leases: LeaseTable[str] = LeaseTable(clock)
     leases.renew("a", 1.0)

@@ -19,7 +19,7 @@ def member(name: str, epoch: int = 1, address: str = "tcp://a") -> Member:
     return Member(MemberId(name), "worker", address, "host", epoch)
 
 
-def test_joining_and_leaving_change_the_version_and_heartbeats_do_not():
+def test_joining_and_leaving_change_the_version_and_heartbeats_do_not() -> None:
     directory = Directory(ManualClock(), LEASE_S)
     assert directory.view() == (0, ())
     first = directory.heartbeat(member("b"))
@@ -30,7 +30,7 @@ def test_joining_and_leaving_change_the_version_and_heartbeats_do_not():
     assert directory.leave(MemberId("b")).version == 3
 
 
-def test_a_silent_member_is_out_when_its_lease_ends_and_not_before():
+def test_a_silent_member_is_out_when_its_lease_ends_and_not_before() -> None:
     clock = ManualClock()
     directory = Directory(clock, LEASE_S)
     directory.heartbeat(member("a"))
@@ -43,7 +43,7 @@ def test_a_silent_member_is_out_when_its_lease_ends_and_not_before():
     assert directory.heartbeat(member("b")).version == 3, "sweeping is not another change"
 
 
-def test_one_that_comes_back_is_a_leave_and_a_join():
+def test_one_that_comes_back_is_a_leave_and_a_join() -> None:
     clock = ManualClock()
     directory = Directory(clock, LEASE_S)
     directory.heartbeat(member("a"))
@@ -51,7 +51,7 @@ def test_one_that_comes_back_is_a_leave_and_a_join():
     assert directory.heartbeat(member("a")) == (3, (member("a"),))
 
 
-def test_a_new_record_replaces_the_old_and_an_older_epoch_is_ignored():
+def test_a_new_record_replaces_the_old_and_an_older_epoch_is_ignored() -> None:
     directory = Directory(ManualClock(), LEASE_S)
     directory.heartbeat(member("a", epoch=1))
     moved = member("a", epoch=2, address="tcp://b")
@@ -59,7 +59,7 @@ def test_a_new_record_replaces_the_old_and_an_older_epoch_is_ignored():
     assert directory.heartbeat(member("a", epoch=1)) == (2, (moved,))
 
 
-def test_a_heartbeat_of_an_older_epoch_does_not_renew():
+def test_a_heartbeat_of_an_older_epoch_does_not_renew() -> None:
     clock = ManualClock()
     directory = Directory(clock, LEASE_S)
     directory.heartbeat(member("a", epoch=2))

@@ -51,10 +51,10 @@ def fields_of(kind: typing.Any) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("kind", PLANE, ids=lambda kind: kind.__name__)
-def test_plane_messages_round_trip(kind):
+def test_plane_messages_round_trip(kind: type[msgspec.Struct]) -> None:
     @given(values(kind))
     @settings(deadline=None, max_examples=15)
-    def check(message):
+    def check(message: messages.PlaneMessage) -> None:
         back = messages.decode_message(messages.encode_message(message))
         assert type(back) is kind
         assert back == message
@@ -63,10 +63,10 @@ def test_plane_messages_round_trip(kind):
 
 
 @pytest.mark.parametrize("kind", CALLS, ids=lambda kind: kind.__name__)
-def test_calls_round_trip(kind):
+def test_calls_round_trip(kind: type[msgspec.Struct]) -> None:
     @given(values(kind))
     @settings(deadline=None, max_examples=10)
-    def check(call):
+    def check(call: msgspec.Struct) -> None:
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(call), type=kind) == call
 
     check()
@@ -74,7 +74,7 @@ def test_calls_round_trip(kind):
 
 @given(st.binary(max_size=40))
 @settings(deadline=None)
-def test_garbage_is_a_protocol_error_or_a_message(data):
+def test_garbage_is_a_protocol_error_or_a_message(data: bytes) -> None:
     try:
         message = messages.decode_message(data)
     except ProtocolError:
@@ -92,18 +92,18 @@ def test_garbage_is_a_protocol_error_or_a_message(data):
         msgspec.msgpack.encode(["AbortAttempt", "r"]),
     ],
 )
-def test_what_the_contract_forbids_is_refused(data):
+def test_what_the_contract_forbids_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError):
         messages.decode_message(data)
 
 
-def test_messages_are_immutable():
+def test_messages_are_immutable() -> None:
     message = messages.AbortAttempt("r", 1)
     with pytest.raises(AttributeError):
         message.attempt = 2
 
 
-def test_nested_ids_come_back_as_their_types():
+def test_nested_ids_come_back_as_their_types() -> None:
     needed = messages.FeatureNeeded("w", "r", 1, (UnitKey(MmHash("aa"), 3),), "preempted")
     back = messages.decode_message(messages.encode_message(needed))
     assert isinstance(back, messages.FeatureNeeded)
@@ -111,12 +111,12 @@ def test_nested_ids_come_back_as_their_types():
     assert back.units[0].unit == 3
 
 
-def test_a_field_appended_later_does_not_break_an_older_reader():
+def test_a_field_appended_later_does_not_break_an_older_reader() -> None:
     data = msgspec.msgpack.encode(["AbortAttempt", "r", 1, [0], "a field of a later version"])
     assert messages.decode_message(data) == messages.AbortAttempt("r", 1, (0,))
 
 
-def test_an_item_counts_its_rows_and_names_its_units():
+def test_an_item_counts_its_rows_and_names_its_units() -> None:
     item = messages.MediaItem(0, "video", MmHash("aa"), (2, 4, 4), (8, 6), 32, "messages.0.content.1")
     assert item.num_tokens == 14
     assert item.unit_keys() == [UnitKey(MmHash("aa"), 0), UnitKey(MmHash("aa"), 1)]

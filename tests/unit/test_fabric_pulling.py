@@ -82,7 +82,7 @@ def reader() -> ScriptedReader:
 
 @pytest.fixture
 def sink(reader: ScriptedReader, clock: ManualClock) -> Iterator[PullingSink]:
-    made = PullingSink("worker-1", reader.slots, reader, clock)  # type: ignore[arg-type]
+    made = PullingSink("worker-1", reader.slots, reader, clock)
     yield made
     made.close()
 
@@ -182,7 +182,7 @@ def test_the_transfer_thread_is_named_and_ends_with_the_process(sink: PullingSin
 def test_looks_at_open_reads_are_spaced_by_doubling_up_to_a_limit(sink: PullingSink) -> None:
     sink.close()  # From here on, only the test sets the numbers.
     assert sink._pause_s() is None, "nothing to watch"
-    sink._pulls = [pulling._Pull(ticket(), None, Future(), 0.0, 1.0)]  # type: ignore[arg-type]
+    sink._pulls = [pulling._Pull(ticket(), None, Future(), 0.0, 1.0)]
     pauses = []
     for rounds in range(40):
         sink._num_idle_rounds = rounds

@@ -16,7 +16,7 @@ def word_at(source: SourceMemory, address: int) -> int:
     return int(source.slots.memory[start : start + 8].view(np.uint64)[0])
 
 
-def test_payloads_are_aligned_disjoint_and_writable():
+def test_payloads_are_aligned_disjoint_and_writable() -> None:
     slots = SlotMemory(4096)
     first, second = slots.reserve(100), slots.reserve(100)
     slots.payload(first)[:] = 1
@@ -27,7 +27,7 @@ def test_payloads_are_aligned_disjoint_and_writable():
     slots.check_invariants()
 
 
-def test_the_header_is_not_part_of_the_payload():
+def test_the_header_is_not_part_of_the_payload() -> None:
     slots = SlotMemory(4096)
     slot = slots.reserve(64)
     slots.set_word(slot, 2**62 + 5)
@@ -35,7 +35,7 @@ def test_the_header_is_not_part_of_the_payload():
     assert slots.word(slot) == 2**62 + 5
 
 
-def test_room_counts_the_header():
+def test_room_counts_the_header() -> None:
     slots = SlotMemory(1024)
     with pytest.raises(UnitTooLarge):
         slots.reserve(1024)
@@ -46,7 +46,7 @@ def test_room_counts_the_header():
     assert slots.usage().used_bytes == 0
 
 
-def test_a_ticket_says_where_the_payload_and_its_generation_lie():
+def test_a_ticket_says_where_the_payload_and_its_generation_lie() -> None:
     source = SourceMemory("enc", 4096)
     slot = source.allocate(2 * 3 * 4 * 2)
     slot.buffer[:] = np.arange(48)
@@ -57,7 +57,7 @@ def test_a_ticket_says_where_the_payload_and_its_generation_lie():
     assert word_at(source, ticket.generation_address) == ticket.generation == slot.generation
 
 
-def test_freeing_raises_the_word_before_anyone_gets_the_memory():
+def test_freeing_raises_the_word_before_anyone_gets_the_memory() -> None:
     source = SourceMemory("enc", 4096)
     slot = source.allocate(8)
     ticket = source.ticket(slot, (1, 1, 2), "float32", 1.0, b"")
@@ -68,7 +68,7 @@ def test_freeing_raises_the_word_before_anyone_gets_the_memory():
     assert word_at(source, ticket.generation_address) == successor.generation
 
 
-def test_freeing_an_older_generation_is_a_no_op():
+def test_freeing_an_older_generation_is_a_no_op() -> None:
     source = SourceMemory("enc", 4096)
     old = source.allocate(8)
     source.free(old)
@@ -80,7 +80,7 @@ def test_freeing_an_older_generation_is_a_no_op():
         source.ticket(old, (1, 1, 2), "float32", 1.0, b"")
 
 
-def test_a_ticket_must_fit_its_slot():
+def test_a_ticket_must_fit_its_slot() -> None:
     source = SourceMemory("enc", 4096)
     slot = source.allocate(8)
     with pytest.raises(ValueError, match="is not 8 bytes"):
@@ -89,17 +89,17 @@ def test_a_ticket_must_fit_its_slot():
         source.ticket(slot, (1, 1, 8), "int8", 1.0, b"")
 
 
-def test_two_lives_of_a_name_have_different_generations():
+def test_two_lives_of_a_name_have_different_generations() -> None:
     assert SourceMemory("enc", 4096).allocate(8).generation != SourceMemory("enc", 4096).allocate(8).generation
 
 
-def test_feature_sizes():
+def test_feature_sizes() -> None:
     assert feature_nbytes((4, 10, 8), "float32") == 1280
     assert feature_nbytes((4, 10, 8), "float16") == feature_nbytes((4, 10, 8), "bfloat16") == 640
 
 
 @pytest.mark.parametrize(("is_low", "offset"), [(True, 0), (False, 64)])
-def test_a_claim_takes_all_that_is_free_and_only_what_it_lacks_of_a_neighbour(is_low: bool, offset: int):
+def test_a_claim_takes_all_that_is_free_and_only_what_it_lacks_of_a_neighbour(is_low: bool, offset: int) -> None:
     """The arena has room for four units: the lower or the upper two are free, one slot takes the others, and the claim
     asks for three."""
     arena = Arena(4 * 64, alignment=64)

@@ -1,6 +1,8 @@
 """Tests block identity with golden vectors (changing one invalidates every cache of a running cluster), and which
 blocks must differ."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
@@ -20,14 +22,14 @@ MEDIA_GOLDEN = ["ab5f60dd00f73b1a3c72aac4f3b63481", "cd5e6bd382c6299b3f8a5dd050d
 PICTURE = (PlaceholderRange(offset=6, length=20, item=0, unit=0, row=0),)
 
 
-def test_golden_vectors_of_text_and_media():
+def test_golden_vectors_of_text_and_media() -> None:
     text = prompt_block_hashes(list(range(32)), 16)
     media = prompt_block_hashes([7] * 32, 16, PICTURE, [image(0, "a")], cache_salt="tenant")
     assert [block.hex() for block in text] == TEXT_GOLDEN
     assert [block.hex() for block in media] == MEDIA_GOLDEN
 
 
-def test_chain_equals_hashing_block_by_block():
+def test_chain_equals_hashing_block_by_block() -> None:
     media = [image(0, "a"), image(1, "b", 5)]
     runs = (*PICTURE, PlaceholderRange(offset=30, length=5, item=1, unit=0, row=0))
     tokens = [3] * 40
@@ -40,7 +42,7 @@ def test_chain_equals_hashing_block_by_block():
 
 
 @pytest.mark.parametrize("first", range(10))
-def test_a_chain_goes_on_from_any_block(first):
+def test_a_chain_goes_on_from_any_block(first: int) -> None:
     media = [image(0, "a"), image(1, "b", 5)]
     runs = (*PICTURE, PlaceholderRange(offset=30, length=5, item=1, unit=0, row=0))
     whole = prompt_block_hashes([3] * 40, 4, runs, media, "s")
@@ -49,12 +51,12 @@ def test_a_chain_goes_on_from_any_block(first):
     assert block_hashes(whole[first - 1] if first else None, content, 16, keys) == whole[first:]
 
 
-def test_only_full_blocks_have_a_hash():
+def test_only_full_blocks_have_a_hash() -> None:
     assert len(prompt_block_hashes(list(range(31)), 16)) == 1
     assert prompt_block_hashes(list(range(15)), 16) == []
 
 
-def test_two_pictures_share_no_block_from_the_first_that_holds_one():
+def test_two_pictures_share_no_block_from_the_first_that_holds_one() -> None:
     tokens = [1, 2, 3, 4, 5, 6] + [9] * 20 + [7, 8]
     first = prompt_block_hashes(tokens, 4, PICTURE, [image(0, "a")])
     second = prompt_block_hashes(tokens, 4, PICTURE, [image(0, "b")])
@@ -62,25 +64,25 @@ def test_two_pictures_share_no_block_from_the_first_that_holds_one():
     assert all(a != b for a, b in zip(first[1:], second[1:], strict=True))
 
 
-def test_blocks_inside_one_picture_differ_by_the_row_they_start_at():
+def test_blocks_inside_one_picture_differ_by_the_row_they_start_at() -> None:
     keys = [extra_keys(index, 4, PICTURE, [image(0, "a")]) for index in range(2, 6)]
     assert len({tuple(each) for each in keys}) == 4
 
 
-def test_a_picture_that_begins_elsewhere_in_the_block_is_another_block():
+def test_a_picture_that_begins_elsewhere_in_the_block_is_another_block() -> None:
     early = prompt_block_hashes([9] * 8, 8, (PlaceholderRange(1, 6, 0, 0, 0),), [image(0, "a", 6)])
     late = prompt_block_hashes([9] * 8, 8, (PlaceholderRange(2, 6, 0, 0, 0),), [image(0, "a", 6)])
     assert early != late
 
 
-def test_units_of_one_item_are_told_apart():
+def test_units_of_one_item_are_told_apart() -> None:
     frames = MediaItem(0, "video", MmHash("c" * 32), (2, 4, 4), (4, 4), 32, "p")
     first = prompt_block_hashes([9] * 4, 4, (PlaceholderRange(0, 4, 0, 0, 0),), [frames])
     second = prompt_block_hashes([9] * 4, 4, (PlaceholderRange(0, 4, 0, 1, 0),), [frames])
     assert first != second
 
 
-def test_salt_isolates_every_block_and_cannot_pose_as_a_medium():
+def test_salt_isolates_every_block_and_cannot_pose_as_a_medium() -> None:
     tokens = list(range(8))
     plain = prompt_block_hashes(tokens, 4)
     salted = prompt_block_hashes(tokens, 4, cache_salt="a")
@@ -94,21 +96,21 @@ class CountedRuns(tuple[PlaceholderRange, ...]):
 
     seen = 0
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[PlaceholderRange]:
         for run in super().__iter__():
             CountedRuns.seen += 1
             yield run
 
 
 @pytest.mark.parametrize("num_runs", [10, 200])
-def test_work_grows_with_blocks_plus_runs_not_with_their_product(num_runs):
+def test_work_grows_with_blocks_plus_runs_not_with_their_product(num_runs: int) -> None:
     CountedRuns.seen = 0
     runs = CountedRuns(PlaceholderRange(16 * i, 8, 0, 0, 0) for i in range(num_runs))
     prompt_block_hashes([1] * (16 * num_runs), 16, runs, [image(0, "a")])
     assert CountedRuns.seen == num_runs
 
 
-def test_a_run_counts_for_the_blocks_that_it_lies_in_and_for_no_neighbour():
+def test_a_run_counts_for_the_blocks_that_it_lies_in_and_for_no_neighbour() -> None:
     run = (PlaceholderRange(offset=8, length=8, item=0, unit=0, row=0),)
     media = [image(0, "a", 8)]
     has_keys = [bool(extra_keys(index, 4, run, media)) for index in range(6)]
@@ -117,7 +119,7 @@ def test_a_run_counts_for_the_blocks_that_it_lies_in_and_for_no_neighbour():
     assert sorted(keys_of_blocks(3, 6, 4, run, media)) == [0]
 
 
-def test_a_salt_is_a_key_of_the_first_block_alone():
+def test_a_salt_is_a_key_of_the_first_block_alone() -> None:
     assert keys_of_blocks(0, 2, 4, (), (), "tenant") == {0: extra_keys(0, 4, (), (), "tenant")}
     assert keys_of_blocks(0, 2, 4, (), ()) == {}
     assert keys_of_blocks(0, 0, 4, (), (), "tenant") == {}

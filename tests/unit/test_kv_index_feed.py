@@ -10,14 +10,14 @@ def in_step(epoch: int = 1, last_seq: int = -1, max_buffered: int = 100) -> Even
     return feed
 
 
-def test_events_come_out_once_and_in_order():
+def test_events_come_out_once_and_in_order() -> None:
     feed = in_step()
     assert feed.offer(1, 0, ["a", "b"]) == (ApplyResult.OK, ["a", "b"])
     assert feed.offer(1, 0, ["a", "b"]) == (ApplyResult.OK, [])
     assert feed.offer(1, 1, ["b", "c", "d"]) == (ApplyResult.OK, ["c", "d"])
 
 
-def test_an_unknown_source_is_a_gap_and_its_events_wait_for_the_snapshot():
+def test_an_unknown_source_is_a_gap_and_its_events_wait_for_the_snapshot() -> None:
     feed: EventFeed[str] = EventFeed(100)
     assert feed.offer(1, 5, ["f", "g"]) == (ApplyResult.GAP, [])
     assert feed.offer(1, 7, ["h"]) == (ApplyResult.GAP, [])
@@ -27,7 +27,7 @@ def test_an_unknown_source_is_a_gap_and_its_events_wait_for_the_snapshot():
     assert feed.num_buffered == 0
 
 
-def test_after_a_gap_even_fitting_events_wait():
+def test_after_a_gap_even_fitting_events_wait() -> None:
     feed = in_step()
     assert feed.offer(1, 3, ["d"])[0] is ApplyResult.GAP
     assert feed.offer(1, 0, ["a"]) == (ApplyResult.GAP, [])
@@ -35,7 +35,7 @@ def test_after_a_gap_even_fitting_events_wait():
     assert list(feed.resume()) == ["d"]
 
 
-def test_a_hole_among_the_kept_events_is_a_gap_again():
+def test_a_hole_among_the_kept_events_is_a_gap_again() -> None:
     feed = in_step()
     feed.offer(1, 3, ["d"])
     feed.offer(1, 6, ["g"])
@@ -48,7 +48,7 @@ def test_a_hole_among_the_kept_events_is_a_gap_again():
     assert feed.is_in_step
 
 
-def test_older_epochs_are_stale_and_a_newer_one_drops_what_was_kept():
+def test_older_epochs_are_stale_and_a_newer_one_drops_what_was_kept() -> None:
     feed = in_step(epoch=2)
     assert feed.offer(1, 0, ["old"]) == (ApplyResult.STALE, [])
     assert feed.restart(1, 9) is ApplyResult.STALE
@@ -58,7 +58,7 @@ def test_older_epochs_are_stale_and_a_newer_one_drops_what_was_kept():
     assert list(feed.resume()) == ["new"]
 
 
-def test_a_snapshot_older_than_what_was_applied_is_stale():
+def test_a_snapshot_older_than_what_was_applied_is_stale() -> None:
     feed = in_step()
     feed.offer(1, 0, ["a", "b", "c"])
     assert feed.restart(1, 1) is ApplyResult.STALE
@@ -66,7 +66,7 @@ def test_a_snapshot_older_than_what_was_applied_is_stale():
     assert feed.offer(1, 3, ["d"]) == (ApplyResult.OK, ["d"])
 
 
-def test_the_buffer_is_bounded_and_loses_the_oldest():
+def test_the_buffer_is_bounded_and_loses_the_oldest() -> None:
     feed = in_step(max_buffered=3)
     for seq in range(5, 10):
         feed.offer(1, seq, [str(seq)])
@@ -75,7 +75,7 @@ def test_the_buffer_is_bounded_and_loses_the_oldest():
     assert list(feed.resume()) == ["7", "8", "9"]
 
 
-def test_a_source_that_was_never_heard_is_older_than_any_epoch():
+def test_a_source_that_was_never_heard_is_older_than_any_epoch() -> None:
     feed: EventFeed[str] = EventFeed(100)
     assert feed.is_newer(0)
     assert not feed.is_in_step

@@ -1,5 +1,7 @@
 """Tests the prefix index: holes, bounds, forgetting, and how much a lookup reads."""
 
+from typing import Any
+
 from fabric.ids import BlockHash, MemberId
 from fabric.messages import BlocksCleared, BlocksRemoved, BlocksStored, FeatureEvents, KvSnapshot
 from kv_index.feature_index import FeatureIndex
@@ -25,7 +27,7 @@ def index_with(**worker_to_blocks: list[BlockHash]) -> PrefixIndex:
     return index
 
 
-def test_lookup_counts_leading_blocks_per_worker():
+def test_lookup_counts_leading_blocks_per_worker() -> None:
     blocks = chain(40)
     index = index_with(a=blocks, b=blocks[:17], c=blocks[:1], d=blocks[1:], e=chain(40, seed=1))
     assert index.lookup(blocks) == {"a": 40, "b": 17, "c": 1}
@@ -33,14 +35,14 @@ def test_lookup_counts_leading_blocks_per_worker():
     assert index.lookup([]) == {}
 
 
-def test_a_prefix_may_end_anywhere_also_where_the_walk_goes_on_in_another_piece():
+def test_a_prefix_may_end_anywhere_also_where_the_walk_goes_on_in_another_piece() -> None:
     blocks = chain(10 * FIRST_PIECE_BLOCKS)
     for length in range(1, 5 * FIRST_PIECE_BLOCKS):
         index = index_with(all=blocks, some=blocks[:length])
         assert index.lookup(blocks) == {"all": len(blocks), "some": length}, length
 
 
-def test_a_hole_ends_the_prefix_until_it_is_filled():
+def test_a_hole_ends_the_prefix_until_it_is_filled() -> None:
     blocks = chain(30)
     index = index_with(a=blocks)
     index.apply(MemberId("a"), 1, 1, [BlocksRemoved((blocks[12],))])
@@ -49,14 +51,14 @@ def test_a_hole_ends_the_prefix_until_it_is_filled():
     assert index.lookup(blocks) == {"a": 30}
 
 
-def test_clearing_keeps_other_workers():
+def test_clearing_keeps_other_workers() -> None:
     blocks = chain(4)
     index = index_with(a=blocks, b=blocks)
     index.apply(MemberId("a"), 1, 1, [BlocksCleared(), stored(blocks[:1])])
     assert index.lookup(blocks) == {"a": 1, "b": 4}
 
 
-def test_during_a_gap_the_old_knowledge_answers_and_a_new_epoch_voids_it():
+def test_during_a_gap_the_old_knowledge_answers_and_a_new_epoch_voids_it() -> None:
     blocks = chain(4)
     index = index_with(a=blocks)
     assert index.apply(MemberId("a"), 1, 5, [BlocksCleared()]) is ApplyResult.GAP
@@ -68,7 +70,7 @@ def test_during_a_gap_the_old_knowledge_answers_and_a_new_epoch_voids_it():
     assert index.lookup(blocks) == {"a": 4}
 
 
-def test_a_removed_worker_is_forgotten_and_starts_anew():
+def test_a_removed_worker_is_forgotten_and_starts_anew() -> None:
     blocks = chain(4)
     index = index_with(a=blocks, b=blocks)
     index.remove_worker(MemberId("a"))
@@ -77,7 +79,7 @@ def test_a_removed_worker_is_forgotten_and_starts_anew():
     assert index.apply(MemberId("a"), 1, 1, [stored(blocks)]) is ApplyResult.GAP
 
 
-def test_memory_is_bounded_and_what_was_known_stays():
+def test_memory_is_bounded_and_what_was_known_stays() -> None:
     index = PrefixIndex(max_blocks=10)
     first, second = chain(8, seed=0), chain(8, seed=1)
     index.load_snapshot(KvSnapshot(A, 1, 0, (stored(first),)))
@@ -88,7 +90,7 @@ def test_memory_is_bounded_and_what_was_known_stays():
     assert index.lookup(second) == {B: 2}
 
 
-def test_a_full_index_makes_room_from_workers_that_left():
+def test_a_full_index_makes_room_from_workers_that_left() -> None:
     index = PrefixIndex(max_blocks=10)
     index.load_snapshot(KvSnapshot(A, 1, 0, (stored(chain(10)),)))
     index.remove_worker(A)
@@ -98,7 +100,7 @@ def test_a_full_index_makes_room_from_workers_that_left():
     assert index.stats() == (10, 10, 1, 0, 0)
 
 
-def test_bits_are_used_again_so_masks_stay_short():
+def test_bits_are_used_again_so_masks_stay_short() -> None:
     masks: HolderMasks[str] = HolderMasks(100)
     for number in range(1000):
         masks.add(MemberId(f"worker-{number}"), "key")
@@ -113,13 +115,13 @@ class CountedHashes(list[BlockHash]):
 
     num_read = 0
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: Any) -> Any:
         piece = super().__getitem__(key)
         self.num_read += len(piece) if isinstance(key, slice) else 1
         return piece
 
 
-def test_a_miss_looks_at_one_small_piece_and_a_hit_at_little_more_than_its_length():
+def test_a_miss_looks_at_one_small_piece_and_a_hit_at_little_more_than_its_length() -> None:
     blocks = chain(2000)
     index = index_with(a=blocks[:100], b=blocks[:20])
     miss = CountedHashes(chain(2000, seed=9))
@@ -130,11 +132,11 @@ def test_a_miss_looks_at_one_small_piece_and_a_hit_at_little_more_than_its_lengt
     assert hit.num_read <= 2 * 100 + FIRST_PIECE_BLOCKS
 
 
-def feature_events(seq: int, epoch: int = 1, **kwargs) -> FeatureEvents:
+def feature_events(seq: int, epoch: int = 1, **kwargs: Any) -> FeatureEvents:
     return FeatureEvents(MemberId("encoder-a"), epoch, seq, **kwargs)
 
 
-def test_features_follow_their_encoder():
+def test_features_follow_their_encoder() -> None:
     index = FeatureIndex(100)
     assert index.apply(feature_events(0, stored=("x",))) is ApplyResult.GAP
     assert index.holders("x") == frozenset()
@@ -146,7 +148,7 @@ def test_features_follow_their_encoder():
     assert index.apply(feature_events(9, stored=("y",))) is ApplyResult.GAP
 
 
-def test_a_restarted_or_removed_encoder_holds_nothing():
+def test_a_restarted_or_removed_encoder_holds_nothing() -> None:
     index = FeatureIndex(100)
     index.apply(feature_events(0, stored=("x",), is_snapshot=True))
     index.apply(feature_events(0, epoch=2, stored=("y",)))

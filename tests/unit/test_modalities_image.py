@@ -226,7 +226,7 @@ def test_an_animation_is_its_first_frame(file_format: str) -> None:
         assert getattr(opened, "n_frames", 1) == 3
     image, header = decode_image(data, PARAM)
     assert (image.size, header.format) == ((48, 32), file_format)
-    red, green, blue = image.convert("RGB").getpixel((24, 16))  # type: ignore[misc]
+    red, green, blue = image.convert("RGB").getpixel((24, 16))
     assert red > 150
     assert max(green, blue) < 90
 

@@ -123,7 +123,7 @@ def test_every_published_name_is_of_one_part() -> None:
         "speech": ("talker.model.layers.0.w", "code2wav.w", "token2wav.w"),
     }
     for part in names:
-        others = re.compile("|".join(names_of_others(part)))  # type: ignore[arg-type]
+        others = re.compile("|".join(names_of_others(part)))
         for owner, found in names.items():
             assert all(bool(others.search(name)) == (owner != part) for name in found)
         assert not others.search("unheard.of.weight")

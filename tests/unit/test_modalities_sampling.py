@@ -45,7 +45,7 @@ def test_any_sample_is_ascending_within_the_video_and_within_the_budget(
         options,
         multiple=multiple,
         max_frames=max_frames,
-        spacing=spacing,  # type: ignore[arg-type]
+        spacing=spacing,
     )
     most = min(options.max_frames, max_frames or options.max_frames)
     assert len(found) % multiple == 0

@@ -78,7 +78,9 @@ def load(directory: Path, files: tuple[dict[str, Any], dict[str, Any]], **change
         ({"num_attention_heads": 0}, "broken"),
     ],
 )
-def test_text_models_that_the_engine_can_not_run_are_refused(tmp_path: Path, text: dict, message: str) -> None:
+def test_text_models_that_the_engine_can_not_run_are_refused(
+    tmp_path: Path, text: dict[str, Any], message: str
+) -> None:
     alone = {"architectures": ["Qwen2ForCausalLM"], **TEXT, **text}
     (tmp_path / "config.json").write_text(json.dumps(alone))
     with pytest.raises(ConfigError, match=message):

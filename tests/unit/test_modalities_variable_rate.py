@@ -283,7 +283,7 @@ def test_frames_as_tiles(is_centred: bool) -> None:
     header = VideoPlugin().probe(data, PARAM)
     tiling = FrameTiling(PixelOptions(3, Normalisation(1 / 255, (0.5,) * 3, (0.5,) * 3)), 28, 4, 4, is_centred, False)
     options = MediaOptions("uniform", max_frames=10)
-    plan, item = plan_media(_Tiles(tiling), data, header, 0, PARAM, options=options)  # type: ignore[arg-type]
+    plan, item = plan_media(_Tiles(tiling), data, header, 0, PARAM, options=options)
     shift = 0.5 if is_centred else 0.0
     moments_s = [(at + shift) * header.seconds / 10 for at in range(10)]
     assert plan.frame_times_s == pytest.approx(moments_s, abs=0.02)

@@ -31,7 +31,9 @@ def measured(line: Line, now: float = 0.0) -> AgeingCost:
 
 @settings(deadline=None, max_examples=50)
 @given(lines, lines, trusts, trusts)
-def test_what_is_believed_lies_between_own_and_common_and_nearer_the_less_it_is_trusted(own, common, one, other):
+def test_what_is_believed_lies_between_own_and_common_and_nearer_the_less_it_is_trusted(
+    own: Line, common: Line, one: float, other: float
+) -> None:
     less, more = sorted((one, other))
     for index in range(2):
         doubted = believed(Estimate(own, less), common)[index]
@@ -43,7 +45,7 @@ def test_what_is_believed_lies_between_own_and_common_and_nearer_the_less_it_is_
 
 @settings(deadline=None, max_examples=50)
 @given(estimates)
-def test_the_common_line_lies_among_those_that_are_known_at_all(several):
+def test_the_common_line_lies_among_those_that_are_known_at_all(several: list[Estimate]) -> None:
     common = common_line(several)
     known = [line for line, trust in several if trust > 0.0]
     if not known:
@@ -53,7 +55,7 @@ def test_the_common_line_lies_among_those_that_are_known_at_all(several):
         assert common[index] in {line[index] for line in known}
 
 
-def test_one_slow_member_makes_not_its_kind_slow():
+def test_one_slow_member_makes_not_its_kind_slow() -> None:
     fresh = [Estimate(FAST, 1.0), Estimate(SLOW, 1.0), Estimate(FAST, 0.7)]
     assert common_line(fresh) == FAST
     assert common_line([Estimate(SLOW, 1.0), Estimate(FAST, 0.2)]) == SLOW
@@ -61,7 +63,9 @@ def test_one_slow_member_makes_not_its_kind_slow():
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(st.floats(0.0, 100.0), st.booleans()), max_size=20), st.floats(0.0, 1e6), st.floats(0.0, 1e6))
-def test_trust_falls_with_time_and_is_whole_at_each_evidence(evidence, one, other):
+def test_trust_falls_with_time_and_is_whole_at_each_evidence(
+    evidence: list[tuple[float, bool]], one: float, other: float
+) -> None:
     age, now = Age(), 0.0
     assert age.trust(now) == 0.0
     for pause_s, is_confirmed in evidence:
@@ -74,7 +78,7 @@ def test_trust_falls_with_time_and_is_whole_at_each_evidence(evidence, one, othe
         assert age.trust(now + HALF_LIFE_S) > 0.49
 
 
-def test_an_old_estimate_moves_to_the_fresh_one_and_a_confirmed_one_is_back_at_once():
+def test_an_old_estimate_moves_to_the_fresh_one_and_a_confirmed_one_is_back_at_once() -> None:
     old, fresh = measured(SLOW), measured(FAST)
     at = [0.0]
     for number in range(1, 12):
@@ -91,7 +95,7 @@ def test_an_old_estimate_moves_to_the_fresh_one_and_a_confirmed_one_is_back_at_o
     assert ratio == pytest.approx(3.0, rel=0.01)
 
 
-def test_equals_within_the_noise_are_equal():
+def test_equals_within_the_noise_are_equal() -> None:
     one, other = measured(FAST), measured(Line(FAST.base_s * 1.2, FAST.per_unit_s * 1.2))
     common = common_line([one.estimate(0.0), other.estimate(0.0)])
     assert believed(one.estimate(0.0), common) == believed(other.estimate(0.0), common)
@@ -99,7 +103,7 @@ def test_equals_within_the_noise_are_equal():
 
 @settings(deadline=None, max_examples=50)
 @given(lines, lines, trusts)
-def test_what_is_believed_moves_no_faster_than_twice_what_is_known(own, common, trust):
+def test_what_is_believed_moves_no_faster_than_twice_what_is_known(own: Line, common: Line, trust: float) -> None:
     """There is no jump at the border of the noise: estimates that differ by a little are believed to differ by
     little."""
     near = own._replace(per_unit_s=own.per_unit_s * 1.01)
@@ -107,7 +111,7 @@ def test_what_is_believed_moves_no_faster_than_twice_what_is_known(own, common, 
     assert one * (1 - 1e-9) <= other <= one * 1.01**2 * (1 + 1e-9)
 
 
-def test_what_is_found_true_after_each_silence_is_believed_longer_until_it_is_not():
+def test_what_is_found_true_after_each_silence_is_believed_longer_until_it_is_not() -> None:
     cost, now, halves = measured(SLOW), 0.0, []
     for number in range(1, 8):
         half_s = next(s for s in range(1, 10_000) if cost.estimate(now + s).trust < 0.5)
@@ -120,13 +124,13 @@ def test_what_is_found_true_after_each_silence_is_believed_longer_until_it_is_no
     assert cost.estimate(now + 1.0 + HALF_LIFE_S).trust == pytest.approx(0.5)
 
 
-def test_the_same_report_again_is_no_news():
+def test_the_same_report_again_is_no_news() -> None:
     cost = measured(SLOW)
     cost.anchor(SLOW, 5.0)
     assert cost.estimate(HALF_LIFE_S).trust == pytest.approx(0.5)
 
 
-def test_a_result_after_a_silence_counts_for_much_and_one_of_many_for_little():
+def test_a_result_after_a_silence_counts_for_much_and_one_of_many_for_little() -> None:
     fresh, old = measured(SLOW), measured(SLOW)
     fresh.observe(100, FAST.at(100), 0.0)
     old.observe(100, FAST.at(100), 20 * HALF_LIFE_S)
@@ -135,7 +139,7 @@ def test_a_result_after_a_silence_counts_for_much_and_one_of_many_for_little():
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
-def test_results_that_say_nothing_are_no_evidence(seconds):
+def test_results_that_say_nothing_are_no_evidence(seconds: float) -> None:
     cost = measured(SLOW)
     cost.observe(100, seconds, HALF_LIFE_S)
     assert cost.line == SLOW

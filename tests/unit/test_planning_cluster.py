@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from planning_samples import (
@@ -34,7 +35,7 @@ from fabric.messages import (
 from router.planning.cluster import ClusterState
 from router.planning.links import LinkClass
 from router.planning.plan import plan_encoding, plan_route
-from router.planning.views import Line
+from router.planning.views import Line, RoutePlan, RouteQuery
 
 
 def cluster_of(num_workers: int = 1, num_encoders: int = 0) -> ClusterState:
@@ -45,31 +46,31 @@ def cluster_of(num_workers: int = 1, num_encoders: int = 0) -> ClusterState:
     return state
 
 
-def route(state: ClusterState, request, now: float = 0.0):
+def route(state: ClusterState, request: RouteQuery, now: float = 0.0) -> RoutePlan:
     plan = plan_route(request, state.snapshot(request, now), now)
     state.note_dispatched(request, plan, now)
     return plan
 
 
-def knows_prompt(state: ClusterState, name: str, request, now: float = 0.0) -> None:
+def knows_prompt(state: ClusterState, name: str, request: RouteQuery, now: float = 0.0) -> None:
     snapshot = KvSnapshot(name, 1, 0, (BlocksStored(None, request.block_hashes),))
     assert state.apply(snapshot, now) == ()
 
 
-def generated(plan, **changes) -> GenerateResult:
+def generated(plan: RoutePlan, **changes: Any) -> GenerateResult:
     result = GenerateResult(plan.worker_id, (ChoiceResult(0, "stop", 1),), num_prompt_tokens=100, num_cached_tokens=0)
     return GenerateResult(**({field: getattr(result, field) for field in result.__struct_fields__} | changes))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40, 3000])
-def test_a_burst_without_any_report_spreads_evenly(num_tokens):
+def test_a_burst_without_any_report_spreads_evenly(num_tokens: int) -> None:
     state = cluster_of(num_workers=4, num_encoders=2)
     chosen = Counter(route(state, query(num_tokens, attempt=f"r{number}")).worker_id for number in range(100))
     assert set(chosen.values()) == {25}
     state.check_invariants()
 
 
-def test_a_burst_onto_equal_reported_load_spreads_evenly():
+def test_a_burst_onto_equal_reported_load_spreads_evenly() -> None:
     state = cluster_of(num_workers=4)
     for number in range(4):
         state.apply(worker_report(f"w{number}", 1, queued_tokens=5000, num_decoding=7, prefill_s_per_token=1e-3), 0.0)
@@ -77,14 +78,14 @@ def test_a_burst_onto_equal_reported_load_spreads_evenly():
     assert max(chosen.values()) - min(chosen.values()) <= 1
 
 
-def test_a_burst_of_images_spreads_over_encoders_too():
+def test_a_burst_of_images_spreads_over_encoders_too() -> None:
     state = cluster_of(num_workers=2, num_encoders=4)
     plans = [route(state, query(image(0, digit="0"), 10, attempt=f"r{number}")) for number in range(40)]
     chosen = Counter(plan.assignments[0].encoder_id for plan in plans)
     assert max(chosen.values()) - min(chosen.values()) <= 1
 
 
-def test_acknowledged_attempts_are_not_counted_twice_and_ended_ones_not_at_all():
+def test_acknowledged_attempts_are_not_counted_twice_and_ended_ones_not_at_all() -> None:
     state = cluster_of()
     request = query(100)
     route(state, request)
@@ -100,7 +101,7 @@ def test_acknowledged_attempts_are_not_counted_twice_and_ended_ones_not_at_all()
     state.check_invariants()
 
 
-def test_items_encoded_again_add_to_the_load_of_their_encoder():
+def test_items_encoded_again_add_to_the_load_of_their_encoder() -> None:
     state = cluster_of(num_encoders=1)
     request = query(image(0), image(1), 10)
     plan = route(state, request)
@@ -113,7 +114,7 @@ def test_items_encoded_again_add_to_the_load_of_their_encoder():
     assert state.snapshot(request, 0.0).encoders[0].queued_cost == 500
 
 
-def test_an_encoder_that_delivered_is_free_before_the_attempt_ends():
+def test_an_encoder_that_delivered_is_free_before_the_attempt_ends() -> None:
     state = cluster_of(num_encoders=1)
     request = query(image(0), 10)
     plan = route(state, request)
@@ -123,7 +124,7 @@ def test_an_encoder_that_delivered_is_free_before_the_attempt_ends():
     assert state.snapshot(request, 0.0).workers[0].num_open == 1
 
 
-def test_a_member_without_a_report_is_idle_and_late_reports_are_dropped():
+def test_a_member_without_a_report_is_idle_and_late_reports_are_dropped() -> None:
     state = cluster_of()
     assert state.snapshot(query(10), 1e6).workers[0].queued_tokens == 0
     state.apply(worker_report("w0", 5, queued_tokens=7), 0.0)
@@ -133,7 +134,7 @@ def test_a_member_without_a_report_is_idle_and_late_reports_are_dropped():
     assert state.snapshot(query(10), 0.0).workers[0].queued_tokens == 3
 
 
-def test_a_stale_member_is_balanced_by_open_attempts_without_affinity():
+def test_a_stale_member_is_balanced_by_open_attempts_without_affinity() -> None:
     state = cluster_of(num_workers=2)
     request = query(320)
     knows_prompt(state, "w0", request)
@@ -147,7 +148,7 @@ def test_a_stale_member_is_balanced_by_open_attempts_without_affinity():
     assert chosen == {"w0": 10, "w1": 10}
 
 
-def test_the_index_draws_requests_to_the_worker_that_holds_their_prefix():
+def test_the_index_draws_requests_to_the_worker_that_holds_their_prefix() -> None:
     state = cluster_of(num_workers=8)
     request = query(1600)
     knows_prompt(state, "w5", request)
@@ -156,13 +157,13 @@ def test_the_index_draws_requests_to_the_worker_that_holds_their_prefix():
     assert plan.explanation.winner.covered_tokens == 1584
 
 
-def test_a_feature_in_an_encoders_cache_draws_the_item():
+def test_a_feature_in_an_encoders_cache_draws_the_item() -> None:
     state = cluster_of(num_workers=1, num_encoders=4)
     state.apply(FeatureEvents("e2", 1, 0, (image(0).mm_hash,), is_snapshot=True), 0.0)
     assert route(state, query(image(0), 10)).assignments[0].encoder_id == "e2"
 
 
-def test_gaps_ask_for_a_snapshot_but_not_at_every_message():
+def test_gaps_ask_for_a_snapshot_but_not_at_every_message() -> None:
     state = cluster_of(num_workers=1, num_encoders=1)
     events = KvEvents("w0", 1, 4, (BlocksStored(None, query(32).block_hashes),))
     assert state.apply(events, 0.0) == ("w0",)
@@ -176,7 +177,7 @@ def test_gaps_ask_for_a_snapshot_but_not_at_every_message():
     assert state.apply(FeatureEvents("e0", 1, 5, ("x",)), 5.0) == ("e0",)
 
 
-def test_members_outside_the_view_are_ignored_and_those_that_left_forgotten():
+def test_members_outside_the_view_are_ignored_and_those_that_left_forgotten() -> None:
     state = cluster_of(num_workers=2, num_encoders=1)
     assert state.apply(worker_report("w9", 1), 0.0) == ()
     assert state.apply(KvEvents("w9", 1, 0, ()), 0.0) == ()
@@ -194,7 +195,7 @@ def test_members_outside_the_view_are_ignored_and_those_that_left_forgotten():
         route(state, query(10))
 
 
-def test_a_restarted_member_leaves_and_joins():
+def test_a_restarted_member_leaves_and_joins() -> None:
     state = cluster_of()
     request = query(160)
     knows_prompt(state, "w0", request)
@@ -203,7 +204,7 @@ def test_a_restarted_member_leaves_and_joins():
     assert state.snapshot(request, 0.0).workers[0].covered_blocks == 0
 
 
-def test_exclusions_expire_and_the_longest_counts():
+def test_exclusions_expire_and_the_longest_counts() -> None:
     state = cluster_of(num_workers=2)
     state.exclude("w0", until=10.0)
     state.exclude("w0", until=5.0)
@@ -212,14 +213,14 @@ def test_exclusions_expire_and_the_longest_counts():
     assert [view.worker_id for view in state.snapshot(query(10, excluded=["w1"]), 10.0).workers] == ["w0"]
 
 
-def test_an_image_without_its_encoder_names_the_modality():
+def test_an_image_without_its_encoder_names_the_modality() -> None:
     state = cluster_of(num_encoders=1)
     state.exclude("e0", until=10.0)
     with pytest.raises(NoCapacity, match="image"):
         route(state, query(image(0), 10), 5.0)
 
 
-def test_costs_that_nobody_reports_are_learned_from_results():
+def test_costs_that_nobody_reports_are_learned_from_results() -> None:
     state = cluster_of(num_workers=1)
     request = query(1000)
     first = route(state, request)
@@ -230,7 +231,7 @@ def test_costs_that_nobody_reports_are_learned_from_results():
     assert route(state, request).predicted_ttft_s == pytest.approx(4.0, rel=0.05)
 
 
-def test_a_worker_that_measures_its_steps_is_believed_over_results_whose_steps_were_also_others():
+def test_a_worker_that_measures_its_steps_is_believed_over_results_whose_steps_were_also_others() -> None:
     state = cluster_of(num_workers=1)
     state.apply(worker_report("w0", 1, prefill_s_per_token=1e-3, step_overhead_s=0.01), 0.0)
     request = query(1000)
@@ -242,7 +243,7 @@ def test_a_worker_that_measures_its_steps_is_believed_over_results_whose_steps_w
     assert state.accuracy()["prefill"].actual == 4.0
 
 
-def test_newcomers_start_from_what_the_others_taught():
+def test_newcomers_start_from_what_the_others_taught() -> None:
     state = cluster_of(num_workers=1, num_encoders=1)
     plan = route(state, query(image(0), 1000))
     for _ in range(40):
@@ -257,7 +258,7 @@ def test_newcomers_start_from_what_the_others_taught():
     assert view.encoders[1].costs.prepare.at(256) == pytest.approx(0.5, rel=0.1)
 
 
-def test_costs_are_learned_by_modality_and_reported_ones_are_taken():
+def test_costs_are_learned_by_modality_and_reported_ones_are_taken() -> None:
     state = cluster_of(num_workers=1)
     both = encoder_member("e", modalities=("image", "audio"))
     state.update_members([worker_member("w0"), both])
@@ -278,7 +279,7 @@ def test_costs_are_learned_by_modality_and_reported_ones_are_taken():
         assert view.costs_of("audio").prepare.at(256) == pytest.approx(0.01, rel=0.1)
 
 
-def test_failures_teach_nothing():
+def test_failures_teach_nothing() -> None:
     state = cluster_of(num_workers=2, num_encoders=1)
     request = query(image(0), 100)
     plan = route(state, request)
@@ -295,7 +296,7 @@ def test_failures_teach_nothing():
     assert state.accuracy() == {}
 
 
-def test_transfers_teach_the_class_of_their_link():
+def test_transfers_teach_the_class_of_their_link() -> None:
     state = cluster_of(num_workers=1, num_encoders=1)
     request = query(image(0), 10)
     plan = route(state, request)
@@ -312,7 +313,7 @@ def test_transfers_teach_the_class_of_their_link():
     assert links[LinkClass.NETWORK].at(64 * ROW_BYTES) < 0.01
 
 
-def test_predicted_and_actual_are_summed_per_stage():
+def test_predicted_and_actual_are_summed_per_stage() -> None:
     state = cluster_of(num_workers=1, num_encoders=1)
     request = query(image(0), 100)
     plan = route(state, request)
@@ -329,7 +330,7 @@ def test_predicted_and_actual_are_summed_per_stage():
     assert errors["lower_bound"].predicted <= errors["ttft"].predicted
 
 
-def test_the_same_seed_and_messages_give_the_same_plans():
+def test_the_same_seed_and_messages_give_the_same_plans() -> None:
     def run() -> list[str]:
         state = cluster_of(num_workers=5)
         return [route(state, replace(query(100), attempt_id=(f"r{n}", 0))).worker_id for n in range(20)]

@@ -19,26 +19,26 @@ def taught(anchor: Line, num_observations: int = 300, noise: float = 0.0) -> Lin
 
 
 @pytest.mark.parametrize("anchor", [Line(0.02, 3e-4), Line(2e-3, 3e-6), Line(1.0, 1e-2), Line(1e-3, 3e-3)])
-def test_finds_base_and_slope_from_a_wrong_anchor(anchor):
+def test_finds_base_and_slope_from_a_wrong_anchor(anchor: Line) -> None:
     line = taught(anchor).line
     assert line.base_s == pytest.approx(TRUTH.base_s, rel=0.1)
     assert line.per_unit_s == pytest.approx(TRUTH.per_unit_s, rel=0.1)
 
 
-def test_noise_of_a_third_leaves_an_error_of_less_than_that():
+def test_noise_of_a_third_leaves_an_error_of_less_than_that() -> None:
     line = taught(TRUTH, noise=0.33).line
     for x in (1, 100, 5000):
         assert line.at(x) == pytest.approx(TRUTH.at(x), rel=0.33)
 
 
-def test_one_size_only_still_predicts_that_size():
+def test_one_size_only_still_predicts_that_size() -> None:
     cost = LinearCost(Line(0.001, 1e-6))
     for _ in range(60):
         cost.observe(500, 0.4)
     assert cost.line.at(500) == pytest.approx(0.4, rel=0.05)
 
 
-def test_an_outlier_moves_the_line_no_more_than_a_small_surprise():
+def test_an_outlier_moves_the_line_no_more_than_a_small_surprise() -> None:
     paused, surprised = LinearCost(TRUTH), LinearCost(TRUTH)
     paused.observe(100, 60.0)
     surprised.observe(100, 4 * TRUTH.at(100))
@@ -47,13 +47,13 @@ def test_an_outlier_moves_the_line_no_more_than_a_small_surprise():
 
 
 @pytest.mark.parametrize("actual_s", [0.0, -1.0, float("nan"), float("inf")])
-def test_values_that_say_nothing_change_nothing(actual_s):
+def test_values_that_say_nothing_change_nothing(actual_s: float) -> None:
     cost = LinearCost(TRUTH)
     cost.observe(100, actual_s)
     assert cost.line == TRUTH
 
 
-def test_the_first_measurement_replaces_what_was_learned_on_a_guess():
+def test_the_first_measurement_replaces_what_was_learned_on_a_guess() -> None:
     cost = taught(Line(1.0, 1.0))
     cost.anchor(TRUTH)
     assert cost.line == TRUTH
@@ -68,20 +68,20 @@ def corrected_to_double() -> LinearCost:
     return cost
 
 
-def test_a_later_measurement_keeps_the_correction_that_it_does_not_explain():
+def test_a_later_measurement_keeps_the_correction_that_it_does_not_explain() -> None:
     cost = corrected_to_double()
     cost.anchor(Line(0.0, 5e-4))
     assert cost.line.at(100) == pytest.approx(0.1, rel=0.01)
 
 
 @pytest.mark.parametrize(("measured_s", "expected_s"), [(1.5e-3, 0.2), (2e-3, 0.2), (4e-3, 0.4)])
-def test_a_change_that_responses_had_taught_is_not_counted_twice(measured_s, expected_s):
+def test_a_change_that_responses_had_taught_is_not_counted_twice(measured_s: float, expected_s: float) -> None:
     cost = corrected_to_double()
     cost.anchor(Line(0.0, measured_s))
     assert cost.line.at(100) == pytest.approx(expected_s, rel=0.01)
 
 
-def test_an_unknown_measurement_is_ignored():
+def test_an_unknown_measurement_is_ignored() -> None:
     cost = LinearCost(TRUTH)
     cost.anchor(Line(0.0, 0.0))
     assert cost.line == TRUTH

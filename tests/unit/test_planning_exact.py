@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from planning_samples import (
@@ -32,7 +33,7 @@ from router.planning.cluster import ClusterState
 from router.planning.cost import LinearCost
 from router.planning.encoder_cost import GENERAL, EncoderCost
 from router.planning.in_flight import InFlight
-from router.planning.landing import land_items
+from router.planning.landing import Landings, land_items
 from router.planning.links import LinkClass
 from router.planning.member_state import Freshness
 from router.planning.plan import plan_encoding, plan_route
@@ -50,14 +51,14 @@ def cluster() -> ClusterState:
     return state
 
 
-def landed(*items, **encoders):
+def landed(*items: MediaItem, **encoders: dict[str, Any]) -> Landings:
     views = [encoder(name, **changes) for name, changes in encoders.items()]
     options = {item.index: views for item in items}
     links = dict(zip((view.encoder_id for view in views), (HERE, THERE), strict=False))
     return land_items(items, options, links, ROW_BYTES)
 
 
-def test_terms_of_an_item_that_is_encoded():
+def test_terms_of_an_item_that_is_encoded() -> None:
     item = image(0, num_tokens=64, cost=256)
     (terms,) = landed(item, near={"queued_cost": 100}).items
     queued_s, prepared_s = ENCODE.at(100), PREPARE.at(256)
@@ -80,7 +81,7 @@ def test_terms_of_an_item_that_is_encoded():
     assert terms.load == 256
 
 
-def test_terms_of_an_item_that_an_encoder_holds():
+def test_terms_of_an_item_that_an_encoder_holds() -> None:
     item = image(3, num_tokens=64, cost=256, modality="audio")
     (terms,) = landed(item, near={"cached": frozenset({item.mm_hash}), "queued_cost": 10_000}).items
     transfer_s = pytest.approx(HERE.at(64 * ROW_BYTES))
@@ -90,7 +91,7 @@ def test_terms_of_an_item_that_an_encoder_holds():
     assert terms.load == 0
 
 
-def test_terms_of_a_medium_that_appears_twice():
+def test_terms_of_a_medium_that_appears_twice() -> None:
     first, again, other = image(0, digit="a"), image(1, digit="a"), image(2, digit="b")
     landings = landed(first, again, other, near={})
     one, two, three = landings.items
@@ -100,13 +101,13 @@ def test_terms_of_a_medium_that_appears_twice():
     assert three.encode_s == pytest.approx(ENCODE.at(256 + 256)), "behind the first, which is encoded once"
 
 
-def test_of_encoders_that_are_equal_the_first_is_taken():
+def test_of_encoders_that_are_equal_the_first_is_taken() -> None:
     views = [encoder(name) for name in ("b", "a", "c")]
     landings = land_items([image(0)], {0: views}, dict.fromkeys(("a", "b", "c"), HERE), ROW_BYTES)
     assert [terms.encoder_id for terms in landings.items] == ["b"]
 
 
-def test_an_encoding_planned_later_counts_from_the_workers_own_host():
+def test_an_encoding_planned_later_counts_from_the_workers_own_host() -> None:
     """The worker is fixed by then, and the host of another worker must not decide which link the features take."""
     workers = [worker("w-far", host="h-9"), worker("w", host="h-0")]
     encoders = [encoder("e-far", host="h-9"), encoder("e", host="h-0")]
@@ -118,7 +119,7 @@ def test_an_encoding_planned_later_counts_from_the_workers_own_host():
     assert [each.encoder_id for each in plan_encoding(request, MemberId("w-far"), [0], seen)] == ["e-far"]
 
 
-def test_every_stage_is_held_against_what_came():
+def test_every_stage_is_held_against_what_came() -> None:
     """The predictions are the plan's own terms, and each actual value differs from its prediction by an amount of its
     own."""
     state = cluster()
@@ -153,7 +154,7 @@ def test_every_stage_is_held_against_what_came():
         assert error.abs_error == pytest.approx(abs(actual - predicted)), stage
 
 
-def test_an_item_that_another_encoder_made_says_nothing_of_the_prediction():
+def test_an_item_that_another_encoder_made_says_nothing_of_the_prediction() -> None:
     state = cluster()
     request = query(image(0), 100)
     plan = plan_route(request, state.snapshot(request, 0.0), 0.0)
@@ -170,7 +171,7 @@ def test_an_item_that_another_encoder_made_says_nothing_of_the_prediction():
 @pytest.mark.parametrize(
     ("factor", "is_confirmed"), [(1.0, True), (1.45, True), (1 / 1.45, True), (1.55, False), (1 / 1.55, False)]
 )
-def test_what_is_found_again_within_a_factor_is_believed_longer(factor: float, is_confirmed: bool):
+def test_what_is_found_again_within_a_factor_is_believed_longer(factor: float, is_confirmed: bool) -> None:
     assert CONFIRMED == 1.5
     cost = AgeingCost(Line(0.01, 0.0))
     cost.observe(0.0, 0.01, 0.0)
@@ -179,7 +180,7 @@ def test_what_is_found_again_within_a_factor_is_believed_longer(factor: float, i
     assert trust == pytest.approx(0.5 if is_confirmed else 0.25)
 
 
-def test_a_report_that_confirms_is_believed_longer_and_one_that_does_not_is_not():
+def test_a_report_that_confirms_is_believed_longer_and_one_that_does_not_is_not() -> None:
     for slope, trust in ((1.4e-3, 0.5), (1.6e-3, 0.25)):
         cost = AgeingCost(Line(1.0, 1.0))
         cost.anchor(Line(0.001, 1e-3), 0.0)
@@ -187,20 +188,22 @@ def test_a_report_that_confirms_is_believed_longer_and_one_that_does_not_is_not(
         assert cost.estimate(4 * HALF_LIFE_S).trust == pytest.approx(trust)
 
 
-def test_a_price_of_nothing_is_not_drawn_to_others():
+def test_a_price_of_nothing_is_not_drawn_to_others() -> None:
     own = Estimate(Line(0.0, 1e-3), 0.5)
     assert believed(own, Line(0.01, 1e-3)).base_s == 0.0
     assert believed(Estimate(Line(0.01, 1e-3), 0.5), Line(0.0, 1e-3)).base_s == 0.01
 
 
-def test_small_amounts_teach_too():
+def test_small_amounts_teach_too() -> None:
     cost = LinearCost(Line(0.01, 0.01))
     cost.observe(0.5, 1.0)
     assert cost.line.at(0.5) > 0.015
 
 
 @pytest.mark.parametrize(("learned_factor", "anchored"), [(4.0, 2.0), (0.25, 0.5)])
-def test_a_correction_that_the_member_catches_up_with_is_halved_not_counted_twice(learned_factor, anchored):
+def test_a_correction_that_the_member_catches_up_with_is_halved_not_counted_twice(
+    learned_factor: float, anchored: float
+) -> None:
     """The estimate learns that work is four times as dear (or cheap); then the member reports twice (or half) its
     earlier value."""
     cost = LinearCost(Line(0.01, 1e-3))
@@ -212,7 +215,7 @@ def test_a_correction_that_the_member_catches_up_with_is_halved_not_counted_twic
     assert cost.line.per_unit_s == pytest.approx(learned_factor * 1e-3, rel=0.05)
 
 
-def test_a_reports_age_is_the_time_since_it_came():
+def test_a_reports_age_is_the_time_since_it_came() -> None:
     freshness = Freshness()
     assert freshness.accept(1, 1, 40.0)
     assert freshness.age_s(42.5) == 2.5
@@ -223,7 +226,7 @@ def test_a_reports_age_is_the_time_since_it_came():
     assert freshness.age_s(50.0) == 0.0
 
 
-def test_a_worker_whose_places_are_all_but_taken_is_waited_for_only_when_they_are():
+def test_a_worker_whose_places_are_all_but_taken_is_waited_for_only_when_they_are() -> None:
     for num_running, waits_s in ((7, 0.0), (8, 0.5), (9, 1.0)):
         state = cluster()
         report = worker_report("w0", 1, max_sequences=8, num_running=num_running, residence_s=4.0)
@@ -232,7 +235,7 @@ def test_a_worker_whose_places_are_all_but_taken_is_waited_for_only_when_they_ar
         assert view.place_wait_s == pytest.approx(waits_s)
 
 
-def test_blocks_dispatched_add_up_until_they_are_reported():
+def test_blocks_dispatched_add_up_until_they_are_reported() -> None:
     state = cluster()
     state.apply(worker_report("w0", 1, kv_blocks_total=100, kv_blocks_used=10), 0.0)
     for number, num_free in enumerate((90, 83, 76)):
@@ -244,7 +247,7 @@ def test_blocks_dispatched_add_up_until_they_are_reported():
     assert state.snapshot(query(10), 0.0).workers[0].kv_blocks_free == 76
 
 
-def test_a_workers_report_becomes_its_view_number_by_number():
+def test_a_workers_report_becomes_its_view_number_by_number() -> None:
     state = cluster()
     report = worker_report(
         "w0",
@@ -278,7 +281,9 @@ def test_a_workers_report_becomes_its_view_number_by_number():
 
 
 @pytest.mark.parametrize(("changes", "free", "per_s"), [({"kv_blocks_total": 1}, 1, 0.0), ({}, None, 0.0)])
-def test_a_pool_of_any_size_is_known_and_one_of_none_is_not(changes, free, per_s):
+def test_a_pool_of_any_size_is_known_and_one_of_none_is_not(
+    changes: dict[str, Any], free: int | None, per_s: float
+) -> None:
     state = cluster()
     state.apply(worker_report("w0", 1, **changes), 0.0)
     (view,) = state.snapshot(query(10), 0.0).workers
@@ -286,14 +291,14 @@ def test_a_pool_of_any_size_is_known_and_one_of_none_is_not(changes, free, per_s
     assert view.queued_tokens == 0.0
 
 
-def test_decodes_cost_what_was_reported_where_no_step_has_an_overhead():
+def test_decodes_cost_what_was_reported_where_no_step_has_an_overhead() -> None:
     state = cluster()
     report = worker_report("w0", 1, prefill_s_per_token=1e-3, step_overhead_s=0.0, decode_s_per_sequence=2e-4)
     state.apply(report, 0.0)
     assert state.snapshot(query(10), 0.0).workers[0].decode_s == pytest.approx(2e-4)
 
 
-def test_reports_are_stale_after_their_time_and_not_at_it():
+def test_reports_are_stale_after_their_time_and_not_at_it() -> None:
     freshness = Freshness()
     assert not freshness.is_stale(1e9, 5.0), "what never came is not stale"
     freshness.accept(1, 1, 10.0)
@@ -301,7 +306,7 @@ def test_reports_are_stale_after_their_time_and_not_at_it():
     assert freshness.is_stale(15.1, 5.0)
 
 
-def test_an_encoders_report_of_an_older_life_is_void():
+def test_an_encoders_report_of_an_older_life_is_void() -> None:
     state = cluster()
     request = query(image(0))
     state.apply(encoder_report("e0", 5, epoch=2, queued_cost=70), 0.0)
@@ -313,7 +318,7 @@ def test_an_encoders_report_of_an_older_life_is_void():
     assert state.snapshot(request, 0.0).encoders[0].queued_cost == 30
 
 
-def test_every_item_that_an_encoder_holds_is_seen():
+def test_every_item_that_an_encoder_holds_is_seen() -> None:
     state = cluster()
     items = [image(0), image(1), image(2)]
     held = tuple(item.mm_hash for item in items[:2])
@@ -321,7 +326,7 @@ def test_every_item_that_an_encoder_holds_is_seen():
     assert state.snapshot(query(*items), 0.0).encoders[0].cached == frozenset(held)
 
 
-def test_exclusions_that_end_now_are_over():
+def test_exclusions_that_end_now_are_over() -> None:
     state = cluster()
     assert state.next_return_s(0.0) is None
     state.exclude(MemberId("w0"), until=10.0)
@@ -329,7 +334,7 @@ def test_exclusions_that_end_now_are_over():
     assert [state.next_return_s(now) for now in (0.0, 9.9, 10.0, 20.0)] == [10.0, 10.0, 20.0, None]
 
 
-def test_a_cached_prompt_leaves_one_token_to_compute():
+def test_a_cached_prompt_leaves_one_token_to_compute() -> None:
     for num_tokens, num_covered in ((32, 16), (33, 32), (34, 32)):
         seen = snapshot([worker("w", covered_blocks=2)])
         plan = plan_route(query(num_tokens), seen, 0.0)
@@ -337,7 +342,7 @@ def test_a_cached_prompt_leaves_one_token_to_compute():
         assert plan.explanation.winner.num_prefill_tokens == num_tokens - num_covered
 
 
-def test_blocks_that_are_there_already_need_no_room():
+def test_blocks_that_are_there_already_need_no_room() -> None:
     full = {"kv_blocks_free": 1, "kv_blocks_per_s": 0.5}
     covered = plan_route(query(64), snapshot([worker("w", covered_blocks=3, **full)]), 0.0)
     assert covered.explanation.winner.queue_s == 0.0
@@ -345,13 +350,13 @@ def test_blocks_that_are_there_already_need_no_room():
     assert lacking.explanation.winner.queue_s == pytest.approx(3 / 0.5)
 
 
-def test_each_modality_that_nobody_encodes_is_named():
+def test_each_modality_that_nobody_encodes_is_named() -> None:
     request = query(image(0), image(1, modality="audio"), image(2, modality="video"), image(3, modality="audio"))
     with pytest.raises(NoCapacity, match=r"^no encoder is available for audio, video$"):
         plan_route(request, snapshot([worker("w")], [encoder("e")]), 0.0)
 
 
-def test_near_equal_workers_are_all_candidates():
+def test_near_equal_workers_are_all_candidates() -> None:
     """The candidates are the workers within the tolerance above the best, and the tie-break chooses among them."""
     workers = [worker(f"w{number}", queued_tokens=number) for number in range(4)]
     seen = [snapshot(workers, tie_break=tie, tolerance=0.02) for tie in (0.0, 0.34, 0.67, 0.99)]
@@ -363,7 +368,7 @@ def test_near_equal_workers_are_all_candidates():
     assert {plan.worker_id for plan in plans} == {"w0", "w1", "w2"}
 
 
-def test_room_that_is_made_by_computing_again_costs_whole_steps():
+def test_room_that_is_made_by_computing_again_costs_whole_steps() -> None:
     """The eight blocks hold 128 tokens: they take two full steps of 64, and no third step for an empty rest."""
     need = PlacementNeed(num_tokens=64, flat_tokens=64.0, num_blocks=8)
     busy = worker("w", max_step_tokens=64, kv_blocks_free=0)
@@ -371,7 +376,7 @@ def test_room_that_is_made_by_computing_again_costs_whole_steps():
     assert found.queue_s == pytest.approx(2 * PREFILL.at(64))
 
 
-def test_rows_of_the_units_before_count_for_a_units_landing():
+def test_rows_of_the_units_before_count_for_a_units_landing() -> None:
     """Three units of one cached item share the link, so the last unit lands when all rows have landed."""
     item = image(0, num_tokens=30)
     item = MediaItem(0, "image", item.mm_hash, item.grid, (10, 10, 10), item.cost, item.part)
@@ -380,13 +385,13 @@ def test_rows_of_the_units_before_count_for_a_units_landing():
     assert found == pytest.approx([HERE.at(rows * ROW_BYTES) for rows in (10, 20, 30)])
 
 
-def test_reports_and_results_of_nothing_in_flight_change_nothing():
+def test_reports_and_results_of_nothing_in_flight_change_nothing() -> None:
     load = InFlight()
     load.acknowledge(MemberId("w0"), [AttemptId(RequestId("nobody's"), 0)])
     assert load.load(MemberId("w0")).num_open == 0
 
 
-def test_blocks_dispatched_in_two_parts_are_pending_until_they_are_acknowledged():
+def test_blocks_dispatched_in_two_parts_are_pending_until_they_are_acknowledged() -> None:
     load, attempt, member = InFlight(), AttemptId(RequestId("r"), 1), MemberId("w0")
     load.add(attempt, member, 10, num_blocks=3)
     load.add(attempt, member, 10, num_blocks=2)
@@ -396,7 +401,7 @@ def test_blocks_dispatched_in_two_parts_are_pending_until_they_are_acknowledged(
     load.check_invariants()
 
 
-def test_a_correction_stays_when_the_member_reports_an_overhead_of_nothing():
+def test_a_correction_stays_when_the_member_reports_an_overhead_of_nothing() -> None:
     cost = LinearCost(Line(0.01, 1e-3))
     cost.anchor(Line(0.01, 1e-3))
     for _ in range(20):
@@ -409,7 +414,7 @@ def test_a_correction_stays_when_the_member_reports_an_overhead_of_nothing():
     assert cost.line.base_s == pytest.approx(learned)
 
 
-def test_what_an_encoder_reports_of_all_its_forwards_ages_from_then():
+def test_what_an_encoder_reports_of_all_its_forwards_ages_from_then() -> None:
     cost = EncoderCost(EncoderCosts(PREPARE, ENCODE))
     assert cost.estimates(0.0)[GENERAL].encode.trust == 0.0
     costs = (EncodeCost("audio", 1e-3, 0.2),)

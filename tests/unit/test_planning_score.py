@@ -1,6 +1,8 @@
 """Tests the score against values that follow by hand from the formulas of the articles in docs/references.md."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -10,7 +12,7 @@ from fabric.errors import NoCapacity
 from fabric.messages import MediaItem
 from router.planning.links import LinkClass
 from router.planning.plan import plan_encoding, plan_route
-from router.planning.views import EncoderCosts, Line
+from router.planning.views import EncoderCosts, EncoderView, Line, RoutePlan, RouteQuery, WorkerView
 
 ENCODE_S = PREPARE.base_s + ENCODE.at(256)
 TRANSFER_S = LINK.at(64 * ROW_BYTES)
@@ -22,17 +24,22 @@ def prefill_s(num_tokens: int) -> float:
     return PREFILL.per_unit_s * num_tokens
 
 
-def plan(request, workers=None, encoders=None, **changes):
+def plan(
+    request: RouteQuery,
+    workers: Sequence[WorkerView] | None = None,
+    encoders: Sequence[EncoderView] | None = None,
+    **changes: Any,
+) -> RoutePlan:
     return plan_route(request, snapshot(workers or [worker("w")], encoders or [encoder("e")], **changes), now=7.0)
 
 
-def test_without_overlap_the_sum_of_encode_transfer_and_prefill_appears():
+def test_without_overlap_the_sum_of_encode_transfer_and_prefill_appears() -> None:
     made = plan(query(image(0), 100))
     assert made.predicted_ttft_s == pytest.approx(ENCODE_S + TRANSFER_S + prefill_s(164) + FIRST_TOKEN_S)
     assert made.explanation.winner.held_s == pytest.approx(LANDING_S)
 
 
-def test_a_long_text_prefix_hides_the_encoding_and_the_maximum_appears():
+def test_a_long_text_prefix_hides_the_encoding_and_the_maximum_appears() -> None:
     hidden = plan(query(500, image(0), 100))
     assert prefill_s(500) > LANDING_S
     assert hidden.predicted_ttft_s == pytest.approx(max(prefill_s(500), LANDING_S) + prefill_s(164) + FIRST_TOKEN_S)
@@ -42,14 +49,14 @@ def test_a_long_text_prefix_hides_the_encoding_and_the_maximum_appears():
     assert shown.predicted_ttft_s == pytest.approx(max(prefill_s(10), LANDING_S) + prefill_s(164) + FIRST_TOKEN_S)
 
 
-def test_the_workers_queue_overlaps_the_encoding_too():
+def test_the_workers_queue_overlaps_the_encoding_too() -> None:
     made = plan(query(image(0), 100), [worker("w", queued_tokens=1000)])
     queued_s = PREFILL.at(1000)
     assert made.predicted_ttft_s == pytest.approx(max(queued_s, LANDING_S) + prefill_s(164) + FIRST_TOKEN_S)
     assert made.lower_bound_s == pytest.approx(LANDING_S + prefill_s(164) + FIRST_TOKEN_S)
 
 
-def test_text_costs_its_prefill_alone_and_weighs_context():
+def test_text_costs_its_prefill_alone_and_weighs_context() -> None:
     assert plan(query(100)).predicted_ttft_s == pytest.approx(prefill_s(100) + FIRST_TOKEN_S)
     deep = plan(query(1000), context_scale_tokens=500.0)
     assert deep.predicted_ttft_s == pytest.approx(prefill_s(1000) * 2 + FIRST_TOKEN_S)
@@ -57,18 +64,18 @@ def test_text_costs_its_prefill_alone_and_weighs_context():
     assert cached.explanation.winner.prefill_s == pytest.approx(prefill_s(200) * (1 + 900 / 500))
 
 
-def test_images_on_one_encoder_land_one_after_the_other():
+def test_images_on_one_encoder_land_one_after_the_other() -> None:
     first, second = plan(query(image(0), image(1))).explanation.winner.items
     assert first.landing_s == pytest.approx(LANDING_S)
     assert second.landing_s == pytest.approx(PREPARE.base_s + ENCODE.at(512) + TRANSFER_S)
 
 
-def test_images_go_to_several_encoders_by_earliest_landing():
+def test_images_go_to_several_encoders_by_earliest_landing() -> None:
     made = plan(query(image(0), image(1), image(2)), encoders=[encoder("a"), encoder("b", queued_cost=100)])
     assert [each.encoder_id for each in made.assignments] == ["a", "b", "a"]
 
 
-def test_waiting_for_the_encoder_overlaps_its_decoding():
+def test_waiting_for_the_encoder_overlaps_its_decoding() -> None:
     slow_decode = EncoderCosts(Line(1.0, 0.0), ENCODE)
     busy = encoder("e", queued_cost=1000, costs=slow_decode)
     (item,) = plan(query(image(0), 10), encoders=[busy]).explanation.winner.items
@@ -97,7 +104,7 @@ def test_pictures_and_sound_of_one_video_may_go_to_two_encoders() -> None:
         plan(query(image(0, modality="video"), image(1, modality="audio")), encoders=[eyes])
 
 
-def test_units_of_a_video_land_one_by_one_and_overlap_inside_it():
+def test_units_of_a_video_land_one_by_one_and_overlap_inside_it() -> None:
     frames = MediaItem(0, "image", "f" * 32, (4, 8, 8), (100, 100, 100, 100), 4000, "p")
     made = plan(query(frames, 10))
     unit_transfer_s = LINK.at(100 * ROW_BYTES)
@@ -109,7 +116,7 @@ def test_units_of_a_video_land_one_by_one_and_overlap_inside_it():
     assert made.predicted_ttft_s < landings[-1] + prefill_s(410) + FIRST_TOKEN_S
 
 
-def test_a_cached_feature_costs_its_transfer_alone():
+def test_a_cached_feature_costs_its_transfer_alone() -> None:
     cached = encoder("b", queued_cost=10_000, cached=frozenset({image(0).mm_hash}))
     made = plan(query(image(0), 10), encoders=[encoder("a"), cached])
     (item,) = made.explanation.winner.items
@@ -117,7 +124,7 @@ def test_a_cached_feature_costs_its_transfer_alone():
     assert item.landing_s == pytest.approx(TRANSFER_S)
 
 
-def test_what_travels_is_as_many_levels_as_the_item_has():
+def test_what_travels_is_as_many_levels_as_the_item_has() -> None:
     """The item is a sound with one level, or a picture with DeepStack levels."""
     for num_levels in (1, 4):
         item = msgspec.structs.replace(image(0), num_levels=num_levels)
@@ -126,7 +133,7 @@ def test_what_travels_is_as_many_levels_as_the_item_has():
         assert terms.transfer_s == pytest.approx(LINK.at(num_levels * 64 * ROW_BYTES))
 
 
-def test_the_same_picture_twice_is_encoded_once():
+def test_the_same_picture_twice_is_encoded_once() -> None:
     made = plan(query(image(0, digit="a"), 5, image(1, digit="a"), 5), encoders=[encoder("a"), encoder("b")])
     first, second = made.explanation.winner.items
     assert first.encoder_id == second.encoder_id
@@ -134,7 +141,7 @@ def test_the_same_picture_twice_is_encoded_once():
     assert (first.load, second.load) == (256, 0)
 
 
-def test_covered_items_are_not_encoded_and_partly_covered_ones_are_encoded_whole():
+def test_covered_items_are_not_encoded_and_partly_covered_ones_are_encoded_whole() -> None:
     request = query(16, image(0), image(1), 40)
     made = plan(request, [worker("w", covered_blocks=7)])
     assert made.covered_items == (0,)
@@ -145,27 +152,27 @@ def test_covered_items_are_not_encoded_and_partly_covered_ones_are_encoded_whole
     assert terms.held_s == pytest.approx(LANDING_S)
 
 
-def test_a_prompt_that_is_all_cached_still_computes_its_last_token():
+def test_a_prompt_that_is_all_cached_still_computes_its_last_token() -> None:
     made = plan(query(64), [worker("w", covered_blocks=4)])
     assert made.explanation.winner.covered_tokens == 48
     assert made.explanation.winner.num_prefill_tokens == 16
 
 
-def test_coverage_beats_a_shorter_queue_by_time_not_by_rank():
+def test_coverage_beats_a_shorter_queue_by_time_not_by_rank() -> None:
     covering, idle = worker("covering", covered_blocks=30, queued_tokens=100), worker("idle")
     assert plan(query(500), [idle, covering]).worker_id == "covering"
     overloaded = covering._replace(queued_tokens=5000)
     assert plan(query(500), [idle, overloaded]).worker_id == "idle"
 
 
-def test_lacking_kv_blocks_count_as_a_queue():
+def test_lacking_kv_blocks_count_as_a_queue() -> None:
     tight = worker("tight", kv_blocks_free=2)
     made = plan(query(160), [tight])
     assert made.explanation.winner.queue_s == pytest.approx(PREFILL.at(8 * 16))
     assert plan(query(160), [tight, worker("roomy", kv_blocks_free=10)]).worker_id == "roomy"
 
 
-def test_links_are_costed_by_class_and_never_filtered():
+def test_links_are_costed_by_class_and_never_filtered() -> None:
     near, far = worker("near", host="h-1/p"), worker("far", host="h-2")
     costs = {LinkClass.SAME_PROCESS: LINK, LinkClass.SAME_HOST: LINK, LinkClass.NETWORK: Line(0.5, 0.0)}
     request = query(image(0), 10)
@@ -175,7 +182,7 @@ def test_links_are_costed_by_class_and_never_filtered():
     assert plan_route(request, busy, 0.0).worker_id == "far"
 
 
-def test_the_explanation_sums_up_and_is_plain_data():
+def test_the_explanation_sums_up_and_is_plain_data() -> None:
     made = plan(query(10, image(0), 100), [worker("a", queued_tokens=5), worker("b", queued_tokens=50)])
     winner, runner_up = made.explanation.winner, made.explanation.runner_up
     assert winner.queue_s + winner.prefill_s + winner.held_s + winner.first_token_s == pytest.approx(winner.ttft_s)
@@ -188,7 +195,7 @@ def test_the_explanation_sums_up_and_is_plain_data():
     assert msgspec.json.encode(made.explanation)
 
 
-def test_near_equals_are_chosen_by_the_tie_break_and_by_fewest_open_attempts():
+def test_near_equals_are_chosen_by_the_tie_break_and_by_fewest_open_attempts() -> None:
     four = [worker(name) for name in "abcd"]
     assert [plan(query(100), four, tie_break=t).worker_id for t in (0.0, 0.3, 0.6, 0.99)] == list("abcd")
     busier = [worker("a", num_open=1), worker("b", num_open=1), worker("c")]
@@ -198,14 +205,14 @@ def test_near_equals_are_chosen_by_the_tie_break_and_by_fewest_open_attempts():
     assert chosen == {"x", "y"}
 
 
-def test_no_worker_is_no_capacity():
+def test_no_worker_is_no_capacity() -> None:
     with pytest.raises(NoCapacity, match="no worker"):
         plan_route(query(10), snapshot([]), 0.0)
     with pytest.raises(NoCapacity, match="no worker"):
         plan_route(query(10, excluded=["w"]), snapshot([worker("w")]), 0.0)
 
 
-def test_no_encoder_for_the_modality_is_no_capacity_that_names_it():
+def test_no_encoder_for_the_modality_is_no_capacity_that_names_it() -> None:
     request = query(10, image(0, modality="audio"), 10)
     with pytest.raises(NoCapacity, match="audio"):
         plan(request)
@@ -215,7 +222,7 @@ def test_no_encoder_for_the_modality_is_no_capacity_that_names_it():
         plan_encoding(request, "w", [0], snapshot([worker("w")], [encoder("e")]))
 
 
-def test_without_an_encoder_a_worker_that_covers_the_media_still_serves():
+def test_without_an_encoder_a_worker_that_covers_the_media_still_serves() -> None:
     request = query(image(0), 40)
     made = plan(
         request,
@@ -225,7 +232,7 @@ def test_without_an_encoder_a_worker_that_covers_the_media_still_serves():
     assert (made.worker_id, made.assignments, made.covered_items) == ("b", (), (0,))
 
 
-def test_items_needed_after_all_go_where_they_land_earliest():
+def test_items_needed_after_all_go_where_they_land_earliest() -> None:
     request = query(10, image(0), image(1), 10)
     state = snapshot([worker("w")], [encoder("a", queued_cost=5000), encoder("b")])
     (terms,) = plan_encoding(request, "w", [1], state)

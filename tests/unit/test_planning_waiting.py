@@ -1,9 +1,11 @@
 """Tests how long a request waits at a worker: the prediction models the worker's steps from its last report."""
 
+from typing import Any
+
 import pytest
 from planning_samples import BLOCK_SIZE, PREFILL, worker
 
-from router.planning.waiting import PlacementNeed, idle_pace, waiting
+from router.planning.waiting import PlacementNeed, Waiting, idle_pace, waiting
 
 DECODE_S = 0.0005
 STEP = {"max_step_tokens": 100, "decode_s": DECODE_S}
@@ -11,16 +13,16 @@ FULL_S = PREFILL.at(100)
 NEED = PlacementNeed(num_tokens=64, flat_tokens=70.0, num_blocks=4)
 
 
-def of(**fields):
+def of(**fields: Any) -> Waiting:
     return waiting(worker("w", **STEP, **fields), NEED, BLOCK_SIZE)
 
 
-def test_an_idle_worker_begins_at_once():
+def test_an_idle_worker_begins_at_once() -> None:
     assert of()[:2] == (0.0, 0.0)
     assert of().pace == idle_pace(worker("w", **STEP), NEED) == PREFILL
 
 
-def test_decodes_make_the_running_step_and_all_others_longer():
+def test_decodes_make_the_running_step_and_all_others_longer() -> None:
     found, step_s = of(num_decoding=20), PREFILL.base_s + 20 * DECODE_S
     assert found.queue_s == pytest.approx(step_s / 2), "its end is half a step away on average"
     assert found.pace.base_s == pytest.approx(step_s)
@@ -29,7 +31,7 @@ def test_decodes_make_the_running_step_and_all_others_longer():
 
 
 @pytest.mark.parametrize(("num_tokens", "num_steps"), [(100, 1), (101, 2), (250, 3)])
-def test_each_step_that_a_prompt_takes_costs(num_tokens, num_steps):
+def test_each_step_that_a_prompt_takes_costs(num_tokens: int, num_steps: int) -> None:
     need = PlacementNeed(num_tokens, 2.0 * num_tokens, 0)
     pace = waiting(worker("w", **STEP), need, BLOCK_SIZE).pace
     expected_s = num_steps * PREFILL.base_s + PREFILL.per_unit_s * need.flat_tokens
@@ -37,7 +39,7 @@ def test_each_step_that_a_prompt_takes_costs(num_tokens, num_steps):
 
 
 @pytest.mark.parametrize(("num_shared", "num_more"), [(0, 0), (36, 0), (37, 1), (99, 1)])
-def test_what_does_not_fit_beside_those_in_front_costs_a_step_more(num_shared, num_more):
+def test_what_does_not_fit_beside_those_in_front_costs_a_step_more(num_shared: int, num_more: int) -> None:
     found = of(queued_tokens=100 + num_shared)
     assert found.shared_s == pytest.approx(num_shared * PREFILL.per_unit_s + num_more * PREFILL.base_s)
     assert found.pace == of().pace, "which it waits for; what comes behind media that land later costs what it costs"
@@ -53,26 +55,26 @@ def test_what_does_not_fit_beside_those_in_front_costs_a_step_more(num_shared, n
         (2 * FULL_S + PREFILL.at(30) + 0.01, 0.0, 0),
     ],
 )
-def test_what_was_in_front_at_the_report_is_computed_since(age_s, queue_s, shared):
+def test_what_was_in_front_at_the_report_is_computed_since(age_s: float, queue_s: float, shared: int) -> None:
     """The 230 tokens take two full steps and a third, which has room for this request unless it has begun."""
     found = of(queued_tokens=230, report_age_s=age_s)
     assert found.queue_s == pytest.approx(queue_s)
     assert found.shared_s == pytest.approx(shared * PREFILL.per_unit_s)
 
 
-def test_what_was_dispatched_since_joins_the_step_that_this_request_joins():
+def test_what_was_dispatched_since_joins_the_step_that_this_request_joins() -> None:
     found = of(queued_tokens=60, pending_tokens=150, num_pending=2)
     assert found.queue_s == pytest.approx(PREFILL.at(60) + FULL_S)
     assert found.shared_s == pytest.approx(PREFILL.at(50)), "and one more: 114 tokens don't fit in it"
 
 
-def test_of_a_burst_onto_an_idle_worker_the_first_is_computed_already():
+def test_of_a_burst_onto_an_idle_worker_the_first_is_computed_already() -> None:
     found = of(pending_tokens=80, num_pending=4)
     assert found.queue_s == pytest.approx(PREFILL.at(20) / 2)
     assert found.shared_s == pytest.approx(PREFILL.at(60))
 
 
-def test_places_and_blocks_come_free_as_sequences_end():
+def test_places_and_blocks_come_free_as_sequences_end() -> None:
     assert of(place_wait_s=3.0).queue_s == 3.0
     assert of(kv_blocks_free=1).queue_s == pytest.approx(PREFILL.at(3 * BLOCK_SIZE))
     assert of(kv_blocks_free=1, kv_blocks_per_s=2.0).queue_s == pytest.approx(1.5)
@@ -80,7 +82,7 @@ def test_places_and_blocks_come_free_as_sequences_end():
 
 
 @pytest.mark.parametrize("part", [0.0, 0.5, 1.0, 2.0])
-def test_what_is_in_front_is_computed_while_a_place_is_waited_for(part):
+def test_what_is_in_front_is_computed_while_a_place_is_waited_for(part: float) -> None:
     begin_s, shared_s, _ = of(queued_tokens=60, pending_tokens=150, num_pending=2)
     wait_s = begin_s + part * shared_s
     found = of(queued_tokens=60, pending_tokens=150, num_pending=2, place_wait_s=wait_s)
@@ -88,7 +90,7 @@ def test_what_is_in_front_is_computed_while_a_place_is_waited_for(part):
     assert found.shared_s == pytest.approx(max(0.0, 1.0 - part) * shared_s)
 
 
-def test_one_more_that_decodes_never_lets_a_request_begin_earlier():
+def test_one_more_that_decodes_never_lets_a_request_begin_earlier() -> None:
     """A property test found this case: with 21 decodes there is room for both tokens ahead of the request, which share
     its first step; with 22 there is not, so they take a step before it, within the wait for a place."""
     line = PREFILL._replace(base_s=0.125, per_unit_s=0.0078125)
@@ -102,7 +104,7 @@ def test_one_more_that_decodes_never_lets_a_request_begin_earlier():
     assert first_s(21) <= first_s(22) <= first_s(23)
 
 
-def test_without_a_limit_all_fits_in_one_step():
+def test_without_a_limit_all_fits_in_one_step() -> None:
     found = waiting(worker("w", queued_tokens=5000), NEED, BLOCK_SIZE)
     assert found.queue_s == pytest.approx(PREFILL.at(5000))
     assert found.pace == pytest.approx(PREFILL)

@@ -195,7 +195,7 @@ async def test_waiting_costs_nothing_while_nothing_changes(monkeypatch: pytest.M
         def count(*args: object) -> bool:
             nonlocal asked
             asked += 1
-            return can_serve(*args)  # type: ignore[arg-type]
+            return can_serve(*args)
 
         monkeypatch.setattr(type(cluster.service.picture), "can_serve", lambda self, *args: count(*args))
         await turns(500)

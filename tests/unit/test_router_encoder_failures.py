@@ -101,7 +101,7 @@ async def test_refusals_of_busy_encoders_are_not_tries_that_failed() -> None:
                 raise error
             return await encode(encoder_id, request, media)
 
-        cluster.pools.encode = answer  # type: ignore[method-assign]
+        cluster.pools.encode = answer
         assert (await read(await cluster.service.open(chat([image(1)]))))[0] == [expected(cluster)]
 
 
@@ -195,7 +195,7 @@ async def test_an_attempt_that_was_dispatched_never_lends_its_number_to_another(
                 raise error
             return await serve(worker_id, request)
 
-        cluster.pools.generate = generate  # type: ignore[method-assign]
+        cluster.pools.generate = generate
         texts, reasons, _ = await read(await cluster.service.open(chat()))
         assert (texts, reasons) == ([expected(cluster)], ["stop"])
         assert attempts == [0, 1, 2]
@@ -331,7 +331,7 @@ async def test_unit_of_nobody_is_ignored() -> None:
         stream = await cluster.service.open(chat())
         await settled(lambda: len(cluster.workers[0].requests) == 1)
         request = cluster.workers[0].requests[0]
-        strange = FeatureNeeded(cluster.workers[0].member_id, request.request_id, 0, (UnitKey("ff", 0),), "preempted")  # type: ignore[arg-type]
+        strange = FeatureNeeded(cluster.workers[0].member_id, request.request_id, 0, (UnitKey("ff", 0),), "preempted")
         cluster.workers[0].plane.send(cluster.plane.address, strange)
         cluster.workers[0].script.resume.set()
         assert (await read(stream))[1] == ["stop"]

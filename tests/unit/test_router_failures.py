@@ -4,6 +4,7 @@ there is one terminal event."""
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from fabric.errors import (
     TransferFailed,
     WorkerLost,
 )
-from fabric.messages import AbortAttempt, TokenFrame
+from fabric.messages import AbortAttempt, EncodeResult, GenerateResult, TokenFrame
 from router.streams import RequestStream
 
 
@@ -233,15 +234,15 @@ async def test_two_dispatches_share_no_context() -> None:
     async with fake_cluster() as cluster:
         generate, encode = cluster.pools.generate, cluster.pools.encode
 
-        async def noting_generate(*args):  # type: ignore[no-untyped-def]
+        async def noting_generate(*args: Any) -> GenerateResult:
             seen.append(mark.get())
             return await generate(*args)
 
-        async def noting_encode(*args):  # type: ignore[no-untyped-def]
+        async def noting_encode(*args: Any) -> EncodeResult:
             seen.append(mark.get())
             return await encode(*args)
 
-        cluster.pools.generate, cluster.pools.encode = noting_generate, noting_encode  # type: ignore[method-assign]
+        cluster.pools.generate, cluster.pools.encode = noting_generate, noting_encode
         mark.set("of the HTTP request")
         await read(await cluster.service.open(chat([image()])))
         assert seen == ["empty", "empty"]

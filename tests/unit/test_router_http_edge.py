@@ -22,7 +22,7 @@ CHAT = "/v1/chat/completions"
 
 @asynccontextmanager
 async def served(**settings: object) -> AsyncIterator[tuple[FakeCluster, httpx.AsyncClient]]:
-    async with fake_cluster(**settings) as cluster:  # type: ignore[arg-type]
+    async with fake_cluster(**settings) as cluster:
         transport = httpx.ASGITransport(create_app(cluster.service))
         async with httpx.AsyncClient(transport=transport, base_url="http://weft") as client:
             yield cluster, client

@@ -73,7 +73,7 @@ async def test_a_picture_is_shown_at_half_its_sides() -> None:
         trace = cluster.service.traces.get(stream.request_id)
         assert trace is not None
         record = trace.to_json()
-        assert record["degraded"][0]["action"] == "reduced"  # type: ignore[index]
+        assert record["degraded"][0]["action"] == "reduced"
         assert record["media"] == [
             {
                 "part": "messages.0.content.0",
@@ -83,7 +83,7 @@ async def test_a_picture_is_shown_at_half_its_sides() -> None:
                 "options": '{"reduction":1}',
             }
         ]
-        names = [event["name"] for event in record["events"]]  # type: ignore[attr-defined]
+        names = [event["name"] for event in record["events"]]
         assert names.index("degraded") < names.index("first_token")
 
 

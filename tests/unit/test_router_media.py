@@ -248,7 +248,7 @@ async def test_low_detail_is_another_plan_of_the_same_picture() -> None:
     seen = {}
     for detail in (None, "auto", "high", "low"):
         part = image(1)
-        part["image_url"] = {**part["image_url"], **({"detail": detail} if detail else {})}  # type: ignore[dict-item]
+        part["image_url"] = {**part["image_url"], **({"detail": detail} if detail else {})}
         (seen[detail],) = (await asked([part, text("?")])).media
     assert seen[None] == seen["auto"] == seen["high"]
     assert seen["high"].options == ""

@@ -235,7 +235,7 @@ async def test_the_sizes_of_the_indexes_are_told() -> None:
         features = (MmHash("m" * 64), MmHash("n" * 64))
         encoder.plane.send(cluster.plane.address, FeatureEvents(encoder.member_id, 1, 1, features, is_snapshot=True))
         await settled(lambda: of("keys", "feature") == 2)
-        worker.handle = lambda message: None  # type: ignore[method-assign]
+        worker.handle = lambda message: None
         tell(7, stored(b"d"))  # Messages 1 to 6 were lost.
         await settled(lambda: of("sources_out_of_step", "prefix") == 1)
         assert of("sources_out_of_step", "feature") == 0

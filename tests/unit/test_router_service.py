@@ -21,6 +21,7 @@ from fabric.errors import (
     WeftError,
 )
 from fabric.messages import AbortAttempt, KvEvents, SamplingParams
+from router.api.request import ChatRequest
 from router.api.response import Usage
 
 
@@ -201,7 +202,7 @@ async def test_a_slow_reader_gets_everything_in_few_pieces_and_delays_nobody() -
         (chat("x", logit_bias={"-1": 1}), InvalidRequest, "logit_bias"),
     ],
 )
-async def test_refused_before_any_member_hears_of_it(request_, kind: type[WeftError], param: str) -> None:  # type: ignore[no-untyped-def]
+async def test_refused_before_any_member_hears_of_it(request_: ChatRequest, kind: type[WeftError], param: str) -> None:
     async with fake_cluster() as cluster:
         with pytest.raises(kind) as caught:
             await cluster.service.open(request_)
@@ -293,7 +294,7 @@ async def test_trace_tells_the_plan_and_every_part() -> None:
         trace = cluster.service.traces.get(stream.request_id)
         assert trace is not None
         record = trace.to_json()
-        names = [event["name"] for event in record["events"]]  # type: ignore[attr-defined]
+        names = [event["name"] for event in record["events"]]
         assert [name for name in names if name in ("received", "planned", "first_token", "finished")] == [
             "received",
             "planned",
@@ -303,7 +304,7 @@ async def test_trace_tells_the_plan_and_every_part() -> None:
         assert names.count("dispatched") == 2
         assert "prefill" in names
         assert (record["label"], record["outcome"], record["finish_reasons"]) == ("mine", "ok", ["stop"])
-        plan = record["plans"][0]["plan"]  # type: ignore[index]
+        plan = record["plans"][0]["plan"]
         assert plan["worker_id"] in {worker.member_id for worker in cluster.workers}
         assert plan["explanation"]["winner"]["ttft_s"] == plan["predicted_ttft_s"]
         assert plan["explanation"]["runner_up"]["worker_id"] != plan["worker_id"]

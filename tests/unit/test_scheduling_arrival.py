@@ -9,14 +9,14 @@ from scheduling_cases import image, positions, request, unit
 from fabric.errors import ContextLengthExceeded, FeatureMismatch, InvalidRequest, ProtocolError, WeftError
 from fabric.messages import GenerateRequest, PlaceholderRange, StopConditions
 from llm_workers.config import WorkerConfig
-from llm_workers.scheduling.arrival import prepare
+from llm_workers.scheduling.arrival import Arrival, prepare
 from llm_workers.scheduling.layout import PromptLayout
 
 CONFIG = WorkerConfig(block_size=4, num_blocks=16)
 MAX_MODEL_LEN = 100
 
 
-def arrive(of: GenerateRequest, config: WorkerConfig = CONFIG):
+def arrive(of: GenerateRequest, config: WorkerConfig = CONFIG) -> Arrival:
     return prepare(of, positions(of), config, MAX_MODEL_LEN, 0.0)
 
 

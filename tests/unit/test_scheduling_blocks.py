@@ -17,7 +17,7 @@ def hashes(text: str) -> list[BlockHash]:
     return [BlockHash(letter.encode() * 16) for letter in text]
 
 
-def stored(pool: BlockPool, owner, text: str, parent: BlockHash | None = None) -> list[int]:
+def stored(pool: BlockPool, owner: SequenceId, text: str, parent: BlockHash | None = None) -> list[int]:
     """Allocates blocks of `owner`, publishes them under one letter of `text` each, and returns them."""
     return pool.publish(owner, parent, pool.allocate(owner, len(text)), hashes(text))
 

@@ -52,7 +52,7 @@ def test_a_slot_counts_what_the_arena_counts(payload: int) -> None:
 
 
 def blocks(count: int, **more: object) -> WorkerConfig:
-    return WorkerConfig(num_blocks=count, block_size=4, **more)  # type: ignore[arg-type]
+    return WorkerConfig(num_blocks=count, block_size=4, **more)
 
 
 def test_the_smallest_pool_that_is_enough() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from scheduling_cases import Bench, attempt_id, request, sequence_id, unit
@@ -55,13 +56,15 @@ def operations(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> Counter[str]:
 
 
 @pytest.mark.parametrize("fields", [{}, {"priority": 1}, {"cache_salt": "tenant"}])
-def test_a_step_looks_at_no_more_of_a_hundred_than_of_ten(monkeypatch, fields) -> None:
+def test_a_step_looks_at_no_more_of_a_hundred_than_of_ten(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
     few, many = (operations(monkeypatch, crowded(count, **fields)) for count in (10, 100))
     assert few == many
     assert few["lookup"] <= 2 * MAX_PASSED_OVER
 
 
-def test_each_user_a_salt_of_its_own(monkeypatch) -> None:
+def test_each_user_a_salt_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = crowded(0), crowded(0)
     for bench, count in ((few, 10), (many, 100)):
         for number in range(count):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Self
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,7 +15,8 @@ from fabric.errors import ConfigError
 from fabric.messages import SamplingParams, StopConditions
 from llm_workers.config import Speculation
 from llm_workers.scheduling.drafts import propose
-from llm_workers.scheduling.plan import StepResult
+from llm_workers.scheduling.events import StepEvents
+from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.token_counts import TokenCounts
 
 THREE = Speculation(max_tokens=3, min_ngram=2, max_ngram=4)
@@ -38,7 +42,7 @@ def proposed(token_ids: list[int], num_tokens: int = 3, min_ngram: int = 2, max_
         ([3], []),
     ],
 )
-def test_what_followed_the_last_of_the_longest_matches(token_ids, expected) -> None:
+def test_what_followed_the_last_of_the_longest_matches(token_ids: list[int], expected: list[int]) -> None:
     assert proposed(token_ids) == expected
 
 
@@ -48,7 +52,7 @@ def test_what_followed_the_last_of_the_longest_matches(token_ids, expected) -> N
     min_ngram=st.integers(1, 3),
     more=st.integers(0, 3),
 )
-def test_against_a_plain_search(token_ids, num_tokens, min_ngram, more) -> None:
+def test_against_a_plain_search(token_ids: list[int], num_tokens: int, min_ngram: int, more: int) -> None:
     expected: list[int] = []
     for length in range(min_ngram, min_ngram + more + 1):
         for end in range(length, len(token_ids)):
@@ -64,7 +68,7 @@ def decoding(bench: Bench, token: int = 3, **fields: object) -> None:
     bench.step(token)
 
 
-def answer(bench: Bench, plan, *tokens: int):
+def answer(bench: Bench, plan: StepPlan, *tokens: int) -> StepEvents:
     (chunk,) = plan.chunks
     events = bench.scheduler.commit(plan, StepResult({chunk.sequence_id: tuple(chunk.accepted(tokens))}))
     bench.scheduler.check_invariants()
@@ -150,8 +154,8 @@ def test_min_tokens_bars_as_many_draws_as_are_left() -> None:
 
 
 @given(prompt=st.lists(st.integers(0, 4)), said=st.lists(st.integers(0, 6)), ahead=st.lists(st.integers(0, 8)))
-def test_counts_ahead_are_those_of_the_longer_text(prompt, said, ahead) -> None:
-    def as_dict(counts) -> dict[int, int]:
+def test_counts_ahead_are_those_of_the_longer_text(prompt: list[int], said: list[int], ahead: list[int]) -> None:
+    def as_dict(counts: TokenCounts) -> dict[int, int]:
         return dict(zip(counts.ids.tolist(), counts.num_generated.tolist(), strict=True))
 
     counts = TokenCounts(np.array(prompt, dtype=np.int64), np.array(said, dtype=np.int64))
@@ -162,17 +166,17 @@ def test_counts_ahead_are_those_of_the_longer_text(prompt, said, ahead) -> None:
 
 
 @pytest.mark.parametrize("numbers", [(-1, 2, 4), (3, 0, 4), (3, 3, 2)])
-def test_numbers_that_mean_nothing_are_refused(numbers) -> None:
+def test_numbers_that_mean_nothing_are_refused(numbers: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="speculation"):
         Speculation(*numbers)
 
 
 def test_a_sequence_with_a_grammar_does_not_guess() -> None:
     class Anything:
-        def fork(self):
+        def fork(self) -> Self:
             return self
 
-        def advance(self, token_ids) -> None:
+        def advance(self, token_ids: Sequence[int]) -> None:
             pass
 
     bench = Bench(speculation=THREE)

@@ -7,13 +7,15 @@ import pytest
 from scheduling_cases import Bench, attempt_id, positions, request, sequence_id, unit
 
 from fabric.errors import FeatureMismatch, ProtocolError
+from fabric.ids import UnitKey
 from fabric.messages import SamplingParams, StopConditions
 from kv_index.block_hashing import prompt_block_hashes
+from llm_workers.scheduling.events import StepEvents
 from llm_workers.scheduling.plan import NO_BLOCK, StepResult
 from llm_workers.scheduling.timing import Stopwatch
 
 
-def finish(bench: Bench, token: int = 7):
+def finish(bench: Bench, token: int = 7) -> StepEvents:
     """Runs steps until something finishes, and returns the events of the last step."""
     for _ in range(200):
         events = bench.commit(bench.plan(), token)
@@ -47,7 +49,7 @@ def test_a_full_hit_is_cut_by_one_token() -> None:
 
 
 @pytest.mark.parametrize(("num_image_tokens", "missing"), [(20, ()), (28, (unit("image"),))])
-def test_units_that_lie_in_cached_kv_are_not_needed(num_image_tokens: int, missing) -> None:
+def test_units_that_lie_in_cached_kv_are_not_needed(num_image_tokens: int, missing: tuple[UnitKey, ...]) -> None:
     """The prompt hits 32 of its 40 tokens: an image in [8, 28) is not needed, and one in [8, 36) is needed for its
     rest."""
     images = [("image", 8, num_image_tokens)]
@@ -80,7 +82,7 @@ def test_findable_blocks_have_the_hashes_that_routers_compute() -> None:
 
 
 @pytest.mark.parametrize("is_prefix_cache_enabled", [True, False])
-def test_choices_wait_for_the_first_and_take_over_its_blocks(is_prefix_cache_enabled) -> None:
+def test_choices_wait_for_the_first_and_take_over_its_blocks(is_prefix_cache_enabled: bool) -> None:
     """The prompt is computed once; the other choices compute only the last token, for its logits. They share the block
     of that token too, until a choice writes behind the prompt: then the block is copied."""
     bench = Bench(is_prefix_cache_enabled=is_prefix_cache_enabled)

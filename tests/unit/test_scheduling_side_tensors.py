@@ -3,12 +3,15 @@ replaces which."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from scheduling_cases import Bench, attempt_id, request, sequence_id
 
 from fabric.errors import ProtocolError
-from fabric.ids import BlockHash
+from fabric.ids import BlockHash, SequenceId
 from llm_workers.scheduling.blocks import BlockPool
+from llm_workers.scheduling.plan import Chunk
 
 A, B = sequence_id("a"), sequence_id("b")
 TALKER = frozenset({"talker"})
@@ -19,7 +22,9 @@ def hashes(text: str) -> list[BlockHash]:
     return [BlockHash(letter.encode() * 16) for letter in text]
 
 
-def publish(pool: BlockPool, owner, text: str, names: frozenset[str] = frozenset()) -> tuple[list[int], list[int]]:
+def publish(
+    pool: BlockPool, owner: SequenceId, text: str, names: frozenset[str] = frozenset()
+) -> tuple[list[int], list[int]]:
     blocks = pool.allocate(owner, len(text))
     return blocks, pool.publish(owner, None, blocks, hashes(text), names)
 
@@ -85,7 +90,7 @@ def serve(bench: Bench, name: str, prompt: list[int], *side_names: str) -> int:
     return hits
 
 
-def bench_chunks(bench: Bench):
+def bench_chunks(bench: Bench) -> Iterator[Chunk]:
     while True:
         plan = bench.plan()
         if not plan.chunks:

@@ -16,7 +16,9 @@ from scheduling_cases import Bench, request
     max_sequences=st.integers(2, 8),
     step_tokens=st.integers(8, 64),
 )
-def test_a_single_request_behind_a_crowd_comes_in_its_turn(num_crowd, length, own, max_sequences, step_tokens):
+def test_a_single_request_behind_a_crowd_comes_in_its_turn(
+    num_crowd: int, length: int, own: int, max_sequences: int, step_tokens: int
+) -> None:
     """The request waits for those that run and for as many tokens of the crowd as its own, but not for the whole
     crowd."""
     bench = Bench(block_size=4, num_blocks=700, max_step_tokens=step_tokens, max_sequences=max_sequences)
@@ -38,7 +40,7 @@ def test_a_single_request_behind_a_crowd_comes_in_its_turn(num_crowd, length, ow
     assert bench.scheduler.stats().num_running == 0
 
 
-def test_without_tenants_age_decides():
+def test_without_tenants_age_decides() -> None:
     bench = Bench(max_step_tokens=8, max_sequences=8, block_size=4)
     for name, age in (("b", 2.0), ("a", 1.0), ("c", 3.0)):
         bench.add(request(name, 4, age=age))
@@ -46,7 +48,7 @@ def test_without_tenants_age_decides():
 
 
 @pytest.mark.parametrize(("priority", "expected"), [(0, ["old", "young"]), (-1, ["young"])])
-def test_priority_comes_before_turns(priority, expected):
+def test_priority_comes_before_turns(priority: int, expected: list[str]) -> None:
     bench = Bench(max_step_tokens=8, max_sequences=8, block_size=4)
     bench.add(request("old", 4, age=1.0, cache_salt="a"))
     bench.add(request("young", 8 if priority else 4, age=2.0, cache_salt="b", priority=priority))

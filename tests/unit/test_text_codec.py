@@ -85,7 +85,7 @@ def test_a_deeply_nested_message_is_refused(codec: TextCodec) -> None:
         codec.render([{"role": "user", "content": content}])
     # The loop takes the content apart from outside in, because freeing it at once would recurse as deep.
     while content:
-        content = content.pop()  # type: ignore[assignment]
+        content = content.pop()
 
 
 def test_the_end_of_turn_is_known(codec: TextCodec) -> None:

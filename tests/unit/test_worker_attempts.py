@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fabric.errors import FeatureMismatch
 from fabric.ids import MemberId, MmHash, RequestId, SequenceId, UnitKey
 from fabric.messages import GenerateRequest, SamplingParams, StopConditions
@@ -11,7 +13,7 @@ from llm_workers.scheduling.events import AdmittedSequences, FinishedSequence, S
 WORKER = MemberId("worker-1")
 
 
-def request(num_choices=1, emitted=()):
+def request(num_choices: int = 1, emitted: tuple[Any, ...] = ()) -> GenerateRequest:
     return GenerateRequest(
         request_id=RequestId("r"),
         attempt=2,
@@ -28,15 +30,17 @@ def request(num_choices=1, emitted=()):
     )
 
 
-def sequence(choice):
+def sequence(choice: int) -> SequenceId:
     return SequenceId(RequestId("r"), 2, choice)
 
 
-def finished(choice, num_tokens=5, cached=0, times=(0.1, 0.2, 0.3, 0.4)):
+def finished(
+    choice: int, num_tokens: int = 5, cached: int = 0, times: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4)
+) -> FinishedSequence:
     return FinishedSequence(sequence(choice), "stop", num_tokens, 40, cached, SequenceTimes(*times))
 
 
-def test_choices_end_one_by_one_and_times_are_joined():
+def test_choices_end_one_by_one_and_times_are_joined() -> None:
     attempt = OpenAttempt(WORKER, request(num_choices=3), 10.0)
     unit = UnitKey(MmHash("ab"), 0)
     attempt.admitted(AdmittedSequences((sequence(0), sequence(1), sequence(2)), 16, (unit,), "not_covered"), 10.1)
@@ -66,7 +70,7 @@ def test_choices_end_one_by_one_and_times_are_joined():
     assert result.error is None
 
 
-def test_a_migrated_attempt_counts_tokens_of_the_former():
+def test_a_migrated_attempt_counts_tokens_of_the_former() -> None:
     attempt = OpenAttempt(WORKER, request(num_choices=2, emitted=((1, 2, 3), ())), 0.0)
     attempt.admitted(AdmittedSequences((sequence(1),), 0, (), "not_covered", (finished(0, num_tokens=3),)), 0.1)
     assert attempt.open_choices == [1]
@@ -74,7 +78,7 @@ def test_a_migrated_attempt_counts_tokens_of_the_former():
     assert [c.num_tokens for c in attempt.result().choices] == [3, 0]
 
 
-def test_the_trace_is_in_the_order_of_time_and_bounded():
+def test_the_trace_is_in_the_order_of_time_and_bounded() -> None:
     attempt = OpenAttempt(WORKER, request(), 0.0)
     attempt.note("unit_landed", 5.0)
     for at in range(4 * MAX_PREFILL_EVENTS):

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 from scheduling_cases import reference
 
 from fabric.clock import SystemClock
-from fabric.errors import EngineFailed, InvalidRequest, WorkerLost
+from fabric.errors import EngineFailed, InvalidRequest, WeftError, WorkerLost
 from fabric.ids import AttemptId, MemberId, MmHash, RequestId, UnitKey
 from fabric.messages import GenerateRequest, MediaItem, PlaceholderRange, SamplingParams, StopConditions
 from llm_workers.config import WorkerConfig
 from llm_workers.device_errors import PROBE_ID, is_device_error, probe_plan
 from llm_workers.engine import MAX_FAILED_STEPS, Engine
-from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, Splice, StepResult
+from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, Splice, StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
+from llm_workers.updates import LetGo, Update
 from modalities.family import Positions
 
 UNIT = UnitKey(MmHash("ab"), 0)
 
 
-def request(name, num_tokens=3, with_unit=False, attempt=0):
+def request(name: str, num_tokens: int = 3, with_unit: bool = False, attempt: int = 0) -> GenerateRequest:
     media = (MediaItem(0, "image", UNIT.mm_hash, (1, 4, 4), (4,), 16, "p"),) if with_unit else ()
     runs = (PlaceholderRange(6, 4, 0, 0, 0),) if with_unit else ()
     return GenerateRequest(
@@ -50,14 +53,14 @@ class Executor:
     """Draws 100 + draw index. Requests whose ids are in `broken` raise, those in `infinite` give a negative token, and
     `fails` may raise for any plan."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.broken, self.infinite = set(), set()
         self.not_finite = {}
         """Maps request ids to the position that spoils their chunks."""
-        self.fails = lambda plan: None
+        self.fails: Callable[[StepPlan], None] = lambda plan: None
         self.plans = []
 
-    def execute(self, plan):
+    def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         self.fails(plan)
         if any(chunk.sequence_id.request_id in self.broken for chunk in plan.chunks):
@@ -76,12 +79,12 @@ class Executor:
         )
 
     @property
-    def num_probes(self):
+    def num_probes(self) -> int:
         return sum(plan.chunks[0].sequence_id == PROBE_ID for plan in self.plans)
 
 
-def raising(error):
-    def fails(plan):
+def raising(error: Exception) -> Callable[[StepPlan], None]:
+    def fails(plan: StepPlan) -> None:
         raise error
 
     return fails
@@ -90,29 +93,29 @@ def raising(error):
 class Watched:
     """A `Watched` runs an engine and collects its updates until something is true."""
 
-    def __init__(self, **config):
+    def __init__(self, **config: Any) -> None:
         self.executor, self._updates = Executor(), queue.SimpleQueue()
         clock = SystemClock()
         scheduler = Scheduler(WorkerConfig(block_size=4, num_blocks=64, **config), 1000, clock)
         self.engine = Engine(scheduler, self.executor, clock, self._updates.put)
         self.seen = []
 
-    def until(self, is_true):
+    def until(self, is_true: Callable[[], object]) -> Update:
         while not is_true():
             self.seen.append(self._updates.get(timeout=10.0))
         return self.seen[-1]
 
-    def tokens(self, name):
+    def tokens(self, name: str) -> list[int]:
         frames = [t for u in self.seen if u.events for t in u.events.tokens if t.sequence_id.request_id == name]
         return [token for frame in frames for token in frame.token_ids]
 
-    def finished(self):
+    def finished(self) -> dict[RequestId, str]:
         return {f.sequence_id.request_id: f.finish_reason for u in self.seen if u.events for f in u.events.finished}
 
-    def failed(self):
+    def failed(self) -> dict[RequestId, WeftError]:
         return {f.attempt.request_id: f.error for u in self.seen for f in u.failed}
 
-    def deaths(self):
+    def deaths(self) -> list[WeftError]:
         return [u.death for u in self.seen if u.death]
 
     def released(self):
@@ -123,14 +126,14 @@ class Watched:
 
 
 @pytest.fixture
-def watched():
+def watched() -> Iterator[Watched]:
     watched = Watched()
     watched.engine.start()
     yield watched
     watched.engine.stop()
 
 
-def test_requests_run_to_their_end_and_leave_nothing(watched):
+def test_requests_run_to_their_end_and_leave_nothing(watched: Watched) -> None:
     for name in "ab":
         watched.engine.add(request(name), POSITIONS)
     watched.until(lambda: len(watched.finished()) == 2)
@@ -148,7 +151,7 @@ def test_requests_run_to_their_end_and_leave_nothing(watched):
     assert snapshot.last_seq == len(stored)
 
 
-def test_one_poisoned_request_ends_alone(watched):
+def test_one_poisoned_request_ends_alone(watched: Watched) -> None:
     watched.executor.broken, watched.executor.infinite = {"b"}, {"d"}
     for name in "abcd":
         watched.engine.add(request(name), POSITIONS)
@@ -162,7 +165,7 @@ def test_one_poisoned_request_ends_alone(watched):
 
 
 @pytest.mark.parametrize("num_requests", [1, 4])
-def test_a_device_that_fails_for_good_loses_the_worker_and_no_request(num_requests):
+def test_a_device_that_fails_for_good_loses_the_worker_and_no_request(num_requests: int) -> None:
     watched = Watched()
     watched.executor.fails = raising(RuntimeError("it has gone"))
     for number in range(num_requests):
@@ -177,7 +180,7 @@ def test_a_device_that_fails_for_good_loses_the_worker_and_no_request(num_reques
     watched.engine.stop()
 
 
-def test_an_error_of_the_device_needs_no_probe_the_second_time(watched):
+def test_an_error_of_the_device_needs_no_probe_the_second_time(watched: Watched) -> None:
     watched.executor.fails = raising(OutOfMemoryError("out of memory"))
     watched.engine.add(request("a"), POSITIONS)
     watched.until(watched.deaths)
@@ -186,10 +189,10 @@ def test_an_error_of_the_device_needs_no_probe_the_second_time(watched):
     assert watched.executor.num_probes == 0
 
 
-def test_a_step_too_large_for_its_memory_is_computed_in_parts():
+def test_a_step_too_large_for_its_memory_is_computed_in_parts() -> None:
     watched = Watched()
 
-    def fails(plan):
+    def fails(plan: StepPlan) -> None:
         if len(plan.chunks) > 1:
             raise OutOfMemoryError("out of memory")
 
@@ -204,7 +207,7 @@ def test_a_step_too_large_for_its_memory_is_computed_in_parts():
     watched.engine.stop()
 
 
-def test_several_poisoned_requests_in_one_step_do_not_cost_the_worker():
+def test_several_poisoned_requests_in_one_step_do_not_cost_the_worker() -> None:
     watched = Watched()
     watched.executor.broken = {"a", "b"}
     for name in "abc":
@@ -217,7 +220,7 @@ def test_several_poisoned_requests_in_one_step_do_not_cost_the_worker():
     watched.engine.stop()
 
 
-def test_a_poisoned_request_that_runs_alone_fails_alone(watched):
+def test_a_poisoned_request_that_runs_alone_fails_alone(watched: Watched) -> None:
     watched.executor.broken = {"a"}
     watched.engine.add(request("a"), POSITIONS)
     watched.until(watched.failed)
@@ -227,7 +230,7 @@ def test_a_poisoned_request_that_runs_alone_fails_alone(watched):
     assert watched.deaths() == []
 
 
-def test_one_answer_that_is_not_finite_is_probed_and_ends_alone(watched):
+def test_one_answer_that_is_not_finite_is_probed_and_ends_alone(watched: Watched) -> None:
     watched.executor.infinite = {"a"}
     watched.engine.add(request("a"), POSITIONS)
     watched.until(watched.failed)
@@ -235,7 +238,7 @@ def test_one_answer_that_is_not_finite_is_probed_and_ends_alone(watched):
     watched.engine.check_health()
 
 
-def test_a_chunk_that_is_not_finite_is_not_found_though_nothing_was_drawn_from_it():
+def test_a_chunk_that_is_not_finite_is_not_found_though_nothing_was_drawn_from_it() -> None:
     """The prompt is computed in chunks of 8, and the second chunk is spoiled. The blocks that the first chunk wrote may
     be found, and the neighbour continues; the unit that the spoiled chunk read is released and no longer trusted."""
     watched = Watched(max_step_tokens=8, max_sequences=2)
@@ -260,7 +263,7 @@ def test_a_chunk_that_is_not_finite_is_not_found_though_nothing_was_drawn_from_i
         watched.engine.stop()
 
 
-def test_a_neighbour_of_a_chunk_that_is_not_finite_goes_on(watched):
+def test_a_neighbour_of_a_chunk_that_is_not_finite_goes_on(watched: Watched) -> None:
     watched.executor.not_finite = {"b": 0}
     for name in "abc":
         watched.engine.add(request(name), POSITIONS)
@@ -270,7 +273,7 @@ def test_a_neighbour_of_a_chunk_that_is_not_finite_goes_on(watched):
     assert list(watched.failed()) == ["b"]
 
 
-def test_a_device_that_gives_no_finite_number_loses_the_worker(watched):
+def test_a_device_that_gives_no_finite_number_loses_the_worker(watched: Watched) -> None:
     watched.executor.infinite = {"a", PROBE_ID.request_id}
     watched.engine.add(request("a"), POSITIONS)
     watched.until(watched.deaths)
@@ -278,7 +281,7 @@ def test_a_device_that_gives_no_finite_number_loses_the_worker(watched):
     assert watched.failed() == {}
 
 
-def test_requests_that_fail_in_a_row_although_probes_go_well_end_the_worker(watched):
+def test_requests_that_fail_in_a_row_although_probes_go_well_end_the_worker(watched: Watched) -> None:
     watched.executor.broken = {f"r{number}" for number in range(MAX_FAILED_STEPS)}
     for number in range(MAX_FAILED_STEPS):
         watched.engine.check_health()
@@ -288,7 +291,7 @@ def test_requests_that_fail_in_a_row_although_probes_go_well_end_the_worker(watc
     assert len(watched.failed()) == MAX_FAILED_STEPS - 1
 
 
-def test_a_success_between_them_is_counted(watched):
+def test_a_success_between_them_is_counted(watched: Watched) -> None:
     for number in range(2 * MAX_FAILED_STEPS):
         name = f"r{number}"
         if number % MAX_FAILED_STEPS:
@@ -298,10 +301,10 @@ def test_a_success_between_them_is_counted(watched):
     watched.engine.check_health()
 
 
-def test_a_fault_of_the_books_loses_the_worker_too(watched):
+def test_a_fault_of_the_books_loses_the_worker_too(watched: Watched) -> None:
     """Any error that ends the engine is reported as `WorkerLost`, so its requests may continue elsewhere."""
 
-    def plan_step():
+    def plan_step() -> None:
         raise AssertionError("the books are wrong")
 
     watched.engine._scheduler.plan_step = plan_step
@@ -324,11 +327,11 @@ def test_a_fault_of_the_books_loses_the_worker_too(watched):
         (ValueError("token 9 is not in the vocabulary"), False),
     ],
 )
-def test_errors_of_the_device_are_told_from_others(error, is_devices):
+def test_errors_of_the_device_are_told_from_others(error: Exception, is_devices: bool) -> None:
     assert is_device_error(error) == is_devices
 
 
-def test_a_probe_has_nothing_of_the_request_and_writes_where_nobody_reads():
+def test_a_probe_has_nothing_of_the_request_and_writes_where_nobody_reads() -> None:
     watched = Watched()
     watched.executor.broken = {"a"}
     watched.engine.add(request("a", with_unit=True), POSITIONS)
@@ -345,7 +348,7 @@ def test_a_probe_has_nothing_of_the_request_and_writes_where_nobody_reads():
     assert probe_plan(watched.executor.plans[-2], failed, 3).chunks[0].sampling == SamplingParams(temperature=0.0)
 
 
-def test_a_probe_leaves_the_prefix_cache_alone():
+def test_a_probe_leaves_the_prefix_cache_alone() -> None:
     """The last token of a prompt that is wholly found is computed into a block that other sequences read."""
     watched = Watched()
     watched.engine.start()
@@ -362,7 +365,7 @@ def test_a_probe_leaves_the_prefix_cache_alone():
     assert probe.block_ids[0] not in published
 
 
-def test_grammars_that_break_in_a_row_are_not_the_workers_fault(watched):
+def test_grammars_that_break_in_a_row_are_not_the_workers_fault(watched: Watched) -> None:
     watched.executor.execute = lambda plan: StepResult(
         {chunk.sequence_id: (BROKEN_GRAMMAR_TOKEN,) for chunk in plan.chunks}
     )
@@ -375,7 +378,7 @@ def test_grammars_that_break_in_a_row_are_not_the_workers_fault(watched):
     watched.engine.check_health()
 
 
-def test_a_refused_request_is_answered(watched):
+def test_a_refused_request_is_answered(watched: Watched) -> None:
     watched.engine.add(request("a"), Positions(np.arange(3)[None], 0))
     watched.engine.add(request("b"), POSITIONS)
     watched.until(lambda: "b" in watched.finished())
@@ -401,7 +404,7 @@ def test_every_reference_is_given_back_once(watched):
     assert all(not released.missed_by for released in watched.released())
 
 
-def test_an_evicted_unit_is_missed_by_those_that_need_it():
+def test_an_evicted_unit_is_missed_by_those_that_need_it() -> None:
     watched = Watched()
     commands = watched.engine
     commands.add(request("a", with_unit=True), POSITIONS)
@@ -422,7 +425,7 @@ def test_an_evicted_unit_is_missed_by_those_that_need_it():
         commands.stop()
 
 
-def test_commands_in_one_turn_keep_their_order():
+def test_commands_in_one_turn_keep_their_order() -> None:
     watched = Watched()
     for attempt in range(3):
         watched.engine.add(request("a", attempt=attempt), POSITIONS)

@@ -35,11 +35,11 @@ def test_unknown_until_a_step_was_seen():
     assert numbers(StepCosts()) == (0.0, 0.0, 0.0)
 
 
-def test_the_first_steps_are_fitted_exactly():
+def test_the_first_steps_are_fitted_exactly() -> None:
     assert numbers(fitted()) == pytest.approx(TRUE)
 
 
-def test_steps_in_no_time_say_nothing():
+def test_steps_in_no_time_say_nothing() -> None:
     """A clock that stands still gives such steps."""
     costs = StepCosts()
     costs.fit([(work, 0.0) for work in KINDS])
@@ -50,7 +50,7 @@ def test_steps_in_no_time_say_nothing():
     assert predicted_s(costs, StepWork(0, 16.0)) == pytest.approx(0.01, rel=0.1)
 
 
-def test_what_comes_out_negative_is_next_to_nothing_and_nothing_is_ever_zero():
+def test_what_comes_out_negative_is_next_to_nothing_and_nothing_is_ever_zero() -> None:
     costs = StepCosts()
     costs.fit([(StepWork(0, 1.0), 0.010), (StepWork(0, 100.0), 0.002), (StepWork(4, 0.0), 0.010)])
     assert min(numbers(costs)) > 0.0
@@ -58,21 +58,21 @@ def test_what_comes_out_negative_is_next_to_nothing_and_nothing_is_ever_zero():
 
 
 @pytest.mark.parametrize("work", [StepWork(1, 0.0), StepWork(0, 64.0), StepWork(3, 200.0)])
-def test_a_worker_that_was_never_calibrated_learns_from_its_steps(work):
+def test_a_worker_that_was_never_calibrated_learns_from_its_steps(work: StepWork) -> None:
     costs = StepCosts()
     for number in range(20):
         costs.observe(work, true_s(work), 0.1 * number)
     assert predicted_s(costs, work) == pytest.approx(true_s(work), rel=0.02)
 
 
-def test_steps_of_one_kind_leave_what_is_known_of_the_others():
+def test_steps_of_one_kind_leave_what_is_known_of_the_others() -> None:
     costs = fitted()
     for number in range(5000):
         costs.observe(StepWork(1, 0.0), true_s(StepWork(1, 0.0)), 0.003 * number)
     assert numbers(costs) == pytest.approx(TRUE, rel=0.01)
 
 
-def test_a_slower_machine_is_learned_from_any_mixture_of_steps():
+def test_a_slower_machine_is_learned_from_any_mixture_of_steps() -> None:
     costs, rng = fitted(), random.Random(5)
     for number in range(400):
         work = StepWork(rng.choice([0, 1, 4, 16]), rng.choice([0.0, 30.0, 300.0]) + 1.0)
@@ -81,7 +81,7 @@ def test_a_slower_machine_is_learned_from_any_mixture_of_steps():
         assert predicted_s(costs, work) == pytest.approx(true_s(work, factor=3.0), rel=0.2)
 
 
-def test_a_pause_in_one_step_moves_little():
+def test_a_pause_in_one_step_moves_little() -> None:
     costs = fitted()
     for number in range(100):
         costs.observe(StepWork(2, 0.0), true_s(StepWork(2, 0.0)), 0.01 * number)
@@ -89,7 +89,7 @@ def test_a_pause_in_one_step_moves_little():
     assert predicted_s(costs, StepWork(2, 0.0)) < 1.05 * true_s(StepWork(2, 0.0))
 
 
-def test_a_busy_minute_is_outweighed_by_a_few_steps_after_a_silence():
+def test_a_busy_minute_is_outweighed_by_a_few_steps_after_a_silence() -> None:
     """Ten thousand steps of a busy time count no more than their age permits."""
     costs, decode = fitted(), StepWork(1, 0.0)
     for number in range(10_000):
@@ -101,7 +101,7 @@ def test_a_busy_minute_is_outweighed_by_a_few_steps_after_a_silence():
     assert predicted_s(costs, decode) < 1.3 * true_s(decode)
 
 
-def test_without_a_silence_it_takes_as_many_steps_as_are_remembered():
+def test_without_a_silence_it_takes_as_many_steps_as_are_remembered() -> None:
     costs, decode = fitted(), StepWork(1, 0.0)
     for number in range(1000):
         costs.observe(decode, true_s(decode, factor=3.0), 0.006 * number)
