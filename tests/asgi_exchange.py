@@ -38,7 +38,7 @@ class Exchange:
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 80),
         }
-        self.task = asyncio.create_task(app(scope, self._receive, self._send))  # type: ignore[arg-type]
+        self.task = asyncio.create_task(app(scope, self._receive, self._send))
 
     def feed(self, piece: bytes, is_last: bool = True) -> Exchange:
         self._incoming.put_nowait({"type": "http.request", "body": piece, "more_body": not is_last})

@@ -34,7 +34,7 @@ class ClusterProcess:
     """The environment that the cluster is started with contains this value."""
 
     def client(self, **options: object) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=120, **options)  # type: ignore[arg-type]
+        return httpx.Client(base_url=self.url, timeout=120, **options)
 
     def metrics(self) -> dict[str, float]:
         """Returns the values of all samples of /metrics by the sample's name with its labels."""

@@ -147,4 +147,4 @@ def write_model(model_dir: Path) -> Path:
 
 
 def _sample(num_points: int) -> CalibrationSample:
-    return CalibrationSample(PointHeader(num_points), np.zeros((num_points, 3), np.float32).tobytes())  # type: ignore[arg-type]
+    return CalibrationSample(PointHeader(num_points), np.zeros((num_points, 3), np.float32).tobytes())

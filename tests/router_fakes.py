@@ -104,7 +104,12 @@ class TinyFamily:
     def placeholder_text(self, modality: str) -> str:
         return "<|image|>"
 
-    def expand(self, token_ids: Sequence[int], plans: Sequence[ItemPlan], tokenize: object = None) -> ExpandedPrompt:
+    def expand(
+        self,
+        token_ids: Sequence[int],
+        plans: Sequence[ItemPlan],
+        tokenize: Callable[[str], Sequence[int]] | None = None,
+    ) -> ExpandedPrompt:
         return expand_placeholders(token_ids, {"image": IMAGE}, plans)
 
     def options(self, modality: str) -> str:
@@ -207,10 +212,10 @@ async def fake_cluster(
     replaces the tiny family and codec; `settings` are fields of RouterConfig."""
     waits = {"gap_timeout_s": 0.2, "settle_timeout_s": 0.2, "capacity_wait_s": 0.2}
     defaults: dict[str, object] = {"block_size": BLOCK_SIZE, "heartbeat_s": 60.0, **waits}
-    config = RouterConfig(model_name=MODEL, **(defaults | settings))  # type: ignore[arg-type]
+    config = RouterConfig(model_name=MODEL, **(defaults | settings))
     family, codec = model or (TinyFamily(max_model_len), tiny_codec())
     clock = clock or SystemClock()
-    cluster = FakeCluster(num_workers, num_encoders, config, family, codec, registry, clock)  # type: ignore[arg-type]
+    cluster = FakeCluster(num_workers, num_encoders, config, family, codec, registry, clock)
     for encoder in cluster.encoders:
         encoder.modalities = encoder_modalities
     for each in (*cluster.workers, *cluster.encoders):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 
 from router_chats import image
 from router_fakes import AUDIO, IMAGE, VIDEO, FakeCluster, TinyFamily, fake_cluster, tiny_codec
@@ -140,14 +141,16 @@ def media_registry() -> Registry:
     return registry
 
 
-def media_cluster(family: MediaFamily | None = None, registry: Registry | None = None, **settings: object):  # type: ignore[no-untyped-def]
+def media_cluster(
+    family: MediaFamily | None = None, registry: Registry | None = None, **settings: object
+) -> AbstractAsyncContextManager[FakeCluster]:
     """Returns a fake cluster (see `fake_cluster`) whose encoders take all modalities."""
     model = family or MediaFamily(), tiny_codec()
     return fake_cluster(
         model=model,
         registry=registry or media_registry(),
         encoder_modalities=("image", "video", "audio"),
-        **settings,  # type: ignore[arg-type]
+        **settings,
     )
 
 

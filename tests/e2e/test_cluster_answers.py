@@ -74,7 +74,7 @@ def test_streamed_token_ids_are_those_of_the_whole_answer(cluster: ClusterProces
         client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none")
         stream = client.chat.completions.create(
             model=cluster.model,
-            messages=messages,  # type: ignore[arg-type]
+            messages=messages,
             temperature=0,
             max_tokens=24,
             stream=True,
@@ -99,7 +99,7 @@ def test_openai_client_reads_logprobs_and_structured_output(cluster: ClusterProc
     }
     answer = client.chat.completions.create(
         model=cluster.model,
-        messages=user("What is in this picture?", image_part(22)),  # type: ignore[arg-type]
+        messages=user("What is in this picture?", image_part(22)),
         response_format={"type": "json_schema", "json_schema": {"name": "seen", "schema": schema, "strict": True}},
         max_tokens=300,
         logprobs=True,
@@ -121,7 +121,7 @@ def test_openai_client_reads_logprobs_and_structured_output(cluster: ClusterProc
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
         client.chat.completions.create(
             model=cluster.model,
-            messages=user("Hello"),  # type: ignore[arg-type]
+            messages=user("Hello"),
             extra_body={"guided_json": {"type": "array", "uniqueItems": True}},
         )
     assert caught.value.param == "guided_json"
@@ -213,7 +213,7 @@ def url_part(url: str) -> dict[str, Any]:
 
 
 def bad_requests() -> list[tuple[str, Any, int, str, str]]:
-    whole = base64.b64decode(image_part(71)["image_url"]["url"].split(",", 1)[1])  # type: ignore[index]
+    whole = base64.b64decode(image_part(71)["image_url"]["url"].split(",", 1)[1])
     cut = "data:image/png;base64," + base64.b64encode(whole[: len(whole) // 2]).decode()
     text = "data:image/png;base64," + base64.b64encode(b"I am no picture at all").decode()
     return [

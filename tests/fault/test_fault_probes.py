@@ -51,7 +51,7 @@ async def test_containers_and_pictures_are_read_elsewhere(pool: ProbePool) -> No
     assert isinstance(header, VideoHeader)
     assert (header.width, header.height, header.num_frames) == (48, 32, 12)
     still = await pool.probe("image", encode(picture(5, 4)), PARAM)
-    assert (still.width, still.height) == (5, 4)  # type: ignore[union-attr]
+    assert (still.width, still.height) == (5, 4)
     assert await reader_pid(pool) != os.getpid()
     with pytest.raises(UnsupportedModality):
         await pool.probe("smell", b"", PARAM)
@@ -254,7 +254,7 @@ async def test_pictures_that_take_long_to_read_hold_up_no_others() -> None:
     found: list[ProbedMedium] = []
     for index in range(20):
         found += await reader.read([image_part(encode(picture(index + 1, 7), "JPEG"), "ordinary")])
-    assert [medium.header.width for medium in found] == list(range(1, 21))  # type: ignore[union-attr]
+    assert [medium.header.width for medium in found] == list(range(1, 21))
     assert not all(read.done() for read in reads), "they did not wait for those that came first"
     for outcome in await asyncio.gather(*reads, return_exceptions=True):
         assert isinstance(outcome, InvalidMedia)
@@ -302,7 +302,7 @@ async def test_a_request_of_many_costly_files_takes_turns_with_others() -> None:
             await asyncio.sleep(0.001)
     for number in range(8):
         (found,) = await reader.read([image_part(encode(picture(number + 1, 7), "TIFF"), f"small.{number}")])
-        assert (found.header.width, found.header.height) == (number + 1, 7)  # type: ignore[union-attr]
+        assert (found.header.width, found.header.height) == (number + 1, 7)
     before_last = pool.read[: pool.read.index("small.7")]
     num_large = sum(name.startswith("large") for name in before_last)
     assert num_large <= 1 + 2 * 8, "two of its files, at most, for each of theirs"
