@@ -3,8 +3,10 @@ positions, patches and spectrograms. Clips with sound are included."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -78,6 +80,7 @@ def planned(family: Family, sample: Sample) -> tuple[list[ItemPlan], list[MediaI
 
 
 def check_inputs(family: Family, encoded: Encoded, items: list[MediaItem], files: list[bytes]) -> None:
+    expected: dict[str, Iterator[Any]]
     expected = {"image": iter(encoded.images), "video": iter(encoded.videos), "audio": iter(encoded.sounds)}
     for item, data in zip(items, files, strict=True):
         units = family.preprocess(data, item)
