@@ -399,7 +399,10 @@ class FeatureStore:
 
     def _entry(self, unit: UnitKey) -> UnitEntry:
         """Returns the entry of the unit, new or not. `_refresh` must follow, which removes an entry that is GONE."""
-        return self._entries.setdefault(unit, UnitEntry(unit))
+        entry = self._entries.get(unit)
+        if entry is None:
+            entry = self._entries[unit] = UnitEntry(unit)
+        return entry
 
     def _move(self, entry: UnitEntry, state: UnitState) -> None:
         if state is not entry.state:

@@ -36,18 +36,19 @@ class UnitState(Enum):
     KEPT = "kept"
 
 
-WITHOUT_BYTES = frozenset({UnitState.GONE, UnitState.EXPECTED, UnitState.ANNOUNCED})
-IN_MEMORY = frozenset({UnitState.LANDED, UnitState.READ})
-HELD = frozenset({UnitState.PULLING, UnitState.LANDED, UnitState.READ})
+# These are tuples because the hash of an enum's member is computed in Python, and events compare states often.
+WITHOUT_BYTES = (UnitState.GONE, UnitState.EXPECTED, UnitState.ANNOUNCED)
+IN_MEMORY = (UnitState.LANDED, UnitState.READ)
+HELD = (UnitState.PULLING, UnitState.LANDED, UnitState.READ)
 """Lists the states in which a unit takes memory for an attempt."""
-ALLOWED: Mapping[UnitState, frozenset[UnitState]] = {
-    UnitState.GONE: frozenset({UnitState.EXPECTED, UnitState.ANNOUNCED}),
-    UnitState.EXPECTED: frozenset({UnitState.ANNOUNCED, UnitState.GONE}),
-    UnitState.ANNOUNCED: frozenset({UnitState.PULLING, UnitState.EXPECTED, UnitState.GONE}),
-    UnitState.PULLING: WITHOUT_BYTES | {UnitState.LANDED},
-    UnitState.LANDED: WITHOUT_BYTES | {UnitState.READ, UnitState.KEPT},
-    UnitState.READ: frozenset({UnitState.LANDED}),
-    UnitState.KEPT: WITHOUT_BYTES | {UnitState.LANDED},
+ALLOWED: Mapping[UnitState, tuple[UnitState, ...]] = {
+    UnitState.GONE: (UnitState.EXPECTED, UnitState.ANNOUNCED),
+    UnitState.EXPECTED: (UnitState.ANNOUNCED, UnitState.GONE),
+    UnitState.ANNOUNCED: (UnitState.PULLING, UnitState.EXPECTED, UnitState.GONE),
+    UnitState.PULLING: (UnitState.LANDED, *WITHOUT_BYTES),
+    UnitState.LANDED: (UnitState.READ, UnitState.KEPT, *WITHOUT_BYTES),
+    UnitState.READ: (UnitState.LANDED,),
+    UnitState.KEPT: (UnitState.LANDED, *WITHOUT_BYTES),
 }
 
 
