@@ -319,7 +319,16 @@ class WorkerService:
             for router_id in self._routers.take_expired():
                 self._router_gone(router_id)
             self._receiver.settle()
+            self._check_at_rest()
             self._report()
+
+    def _check_at_rest(self) -> None:
+        """Loses the worker if the feature store contradicts itself, because it may then free what the engine reads."""
+        try:
+            self._receiver.check_at_rest()
+        except AssertionError:
+            _LOG.exception("the feature store is inconsistent")
+            self.lose(WorkerLost("the feature store is inconsistent"))
 
     def _report_soon(self) -> None:
         """Schedules a report. It sends at most one report per turn of the event loop, regardless of the number of
