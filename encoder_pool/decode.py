@@ -89,9 +89,7 @@ class DecodePool:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="decode")
         """Has the threads that decode if there are no processes."""
         enter = partial(enter_decoding, model_dir)
-        self._processes = [
-            SandboxProcess(enter, limits.memory_bytes, "weft-decode") for _ in range(num_processes)
-        ]
+        self._processes = [SandboxProcess(enter, limits.memory_bytes, "weft-decode") for _ in range(num_processes)]
         self._idle: asyncio.Queue[SandboxProcess[DecodeJob]] = asyncio.Queue()
         self._left: set[asyncio.Task[None]] = set()
         """Holds the tasks that wait for a process with an unfinished item, or kill and replace the process."""

@@ -38,9 +38,7 @@ def main() -> None:
     model = MistralForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
     prompt = torch.tensor([answer["prompt_token_ids"]])
-    tokens = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NUM_TOKENS, do_sample=False
-    )
+    tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NUM_TOKENS, do_sample=False)
     theirs = tokens[0, prompt.shape[1] :].tolist()
     print(f"transformers: {theirs}")
     print("The tokens are equal." if ours == theirs else "The tokens differ.")

@@ -295,7 +295,7 @@ async def test_zmq_slow_reader_holds_the_sender_back_and_loses_nothing(zmq_plane
 
 
 async def test_zmq_full_queue_of_a_living_peer_is_refused_and_drains_in_order(
-    zmq_planes: Callable[..., ZmqPlane]
+    zmq_planes: Callable[..., ZmqPlane],
 ) -> None:
     sender, receiver, inbox = zmq_planes(max_queued_messages=QUEUE), zmq_planes(), Inbox()
     big = RouterHeartbeat(MemberId("r" * 100_000), "a", 1.0)

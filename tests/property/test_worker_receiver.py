@@ -14,7 +14,7 @@ from worker_world import ROW_BYTES, World, assert_settled, request_of, unit_of
 
 from fabric.errors import FeatureMismatch, InvalidMedia
 from fabric.ids import AttemptId, RequestId
-from fabric.messages import UnitRelease
+from fabric.messages import GenerateRequest, UnitRelease
 from llm_workers.features import UnitState
 
 NAMES = "abcd"

@@ -13,7 +13,7 @@ from fabric.clock import ManualClock
 from fabric.ids import AttemptId, MemberId, MmHash, RequestId, SequenceId, UnitKey
 from fabric.messages import FeatureTicket, GenerateRequest, MediaItem, PlaceholderRange, SamplingParams, StopConditions
 from llm_workers.config import WorkerConfig
-from llm_workers.scheduling.events import StepEvents
+from llm_workers.scheduling.events import AdmittedSequences, StepEvents
 from llm_workers.scheduling.feature_references import FeatureReference
 from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler

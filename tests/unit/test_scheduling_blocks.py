@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scheduling_cases import sequence_id
 
-from fabric.ids import BlockHash
+from fabric.ids import BlockHash, SequenceId
 from fabric.messages import BlocksRemoved, BlocksStored
 from llm_workers.scheduling.blocks import BlockPool
 from llm_workers.scheduling.kv_log import KvEventLog

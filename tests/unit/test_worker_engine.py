@@ -19,7 +19,7 @@ from llm_workers.device_errors import PROBE_ID, is_device_error, probe_plan
 from llm_workers.engine import MAX_FAILED_STEPS, Engine
 from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, Splice, StepPlan, StepResult
 from llm_workers.scheduling.scheduler import Scheduler
-from llm_workers.updates import LetGo, Update
+from llm_workers.updates import Update
 from modalities.family import Positions
 
 UNIT = UnitKey(MmHash("ab"), 0)
