@@ -17,7 +17,7 @@ from deploy.budget import refuse_if_too_small
 from deploy.config import ClusterConfig
 from deploy.http_server import HttpServer
 from deploy.memory import arena_bytes, inbox_bytes
-from deploy.ranks import RankedWorker, WorkerEndpoint, open_worker, spawn_follower
+from deploy.ranks import RankedWorker, WorkerEndpoint, open_worker, spawn_rank
 from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
 from fabric.errors import TargetGone
 from fabric.ids import MemberId, mint_member_id
@@ -79,9 +79,7 @@ class LocalCluster:
         for _ in range(config.workers.replicas):
             member_id, plane = self._endpoint("worker")
             sink = LocalFeatureSink(self._channel, str(member_id), inbox_bytes(config))
-            worker = open_worker(
-                config, self.model, WorkerEndpoint(member_id, plane, sink), "127.0.0.1", spawn_follower
-            )
+            worker = open_worker(config, self.model, WorkerEndpoint(member_id, plane, sink), "127.0.0.1", spawn_rank)
             self.ranked_workers.append(worker)
             self.workers.services[member_id] = worker.service
         member_id, plane = self._endpoint("router")

@@ -1,8 +1,8 @@
 """Builds a worker and its ranks, the processes that share one model. Rank 0 holds the service and the group of the
-ranks; each other rank is a follower, and the module contains what its process runs.
+ranks; each other rank is a rank process, and the module contains what its process runs.
 
-The caller decides where followers run: this module starts them as processes of this machine, and `serving/followers.py`
-starts them as Ray actors.
+The caller decides where rank processes run: this module starts them as processes of this machine, and
+`serving/followers.py` starts them as Ray actors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from llm_workers.tensor_parallel.follower import Share
     from llm_workers.tensor_parallel.group import RankGroup, RankProcess
 
-    LaunchFollower = Callable[[ClusterConfig, Path, Invitation], RankProcess]
+    LaunchRank = Callable[[ClusterConfig, Path, Invitation], RankProcess]
 
 START_TIMEOUT_S = 600.0
 """All ranks together may take this many seconds to load their shares."""
@@ -70,7 +70,7 @@ class RankedWorker(NamedTuple):
 
 
 def open_worker(
-    config: ClusterConfig, model: compose.Model, endpoint: WorkerEndpoint, host: str, launch: LaunchFollower
+    config: ClusterConfig, model: compose.Model, endpoint: WorkerEndpoint, host: str, launch: LaunchRank
 ) -> RankedWorker:
     """Loads the weights, on each rank its share, and returns the worker. Blocks until all ranks are ready. Raises
     ConfigError or WorkerLost."""
@@ -92,8 +92,8 @@ def open_worker(
     return RankedWorker(group.open(lambda invitation: launch(config, model.directory, invitation), load), group)
 
 
-def run_follower(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> None:
-    """Runs a follower in this process until the group ends."""
+def run_rank(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> None:
+    """Runs a rank process in this process until the group ends."""
     from llm_workers.tensor_parallel.follower import follow
 
     configure_logs(config.logging, f"rank-{invitation.rank}-{os.getpid()}")
@@ -108,26 +108,26 @@ def run_follower(config: ClusterConfig, model_dir: Path, invitation: Invitation)
 
 
 def load_share(config: ClusterConfig, model: compose.Model) -> Share:
-    """Loads a follower's share: its part of the weights, and KV pages in the same number as on rank 0."""
+    """Loads a rank process's share: its part of the weights, and KV pages in the same number as on rank 0."""
     from llm_workers.attention import select_backend
     from llm_workers.paged_kv import PagedKV
     from llm_workers.tensor_parallel.follower import Share
     from llm_workers.tensor_parallel.shares import kv_heads
     from modalities.sharding import shard_weights
 
-    told, shape = compose.worker_config(config), model.family.shape
-    with shard_weights(told.num_ranks):
+    worker, shape = compose.worker_config(config), model.family.shape
+    with shard_weights(worker.num_ranks):
         share = compose.load_language_model(config, model)
-    heads = kv_heads(shape, told.num_ranks)
-    kv = PagedKV(shape.num_layers, told.num_blocks, told.block_size, heads, share.dtype, share.device)
+    heads = kv_heads(shape, worker.num_ranks)
+    kv = PagedKV(shape.num_layers, worker.num_blocks, worker.block_size, heads, share.dtype, share.device)
     return Share(share, kv, select_backend("auto", kv))
 
 
-# ---------------------------------------------------------------- followers as processes of this machine
+# ---------------------------------------------------------------- rank processes as processes of this machine
 
 
-class SpawnedFollower:
-    """A `SpawnedFollower` is a `RankProcess` that runs in a process of this machine."""
+class SpawnedRank:
+    """A `SpawnedRank` is a `RankProcess` that runs in a process of this machine."""
 
     def __init__(self, process: BaseProcess) -> None:
         self._process = process
@@ -141,8 +141,8 @@ class SpawnedFollower:
         self._process.join()
 
 
-def spawn_follower(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> RankProcess:
-    """Starts a follower in a fresh process, because it is not safe to fork a process that has threads and sockets.
+def spawn_rank(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> RankProcess:
+    """Starts a rank process in a fresh process, because it is not safe to fork a process that has threads and sockets.
     Raises ConfigError if the config asks for several workers."""
     if config.workers.replicas > 1:
         raise ConfigError("one process can hold rank 0 of one worker only: set workers.replicas to 1, or use Ray")
@@ -151,7 +151,7 @@ def spawn_follower(config: ClusterConfig, model_dir: Path, invitation: Invitatio
         target=_run_spawned, args=(config, model_dir, invitation), name=f"weft-rank-{invitation.rank}", daemon=True
     )
     process.start()
-    return SpawnedFollower(process)
+    return SpawnedRank(process)
 
 
 def _run_spawned(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> None:
@@ -159,4 +159,4 @@ def _run_spawned(config: ClusterConfig, model_dir: Path, invitation: Invitation)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if invitation.device == "cuda":
         use_cuda_device(invitation.rank)
-    run_follower(config, model_dir, invitation)
+    run_rank(config, model_dir, invitation)

@@ -4,8 +4,8 @@ or models.
 
 from __future__ import annotations
 
+from encoder_pool.planning.encode_job import EncodeWaiter
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
-from encoder_pool.planning.flight import EncodeWaiter
 from encoder_pool.planning.lease_book import LeaseKey
 from fabric.channel import FeatureSource
 from fabric.ids import MemberId, UnitKey
@@ -27,15 +27,15 @@ class Announcer:
         self._table = table
         self._promised_s = lease_s * PROMISED_SHARE
 
-    def announce(self, follower: EncodeWaiter, unit: UnitKey, spec: FeatureSpec) -> bool:
-        """Leases a ready unit to the worker of `follower`, an item that waits for the unit, and sends `UnitReady`.
+    def announce(self, waiter: EncodeWaiter, unit: UnitKey, spec: FeatureSpec) -> bool:
+        """Leases a ready unit to the worker of `waiter`, an item that waits for the unit, and sends `UnitReady`.
         Returns False if the message could not be queued; then nothing stays leased."""
-        worker_id, address = follower.destination.worker_id, follower.destination.address
-        key = LeaseKey(worker_id, follower.attempt_id, unit)
-        slot = self._table.lease(key, follower.router_id)
-        shape = spec.shape(follower.item.unit_tokens[unit.unit], follower.item.num_levels)
+        worker_id, address = waiter.destination.worker_id, waiter.destination.address
+        key = LeaseKey(worker_id, waiter.attempt_id, unit)
+        slot = self._table.lease(key, waiter.router_id)
+        shape = spec.shape(waiter.item.unit_tokens[unit.unit], waiter.item.num_levels)
         ticket = self._source.ticket(slot, shape, spec.dtype, self._promised_s)
-        request_id, attempt = follower.attempt_id
+        request_id, attempt = waiter.attempt_id
         message = UnitReady(self._encoder_id, self._plane.address, request_id, attempt, unit, ticket)
         if self._plane.send(address, message):
             return True

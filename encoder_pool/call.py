@@ -1,4 +1,4 @@
-"""Keeps one encode call while it is open: its followers (the items that wait for their units), its results and its
+"""Keeps one encode call while it is open: its waiters (the items that wait for their units), its results and its
 trace. It knows nothing of how items are encoded.
 """
 
@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from encoder_pool.planning.flight import EncodeWaiter
+from encoder_pool.planning.encode_job import EncodeWaiter
 from encoder_pool.planning.turns import CallTurn
 from fabric.errors import ErrorInfo, WeftError
 from fabric.ids import AttemptId, MemberId
@@ -22,7 +22,7 @@ class Call:
     turn: CallTurn
     request: EncodeRequest
     done: asyncio.Future[None]
-    followers: list[EncodeWaiter] = field(default_factory=list)
+    waiters: list[EncodeWaiter] = field(default_factory=list)
     trace: list[TraceEvent] = field(default_factory=list)
     _index_to_result: dict[int, ItemResult] = field(default_factory=dict)
 
@@ -39,23 +39,23 @@ class Call:
     def attempt_id(self) -> AttemptId:
         return AttemptId(self.request.request_id, self.request.attempt)
 
-    def is_open(self, follower: EncodeWaiter) -> bool:
-        return follower.item.index not in self._index_to_result
+    def is_open(self, waiter: EncodeWaiter) -> bool:
+        return waiter.item.index not in self._index_to_result
 
-    def succeed(self, follower: EncodeWaiter, now_s: float, *, is_cache_hit: bool) -> None:
-        """Records the result of the follower's item after all its units were announced."""
-        worked_s = follower.decode_s + follower.preprocess_s + follower.encode_s
+    def succeed(self, waiter: EncodeWaiter, now_s: float, *, is_cache_hit: bool) -> None:
+        """Records the result of the waiter's item after all its units were announced."""
+        worked_s = waiter.decode_s + waiter.preprocess_s + waiter.encode_s
         times = StageTimes(
-            queue_s=max(0.0, now_s - follower.received_s - worked_s),
-            decode_s=follower.decode_s,
-            preprocess_s=follower.preprocess_s,
-            encode_s=follower.encode_s,
-            batch_items=follower.batch_items,
-            batch_cost=follower.batch_cost,
+            queue_s=max(0.0, now_s - waiter.received_s - worked_s),
+            decode_s=waiter.decode_s,
+            preprocess_s=waiter.preprocess_s,
+            encode_s=waiter.encode_s,
+            batch_items=waiter.batch_items,
+            batch_cost=waiter.batch_cost,
             is_cache_hit=is_cache_hit,
         )
-        for item in self._same(follower.item):
-            is_first = item.index == follower.item.index
+        for item in self._same(waiter.item):
+            is_first = item.index == waiter.item.index
             self._note(ItemResult(item.index, times if is_first else StageTimes(is_cache_hit=True)))
 
     def fail(self, item: MediaItem, error: WeftError) -> None:

@@ -24,7 +24,7 @@ from fabric.sandbox import RunJob
 from modalities.family import EncoderInput, Family, MediaOptions
 from modalities.stopwatch import take_decode_s
 from modalities.unit_stream import stream_units
-from modalities.waveform import HearsOnDevice, Waveform
+from modalities.waveform import MelOnDevice, Waveform
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +58,14 @@ class DecodeJob(NamedTuple):
 
 def decode_item(family: Family, data: bytes, item: MediaItem, on_units: OnUnits, is_raw: bool = False) -> Decoded:
     """Decodes and preprocesses one item; passes units that are ready before the end to `on_units`. With `is_raw`, the
-    item is a sound of a family that implements `HearsOnDevice`, and it is decoded but not preprocessed. Raises
+    item is a sound of a family that implements `MelOnDevice`, and it is decoded but not preprocessed. Raises
     InvalidMedia (broken, or different from the plan), or EncodeFailed (this program failed on it)."""
     started_s = time.perf_counter()
     take_decode_s()  # discards the time of an item that failed before
     inputs, waveform = list[EncoderInput](), None
     try:
         if is_raw:
-            assert isinstance(family, HearsOnDevice)
+            assert isinstance(family, MelOnDevice)
             waveform = family.decode_waveform(data, item)
         else:
             inputs = _last_units(family, data, item, on_units)

@@ -65,7 +65,7 @@ class ForwardThread:
         self._jobs.put(lambda: done(self._forward(units)))
 
     def submit_sounds(self, sounds: Sequence[SoundJob], done: Callable[[SoundResult], None]) -> None:
-        self._jobs.put(lambda: done(self._hear(sounds)))
+        self._jobs.put(lambda: done(self._run_sounds(sounds)))
 
     def close(self) -> None:
         """Ends the thread after its current batch."""
@@ -85,7 +85,7 @@ class ForwardThread:
         outcomes = self._try(self._encode, units, lambda unit: f"a unit of {unit.input.num_patches} patches")
         return ForwardResult(outcomes, time.perf_counter() - started_s)
 
-    def _hear(self, sounds: Sequence[SoundJob]) -> SoundResult:
+    def _run_sounds(self, sounds: Sequence[SoundJob]) -> SoundResult:
         started_s = time.perf_counter()
         outcomes = self._try(self._units, sounds, lambda sound: f"a sound of {sound.waveform.num_samples} samples")
         return SoundResult(outcomes, time.perf_counter() - started_s)

@@ -19,15 +19,15 @@ def encoder_report(
     max_in_flight: int,
 ) -> EncoderReport:
     """Returns the report and changes nothing. Its sums cover the whole life of the parts."""
-    usage, flights, tally = table.usage(), pipeline.flights, pipeline.tally
+    usage, jobs, tally = table.usage(), pipeline.jobs, pipeline.tally
     costs, mixed = pipeline.costs, pipeline.costs.mixed()
     return EncoderReport(
         encoder_id=encoder_id,
         epoch=epoch,
         seq=seq,
         acknowledged=acknowledged,
-        num_queued=flights.totals.num_units_queued,
-        queued_cost=flights.totals.queued_cost,
+        num_queued=jobs.totals.num_units_queued,
+        queued_cost=jobs.totals.queued_cost,
         num_encoding=pipeline.num_encoding,
         arena_bytes_used=usage.used_bytes,
         arena_bytes_cached=usage.cached_bytes,
@@ -39,13 +39,13 @@ def encoder_report(
         encode_s_per_cost=mixed.seconds_per_cost,
         batch_overhead_s=mixed.overhead_s,
         costs=tuple(_encode_cost(modality, costs.estimate(modality)) for modality in costs.modalities),
-        num_items_queued=flights.totals.num_items_queued,
-        queued_s=flights.queued_s,
+        num_items_queued=jobs.totals.num_items_queued,
+        queued_s=jobs.queued_s,
         num_items_pending=pipeline.num_pending,
-        num_in_flight=flights.totals.num_in_flight,
+        num_in_flight=jobs.totals.num_in_flight,
         max_in_flight=max_in_flight,
         num_decoding=pipeline.num_decoding,
-        busy_fraction=pipeline.lane.busy.fraction,
+        busy_fraction=pipeline.device_queue.busy.fraction,
         num_features_encoding=usage.num_encoding,
         num_features_cached=usage.num_cached,
         num_features_staged=usage.num_staged,

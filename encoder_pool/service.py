@@ -15,8 +15,8 @@ from encoder_pool.announcer import Announcer
 from encoder_pool.calibrate import calibrate, probe_inputs
 from encoder_pool.config import EncoderConfig
 from encoder_pool.decode import DecodePool
+from encoder_pool.device_mel import load_spectrograms, try_spectrograms
 from encoder_pool.forward import ForwardThread
-from encoder_pool.hearing import load_spectrograms, try_spectrograms
 from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
@@ -90,8 +90,8 @@ class EncoderService:
         self._housekeeping: asyncio.Task[None] | None = None
         self._flush: asyncio.TimerHandle | None = None
         self._is_open = False
-        self._tell_lost: Callable[[], None] = lambda: None
-        self._is_loss_told = False
+        self._on_loss: Callable[[], None] = lambda: None
+        self._is_loss_reported = False
 
     async def start(self) -> None:
         """Starts decoders, calibrates with short synthetic forward passes, and begins to take messages and calls."""
@@ -172,7 +172,7 @@ class EncoderService:
     def on_lost(self, call: Callable[[], None]) -> None:
         """Registers `call`, which is called once, in the event loop, when the device was found to fail; the encoder's
         owner then removes the encoder from the directory."""
-        self._tell_lost = call
+        self._on_loss = call
 
     def check_health(self) -> None:
         """Raises EncodeFailed if the forward thread died, if the loop that ends leases died, or if decode processes
@@ -182,7 +182,7 @@ class EncoderService:
             return
         if self._forward.loss is not None:
             raise self._forward.loss
-        if self._pipeline.lane.forward_s > self._config.max_forward_s:
+        if self._pipeline.device_queue.forward_s > self._config.max_forward_s:
             raise EncoderLost(f"the device has not ended a batch within {self._config.max_forward_s:g} s")
         if not self._forward.is_alive:
             raise EncodeFailed("the forward thread has died")
@@ -197,20 +197,20 @@ class EncoderService:
 
     def tick(self) -> None:
         """Runs one round of housekeeping: ends what has expired, starts what can start now, and reports."""
-        if self._forward.loss is not None and not self._is_loss_told:
-            self._is_loss_told = True
-            self._tell_lost()
+        if self._forward.loss is not None and not self._is_loss_reported:
+            self._is_loss_reported = True
+            self._on_loss()
         self._table.expire()
         for router_id in self._routers.take_expired():
             logger.warning("the lease of %s has expired; its requests end", router_id)
             self._router_left(router_id)
-        self._pipeline.end_late()
+        self._pipeline.end_overdue()
         self._pipeline.pump()
         self._publish()
 
     def check_invariants(self) -> None:
         self._table.check_invariants()
-        self._pipeline.flights.check_invariants()
+        self._pipeline.jobs.check_invariants()
 
     def _calibrate(self) -> FeatureSpec:
         if self._spectrograms is not None:

@@ -58,7 +58,7 @@ class WorkerReport(PlaneWire, frozen=True):
     """Counts the sequences that had to give up their blocks to a sequence of higher rank and begin again."""
     prefill_s_per_token: float
     """Holds the time of one prompt token in a step, measured at boot and corrected online; it is 0 until known. Tokens
-    count as flat tokens: a token with a longer context counts as more."""
+    count as weighted tokens: a token with a longer context counts as more."""
     step_overhead_s: float
     """Holds the time of a step that does not depend on its tokens, measured at boot and corrected online."""
     kept_bytes_used: int = 0
@@ -70,10 +70,10 @@ class WorkerReport(PlaneWire, frozen=True):
     drafts_accepted: int = 0
     """Counts the guessed tokens that were right and were sent."""
     queued_flat_tokens: float = 0.0
-    """Counts `queued_tokens`, weighted by their contexts (`fabric.flat_tokens`)."""
+    """Counts `queued_tokens`, weighted by their contexts (`fabric.weighted_tokens`)."""
     decode_s_per_sequence: float = 0.0
     """Holds the time that a decoding sequence adds to a step. A step takes `step_overhead_s`, this time for each
-    decoding sequence, and `prefill_s_per_token` for each flat token of the other sequences."""
+    decoding sequence, and `prefill_s_per_token` for each weighted token of the other sequences."""
     residence_s: float = 0.0
     """Holds the time from a sequence's first step to its end, as recently measured; it is 0 until a sequence has
     ended."""

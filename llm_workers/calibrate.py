@@ -12,9 +12,9 @@ import numpy as np
 
 from fabric.clock import Clock
 from fabric.errors import ConfigError
-from fabric.flat_tokens import context_scale_tokens
 from fabric.ids import RequestId, SequenceId
 from fabric.messages import SamplingParams
+from fabric.weighted_tokens import context_scale_tokens
 from llm_workers.config import WorkerConfig
 from llm_workers.runner import Runner
 from llm_workers.scheduling.plan import NOT_FINITE_TOKEN, Chunk, StepPlan

@@ -18,8 +18,8 @@ def token_logprobs(raw: torch.Tensor, token_ids: Sequence[int], num_top: Sequenc
     """Returns, for each row of `raw`, the log-probability of the drawn token and the `num_top` most probable tokens;
     among equally probable tokens the lowest id comes first. `raw` holds float32 log-probabilities with shape
     `(n, vocab)`."""
-    drawn = torch.tensor(token_ids, device=raw.device).clamp_(min=0)
-    logprobs = raw.gather(1, drawn[:, None])[:, 0].tolist()
+    sampled = torch.tensor(token_ids, device=raw.device).clamp_(min=0)
+    logprobs = raw.gather(1, sampled[:, None])[:, 0].tolist()
     return [TokenLogprobs(logprob, top) for logprob, top in zip(logprobs, _most_probable(raw, num_top), strict=True)]
 
 

@@ -18,8 +18,8 @@ import numpy.typing as npt
 import torch
 
 from llm_workers.attention import AttentionStep, Backend
-from llm_workers.drawing import draw, rows_to_finish
 from llm_workers.paged_kv import DecodeRows, PagedKV, SequenceRows, StepRows, copy_blocks, write_slots
+from llm_workers.sample_step import rows_to_finish, sample_step
 from llm_workers.scheduling.plan import Chunk, StepPlan, StepResult
 from llm_workers.side_rows import SideRows
 from llm_workers.splice import FeatureReader, PlacedSplice, splice_features
@@ -96,7 +96,7 @@ class Runner:
         if spoiled is not None:
             hidden = _without_numbers(hidden, spoiled, plan, starts)
         forward_s = time.perf_counter()
-        result = draw(self._model, hidden, plan)
+        result = sample_step(self._model, hidden, plan)
         times.inputs_s += inputs_s - begun_s
         times.splice_s += spliced_s - embedded_s
         times.forward_s += embedded_s - inputs_s + forward_s - spliced_s
@@ -148,7 +148,7 @@ class Runner:
 def _without_numbers(
     hidden: torch.Tensor, spoiled: torch.Tensor, plan: StepPlan, starts: npt.NDArray[np.int64]
 ) -> torch.Tensor:
-    """Returns the hidden states for `draw`, with NaN in all rows of a sequence that has a spoiled row."""
+    """Returns the hidden states for `sample_step`, with NaN in all rows of a sequence that has a spoiled row."""
     num_tokens = np.diff(starts, prepend=0)[1:]
     owners = np.repeat(np.arange(plan.num_sequences), [*[1] * plan.num_decodes, *num_tokens])
     finished = np.arange(len(owners)) if len(hidden) == len(owners) else rows_to_finish(plan, starts)

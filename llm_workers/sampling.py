@@ -22,12 +22,12 @@ Draw = tuple[SamplingParams, int, int]
 
 
 def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Draws tokens as `draw_tokens` does and returns them on the host."""
-    tokens: list[int] = draw_tokens(logits, draws).tolist()
+    """Draws tokens as `sample_tokens` does and returns them on the host."""
+    tokens: list[int] = sample_tokens(logits, draws).tolist()
     return tokens
 
 
-def draw_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+def sample_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     """Draws one token id per row, as int64 `(n,)` on the device. `logits` is float32 with shape `(n, vocab)` and stays
     unchanged; `draws` has n entries. A row that is not finite gives NOT_FINITE_TOKEN: its sequence can't go on, but the
     others can."""

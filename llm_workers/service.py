@@ -17,7 +17,6 @@ from functools import partial
 from fabric.channel import FeatureSink
 from fabric.clock import Clock
 from fabric.errors import Aborted, InvalidRequest, ProtocolError, WeftError, WorkerLost
-from fabric.flat_tokens import context_scale_tokens
 from fabric.ids import AttemptId, MemberId
 from fabric.messages import (
     AbortAttempt,
@@ -34,6 +33,7 @@ from fabric.messages import (
 )
 from fabric.plane import Plane
 from fabric.router_table import RouterTable
+from fabric.weighted_tokens import context_scale_tokens
 from llm_workers.attempts import OpenAttempt
 from llm_workers.attention import select_backend
 from llm_workers.calibrate import calibrate
@@ -99,8 +99,8 @@ class WorkerService:
         self._ticker: asyncio.Task[None] | None = None
         self._is_report_due = False
         self._is_stopping = False
-        self._tell_lost: Callable[[], None] = lambda: None
-        self._unheard: dict[AttemptId, list[Sequence[int]]] = {}
+        self._on_loss: Callable[[], None] = lambda: None
+        self._aborts_before_admission: dict[AttemptId, list[Sequence[int]]] = {}
         """Holds aborts of attempts whose grammar is still being compiled, because the engine does not know these
         attempts yet."""
 
@@ -136,7 +136,7 @@ class WorkerService:
     def on_lost(self, call: Callable[[], None]) -> None:
         """Registers `call`, which runs once in the event loop when the worker is lost, or at once if the worker is
         already lost. The owner uses it to remove the worker from the directory."""
-        self._tell_lost = call
+        self._on_loss = call
         if self._reporter.is_lost:
             call()
 
@@ -147,7 +147,7 @@ class WorkerService:
         if not self._reporter.is_lost:
             self._reporter.is_lost = True
             self._report()
-            self._tell_lost()
+            self._on_loss()
 
     def check_health(self) -> None:
         """Raises WorkerLost if the engine, the message plane or the feature channel has died, and EngineFailed if the
@@ -195,12 +195,12 @@ class WorkerService:
         finally:
             self._calls.close(attempt_id)
             self._receiver.end(attempt_id)
-            self._unheard.pop(attempt_id, None)
+            self._aborts_before_admission.pop(attempt_id, None)
 
     async def _guide(self, attempt_id: AttemptId, request: GenerateRequest) -> Guide | None:
         """Compiles the request's grammar in a separate thread. Fails the call and returns None if the grammar can't be
         used."""
-        self._unheard[attempt_id] = []
+        self._aborts_before_admission[attempt_id] = []
         try:
             if self._grammars is None:
                 raise InvalidRequest("this worker makes no structured output")
@@ -224,7 +224,7 @@ class WorkerService:
             if not self._calls.is_ended(attempt_id):
                 # The call has already ended if a feature that is present differs from the plan of the attempt.
                 self._engine.add(request, positions, guide)
-                for choices in self._unheard.pop(attempt_id, ()):
+                for choices in self._aborts_before_admission.pop(attempt_id, ()):
                     self._engine.abort(attempt_id, choices)
 
     def _fail(self, attempt_id: AttemptId, error: WeftError) -> None:
@@ -263,7 +263,7 @@ class WorkerService:
         """Aborts an attempt or some of its choices. An attempt whose call has not arrived yet is refused when it
         arrives."""
         if attempt_id in self._calls:
-            self._unheard.get(attempt_id, []).append(choices)
+            self._aborts_before_admission.get(attempt_id, []).append(choices)
             self._engine.abort(attempt_id, choices)
         elif not choices:
             self._calls.refuse(attempt_id)

@@ -1,6 +1,6 @@
-"""Estimates what a step costs: seconds = overhead + a cost per decoding sequence + a cost per flat token of the rest.
-The estimate is fitted to a few steps at boot, and every step corrects it. Old observations lose weight over time, so
-later steps soon outweigh what was learned while the machine was busy with other work.
+"""Estimates what a step costs: seconds = overhead + a cost per decoding sequence + a cost per weighted token of the
+rest. The estimate is fitted to a few steps at boot, and every step corrects it. Old observations lose weight over time,
+so later steps soon outweigh what was learned while the machine was busy with other work.
 
 This module knows nothing of what the tokens are. The caller passes the time in.
 """
@@ -28,12 +28,12 @@ class StepWork(NamedTuple):
 
     num_decodes: int
     """Counts the sequences whose single known token is computed."""
-    flat_tokens: float
-    """Counts all other tokens, weighted by their contexts (see `fabric.flat_tokens`)."""
+    weighted_tokens: float
+    """Counts all other tokens, weighted by their contexts (see `fabric.weighted_tokens`)."""
 
     @property
     def amounts(self) -> tuple[float, float, float]:
-        return (1.0, float(self.num_decodes), self.flat_tokens)
+        return (1.0, float(self.num_decodes), self.weighted_tokens)
 
 
 class StepCosts:
@@ -79,5 +79,5 @@ class StepCosts:
 
     @property
     def s_per_token(self) -> float:
-        """Returns the seconds per flat token."""
+        """Returns the seconds per weighted token."""
         return self._costs[2]

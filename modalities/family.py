@@ -79,8 +79,8 @@ MediaHeader = ImageHeader | VideoHeader | AudioHeader
 @dataclass(frozen=True, slots=True)
 class MediaOptions:
     """Holds how one item (one medium of a request) is sampled: the deployment's defaults, the request's wishes, and the
-    reductions that a retry after a failure (the failure ladder) makes. The options are a part of the item's identity
-    and travel with it as `MediaItem.options`. A family may use only some of them."""
+    reductions that a retry after a failure (the degradation policy) makes. The options are a part of the item's
+    identity and travel with it as `MediaItem.options`. A family may use only some of them."""
 
     sampling: str = "fps"
     """Names the way to choose a video's frames: `fps`, `uniform` or `keyframe`."""

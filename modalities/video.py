@@ -17,8 +17,8 @@ from av.video.stream import VideoStream
 from fabric.errors import InvalidMedia
 from modalities.container import MAX_PIXELS, check_whole, format_name, open_container, picture_stream, sound_stream
 from modalities.family import AudioHeader, MediaHeader, VideoHeader
+from modalities.gop import GroupPlan, plan_groups
 from modalities.packets import irregular_times_s, num_samples, seconds_shown, stream_packets, tally
-from modalities.picture_groups import GroupPlan, plan_groups
 from modalities.plugin import MediaLimits, decode_data_url, part_url
 from modalities.stopwatch import decoding_piecewise
 from modalities.tolerance import FRAMES

@@ -1,7 +1,7 @@
 """Defines the waveforms that the decode process hands to an encoder whose device makes spectrograms, and the interface
 to this device.
 
-A family need not offer `HearsOnDevice`; without it, the process that decodes a sound also makes its spectrogram. This
+A family need not offer `MelOnDevice`; without it, the process that decodes a sound also makes its spectrogram. This
 module knows nothing of particular families. It is pure.
 """
 
@@ -41,7 +41,7 @@ class Spectrograms(Protocol):
 
 
 @runtime_checkable
-class HearsOnDevice(Protocol):
+class MelOnDevice(Protocol):
     """A family may offer this for its sounds, in addition to `Family.preprocess`."""
 
     def decode_waveform(self, data: bytes, item: MediaItem) -> Waveform:

@@ -9,8 +9,8 @@ from fabric.errors import Aborted
 from fabric.messages import GenerateResult
 from router.api.response import Usage
 from router.attempt import Attempt
+from router.context import RouterContext
 from router.metrics import Timing
-from router.parts import RouterParts
 from router.prompt import Prompt
 from router.streams import RequestStream
 from router.traces import RequestTrace
@@ -19,38 +19,38 @@ from router.traces import RequestTrace
 class Account:
     """An `Account` measures one request over all its attempts."""
 
-    def __init__(self, parts: RouterParts, stream: RequestStream, trace: RequestTrace) -> None:
-        self._parts = parts
+    def __init__(self, context: RouterContext, stream: RequestStream, trace: RequestTrace) -> None:
+        self._context = context
         self._stream = stream
         self._trace = trace
-        self._admitted_at_s = parts.clock.now()
+        self._admitted_at_s = context.clock.now()
         self._started_at_s = self._admitted_at_s
         self._first_token_at_s: float | None = None
         self._last_token_at_s: dict[int, float] = {}
         self._worker_s = 0.0
 
     def start(self, admitted_at_s: float) -> None:
-        self._admitted_at_s, self._started_at_s = admitted_at_s, self._parts.clock.now()
+        self._admitted_at_s, self._started_at_s = admitted_at_s, self._context.clock.now()
 
     def observe_tokens(self, attempt: Attempt, choice: int, num_tokens: int) -> None:
         """Records that `num_tokens` new tokens of a choice have arrived now."""
         assert attempt.plan is not None
-        now = self._parts.clock.now()
+        now = self._context.clock.now()
         if self._first_token_at_s is None:
             self._first_token_at_s = now
             self._trace.add("first_token", choice=choice)
             plan = attempt.plan
             actual_s = now - attempt.dispatched_at_s
-            self._parts.metrics.observe_first_token(plan.predicted_ttft_s, plan.lower_bound_s, actual_s)
+            self._context.metrics.observe_first_token(plan.predicted_ttft_s, plan.lower_bound_s, actual_s)
         elif choice in self._last_token_at_s:
             each_s = (now - self._last_token_at_s[choice]) / num_tokens
             for _ in range(num_tokens):
-                self._parts.metrics.itl.observe(each_s)
+                self._context.metrics.itl.observe(each_s)
         self._last_token_at_s[choice] = now
 
     def attempt_ended(self, attempt: Attempt) -> None:
         if attempt.plan is not None:
-            self._worker_s += self._parts.clock.now() - attempt.dispatched_at_s
+            self._worker_s += self._context.clock.now() - attempt.dispatched_at_s
 
     def usage(self, prompt: Prompt, result: GenerateResult | None) -> Usage:
         return Usage(
@@ -62,8 +62,8 @@ class Account:
 
     def close(self, prompt: Prompt) -> None:
         """Records the end of the request in the metrics and in the trace."""
-        now = self._parts.clock.now()
-        metrics, usage, error = self._parts.metrics, self._stream.usage, self._stream.error
+        now = self._context.clock.now()
+        metrics, usage, error = self._context.metrics, self._stream.usage, self._stream.error
         first = self._first_token_at_s
         code = "ok" if error is None else error.code
         timing = Timing(

@@ -1,9 +1,9 @@
 """Turns a chat request into a prompt: the request is checked, its media are probed, and then it is planned, tokenised,
 expanded and hashed.
 
-The work is split in two, because the failure ladder plans a request again: `read` runs once, and `plan` runs again each
-time something has to be left out. Cheap checks come first; expensive work (JSON, base64, hashing, tokenising) runs in
-threads of its kind. The module decodes no pixels and knows nothing of workers.
+The work is split in two, because the degradation policy plans a request again: `read` runs once, and `plan` runs again
+each time something has to be left out. Cheap checks come first; expensive work (JSON, base64, hashing, tokenising) runs
+in threads of its kind. The module decodes no pixels and knows nothing of workers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Turns probed media into items with plans that fit the context: items of fixed size come first, then the videos share
 what is left.
 
-A video may become two items, its pictures and its sound. Items that the failure ladder removed are left out here, and
-items that it reduced are planned smaller. The module decodes nothing; of a request it knows only the media and their
-options.
+A video may become two items, its pictures and its sound. Items that the degradation policy removed are left out here,
+and items that it reduced are planned smaller. The module decodes nothing; of a request it knows only the media and
+their options.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class ItemKey(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Losses:
-    """Holds what the failure ladder has reduced or removed so far."""
+    """Holds what the degradation policy has reduced or removed so far."""
 
     item_to_reduction: Mapping[ItemKey, int] = dataclasses.field(default_factory=dict)
     """Maps an item to the number of times it was reduced, as in `MediaOptions.reduction`."""

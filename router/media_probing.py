@@ -90,19 +90,19 @@ class MediaReader:
         self._prober = prober
         self._threads = threads
 
-    async def read(self, parts: Sequence[MediaPart], hears_videos: bool | None = None) -> list[ProbedMedium]:
-        """Returns one medium per part, in order. `hears_videos` says whether sound tracks count; by default they do if
-        the model takes sound. Raises UnsupportedModality, InvalidRequest or InvalidMedia, naming the first part that is
-        at fault, after which nothing is probed; raises also what a prober raises."""
+    async def read(self, parts: Sequence[MediaPart], with_sound_tracks: bool | None = None) -> list[ProbedMedium]:
+        """Returns one medium per part, in order. `with_sound_tracks` says whether sound tracks count; by default they
+        do if the model takes sound. Raises UnsupportedModality, InvalidRequest or InvalidMedia, naming the first part
+        that is at fault, after which nothing is probed; raises also what a prober raises."""
         plugins = self._check_types(parts)
-        has_hearing = self._has_hearing(hears_videos)
+        has_sound_tracks = self._has_sound_tracks(with_sound_tracks)
         if not parts:
             return []
         files = await self._threads.run(Work.MEDIA, self._parse, parts, plugins)
         media: list[ProbedMedium] = []
         for part, plugin, file in zip(parts, plugins, files, strict=True):
             medium = await self._probe(part, plugin, file)
-            media.append(medium._replace(sound=self._sound(medium) if has_hearing else None))
+            media.append(medium._replace(sound=self._sound(medium) if has_sound_tracks else None))
         self._check_counts([(medium.part, SOUND) for medium in media if medium.sound], media)
         return media
 
@@ -159,12 +159,12 @@ class MediaReader:
         most = LOW_DETAIL_PIXELS if part.detail == "low" else 0
         return ProbedMedium(part.param, plugin.modality, file.data, file.digest, header, None, probe_s, most)
 
-    def _has_hearing(self, wanted: bool | None) -> bool:
-        can_hear = self.max_items.get(SOUND, 0) > 0
-        if wanted and not can_hear:
+    def _has_sound_tracks(self, wanted: bool | None) -> bool:
+        takes_sound = self.max_items.get(SOUND, 0) > 0
+        if wanted and not takes_sound:
             path = "mm_processor_kwargs.use_audio_in_video"
             raise UnsupportedModality(f"{self._model_name} takes no {SOUND} input", param=path)
-        return can_hear if wanted is None else wanted
+        return takes_sound if wanted is None else wanted
 
     def _sound(self, medium: ProbedMedium) -> AudioHeader | None:
         """Returns the sound track of a medium, or None, and checks it against the limits for sounds. Raises

@@ -34,15 +34,15 @@ from router.api.request import ChatRequest
 from router.capacity import CapacityGate
 from router.choices import ChoiceOutput
 from router.config import RouterConfig
-from router.flight import RequestRun
+from router.context import RouterContext
+from router.degradation import DegradationPolicy
 from router.intake import Draft, PromptBuilder
-from router.ladder import Ladder
 from router.member_metrics import PlannerSeries
 from router.metrics import RouterMetrics
-from router.parts import RouterParts
 from router.planning.cluster import ClusterState
 from router.pools import Pools
 from router.prompt import Prompt
+from router.request_run import RequestRun
 from router.streams import RequestStream
 from router.traces import RequestTrace, TraceRing
 
@@ -71,9 +71,9 @@ class RouterService:
         shape = intake.family.shape
         self._codec = intake.codec
         self._intake = intake
-        self._flights: dict[RequestId, RequestRun] = {}
+        self._runs: dict[RequestId, RequestRun] = {}
         self._heartbeats: asyncio.Task[None] | None = None
-        self._parts = RouterParts(
+        self._context = RouterContext(
             member_id=member_id,
             config=config,
             feature_row_bytes=shape.hidden_size * config.feature_itemsize,
@@ -83,9 +83,9 @@ class RouterService:
             clock=clock,
             metrics=RouterMetrics(lambda: self.admission.num_in_flight, lambda: self.admission.bodies_bytes),
         )
-        metrics = self._parts.metrics
-        metrics.registry.register(PlannerSeries(self._parts.cluster))
-        self._gate = CapacityGate(self._parts.cluster, clock, metrics)
+        metrics = self._context.metrics
+        metrics.registry.register(PlannerSeries(self._context.cluster))
+        self._gate = CapacityGate(self._context.cluster, clock, metrics)
         metrics.watch_waiting(lambda: self._gate.num_waiting)
 
     # ------------------------------------------------------------ start, stop and members
@@ -93,8 +93,8 @@ class RouterService:
     async def start(self) -> None:
         """Starts to receive messages and to renew the router's leases at members."""
         await self._intake.start()
-        self._parts.plane.start(self._handle)
-        self._heartbeats = self._parts.tasks.spawn(self._beat(), "router heartbeats")
+        self._context.plane.start(self._handle)
+        self._heartbeats = self._context.tasks.spawn(self._beat(), "router heartbeats")
 
     async def drain(self, limit_s: float) -> int:
         """Stops admitting requests and waits until every request in flight has ended, up to `limit_s`. Returns how many
@@ -111,9 +111,9 @@ class RouterService:
     async def stop(self) -> None:
         """Ends every request (its client gets an error) and every task. The message plane stays open; its owner closes
         it."""
-        for flight in list(self._flights.values()):
-            flight.cancel()
-        await self._parts.tasks.cancel_all(STOP_TIMEOUT_S)
+        for run in list(self._runs.values()):
+            run.cancel()
+        await self._context.tasks.cancel_all(STOP_TIMEOUT_S)
         await self._intake.close()
 
     def check_health(self) -> None:
@@ -121,20 +121,20 @@ class RouterService:
         died."""
         if self._heartbeats is not None and self._heartbeats.done():
             raise WeftError("the router's heartbeat has ended")
-        if not self._parts.plane.is_alive:
+        if not self._context.plane.is_alive:
             raise WeftError("the message plane has died")
 
     def update_members(self, members: Sequence[Member]) -> None:
         """Takes the directory's current list of members. New members get a heartbeat (which subscribes this router to
         them) and a request for a snapshot of what they hold. For members that left, the connection and the metric
         series are removed, and open calls end as lost. Requests that wait for members are then checked again."""
-        change = self._parts.cluster.update_members(members)
-        self._parts.set_members(members)
+        change = self._context.cluster.update_members(members)
+        self._context.set_members(members)
         for member in change.left:
-            self._parts.metrics.reports.remove(member.member_id)
-            self._parts.plane.forget(member.address)
-            for flight in list(self._flights.values()):
-                flight.member_left(member.member_id)
+            self._context.metrics.reports.remove(member.member_id)
+            self._context.plane.forget(member.address)
+            for run in list(self._runs.values()):
+                run.member_left(member.member_id)
         for member in change.joined:
             self._send_heartbeat(member.member_id)
             self._ask_snapshot(member.member_id)
@@ -143,10 +143,10 @@ class RouterService:
     def readiness(self) -> tuple[bool, dict[str, object]]:
         """Returns whether a request could be served, and which members are there. Serving needs a worker, and an
         encoder for each served modality. A router that drains is not ready."""
-        encoders = self._parts.of_kind("encoder")
+        encoders = self._context.of_kind("encoder")
         served = {modality for each in encoders for modality in each.modalities}
         missing = sorted(set(self._intake.max_items) - served)
-        num_workers = len(self._parts.of_kind("worker"))
+        num_workers = len(self._context.of_kind("worker"))
         is_draining = self.admission.is_closed
         is_ready = num_workers > 0 and not missing and not is_draining
         state: dict[str, object] = {
@@ -159,7 +159,7 @@ class RouterService:
 
     def members(self) -> list[dict[str, object]]:
         """Lists the workers and encoders that are there, for people to read: id, kind, host and process."""
-        named = sorted(self._parts.members.values(), key=lambda member: (member.kind, member.member_id))
+        named = sorted(self._context.members.values(), key=lambda member: (member.kind, member.member_id))
         return [
             {"member_id": each.member_id, "kind": each.kind, "host": each.host, "pid": each.pid, "epoch": each.epoch}
             for each in named
@@ -170,13 +170,13 @@ class RouterService:
         return token_bytes(self._codec, token_id)
 
     @property
-    def picture(self) -> ClusterState:
+    def cluster(self) -> ClusterState:
         """Returns what the router believes about the cluster. Callers may only read it."""
-        return self._parts.cluster
+        return self._context.cluster
 
     @property
     def metrics(self) -> RouterMetrics:
-        return self._parts.metrics
+        return self._context.metrics
 
     # ------------------------------------------------------------ requests
 
@@ -192,7 +192,7 @@ class RouterService:
         own = self.admission.admit() if ticket is None else None
         ticket = ticket or own
         assert ticket is not None
-        admitted_at_s = self._parts.clock.now()
+        admitted_at_s = self._context.clock.now()
         trace = self._trace(ticket.request_id, chat, label)
         try:
             draft = await self._intake.read(chat)
@@ -215,30 +215,30 @@ class RouterService:
             ChoiceOutput(IncrementalDetokenizer(self._codec), prompt.stop_strings, prompt.ending_token_ids)
             for _ in range(prompt.num_choices)
         ]
-        stream = RequestStream(request_id, choices, lambda: flight.cancel(), prompt.token_ids)
-        ladder = Ladder(
+        stream = RequestStream(request_id, choices, lambda: run.cancel(), prompt.token_ids)
+        degradation = DegradationPolicy(
             draft.chat.on_encode_failure or self.config.on_encode_failure,
             lambda item, reduction: intake.is_reducible(draft, item, reduction),
             lambda losses: intake.plan(draft, losses),
         )
         age = (self.wall_time(), str(request_id))
-        flight = RequestRun(self._parts, prompt, stream, age, trace, ladder, self._gate)
-        self._flights[request_id] = flight
-        flight.start(admitted_at_s, on_end=lambda: self._ended(request_id, own))
+        run = RequestRun(self._context, prompt, stream, age, trace, degradation, self._gate)
+        self._runs[request_id] = run
+        run.start(admitted_at_s, on_end=lambda: self._ended(request_id, own))
         return stream
 
     def _observe_media(self, draft: Draft, prompt: Prompt) -> None:
         items = Counter(item.modality for item in prompt.media)
         probes = [(medium.modality, medium.probe_s) for medium in draft.media]
-        self._parts.metrics.observe_media(probes, items, prompt.modality_to_tokens)
+        self._context.metrics.observe_media(probes, items, prompt.modality_to_tokens)
 
     def _ended(self, request_id: RequestId, own: Ticket | None) -> None:
-        self._flights.pop(request_id, None)
+        self._runs.pop(request_id, None)
         if own is not None:
             own.release()
 
     def _trace(self, request_id: RequestId, chat: ChatRequest, label: str | None) -> RequestTrace:
-        trace = RequestTrace(request_id, self._parts.member_id, self._parts.clock, self.config.max_trace_events)
+        trace = RequestTrace(request_id, self._context.member_id, self._context.clock, self.config.max_trace_events)
         trace.add("received")
         trace.note(label=label, model=chat.model, num_choices=chat.num_choices, is_streamed=bool(chat.stream))
         self.traces.put(trace)
@@ -248,7 +248,7 @@ class RouterService:
         known = error if isinstance(error, WeftError) else Aborted("the client left")
         trace.add("finished", code=known.code)
         trace.note(outcome=known.code, message=known.message)
-        self._parts.metrics.requests.labels(known.code).inc()
+        self._context.metrics.requests.labels(known.code).inc()
 
     # ------------------------------------------------------------ messages
 
@@ -256,14 +256,14 @@ class RouterService:
         match message:
             case TokenFrames(worker_id=worker_id, frames=frames):
                 for frame in frames:
-                    flight = self._flights.get(frame.request_id)
-                    if flight is None:
-                        self._parts.metrics.frames_dropped.labels("unknown_request").inc()
+                    run = self._runs.get(frame.request_id)
+                    if run is None:
+                        self._context.metrics.frames_dropped.labels("unknown_request").inc()
                     else:
-                        flight.on_frame(worker_id, frame)
+                        run.on_frame(worker_id, frame)
             case FeatureNeeded(request_id=request_id):
-                if (flight := self._flights.get(request_id)) is not None:
-                    flight.on_feature_needed(message)
+                if (run := self._runs.get(request_id)) is not None:
+                    run.on_feature_needed(message)
             case WorkerReport() | EncoderReport() | KvEvents() | KvSnapshot() | FeatureEvents():
                 self._learn(message)
             case _:
@@ -273,24 +273,24 @@ class RouterService:
         """Applies a message to the view of the cluster. Ignores messages of members that have left."""
         encoder_kinds = (EncoderReport, FeatureEvents)
         member_id = message.encoder_id if isinstance(message, encoder_kinds) else message.worker_id
-        if member_id not in self._parts.members:
+        if member_id not in self._context.members:
             return
         if isinstance(message, WorkerReport | EncoderReport):
-            self._parts.metrics.reports.put(message)
+            self._context.metrics.reports.put(message)
         if isinstance(message, WorkerReport) and message.is_lost:
-            self._parts.exclude(member_id)  # Keeps plans off the worker until it leaves the directory, which is soon.
-        for lagging in self._parts.cluster.apply(message, self._parts.clock.now()):
+            self._context.exclude(member_id)  # Keeps plans off the worker until it leaves the directory, which is soon.
+        for lagging in self._context.cluster.apply(message, self._context.clock.now()):
             self._ask_snapshot(lagging)
 
     def _ask_snapshot(self, member_id: MemberId) -> None:
-        self._parts.send(member_id, SnapshotRequest(self._parts.member_id, self._parts.plane.address))
+        self._context.send(member_id, SnapshotRequest(self._context.member_id, self._context.plane.address))
 
     def _send_heartbeat(self, member_id: MemberId) -> None:
-        beat = RouterHeartbeat(self._parts.member_id, self._parts.plane.address, self.config.lease_s)
-        self._parts.send(member_id, beat)
+        beat = RouterHeartbeat(self._context.member_id, self._context.plane.address, self.config.lease_s)
+        self._context.send(member_id, beat)
 
     async def _beat(self) -> None:
         while True:
-            for member_id in list(self._parts.members):
+            for member_id in list(self._context.members):
                 self._send_heartbeat(member_id)
             await asyncio.sleep(self.config.heartbeat_s)

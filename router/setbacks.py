@@ -46,8 +46,8 @@ class Setbacks:
         """Excludes a member that failed this request: other members are preferred, or waited for, for the exclusion
         time, but at least for `least_s`. A busy member's own `retry_after_s`, if it gave one, is used as the exclusion
         time."""
-        is_told = isinstance(error, Busy) and error.retry_after_s is not None
-        exclusion_s = error.retry_after_s or 0.0 if is_told else self._exclusion_s
+        has_retry_time = isinstance(error, Busy) and error.retry_after_s is not None
+        exclusion_s = error.retry_after_s or 0.0 if has_retry_time else self._exclusion_s
         self._member_to_end_s[member_id] = now + max(least_s, exclusion_s)
 
     def excluded(self, now: float) -> frozenset[MemberId]:

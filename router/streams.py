@@ -14,7 +14,7 @@ from fabric.errors import Aborted, WeftError
 from fabric.ids import RequestId
 from router.api.response import Usage
 from router.choices import ChoiceOutput
-from router.ladder import StepDown
+from router.degradation import StepDown
 
 
 class Delta(NamedTuple):

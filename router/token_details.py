@@ -18,7 +18,7 @@ class TokenDetails:
         self._has_ids = bool(chat.return_token_ids)
         self._has_logprobs = bool(chat.logprobs)
         self._bytes_of = bytes_of
-        self._num_told = [0] * len(stream.choices)
+        self._num_returned = [0] * len(stream.choices)
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...] | None:
@@ -31,9 +31,9 @@ class TokenDetails:
         returned."""
         if not self._has_ids and not self._has_logprobs:
             return {}
-        output, start = self._choices[choice], self._num_told[choice]
+        output, start = self._choices[choice], self._num_returned[choice]
         token_ids = output.emitted_from(start)
-        self._num_told[choice] += len(token_ids)
+        self._num_returned[choice] += len(token_ids)
         fields: dict[str, object] = {"token_ids": token_ids} if self._has_ids else {}
         if self._has_logprobs and (token_ids or not start):
             fields["logprobs"] = logprobs_object(output.scored_from(start), self._bytes_of)

@@ -143,7 +143,7 @@ class Bench:
     async def queued(self, num_units: int) -> None:
         """Waits until `num_units` units are decoded and wait for their forward pass."""
         pipeline = self.service._pipeline
-        await self.until(lambda: sum(len(flight.unit_to_input) for flight in pipeline.flights) == num_units)
+        await self.until(lambda: sum(len(job.unit_to_input) for job in pipeline.jobs) == num_units)
 
     async def pull(self, message: UnitReady) -> bytes:
         landed = await asyncio.wrap_future(self.sink.pull(message.ticket, 10.0))
@@ -203,7 +203,7 @@ async def running_bench(
     worker.start(lambda message: bench.ready.append(message) if isinstance(message, UnitReady) else None)
     router.start(bench.told.append)
     await service.start()
-    service._pipeline.lane.costs = costs
+    service._pipeline.device_queue.costs = costs
     service.update_members([WORKER, ROUTER])
     model.batch_sizes.clear()
     model.batches.clear()

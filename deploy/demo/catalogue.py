@@ -88,8 +88,8 @@ class TowerStage:
         return {}
 
 
-EYES = TowerStage("eyes", 2800, 3e-3, 48)
-EARS = TowerStage("ears", 500, 3e-3, 48)
+VISION_TOWER_STAGE = TowerStage("vision tower", 2800, 3e-3, 48)
+AUDIO_TOWER_STAGE = TowerStage("audio tower", 500, 3e-3, 48)
 
 
 SCALE_SHARES = (0.7, 0.2, 0.1)

@@ -1,9 +1,10 @@
 """Trains the demo model from new weights: `python -m deploy.demo.train OUT`. The same seed on the same machine gives
 the same result.
 
-The towers learn first and alone (`eyes`, `ears`). Then the whole model learns conversations, with the loss on the
-assistant's words alone. Two processes learn, each from its half of every batch (see `deploy.demo.pair`); each takes one
-core, or a GPU where there is one. The module does not know how good the model is: `deploy.demo.evaluate` measures that.
+The towers learn first and alone (`vision_tower`, `audio_tower`). Then the whole model learns conversations, with the
+loss on the assistant's words alone. Two processes learn, each from its half of every batch (see `deploy.demo.pair`);
+each takes one core, or a GPU where there is one. The module does not know how good the model is: `deploy.demo.evaluate`
+measures that.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from deploy.allocator import ask_for_large_pages, keep_freed_memory
+from deploy.demo.audio_tower import AudioTowerTrainer, SoundBatches
 from deploy.demo.batches import Batch, collate, forward, prepare_model
 from deploy.demo.build import write_all_but_weights
-from deploy.demo.catalogue import EARS, EYES, STAGES, TowerStage, TrainingStage
+from deploy.demo.catalogue import AUDIO_TOWER_STAGE, STAGES, VISION_TOWER_STAGE, TowerStage, TrainingStage
 from deploy.demo.config import HIDDEN_SIZE
-from deploy.demo.ears import Ears, Noises
 from deploy.demo.encoding import SampleEncoder
-from deploy.demo.eyes import CROWDED, Eyes, Seen, Sights
 from deploy.demo.optimizers import Optimizers
 from deploy.demo.pair import NUM_LEARNERS, average_gradients, learners_device, run_together, to_device
+from deploy.demo.vision_tower import CROWDED, VisionBatch, VisionBatches, VisionTowerTrainer
 from deploy.demo.weights import load_trainable, save_trained
 
 GRADIENT_NORM = 1.0
@@ -40,7 +41,7 @@ SAVE_EVERY = 500
 """Training writes the weights each time that this many more steps are done, so that people can inspect them."""
 LOOK_WEIGHT = 0.2
 """Weights the loss of the vision tower's own labels, relative to the loss of the answers."""
-ALL_STAGES: tuple[TowerStage | TrainingStage, ...] = (EYES, EARS, *STAGES)
+ALL_STAGES: tuple[TowerStage | TrainingStage, ...] = (VISION_TOWER_STAGE, AUDIO_TOWER_STAGE, *STAGES)
 
 
 class Lesson(NamedTuple):
@@ -75,18 +76,18 @@ class Conversations(Dataset[Batch]):
         return collate([self._encoder.encode(sample) for sample in samples])
 
 
-class ConversationsAndSights(Dataset[tuple[Batch, Seen]]):
+class ConversationsAndVision(Dataset[tuple[Batch, VisionBatch]]):
     """Pairs, for each step, a batch of conversations with a batch of pictures that have labels for the vision tower."""
 
-    def __init__(self, conversations: Conversations, sights: Sights) -> None:
+    def __init__(self, conversations: Conversations, vision_batches: VisionBatches) -> None:
         self._conversations = conversations
-        self._sights = sights
+        self._vision_batches = vision_batches
 
     def __len__(self) -> int:
         return len(self._conversations)
 
-    def __getitem__(self, step: int) -> tuple[Batch, Seen]:
-        return self._conversations[step], self._sights[step]
+    def __getitem__(self, step: int) -> tuple[Batch, VisionBatch]:
+        return self._conversations[step], self._vision_batches[step]
 
 
 def train(out_dir: Path, seed: int, stages: range, start_dir: Path | None = None) -> None:
@@ -123,11 +124,13 @@ def _lesson(index: int, model: Any, key: tuple[int, int], model_dir: Path) -> Le
     stage = ALL_STAGES[index]
     if isinstance(stage, TowerStage):
         share = replace(stage, batch_size=stage.batch_size // NUM_LEARNERS)
-        if stage is EARS:
-            ears = Ears(model.model.audio_tower, HIDDEN_SIZE)
-            return Lesson(Noises(share, key, model_dir), ears, ears.judge)
-        eyes = Eyes(model.model.visual, HIDDEN_SIZE)
-        return Lesson(Sights(share.num_steps, share.batch_size, key, model_dir), eyes, eyes.judge)
+        if stage is AUDIO_TOWER_STAGE:
+            audio_tower = AudioTowerTrainer(model.model.audio_tower, HIDDEN_SIZE)
+            return Lesson(SoundBatches(share, key, model_dir), audio_tower, audio_tower.judge)
+        vision_tower = VisionTowerTrainer(model.model.visual, HIDDEN_SIZE)
+        return Lesson(
+            VisionBatches(share.num_steps, share.batch_size, key, model_dir), vision_tower, vision_tower.judge
+        )
 
     def judge(batch: Batch) -> tuple[torch.Tensor, float]:
         logits = forward(model, batch)
@@ -137,15 +140,15 @@ def _lesson(index: int, model: Any, key: tuple[int, int], model_dir: Path) -> Le
     conversations = Conversations(stage, stage_key, model_dir)
     if not stage.num_looks:
         return Lesson(conversations, model, judge)
-    eyes = Eyes(model.model.visual, HIDDEN_SIZE)
+    vision_tower = VisionTowerTrainer(model.model.visual, HIDDEN_SIZE)
 
-    def judge_both(shown: tuple[Batch, Seen]) -> tuple[torch.Tensor, float]:
+    def judge_both(shown: tuple[Batch, VisionBatch]) -> tuple[torch.Tensor, float]:
         loss, right = judge(shown[0])
-        return loss + LOOK_WEIGHT * eyes.judge(shown[1])[0], right
+        return loss + LOOK_WEIGHT * vision_tower.judge(shown[1])[0], right
 
-    sights = Sights(stage.num_steps, stage.num_looks // NUM_LEARNERS, stage_key, model_dir, CROWDED)
-    pupil = nn.ModuleDict({"answers": model, "head": eyes.head})
-    return Lesson(ConversationsAndSights(conversations, sights), pupil, judge_both)
+    vision_batches = VisionBatches(stage.num_steps, stage.num_looks // NUM_LEARNERS, stage_key, model_dir, CROWDED)
+    pupil = nn.ModuleDict({"answers": model, "head": vision_tower.head})
+    return Lesson(ConversationsAndVision(conversations, vision_batches), pupil, judge_both)
 
 
 def _run_stage(stage: TowerStage | TrainingStage, lesson: Lesson, save: Callable[[], None], learner: int) -> None:

@@ -1,5 +1,5 @@
-"""Starts a worker's followers (its ranks other than rank 0) as Ray actors, in the placement group of the replica that
-is rank 0. It knows nothing of what a rank computes."""
+"""Starts a worker's rank processes (its ranks other than rank 0) as Ray actors, in the placement group of the replica
+that is rank 0. It knows nothing of what a rank computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy.config import ClusterConfig
-from deploy.ranks import run_follower
+from deploy.ranks import run_rank
 from llm_workers.tensor_parallel.invitation import Invitation
 
 if TYPE_CHECKING:
@@ -30,16 +30,16 @@ def rank_bundles(config: ClusterConfig) -> list[dict[str, float]]:
 
 
 @ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
-class FollowerActor:
-    """Runs one follower. The actor ends with the replica that created it, because Ray ends an actor together with its
-    owner."""
+class RankActor:
+    """Runs one rank process. The actor ends with the replica that created it, because Ray ends an actor together with
+    its owner."""
 
     def run(self, config: ClusterConfig, model_dir: Path, invitation: Invitation) -> None:
-        run_follower(config, model_dir, invitation)
+        run_rank(config, model_dir, invitation)
 
 
-class RayFollower:
-    """A `RayFollower` is a `RankProcess` that runs as a Ray actor."""
+class RayRank:
+    """A `RayRank` is a `RankProcess` that runs as a Ray actor."""
 
     def __init__(self, actor: Any, running: Any) -> None:
         self._actor, self._running = actor, running
@@ -53,11 +53,11 @@ class RayFollower:
 
 
 def launch_actor(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> RankProcess:
-    """Starts a follower in the bundle of its rank. It must run in the replica's process."""
+    """Starts a rank process in the bundle of its rank. It must run in the replica's process."""
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=ray.util.get_current_placement_group(), placement_group_bundle_index=invitation.rank
     )
-    actor = FollowerActor.options(  # type: ignore[attr-defined]
+    actor = RankActor.options(  # type: ignore[attr-defined]
         scheduling_strategy=strategy, num_gpus=config.workers.gpus_per_replica
     ).remote()
-    return RayFollower(actor, actor.run.remote(config, model_dir, invitation))
+    return RayRank(actor, actor.run.remote(config, model_dir, invitation))

@@ -1,9 +1,10 @@
 """Makes every decision of the encoder pool, without torch, Ray or a clock of its own.
 
-`admission` decides which items are refused. `flight` and `flights` merge requests for the same medium, so that it is
-encoded once. `turns` ranks calls and `call_queue` keeps them in order of rank. `decode_line` chooses what is decoded
-next, and `batcher` chooses what goes into a forward pass. `shares` limits what one worker may hold. `forward_job`
-describes one forward pass. `features` and `lease_book` keep features, leases and eviction, and `lifecycle` lists the
-states of a feature. `cost` predicts how long a forward pass takes, `sizes` estimates how much memory decoded inputs
-take, `tally` keeps sums for reports, and `feature_log` numbers the changes of the cache that are sent to routers.
+`admission` decides which items are refused. `encode_job` and `encode_jobs` merge requests for the same medium, so that
+it is encoded once. `turns` ranks calls and `call_queue` keeps them in order of rank. `decode_line` chooses what is
+decoded next, and `batcher` chooses what goes into a forward pass. `shares` limits what one worker may hold.
+`forward_job` describes one forward pass. `features` and `lease_book` keep features, leases and eviction, and
+`lifecycle` lists the states of a feature. `cost` predicts how long a forward pass takes, `sizes` estimates how much
+memory decoded inputs take, `tally` keeps sums for reports, and `feature_log` numbers the changes of the cache that are
+sent to routers.
 """

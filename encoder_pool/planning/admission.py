@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from encoder_pool.planning.batcher import split_cost
+from encoder_pool.planning.encode_jobs import EncodeJobs
 from encoder_pool.planning.features import FeatureSpec
-from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.shares import is_within_share
 from fabric.errors import (
     InvalidMedia,
@@ -43,7 +43,7 @@ def refusal(
 
 def check_budget(
     items: Sequence[MediaItem],
-    flights: Flights,
+    jobs: EncodeJobs,
     is_ready: Callable[[UnitKey], bool],
     max_queue_cost: int,
     sharing_worker_id: MemberId | None = None,
@@ -52,20 +52,20 @@ def check_budget(
     when the queue has been encoded. Raises WorkerBackedUp if the work only exceeds the share of `sharing_worker_id`,
     which is one worker among several. Items that are cached or in flight cost nothing, and an empty queue accepts work
     of any size."""
-    new = {item.mm_hash: item for item in items if flights.find(item.mm_hash) is None}
+    new = {item.mm_hash: item for item in items if jobs.find(item.mm_hash) is None}
     new_cost = sum(
         cost
         for item in new.values()
         for unit, cost in zip(item.unit_keys(), split_cost(item.cost, item.unit_tokens), strict=True)
         if not is_ready(unit)
     )
-    queued_cost = flights.totals.queued_cost
+    queued_cost = jobs.totals.queued_cost
     if not new_cost:
         return
     if queued_cost and queued_cost + new_cost > max_queue_cost:
         message = f"{queued_cost} patches wait; {new_cost} more would pass the budget of {max_queue_cost}"
-        raise Overloaded(message, retry_after_s=max(0.1, flights.queued_s))
-    held_cost = flights.queued_cost_of(sharing_worker_id) if sharing_worker_id is not None else 0
+        raise Overloaded(message, retry_after_s=max(0.1, jobs.queued_s))
+    held_cost = jobs.queued_cost_of(sharing_worker_id) if sharing_worker_id is not None else 0
     if not is_within_share(held_cost, new_cost, max_queue_cost - queued_cost):
         message = f"{held_cost} patches wait for {sharing_worker_id}; {new_cost} more would pass its share"
         raise WorkerBackedUp(message)

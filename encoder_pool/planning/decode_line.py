@@ -1,5 +1,5 @@
 """Chooses what is decoded next: which item is first in order, which item fits next to the items that are already
-decoded, and which decoded item gives way. A *flight* is one item on its way through the encoder.
+decoded, and which decoded item gives way. A *job* is one item on its way through the encoder.
 
 A worker that takes no features cannot hold up other workers here. It has a limited share of the room. While its units
 cannot be encoded, only one of its items is decoded ahead. An item that finds no room for long, and that is within the
@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection
 from functools import cache
 from typing import NamedTuple
 
-from encoder_pool.planning.flight import DecodeRoom, EncodeJob, Phase
-from encoder_pool.planning.flights import Flights
+from encoder_pool.planning.encode_job import DecodeRoom, EncodeJob, Phase
+from encoder_pool.planning.encode_jobs import EncodeJobs
 from encoder_pool.planning.shares import FirstRefused, is_within_share
 from fabric.ids import MemberId, MmHash
 
@@ -37,16 +37,16 @@ class DecodeLine:
 
     def __init__(
         self,
-        flights: Flights,
+        jobs: EncodeJobs,
         room: DecodeRoom,
         being_decoded: Collection[EncodeJob] = (),
         passed_s: float = 0.0,
         is_blocked: IsBlocked = lambda worker_id: False,
     ) -> None:
-        """`being_decoded` is a live view of the flights that the decoder works on; it includes flights that have ended
+        """`being_decoded` is a live view of the jobs that the decoder works on; it includes jobs that have ended
         while their decoding goes on. `passed_s` is the number of seconds for which all others may pass an item without
         room."""
-        self._flights = flights
+        self._jobs = jobs
         self._room = room
         self._being_decoded = being_decoded
         self._is_blocked = is_blocked
@@ -54,63 +54,63 @@ class DecodeLine:
         self._blocked: FirstRefused[MemberId] = FirstRefused(passed_s)
         """Holds the worker of the refused item while that worker is blocked."""
         self._passed: set[EncodeJob] = set()
-        """Holds the flights whose decoding began since the refused item was due."""
+        """Holds the jobs whose decoding began since the refused item was due."""
         self._gave_way: set[MmHash] = set()
         """Holds the items that were put back to make room for the refused item; they do not begin again before it."""
 
     def next(self, now_s: float, *, has_shares: bool = False) -> EncodeJob | None:
-        """Returns the first flight in order that has room, for the caller to begin. Long items leave one decoder, and
+        """Returns the first job in order that has room, for the caller to begin. Long items leave one decoder, and
         some of the room, to short ones. With `has_shares`, each worker has a limited share."""
         self._forget_gone(now_s, has_shares=has_shares)
         taken = self._taken()
         if self._first is not None and taken.num_items >= self._room.max_items:
             return None  # This is the usual case while forward passes are the bottleneck.
         is_due = self._refused.is_due(now_s)
-        may_be_long = self._flights.totals.num_long_decoding < max(1, self._room.max_long_items)
+        may_be_long = self._jobs.totals.num_long_decoding < max(1, self._room.max_long_items)
         is_blocked = cache(lambda worker_id: has_shares and self._is_blocked(worker_id))
 
-        def may_have(worker_id: MemberId, flight: EncodeJob) -> bool:
-            return not has_shares or self._is_within_share(worker_id, flight, is_blocked(worker_id))
+        def may_have(worker_id: MemberId, job: EncodeJob) -> bool:
+            return not has_shares or self._is_within_share(worker_id, job, is_blocked(worker_id))
 
         first, can_go_on = self._first, self._blocked.thing is None
         if first and can_go_on and (may_be_long or not first.is_long) and self._has_room(taken, first):
             self._forget_first()
             return first
-        for worker_id, flight in self._flights.to_decode(may_have, may_be_long=may_be_long):
-            if flight is first or flight.item.mm_hash in self._gave_way:
+        for worker_id, job in self._jobs.to_decode(may_have, may_be_long=may_be_long):
+            if job is first or job.item.mm_hash in self._gave_way:
                 continue
-            if not self._has_room(taken, flight):
+            if not self._has_room(taken, job):
                 if not is_blocked(worker_id):
-                    self._refused.refuse((flight, worker_id), now_s)
+                    self._refused.refuse((job, worker_id), now_s)
                 if taken.num_items >= self._room.max_items:
                     return None
-            elif not is_due or self._leaves_room(flight):
+            elif not is_due or self._leaves_room(job):
                 if is_due:
-                    self._passed = {one for one in self._passed if self._counts(one)} | {flight}
-                return flight
+                    self._passed = {one for one in self._passed if self._counts(one)} | {job}
+                return job
         return None
 
     def in_the_way(self, now_s: float) -> EncodeJob | None:
-        """Returns a flight that the caller is to put back into the queue to make room for the item that is due. Returns
-        None if no item is due, or if putting flights back would not make enough room."""
+        """Returns a job that the caller is to put back into the queue to make room for the item that is due. Returns
+        None if no item is due, or if putting jobs back would not make enough room."""
         if not self._refused.is_due(now_s):
             return None
         self._forget_gone(now_s, has_shares=True)
         first = self._first
         if first is None or self._blocked.thing is not None:
             return None
-        ending_bytes = sum(one.item.decode_bytes for one in self._being_decoded if not self._flights.is_live(one))
+        ending_bytes = sum(one.item.decode_bytes for one in self._being_decoded if not self._jobs.is_live(one))
         taken = self._taken()
         taken = taken._replace(nbytes=taken.nbytes - ending_bytes)
         if self._has_room(taken, first):
             return None
-        # Only a flight that is being decoded can give memory back.
+        # Only a job that is being decoded can give memory back.
         has_memory = taken.nbytes + first.item.decode_bytes <= self._room.max_decode_bytes
-        blocked = self._flights.blocked(self._is_blocked)
-        helpful = [flight for flight in blocked if has_memory or flight in self._being_decoded]
-        for flight in blocked:
-            nbytes = flight.item.decode_bytes if flight in self._being_decoded else 0
-            cost = max(0.0, taken.cost - self._flights.in_patches(flight))
+        blocked = self._jobs.blocked(self._is_blocked)
+        helpful = [job for job in blocked if has_memory or job in self._being_decoded]
+        for job in blocked:
+            nbytes = job.item.decode_bytes if job in self._being_decoded else 0
+            cost = max(0.0, taken.cost - self._jobs.in_patches(job))
             taken = _Taken(taken.num_items - 1, cost, taken.nbytes - nbytes)
         if not helpful or not self._has_room(taken, first):
             return None
@@ -119,11 +119,11 @@ class DecodeLine:
 
     @property
     def _first(self) -> EncodeJob | None:
-        """Returns the flight that room is kept for, if any."""
+        """Returns the job that room is kept for, if any."""
         return self._refused.thing[0] if self._refused.thing is not None else None
 
     def _forget_gone(self, now_s: float, *, has_shares: bool) -> None:
-        """Stops keeping room for a flight that no longer waits, or that could not be encoded anyway because its worker
+        """Stops keeping room for a job that no longer waits, or that could not be encoded anyway because its worker
         stays blocked. A worker of a busy encoder is often blocked for a moment, so a short block does not count."""
         if self._refused.thing is None:
             return
@@ -141,44 +141,44 @@ class DecodeLine:
         self._passed.clear()
         self._gave_way.clear()
 
-    def _is_within_share(self, worker_id: MemberId, flight: EncodeJob, is_blocked: bool) -> bool:
+    def _is_within_share(self, worker_id: MemberId, job: EncodeJob, is_blocked: bool) -> bool:
         """Returns whether a worker may have one more item decoded."""
-        num_held, held_cost = self._flights.held_by(worker_id)
+        num_held, held_cost = self._jobs.held_by(worker_id)
         if is_blocked:
             return num_held == 0
-        free_items = self._room.max_items - self._flights.totals.num_prepared
-        free_cost = self._room.max_cost - self._flights.decoded_cost
-        is_cost_shared = is_within_share(held_cost, self._flights.in_patches(flight), free_cost)
+        free_items = self._room.max_items - self._jobs.totals.num_prepared
+        free_cost = self._room.max_cost - self._jobs.decoded_cost
+        is_cost_shared = is_within_share(held_cost, self._jobs.in_patches(job), free_cost)
         return is_cost_shared and is_within_share(num_held, 1, free_items)
 
     def _taken(self) -> _Taken:
-        nbytes = sum(flight.item.decode_bytes for flight in self._being_decoded)
-        return _Taken(self._flights.totals.num_prepared, self._flights.decoded_cost, nbytes)
+        nbytes = sum(job.item.decode_bytes for job in self._being_decoded)
+        return _Taken(self._jobs.totals.num_prepared, self._jobs.decoded_cost, nbytes)
 
-    def _leaves_room(self, flight: EncodeJob) -> bool:
-        """Returns whether the flight that is due will still fit next to `flight`, and next to those that passed it
+    def _leaves_room(self, job: EncodeJob) -> bool:
+        """Returns whether the job that is due will still fit next to `job`, and next to those that passed it
         before, once everything older has gone."""
         first = self._first
         assert first is not None
-        passed = [one for one in self._passed if self._lies_here(one)] + [flight]
-        cost = sum(map(self._flights.in_patches, passed))
+        passed = [one for one in self._passed if self._lies_here(one)] + [job]
+        cost = sum(map(self._jobs.in_patches, passed))
         nbytes = sum(one.item.decode_bytes for one in self._passed if one in self._being_decoded)
-        return self._has_room(_Taken(len(passed), cost, nbytes + flight.item.decode_bytes), first)
+        return self._has_room(_Taken(len(passed), cost, nbytes + job.item.decode_bytes), first)
 
-    def _lies_here(self, flight: EncodeJob) -> bool:
-        return flight.is_prepared and self._flights.is_live(flight)
+    def _lies_here(self, job: EncodeJob) -> bool:
+        return job.is_prepared and self._jobs.is_live(job)
 
-    def _counts(self, flight: EncodeJob) -> bool:
-        """Returns whether a flight that has begun still takes room."""
-        return flight in self._being_decoded or self._lies_here(flight)
+    def _counts(self, job: EncodeJob) -> bool:
+        """Returns whether a job that has begun still takes room."""
+        return job in self._being_decoded or self._lies_here(job)
 
-    def _has_room(self, taken: _Taken, flight: EncodeJob) -> bool:
-        """Returns whether a flight can be decoded next to what others take. A flight alone always fits, because
+    def _has_room(self, taken: _Taken, job: EncodeJob) -> bool:
+        """Returns whether a job can be decoded next to what others take. A job alone always fits, because
         admission refuses items that do not."""
         room = self._room
-        max_cost = room.max_long_cost if flight.is_long else room.max_cost
+        max_cost = room.max_long_cost if job.is_long else room.max_cost
         return (
             taken.num_items < room.max_items
-            and (not taken.cost or taken.cost + self._flights.in_patches(flight) <= max_cost)
-            and taken.nbytes + flight.item.decode_bytes <= room.max_decode_bytes
+            and (not taken.cost or taken.cost + self._jobs.in_patches(job) <= max_cost)
+            and taken.nbytes + job.item.decode_bytes <= room.max_decode_bytes
         )

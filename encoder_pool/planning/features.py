@@ -181,7 +181,7 @@ class FeatureTable:
         self._source.set_idle(entry.slot)
         self._log.unit_ready(unit, entry.num_units)
 
-    def told(self, unit: UnitKey) -> None:
+    def waiters_informed(self, unit: UnitKey) -> None:
         """Records that every request that waited for a completed unit was informed of it. From then on the unit is
         like any other cached unit. Does nothing for a unit that failed."""
         entry = self._unit_to_entry.get(unit)

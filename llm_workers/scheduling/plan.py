@@ -14,9 +14,9 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from fabric.flat_tokens import flat_tokens
 from fabric.ids import SequenceId, UnitKey
 from fabric.messages import SamplingParams, TokenLogprobs
+from fabric.weighted_tokens import weighted_tokens
 from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.token_counts import TokenCounts
 from llm_workers.step_costs import StepWork
@@ -85,13 +85,13 @@ class Chunk:
         """Has shape `(num_drafts,)`."""
         return self.token_ids[self.num_tokens - self.num_drafts :]
 
-    def accepted(self, drawn: SequenceOf[int]) -> SequenceOf[int]:
+    def accepted(self, sampled: SequenceOf[int]) -> SequenceOf[int]:
         """Returns those of the `num_drafts + 1` tokens drawn one after the other that would have been drawn without
         drafts: all up to and including the first that differs from its guess."""
         for index, draft in enumerate(self.drafts.tolist()):
-            if drawn[index] != draft:
-                return drawn[: index + 1]
-        return drawn
+            if sampled[index] != draft:
+                return sampled[: index + 1]
+        return sampled
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,12 +169,12 @@ class StepPlan:
     def work(self, context_scale_tokens: float) -> StepWork:
         """Returns the work of the step; a chunk of one known token counts as a decode, and its drafts count as other
         tokens."""
-        num_decodes, num_flat = self.num_decodes, 0.0
+        num_decodes, num_weighted = self.num_decodes, 0.0
         for chunk in self.others:
             is_decode = chunk.num_tokens - chunk.num_drafts == 1 and chunk.start > 0
             num_decodes += is_decode
-            num_flat += flat_tokens(chunk.num_tokens - is_decode, chunk.start + is_decode, context_scale_tokens)
-        return StepWork(num_decodes, num_flat)
+            num_weighted += weighted_tokens(chunk.num_tokens - is_decode, chunk.start + is_decode, context_scale_tokens)
+        return StepWork(num_decodes, num_weighted)
 
 
 @dataclass(frozen=True, slots=True)

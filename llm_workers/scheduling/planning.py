@@ -24,8 +24,8 @@ from fabric.ids import SequenceId, UnitKey
 from llm_workers.config import WorkerConfig
 from llm_workers.scheduling.decode_batch import DecodeBatch
 from llm_workers.scheduling.drafts import propose
-from llm_workers.scheduling.residency import Residency
 from llm_workers.scheduling.sequence import Rank, Sequence
+from llm_workers.scheduling.sequence_resources import SequenceResources
 from llm_workers.scheduling.standings import Standings
 
 MAX_PASSED_OVER = 8
@@ -109,9 +109,9 @@ class StepDraft:
 
 
 class StepPlanner:
-    def __init__(self, config: WorkerConfig, residency: Residency, standings: Standings) -> None:
+    def __init__(self, config: WorkerConfig, resources: SequenceResources, standings: Standings) -> None:
         self._config = config
-        self._residency = residency
+        self._resources = resources
         self._standings = standings
 
     def draft(self) -> StepDraft:
@@ -133,10 +133,10 @@ class StepPlanner:
         decodes, batch = self._standings.decodes, self._standings.batch
         growing = batch.growing()
         num_beside = len(decodes) - len(batch)
-        is_fitting = draft.has_room_for(len(decodes)) and len(growing) + num_beside <= self._residency.pool.num_free
+        is_fitting = draft.has_room_for(len(decodes)) and len(growing) + num_beside <= self._resources.pool.num_free
         if len(batch) and is_fitting:
             for sequence in growing:
-                self._residency.grow(sequence, sequence.num_tokens)
+                self._resources.grow(sequence, sequence.num_tokens)
             batch.take_blocks(growing)
             draft.take_batch(batch)
             if not num_beside:
@@ -172,16 +172,16 @@ class StepPlanner:
                 self._try(draft, sequence)
 
     def _plan_drafts(self, draft: StepDraft) -> None:
-        wanted, residency = self._config.speculation, self._residency
+        wanted, resources = self._config.speculation, self._resources
         for sequence, end in draft.chunks.values() if wanted.max_tokens else ():
             if draft.num_tokens_left <= 0:
                 return
             if sequence not in self._standings.decodes or sequence.guide is not None:
                 continue
-            room = min(wanted.max_tokens, draft.num_tokens_left, sequence.num_open - 1, residency.reach(sequence) - end)
+            room = min(wanted.max_tokens, draft.num_tokens_left, sequence.num_open - 1, resources.reach(sequence) - end)
             drafts = propose(sequence.tokens.view(), room, wanted.min_ngram, wanted.max_ngram)
             if len(drafts):
-                residency.grow(sequence, end + len(drafts))
+                resources.grow(sequence, end + len(drafts))
                 draft.guess(sequence, drafts)
 
     # ------------------------------------------------------------ one sequence
@@ -191,19 +191,19 @@ class StepPlanner:
         chunk."""
         if sequence.is_started:
             return self._place(draft, sequence)
-        residency, holders = self._residency, self._standings.holders
+        resources, holders = self._resources, self._standings.holders
         if draft.num_sequences and not holders.has_below(sequence):
             # The common case under load costs a look-up at most: there is no room, and no sequence to take it from.
-            num_left = residency.pool.num_free - draft.num_sequences
-            if num_left < 0 or residency.num_missing_blocks(sequence) > num_left:
+            num_left = resources.pool.num_free - draft.num_sequences
+            if num_left < 0 or resources.num_missing_blocks(sequence) > num_left:
                 return False
-        num_covered, missing = sequence.num_covered, residency.try_hits(sequence)
+        num_covered, missing = sequence.num_covered, resources.try_hits(sequence)
         if sequence.num_covered != num_covered:
             draft.covered_anew.append((sequence, missing))
         if not self._may_begin(draft, sequence) or not self._place(draft, sequence):
-            residency.withdraw(sequence)
+            resources.withdraw(sequence)
             return False
-        residency.start(sequence)
+        resources.start(sequence)
         draft.begun.add(sequence.sequence_id)
         holders.add(sequence)
         return True
@@ -212,8 +212,8 @@ class StepPlanner:
         """Returns whether a sequence may begin. It may if all its tokens find room and each chunk of this step could
         still take one more block, so that the sequence is not preempted at once; or by right of its rank; or if this
         step could do nothing else."""
-        needed = self._residency.num_new_blocks(sequence, sequence.num_tokens)
-        if needed + draft.num_sequences <= self._residency.pool.num_free:
+        needed = self._resources.num_new_blocks(sequence, sequence.num_tokens)
+        if needed + draft.num_sequences <= self._resources.pool.num_free:
             return True
         if self._standings.holders.has_below(sequence) and self._can_have(draft, sequence, needed):
             return True
@@ -223,16 +223,16 @@ class StepPlanner:
         """Plans as much of the sequence as the doorstep, the budget and the blocks allow. Returns False if that is
         nothing."""
         end = min(sequence.num_tokens, sequence.num_computed + draft.num_tokens_left)
-        end = self._residency.doorstep(sequence, sequence.num_computed, end)
+        end = self._resources.doorstep(sequence, sequence.num_computed, end)
         if end <= sequence.num_computed:
             return False
         least = sequence.num_computed + 1
-        if self._residency.reach(sequence) < least:
+        if self._resources.reach(sequence) < least:
             self._make_room(draft, sequence, least)
-        end = min(end, self._residency.reach(sequence))
+        end = min(end, self._resources.reach(sequence))
         if end <= sequence.num_computed:
             return False
-        self._residency.grow(sequence, end)
+        self._resources.grow(sequence, end)
         self._standings.batch.take_blocks((sequence,))
         draft.take(sequence, end)
         return True
@@ -240,30 +240,30 @@ class StepPlanner:
     def _make_room(self, draft: StepDraft, sequence: Sequence, end: int) -> None:
         """Preempts sequences of lower rank, the last one first, until tokens up to `end` have blocks. Preempts none if
         that would not be enough."""
-        residency, holders = self._residency, self._standings.holders
+        resources, holders = self._resources, self._standings.holders
         if not holders.has_below(sequence):
             return
         lower = holders.below(sequence)
-        if not self._can_have(draft, sequence, residency.num_new_blocks(sequence, end, lower)):
+        if not self._can_have(draft, sequence, resources.num_new_blocks(sequence, end, lower)):
             return
-        while residency.pool.num_free < residency.num_new_blocks(sequence, end):
+        while resources.pool.num_free < resources.num_new_blocks(sequence, end):
             victim = lower.pop()
             holders.discard(victim)
             draft.drop(victim)
-            residency.give_up(victim)
+            resources.give_up(victim)
 
     def _can_have(self, draft: StepDraft, sequence: Sequence, num_blocks: int) -> bool:
         """Returns whether this many blocks are free, or would be if all lower ranks gave theirs up."""
-        pool = self._residency.pool
+        pool = self._resources.pool
         if draft.is_hopeless(sequence, num_blocks):
             return False
         lower = self._standings.holders.below(sequence)
         num_found = pool.num_free
         for victim in reversed(lower[-_QUICK_VICTIMS:]):
-            num_found += self._residency.num_reclaimable((victim,))
+            num_found += self._resources.num_reclaimable((victim,))
             if num_found >= num_blocks:
                 return True
-        num_found = pool.num_free + self._residency.num_reclaimable(lower)
+        num_found = pool.num_free + self._resources.num_reclaimable(lower)
         # The blocks of a sequence that only tries to begin become free again if it does not begin.
         draft.note_most(sequence, num_found + (0 if sequence.is_started else len(sequence.table)))
         return num_found >= num_blocks

@@ -36,8 +36,8 @@ from llm_workers.scheduling.feature_references import FeatureReference, FeatureR
 from llm_workers.scheduling.guidance import Guide
 from llm_workers.scheduling.plan import StepPlan, StepResult
 from llm_workers.scheduling.planning import StepPlanner
-from llm_workers.scheduling.residency import Residency
 from llm_workers.scheduling.roster import Roster
+from llm_workers.scheduling.sequence_resources import SequenceResources
 from llm_workers.scheduling.standings import Standings
 from llm_workers.scheduling.steps import Steps, finished_sequence
 from llm_workers.scheduling.tally import SchedulerTally
@@ -57,7 +57,7 @@ class Scheduler:
         self, config: WorkerConfig, shape_max_model_len: int, clock: Clock, context_scale_tokens: float = inf
     ) -> None:
         """Creates a scheduler without requests. `context_scale_tokens` belongs to the model and gives the weight of
-        tokens (`fabric.flat_tokens`)."""
+        tokens (`fabric.weighted_tokens`)."""
         self._config = config
         self._context_scale_tokens = context_scale_tokens
         self._max_model_len = shape_max_model_len
@@ -65,15 +65,17 @@ class Scheduler:
         self._pool = BlockPool(config.num_blocks)
         self.references = FeatureReferences()
         """Holds the engine's references to features; the runner reads the features through them."""
-        self._residency = Residency(self._pool, self.references, config.block_size, config.is_prefix_cache_enabled)
+        self._resources = SequenceResources(
+            self._pool, self.references, config.block_size, config.is_prefix_cache_enabled
+        )
         self._roster = Roster()
         self._tally = SchedulerTally()
-        self._late: list[NeededUnit] = []
+        self._needed_by_released: list[NeededUnit] = []
         """Holds needed units of siblings that waited for their leader and whose blocks were evicted meanwhile."""
         batch = DecodeBatch(config.block_size, is_used=not config.speculation.max_tokens)
-        self._standings = Standings(self._roster, self._residency, batch, config.max_step_tokens, context_scale_tokens)
-        planner = StepPlanner(config, self._residency, self._standings)
-        self._steps = Steps(planner, self._residency, self._roster, self._standings, self._tally, clock)
+        self._standings = Standings(self._roster, self._resources, batch, config.max_step_tokens, context_scale_tokens)
+        planner = StepPlanner(config, self._resources, self._standings)
+        self._steps = Steps(planner, self._resources, self._roster, self._standings, self._tally, clock)
 
     # ------------------------------------------------------------ requests and features
 
@@ -102,7 +104,7 @@ class Scheduler:
         missing: set[UnitKey] = set()
         for sequence in running:
             if not self._roster.is_held(sequence):
-                missing.update(self._residency.admit(sequence))
+                missing.update(self._resources.admit(sequence))
             self._standings.refresh(sequence)
         return AdmittedSequences(
             sequence_ids=tuple(one.sequence_id for one in running),
@@ -121,7 +123,7 @@ class Scheduler:
         aborted: list[SequenceId] = []
         for sequence in self._roster.of_attempt(attempt_id):
             if not choices or sequence.sequence_id.choice in choices:
-                self._residency.leave(sequence)
+                self._resources.leave(sequence)
                 self._roster.remove(sequence)
                 self._standings.remove(sequence)
                 aborted.append(sequence.sequence_id)
@@ -149,8 +151,8 @@ class Scheduler:
         """Plans the next step, which may be empty. Takes blocks, and preempts sequences if blocks run out. `commit` or
         `rollback` must come before the next call."""
         for sequence in self._roster.take_released():
-            missing = self._residency.admit(sequence)
-            self._late += [NeededUnit(sequence.sequence_id, unit, events.PREEMPTED) for unit in missing]
+            missing = self._resources.admit(sequence)
+            self._needed_by_released += [NeededUnit(sequence.sequence_id, unit, events.PREEMPTED) for unit in missing]
             self._standings.refresh(sequence)
         return self._steps.plan()
 
@@ -181,14 +183,14 @@ class Scheduler:
 
     def drain_needed(self) -> list[NeededUnit]:
         """Returns the units needed again since the last call, as (sequence, unit, reason)."""
-        late, self._late = self._late, []
-        live = [one for one in late if self._roster.get(one.sequence_id) is not None]
+        needed, self._needed_by_released = self._needed_by_released, []
+        live = [one for one in needed if self._roster.get(one.sequence_id) is not None]
         return live + self._steps.drain_needed()
 
     def drain_reads(self) -> Reads:
         """Returns what may have changed since the last call: which attempts still have to compute positions of which
         unit, here or not, and where."""
-        return self._residency.reads.drain(self._next_read)
+        return self._resources.reads.drain(self._next_read)
 
     def drain_kv_events(self) -> tuple[int, list[KvEvent]]:
         """Returns the number of the first event, and the events since the last call. Numbers begin with 1. Old events
@@ -229,7 +231,7 @@ class Scheduler:
             num_preemptions=tally.num_preemptions,
             drafts_proposed=tally.drafts_proposed,
             drafts_accepted=tally.drafts_accepted,
-            queued_flat_tokens=backlog.flat_tokens,
+            queued_flat_tokens=backlog.weighted_tokens,
         )
 
     def check_at_rest(self) -> None:
@@ -243,7 +245,7 @@ class Scheduler:
         """Asserts, between calls and with or without a step in flight, that the whole state is consistent. It is for
         tests after every step, because it looks at everything."""
         live = list(self._roster.sequences)
-        self._pool.check_invariants({one.sequence_id: self._residency.blocks_of(one) for one in live})
+        self._pool.check_invariants({one.sequence_id: self._resources.blocks_of(one) for one in live})
         claiming = [one for one in live if not self._roster.is_held(one)]
         self.references.check_invariants(
             {one.sequence_id: set(one.layout.units_after(one.claims_from)) for one in claiming}

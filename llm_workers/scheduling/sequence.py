@@ -1,8 +1,8 @@
 """Holds one choice of one attempt: its tokens, how far they are computed, and the blocks that hold the result.
 
 Prompt, generated and migrated tokens are one array; there is no prefill phase and no decode phase. Adding one token
-never costs time in proportion to the context. This module knows nothing of the pool and the inbox: `residency` assigns
-blocks and takes them away.
+never costs time in proportion to the context. This module knows nothing of the pool and the inbox: `sequence_resources`
+assigns blocks and takes them away.
 """
 
 from __future__ import annotations

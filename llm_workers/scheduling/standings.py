@@ -21,9 +21,9 @@ from fabric.ids import SequenceId
 from llm_workers.scheduling.decode_batch import DecodeBatch
 from llm_workers.scheduling.prefill_queue import PrefillQueue
 from llm_workers.scheduling.ranked import RankedList
-from llm_workers.scheduling.residency import Residency
 from llm_workers.scheduling.roster import Roster
 from llm_workers.scheduling.sequence import Sequence
+from llm_workers.scheduling.sequence_resources import SequenceResources
 
 _rank: Callable[[Sequence], object] = attrgetter("rank")
 
@@ -33,8 +33,8 @@ class Backlog(NamedTuple):
     now."""
 
     num_tokens: int
-    flat_tokens: float
-    """Counts the same tokens, weighted by their contexts (`fabric.flat_tokens`)."""
+    weighted_tokens: float
+    """Counts the same tokens, weighted by their contexts (`fabric.weighted_tokens`)."""
 
 
 class _Open(NamedTuple):
@@ -50,12 +50,12 @@ class Standings:
     def __init__(
         self,
         roster: Roster,
-        residency: Residency,
+        resources: SequenceResources,
         batch: DecodeBatch,
         max_step_tokens: int,
         context_scale_tokens: float,
     ) -> None:
-        self._roster, self._residency = roster, residency
+        self._roster, self._resources = roster, resources
         self.batch = batch
         self._context_scale_tokens = context_scale_tokens
         self.prefills = PrefillQueue(max_step_tokens)
@@ -91,7 +91,7 @@ class Standings:
         if opened is None:
             self.prefills.discard(sequence)
         else:
-            self.prefills.put(sequence, self._residency.references.is_complete(sequence.sequence_id))
+            self.prefills.put(sequence, self._resources.references.is_complete(sequence.sequence_id))
         self._count(sequence, opened)
 
     def remove(self, sequence: Sequence) -> None:
@@ -110,7 +110,7 @@ class Standings:
         arrived = []
         for sequence in self._stirred:
             is_at_doorstep = (
-                not self._residency.references.is_complete(sequence.sequence_id)
+                not self._resources.references.is_complete(sequence.sequence_id)
                 and sequence not in self._open
                 and not self._roster.is_held(sequence)
                 and sequence.sequence_id not in in_flight
@@ -147,7 +147,7 @@ class Standings:
     def _open_of(self, sequence: Sequence) -> _Open | None:
         """Returns the sequence's open tokens, or None if it is at its doorstep."""
         start = sequence.claims_from
-        count = self._residency.doorstep(sequence, start, sequence.num_tokens) - start
+        count = self._resources.doorstep(sequence, start, sequence.num_tokens) - start
         return _Open(count, count * (2 * start + count)) if count else None
 
     def _count(self, sequence: Sequence, opened: _Open | None) -> None:

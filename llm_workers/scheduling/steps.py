@@ -25,9 +25,9 @@ from llm_workers.scheduling.events import (
 )
 from llm_workers.scheduling.plan import Chunk, Decodes, StepPlan, StepResult
 from llm_workers.scheduling.planning import StepDraft, StepPlanner
-from llm_workers.scheduling.residency import Residency
 from llm_workers.scheduling.roster import Roster
 from llm_workers.scheduling.sequence import Sequence
+from llm_workers.scheduling.sequence_resources import SequenceResources
 from llm_workers.scheduling.standings import Standings
 from llm_workers.scheduling.tally import SchedulerTally
 
@@ -36,7 +36,7 @@ class Steps:
     def __init__(
         self,
         planner: StepPlanner,
-        residency: Residency,
+        resources: SequenceResources,
         roster: Roster,
         standings: Standings,
         tally: SchedulerTally,
@@ -44,7 +44,7 @@ class Steps:
     ) -> None:
         self._planner = planner
         self._standings = standings
-        self._residency = residency
+        self._resources = resources
         self._roster = roster
         self._tally = tally
         self._clock = clock
@@ -85,7 +85,7 @@ class Steps:
         for sequence, missing in draft.covered_anew:
             self._ask(sequence, missing)
         for sequence in draft.preempted.values():
-            self._ask(sequence, self._residency.admit(sequence))
+            self._ask(sequence, self._resources.admit(sequence))
         for sequence, _ in draft.chunks.values():
             if sequence.sequence_id in draft.begun:
                 self._standings.refresh(sequence)
@@ -102,7 +102,7 @@ class Steps:
         self._note_begin(sequence, now_s)
         splices = sequence.layout.splices(start, end) if start < sequence.num_prompt else ()
         for splice in splices:
-            self._residency.references.begin_read(splice.unit)
+            self._resources.references.begin_read(splice.unit)
             self._units_in_step.add(splice.unit)
         self._in_flight[sequence.sequence_id] = sequence
         known = sequence.tokens.view(start, end)
@@ -112,7 +112,7 @@ class Steps:
             num_tokens=draft_end - start,
             token_ids=np.concatenate([known, drafts]) if len(drafts) else known,
             positions=sequence.positions(start, draft_end),
-            block_ids=sequence.table.view(0, self._residency.blocks_for(draft_end)).copy(),
+            block_ids=sequence.table.view(0, self._resources.blocks_for(draft_end)).copy(),
             splices=splices,
             sampling=sequence.sampling if end == sequence.num_tokens else None,
             draw_index=sequence.num_generated,
@@ -143,7 +143,7 @@ class Steps:
         tokens: list[SequenceTokens] = []
         finished: list[FinishedSequence] = []
         prefill: list[PrefillProgress] = []
-        chunks, decoding = self._end_flight(plan)
+        chunks, decoding = self._end_step(plan)
         if plan.decodes is not None:
             tokens += self._commit_decodes(plan.decodes, decoding, result)
         for sequence, given in zip(decoding, tuple(tokens), strict=True):
@@ -155,17 +155,17 @@ class Steps:
                 prefill.append(PrefillProgress(sequence.sequence_id, chunk.start, end))
                 self._tally.prompt_tokens_computed += end - chunk.start
                 sequence.stopwatch.add_prefill(now_s - self._planned_at_s)
-            drawn = self._advance(chunk, sequence, result)
+            sampled = self._advance(chunk, sequence, result)
             if sequence in self._standings.decodes:
                 self._standings.batch.refresh(sequence)
             else:
                 self._standings.refresh(sequence)
-            if drawn is None:
+            if sampled is None:
                 continue
-            tokens.append(drawn)
+            tokens.append(sampled)
             sequence.stopwatch.first_token(now_s)
-            if drawn.finish_reason is not None:
-                finished.append(self._finish(sequence, drawn.finish_reason, now_s))
+            if sampled.finish_reason is not None:
+                finished.append(self._finish(sequence, sampled.finish_reason, now_s))
         self._tally.steps += bool(plan.num_sequences)
         self._note_doorsteps(now_s)
         at_doorstep, self._at_doorstep = self._at_doorstep, []
@@ -173,9 +173,9 @@ class Steps:
         return StepEvents(tuple(tokens), tuple(finished), tuple(prefill), tuple(at_doorstep), tuple(preempted))
 
     def rollback(self, plan: StepPlan) -> None:
-        chunks, decoding = self._end_flight(plan)
+        chunks, decoding = self._end_step(plan)
         for sequence in (*decoding, *(sequence for _, sequence in chunks)):
-            self._residency.trim(sequence)
+            self._resources.trim(sequence)
             self._standings.refresh(sequence)
 
     def drain_needed(self) -> list[NeededUnit]:
@@ -183,14 +183,14 @@ class Steps:
         needed, self._needed = self._needed, []
         return [one for one in needed if self._roster.get(one.sequence_id) is not None]
 
-    def _end_flight(self, plan: StepPlan) -> tuple[list[tuple[Chunk, Sequence]], list[Sequence]]:
+    def _end_step(self, plan: StepPlan) -> tuple[list[tuple[Chunk, Sequence]], list[Sequence]]:
         """Ends the flight of a step. Returns the chunks, and the sequences of rows, that are still alive. Units that
         the step read can be released from now on."""
         flying, self._in_flight = self._in_flight, {}
         decoding, self._decoding = self._decoding, []
         assert flying.keys() == {chunk.sequence_id for chunk in plan.others}, "not the step that is in flight"
         assert len(decoding) == plan.num_decodes, "not the step that is in flight"
-        self._residency.references.end_reads(self._units_in_step)
+        self._resources.references.end_reads(self._units_in_step)
         self._units_in_step.clear()
         pairs = [(chunk, flying[chunk.sequence_id]) for chunk in plan.others]
         chunks = [(chunk, sequence) for chunk, sequence in pairs if self._roster.get(chunk.sequence_id) is sequence]
@@ -204,28 +204,28 @@ class Steps:
         batch = self._standings.batch
         is_whole = batch.is_of(decodes)
         tokens = [result.token_ids[one.sequence_id] for one in decoding]
-        drawn: list[SequenceTokens] = []
+        sampled: list[SequenceTokens] = []
         may_end = zip(batch.is_last_draw().tolist(), batch.ending_ids, strict=True) if is_whole else repeat((True, ()))
         for sequence, token_ids, (is_last, ending) in zip(decoding, tokens, may_end, strict=False):
             index = sequence.num_generated
             sequence.tokens.append(token_ids[0])
             sequence.num_computed += 1
             reason = sequence.finish_reason() if is_last or token_ids[0] in ending else None
-            drawn.append(SequenceTokens(sequence.sequence_id, index, token_ids, reason))
-        self._tally.tokens_generated += len(drawn)
+            sampled.append(SequenceTokens(sequence.sequence_id, index, token_ids, reason))
+        self._tally.tokens_generated += len(sampled)
         filled = decoding
         if is_whole:
             filled = batch.advance(np.array([token_ids[0] for token_ids in tokens], dtype=np.int64))
         for sequence in filled:
-            self._residency.publish(sequence)
+            self._resources.publish(sequence)
         if is_whole:
             batch.take_blocks(filled)
         for sequence in () if is_whole else decoding:
             batch.refresh(sequence)
-        return drawn
+        return sampled
 
     def _finish(self, sequence: Sequence, reason: str, now_s: float) -> FinishedSequence:
-        self._residency.leave(sequence)
+        self._resources.leave(sequence)
         self._roster.remove(sequence)
         self._standings.remove(sequence)
         return finished_sequence(sequence, reason, now_s)
@@ -233,7 +233,7 @@ class Steps:
     def _advance(self, chunk: Chunk, sequence: Sequence, result: StepResult) -> SequenceTokens | None:
         """Commits a computed chunk up to its first wrong draft, and returns the tokens that it gave. Siblings that
         waited for the prompt take it over."""
-        first_index, end, drawn = sequence.num_generated, chunk.end - chunk.num_drafts, None
+        first_index, end, sampled = sequence.num_generated, chunk.end - chunk.num_drafts, None
         if chunk.sampling is not None:
             token_ids = result.token_ids[chunk.sequence_id]
             assert tuple(token_ids) == tuple(chunk.accepted(token_ids)), "a wrong draft was built upon"
@@ -243,14 +243,14 @@ class Steps:
             self._tally.drafts_proposed += chunk.num_drafts
             self._tally.drafts_accepted += num_taken - 1
             logprobs = result.logprobs.get(chunk.sequence_id, ())[:num_taken]
-            drawn = SequenceTokens(
+            sampled = SequenceTokens(
                 sequence.sequence_id, first_index, tuple(token_ids[:num_taken]), reason, tuple(logprobs)
             )
-        self._residency.advance(sequence, end)
+        self._resources.advance(sequence, end)
         if end >= sequence.num_prompt:
             for sibling in self._roster.prompt_computed(sequence.sequence_id.attempt_id):
-                self._ask(sibling, self._residency.fork(sequence, sibling))
-        return drawn
+                self._ask(sibling, self._resources.fork(sequence, sibling))
+        return sampled
 
     def _note_doorsteps(self, now_s: float) -> None:
         self._at_doorstep += self._standings.note_doorsteps(self._in_flight, now_s)

@@ -1,7 +1,7 @@
 """Runs a rank that is not the first: it joins the group, loads its share, and computes every step that rank 0
 announces.
 
-A follower keeps no state but weights and KV pages, and decides nothing. It ends when rank 0 says so, when rank 0 is
+A rank process keeps no state but weights and KV pages, and decides nothing. It ends when rank 0 says so, when rank 0 is
 gone, or when a step fails: the group ends with the first member that ends. It knows nothing of requests.
 """
 

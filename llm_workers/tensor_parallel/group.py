@@ -1,5 +1,5 @@
-"""Implements rank 0's side of a worker group: it starts the followers, sends them each step, and detects when one is
-gone.
+"""Implements rank 0's side of a worker group: it starts the rank processes, sends them each step, and detects when one
+is gone.
 
 A group that has lost a member is lost as a whole and never recovers: the ranks' KV pages and their place in the
 sequence of sums would differ from then on. This module knows nothing of what a step computes.
@@ -29,12 +29,12 @@ _STOP_GRACE_S = 5.0
 
 
 class RankProcess(Protocol):
-    """A `RankProcess` is a started follower, in a process of this machine or on another machine."""
+    """A `RankProcess` is a started rank process, in a process of this machine or on another machine."""
 
     def is_alive(self) -> bool: ...
 
     def end(self) -> None:
-        """Ends the follower at once, in any state. The call is idempotent."""
+        """Ends the rank process at once, in any state. The call is idempotent."""
         ...
 
 
@@ -46,7 +46,7 @@ class RankGroup:
     from one thread at a time."""
 
     def __init__(self, host: str, num_ranks: int, device: str, step_timeout_s: float, start_timeout_s: float) -> None:
-        """Opens the ports that followers connect to."""
+        """Opens the ports that rank processes connect to."""
         self._token = secrets.token_bytes(TOKEN_BYTES)
         self._door = Door(host, self._token)
         self._store = open_store(host, num_ranks, start_timeout_s)
@@ -54,7 +54,7 @@ class RankGroup:
             0, num_ranks, host, self._door.port, self._store.port, self._token, device, step_timeout_s, start_timeout_s
         )
         self._links: list[Link] = []
-        self._followers: list[RankProcess] = []
+        self._rank_processes: list[RankProcess] = []
         self._membership = ExitStack()
         self._lost: str | None = None
         self._is_stopping = False
@@ -64,15 +64,15 @@ class RankGroup:
     # ------------------------------------------------------------ life
 
     def open(self, launch: Launch, load: Callable[[], Loaded]) -> Loaded:
-        """Starts the followers, joins them to the process group, calls `load` (for rank 0's own share) while they load
-        theirs, and returns the result of `load` when all are ready. Raises the error that a follower failed with, or
-        WorkerLost if a follower died or was not ready in time; then nothing is left running."""
+        """Starts the rank processes, joins them to the process group, calls `load` (for rank 0's own share) while they
+        load theirs, and returns the result of `load` when all are ready. Raises the error that a rank process failed
+        with, or WorkerLost if a rank process died or was not ready in time; then nothing is left running."""
         deadline_s = time.monotonic() + self._invitation.start_timeout_s
         with ExitStack() as undo:
             undo.callback(self.stop)
             try:
                 for rank in range(1, self._invitation.num_ranks):
-                    self._followers.append(launch(replace(self._invitation, rank=rank)))
+                    self._rank_processes.append(launch(replace(self._invitation, rank=rank)))
                 self._welcome(deadline_s)
                 self._membership.enter_context(process_group(self._invitation, self._store))
                 loaded = load()
@@ -86,8 +86,8 @@ class RankGroup:
         return loaded
 
     def _welcome(self, deadline_s: float) -> None:
-        while len(self._links) < len(self._followers):
-            if not all(follower.is_alive() for follower in self._followers):
+        while len(self._links) < len(self._rank_processes):
+            if not all(rank_process.is_alive() for rank_process in self._rank_processes):
                 raise WorkerLost("a rank of the worker ended before it had joined")
             if time.monotonic() > deadline_s:
                 raise TimeoutError("a rank did not join in time")
@@ -106,18 +106,18 @@ class RankGroup:
             call()
 
     def stop(self) -> None:
-        """Stops all followers; those that do not end within a few seconds (`_STOP_GRACE_S`; at once if the group is
-        lost) are ended by force. Leaves the process group. The call is idempotent."""
+        """Stops all rank processes; those that do not end within a few seconds (`_STOP_GRACE_S`; at once if the group
+        is lost) are ended by force. Leaves the process group. The call is idempotent."""
         with self._lock:
             self._is_stopping = True
         for link in self._links:
             with suppress(LinkClosed):
                 link.send(Stop())
         deadline_s = time.monotonic() + (_STOP_GRACE_S if self._lost is None else 0.0)
-        while any(follower.is_alive() for follower in self._followers) and time.monotonic() < deadline_s:
+        while any(rank_process.is_alive() for rank_process in self._rank_processes) and time.monotonic() < deadline_s:
             time.sleep(0.02)
-        for follower in self._followers:
-            follower.end()
+        for rank_process in self._rank_processes:
+            rank_process.end()
         for link in self._links:
             link.close()
         self._door.close()
@@ -146,8 +146,8 @@ class RankGroup:
             raise WorkerLost(self._lost or "a rank is gone") from error
 
     def _watch(self, link: Link) -> None:
-        """Waits, in a thread of its own, for a message of one follower: after its start a follower sends one only when
-        it ends."""
+        """Waits, in a thread of its own, for a message of one rank process: after its start a rank process sends one
+        only when it ends."""
         try:
             message: Message = link.receive()
         except (LinkClosed, ProtocolError) as error:
@@ -167,7 +167,7 @@ class RankGroup:
 
 
 def _expect_ready(link: Link, timeout_s: float) -> None:
-    """Waits until the follower is ready. Raises the error that the follower failed with."""
+    """Waits until the rank process is ready. Raises the error that the rank process failed with."""
     message = link.receive(timeout_s)
     if isinstance(message, RankFailed):
         raise message.error.to_error()

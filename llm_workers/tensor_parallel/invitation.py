@@ -1,5 +1,5 @@
-"""Defines what a follower must know to join its group. An `Invitation` holds plain values, so that it can be passed to
-another process. It knows nothing of weights and models.
+"""Defines what a rank process must know to join its group. An `Invitation` holds plain values, so that it can be passed
+to another process. It knows nothing of weights and models.
 """
 
 from __future__ import annotations

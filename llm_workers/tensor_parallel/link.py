@@ -1,4 +1,4 @@
-"""Provides a byte-stream connection (`Link`) between rank 0 and one follower: it carries framed messages, and both
+"""Provides a byte-stream connection (`Link`) between rank 0 and one rank process: it carries framed messages, and both
 sides notice its end.
 
 The connection exists in addition to the process group, because waiting there has a timeout (and on CUDA keeps the
@@ -66,7 +66,7 @@ class Link:
 
 
 class Door:
-    """A `Door` is the listening side, where followers connect: a free port of one address."""
+    """A `Door` is the listening side, where rank processes connect: a free port of one address."""
 
     def __init__(self, host: str, token: bytes) -> None:
         self._token = token
@@ -74,8 +74,8 @@ class Door:
         self.port: int = self._socket.getsockname()[1]
 
     def accept(self, timeout_s: float) -> Link | None:
-        """Returns the link of the next follower that knows the token, or None if no connection, or only one without the
-        token, came in time."""
+        """Returns the link of the next rank process that knows the token, or None if no connection, or only one without
+        the token, came in time."""
         self._socket.settimeout(timeout_s)
         try:
             connection, _ = self._socket.accept()
@@ -97,7 +97,7 @@ class Door:
 
 
 def knock(host: str, port: int, token: bytes, timeout_s: float) -> Link:
-    """Connects a follower to rank 0's `Door` and sends the token. Raises OSError if that is not possible."""
+    """Connects a rank process to rank 0's `Door` and sends the token. Raises OSError if that is not possible."""
     connection = socket.create_connection((host, port), timeout_s)
     connection.sendall(token)
     connection.settimeout(None)

@@ -52,11 +52,11 @@ class StepHeader(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """Says that a follower has its weights."""
+    """Says that a rank process has its weights."""
 
 
 class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """Says that a follower ends, and why."""
+    """Says that a rank process ends, and why."""
 
     error: ErrorInfo
 

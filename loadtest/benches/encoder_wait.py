@@ -261,7 +261,7 @@ async def _running(model_dir: Path, device: str) -> AsyncIterator[BenchService]:
     model = Watched(family.load_encoder(model_dir, device, "float32", modalities), asyncio.get_running_loop())
     config = EncoderConfig(modalities=modalities, num_decode_processes=2, model_dir=str(model_dir))
     hub = LocalHub()
-    plane, ears = LocalPlane(hub, "local://encoder-1"), LocalPlane(hub, WORKER.address)
+    plane, worker_plane = LocalPlane(hub, "local://encoder-1"), LocalPlane(hub, WORKER.address)
     source = LocalFeatureSource(LocalChannelHub(), "encoder-1", 256 * 2**20)
     service = EncoderService(MemberId("encoder-1"), config, family, model, plane, source, SystemClock())
 
@@ -269,9 +269,9 @@ async def _running(model_dir: Path, device: str) -> AsyncIterator[BenchService]:
         assert isinstance(message, UnitReady)
         generation = message.ticket.generation
         done = UnitRelease(WORKER.member_id, message.request_id, message.attempt, message.unit, generation)
-        ears.send(message.encoder_address, done)
+        worker_plane.send(message.encoder_address, done)
 
-    ears.start(release)
+    worker_plane.start(release)
     await service.start()
     service.update_members([WORKER])
     try:
@@ -279,6 +279,6 @@ async def _running(model_dir: Path, device: str) -> AsyncIterator[BenchService]:
     finally:
         model.gate.set()
         await service.stop()
-        for endpoint in (ears, plane):
+        for endpoint in (worker_plane, plane):
             endpoint.close()
         source.close()

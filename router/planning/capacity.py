@@ -141,10 +141,10 @@ class CapacityQueue:
         served = self._first_served(now)
         if served is not None and len(self._on_the_way) < self._max_on_the_way:
             return self._end(served, is_served=True)
-        late = self._by_deadline.first
-        if late is None or late.deadline_s > now:
+        overdue = self._by_deadline.first
+        if overdue is None or overdue.deadline_s > now:
             return None
-        return self._end(late, self._supply.can_serve(late.need.modalities, late.need.excluded(now), now))
+        return self._end(overdue, self._supply.can_serve(overdue.need.modalities, overdue.need.excluded(now), now))
 
     def next_at_s(self, now: float) -> float | None:
         """Returns when `take` may find a request even if no member comes: at a deadline, or at the end of an exclusion.

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fabric.flat_tokens import context_scale_tokens, flat_tokens
 from fabric.ids import AttemptId, MemberId, MmHash
 from fabric.messages import (
     EncodeResult,
@@ -24,6 +23,7 @@ from fabric.messages import (
     Member,
     WorkerReport,
 )
+from fabric.weighted_tokens import context_scale_tokens, weighted_tokens
 from kv_index.feature_index import FeatureIndex
 from kv_index.feed import ApplyResult
 from kv_index.prefix_index import IndexStats, PrefixIndex
@@ -178,8 +178,8 @@ class ClusterState:
         num_blocks = -(-winner.num_prefill_tokens // self._block_size)
         if plan.worker_id in self._workers:
             scale = self._learning.context_scale_tokens
-            num_flat = round(flat_tokens(winner.num_prefill_tokens, winner.covered_tokens, scale))
-            self._in_flight.add(query.attempt_id, plan.worker_id, num_flat, num_blocks)
+            num_weighted = round(weighted_tokens(winner.num_prefill_tokens, winner.covered_tokens, scale))
+            self._in_flight.add(query.attempt_id, plan.worker_id, num_weighted, num_blocks)
         self.note_encoding(query.attempt_id, winner.items)
 
     def note_encoding(self, attempt_id: AttemptId, items: Sequence[ItemTerms]) -> None:

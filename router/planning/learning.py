@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from fabric.flat_tokens import flat_tokens
 from fabric.ids import MemberId, MmHash
 from fabric.messages import EncodeResult, GenerateResult, ItemResult, Member, TraceEvent
+from fabric.weighted_tokens import weighted_tokens
 from router.planning.accuracy import Accuracy
 from router.planning.cost import CostDefaults, LinearCost
 from router.planning.encoder_cost import EncoderCost
@@ -23,7 +23,7 @@ from router.planning.views import EncoderCosts, ItemTerms, Line, RoutePlan
 
 class Learning:
     """Creates the cost state of new members and corrects it by results. For `context_scale_tokens` see
-    `fabric.flat_tokens`."""
+    `fabric.weighted_tokens`."""
 
     def __init__(self, defaults: CostDefaults, context_scale_tokens: float) -> None:
         self.accuracy = Accuracy()
@@ -61,9 +61,9 @@ class Learning:
         self.accuracy.note("lower_bound", plan.lower_bound_s, result.first_token_s)
         self.accuracy.note("prefix_tokens", terms.covered_tokens, result.num_cached_tokens)
         num_computed = result.num_prompt_tokens - result.num_cached_tokens
-        num_flat = flat_tokens(num_computed, result.num_cached_tokens, self.context_scale_tokens)
+        num_weighted = weighted_tokens(num_computed, result.num_cached_tokens, self.context_scale_tokens)
         if num_computed > 0 and not worker.prefill.is_measured:
-            worker.prefill.observe(num_flat, result.prefill_s, now)
+            worker.prefill.observe(num_weighted, result.prefill_s, now)
         self._observe_transfers(plan, result, worker, encoders)
 
     def observe_encode(self, plan: RoutePlan, result: EncodeResult, encoder: EncoderState | None, now: float) -> None:

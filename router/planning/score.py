@@ -16,8 +16,8 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from fabric.flat_tokens import flat_tokens
 from fabric.messages import MediaItem
+from fabric.weighted_tokens import weighted_tokens
 from router.planning.views import RouteQuery, WorkerView
 
 TEXT = -1
@@ -31,8 +31,8 @@ class Span(NamedTuple):
     item: int
     """This is the `MediaItem.index`, or `TEXT`."""
     unit: int
-    num_flat: float
-    """This is the number of the span's tokens, weighted by their context (`fabric.flat_tokens`)."""
+    num_weighted: float
+    """This is the number of the span's tokens, weighted by their context (`fabric.weighted_tokens`)."""
 
 
 class ScoredPrompt(NamedTuple):
@@ -47,9 +47,9 @@ class ScoredPrompt(NamedTuple):
     num_tokens: int
     context_scale_tokens: float
 
-    def num_flat_after(self, covered_tokens: int) -> float:
-        """Returns what remains to be computed after a prefix, in flat tokens."""
-        return flat_tokens(self.num_tokens - covered_tokens, covered_tokens, self.context_scale_tokens)
+    def num_weighted_after(self, covered_tokens: int) -> float:
+        """Returns what remains to be computed after a prefix, in weighted tokens."""
+        return weighted_tokens(self.num_tokens - covered_tokens, covered_tokens, self.context_scale_tokens)
 
     def missing_items(self, covered_tokens: int) -> tuple[MediaItem, ...]:
         """Returns the media that a prefix does not wholly contain; each of them must be encoded, and as a whole."""
@@ -69,7 +69,7 @@ def cut(query: RouteQuery, context_scale_tokens: float) -> ScoredPrompt:
 
     def add(start: int, end: int, item: int, unit: int) -> None:
         if end > start:
-            spans.append(Span(start, end, item, unit, flat_tokens(end - start, start, context_scale_tokens)))
+            spans.append(Span(start, end, item, unit, weighted_tokens(end - start, start, context_scale_tokens)))
 
     at = 0
     for run in query.placeholders:
@@ -98,15 +98,15 @@ def walk(
 ) -> Walk:
     """Walks from `start_s` over the spans after `covered` tokens. Each unit on the way must have a landing time."""
     now_s, prefill_s, held_s = start_s, 0.0, 0.0
-    for start, end, item, unit, num_flat in prompt.spans[bisect_right(prompt.span_ends, covered) :]:
+    for start, end, item, unit, num_weighted in prompt.spans[bisect_right(prompt.span_ends, covered) :]:
         if item != TEXT:
             landing_s = unit_to_landing_s[item, unit]
             if landing_s > now_s:
                 held_s += landing_s - now_s
                 now_s = landing_s
         if start < covered:
-            num_flat = flat_tokens(end - covered, covered, prompt.context_scale_tokens)
-        span_s = per_token_s * num_flat
+            num_weighted = weighted_tokens(end - covered, covered, prompt.context_scale_tokens)
+        span_s = per_token_s * num_weighted
         prefill_s += span_s
         now_s += span_s
     return Walk(prefill_s, held_s, now_s)

@@ -150,13 +150,13 @@ def _bound(worker: WorkerView, prompt: ScoredPrompt, block_size: int) -> Bound:
     covered = covered_tokens(worker, prompt.num_tokens, block_size)
     need = _need(worker, prompt, covered, block_size)
     ahead = waiting(worker, need, block_size)
-    own_s = ahead.pace.per_unit_s * need.flat_tokens + ahead.pace.base_s
+    own_s = ahead.pace.per_unit_s * need.weighted_tokens + ahead.pace.base_s
     return Bound(ahead.queue_s + ahead.shared_s + own_s, own_s, covered, ahead, worker)
 
 
 def _need(worker: WorkerView, prompt: ScoredPrompt, covered: int, block_size: int) -> PlacementNeed:
     num_blocks = -(-prompt.num_tokens // block_size) - worker.covered_blocks
-    return PlacementNeed(prompt.num_tokens - covered, prompt.num_flat_after(covered), max(0, num_blocks))
+    return PlacementNeed(prompt.num_tokens - covered, prompt.num_weighted_after(covered), max(0, num_blocks))
 
 
 def encoder_options(query: RouteQuery, snapshot: ClusterView) -> dict[int, list[EncoderView]]:

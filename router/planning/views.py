@@ -59,8 +59,8 @@ class WorkerView(NamedTuple):
     covered_blocks: int
     """Counts the leading blocks of this query's prompt that the worker's KV holds, according to the index."""
     queued_tokens: float
-    """Counts the flat tokens (tokens weighted by their context, see `fabric.flat_tokens`) that were ahead of this
-    request when the worker last reported, and that could be computed then."""
+    """Counts the weighted tokens (tokens weighted by their context, see `fabric.weighted_tokens`) that were ahead of
+    this request when the worker last reported, and that could be computed then."""
     num_decoding: int
     """Counts the sequences that compute one token in every step."""
     num_open: int
@@ -68,11 +68,11 @@ class WorkerView(NamedTuple):
     kv_blocks_free: int | None
     """Counts the worker's free KV blocks; it is None if unknown."""
     prefill: Line
-    """`base_s` is the overhead of a step, and `per_unit_s` is the time of a flat token."""
+    """`base_s` is the overhead of a step, and `per_unit_s` is the time of a weighted token."""
     decode_s: float = 0.0
-    """This is the time that each decoding sequence adds to a step; 0 means as much as a flat token."""
+    """This is the time that each decoding sequence adds to a step; 0 means as much as a weighted token."""
     pending_tokens: float = 0.0
-    """Counts the flat tokens that were dispatched and are not reported yet."""
+    """Counts the weighted tokens that were dispatched and are not reported yet."""
     num_pending: int = 0
     """Counts the attempts to which `pending_tokens` belong."""
     report_age_s: float = 0.0

@@ -28,7 +28,7 @@ class PlacementNeed(NamedTuple):
     """Holds what a request needs on one worker, without the prefix that is cached there."""
 
     num_tokens: int
-    flat_tokens: float
+    weighted_tokens: float
     num_blocks: int
     """Counts the KV blocks that the request takes."""
 
@@ -40,8 +40,8 @@ class Waiting(NamedTuple):
     """This is the time that this first step spends on the requests ahead, plus one step more if that step has no room
     for the whole request because of them."""
     pace: Line
-    """This is the pace of the request's own flat tokens. `base_s` is the cost of its last step. `per_unit_s` contains
-    the cost of the steps before that, as many as the request takes alone."""
+    """This is the pace of the request's own weighted tokens. `base_s` is the cost of its last step. `per_unit_s`
+    contains the cost of the steps before that, as many as the request takes alone."""
 
 
 class _Steps(NamedTuple):
@@ -64,7 +64,7 @@ class _Steps(NamedTuple):
     def pace(self, need: PlacementNeed) -> Line:
         """Returns the pace of a request that shares the steps with the decoding sequences."""
         before_s = self.num_before_last(need.num_tokens) * self.step_s
-        return Line(self.step_s, self.s_per_token + before_s / max(need.flat_tokens, 1.0))
+        return Line(self.step_s, self.s_per_token + before_s / max(need.weighted_tokens, 1.0))
 
     def seconds(self, num_tokens: float) -> float:
         """Returns the time to compute this many tokens."""
@@ -106,8 +106,8 @@ def _steps(worker: WorkerView, num_decoding: int) -> _Steps:
 
 
 def _running_step(worker: WorkerView, steps: _Steps) -> tuple[float, float]:
-    """Returns the seconds until the running step has ended, and the flat tokens that are ahead of the request at that
-    time."""
+    """Returns the seconds until the running step has ended, and the weighted tokens that are ahead of the request at
+    that time."""
     queued, pending, age_s = worker.queued_tokens, worker.pending_tokens, worker.report_age_s
     if queued and age_s < (work_s := steps.seconds(queued)):
         num_begun = age_s // steps.full_s + 1.0

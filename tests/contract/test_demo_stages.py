@@ -15,14 +15,14 @@ import torch
 from deploy.demo import speech
 from deploy.demo.batches import prepare_model
 from deploy.demo.build import demo_checkpoint, write_all_but_weights
-from deploy.demo.catalogue import EARS, EYES, TASKS
+from deploy.demo.catalogue import AUDIO_TOWER_STAGE, TASKS, VISION_TOWER_STAGE
 from deploy.demo.media import SAMPLE_RATE
 from deploy.demo.pair import to_device
 from deploy.demo.train import ALL_STAGES, _lesson
 from deploy.demo.weights import load_trainable
 
 pytestmark = pytest.mark.torch
-TOWERS = {"eyes": ("visual",), "ears": ("audio_tower",)}
+TOWERS = {"vision tower": ("visual",), "audio tower": ("audio_tower",)}
 ALL = ("visual", "audio_tower", "language_model", "lm_head")
 
 
@@ -85,7 +85,7 @@ def test_a_step_of_a_stage(model: Any, tmp_path: Path, index: int) -> None:
         id(one) for one in lesson.pupil.parameters()
     }
     heads = [one for name, one in lesson.pupil.named_parameters() if name.startswith("head")]
-    is_asked_alone = stage in (EYES, EARS) or stage.num_looks > 0
+    is_asked_alone = stage in (VISION_TOWER_STAGE, AUDIO_TOWER_STAGE) or stage.num_looks > 0
     assert bool(heads) == is_asked_alone
     assert all(one.grad is not None for one in heads)
 

@@ -1,5 +1,5 @@
-"""Checks videos, sounds and the failure ladder through the whole cluster: the plan matches what the request asks for,
-and the answer names what was taken away."""
+"""Checks videos, sounds and the degradation policy through the whole cluster: the plan matches what the request asks
+for, and the answer names what was taken away."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def tokens(answer: dict[str, Any], modality: str) -> int:
     return int(answer["usage"]["prompt_tokens_details"].get(f"{modality}_tokens", 0))
 
 
-async def test_media_are_planned_as_asked_and_the_ladder_tells_what_it_took() -> None:
+async def test_media_are_planned_as_asked_and_the_answer_names_what_was_reduced() -> None:
     async with serving() as (cluster, tight, client):
         heard = await ask(client, VIDEO, "What is it?")
         silent = await ask(client, VIDEO, "What is it?", mm_processor_kwargs={"use_audio_in_video": False})

@@ -35,10 +35,10 @@ def ask(cluster: ClusterProcess, messages: list[dict[str, Any]]) -> dict[str, An
     return answer
 
 
-def followers(cluster: ClusterProcess) -> list[psutil.Process]:
-    """Returns the processes of follower ranks; Ray names an actor's process after its class."""
+def rank_processes(cluster: ClusterProcess) -> list[psutil.Process]:
+    """Returns the processes of rank process ranks; Ray names an actor's process after its class."""
     tree = psutil.Process(cluster.process.pid).children(recursive=True)
-    return [process for process in tree if "FollowerActor" in " ".join(process.cmdline())]
+    return [process for process in tree if "RankActor" in " ".join(process.cmdline())]
 
 
 def workers(cluster: ClusterProcess) -> list[str]:
@@ -60,11 +60,11 @@ def test_answers_equal_transformers_and_a_lost_worker_group_is_replaced(cluster:
             comparison.check(expected, found["prompt_token_ids"], tokens, "two ranks")
 
     compare()
-    (before,), (lost,) = followers(cluster), workers(cluster)
+    (before,), (lost,) = rank_processes(cluster), workers(cluster)
     before.kill()
 
     eventually(lambda: set(workers(cluster)) - {lost} != set(), 300.0)
     compare()
-    (after,) = followers(cluster)
+    (after,) = rank_processes(cluster)
     assert after.pid != before.pid
     comparison.finish()

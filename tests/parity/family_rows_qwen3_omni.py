@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any
 
 from family_row import FILM, FamilyRow, Markup, spread
-from family_videos import Ears, Eyes, features, process
+from family_videos import SoundRules, VideoRules, features, process
 from modalities_files import AUDIO_CONFIG, PREPROCESSOR, TEXT_CONFIG, TOKENS, VIDEO_PREPROCESSOR, VISION_CONFIG
 from transformers import Qwen3OmniMoeThinkerConfig, Qwen3OmniMoeThinkerForConditionalGeneration
 from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import _get_feat_extract_output_lengths
 
 SIGHT = (TOKENS["vision_start_token_id"],), (TOKENS["vision_end_token_id"],)
-HEARING = (TOKENS["audio_start_token_id"],), (TOKENS["audio_end_token_id"],)
+SOUND_MARKS = (TOKENS["audio_start_token_id"],), (TOKENS["audio_end_token_id"],)
 VIDEO = Markup(SIGHT[0], TOKENS["video_token_id"], SIGHT[1])
 MEDIA_SIZES = {
     "video": ((96, 64), (64, 96), (64, 64)),
@@ -40,12 +40,14 @@ QWEN3_OMNI = FamilyRow(
     markup={
         "image": Markup(SIGHT[0], TOKENS["image_token_id"], SIGHT[1]),
         "video": VIDEO,
-        "audio": Markup(HEARING[0], TOKENS["audio_token_id"], HEARING[1]),
+        "audio": Markup(SOUND_MARKS[0], TOKENS["audio_token_id"], SOUND_MARKS[1]),
         FILM: VIDEO,
     },
     process=partial(
         process,
-        eyes=Eyes(seconds_key="video_second_per_grid", ears=Ears(True, _get_feat_extract_output_lengths)),
+        video_rules=VideoRules(
+            seconds_key="video_second_per_grid", sound_rules=SoundRules(True, _get_feat_extract_output_lengths)
+        ),
     ),
     features=features,
     kind_to_sizes=MEDIA_SIZES,

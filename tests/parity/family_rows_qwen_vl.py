@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from family_row import FILM, FamilyRow, Markup, spread
 from family_rows_qwen3_omni import MEDIA_SIZES
-from family_videos import Ears, Eyes, features, process
+from family_videos import SoundRules, VideoRules, features, process
 from modalities_files import PREPROCESSOR, VIDEO_PREPROCESSOR
 from transformers import (
     Qwen2_5_VLConfig,
@@ -143,8 +143,8 @@ SIZES14 = ((160, 96), (96, 96), (70, 200), (252, 252))
 VIDEOS14 = ((112, 56), (56, 84), (84, 84))
 
 
-def seen(eyes: Eyes) -> Any:
-    return partial(process, eyes=eyes)
+def seen(video_rules: VideoRules) -> Any:
+    return partial(process, video_rules=video_rules)
 
 
 QWEN2_VL = FamilyRow(
@@ -152,7 +152,7 @@ QWEN2_VL = FamilyRow(
     build_qwen2_vl,
     FILES14,
     SIGHT,
-    seen(Eyes()),
+    seen(VideoRules()),
     features,
     inputs_of_ids=token_types,
     sizes=SIZES14,
@@ -163,7 +163,7 @@ QWEN2_5_VL = FamilyRow(
     build_qwen2_5_vl,
     FILES14,
     SIGHT,
-    seen(Eyes(seconds_key="second_per_grid_ts", is_measured=True)),
+    seen(VideoRules(seconds_key="second_per_grid_ts", is_measured=True)),
     features,
     inputs_of_ids=token_types,
     sizes=SIZES14,
@@ -178,7 +178,7 @@ QWEN3_VL = FamilyRow(
         | {"video_processor_type": "Qwen3VLVideoProcessor", "size": {"shortest_edge": 4096, "longest_edge": 2**18}},
     },
     SIGHT,
-    seen(Eyes("Qwen3VLVideoProcessor")),
+    seen(VideoRules("Qwen3VLVideoProcessor")),
     features,
     inputs_of_ids=token_types,
     kind_to_sizes={"video": MEDIA_SIZES["video"]},
@@ -188,7 +188,11 @@ QWEN2_5_OMNI = FamilyRow(
     build_qwen2_5_omni,
     FILES14 | {"preprocessor_config.json": PREPROCESSOR14 | {"chunk_length": 5}},
     SIGHT | {"audio": Markup((AUDIO_START,), AUDIO, (AUDIO_END,)), FILM: SIGHT["video"]},
-    seen(Eyes(seconds_key="video_second_per_grid", ears=Ears("max_length", _get_feat_extract_output_lengths))),
+    seen(
+        VideoRules(
+            seconds_key="video_second_per_grid", sound_rules=SoundRules("max_length", _get_feat_extract_output_lengths)
+        )
+    ),
     features,
     sizes=SIZES14,
     kind_to_sizes=MEDIA_SIZES | {"video": VIDEOS14, FILM: VIDEOS14},

@@ -37,7 +37,7 @@ MODALITY_TO_SAMPLE["video"] = lambda medium: mkv(frames_of(medium), FPS)
 MODALITY_TO_SAMPLE[FILM] = film
 
 
-class Ears(NamedTuple):
+class SoundRules(NamedTuple):
     """Describes how a family's processor reads sounds."""
 
     padding: str | bool
@@ -45,17 +45,17 @@ class Ears(NamedTuple):
     """Maps a number of mel frames to the number of rows."""
 
 
-class Eyes(NamedTuple):
+class VideoRules(NamedTuple):
     video_processor: str = "Qwen2VLVideoProcessor"
     seconds_key: str = ""
     """Names the argument of `generate` that holds the seconds from one row of a video to the next."""
     is_measured: bool = False
     """If this is true, the seconds follow from the frames that were sampled; otherwise from the rate that was
     requested."""
-    ears: Ears | None = None
+    sound_rules: SoundRules | None = None
 
 
-def process(directory: Path, media: Sequence[tuple[str, bytes]], eyes: Eyes) -> Processed:
+def process(directory: Path, media: Sequence[tuple[str, bytes]], video_rules: VideoRules) -> Processed:
     """Processes pictures, videos and sounds, and returns the results in the order of the media."""
     inputs: dict[str, Any] = {}
     kind_to_made: dict[str, list[tuple[int, np.ndarray]]] = {"image": [], "video": [], "audio": []}
@@ -67,17 +67,17 @@ def process(directory: Path, media: Sequence[tuple[str, bytes]], eyes: Eyes) -> 
         parts = made["pixel_values"].split(counts)
         kind_to_made["image"] = [(count // 4, part.numpy()) for count, part in zip(counts, parts, strict=True)]
     if videos := [data for kind, data in media if kind in ("video", FILM)]:
-        looks = [_look(directory, data, eyes) for data in videos]
+        looks = [_look(directory, data, video_rules) for data in videos]
         inputs |= {
             "pixel_values_videos": torch.cat([look.patches for look in looks]),
             "video_grid_thw": torch.tensor([look.grid for look in looks]),
         }
-        if eyes.seconds_key:
-            inputs[eyes.seconds_key] = torch.tensor([_row_seconds(look, eyes) for look in looks])
+        if video_rules.seconds_key:
+            inputs[video_rules.seconds_key] = torch.tensor([_row_seconds(look, video_rules) for look in looks])
         kind_to_made["video"] = [(len(look.patches) // 4, look.patches.numpy()) for look in looks]
     if heard := [data for kind, data in media if kind in ("audio", FILM)]:
-        assert eyes.ears is not None
-        more, kind_to_made["audio"] = _listen(directory, heard, eyes.ears)
+        assert video_rules.sound_rules is not None
+        more, kind_to_made["audio"] = _listen(directory, heard, video_rules.sound_rules)
         inputs |= more
     if any(kind == FILM for kind, _ in media):
         inputs["use_audio_in_video"] = True
@@ -108,19 +108,19 @@ def features(model: Any, processed: Processed) -> list[torch.Tensor]:
     return [next(found[kind]) for kind in processed.modalities]
 
 
-def _look(directory: Path, data: bytes, eyes: Eyes) -> reference_videos.Looked:
-    processor = reference_videos.load(directory, eyes.video_processor)
+def _look(directory: Path, data: bytes, video_rules: VideoRules) -> reference_videos.Looked:
+    processor = reference_videos.load(directory, video_rules.video_processor)
     return reference_videos.look(processor, *reference_videos.decoded(data))
 
 
-def _row_seconds(look: reference_videos.Looked, eyes: Eyes) -> float:
+def _row_seconds(look: reference_videos.Looked, video_rules: VideoRules) -> float:
     """Returns the seconds from one row to the next: by Qwen2_5_VLProcessor's formula if `is_measured`, otherwise by
     that of the omni processors."""
-    return 2 / (look.metadata.sampled_fps if eyes.is_measured else 2.0)
+    return 2 / (look.metadata.sampled_fps if video_rules.is_measured else 2.0)
 
 
 def _listen(
-    directory: Path, files: Sequence[bytes], ears: Ears
+    directory: Path, files: Sequence[bytes], sound_rules: SoundRules
 ) -> tuple[dict[str, torch.Tensor], list[tuple[int, np.ndarray]]]:
     """Runs the extractor on each file alone, because in a batch the silence after a shorter sound changes the features
     at its end."""
@@ -130,7 +130,7 @@ def _listen(
         made = extractor(
             samples_of(data),
             sampling_rate=RATE,
-            padding=ears.padding,
+            padding=sound_rules.padding,
             return_attention_mask=True,
             return_tensors="pt",
         )
@@ -139,4 +139,4 @@ def _listen(
     lengths = torch.tensor([len(mel) for mel in found])
     mask = (torch.arange(padded.shape[1]) < lengths[:, None]).int()
     inputs = {"input_features": padded.transpose(1, 2), "feature_attention_mask": mask}
-    return inputs, [(int(ears.num_tokens(len(mel))), mel.numpy()) for mel in found]
+    return inputs, [(int(sound_rules.num_tokens(len(mel))), mel.numpy()) for mel in found]

@@ -18,9 +18,9 @@ import numpy as np
 from worker_tiny_model import HEAD_DIM, HIDDEN, NUM_KV_HEADS, NUM_LAYERS, VOCAB, TinyModel
 
 from fabric.channel_local import LocalChannelHub, LocalFeatureSink
-from fabric.flat_tokens import context_scale_tokens
 from fabric.ids import AttemptId, MemberId, RequestId
 from fabric.messages import GenerateRequest, Member, SamplingParams, StopConditions
+from fabric.weighted_tokens import context_scale_tokens
 from llm_workers.attention import select_backend
 from llm_workers.calibrate import calibrate
 from llm_workers.config import WorkerConfig

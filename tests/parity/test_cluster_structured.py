@@ -154,7 +154,7 @@ async def test_another_worker_goes_on_where_the_lost_one_was() -> None:
                 told.append(request.emitted[0])
                 return await generate(worker_id, request)
             call = asyncio.ensure_future(generate(worker_id, request))
-            output = cluster.router._flights[request.request_id].stream.choices[0]
+            output = cluster.router._runs[request.request_id].stream.choices[0]
             while output.num_tokens < 5:  # noqa: ASYNC110 - a count has no event
                 await asyncio.sleep(0.001)
             call.cancel()

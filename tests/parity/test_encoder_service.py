@@ -47,7 +47,7 @@ async def queue_behind(bench: Bench, calls: Sequence[Sequence[bytes]]) -> list[a
     tasks += [asyncio.create_task(bench.service.encode(bench.request(files), files)) for files in calls]
     num_queued = len({data for files in calls for data in files})
     pipeline = bench.service._pipeline
-    await bench.until(lambda: sum(len(flight.unit_to_input) for flight in pipeline.flights) == num_queued)
+    await bench.until(lambda: sum(len(job.unit_to_input) for job in pipeline.jobs) == num_queued)
     return tasks
 
 
@@ -142,7 +142,7 @@ async def test_a_truncated_image_fails_alone_and_names_its_part(family: Family, 
         await bench.is_idle()
 
 
-async def test_a_shared_failure_names_each_followers_own_part(family: Family, encoder: EncoderModel) -> None:
+async def test_a_shared_failure_names_each_waiters_own_part(family: Family, encoder: EncoderModel) -> None:
     async with running_bench(family, encoder, CONFIG) as bench:
         broken, other = picture(2)[:-200], picture(3)
         first, second = bench.request([broken]), bench.request([other, broken])

@@ -30,7 +30,7 @@ from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.demo.build import demo_checkpoint
 from deploy.local import LocalCluster, running
-from deploy.ranks import load_share, spawn_follower
+from deploy.ranks import load_share, spawn_rank
 from fabric.errors import ConfigError, WeftError, WorkerLost
 from fabric.messages import SamplingParams
 from llm_workers.attention import register_attention
@@ -58,7 +58,7 @@ class Parallel:
     of: LoadedFamily
     model: LanguageModel
     group: RankGroup
-    followers: list[Any]
+    rank_processes: list[Any]
     config: ClusterConfig
     eos_token_ids: tuple[int, ...] = ()
 
@@ -75,20 +75,20 @@ def config_of(directory: Path, **workers: Any) -> ClusterConfig:
 @contextlib.contextmanager
 def two_ranks(loaded: LoadedFamily, step_timeout_s: float = 60.0) -> Iterator[Parallel]:
     config = config_of(loaded.directory)
-    followers: list[RankProcess] = []
+    rank_processes: list[RankProcess] = []
 
     def launch(invitation: Invitation) -> RankProcess:
-        followers.append(spawn_follower(config, loaded.directory, invitation))
-        return followers[-1]
+        rank_processes.append(spawn_rank(config, loaded.directory, invitation))
+        return rank_processes[-1]
 
     group = RankGroup("127.0.0.1", 2, "cpu", step_timeout_s, 120.0)
     model = compose.load_model(config, loaded.directory)
     share = group.open(launch, lambda: load_share(config, model).model)
     try:
-        yield Parallel(loaded, ParallelLanguageModel(share, group), group, followers, config)
+        yield Parallel(loaded, ParallelLanguageModel(share, group), group, rank_processes, config)
     finally:
         group.stop()
-        assert not any(follower.is_alive() for follower in followers)
+        assert not any(rank_process.is_alive() for rank_process in rank_processes)
         assert not torch.distributed.is_initialized()
 
 
@@ -242,7 +242,7 @@ def test_a_rank_that_is_gone_ends_the_worker_and_its_requests(qwen2: LoadedFamil
             request = r.request(of, 300)
             call = asyncio.ensure_future(r.service.generate(request))
             await r.until(lambda: len(r.tokens(request)) > 3)
-            os.kill(parallel.followers[0].pid, number)
+            os.kill(parallel.rank_processes[0].pid, number)
             result = await asyncio.wait_for(call, FROZEN_AFTER_S + 20)
             assert result.error is not None
             assert result.error.code == "worker_lost"
@@ -263,7 +263,7 @@ def test_a_rank_that_is_gone_is_noticed_while_nothing_runs(qwen2: LoadedFamily) 
     async def lose(parallel: Parallel) -> None:
         loop, lost = asyncio.get_running_loop(), asyncio.Event()
         parallel.group.on_lost(lambda: loop.call_soon_threadsafe(lost.set))
-        os.kill(parallel.followers[0].pid, signal.SIGKILL)
+        os.kill(parallel.rank_processes[0].pid, signal.SIGKILL)
         await asyncio.wait_for(lost.wait(), 10)
 
     with two_ranks(qwen2) as parallel:
@@ -278,7 +278,7 @@ def test_a_rank_that_fails_to_load_says_why(qwen2: LoadedFamily, tmp_path: Path)
     (tmp_path / "config.json").write_text((qwen2.directory / "config.json").read_text())
     group = RankGroup("127.0.0.1", 2, "cpu", 60.0, 120.0)
     with pytest.raises(ConfigError, match="can't load"):
-        group.open(lambda it: spawn_follower(config, tmp_path, it), lambda: load_share(config, model))
+        group.open(lambda it: spawn_rank(config, tmp_path, it), lambda: load_share(config, model))
     assert not torch.distributed.is_initialized()
 
 

@@ -85,7 +85,7 @@ async def test_an_abort_that_comes_while_the_grammar_is_compiled_is_not_lost(cho
         compiler.may_go.set()
         reasons = [choice.finish_reason for choice in (await call).choices]
         assert reasons == (["stop", "abort"] if choices else ["abort", "abort"])
-        assert not r.service._unheard
+        assert not r.service._aborts_before_admission
         await r.assert_idle()
 
 
@@ -98,7 +98,7 @@ async def test_a_call_that_is_cancelled_while_the_grammar_is_compiled_leaves_not
         with pytest.raises(asyncio.CancelledError):
             await call
         compiler.may_go.set()
-        assert not r.service._unheard
+        assert not r.service._aborts_before_admission
         await r.assert_idle()
 
 

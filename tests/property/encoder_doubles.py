@@ -81,25 +81,25 @@ class HandForward:
         self.sounds = (sounds, done)
 
 
-class EarPlane:
-    """An `EarPlane` is a plane that records what is sent and never delivers a message; while `is_deaf` is set it
-    refuses to send, as a full queue does."""
+class RecordingPlane:
+    """A `RecordingPlane` is a plane that records what is sent and never delivers a message; while `is_refusing` is set
+    it refuses to send, as a full queue does."""
 
     address = "local://encoder-1"
     num_dropped = 0
 
     def __init__(self) -> None:
         self.sent: list[UnitReady] = []
-        self.is_deaf = False
+        self.is_refusing = False
 
     def start(self, handler: Handler) -> None:
         raise AssertionError("the pipeline takes no messages")
 
     def send(self, address: str, message: PlaneMessage) -> bool:
         assert isinstance(message, UnitReady)
-        if not self.is_deaf:
+        if not self.is_refusing:
             self.sent.append(message)
-        return not self.is_deaf
+        return not self.is_refusing
 
     def forget(self, address: str) -> None: ...
 

@@ -1,5 +1,5 @@
-"""Simulates one encoder on a clock of plain numbers, with the real `Flights` and batcher: decoding takes no time, and a
-forward pass takes as long as its cost says."""
+"""Simulates one encoder on a clock of plain numbers, with the real `EncodeJobs` and batcher: decoding takes no time,
+and a forward pass takes as long as its cost says."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 
 from encoder_pool.planning.batcher import choose_batch
 from encoder_pool.planning.cost import CostEstimate
-from encoder_pool.planning.flight import EncodeWaiter, follower_of
-from encoder_pool.planning.flights import Flights
+from encoder_pool.planning.encode_job import EncodeWaiter, waiter_of
+from encoder_pool.planning.encode_jobs import EncodeJobs
 from encoder_pool.planning.turns import CallTurn
 from fabric.ids import MemberId, MmHash, RequestId, UnitKey
 from fabric.messages import Destination, EncodeRequest, MediaItem
@@ -50,15 +50,15 @@ class Line:
     """Holds `(start, end, units)` of each forward pass."""
 
     def __post_init__(self) -> None:
-        self._flights = Flights(PATIENCE, self._work_s)
-        self._name_to_follower: dict[str, EncodeWaiter] = {}
+        self._jobs = EncodeJobs(PATIENCE, self._work_s)
+        self._name_to_waiter: dict[str, EncodeWaiter] = {}
 
     def run(self) -> Line:
         """Runs until everything that arrives is done; the encoder is never idle while something waits."""
         coming = [(arrival.at_s, number) for number, arrival in enumerate(self.arrivals)]
         heapq.heapify(coming)
-        while coming or self._name_to_follower:
-            if not self._name_to_follower:
+        while coming or self._name_to_waiter:
+            if not self._name_to_waiter:
                 self.now_s = max(self.now_s, coming[0][0])
             while coming and coming[0][0] <= self.now_s:
                 self._arrive(self.arrivals[heapq.heappop(coming)[1]])
@@ -74,29 +74,29 @@ class Line:
         item = MediaItem(0, arrival.modality, MmHash(arrival.name), (1, 1, 1), units, sum(units), "part")
         destination = Destination(MemberId("worker"), "local://worker")
         request = EncodeRequest(RequestId(arrival.name), 0, MemberId("router"), (item,), destination, age)
-        turn = CallTurn(len(self._name_to_follower), age, arrival.at_s)
+        turn = CallTurn(len(self._name_to_waiter), age, arrival.at_s)
         turn.call = hash(arrival.name)
-        follower = follower_of(request, turn, item, b"file", arrival.at_s)
-        flight = self._flights.join(follower)
-        self._flights.decode_started(flight)
-        self._flights.decoded(flight, [EncoderInput(arrival.modality, PIXELS, (1, 1, 1))] * len(units))
-        self._name_to_follower[arrival.name] = follower
+        waiter = waiter_of(request, turn, item, b"file", arrival.at_s)
+        job = self._jobs.join(waiter)
+        self._jobs.decode_started(job)
+        self._jobs.decoded(job, [EncoderInput(arrival.modality, PIXELS, (1, 1, 1))] * len(units))
+        self._name_to_waiter[arrival.name] = waiter
 
     def _forward(self) -> None:
         estimate = CostEstimate(SECONDS_PER_COST, self.overhead_s)
-        batch = choose_batch(self._flights.queued_units(), self.max_batch_cost, lambda _: estimate)
+        batch = choose_batch(self._jobs.queued_units(), self.max_batch_cost, lambda _: estimate)
         seconds = self.overhead_s + sum(unit.cost for unit in batch) * SECONDS_PER_COST
         keys = [unit.key for unit in batch]
         for key in keys:
-            self._flights.forward_started(key)
+            self._jobs.forward_started(key)
         self.forwards.append((self.now_s, self.now_s + seconds, keys))
         self.now_s += seconds
-        self._flights.served(keys, seconds, self.now_s)
+        self._jobs.served(keys, seconds, self.now_s)
         for key in keys:
-            for follower in self._flights.followers_missing(key):
-                follower.missing.discard(key.unit)
-                if not follower.missing:
-                    self.name_to_done_s[follower.item.mm_hash] = self.now_s
-                    self._flights.leave(follower)
-                    del self._name_to_follower[follower.item.mm_hash]
-            self._flights.forward_ended(key)
+            for waiter in self._jobs.waiters_missing(key):
+                waiter.missing.discard(key.unit)
+                if not waiter.missing:
+                    self.name_to_done_s[waiter.item.mm_hash] = self.now_s
+                    self._jobs.leave(waiter)
+                    del self._name_to_waiter[waiter.item.mm_hash]
+            self._jobs.forward_ended(key)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from planning_samples import BLOCK_SIZE, SHAPE, query, worker_member, worker_report
 
-from fabric.flat_tokens import context_scale_tokens, flat_tokens
+from fabric.weighted_tokens import context_scale_tokens, weighted_tokens
 from llm_workers.step_costs import StepCosts, StepWork
 from router.planning.cluster import ClusterState
 from router.planning.plan import plan_route
@@ -19,7 +19,7 @@ SCALE = context_scale_tokens(SHAPE.hidden_size)
 
 
 def quiet_s(work: StepWork) -> float:
-    return OVERHEAD_S + DECODE_S * work.num_decodes + TOKEN_S * work.flat_tokens
+    return OVERHEAD_S + DECODE_S * work.num_decodes + TOKEN_S * work.weighted_tokens
 
 
 @dataclass
@@ -60,7 +60,7 @@ class PaceWorld:
         self.cluster.note_dispatched(request, plan, self.now)
         worker = self.workers[plan.worker_id]
         for step in range(num_out):
-            work = StepWork(0, flat_tokens(num_tokens, 0, SCALE)) if step == 0 else StepWork(1, 0.0)
+            work = StepWork(0, weighted_tokens(num_tokens, 0, SCALE)) if step == 0 else StepWork(1, 0.0)
             seconds = self._seconds(worker, work, load)
             self.now += seconds
             worker.steps += 1

@@ -292,11 +292,11 @@ class World:
         for sequence_id in self._not_held():
             sequence = self.scheduler._roster.get(sequence_id)
             assert sequence is not None
-            room = self.scheduler._residency.reach(sequence)
+            room = self.scheduler._resources.reach(sequence)
             start = sequence.num_computed
             # Hits in free blocks already count as free blocks, so only the other hits add room.
             if not sequence.is_started:
-                hits = self.scheduler._residency._find_hits(sequence)
+                hits = self.scheduler._resources._find_hits(sequence)
                 num_idle = sum(block in self.scheduler._pool._queue for block in hits)
                 room += (len(hits) - num_idle) * self.config.block_size
                 start = min(len(hits) * self.config.block_size, sequence.num_tokens - 1)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_pool.planning.decode_line import DecodeLine
-from encoder_pool.planning.flight import DecodeRoom, EncodeJob, Phase, follower_of
-from encoder_pool.planning.flights import Flights
+from encoder_pool.planning.encode_job import DecodeRoom, EncodeJob, Phase, waiter_of
+from encoder_pool.planning.encode_jobs import EncodeJobs
 from encoder_pool.planning.turns import CallTurn
 from fabric.ids import MemberId, MmHash, RequestId, UnitKey
 from fabric.messages import Destination, EncodeRequest, MediaItem
@@ -23,15 +23,15 @@ PIXELS = np.zeros((1, 1), np.float32)
 
 
 class World:
-    """Holds the flights, the items that are being decoded, and the line; a decoded item is encoded when the test says
+    """Holds the jobs, the items that are being decoded, and the line; a decoded item is encoded when the test says
     so."""
 
     def __init__(self, passed_s: float = PASSED_S) -> None:
-        self.flights = Flights(4.0, lambda modality, cost: float(cost))
+        self.jobs = EncodeJobs(4.0, lambda modality, cost: float(cost))
         self.being_decoded: dict[EncodeJob, None] = {}
         self.blocked: set[MemberId] = set()
         self.line = DecodeLine(
-            self.flights, ROOM, self.being_decoded.keys(), passed_s, lambda worker_id: worker_id in self.blocked
+            self.jobs, ROOM, self.being_decoded.keys(), passed_s, lambda worker_id: worker_id in self.blocked
         )
         self.now_s = 0.0
         self.num_arrived = 0
@@ -44,38 +44,38 @@ class World:
         age, destination = (self.now_s, name), Destination(MemberId(worker), f"local://{worker}")
         request = EncodeRequest(RequestId(name), 0, MemberId("router"), (item,), destination, age)
         turn = CallTurn(self.num_arrived, age, self.now_s)
-        return self.flights.join(follower_of(request, turn, item, b"file", self.now_s))
+        return self.jobs.join(waiter_of(request, turn, item, b"file", self.now_s))
 
     def begin(self) -> list[EncodeJob]:
         """Begins all items that have room now and returns them."""
         begun = []
-        while flight := self.line.next(self.now_s, has_shares=True):
-            assert flight.phase is Phase.WAITING
-            self.flights.decode_started(flight)
-            self.being_decoded[flight] = None
-            begun.append(flight)
+        while job := self.line.next(self.now_s, has_shares=True):
+            assert job.phase is Phase.WAITING
+            self.jobs.decode_started(job)
+            self.being_decoded[job] = None
+            begun.append(job)
             self.check_room()
         return begun
 
     def check_room(self) -> None:
-        totals = self.flights.totals
+        totals = self.jobs.totals
         assert totals.num_prepared <= ROOM.max_items
-        assert totals.num_prepared == 1 or self.flights.decoded_cost <= ROOM.max_cost
-        nbytes = sum(flight.item.decode_bytes for flight in self.being_decoded)
+        assert totals.num_prepared == 1 or self.jobs.decoded_cost <= ROOM.max_cost
+        nbytes = sum(job.item.decode_bytes for job in self.being_decoded)
         assert len(self.being_decoded) == 1 or nbytes <= ROOM.max_decode_bytes
 
-    def decode(self, flight: EncodeJob) -> None:
-        del self.being_decoded[flight]
-        inputs = [EncoderInput("image", PIXELS, (1, 1, 1)) for _ in flight.item.unit_tokens]
-        self.flights.decoded(flight, inputs)
+    def decode(self, job: EncodeJob) -> None:
+        del self.being_decoded[job]
+        inputs = [EncoderInput("image", PIXELS, (1, 1, 1)) for _ in job.item.unit_tokens]
+        self.jobs.decoded(job, inputs)
 
-    def encode(self, flight: EncodeJob) -> None:
+    def encode(self, job: EncodeJob) -> None:
         """Ends the item; an item that is still being decoded is decoded first."""
-        if flight in self.being_decoded:
-            self.decode(flight)
-        for follower in list(flight.followers):
-            self.flights.leave(follower)
-        self.flights.check_invariants()
+        if job in self.being_decoded:
+            self.decode(job)
+        for waiter in list(job.waiters):
+            self.jobs.leave(waiter)
+        self.jobs.check_invariants()
 
 
 ARRIVALS = st.tuples(
@@ -104,18 +104,18 @@ def test_nothing_that_is_due_waits_for_what_began_after_it_was(data: st.DataObje
             due = (first, set(active))
         if due is not None:
             due[1].intersection_update(active)
-            may_be_long = world.flights.totals.num_long_decoding < ROOM.max_long_items
+            may_be_long = world.jobs.totals.num_long_decoding < ROOM.max_long_items
             assert due[1] or (due[0].is_long and not may_be_long), "what was there before it is gone, and it waits"
         world.now_s += 1.0
-        for flight in data.draw(st.lists(st.sampled_from(active), unique=True)) if active else ():
-            world.encode(flight)
-            active.remove(flight)
+        for job in data.draw(st.lists(st.sampled_from(active), unique=True)) if active else ():
+            world.encode(job)
+            active.remove(job)
     for _ in range(2 * world.num_arrived):
         world.now_s += PASSED_S
         active += world.begin()
         while active:
             world.encode(active.pop())
-    assert not list(world.flights), "an item waits for ever"
+    assert not list(world.jobs), "an item waits for ever"
 
 
 def test_what_is_due_gets_the_room_of_what_can_not_go_on() -> None:
@@ -124,10 +124,10 @@ def test_what_is_due_gets_the_room_of_what_can_not_go_on() -> None:
     world = World()
     held = [world.arrive("stuck", 4) for _ in range(2)]
     shared = world.arrive("stuck", 3)
-    follower = next(iter(shared.followers))
+    waiter = next(iter(shared.waiters))
     assert world.begin() == [shared, *held]
-    for flight in held:
-        world.decode(flight)
+    for job in held:
+        world.decode(job)
     world.decode(shared)
     world.blocked.add(MemberId("stuck"))
     large = world.arrive("well", 16)
@@ -139,13 +139,13 @@ def test_what_is_due_gets_the_room_of_what_can_not_go_on() -> None:
     assert world.begin() == [small]
     world.encode(small)
     world.now_s += PASSED_S / 2
-    world.flights.forward_started(UnitKey(shared.item.mm_hash, 0))
-    for flight in reversed(held):
-        assert world.line.in_the_way(world.now_s) is flight
-        world.flights.end(flight)
-        assert world.begin() == ([] if flight is held[1] else [large])
+    world.jobs.forward_started(UnitKey(shared.item.mm_hash, 0))
+    for job in reversed(held):
+        assert world.line.in_the_way(world.now_s) is job
+        world.jobs.end(job)
+        assert world.begin() == ([] if job is held[1] else [large])
     assert world.line.in_the_way(world.now_s) is None
-    assert follower in shared.followers
+    assert waiter in shared.waiters
 
 
 def test_one_item_is_decoded_ahead_for_a_worker_that_can_not_use_it() -> None:
@@ -161,11 +161,11 @@ def test_one_item_is_decoded_ahead_for_a_worker_that_can_not_use_it() -> None:
     assert world.begin() == [waiting]
 
 
-def put_back(world: World, flight: EncodeJob) -> EncodeJob:
-    """Puts a flight back as the pipeline does: its followers then wait for another flight."""
-    world.being_decoded.pop(flight, None)
-    followers = world.flights.end(flight)
-    (again,) = [world.flights.join(follower) for follower in followers]
+def put_back(world: World, job: EncodeJob) -> EncodeJob:
+    """Puts a job back as the pipeline does: its waiters then wait for another job."""
+    world.being_decoded.pop(job, None)
+    waiters = world.jobs.end(job)
+    (again,) = [world.jobs.join(waiter) for waiter in waiters]
     return again
 
 
@@ -175,8 +175,8 @@ def test_nothing_gives_way_in_vain() -> None:
     world = World()
     stuck, healthy = world.arrive("stuck", 4), world.arrive("busy", 12)
     assert world.begin() == [stuck, healthy]
-    for flight in (stuck, healthy):
-        world.decode(flight)
+    for job in (stuck, healthy):
+        world.decode(job)
     world.blocked.add(MemberId("stuck"))
     due = world.arrive("well", 10)
     assert world.begin() == []
@@ -190,8 +190,8 @@ def test_what_gave_way_is_not_begun_again_before_what_it_gave_way_to() -> None:
     world = World()
     held = [world.arrive("stuck", 4) for _ in range(2)]
     assert world.begin() == held
-    for flight in held:
-        world.decode(flight)
+    for job in held:
+        world.decode(job)
     world.blocked.add(MemberId("stuck"))
     due = world.arrive("well", 18)
     assert world.begin() == []
@@ -216,9 +216,9 @@ def test_what_gave_way_does_not_take_the_room_that_it_gave() -> None:
     world.now_s += 100.0
     held.append(world.arrive("stuck-2", 2))
     assert world.begin() == held, "the older one is first in line"
-    for flight in held:
-        world.decode(flight)
-        world.blocked.update(follower.destination.worker_id for follower in flight.followers)
+    for job in held:
+        world.decode(job)
+        world.blocked.update(waiter.destination.worker_id for waiter in job.waiters)
     due = world.arrive("well", 18)
     assert world.begin() == []
     world.now_s += PASSED_S
@@ -284,6 +284,6 @@ def test_a_worker_that_is_blocked_for_a_moment_keeps_its_place() -> None:
     world.now_s += PASSED_S
     assert world.begin() == [small], "room is kept for it no longer"
     world.blocked.clear()
-    for flight in (*others, small):
-        world.encode(flight)
+    for job in (*others, small):
+        world.encode(job)
     assert world.begin() == [large]

@@ -49,7 +49,7 @@ def waits_for_the_forward(machine: rig.PipelineMachine) -> None:
     machine._end_decode(machine.decoder.open[0], "ok")
     machine.call([("small", 1)], "worker-1", time_left_s=TIME_LEFT_S)
     machine._end_decode(machine.decoder.open[0], "ok")
-    assert machine.pipeline.flights.totals.num_units_queued == 1
+    assert machine.pipeline.jobs.totals.num_units_queued == 1
 
 
 def waits_for_the_device_to_hear_it(machine: rig.PipelineMachine) -> None:
@@ -57,7 +57,7 @@ def waits_for_the_device_to_hear_it(machine: rig.PipelineMachine) -> None:
     machine._end_decode(machine.decoder.open[0], "ok")
     machine.call([("word", 1)], "worker-1", time_left_s=TIME_LEFT_S)
     machine._end_decode(machine.decoder.open[0], "ok")
-    assert len(list(machine.pipeline.flights.queued_sounds())) == 1
+    assert len(list(machine.pipeline.jobs.queued_sounds())) == 1
 
 
 def is_in_the_forward(machine: rig.PipelineMachine) -> None:
@@ -74,7 +74,7 @@ def waits_for_room_in_the_arena(machine: rig.PipelineMachine) -> None:
     machine.call([("wide", 1)], "worker-1", time_left_s=TIME_LEFT_S)
     machine.work_well(1)
     assert machine.forward.job is None
-    assert machine.pipeline.flights.totals.num_units_queued == 1
+    assert machine.pipeline.jobs.totals.num_units_queued == 1
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_late_call_says_when_the_line_will_have_been_worked_off() -> None:
     machine.call([("small", 0)], "worker-2")
     machine.call([("wide", 0)], "worker-2")
     machine.call([("small", 1)], "worker-1", time_left_s=TIME_LEFT_S)
-    queued_s = machine.pipeline.flights.queued_s
+    queued_s = machine.pipeline.jobs.queued_s
     assert queued_s > TIME_LEFT_S
     machine.pass_time(TIME_LEFT_S)
     error = error_of(machine, 2)

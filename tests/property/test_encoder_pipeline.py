@@ -1,7 +1,7 @@
 """Checks the pipeline under every interleaving of calls, decoders, forward passes, leases and aborts, over a tiny
 arena.
 
-The pipeline, flights, feature table and arena are real; the test drives the decoder and the forward by hand, so that
+The pipeline, jobs, feature table and arena are real; the test drives the decoder and the forward by hand, so that
 work that normally runs in processes and threads ends in any order, with success or failure. In every interleaving
 memory stays within its bounds, a feature that a worker may still read stays in place, and once leases end every call
 gets exactly one answer.
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from encoder_doubles import EarPlane, HandDecoder, HandForward, OpenDecode
+from encoder_doubles import HandDecoder, HandForward, OpenDecode, RecordingPlane
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -83,7 +83,7 @@ class PipelineMachine(RuleBasedStateMachine):
         """Builds the pipeline; without the `overhead_s` of a forward pass, the units of one request are never fused."""
         self.overhead_s = overhead_s
         self.loop = asyncio.new_event_loop()
-        self.clock, self.plane = ManualClock(), EarPlane()
+        self.clock, self.plane = ManualClock(), RecordingPlane()
         self.decoder, self.forward = HandDecoder(), HandForward(CONFIG.max_batch_cost)
         encoder_id = MemberId("encoder-1")
         self.source = LocalFeatureSource(LocalChannelHub(), "encoder-1", ARENA_BYTES)
@@ -142,13 +142,13 @@ class PipelineMachine(RuleBasedStateMachine):
             age=(float(self.num_calls), ""),
             time_left_s=time_left_s,
         )
-        before = self.pipeline.flights.totals.queued_cost
+        before = self.pipeline.jobs.totals.queued_cost
         task = self.loop.create_task(self.pipeline.encode(request, [b"file"] * len(items)))
         if is_aborted:
             self.loop.call_soon(self.pipeline.end_calls, lambda one: one is request, Aborted("aborted"))
         self.settle()
         if task.done() and isinstance(task.exception(), Overloaded | WorkerBackedUp):
-            assert 0 < before == self.pipeline.flights.totals.queued_cost, "refused before any work, and not when idle"
+            assert 0 < before == self.pipeline.jobs.totals.queued_cost, "refused before any work, and not when idle"
             return
         self.calls.append(OpenCall(request, task, self.clock.now()))
 
@@ -258,13 +258,13 @@ class PipelineMachine(RuleBasedStateMachine):
 
     @rule()
     def worker_stops_or_begins_to_listen(self) -> None:
-        self.plane.is_deaf = not self.plane.is_deaf
+        self.plane.is_refusing = not self.plane.is_refusing
 
     @rule(seconds=st.sampled_from([1.0, 5.0, CONFIG.lease_s]))
     def pass_time(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.table.expire()
-        self.in_loop(self.pipeline.end_late)
+        self.in_loop(self.pipeline.end_overdue)
         self.in_loop(self.pipeline.pump)
 
     @invariant()
@@ -276,12 +276,12 @@ class PipelineMachine(RuleBasedStateMachine):
     @invariant()
     def everything_is_accounted_for(self) -> None:
         self.table.check_invariants()
-        self.pipeline.flights.check_invariants()
+        self.pipeline.jobs.check_invariants()
         assert self.table.usage().num_encoding == self.pipeline.num_encoding
         open_calls = [call for call in self.calls if not call.task.done()]
         assert len(self.pipeline.live_attempts()) == len(open_calls)
-        for flight in self.pipeline.flights:
-            assert len(set(map(id, flight.followers))) == len(flight.followers)
+        for job in self.pipeline.jobs:
+            assert len(set(map(id, job.waiters))) == len(job.waiters)
         keys = {UnitKey(message.unit.mm_hash, message.unit.unit) for message in self.plane.sent}
         assert not any(key.mm_hash.startswith("huge") for key in keys)
 
@@ -293,8 +293,8 @@ class PipelineMachine(RuleBasedStateMachine):
     def the_forward_is_never_idle_for_nothing(self) -> None:
         if self.forward.is_busy:
             return
-        assert not list(self.pipeline.flights.queued_sounds())
-        if list(self.pipeline.flights.queued_units()):
+        assert not list(self.pipeline.jobs.queued_sounds())
+        if list(self.pipeline.jobs.queued_units()):
             usage = self.table.usage()
             assert usage.num_leases > 0, "units wait, the forward is idle, and nobody holds the arena"
 
@@ -319,7 +319,7 @@ class PipelineMachine(RuleBasedStateMachine):
         or cached."""
         if not hasattr(self, "loop"):
             return
-        self.plane.is_deaf = False
+        self.plane.is_refusing = False
         for _ in range(200):
             self.work_well(1)
             self.pass_time(CONFIG.lease_s)
@@ -327,7 +327,7 @@ class PipelineMachine(RuleBasedStateMachine):
         assert all(call.task.done() for call in self.calls), "a call waits for ever"
         self.answers_are_whole()
         usage = self.table.usage()
-        assert (usage.used_bytes, usage.num_leases, self.pipeline.flights.totals.queued_cost) == (0, 0, 0)
+        assert (usage.used_bytes, usage.num_leases, self.pipeline.jobs.totals.queued_cost) == (0, 0, 0)
         assert not self.decoder.open
         self.loop.close()
         self.source.close()
@@ -337,9 +337,9 @@ TestPipeline = PipelineMachine.TestCase
 TestPipeline.settings = settings(deadline=None, max_examples=100, stateful_step_count=40)
 
 
-def test_units_evicted_before_a_follower_came_are_made_again() -> None:
-    """A video is larger than the arena: when the second request joins, the first units have been evicted and the flight
-    has already made them. The request takes the units that the flight still makes, then starts another flight for the
+def test_units_evicted_before_a_waiter_came_are_made_again() -> None:
+    """A video is larger than the arena: when the second request joins, the first units have been evicted and the job
+    has already made them. The request takes the units that the job still makes, then starts another job for the
     rest."""
     machine = PipelineMachine()
     machine.build(0.01)

@@ -51,7 +51,7 @@ def test_an_item_beyond_the_whole_decode_budget_is_refused_before_anything_queue
     machine.build(0.01)
     machine.call([("clip", 0), ("small", 0)], "worker-1")
     assert [one.item.mm_hash for one in machine.decoder.open] == ["small-0"]
-    assert (machine.pipeline.num_pending, machine.pipeline.flights.totals.num_items_queued) == (1, 1)
+    assert (machine.pipeline.num_pending, machine.pipeline.jobs.totals.num_items_queued) == (1, 1)
     machine.work_well(2)
     large, small = machine.calls[0].task.result().items
     assert small.error is None

@@ -177,7 +177,7 @@ def test_what_lies_decoded_for_a_stuck_worker_holds_up_no_other(kind: str) -> No
     for number in range(8):
         machine.call([(kind, number)], STUCK)
         machine.work_well(2)
-    assert machine.pipeline.flights.totals.num_units_queued
+    assert machine.pipeline.jobs.totals.num_units_queued
     machine.call([("film", 0)], WELL)
     film = machine.calls[-1]
     assert not any(one.item.mm_hash == "film-0" for one in machine.decoder.open), "it has no room"
@@ -223,7 +223,7 @@ def test_all_that_is_late_for_a_stuck_worker_is_its_fault_and_no_other_item() ->
     assert len(late) > 3
     assert [one.item.mm_hash for one in machine.decoder.open] == ["small-100"]
     machine.clock.advance(5.0)
-    machine.in_loop(machine.pipeline.end_late)
+    machine.in_loop(machine.pipeline.end_overdue)
     codes = [call.task.result().items[0].error.code for call in late]
     assert codes == ["worker_backed_up"] * (len(late) - 1) + ["machine_busy"]
     machine.teardown()
@@ -261,7 +261,7 @@ def test_the_only_worker_may_have_all() -> None:
         machine.call([("small", number)], STUCK)
         while machine.decoder.open:
             machine._end_decode(machine.decoder.open[0], "ok")
-    totals = machine.pipeline.flights.totals
+    totals = machine.pipeline.jobs.totals
     assert totals.num_prepared == CONFIG.max_items_in_flight, "as many as may lie decoded"
     assert totals.queued_cost == CONFIG.max_queue_cost, "as much as may wait"
     machine.teardown()
@@ -388,7 +388,7 @@ def test_smaller_features_of_its_own_worker_do_not_keep_the_largest_from_its_tur
         machine.work_well(1)
         release(machine, WELL, machine.plane.sent[: num_sent - 1])  # its release is a little late each time
         machine.pass_time(TICK_S)
-        machine.in_loop(machine.pipeline.end_late)
+        machine.in_loop(machine.pipeline.end_overdue)
         if wide.task.done():
             break
     assert wide.task.result().items[0].error is None

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from planning_samples import BLOCK_SIZE, encoder, image, query, snapshot, worker
 
 from fabric.errors import NoCapacity
-from fabric.flat_tokens import flat_tokens
 from fabric.messages import MediaItem
+from fabric.weighted_tokens import weighted_tokens
 from router.planning.links import LinkClass
 from router.planning.plan import plan_route
 from router.planning.score import cut, walk
@@ -204,7 +204,7 @@ def test_the_walk_is_the_maximum_over_what_may_hold_it_up(
     walked = walk(prompt, covered, start_s, prefill.per_unit_s, landings)
 
     def rest_s(position: int) -> float:
-        return prefill.per_unit_s * flat_tokens(request_.token_count - position, position, 600.0)
+        return prefill.per_unit_s * weighted_tokens(request_.token_count - position, position, 600.0)
 
     runs = [run for run in request_.placeholders if run.end > covered]
     ends_s = [landings[run.item, run.unit] + rest_s(max(run.offset, covered)) for run in runs]
@@ -219,4 +219,4 @@ def test_spans_tile_the_prompt(request_: RouteQuery) -> None:
     spans = cut(request_, math.inf).spans
     assert [span.start for span in spans] == [0, *[span.end for span in spans[:-1]]]
     assert spans[-1].end == request_.token_count
-    assert sum(span.num_flat for span in spans) == request_.token_count
+    assert sum(span.num_weighted for span in spans) == request_.token_count

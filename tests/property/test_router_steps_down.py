@@ -77,8 +77,8 @@ def prompts(cluster: FakeCluster) -> list[GenerateRequest]:
 
 
 def first_prompt(cluster: FakeCluster) -> RouterPrompt:
-    (flight,) = cluster.service._flights.values()
-    return flight._prompt
+    (run,) = cluster.service._runs.values()
+    return run._prompt
 
 
 def last_prompt(cluster: FakeCluster) -> GenerateRequest:

@@ -293,7 +293,7 @@ class World:
             worker.sink.close()
         for encoder in self.encoders:
             usage = encoder.table.usage()
-            assert (usage.used_bytes, usage.num_leases, encoder.pipeline.flights.totals.queued_cost) == (0, 0, 0)
+            assert (usage.used_bytes, usage.num_leases, encoder.pipeline.jobs.totals.queued_cost) == (0, 0, 0)
             encoder.source.close()
         for plane in (self.router, *(one.plane for one in (*self.workers, *self.encoders))):
             plane.close()

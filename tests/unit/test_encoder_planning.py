@@ -14,10 +14,10 @@ from encoder_pool.planning.admission import check_budget, refusal
 from encoder_pool.planning.batcher import choose_batch, split_cost
 from encoder_pool.planning.cost import CostEstimate, ForwardCost, ForwardCosts
 from encoder_pool.planning.decode_line import DecodeLine
+from encoder_pool.planning.encode_job import DecodeRoom, EncodeJob, Phase, waiter_of
+from encoder_pool.planning.encode_jobs import EncodeJobs
 from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.features import FeatureSpec
-from encoder_pool.planning.flight import DecodeRoom, EncodeJob, Phase, follower_of
-from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.lifecycle import FeatureState, advance
 from encoder_pool.planning.sizes import InputSizes
 from encoder_pool.planning.tally import BusyTime, EncoderTally
@@ -249,14 +249,14 @@ class TestAdmission:
         assert refusal(large, ("image",), SPEC, arena_bytes=1024, max_decode_bytes=101) is None
 
     def test_the_budget_counts_only_what_is_new(self) -> None:
-        flights = Flights(patience=4.0, to_seconds=lambda _, cost: 0.075 * cost)
+        jobs = EncodeJobs(patience=4.0, to_seconds=lambda _, cost: 0.075 * cost)
         cached = {UnitKey(MmHash("cached"), 0)}
 
         def check(*items: MediaItem) -> None:
-            check_budget(items, flights, cached.__contains__, 32)
+            check_budget(items, jobs, cached.__contains__, 32)
 
         check(item("huge", cost=1000))  # An item of any cost passes if it is alone and nothing is queued.
-        flights.join(follower_of(request(item("a", cost=20)), turn(1), item("a", cost=20), b"", 0.0))
+        jobs.join(waiter_of(request(item("a", cost=20)), turn(1), item("a", cost=20), b"", 0.0))
         check(item("b", cost=12))
         check(item("a", cost=20), item("b", cost=12), item("cached", cost=500))
         with pytest.raises(Overloaded) as caught:
@@ -264,18 +264,18 @@ class TestAdmission:
         assert caught.value.retry_after_s == 1.5
 
     def test_what_only_the_share_of_a_worker_is_too_small_for_names_the_worker(self) -> None:
-        flights = Flights(patience=4.0, to_seconds=lambda _, cost: 0.075 * cost)
+        jobs = EncodeJobs(patience=4.0, to_seconds=lambda _, cost: 0.075 * cost)
         wanted = request(item("a", cost=20))
-        flights.join(follower_of(wanted, turn(1), item("a", cost=20), b"", 0.0))
+        jobs.join(waiter_of(wanted, turn(1), item("a", cost=20), b"", 0.0))
         stuck, well = wanted.destination.worker_id, MemberId("another")
         new = [item("b", cost=6)]
-        check_budget(new, flights, lambda _: False, 32)
-        check_budget(new, flights, lambda _: False, 32, well)
+        check_budget(new, jobs, lambda _: False, 32)
+        check_budget(new, jobs, lambda _: False, 32, well)
         with pytest.raises(WorkerBackedUp, match=stuck):
-            check_budget(new, flights, lambda _: False, 32, stuck)
-        check_budget(new, flights, lambda _: True, 32, stuck)
+            check_budget(new, jobs, lambda _: False, 32, stuck)
+        check_budget(new, jobs, lambda _: True, 32, stuck)
         with pytest.raises(Overloaded):
-            check_budget([item("b", cost=13)], flights, lambda _: False, 32, stuck)
+            check_budget([item("b", cost=13)], jobs, lambda _: False, 32, stuck)
 
     def test_an_items_cost_is_split_over_its_units(self) -> None:
         assert split_cost(16, (4,)) == [16]
@@ -318,201 +318,201 @@ class TestInputSizes:
         assert sizes.in_patches("video", 7) == 7, "none was seen"
 
 
-class TestFlights:
+class TestEncodeJobs:
     def test_units_stand_where_the_rows_before_them_end(self) -> None:
-        flights = Flights(patience=4.0, to_seconds=free)
+        jobs = EncodeJobs(patience=4.0, to_seconds=free)
         wanted = item("film", cost=16, units=(1, 3, 4))
-        flight = flights.join(follower_of(request(wanted), turn(1), wanted, b"film", 0.0))
-        assert flight.places == (0.0, 0.125, 0.5, 1.0)
+        job = jobs.join(waiter_of(request(wanted), turn(1), wanted, b"film", 0.0))
+        assert job.places == (0.0, 0.125, 0.5, 1.0)
 
     def test_long_items_are_left_out_where_none_may_begin(self) -> None:
-        flights = Flights(patience=4.0, to_seconds=free)
+        jobs = EncodeJobs(patience=4.0, to_seconds=free)
         for number, one in enumerate((item("film", 8, (2, 2)), item("picture", 8))):
-            flights.join(follower_of(request(one, number=number), turn(number), one, b"file", 0.0))
+            jobs.join(waiter_of(request(one, number=number), turn(number), one, b"file", 0.0))
 
         def found(*, may_be_long: bool) -> list[str]:
-            in_line = flights.to_decode(lambda worker_id, flight: True, may_be_long=may_be_long)
-            return [flight.item.mm_hash for _, flight in in_line]
+            in_line = jobs.to_decode(lambda worker_id, job: True, may_be_long=may_be_long)
+            return [job.item.mm_hash for _, job in in_line]
 
         assert (found(may_be_long=True), found(may_be_long=False)) == (["film", "picture"], ["picture"])
 
-    def test_followers_share_a_flight_and_its_last_one_ends_it(self) -> None:
-        flights = Flights(patience=4.0, to_seconds=free)
-        one, two = (follower_of(request(item("a"), number=n), turn(n), item("a"), b"png", 0.0) for n in (1, 2))
-        flight = flights.join(one)
-        assert flights.join(two) is flight
-        assert flights.totals.queued_cost == 16
-        assert flights.leave(one) is None
-        assert flights.leave(one) is None
-        assert flights.leave(two) is flight
-        assert flights.totals.queued_cost == 0
-        flights.check_invariants()
+    def test_waiters_share_a_job_and_its_last_one_ends_it(self) -> None:
+        jobs = EncodeJobs(patience=4.0, to_seconds=free)
+        one, two = (waiter_of(request(item("a"), number=n), turn(n), item("a"), b"png", 0.0) for n in (1, 2))
+        job = jobs.join(one)
+        assert jobs.join(two) is job
+        assert jobs.totals.queued_cost == 16
+        assert jobs.leave(one) is None
+        assert jobs.leave(one) is None
+        assert jobs.leave(two) is job
+        assert jobs.totals.queued_cost == 0
+        jobs.check_invariants()
 
-    def test_a_unit_in_the_forward_outlives_its_followers(self) -> None:
-        flights = Flights(patience=4.0, to_seconds=free)
+    def test_a_unit_in_the_forward_outlives_its_waiters(self) -> None:
+        jobs = EncodeJobs(patience=4.0, to_seconds=free)
         wanted = item("a", cost=32, units=(4, 4))
-        follower = follower_of(request(wanted), turn(1), wanted, b"png", 0.0)
-        flight = flights.join(follower)
-        flights.decode_started(flight)
-        flights.decoded(flight, [EncoderInput("image", np.zeros((16, 3), np.float32), (1, 4, 4))] * 2)
-        assert flight.phase is Phase.ENCODING
-        flights.forward_started(UnitKey(MmHash("a"), 0))
-        assert flights.leave(follower) is None
-        assert list(flights.queued_units()) == []
-        assert flights.totals.queued_cost == 16
-        flights.check_invariants()
-        assert flights.forward_ended(UnitKey(MmHash("a"), 0)) is flight
-        assert flights.totals.queued_cost == 0
+        waiter = waiter_of(request(wanted), turn(1), wanted, b"png", 0.0)
+        job = jobs.join(waiter)
+        jobs.decode_started(job)
+        jobs.decoded(job, [EncoderInput("image", np.zeros((16, 3), np.float32), (1, 4, 4))] * 2)
+        assert job.phase is Phase.ENCODING
+        jobs.forward_started(UnitKey(MmHash("a"), 0))
+        assert jobs.leave(waiter) is None
+        assert list(jobs.queued_units()) == []
+        assert jobs.totals.queued_cost == 16
+        jobs.check_invariants()
+        assert jobs.forward_ended(UnitKey(MmHash("a"), 0)) is job
+        assert jobs.totals.queued_cost == 0
 
     def test_what_a_decoder_still_gives_for_nobody_is_not_taken(self) -> None:
-        """The item's last follower leaves while a unit is in the forward pass, and the flight ends after that pass; the
-        flight takes no parts in either state."""
-        flights = Flights(patience=4.0, to_seconds=free)
+        """The item's last waiter leaves while a unit is in the forward pass, and the job ends after that pass; the
+        job takes no parts in either state."""
+        jobs = EncodeJobs(patience=4.0, to_seconds=free)
         wanted = item("a", cost=32, units=(4, 4))
-        follower = follower_of(request(wanted), turn(1), wanted, b"png", 0.0)
-        flight = flights.join(follower)
-        flights.decode_started(flight)
+        waiter = waiter_of(request(wanted), turn(1), wanted, b"png", 0.0)
+        job = jobs.join(waiter)
+        jobs.decode_started(job)
         pixels = EncoderInput("image", np.zeros((16, 3), np.float32), (1, 4, 4))
-        assert flights.decoded_part(flight, [pixels])
-        flights.forward_started(UnitKey(MmHash("a"), 0))
-        assert flights.leave(follower) is None
-        assert not flights.decoded_part(flight, [pixels])
-        assert flights.forward_ended(UnitKey(MmHash("a"), 0)) is flight
-        assert not flights.decoded_part(flight, [pixels])
-        assert flight.num_decoded == 1
-        flights.check_invariants()
+        assert jobs.decoded_part(job, [pixels])
+        jobs.forward_started(UnitKey(MmHash("a"), 0))
+        assert jobs.leave(waiter) is None
+        assert not jobs.decoded_part(job, [pixels])
+        assert jobs.forward_ended(UnitKey(MmHash("a"), 0)) is job
+        assert not jobs.decoded_part(job, [pixels])
+        assert job.num_decoded == 1
+        jobs.check_invariants()
 
-    def test_a_flight_that_made_all_that_is_missed_ends_while_it_is_decoded(self) -> None:
-        """The flight's last follower misses a unit that the flight has already passed, so this follower must join
-        another flight, and this flight takes no more parts."""
-        flights = Flights(patience=4.0, to_seconds=free)
+    def test_a_job_that_made_all_that_is_missed_ends_while_it_is_decoded(self) -> None:
+        """The job's last waiter misses a unit that the job has already passed, so this waiter must join
+        another job, and this job takes no more parts."""
+        jobs = EncodeJobs(patience=4.0, to_seconds=free)
         wanted = item("a", cost=32, units=(4, 4))
-        first, second = (follower_of(request(wanted, number=n), turn(n), wanted, b"png", 0.0) for n in (1, 2))
-        flight = flights.join(first)
-        flights.decode_started(flight)
+        first, second = (waiter_of(request(wanted, number=n), turn(n), wanted, b"png", 0.0) for n in (1, 2))
+        job = jobs.join(first)
+        jobs.decode_started(job)
         pixels = EncoderInput("image", np.zeros((16, 3), np.float32), (1, 4, 4))
-        assert flights.decoded_part(flight, [pixels])
-        flights.forward_started(UnitKey(MmHash("a"), 0))
+        assert jobs.decoded_part(job, [pixels])
+        jobs.forward_started(UnitKey(MmHash("a"), 0))
         first.missing.discard(0)
-        assert flights.forward_ended(UnitKey(MmHash("a"), 0)) is None
+        assert jobs.forward_ended(UnitKey(MmHash("a"), 0)) is None
         second.missing.discard(1)
-        flights.join(second)
-        assert flights.leave(first) is flight
-        assert not flights.decoded_part(flight, [pixels])
-        assert flights.take_followers(flight) == [second]
-        flights.check_invariants()
-        assert flights.totals.queued_cost == 0
+        jobs.join(second)
+        assert jobs.leave(first) is job
+        assert not jobs.decoded_part(job, [pixels])
+        assert jobs.take_waiters(job) == [second]
+        jobs.check_invariants()
+        assert jobs.totals.queued_cost == 0
 
     def test_pixels_lie_decoded_within_their_budget_but_one_item_always_may(self) -> None:
-        flights = Flights(patience=4.0, to_seconds=free)
+        jobs = EncodeJobs(patience=4.0, to_seconds=free)
         for number, cost in enumerate((40, 8, 8)):
             wanted = item(f"item-{number}", cost=cost)
-            flights.join(follower_of(request(wanted, number=number), turn(number), wanted, b"png", 0.0))
+            jobs.join(waiter_of(request(wanted, number=number), turn(number), wanted, b"png", 0.0))
         order = []
-        while flight := DecodeLine(flights, ROOM).next(0.0):
-            flights.decode_started(flight)
-            order.append(flight.item.mm_hash)
+        while job := DecodeLine(jobs, ROOM).next(0.0):
+            jobs.decode_started(job)
+            order.append(job.item.mm_hash)
         assert order == ["item-0"]
         order = []
-        shortest_first = Flights(patience=4.0, to_seconds=lambda _, cost: cost)
+        shortest_first = EncodeJobs(patience=4.0, to_seconds=lambda _, cost: cost)
         for number, cost in enumerate((40, 8, 8)):
             wanted = item(f"item-{number}", cost=cost)
-            shortest_first.join(follower_of(request(wanted, number=number), turn(number), wanted, b"png", 0.0))
-        while flight := DecodeLine(shortest_first, ROOM).next(0.0):
-            shortest_first.decode_started(flight)
-            order.append(flight.item.mm_hash)
+            shortest_first.join(waiter_of(request(wanted, number=number), turn(number), wanted, b"png", 0.0))
+        while job := DecodeLine(shortest_first, ROOM).next(0.0):
+            shortest_first.decode_started(job)
+            order.append(job.item.mm_hash)
         assert order == ["item-1", "item-2"]
 
     def test_sounds_count_by_the_memory_they_take(self) -> None:
         """A mel frame takes an eighth of a patch's memory here, which is known once the encoder has seen one of
         each."""
-        flights = Flights(patience=4.0, to_seconds=lambda modality, cost: cost * (1 if modality == "audio" else 1000))
+        jobs = EncodeJobs(patience=4.0, to_seconds=lambda modality, cost: cost * (1 if modality == "audio" else 1000))
 
         def join(name: str, modality: str, cost: int) -> EncodeJob:
             one = item(name, cost, (2,), modality)
-            return flights.join(follower_of(request(one), turn(1), one, b"file", 0.0))
+            return jobs.join(waiter_of(request(one), turn(1), one, b"file", 0.0))
 
         for modality, width in (("image", 16), ("audio", 2)):
-            flight = join(modality, modality, 10)
-            flights.decode_started(flight)
-            assert flights.decoded_cost == 10, "nothing smaller was seen before"
-            flights.decoded(flight, [EncoderInput(modality, np.zeros((10, width), np.float32), (1, 1, 10))])
-            assert flights.decoded_cost == (10 if modality == "image" else 1.25)
-            flights.leave(next(iter(flight.followers)))
+            job = join(modality, modality, 10)
+            jobs.decode_started(job)
+            assert jobs.decoded_cost == 10, "nothing smaller was seen before"
+            jobs.decoded(job, [EncoderInput(modality, np.zeros((10, width), np.float32), (1, 1, 10))])
+            assert jobs.decoded_cost == (10 if modality == "image" else 1.25)
+            jobs.leave(next(iter(job.waiters)))
         for number in range(4):  # These are 160 frames, which take as much memory as 20 patches and fill the room.
             join(f"sound-{number}", "audio", 40)
-        flight = join("picture", "image", 1)
+        job = join("picture", "image", 1)
         order = []
-        while found := DecodeLine(flights, ROOM).next(0.0):
-            flights.decode_started(found)
+        while found := DecodeLine(jobs, ROOM).next(0.0):
+            jobs.decode_started(found)
             order.append(found.item.modality)
         assert order == ["audio"] * 4
-        flights.leave(next(iter(flight.followers)))
-        assert flights.decoded_cost == 20
+        jobs.leave(next(iter(job.waiters)))
+        assert jobs.decoded_cost == 20
 
     def test_long_items_never_take_the_last_decoder_nor_the_last_room(self) -> None:
-        flights = Flights(patience=4.0, to_seconds=free)
+        jobs = EncodeJobs(patience=4.0, to_seconds=free)
         wanted = [item("film", 8, (2, 2)), item("clip", 8, (2, 2)), item("picture", 8)]
         for number, one in enumerate(wanted):
-            flights.join(follower_of(request(one, number=number), turn(number), one, b"file", 0.0))
-        first = DecodeLine(flights, ROOM).next(0.0)
+            jobs.join(waiter_of(request(one, number=number), turn(number), one, b"file", 0.0))
+        first = DecodeLine(jobs, ROOM).next(0.0)
         assert first is not None
         assert first.item.mm_hash == "film"
-        flights.decode_started(first)
-        second = DecodeLine(flights, ROOM).next(0.0)
+        jobs.decode_started(first)
+        second = DecodeLine(jobs, ROOM).next(0.0)
         assert second is not None
         assert second.item.mm_hash == "picture"
-        flights.decode_started(second)
-        assert DecodeLine(flights, ROOM).next(0.0) is None, "one long item is being decoded"
-        flights.decoded(first, [EncoderInput("video", np.zeros((4, 3), np.float32), (1, 2, 2))] * 2)
-        assert DecodeLine(flights, ROOM).next(0.0) is None, "a long item leaves room for a short one"
-        flights.leave(next(iter(first.followers)))
-        third = DecodeLine(flights, ROOM._replace(max_long_cost=16)).next(0.0)
+        jobs.decode_started(second)
+        assert DecodeLine(jobs, ROOM).next(0.0) is None, "one long item is being decoded"
+        jobs.decoded(first, [EncoderInput("video", np.zeros((4, 3), np.float32), (1, 2, 2))] * 2)
+        assert DecodeLine(jobs, ROOM).next(0.0) is None, "a long item leaves room for a short one"
+        jobs.leave(next(iter(first.waiters)))
+        third = DecodeLine(jobs, ROOM._replace(max_long_cost=16)).next(0.0)
         assert third is not None
         assert third.item.mm_hash == "clip"
 
     def test_no_more_items_are_prepared_than_may_be_in_flight(self) -> None:
-        flights = Flights(patience=4.0, to_seconds=free)
+        jobs = EncodeJobs(patience=4.0, to_seconds=free)
         for number in range(3):
             one = item(f"item-{number}", cost=1)
-            flights.join(follower_of(request(one, number=number), turn(number), one, b"png", 0.0))
+            jobs.join(waiter_of(request(one, number=number), turn(number), one, b"png", 0.0))
         room = ROOM._replace(max_items=2)
         for _ in range(2):
-            flight = DecodeLine(flights, room).next(0.0)
-            assert flight is not None
-            flights.decode_started(flight)
-        assert DecodeLine(flights, room).next(0.0) is None
-        flights.decoded(flight, [EncoderInput("image", np.zeros((1, 3), np.float32), (1, 1, 1))])
-        assert DecodeLine(flights, room).next(0.0) is None
-        flights.forward_started(UnitKey(flight.item.mm_hash, 0))
-        assert DecodeLine(flights, room).next(0.0) is not None, "what is in the forward is prepared no more"
-        assert flights.totals.num_in_flight == 2
+            job = DecodeLine(jobs, room).next(0.0)
+            assert job is not None
+            jobs.decode_started(job)
+        assert DecodeLine(jobs, room).next(0.0) is None
+        jobs.decoded(job, [EncoderInput("image", np.zeros((1, 3), np.float32), (1, 1, 1))])
+        assert DecodeLine(jobs, room).next(0.0) is None
+        jobs.forward_started(UnitKey(job.item.mm_hash, 0))
+        assert DecodeLine(jobs, room).next(0.0) is not None, "what is in the forward is prepared no more"
+        assert jobs.totals.num_in_flight == 2
 
     def test_priority_comes_before_length_and_age(self) -> None:
-        flights = Flights(patience=4.0, to_seconds=lambda _, cost: float(cost))
+        jobs = EncodeJobs(patience=4.0, to_seconds=lambda _, cost: float(cost))
         for number, (name, cost, priority) in enumerate([("old", 4, 1), ("long", 400, 0), ("short", 40, 0)]):
             one = turn(number)
             one.priority = priority
-            flight = flights.join(follower_of(request(item(name, cost)), one, item(name, cost), b"", 0.0))
-            flights.decode_started(flight)
-            flights.decoded(flight, [EncoderInput("image", np.zeros((1, 3), np.float32), (1, 1, cost))])
-        assert [unit.key.mm_hash for unit in flights.queued_units()] == ["short", "long", "old"]
+            job = jobs.join(waiter_of(request(item(name, cost)), one, item(name, cost), b"", 0.0))
+            jobs.decode_started(job)
+            jobs.decoded(job, [EncoderInput("image", np.zeros((1, 3), np.float32), (1, 1, cost))])
+        assert [unit.key.mm_hash for unit in jobs.queued_units()] == ["short", "long", "old"]
 
     def test_a_video_and_its_sound_track_take_turns(self) -> None:
-        flights = Flights(patience=4.0, to_seconds=free)
+        jobs = EncodeJobs(patience=4.0, to_seconds=free)
         video = item("video", 16, (4, 4), "video", index=1)
         sound = msgspec.structs.replace(item("sound", 8, (2, 2, 2, 2), "audio", index=2), anchor=1)
         shared = turn(1)
         for one in (video, sound):
-            flight = flights.join(follower_of(request(video, sound), shared, one, b"mp4", 0.0))
-            flights.decode_started(flight)
+            job = jobs.join(waiter_of(request(video, sound), shared, one, b"mp4", 0.0))
+            jobs.decode_started(job)
             inputs = [EncoderInput(one.modality, np.zeros((1, 3), np.float32), (1, 1, 1)) for _ in one.unit_tokens]
-            flights.decoded(flight, inputs)
+            jobs.decoded(job, inputs)
         order = []
-        while units := list(flights.queued_units()):
+        while units := list(jobs.queued_units()):
             (first, *_) = choose_batch(units, 1, lambda _: CostEstimate(1.0, 0.0))
-            flights.forward_started(first.key)
-            flights.forward_ended(first.key)
+            jobs.forward_started(first.key)
+            jobs.forward_ended(first.key)
             order.append((first.key.mm_hash, first.key.unit))
         assert order == [("video", 0), ("sound", 0), ("sound", 1), ("video", 1), ("sound", 2), ("sound", 3)]
 

@@ -370,7 +370,7 @@ def test_near_equal_workers_are_all_candidates() -> None:
 
 def test_room_that_is_made_by_computing_again_costs_whole_steps() -> None:
     """The eight blocks hold 128 tokens: they take two full steps of 64, and no third step for an empty rest."""
-    need = PlacementNeed(num_tokens=64, flat_tokens=64.0, num_blocks=8)
+    need = PlacementNeed(num_tokens=64, weighted_tokens=64.0, num_blocks=8)
     busy = worker("w", max_step_tokens=64, kv_blocks_free=0)
     found = waiting(busy, need, BLOCK_SIZE)
     assert found.queue_s == pytest.approx(2 * PREFILL.at(64))

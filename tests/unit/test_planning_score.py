@@ -97,11 +97,14 @@ def test_each_modality_costs_its_own_and_forwards_add_up() -> None:
 
 
 def test_pictures_and_sound_of_one_video_may_go_to_two_encoders() -> None:
-    eyes, ears = encoder("eyes", modalities=frozenset({"video"})), encoder("ears", modalities=frozenset({"audio"}))
-    made = plan(query(image(0, modality="video"), image(1, modality="audio")), encoders=[ears, eyes])
-    assert [each.encoder_id for each in made.assignments] == ["eyes", "ears"]
+    vision_encoder, audio_encoder = (
+        encoder("vision", modalities=frozenset({"video"})),
+        encoder("audio", modalities=frozenset({"audio"})),
+    )
+    made = plan(query(image(0, modality="video"), image(1, modality="audio")), encoders=[audio_encoder, vision_encoder])
+    assert [each.encoder_id for each in made.assignments] == ["vision", "audio"]
     with pytest.raises(NoCapacity, match="audio"):
-        plan(query(image(0, modality="video"), image(1, modality="audio")), encoders=[eyes])
+        plan(query(image(0, modality="video"), image(1, modality="audio")), encoders=[vision_encoder])
 
 
 def test_units_of_a_video_land_one_by_one_and_overlap_inside_it() -> None:

@@ -10,7 +10,7 @@ from router.planning.waiting import PlacementNeed, Waiting, idle_pace, waiting
 DECODE_S = 0.0005
 STEP = {"max_step_tokens": 100, "decode_s": DECODE_S}
 FULL_S = PREFILL.at(100)
-NEED = PlacementNeed(num_tokens=64, flat_tokens=70.0, num_blocks=4)
+NEED = PlacementNeed(num_tokens=64, weighted_tokens=70.0, num_blocks=4)
 
 
 def of(**fields: Any) -> Waiting:
@@ -34,8 +34,8 @@ def test_decodes_make_the_running_step_and_all_others_longer() -> None:
 def test_each_step_that_a_prompt_takes_costs(num_tokens: int, num_steps: int) -> None:
     need = PlacementNeed(num_tokens, 2.0 * num_tokens, 0)
     pace = waiting(worker("w", **STEP), need, BLOCK_SIZE).pace
-    expected_s = num_steps * PREFILL.base_s + PREFILL.per_unit_s * need.flat_tokens
-    assert pace.at(need.flat_tokens) == pytest.approx(expected_s)
+    expected_s = num_steps * PREFILL.base_s + PREFILL.per_unit_s * need.weighted_tokens
+    assert pace.at(need.weighted_tokens) == pytest.approx(expected_s)
 
 
 @pytest.mark.parametrize(("num_shared", "num_more"), [(0, 0), (36, 0), (37, 1), (99, 1)])

@@ -190,14 +190,14 @@ async def test_waiting_costs_nothing_while_nothing_changes(monkeypatch: pytest.M
         await in_line(cluster, 5)
         await turns()
         asked = 0
-        can_serve = cluster.service.picture.can_serve
+        can_serve = cluster.service.cluster.can_serve
 
         def count(*args: object) -> bool:
             nonlocal asked
             asked += 1
             return can_serve(*args)
 
-        monkeypatch.setattr(type(cluster.service.picture), "can_serve", lambda self, *args: count(*args))
+        monkeypatch.setattr(type(cluster.service.cluster), "can_serve", lambda self, *args: count(*args))
         await turns(500)
         assert asked == 0
         cluster.publish()

@@ -26,8 +26,8 @@ from fabric.errors import (
 from fabric.ids import MemberId, UnitKey
 from fabric.messages import EncodeRequest, EncodeResult, FeatureNeeded, GenerateRequest, GenerateResult
 from router.api.errors import http_error
+from router.encode_dispatcher import EncodeDispatcher
 from router.setbacks import Setbacks
-from router.supply import FeatureSupply
 
 
 async def test_an_item_that_is_late_is_tried_elsewhere_and_may_come_again() -> None:
@@ -297,11 +297,11 @@ async def test_feature_that_never_stays_is_given_up() -> None:
         assert caught.value.param == "messages.0.content.0"
 
 
-def supply_of(cluster: FakeCluster) -> FeatureSupply:
-    (flight,) = cluster.service._flights.values()
-    assert flight._attempt is not None
-    assert flight._attempt._supply is not None
-    return flight._attempt._supply
+def dispatcher_of(cluster: FakeCluster) -> EncodeDispatcher:
+    (run,) = cluster.service._runs.values()
+    assert run._attempt is not None
+    assert run._attempt._dispatcher is not None
+    return run._attempt._dispatcher
 
 
 async def test_a_slow_encoder_is_not_asked_twice_and_one_whose_word_was_lost_is() -> None:
@@ -312,13 +312,13 @@ async def test_a_slow_encoder_is_not_asked_twice_and_one_whose_word_was_lost_is(
         await settled(lambda: len(worker.requests) == len(encoder.requests) == 1)
         request = worker.requests[0]
         lost = FeatureNeeded(worker.member_id, request.request_id, 0, tuple(request.media[0].unit_keys()), "lost")
-        trace, supply = cluster.service.traces.get(request.request_id), supply_of(cluster)
+        trace, dispatcher = cluster.service.traces.get(request.request_id), dispatcher_of(cluster)
         assert trace is not None
         worker.plane.send(cluster.plane.address, lost)
         await settled(lambda: any(event.name == "feature_needed" for event in trace._events))
-        assert len(supply._calls) == 1
+        assert len(dispatcher._calls) == 1
         encoder.gate.set()
-        await settled(lambda: not supply._calls)
+        await settled(lambda: not dispatcher._calls)
         worker.plane.send(cluster.plane.address, lost)
         await settled(lambda: len(encoder.requests) == 2)
         worker.script.resume.set()

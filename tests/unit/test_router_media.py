@@ -211,15 +211,15 @@ async def test_wishes_reach_the_encoder(kwargs: dict[str, object], num_frames: i
 
 async def test_pictures_and_sound_of_a_video_go_to_two_encoders() -> None:
     async with media_cluster(num_encoders=2) as cluster:
-        eyes, ears = cluster.encoders
-        eyes.modalities, ears.modalities = ("image", "video"), ("audio",)
+        vision_encoder, audio_encoder = cluster.encoders
+        vision_encoder.modalities, audio_encoder.modalities = ("image", "video"), ("audio",)
         cluster.service.update_members([])
         cluster.publish()
         stream = await cluster.service.open(chat([video(sound=SOUND), audio()]))
         assert (await read(stream))[0] == [expected(cluster)]
-        assert [[item.modality for item in request.items] for request in eyes.requests] == [["video"]]
-        assert [[item.modality for item in request.items] for request in ears.requests] == [["audio", "audio"]]
-        assert eyes.media[0] is ears.media[0]
+        assert [[item.modality for item in request.items] for request in vision_encoder.requests] == [["video"]]
+        assert [[item.modality for item in request.items] for request in audio_encoder.requests] == [["audio", "audio"]]
+        assert vision_encoder.media[0] is audio_encoder.media[0]
 
 
 async def test_two_videos_go_to_two_idle_encoders() -> None:

@@ -39,7 +39,7 @@ async def test_text_request_is_answered_with_exact_usage() -> None:
 async def test_a_dead_plane_is_ill_health() -> None:
     async with fake_cluster() as cluster:
         cluster.service.check_health()
-        cluster.service._parts.plane.close()
+        cluster.service._context.plane.close()
         with pytest.raises(WeftError, match="message plane"):
             cluster.service.check_health()
 
@@ -84,7 +84,7 @@ async def test_covered_prefix_needs_no_encoding_and_is_counted_as_cached() -> No
     async with fake_cluster() as cluster:
         words = "a long enough text to fill a few blocks behind the picture " * 3
         await read(await cluster.service.open(chat([image(), text(words)])))
-        await settled(lambda: cluster.service.picture.prefix_stats().num_keys > 0)
+        await settled(lambda: cluster.service.cluster.prefix_stats().num_keys > 0)
         _, _, usage = await read(await cluster.service.open(chat([image(), text(words)])))
         assert len(cluster.encoders[0].requests) == 1
         assert cluster.workers[0].requests[1].dispatched_items == ()
@@ -96,7 +96,7 @@ async def test_feature_that_is_needed_after_all_is_encoded_then() -> None:
     async with fake_cluster() as cluster:
         words = "a long enough text to fill a few blocks behind the picture " * 3
         await read(await cluster.service.open(chat([image(), text(words)])))
-        await settled(lambda: cluster.service.picture.prefix_stats().num_keys > 0)
+        await settled(lambda: cluster.service.cluster.prefix_stats().num_keys > 0)
         cluster.workers[0].script.forgets_prefix = True
         texts, _, usage = await read(await cluster.service.open(chat([image(), text(words)])))
         assert texts == [expected(cluster)]

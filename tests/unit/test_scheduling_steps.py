@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from scheduling_cases import Bench, request, sequence_id, unit
 
-from fabric.flat_tokens import flat_tokens
+from fabric.weighted_tokens import weighted_tokens
 from llm_workers.scheduling.events import PrefillProgress
 
 
@@ -27,16 +27,16 @@ def test_three_prompts_with_an_image_share_a_step_up_to_their_doorsteps() -> Non
 def test_a_steps_work_is_its_decodes_and_what_else_it_computes() -> None:
     bench = Bench(max_step_tokens=100, num_blocks=1024)
     bench.add(request("a", 20))
-    assert bench.plan().work(64.0) == (0, flat_tokens(20, 0, 64.0))
+    assert bench.plan().work(64.0) == (0, weighted_tokens(20, 0, 64.0))
     bench = Bench(max_step_tokens=100, num_blocks=1024)
     for name in "ab":
         bench.add(request(name, 20))
     bench.step()
     bench.add(request("c", 150, age=1.0))
     plan = bench.plan()
-    assert plan.work(64.0) == (2, pytest.approx(flat_tokens(98, 0, 64.0)))
+    assert plan.work(64.0) == (2, pytest.approx(weighted_tokens(98, 0, 64.0)))
     bench.commit(plan)
-    assert bench.plan().work(64.0) == (2, pytest.approx(flat_tokens(52, 98, 64.0))), "behind what it computed"
+    assert bench.plan().work(64.0) == (2, pytest.approx(weighted_tokens(52, 98, 64.0))), "behind what it computed"
 
 
 def test_a_prompt_of_several_chunks_says_how_far_each_has_come_and_counts_once() -> None:

@@ -19,10 +19,10 @@ from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning.batcher import choose_batch
 from encoder_pool.planning.cost import CostEstimate
 from encoder_pool.planning.decode_line import DecodeLine
+from encoder_pool.planning.encode_job import DecodeRoom, waiter_of
+from encoder_pool.planning.encode_jobs import EncodeJobs
 from encoder_pool.planning.feature_log import FeatureLog
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
-from encoder_pool.planning.flight import DecodeRoom, follower_of
-from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit, SoundJob, SoundResult
 from encoder_pool.planning.lease_book import LeaseKey
 from encoder_pool.planning.turns import CallTurn
@@ -242,18 +242,18 @@ class BusyPipeline:
             num_done += 1
         return num_done
 
-    def run_late(self) -> int:
+    def run_overdue(self) -> int:
         """Measures calls whose time is over before they are served."""
         for _ in range(NUM_PUMPED):
             self._come(time_left_s=1.0)
             self._settle()
             self._clock.advance(1.0)
-            self._pipeline.end_late()
+            self._pipeline.end_overdue()
             self._settle()
-        late = {task for task in self._tasks if task.done()}
-        self._tasks -= late
-        assert len(late) == NUM_PUMPED
-        assert all(one.error is not None for task in late for one in task.result().items)
+        overdue = {task for task in self._tasks if task.done()}
+        self._tasks -= overdue
+        assert len(overdue) == NUM_PUMPED
+        assert all(one.error is not None for task in overdue for one in task.result().items)
         return NUM_PUMPED
 
     def __del__(self) -> None:
@@ -282,26 +282,26 @@ def _pump(num_queued: int) -> Callable[[], int]:
     return BusyPipeline(num_queued).run
 
 
-def _late(num_queued: int) -> Callable[[], int]:
-    return BusyPipeline(num_queued).run_late
+def _overdue(num_queued: int) -> Callable[[], int]:
+    return BusyPipeline(num_queued).run_overdue
 
 
 def _choose_batch(num_queued: int) -> Callable[[], int]:
     """Prepares decoded units of many calls; every second unit is too large for the batch."""
-    flights = Flights(4.0, lambda modality, cost: 1e-5 * cost)
+    jobs = EncodeJobs(4.0, lambda modality, cost: 1e-5 * cost)
     for number in range(num_queued):
         cost = COST if number % 2 else 20 * COST
         item = MediaItem(0, "image", MmHash(f"{number:032x}"), (1, 32, 32), (4,), cost, "part")
         age = (float(number), f"req-{number}")
         request = EncodeRequest(RequestId(age[1]), 0, ROUTER, (item,), Destination(WORKER, "local://worker"), age)
-        flight = flights.join(follower_of(request, CallTurn(number, age, 0.0), item, b"file", 0.0))
-        flights.decode_started(flight)
-        flights.decoded(flight, [EncoderInput("image", PIXELS, item.grid)])
+        job = jobs.join(waiter_of(request, CallTurn(number, age, 0.0), item, b"file", 0.0))
+        jobs.decode_started(job)
+        jobs.decoded(job, [EncoderInput("image", PIXELS, item.grid)])
     estimate = CostEstimate(1e-5, 0.01)
 
     def run() -> int:
         for _ in range(NUM_EVENTS // 4):
-            assert len(choose_batch(flights.queued_units(), 16 * COST, lambda _: estimate)) == 16
+            assert len(choose_batch(jobs.queued_units(), 16 * COST, lambda _: estimate)) == 16
         return NUM_EVENTS // 4
 
     return run
@@ -310,18 +310,18 @@ def _choose_batch(num_queued: int) -> Callable[[], int]:
 def _find_to_decode(num_waiting: int) -> Callable[[], int]:
     """Prepares one item that is being decoded, and waiting items of which none has room next to it or next to the item
     that is due."""
-    flights = Flights(4.0, lambda modality, cost: 1e-5 * cost)
+    jobs = EncodeJobs(4.0, lambda modality, cost: 1e-5 * cost)
     room = DecodeRoom(max_cost=2 * COST, max_items=32, max_long_cost=2 * COST, max_long_items=1)
-    line = DecodeLine(flights, room)
+    line = DecodeLine(jobs, room)
     for number in range(num_waiting):
         cost = COST if number == 0 else 2 * COST
         item = MediaItem(0, "image", MmHash(f"{number:032x}"), (1, 32, 32), (4,), cost, "part")
         age, worker_id = (float(number), f"req-{number}"), MemberId(f"worker-{number % 8}")
         request = EncodeRequest(RequestId(age[1]), 0, ROUTER, (item,), Destination(worker_id, "local://worker"), age)
-        flights.join(follower_of(request, CallTurn(number, age, 0.0), item, b"file", 0.0))
+        jobs.join(waiter_of(request, CallTurn(number, age, 0.0), item, b"file", 0.0))
     first = line.next(0.0)
     assert first is not None
-    flights.decode_started(first)
+    jobs.decode_started(first)
 
     def run() -> int:
         for _ in range(NUM_EVENTS // 4):
@@ -334,7 +334,7 @@ def _find_to_decode(num_waiting: int) -> Callable[[], int]:
 
 CASES = (
     ScaleCase("encoder: encode a picture, pictures queued", 200, _pump),
-    ScaleCase("encoder: answer a call that is late, pictures queued", 200, _late),
+    ScaleCase("encoder: answer a call that is late, pictures queued", 200, _overdue),
     ScaleCase("encoder: choose a batch, units queued", 200, _choose_batch),
     ScaleCase("encoder: evict a feature for another, slots stored", 1600, _evict_one),
     ScaleCase("encoder: evict neighbours for a large feature, slots stored", 1600, _evict_neighbours),

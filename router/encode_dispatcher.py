@@ -27,8 +27,8 @@ from fabric.errors import (
 )
 from fabric.ids import AttemptId, MemberId
 from fabric.messages import AbortAttempt, Destination, EncodeRequest, EncodeResult, FeatureNeeded, ItemResult
-from router.ladder import FAILURES
-from router.parts import RouterParts
+from router.context import RouterContext
+from router.degradation import FAILURES
 from router.planning.plan import plan_encoding
 from router.planning.views import RoutePlan, RouteQuery
 from router.prompt import Prompt
@@ -59,20 +59,20 @@ class Dispatch(NamedTuple):
     """This is the time on the router's clock at which the attempt ends."""
 
 
-class FeatureSupply:
-    """A `FeatureSupply` makes the encoding calls of one attempt. When a call ends, `ended` is called in the loop with
-    the call's task; the owner then passes the task to `take`."""
+class EncodeDispatcher:
+    """An `EncodeDispatcher` makes the encoding calls of one attempt. When a call ends, `ended` is called in the loop
+    with the call's task; the owner then passes the task to `take`."""
 
     def __init__(
         self,
-        parts: RouterParts,
+        context: RouterContext,
         prompt: Prompt,
         dispatch: Dispatch,
         setbacks: Setbacks,
         trace: RequestTrace,
         ended: Callable[[asyncio.Task[EncodeResult]], None],
     ) -> None:
-        self._parts = parts
+        self._context = context
         self._prompt = prompt
         self._dispatch = dispatch
         self._setbacks = setbacks
@@ -108,7 +108,7 @@ class FeatureSupply:
         except WeftError as error:
             self._give_up(items, error)
         self._trace.extend(result.trace)
-        self._parts.cluster.observe_encode(self._dispatch.plan, result, self._parts.clock.now())
+        self._context.cluster.observe_encode(self._dispatch.plan, result, self._context.clock.now())
         failed: dict[int, WeftError] = {}
         code_to_moved: dict[str, tuple[WeftError, list[int]]] = {}
         for each in result.items:
@@ -129,8 +129,8 @@ class FeatureSupply:
         items that an open call will still deliver are not requested twice. Raises the error that ends the attempt."""
         self._trace.add("feature_needed", num_units=len(message.units), reason=message.reason)
         hashes = {unit.mm_hash for unit in message.units}
-        is_coming_told = message.reason in (NOT_COVERED, LOST)
-        coming = {index for call in self._calls.values() for index in call.items} if is_coming_told else set()
+        may_be_coming = message.reason in (NOT_COVERED, LOST)
+        coming = {index for call in self._calls.values() for index in call.items} if may_be_coming else set()
         hash_to_index = {item.mm_hash: item.index for item in reversed(self._prompt.media) if item.mm_hash in hashes}
         wanted = sorted(index for index in hash_to_index.values() if index not in coming)
         if wanted:
@@ -146,7 +146,7 @@ class FeatureSupply:
     def close(self) -> None:
         """Sends an abort to the encoders that still work for the attempt, and cancels their calls."""
         for encoder_id in {call.encoder_id for call in self._calls.values()}:
-            self._parts.send(encoder_id, AbortAttempt(*self._dispatch.attempt_id))
+            self._context.send(encoder_id, AbortAttempt(*self._dispatch.attempt_id))
         for task in self._calls:
             task.cancel()
         self._calls.clear()
@@ -159,7 +159,7 @@ class FeatureSupply:
         hashes = {self._prompt.media[index].mm_hash for index in items}
         self.failed_items = tuple(item.index for item in self._prompt.media if item.mm_hash in hashes)
         error.param = error.param or self._prompt.media[min(items)].part
-        self._parts.metrics.dispatch_errors.labels("encode", error.code).inc()
+        self._context.metrics.dispatch_errors.labels("encode", error.code).inc()
         raise error
 
     def _item_failed(self, encoder_id: MemberId, item: ItemResult, error: WeftError) -> WeftError | None:
@@ -171,7 +171,7 @@ class FeatureSupply:
             return None
         # The encoder noticed before this router that the worker has left; the encoder is not at fault.
         if isinstance(error, WorkerLost):
-            self._parts.exclude(self._dispatch.plan.worker_id)
+            self._context.exclude(self._dispatch.plan.worker_id)
             raise error
         if isinstance(error, WorkerBackedUp):
             self._worker_backed_up(error)
@@ -180,24 +180,24 @@ class FeatureSupply:
     def _worker_backed_up(self, error: WorkerBackedUp) -> NoReturn:
         """Ends the attempt, because its worker does not take what the encoder holds for it; another worker would."""
         worker_id = self._dispatch.plan.worker_id
-        self._parts.metrics.dispatch_errors.labels("encode", error.code).inc()
+        self._context.metrics.dispatch_errors.labels("encode", error.code).inc()
         self._trace.add("worker_backed_up", worker=worker_id)
         # The backed-up worker looks idle; the request tries it again only after the other workers.
-        least_s = self._asked_s(range(len(self._prompt.media))) * self._parts.config.max_encodes_per_item
-        self._setbacks.exclude(worker_id, error, self._parts.clock.now(), least_s)
+        least_s = self._asked_s(range(len(self._prompt.media))) * self._context.config.max_encodes_per_item
+        self._setbacks.exclude(worker_id, error, self._context.clock.now(), least_s)
         raise error
 
     def _encoder_failed(self, encoder_id: MemberId, items: Sequence[int], error: WeftError) -> None:
-        self._parts.metrics.dispatch_errors.labels("encode", error.code).inc()
+        self._context.metrics.dispatch_errors.labels("encode", error.code).inc()
         self._trace.add("encode_failed", encoder=encoder_id, code=error.code, items=list(items))
         if isinstance(error, Unavailable):
-            self._parts.exclude(encoder_id)
+            self._context.exclude(encoder_id)
         for index in items if isinstance(error, Busy) else ():
             self._num_refusals[index] += 1
         # An encoder that has used up its time is asked again only after the other encoders have had theirs.
-        least_s = self._asked_s(items) * self._parts.config.max_encodes_per_item
+        least_s = self._asked_s(items) * self._context.config.max_encodes_per_item
         least_s = least_s if isinstance(error, MachineBusy) else 0.0
-        self._setbacks.exclude(encoder_id, error, self._parts.clock.now(), least_s)
+        self._setbacks.exclude(encoder_id, error, self._context.clock.now(), least_s)
         try:
             self._setbacks.encoder_failed(encoder_id, error)
         except EncodeFailed as end:
@@ -208,7 +208,7 @@ class FeatureSupply:
         """Requests encodings of `items` again, on the encoders that the planner finds best now. Raises `cause` if no
         encoder is left; also if `cause` is a Busy, and no time is left or encoders have refused an item too often.
         Raises EncodeFailed if an item's encodings failed, or its feature was lost, too often."""
-        most = self._parts.config.max_encodes_per_item
+        most = self._context.config.max_encodes_per_item
         is_refused = any(self._num_refusals[index] >= most for index in items)
         if isinstance(cause, Busy) and (is_refused or self._left_s() <= 0):
             raise cause
@@ -216,14 +216,14 @@ class FeatureSupply:
         if spent is not None:
             message = f"its feature could not be delivered in {most} tries ({cause.code})"
             self._give_up((spent,), EncodeFailed(message))
-        query, now = self._dispatch.query(), self._parts.clock.now()
+        query, now = self._dispatch.query(), self._context.clock.now()
         try:
-            snapshot = self._parts.cluster.snapshot(query, now)
+            snapshot = self._context.cluster.snapshot(query, now)
             chosen = plan_encoding(query, self._dispatch.plan.worker_id, items, snapshot)
         except NoCapacity:
             self.lacks_encoder = True
             raise cause from None
-        self._parts.cluster.note_encoding(self._dispatch.attempt_id, chosen)
+        self._context.cluster.note_encoding(self._dispatch.attempt_id, chosen)
         self._send([(terms.item_index, terms.encoder_id) for terms in chosen])
 
     # ------------------------------------------------------------ calls
@@ -247,7 +247,7 @@ class FeatureSupply:
         request = EncodeRequest(
             request_id=request_id,
             attempt=attempt,
-            router_id=self._parts.member_id,
+            router_id=self._context.member_id,
             items=tuple(self._prompt.media[index] for index in items),
             destination=Destination(plan.worker_id, plan.worker_address),
             age=age,
@@ -255,25 +255,25 @@ class FeatureSupply:
             time_left_s=min(self._asked_s(items), max(SHORTEST_CALL_S, self._left_s())),
         )
         media = [self._prompt.media_bytes[index] for index in items]
-        task = self._parts.tasks.spawn(self._encode(encoder_id, request, media), f"encode {request_id}/{attempt}")
+        task = self._context.tasks.spawn(self._encode(encoder_id, request, media), f"encode {request_id}/{attempt}")
         self._calls[task] = OpenEncode(encoder_id, items)
         task.add_done_callback(self._ended)
         self._trace.add("dispatched", to=encoder_id, attempt=attempt, items=list(items))
 
     def _asked_s(self, items: Iterable[int]) -> float:
         """Returns the time for a call, which is the sum of the times of its items."""
-        return sum(self._parts.config.encode_timeout_s(self._prompt.media[index].modality) for index in items)
+        return sum(self._context.config.encode_timeout_s(self._prompt.media[index].modality) for index in items)
 
     def _left_s(self) -> float:
         """Returns how much time an encoder has to answer so that its answer still counts in this attempt."""
-        return self._dispatch.deadline_s - self._parts.clock.now() - self._parts.config.encode_grace_s
+        return self._dispatch.deadline_s - self._context.clock.now() - self._context.config.encode_grace_s
 
     async def _encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
         """Calls an encoder and returns its result. However busy it is, a working encoder answers within the time that
         the call has left; an encoder that does not is considered silent, and its call is cancelled, which frees what
         the call holds there. Raises DeadlineExceeded."""
-        limit_s = request.time_left_s + self._parts.config.encode_grace_s
-        call = self._parts.tasks.spawn(self._parts.pools.encoders.encode(encoder_id, request, media), "encode call")
+        limit_s = request.time_left_s + self._context.config.encode_grace_s
+        call = self._context.tasks.spawn(self._context.pools.encoders.encode(encoder_id, request, media), "encode call")
         try:
             await asyncio.wait([call], timeout=limit_s)
             if call.done():  # An answer that has arrived counts, even if this loop reaches it late.

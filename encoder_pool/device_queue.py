@@ -1,9 +1,9 @@
 """Keeps the device busy: chooses the next forward pass, reserves room for it in the arena, and records its outcome.
 Sounds from which the device makes units share the same queue.
 
-The device runs one batch at a time, and a running batch can't be stopped. A *flight* is one medium on its way through
-the encoder; its units wait here after they are decoded. The lane lives in the pipeline's event loop. It knows nothing
-of calls: the pipeline informs the calls that wait for a unit or a sound.
+The device runs one batch at a time, and a running batch can't be stopped. A *job* is one medium on its way through
+the encoder; its units wait here after they are decoded. The device queue lives in the pipeline's event loop. It knows
+nothing of calls: the pipeline informs the calls that wait for a unit or a sound.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from math import inf
 from encoder_pool.config import EncoderConfig
 from encoder_pool.planning.batcher import QueuedSound, QueuedUnit, choose_batch, choose_sounds
 from encoder_pool.planning.cost import ForwardCosts
+from encoder_pool.planning.encode_job import EncodeJob
+from encoder_pool.planning.encode_jobs import EncodeJobs
 from encoder_pool.planning.features import FeatureSpec, FeatureTable
-from encoder_pool.planning.flight import EncodeJob
-from encoder_pool.planning.flights import Flights
 from encoder_pool.planning.forward_job import Forward, ForwardResult, ForwardUnit, SoundJob, SoundResult
 from encoder_pool.planning.shares import FirstRefused
 from encoder_pool.planning.tally import BusyTime, EncoderTally
@@ -30,17 +30,18 @@ from modalities.family import EncoderInput
 
 UnitEnded = Callable[[UnitKey, WeftError | None], None]
 SoundEnded = Callable[[EncodeJob, list[EncoderInput] | WeftError, float], None]
-"""Takes the flight, its units or the error that prevented them, and the seconds that its batch took."""
+"""Takes the job, its units or the error that prevented them, and the seconds that its batch took."""
 
 
-class Lane:
-    """A `Lane` is the queue in front of one device. `spec` must be set before the first `start`. The lane calls the two
-    functions in `ended` with each unit that was made or failed, and with each sound whose units were made or failed."""
+class DeviceQueue:
+    """A `DeviceQueue` is the queue in front of one device. `spec` must be set before the first `start`. The device
+    queue calls the two functions in `ended` with each unit that was made or failed, and with each sound whose units
+    were made or failed."""
 
     def __init__(
         self,
         config: EncoderConfig,
-        flights: Flights,
+        jobs: EncodeJobs,
         table: FeatureTable,
         forward: Forward,
         clock: Clock,
@@ -49,7 +50,7 @@ class Lane:
     ) -> None:
         self._max_batch_cost = config.max_batch_cost
         self._refused: FirstRefused[QueuedUnit] = FirstRefused(config.passed_s)
-        self._flights = flights
+        self._jobs = jobs
         self._table = table
         self._forward = forward
         self._clock = clock
@@ -79,32 +80,32 @@ class Lane:
         refused_bytes: float = inf
         self._forget_gone()
         while not self._is_busy:
-            sounds = choose_sounds(self._flights.queued_sounds(), self._max_batch_cost)
+            sounds = choose_sounds(self._jobs.queued_sounds(), self._max_batch_cost)
             batch = self._choose(refused_bytes)
             is_sound_first = bool(sounds) and (not batch or sounds[0].rank < batch[0].rank)
             if batch and not is_sound_first:
                 refused_bytes = self._take(batch, refused_bytes, done)
             elif sounds:
-                self._hear(sounds, done)
+                self._submit_sounds(sounds, done)
             else:
                 return
 
-    def _hear(self, sounds: list[QueuedSound], done: Callable[[], None]) -> None:
-        started = [self._flights.sound_started(sound.mm_hash) for sound in sounds]
-        flights = [flight for flight, _ in started]
+    def _submit_sounds(self, sounds: list[QueuedSound], done: Callable[[], None]) -> None:
+        started = [self._jobs.sound_started(sound.mm_hash) for sound in sounds]
+        jobs = [job for job, _ in started]
         self._begin()
         loop = asyncio.get_running_loop()
 
         def hand_over(result: SoundResult) -> None:
-            loop.call_soon_threadsafe(self._heard, flights, result, done)
+            loop.call_soon_threadsafe(self._sound_batch_ended, jobs, result, done)
 
-        self._forward.submit_sounds([SoundJob(waveform, flight.item) for flight, waveform in started], hand_over)
+        self._forward.submit_sounds([SoundJob(waveform, job.item) for job, waveform in started], hand_over)
 
-    def _heard(self, flights: list[EncodeJob], result: SoundResult, done: Callable[[], None]) -> None:
+    def _sound_batch_ended(self, jobs: list[EncodeJob], result: SoundResult, done: Callable[[], None]) -> None:
         self._end()
         self._tally.preprocess_s += result.seconds
-        for flight, outcome in zip(flights, result.outcomes, strict=True):
-            self._sound_ended(flight, outcome, result.seconds)
+        for job, outcome in zip(jobs, result.outcomes, strict=True):
+            self._sound_ended(job, outcome, result.seconds)
         done()
 
     def _begin(self) -> None:
@@ -118,7 +119,7 @@ class Lane:
     def _choose(self, refused_bytes: float) -> list[QueuedUnit]:
         """Returns the next batch, from units smaller than `refused_bytes`, the size that found no room. The unit that
         room is kept for goes first."""
-        units = self._flights.queued_units(lambda unit: self._nbytes(unit) < refused_bytes, self._is_within_share)
+        units = self._jobs.queued_units(lambda unit: self._nbytes(unit) < refused_bytes, self._is_within_share)
         first = self._refused.thing
         if first is not None and self._nbytes(first) < refused_bytes:
             units = chain([first], (unit for unit in units if unit.key != first.key))
@@ -129,14 +130,14 @@ class Lane:
         units: list[ForwardUnit] = []
         taken: list[QueuedUnit] = []
         for unit in batch:
-            if not self._flights.is_queued(unit.key) or (taken and not self._is_within_share(unit)):
+            if not self._jobs.is_queued(unit.key) or (taken and not self._is_within_share(unit)):
                 # The unit left the queue with another unit of this batch that can never be stored, or units of this
                 # batch took the worker's share.
                 continue
             try:
                 slot = self._reserve(unit)
             except UnitTooLarge as error:
-                self._flights.forward_started(unit.key)
+                self._jobs.forward_started(unit.key)
                 self._unit_ended(unit.key, error)
                 continue
             if slot is None:
@@ -149,7 +150,7 @@ class Lane:
             if self._is_first_refused(unit):
                 self._refused.forget()
             num_levels = self._num_levels(unit)
-            units.append(ForwardUnit(self._flights.forward_started(unit.key), unit.num_tokens, slot.buffer, num_levels))
+            units.append(ForwardUnit(self._jobs.forward_started(unit.key), unit.num_tokens, slot.buffer, num_levels))
             taken.append(unit)
         if taken:
             self._submit(taken, units, done)
@@ -157,7 +158,7 @@ class Lane:
 
     def _forget_gone(self) -> None:
         """Ends the claim of a unit that no request waits for any more."""
-        if self._refused.thing is not None and not self._flights.is_queued(self._refused.thing.key):
+        if self._refused.thing is not None and not self._jobs.is_queued(self._refused.thing.key):
             self._table.end_claim()
             self._refused.forget()
 
@@ -168,7 +169,7 @@ class Lane:
         """Returns whether decoded units wait because their worker's share of the arena is used up."""
         if self._refused.thing is not None and self._refused.thing.worker_id == worker_id:
             return False  # its unit waits for room, not for leases of its worker
-        return any(not self._is_within_share(unit) for unit in self._flights.first_unit(worker_id))
+        return any(not self._is_within_share(unit) for unit in self._jobs.first_unit(worker_id))
 
     def _is_within_share(self, unit: QueuedUnit) -> bool:
         return self._is_first_refused(unit) or self._table.may_take(unit.worker_id, self._nbytes(unit))
@@ -188,18 +189,18 @@ class Lane:
         self._forward.submit(units, hand_over)
 
     def _reserve(self, unit: QueuedUnit) -> SourceSlot | None:
-        flight = self._flights.find(unit.key.mm_hash)
-        assert flight is not None
+        job = self._jobs.find(unit.key.mm_hash)
+        assert job is not None
         is_due = self._is_first_refused(unit) and self._refused.is_due(self._clock.now())
-        num_units = len(flight.item.unit_tokens)
+        num_units = len(job.item.unit_tokens)
         return self._table.reserve(unit.key, self._nbytes(unit), num_units, unit.worker_id, is_due=is_due)
 
     def _num_levels(self, unit: QueuedUnit) -> int:
         """Returns the number of levels of the feature, as in `MediaItem`, for a unit that has not been submitted
         yet."""
-        flight = self._flights.find(unit.key.mm_hash)
-        assert flight is not None
-        return flight.item.num_levels
+        job = self._jobs.find(unit.key.mm_hash)
+        assert job is not None
+        return job.item.num_levels
 
     def _ended(self, batch: list[QueuedUnit], result: ForwardResult, done: Callable[[], None]) -> None:
         self.batch = []
@@ -209,15 +210,15 @@ class Lane:
         if not any(result.errors):
             self.costs.observe(batch[0].modality, cost, result.seconds, self._clock.now())
         keys = [unit.key for unit in batch]
-        self._flights.served(keys, result.seconds, self._clock.now())
+        self._jobs.served(keys, result.seconds, self._clock.now())
         for unit, error in zip(batch, result.errors, strict=True):
             if error is None:
                 self._table.complete(unit.key)
             else:
                 self._table.fail(unit.key)
-            for follower in self._flights.followers_missing(unit.key):
-                follower.encode_s += result.seconds
-                follower.batch_items = max(follower.batch_items, len(batch))
-                follower.batch_cost += cost
+            for waiter in self._jobs.waiters_missing(unit.key):
+                waiter.encode_s += result.seconds
+                waiter.batch_items = max(waiter.batch_items, len(batch))
+                waiter.batch_cost += cost
             self._unit_ended(unit.key, error)
         done()

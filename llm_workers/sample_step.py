@@ -20,13 +20,13 @@ from fabric.messages import SamplingParams, TokenLogprobs
 from llm_workers.logprobs import token_logprobs
 from llm_workers.masks import Guided, apply_masks
 from llm_workers.penalties import Penalised, apply_logit_bias, apply_penalties, bar_tokens
-from llm_workers.sampling import Draw, draw_tokens
+from llm_workers.sampling import Draw, sample_tokens
 from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, Chunk, StepPlan, StepResult
 from modalities.family import LanguageModel
 
 
-class Drawn(NamedTuple):
-    """A `Drawn` is a chunk whose tokens are drawn from rows `[first, first + num_drafts + 1)` of the logits."""
+class SampledChunk(NamedTuple):
+    """A `SampledChunk` is a chunk whose tokens are drawn from rows `[first, first + num_drafts + 1)` of the logits."""
 
     chunk: Chunk
     params: SamplingParams
@@ -38,9 +38,9 @@ class Drawn(NamedTuple):
 
 
 def rows_to_finish(plan: StepPlan, starts: np.ndarray) -> npt.NDArray[np.int64]:
-    """Returns the rows of a step whose last hidden states `draw` needs. These are the rows of all `decodes` and some
-    rows of each of the `others`: the rows that tokens are drawn from, or the last row if no token is drawn. The i-th of
-    the `others` has the rows `[starts[i], starts[i + 1])`."""
+    """Returns the rows of a step whose last hidden states `sample_step` needs. These are the rows of all `decodes` and
+    some rows of each of the `others`: the rows that tokens are drawn from, or the last row if no token is drawn. The
+    i-th of the `others` has the rows `[starts[i], starts[i + 1])`."""
     ends = starts[1:]
     if not any(chunk.num_drafts for chunk in plan.others):
         return np.concatenate([np.arange(plan.num_decodes), ends - 1])
@@ -48,7 +48,7 @@ def rows_to_finish(plan: StepPlan, starts: np.ndarray) -> npt.NDArray[np.int64]:
     return np.concatenate([np.arange(plan.num_decodes), *rows])
 
 
-def draw(model: LanguageModel, hidden: torch.Tensor, plan: StepPlan) -> StepResult:
+def sample_step(model: LanguageModel, hidden: torch.Tensor, plan: StepPlan) -> StepResult:
     """Draws for all of the plan's `decodes`, and for each of its `others` that has `sampling`. `hidden` has shape
     `(n, hidden_size)` and holds the last hidden states of `rows_to_finish`, in that order. A token is negative where
     the logits are not finite or the grammar is broken.
@@ -56,7 +56,7 @@ def draw(model: LanguageModel, hidden: torch.Tensor, plan: StepPlan) -> StepResu
     The result also says for each of the `others`, with or without `sampling`, whether its rows are finite. The last row
     of a chunk shows this: in every layer it attends to all other rows, and a value that is not finite stays so at any
     weight, even at zero. For a decode, its token shows it. Tokens and flags reach the host in one transfer."""
-    drawn: list[Drawn] = []
+    sampled: list[SampledChunk] = []
     at = list(range(plan.num_decodes))
     last_rows: list[int] = []
     num_rows = len(at)
@@ -64,7 +64,7 @@ def draw(model: LanguageModel, hidden: torch.Tensor, plan: StepPlan) -> StepResu
         first, num_rows = num_rows, num_rows + _num_rows(chunk)
         last_rows.append(num_rows - 1)
         if chunk.sampling is not None:
-            drawn.append(Drawn(chunk, chunk.sampling, len(at)))
+            sampled.append(SampledChunk(chunk, chunk.sampling, len(at)))
             at += range(first, num_rows)
     spoiled = _spoiled(hidden, last_rows)
     if not at:
@@ -72,17 +72,17 @@ def draw(model: LanguageModel, hidden: torch.Tensor, plan: StepPlan) -> StepResu
     if len(at) < len(hidden):
         hidden = hidden.index_select(0, torch.tensor(at, device=hidden.device))
     logits = model.logits(hidden).contiguous()
-    scored = [one for one in drawn if one.params.num_top_logprobs is not None]
+    scored = [one for one in sampled if one.params.num_top_logprobs is not None]
     raw = logits[[row for one in scored for row in one.rows]].log_softmax(dim=-1) if scored else None
-    broken = _constrain(logits, drawn)
-    fetched: list[int] = torch.cat([draw_tokens(logits, _draws(plan, drawn)), spoiled]).tolist()
+    broken = _constrain(logits, sampled)
+    fetched: list[int] = torch.cat([sample_tokens(logits, _draws(plan, sampled)), spoiled]).tolist()
     tokens, flags = fetched[: len(at)], fetched[len(at) :]
     for row in broken:
         tokens[row] = BROKEN_GRAMMAR_TOKEN
     plain = plan.decodes.sequence_ids if plan.decodes is not None else ()
-    drawn_tokens: dict[SequenceId, tuple[int, ...]] = dict(zip(plain, zip(tokens, strict=False), strict=False))
-    result = StepResult(drawn_tokens, not_finite=_named(plan.others, flags))
-    for one in drawn:
+    sampled_tokens: dict[SequenceId, tuple[int, ...]] = dict(zip(plain, zip(tokens, strict=False), strict=False))
+    result = StepResult(sampled_tokens, not_finite=_named(plan.others, flags))
+    for one in sampled:
         accepted = one.chunk.accepted(tokens[one.rows.start : one.rows.stop])
         result.token_ids[one.chunk.sequence_id] = tuple(accepted)
     if raw is not None:
@@ -90,14 +90,14 @@ def draw(model: LanguageModel, hidden: torch.Tensor, plan: StepPlan) -> StepResu
     return result
 
 
-def _draws(plan: StepPlan, drawn: Sequence[Drawn]) -> list[Draw]:
+def _draws(plan: StepPlan, sampled: Sequence[SampledChunk]) -> list[Draw]:
     """Returns the parameters of all draws, in the order of the rows of the logits."""
     decodes = plan.decodes
     draws: list[Draw] = []
     if decodes is not None:
         choices = (sequence_id.choice for sequence_id in decodes.sequence_ids)
         draws += zip(decodes.sampling, choices, decodes.draw_indexes.tolist(), strict=True)
-    for one in drawn:
+    for one in sampled:
         index = one.chunk.draw_index - one.first
         draws += ((one.params, one.chunk.sequence_id.choice, index + row) for row in one.rows)
     return draws
@@ -121,11 +121,11 @@ def _named(chunks: Sequence[Chunk], flags: Sequence[int]) -> set[SequenceId]:
     return {chunk.sequence_id for chunk, flag in zip(chunks, flags, strict=True) if flag}
 
 
-def _constrain(logits: torch.Tensor, drawn: Sequence[Drawn]) -> list[int]:
+def _constrain(logits: torch.Tensor, sampled: Sequence[SampledChunk]) -> list[int]:
     """Changes the logits of every row in place as its request demands. Returns the rows whose grammar is broken."""
     changes: list[Penalised] = []
     barred: list[tuple[int, tuple[int, ...]]] = []
-    for chunk, params, first in drawn:
+    for chunk, params, first in sampled:
         for ahead in range(chunk.num_drafts + 1):
             counts = chunk.counts.after(chunk.drafts[:ahead].tolist()) if ahead and chunk.counts else chunk.counts
             changes.append(Penalised(first + ahead, params, counts))
@@ -134,10 +134,10 @@ def _constrain(logits: torch.Tensor, drawn: Sequence[Drawn]) -> list[int]:
     apply_penalties(logits, changes)
     apply_logit_bias(logits, changes)
     bar_tokens(logits, barred)
-    return apply_masks(logits, [Guided(first, chunk.guide) for chunk, _, first in drawn if chunk.guide is not None])
+    return apply_masks(logits, [Guided(first, chunk.guide) for chunk, _, first in sampled if chunk.guide is not None])
 
 
-def _score(raw: torch.Tensor, scored: Sequence[Drawn], result: StepResult) -> None:
+def _score(raw: torch.Tensor, scored: Sequence[SampledChunk], result: StepResult) -> None:
     """Adds the log-probabilities of the accepted tokens to `result`. `raw` holds the rows of `scored`, one after the
     other."""
     rows: list[int] = []

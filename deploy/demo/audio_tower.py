@@ -1,7 +1,7 @@
 """Trains the audio tower alone, before the language model: a temporary head learns to name from each feature what there
 is to hear, and is discarded afterwards.
 
-The module knows no text. `deploy.demo.eyes` says why the towers are trained alone.
+The module knows no text. `deploy.demo.vision_tower` says why the towers are trained alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SILENT_SHARES = (0.6, 0.2, 0.2, 0.0, 0.0)
 
 
 @dataclass(slots=True)
-class Heard:
+class SoundBatch:
     inputs: dict[str, Any]
     kinds: torch.Tensor
     """Gives the kind of sound of each feature as an index into NAME_TO_WORDS. Has shape `(num_features,)`, int64."""
@@ -48,7 +48,7 @@ class Heard:
     """Gives the word of each feature as an index into the words of its kind. Has shape `(num_features,)`, int64."""
 
 
-class Noises(Dataset[Heard]):
+class SoundBatches(Dataset[SoundBatch]):
     """Draws the sounds of each step from the random stream of (seed, learner, step)."""
 
     def __init__(self, stage: TowerStage, key: tuple[int, int], model_dir: Path) -> None:
@@ -60,7 +60,7 @@ class Noises(Dataset[Heard]):
     def __len__(self) -> int:
         return self.stage.num_steps
 
-    def __getitem__(self, step: int) -> Heard:
+    def __getitem__(self, step: int) -> SoundBatch:
         self._encoder = self._encoder or SampleEncoder(self._model_dir)
         rng = np.random.default_rng((*self._key, 102, step))
         names = list(NAME_TO_WORDS)
@@ -72,10 +72,10 @@ class Noises(Dataset[Heard]):
             words.append(NAME_TO_WORDS[names[kind]].index(fact.word))
         lengths = [num_audio_tokens(one.shape[1]) for one in spectrograms]
         every = (torch.from_numpy(np.repeat(values, lengths)) for values in (kinds, np.array(words)))
-        return Heard(audio_inputs(spectrograms), *every)
+        return SoundBatch(audio_inputs(spectrograms), *every)
 
 
-class Ears(nn.Module):
+class AudioTowerTrainer(nn.Module):
     """Holds the audio tower and the temporary head, which is discarded after this stage."""
 
     def __init__(self, tower: nn.Module, hidden_size: int) -> None:
@@ -83,20 +83,20 @@ class Ears(nn.Module):
         self.tower = tower
         self.head = nn.Linear(hidden_size, sum(map(len, NAME_TO_WORDS.values())))
 
-    def losses(self, noises: Heard) -> tuple[torch.Tensor, torch.Tensor]:
+    def losses(self, sounds: SoundBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns for each kind of sound the loss, and the share of features that the head classifies correctly."""
-        mask = noises.inputs["feature_attention_mask"]
-        frames = noises.inputs["input_features"].permute(0, 2, 1)[mask.bool()].T
+        mask = sounds.inputs["feature_attention_mask"]
+        frames = sounds.inputs["input_features"].permute(0, 2, 1)[mask.bool()].T
         features = self.tower(frames, feature_lens=mask.sum(1), return_dict=True).last_hidden_state
         losses, rights = [], []
         for kind, logits in enumerate(self.head(features).split([len(w) for w in NAME_TO_WORDS.values()], dim=1)):
-            said = noises.kinds == kind
-            words = noises.words[said]
+            said = sounds.kinds == kind
+            words = sounds.words[said]
             losses.append(cross_entropy(logits[said], words) if len(words) else logits.sum() * 0)
             rights.append((logits[said].argmax(1) == words).float().mean() if len(words) else torch.tensor(1.0))
         return torch.stack(losses), torch.stack(rights)
 
-    def judge(self, noises: Heard) -> tuple[torch.Tensor, float]:
+    def judge(self, sounds: SoundBatch) -> tuple[torch.Tensor, float]:
         """Returns the loss of a step and the share of correct predictions, over all kinds of sound."""
-        losses, rights = self.losses(noises)
+        losses, rights = self.losses(sounds)
         return losses.sum(), float(rights.mean())

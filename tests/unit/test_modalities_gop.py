@@ -15,8 +15,8 @@ from media_corpus import Clip, encode_video, frame_pixels
 
 from modalities.container import open_container
 from modalities.family import VideoHeader
+from modalities.gop import GroupPlan, plan_groups
 from modalities.packets import stream_packets
-from modalities.picture_groups import GroupPlan, plan_groups
 from modalities.video import VideoPlugin, decode_frames
 
 PARAM = "messages.0.content.1"

@@ -1,5 +1,5 @@
-"""Defines the state that `flights` keeps: one medium on its way through an encoder, the requests that wait for it, and
-sums over such media.
+"""Defines the state that `encode_jobs` keeps: one medium on its way through an encoder, the requests that wait for it,
+and sums over such media.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from modalities.waveform import Waveform
 
 
 class Phase(Enum):
-    """Lists the phases of a flight: WAITING -> DECODING (-> DECODED) -> ENCODING. A flight never goes back; units that
-    it missed belong to a new flight. While an item is being decoded, its first units may already be encoded. DECODED is
+    """Lists the phases of a job: WAITING -> DECODING (-> DECODED) -> ENCODING. A job never goes back; units that
+    it missed belong to a new job. While an item is being decoded, its first units may already be encoded. DECODED is
     the phase of a sound from which the device has yet to make units."""
 
     WAITING = "waiting"
@@ -29,7 +29,7 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class EncodeWaiter:
-    """An `EncodeWaiter`, or follower, is one item of one encode call that waits for its units. It is mutable: `missing`
+    """An `EncodeWaiter`, or waiter, is one item of one encode call that waits for its units. It is mutable: `missing`
     shrinks as units are announced."""
 
     turn: CallTurn
@@ -57,8 +57,8 @@ class EncodeWaiter:
         return self.turn.call
 
 
-def follower_of(request: EncodeRequest, turn: CallTurn, item: MediaItem, data: bytes, now_s: float) -> EncodeWaiter:
-    """Makes the follower for one item of a call that arrived at `now_s`."""
+def waiter_of(request: EncodeRequest, turn: CallTurn, item: MediaItem, data: bytes, now_s: float) -> EncodeWaiter:
+    """Makes the waiter for one item of a call that arrived at `now_s`."""
     return EncodeWaiter(
         turn=turn,
         attempt_id=AttemptId(request.request_id, request.attempt),
@@ -72,7 +72,7 @@ def follower_of(request: EncodeRequest, turn: CallTurn, item: MediaItem, data: b
 
 
 class JobStage(NamedTuple):
-    """A `JobStage` names what a flight waits for; flights of one stage are ranked together."""
+    """A `JobStage` names what a job waits for; jobs of one stage are ranked together."""
 
     name: str
     modality: str = ""
@@ -83,13 +83,13 @@ class JobStage(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class EncodeJob:
-    """An `EncodeJob`, or flight, makes the units of one item that its followers miss."""
+    """An `EncodeJob`, or job, makes the units of one item that its waiters miss."""
 
     item: MediaItem
     data: bytes
     phase: Phase = Phase.WAITING
-    followers: dict[EncodeWaiter, None] = field(default_factory=dict)
-    """Holds the followers in order of arrival."""
+    waiters: dict[EncodeWaiter, None] = field(default_factory=dict)
+    """Holds the waiters in order of arrival."""
     unit_to_cost: dict[int, int] = field(default_factory=dict)
     """Holds the units still to be made, including those in the forward pass."""
     remaining_cost: int = 0
@@ -125,7 +125,7 @@ class EncodeJob:
 
     @property
     def stage(self) -> JobStage | None:
-        """Returns what the flight waits for; returns None while it is being worked on and none of its units waits."""
+        """Returns what the job waits for; returns None while it is being worked on and none of its units waits."""
         if self.phase is Phase.WAITING:
             return JobStage("decoding", is_long=self.is_long)
         if self.waveform is not None:
@@ -139,14 +139,14 @@ class EncodeJob:
             self.remaining_cost += cost
 
     def drop(self, unit: int) -> None:
-        """Removes a unit that was made, or that no follower misses."""
+        """Removes a unit that was made, or that no waiter misses."""
         self.remaining_cost -= self.unit_to_cost.pop(unit)
         self.unit_to_input.pop(unit, None)
 
 
 @dataclass(slots=True)
-class FlightTotals:
-    """Keeps sums over flights. Callers update them with `count` before and after each change of a flight."""
+class EncodeJobTotals:
+    """Keeps sums over jobs. Callers update them with `count` before and after each change of a job."""
 
     queued_cost: int = 0
     """Sums the patches that are accepted and not yet encoded."""
@@ -164,17 +164,17 @@ class FlightTotals:
     modality_to_decoded_cost: Counter[str] = field(default_factory=Counter)
     """Sums the cost of items that are decoded or are being decoded, by modality."""
 
-    def count(self, flight: EncodeJob, sign: int) -> None:
-        is_begun = flight.phase is not Phase.WAITING
-        num_queued = len(flight.unit_to_cost) - len(flight.forwarding)
-        self.queued_cost += sign * flight.remaining_cost
+    def count(self, job: EncodeJob, sign: int) -> None:
+        is_begun = job.phase is not Phase.WAITING
+        num_queued = len(job.unit_to_cost) - len(job.forwarding)
+        self.queued_cost += sign * job.remaining_cost
         self.num_units_queued += sign * num_queued
         self.num_items_queued += sign * (num_queued > 0)
         self.num_in_flight += sign * is_begun
-        self.num_prepared += sign * flight.is_prepared
-        self.num_long_decoding += sign * (flight.is_long and flight.phase is Phase.DECODING)
-        self.modality_to_cost[flight.item.modality] += sign * flight.remaining_cost
-        self.modality_to_decoded_cost[flight.item.modality] += sign * is_begun * flight.remaining_cost
+        self.num_prepared += sign * job.is_prepared
+        self.num_long_decoding += sign * (job.is_long and job.phase is Phase.DECODING)
+        self.modality_to_cost[job.item.modality] += sign * job.remaining_cost
+        self.modality_to_decoded_cost[job.item.modality] += sign * is_begun * job.remaining_cost
 
 
 class DecodeRoom(NamedTuple):

@@ -30,7 +30,7 @@ from llm_workers.scheduling.plan import NO_BLOCK
 from llm_workers.scheduling.sequence import Sequence
 
 
-class Residency:
+class SequenceResources:
     def __init__(self, pool: BlockPool, references: FeatureReferences, block_size: int, is_cache_enabled: bool) -> None:
         self.pool = pool
         self.references = references

@@ -18,9 +18,9 @@ from router_media_fakes import SOUND, audio, image, media_cluster, video
 from fabric.errors import DeadlineExceeded, EncodeFailed, EncoderLost, ErrorInfo, InvalidMedia, WeftError
 from fabric.messages import FeatureNeeded, MediaItem
 from modalities.family import MediaOptions
+from router.encode_dispatcher import SHORTEST_CALL_S
 from router.http import create_app
 from router.streams import RequestStream
-from router.supply import SHORTEST_CALL_S
 
 BROKE = ErrorInfo("encode_failed", "out of device memory")
 
@@ -214,24 +214,24 @@ async def test_an_encoding_past_its_deadline_is_cancelled_there() -> None:
         await settled(lambda: cluster.encoders[0].num_cancelled == 1)
 
 
-async def test_a_deadline_takes_the_ladder() -> None:
+async def test_after_a_deadline_the_request_steps_down() -> None:
     times = {"audio": 20, "video": 60_000}
     async with media_cluster(encode_timeout_ms=times, encode_grace_s=0.0, num_encoders=2) as cluster:
-        eyes, ears = cluster.encoders
-        eyes.modalities, ears.modalities = ("video",), ("audio",)
+        vision_encoder, audio_encoder = cluster.encoders
+        vision_encoder.modalities, audio_encoder.modalities = ("video",), ("audio",)
         cluster.service.update_members([])
         cluster.publish()
-        ears.gate = asyncio.Event()
+        audio_encoder.gate = asyncio.Event()
         stream = await answered(cluster, [video(sound=SOUND)], on_encode_failure="text_only")
         assert degraded(stream) == [("messages.0.content.0", "audio", "removed")]
-        assert ears.num_cancelled == 1
+        assert audio_encoder.num_cancelled == 1
         assert counter(cluster, "degraded", modality="audio", action="removed", reason="deadline_exceeded") == 1
 
 
 # ---------------------------------------------------------------- These tests cover what never takes the ladder.
 
 
-async def test_a_busy_encoder_does_not_take_the_ladder() -> None:
+async def test_a_busy_encoder_is_no_reason_to_step_down() -> None:
     """The item and the encoder are both well, and a smaller picture would give another answer to the same question."""
     async with media_cluster(num_encoders=2) as cluster:
         for encoder in cluster.encoders:

@@ -1,6 +1,6 @@
-"""The failure ladder decides what happens to a request whose medium could not be encoded: the medium is made smaller,
-then removed, or the request fails. Each step down ends the attempt and plans a new prompt, and the answer reports the
-step.
+"""The degradation policy decides what happens to a request whose medium could not be encoded: the medium is made
+smaller, then removed, or the request fails. Each step down ends the attempt and plans a new prompt, and the answer
+reports the step.
 
     on_encode_failure   steps
     error               none: the failure is the answer (the default)
@@ -46,9 +46,9 @@ class StepDown(NamedTuple):
         }
 
 
-class Ladder:
-    """A `Ladder` serves one request. `is_reducible(item, times)` returns whether the item, already reduced `times`
-    times, could be reduced once more; `replan` makes the prompt without what was lost."""
+class DegradationPolicy:
+    """A `DegradationPolicy` serves one request. `is_reducible(item, times)` returns whether the item, already reduced
+    `times` times, could be reduced once more; `replan` makes the prompt without what was lost."""
 
     def __init__(
         self,

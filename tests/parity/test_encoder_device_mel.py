@@ -18,7 +18,7 @@ from encoder_pool.config import EncoderConfig
 from fabric.messages import EncodeResult, MediaItem
 from modalities.family import EncoderInput, EncoderModel, Family
 from modalities.registry import REGISTRY
-from modalities.waveform import HearsOnDevice, Spectrograms, Waveform
+from modalities.waveform import MelOnDevice, Spectrograms, Waveform
 
 pytestmark = pytest.mark.torch
 CONFIG = EncoderConfig(modalities=("image", "audio"), num_decode_processes=0, report_interval_s=0.02, mel_device="cpu")
@@ -27,11 +27,11 @@ SOUNDS = [(16000, 1.0, "wav"), (44100, 11.3, "flac"), (8000, 0.7, "wav"), (48000
 last."""
 
 
-class Ears:
+class BlockableFamily:
     """Wraps a family so that a test can block its device or make it fail. It records the size of each batch."""
 
     def __init__(self, family: Family) -> None:
-        assert isinstance(family, HearsOnDevice)
+        assert isinstance(family, MelOnDevice)
         self._family: Any = family
         self.is_held = threading.Event()
         self.go_on = threading.Event()
@@ -48,14 +48,14 @@ class Ears:
 
     def load_spectrograms(self, device: str) -> Spectrograms:
         real = self._family.load_spectrograms(device)
-        ears = self
+        blockable = self
 
         class Held:
             def units(self, waveforms: Sequence[Waveform]) -> list[list[EncoderInput]]:
-                ears.batches.append([waveform.num_samples for waveform in waveforms])
-                ears.is_held.set()
-                assert ears.go_on.wait(30)
-                if ears.poisoned_samples & set(ears.batches[-1]):
+                blockable.batches.append([waveform.num_samples for waveform in waveforms])
+                blockable.is_held.set()
+                assert blockable.go_on.wait(30)
+                if blockable.poisoned_samples & set(blockable.batches[-1]):
                     raise RuntimeError("poisoned")
                 return real.units(waveforms)
 
@@ -73,15 +73,15 @@ def encoder(family: Family) -> EncoderModel:
 
 
 @pytest.fixture
-def ears(family: Family) -> Ears:
-    return Ears(family)
+def blockable(family: Family) -> BlockableFamily:
+    return BlockableFamily(family)
 
 
 def sound(rate: int, seconds: float, name: str = "wav", seed: int = 0) -> bytes:
     return encoded(noise(round(seconds * rate), seed, 0.05)[None], rate, name)
 
 
-def heard(bench: Bench, files: Sequence[bytes]) -> list[MediaItem]:
+def sound_items(bench: Bench, files: Sequence[bytes]) -> list[MediaItem]:
     return [bench.item(data, index, modality="audio") for index, data in enumerate(files)]
 
 
@@ -97,7 +97,7 @@ async def waiting(bench: Bench, num_sounds: int) -> None:
     """Waits until `num_sounds` sounds are decoded and their decoding has ended. A decoding task ends a moment after its
     result is there."""
     pipeline = bench.service._pipeline
-    await bench.until(lambda: (len(list(pipeline.flights.queued_sounds())), pipeline.num_decoding) == (num_sounds, 0))
+    await bench.until(lambda: (len(list(pipeline.jobs.queued_sounds())), pipeline.num_decoding) == (num_sounds, 0))
 
 
 async def check_features(bench: Bench, files: Sequence[bytes], items: Sequence[MediaItem]) -> None:
@@ -109,12 +109,12 @@ async def check_features(bench: Bench, files: Sequence[bytes], items: Sequence[M
         np.testing.assert_allclose(found, np.frombuffer(reference, np.float32), atol=1e-4)
 
 
-async def test_features_of_one_batch_are_the_hosts(ears: Ears, encoder: EncoderModel) -> None:
+async def test_features_of_one_batch_are_the_hosts(blockable: BlockableFamily, encoder: EncoderModel) -> None:
     """Uses several rates, lengths and formats. Sounds that wait together are processed together."""
-    async with running_bench(ears, encoder, CONFIG) as bench:
-        ears.batches.clear()
+    async with running_bench(blockable, encoder, CONFIG) as bench:
+        blockable.batches.clear()
         files = [sound(*kind, seed=index) for index, kind in enumerate(SOUNDS)]
-        items = heard(bench, files)
+        items = sound_items(bench, files)
         assert sum(len(item.unit_tokens) > 1 for item in items) == 2
         bench.model.gate.clear()
         first = encode(bench, [picture(1)])
@@ -129,7 +129,7 @@ async def test_features_of_one_batch_are_the_hosts(ears: Ears, encoder: EncoderM
         result = await call
         assert codes(await first) == [None]
         assert codes(result) == [None] * len(files)
-        assert [sorted(batch) for batch in ears.batches] == [sorted(num_samples(items))]
+        assert [sorted(batch) for batch in blockable.batches] == [sorted(num_samples(items))]
         assert bench.service.report().preprocess_s > decoded_s
         assert all(min(one.times.decode_s, one.times.preprocess_s, one.times.encode_s) > 0 for one in result.items)
         await check_features(bench, files, items)
@@ -142,12 +142,12 @@ def num_samples(items: Sequence[MediaItem]) -> list[int]:
     return [160 * item.grid[0] for item in items]
 
 
-async def test_a_poisoned_sound_fails_alone(ears: Ears, encoder: EncoderModel) -> None:
-    async with running_bench(ears, encoder, CONFIG) as bench:
-        ears.batches.clear()
+async def test_a_poisoned_sound_fails_alone(blockable: BlockableFamily, encoder: EncoderModel) -> None:
+    async with running_bench(blockable, encoder, CONFIG) as bench:
+        blockable.batches.clear()
         files = [sound(rate, seconds, seed=3) for rate, seconds in ((44100, 1.0), (16000, 2.0), (8000, 3.0))]
-        items = heard(bench, files)
-        ears.poisoned_samples = {num_samples(items)[1]}
+        items = sound_items(bench, files)
+        blockable.poisoned_samples = {num_samples(items)[1]}
         bench.model.gate.clear()
         first = encode(bench, [picture(1)])
         await bench.until(lambda: bench.service.report().num_encoding == 1)
@@ -159,22 +159,24 @@ async def test_a_poisoned_sound_fails_alone(ears: Ears, encoder: EncoderModel) -
             [None, "encode_failed", None],
             ["encode_failed"],
         ]
-        assert [len(batch) for batch in ears.batches] == [3, 1, 1, 1]
+        assert [len(batch) for batch in blockable.batches] == [3, 1, 1, 1]
         await check_features(bench, files[::2], items[::2])
-        ears.poisoned_samples.clear()
+        blockable.poisoned_samples.clear()
         assert codes(await encode(bench, files[1:2], items[1:2])) == [None], "a failure is not kept"
         await bench.is_idle()
 
 
-async def test_a_cancelled_sound_leaves_before_the_device_and_on_it(ears: Ears, encoder: EncoderModel) -> None:
-    async with running_bench(ears, encoder, CONFIG) as bench:
-        ears.batches.clear()
-        ears.is_held.clear()
-        ears.go_on.clear()
+async def test_a_cancelled_sound_leaves_before_the_device_and_on_it(
+    blockable: BlockableFamily, encoder: EncoderModel
+) -> None:
+    async with running_bench(blockable, encoder, CONFIG) as bench:
+        blockable.batches.clear()
+        blockable.is_held.clear()
+        blockable.go_on.clear()
         files = [sound(16000, seconds, seed=4) for seconds in (1.0, 2.0, 3.0)]
-        items = heard(bench, files)
+        items = sound_items(bench, files)
         calls = [encode(bench, files[:1], items[:1])]
-        await bench.until(ears.is_held.is_set)
+        await bench.until(blockable.is_held.is_set)
         calls += [encode(bench, [data], [item]) for data, item in zip(files[1:], items[1:], strict=True)]
         await waiting(bench, 2)
         for call in calls[:2]:  # One of them is on the device, one is queued ahead of it.
@@ -182,80 +184,84 @@ async def test_a_cancelled_sound_leaves_before_the_device_and_on_it(ears: Ears, 
         await asyncio.gather(*calls[:2], return_exceptions=True)
         await waiting(bench, 1)
         assert bench.service.report().queued_cost == items[2].cost
-        ears.go_on.set()
+        blockable.go_on.set()
         assert codes(await calls[2]) == [None]
-        assert ears.batches == [num_samples(items)[:1], num_samples(items)[2:]]
+        assert blockable.batches == [num_samples(items)[:1], num_samples(items)[2:]]
         assert {message.unit.mm_hash for message in bench.ready} == {items[2].mm_hash}
         await check_features(bench, files[2:], items[2:])
         await bench.is_idle()
 
 
-async def test_who_asks_again_while_it_is_on_the_device_gets_it(ears: Ears, encoder: EncoderModel) -> None:
-    """A follower that joins while the sound is on the device is served by the same flight. One that arrives after all
-    others have left starts another flight."""
-    async with running_bench(ears, encoder, CONFIG) as bench:
-        ears.batches.clear()
-        ears.is_held.clear()
-        ears.go_on.clear()
+async def test_who_asks_again_while_it_is_on_the_device_gets_it(
+    blockable: BlockableFamily, encoder: EncoderModel
+) -> None:
+    """A waiter that joins while the sound is on the device is served by the same job. One that arrives after all
+    others have left starts another job."""
+    async with running_bench(blockable, encoder, CONFIG) as bench:
+        blockable.batches.clear()
+        blockable.is_held.clear()
+        blockable.go_on.clear()
         files = [sound(16000, 1.0, seed=5)]
-        items = heard(bench, files)
+        items = sound_items(bench, files)
         left = encode(bench, files, items)
-        await bench.until(ears.is_held.is_set)
+        await bench.until(blockable.is_held.is_set)
         left.cancel()
         await asyncio.gather(left, return_exceptions=True)
         calls = [encode(bench, files, items), encode(bench, files, items)]
         await waiting(bench, 1)
-        ears.go_on.set()
+        blockable.go_on.set()
         assert [codes(await one) for one in calls] == [[None], [None]]
-        assert ears.batches == [num_samples(items)] * 2
+        assert blockable.batches == [num_samples(items)] * 2
         assert bench.service.report().items_encoded == 1
         await bench.is_idle()
 
 
-async def test_sounds_stand_in_line_with_the_rest(ears: Ears, encoder: EncoderModel) -> None:
+async def test_sounds_stand_in_line_with_the_rest(blockable: BlockableFamily, encoder: EncoderModel) -> None:
     """A picture that needs less time runs before a sound that waits for the device, and no picture waits for long
     sounds."""
-    async with running_bench(ears, encoder, CONFIG, costs=NEVER_FUSED) as bench:
-        ears.batches.clear()
+    async with running_bench(blockable, encoder, CONFIG, costs=NEVER_FUSED) as bench:
+        blockable.batches.clear()
         bench.model.is_stepped = True
         bench.model.gate.clear()
         data = sound(16000, 5.0)
         calls = [encode(bench, [picture(1)])]
         await bench.until(lambda: bench.service.report().num_encoding == 1)
-        calls += [encode(bench, [data], heard(bench, [data])), encode(bench, [picture(2)])]
+        calls += [encode(bench, [data], sound_items(bench, [data])), encode(bench, [picture(2)])]
         await waiting(bench, 1)
         await bench.queued(1)
         await bench.step()
         await bench.until(lambda: bench.service.report().num_encoding == 1)
-        assert (calls[0].done(), ears.batches) == (True, [])
+        assert (calls[0].done(), blockable.batches) == (True, [])
         await bench.step()
-        await bench.until(lambda: len(ears.batches) == 1)
+        await bench.until(lambda: len(blockable.batches) == 1)
         bench.model.is_stepped = False
         bench.model.gate.set()
         assert [codes(await call) for call in calls] == [[None]] * 3
         await bench.is_idle()
 
 
-async def test_a_sound_longer_than_a_batch_stays_with_the_decoder(ears: Ears, encoder: EncoderModel) -> None:
+async def test_a_sound_longer_than_a_batch_stays_with_the_decoder(
+    blockable: BlockableFamily, encoder: EncoderModel
+) -> None:
     config = EncoderConfig(modalities=CONFIG.modalities, num_decode_processes=0, mel_device="cpu", max_batch_cost=300)
-    async with running_bench(ears, encoder, config) as bench:
-        ears.batches.clear()
+    async with running_bench(blockable, encoder, config) as bench:
+        blockable.batches.clear()
         files = [sound(16000, 2.0), sound(16000, 4.0)]
-        items = heard(bench, files)
+        items = sound_items(bench, files)
         assert codes(await encode(bench, files, items)) == [None, None]
-        assert ears.batches == [num_samples(items)[:1]]
+        assert blockable.batches == [num_samples(items)[:1]]
         await check_features(bench, files, items)
         await bench.is_idle()
 
 
-async def test_broken_sounds_are_refused_as_before(ears: Ears, encoder: EncoderModel) -> None:
-    async with running_bench(ears, encoder, CONFIG) as bench:
-        ears.batches.clear()
+async def test_broken_sounds_are_refused_as_before(blockable: BlockableFamily, encoder: EncoderModel) -> None:
+    async with running_bench(blockable, encoder, CONFIG) as bench:
+        blockable.batches.clear()
         data, longer = sound(44100, 1.0), sound(44100, 3.0)
         loud = encoded(np.full((1, 44100), np.inf, dtype=np.float32), 44100, "wav-float")
         items = [bench.item(data, 0, longer, "audio"), bench.item(loud, 1, modality="audio")]
         assert codes(await encode(bench, [data, loud], items)) == ["invalid_media"] * 2
-        assert ears.batches == []
+        assert blockable.batches == []
         await bench.is_idle()
 
 
@@ -265,16 +271,16 @@ async def test_waveforms_come_from_decode_processes(family: Family, encoder: Enc
     )
     async with running_bench(family, encoder, config) as bench:
         files = [sound(44100, 9.0, "flac"), sound(16000, 1.0)]
-        items = heard(bench, files)
+        items = sound_items(bench, files)
         assert codes(await encode(bench, files, items)) == [None, None]
         await check_features(bench, files, items)
         await bench.is_idle()
 
 
-async def test_it_is_a_choice(ears: Ears, encoder: EncoderModel) -> None:
+async def test_it_is_a_choice(blockable: BlockableFamily, encoder: EncoderModel) -> None:
     config = EncoderConfig(modalities=CONFIG.modalities, num_decode_processes=0)
-    async with running_bench(ears, encoder, config) as bench:
+    async with running_bench(blockable, encoder, config) as bench:
         data = sound(16000, 1.0)
-        assert codes(await encode(bench, [data], heard(bench, [data]))) == [None]
-        assert ears.batches == []
+        assert codes(await encode(bench, [data], sound_items(bench, [data]))) == [None]
+        assert blockable.batches == []
         await bench.is_idle()

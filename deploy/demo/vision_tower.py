@@ -47,13 +47,13 @@ CROWDED = Mix((0.05, 0.15, 0.8, 0.0, 0.0), clip_share=0.2)
 
 
 @dataclass(slots=True)
-class Seen:
+class VisionBatch:
     inputs: dict[str, Any]
     labels: torch.Tensor
     """Gives the label of each kind for each feature. Has shape `(num_features, num_kinds_of_label)`, int64."""
 
 
-class Sights(Dataset[Seen]):
+class VisionBatches(Dataset[VisionBatch]):
     """Draws the pictures and clips of each step from the random stream of (key, step)."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Sights(Dataset[Seen]):
     def __len__(self) -> int:
         return self._num_steps
 
-    def __getitem__(self, step: int) -> Seen:
+    def __getitem__(self, step: int) -> VisionBatch:
         self._encoder = self._encoder or SampleEncoder(self._model_dir)
         rng = np.random.default_rng((*self._key, 101, step))
         shown: list[tuple[Floats, Grid]] = []
@@ -86,10 +86,10 @@ class Sights(Dataset[Seen]):
                 patches, grid, cells = _picture(rng, self._encoder, draw, scale)
             shown.append((patches, grid))
             labels.append(cells)
-        return Seen(vision_inputs(shown), torch.from_numpy(np.concatenate(labels)))
+        return VisionBatch(vision_inputs(shown), torch.from_numpy(np.concatenate(labels)))
 
 
-class Eyes(nn.Module):
+class VisionTowerTrainer(nn.Module):
     """Holds the vision tower and the temporary head, which is discarded after training."""
 
     def __init__(self, tower: nn.Module, hidden_size: int) -> None:
@@ -97,7 +97,7 @@ class Eyes(nn.Module):
         self.tower = tower
         self.head = nn.Linear(hidden_size, sum(NAME_TO_NUM_CLASSES.values()))
 
-    def losses(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
+    def losses(self, seen: VisionBatch) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns for each kind of label the loss, and the share of cells that the head classifies correctly."""
         features = self.tower(**seen.inputs, return_dict=True).pooler_output
         losses, rights = [], []
@@ -108,7 +108,7 @@ class Eyes(nn.Module):
             rights.append((logits[said].argmax(1) == labels).float().mean() if len(labels) else torch.tensor(1.0))
         return torch.stack(losses), torch.stack(rights)
 
-    def judge(self, seen: Seen) -> tuple[torch.Tensor, float]:
+    def judge(self, seen: VisionBatch) -> tuple[torch.Tensor, float]:
         """Returns the weighted loss of a step and the share of correct predictions, over all kinds of label."""
         losses, rights = self.losses(seen)
         return losses.sum() + (SHAPE_WEIGHT - 1) * losses[0], float(rights.mean())

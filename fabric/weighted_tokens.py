@@ -1,4 +1,4 @@
-"""Defines the flat token: what a token costs after a context, in tokens without a context. It is the unit
+"""Defines the weighted token: what a token costs after a context, in tokens without a context. It is the unit
 in which workers measure their steps and routers predict them.
 
 The arithmetic is a module of its own, so that workers and routers use the same one. It knows nothing of a model except
@@ -17,7 +17,7 @@ def context_scale_tokens(hidden_size: int) -> float:
     return float(_LINEAR_TO_ATTENTION * hidden_size)
 
 
-def flat_tokens(num_tokens: int, context: int, scale_tokens: float) -> float:
+def weighted_tokens(num_tokens: int, context: int, scale_tokens: float) -> float:
     """Returns how many tokens at context 0 take as long as `num_tokens` after `context` computed ones: attention makes
     a token dearer by `context / scale_tokens`. The result is additive over a split."""
     return num_tokens * (1.0 + (context + 0.5 * num_tokens) / scale_tokens)

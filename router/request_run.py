@@ -1,9 +1,9 @@
 """A flight carries one request from admission to its terminal event, over as many attempts as it takes.
 
 Tokens that were sent are kept: the next attempt gets them and continues after them. Exactly one terminal event reaches
-the stream in every case. Before the first token, the failure ladder (`ladder`) may reduce or remove a medium that could
-not be encoded; the prompt then changes, and a new attempt starts. While no worker is there, or no encoder for one of
-its media, the request waits (`capacity`) and holds nothing on any member. The module knows nothing of HTTP.
+the stream in every case. Before the first token, the degradation policy (`degradation`) may reduce or remove a medium
+that could not be encoded; the prompt then changes, and a new attempt starts. While no worker is there, or no encoder
+for one of its media, the request waits (`capacity`) and holds nothing on any member. The module knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from fabric.messages import ChoiceResult, FeatureNeeded, GenerateResult, TokenFr
 from router.account import Account
 from router.attempt import Attempt
 from router.capacity import CapacityGate, Wait
-from router.ladder import Ladder
-from router.parts import RouterParts
+from router.context import RouterContext
+from router.degradation import DegradationPolicy
 from router.planning.capacity import CapacityNeed
 from router.prompt import Prompt
 from router.setbacks import Setbacks
@@ -50,29 +50,29 @@ class RequestRun:
 
     def __init__(
         self,
-        parts: RouterParts,
+        context: RouterContext,
         prompt: Prompt,
         stream: RequestStream,
         age: tuple[float, str],
         trace: RequestTrace,
-        ladder: Ladder,
+        degradation: DegradationPolicy,
         gate: CapacityGate,
     ) -> None:
         self.stream = stream
-        self._parts = parts
+        self._context = context
         self._prompt = prompt
         self._age = age
         self._trace = trace
-        self._ladder = ladder
-        self._account = Account(parts, stream, trace)
+        self._degradation = degradation
+        self._account = Account(context, stream, trace)
         self._attempt: Attempt | None = None
         self._gate = gate
         self._wait: Wait | None = None
         self._waited_s = 0.0
-        self._setbacks = Setbacks(parts.config.exclusion_s)
+        self._setbacks = Setbacks(context.config.exclusion_s)
         self._all_finished = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._told: set[int] = set()
+        self._stopped_choices: set[int] = set()
         self._is_concluded = False
         self._on_end: Callable[[], None] = lambda: None
 
@@ -81,7 +81,7 @@ class RequestRun:
         called once, after the terminal event."""
         self._account.start(admitted_at_s)
         self._on_end = on_end
-        self._task = self._parts.tasks.spawn(self._run(), f"flight {self.stream.request_id}")
+        self._task = self._context.tasks.spawn(self._run(), f"flight {self.stream.request_id}")
         self._task.add_done_callback(lambda _: self._conclude())
 
     def cancel(self) -> None:
@@ -102,14 +102,14 @@ class RequestRun:
             or attempt.attempt_id.attempt != frame.attempt
             or attempt.plan.worker_id != worker_id
         ):
-            self._parts.metrics.frames_dropped.labels("old_attempt").inc()
+            self._context.metrics.frames_dropped.labels("old_attempt").inc()
             return
         if not 0 <= frame.choice < len(self.stream.choices):
-            self._parts.metrics.frames_dropped.labels("unknown_choice").inc()
+            self._context.metrics.frames_dropped.labels("unknown_choice").inc()
             return
         choice = self.stream.choices[frame.choice]
         if choice.is_finished:
-            self._parts.metrics.frames_dropped.labels("finished_choice").inc()
+            self._context.metrics.frames_dropped.labels("finished_choice").inc()
             self._end_choice(attempt, frame.choice)
             return
         before = choice.num_tokens
@@ -136,14 +136,14 @@ class RequestRun:
     def _end_choice(self, attempt: Attempt, choice: int) -> None:
         """Asks the worker, once, to stop a choice that it still continues although the router has ended it (by a stop
         string, or in a former attempt)."""
-        if choice not in self._told:
-            self._told.add(choice)
+        if choice not in self._stopped_choices:
+            self._stopped_choices.add(choice)
             attempt.abort_choices((choice,))
 
     def _check_finished(self) -> None:
         if self.stream.are_choices_finished and self._attempt is not None:
             self._all_finished.set()
-            self._attempt.settle(self._parts.config.settle_timeout_s)
+            self._attempt.settle(self._context.config.settle_timeout_s)
             if self._wait is not None:
                 self._wait.end(is_served=True)
 
@@ -177,7 +177,7 @@ class RequestRun:
 
     async def _serve(self) -> GenerateResult | None:
         number = 0
-        while self._setbacks.num_failed_attempts < self._parts.config.max_attempts:
+        while self._setbacks.num_failed_attempts < self._context.config.max_attempts:
             await self._take_turn()
             is_served = self.stream.are_choices_finished
             if is_served:
@@ -198,13 +198,13 @@ class RequestRun:
                     continue
                 number += 1  # A number that a member has seen is never used again.
                 self._setbacks.attempt_lost(error, isinstance(error, Busy) or not attempt.lacks_encoder)
-                self._parts.metrics.attempts.labels(error.code).inc()
+                self._context.metrics.attempts.labels(error.code).inc()
                 logger.warning("request %s: attempt %d ended: %s", self.stream.request_id, number, error.message)
         raise self._setbacks.verdict()
 
     def _make_attempt(self, number: int) -> Attempt:
         attempt_id = AttemptId(self.stream.request_id, number)
-        return Attempt(self._parts, self._prompt, attempt_id, self._age, self._setbacks, self._trace)
+        return Attempt(self._context, self._prompt, attempt_id, self._age, self._setbacks, self._trace)
 
     async def _try(self, attempt: Attempt) -> GenerateResult | None:
         """Dispatches an attempt and awaits its result. Until the dispatch, tokens that the former attempt still sends
@@ -214,12 +214,12 @@ class RequestRun:
             attempt.dispatch(() if is_first else [choice.emitted for choice in self.stream.choices])
             for choice in self.stream.choices:
                 choice.order.restart()
-            self._told.clear()
+            self._stopped_choices.clear()
             self._attempt = attempt
             result = await attempt.result()
             if result is not None:
                 await self._settle(result)
-            self._parts.metrics.attempts.labels("ok").inc()
+            self._context.metrics.attempts.labels("ok").inc()
             return result
         finally:
             self._account.attempt_ended(attempt)
@@ -232,16 +232,16 @@ class RequestRun:
         if self.stream.is_started or not attempt.failed_items:
             return False
         self._attempt = None  # Its prompt no longer holds, so frames that it still sends are dropped.
-        below = await self._ladder.step_down(error, attempt.failed_items)
+        below = await self._degradation.step_down(error, attempt.failed_items)
         if below is None:
             return False
         self._prompt, steps = below
-        self.stream.restart(self._prompt.token_ids, self._ladder.degraded)
-        self._parts.metrics.attempts.labels("degraded").inc()
+        self.stream.restart(self._prompt.token_ids, self._degradation.degraded)
+        self._context.metrics.attempts.labels("degraded").inc()
         for step in steps:
-            self._parts.metrics.degraded.labels(step.key.modality, step.action, step.reason.code).inc()
+            self._context.metrics.degraded.labels(step.key.modality, step.action, step.reason.code).inc()
             self._trace.add("degraded", attempt=attempt.attempt_id.attempt, **step.to_json())
-        degraded = [step.to_json() for step in self._ladder.degraded]
+        degraded = [step.to_json() for step in self._degradation.degraded]
         self._trace.note(**self._prompt.facts, degraded=degraded)
         return True
 
@@ -252,16 +252,16 @@ class RequestRun:
         named = {each.choice: each for each in result.choices}
         for index, choice in enumerate(self.stream.choices):
             if not choice.is_finished:
-                self._end_as_told(index, named.get(index), result.worker_id)
+                self._end_as_reported(index, named.get(index), result.worker_id)
         self._check_finished()
         try:
-            async with asyncio.timeout(self._parts.config.gap_timeout_s):
+            async with asyncio.timeout(self._context.config.gap_timeout_s):
                 await self._all_finished.wait()
         except TimeoutError:
             missing = sum(choice.order.num_missing for choice in self.stream.choices if not choice.is_finished)
             raise TransferFailed(f"{missing} tokens of {result.worker_id} did not arrive") from None
 
-    def _end_as_told(self, index: int, ending: ChoiceResult | None, worker_id: MemberId) -> None:
+    def _end_as_reported(self, index: int, ending: ChoiceResult | None, worker_id: MemberId) -> None:
         if ending is None:
             raise ProtocolError(f"{worker_id} ended without a word on choice {index}")
         if ending.finish_reason == "abort":
@@ -295,13 +295,13 @@ class RequestRun:
 
     @property
     def _left_to_wait_s(self) -> float:
-        return self._parts.config.capacity_wait_s - self._waited_s
+        return self._context.config.capacity_wait_s - self._waited_s
 
     async def _stand_in_line(self, reason: str) -> bool:
         """Waits in the queue for the members that the prompt needs. Returns False if the time was over before the
         members were there."""
         modalities = frozenset(item.modality for item in self._prompt.media)
-        need = CapacityNeed(modalities, self._setbacks.exclusions(self._parts.clock.now()))
+        need = CapacityNeed(modalities, self._setbacks.exclusions(self._context.clock.now()))
         self._trace.add("waiting", reason=reason)
         self._wait = wait = self._gate.join(self._age, need, self._left_to_wait_s)
         is_served = False

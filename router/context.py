@@ -19,7 +19,7 @@ from router.tasks import Tasks
 
 
 @dataclass(frozen=True, slots=True)
-class RouterParts:
+class RouterContext:
     member_id: MemberId
     config: RouterConfig
     feature_row_bytes: int

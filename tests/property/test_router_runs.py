@@ -59,7 +59,7 @@ async def serve(
         stream = await cluster.service.open(chat(content, n=num_choices, stop=stops))
         async with asyncio.timeout(20):
             texts, reasons, usage = await read(stream)
-        cluster.service.picture.check_invariants()
+        cluster.service.cluster.check_invariants()
         assert reasons == ["stop"] * num_choices
         wanted, num_tokens = wanted_texts(cluster, num_choices, stops)
         assert usage.num_completion_tokens == num_tokens
