@@ -1,7 +1,7 @@
 """Builds a worker and its ranks, the processes that share one model. Rank 0 holds the service and the group of the
-ranks; each other rank is a rank process, and the module contains what its process runs.
+ranks; each other rank has a process of its own, and the module contains what this process runs.
 
-The caller decides where rank processes run: this module starts them as processes of this machine, and
+The caller decides where rank processes run: this module starts them on this machine, and
 `serving/followers.py` starts them as Ray actors.
 """
 
@@ -123,7 +123,7 @@ def load_share(config: ClusterConfig, model: compose.Model) -> Share:
     return Share(share, kv, select_backend("auto", kv))
 
 
-# ---------------------------------------------------------------- rank processes as processes of this machine
+# ---------------------------------------------------------------- rank processes on this machine
 
 
 class SpawnedRank:

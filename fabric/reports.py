@@ -57,8 +57,7 @@ class WorkerReport(PlaneWire, frozen=True):
     num_preemptions: int
     """Counts the sequences that had to give up their blocks to a sequence of higher rank and begin again."""
     prefill_s_per_token: float
-    """Holds the time of one prompt token in a step, measured at boot and corrected online; it is 0 until known. Tokens
-    count as weighted tokens: a token with a longer context counts as more."""
+    """Holds the seconds per weighted token, measured at boot and corrected online; it is 0 until known."""
     step_overhead_s: float
     """Holds the time of a step that does not depend on its tokens, measured at boot and corrected online."""
     kept_bytes_used: int = 0

@@ -1,4 +1,4 @@
-"""Holds the parts that all requests of one router share. The service creates them once; the members in them change. The
+"""Holds what all requests of one router share. The service creates them once; the members in them change. The
 module knows nothing of single requests.
 """
 

@@ -1,4 +1,4 @@
-"""A flight carries one request from admission to its terminal event, over as many attempts as it takes.
+"""A run carries one request from admission to its terminal event, over as many attempts as it takes.
 
 Tokens that were sent are kept: the next attempt gets them and continues after them. Exactly one terminal event reaches
 the stream in every case. Before the first token, the degradation policy (`degradation`) may reduce or remove a medium
@@ -81,7 +81,7 @@ class RequestRun:
         called once, after the terminal event."""
         self._account.start(admitted_at_s)
         self._on_end = on_end
-        self._task = self._context.tasks.spawn(self._run(), f"flight {self.stream.request_id}")
+        self._task = self._context.tasks.spawn(self._run(), f"run {self.stream.request_id}")
         self._task.add_done_callback(lambda _: self._conclude())
 
     def cancel(self) -> None:

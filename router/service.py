@@ -1,6 +1,7 @@
 """The router service takes chat requests, renews the router's leases at members, and keeps its view of the cluster.
 
-It runs in one event loop, without Ray and without HTTP. It makes no decisions itself: intake, planning and flight do.
+It runs in one event loop, without Ray and without HTTP. It makes no decisions itself: intake, planning and the
+requests' runs do.
 """
 
 from __future__ import annotations

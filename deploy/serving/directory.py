@@ -86,7 +86,7 @@ async def plane_keys(cluster: str) -> PlaneKeys:
 
 
 class Membership:
-    """Holds one member's picture of the other members, from the directory's views. A directory that has just restarted
+    """Holds one member's view of the other members, from the directory's views. A directory that has just restarted
     knows only the members that have sent a heartbeat since. So for one lease after a restart, members that are missing
     from the view are kept."""
 

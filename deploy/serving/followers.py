@@ -1,5 +1,5 @@
-"""Starts a worker's rank processes (its ranks other than rank 0) as Ray actors, in the placement group of the replica
-that is rank 0. It knows nothing of what a rank computes."""
+"""Starts a worker's rank processes (for its ranks other than rank 0) as Ray actors, in the placement group of the
+replica that is rank 0. It knows nothing of what a rank computes."""
 
 from __future__ import annotations
 

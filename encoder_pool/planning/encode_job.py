@@ -29,7 +29,7 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class EncodeWaiter:
-    """An `EncodeWaiter`, or waiter, is one item of one encode call that waits for its units. It is mutable: `missing`
+    """An `EncodeWaiter` is one item of one encode call that waits for its units. It is mutable: `missing`
     shrinks as units are announced."""
 
     turn: CallTurn
@@ -83,7 +83,7 @@ class JobStage(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class EncodeJob:
-    """An `EncodeJob`, or job, makes the units of one item that its waiters miss."""
+    """An `EncodeJob` makes the units of one item that its waiters miss."""
 
     item: MediaItem
     data: bytes

@@ -339,8 +339,8 @@ class EncodeJobs:
         worker_to_held: defaultdict[MemberId, _Held] = defaultdict(_Held)
         queued: set[tuple[JobStage, int]] = set()
         for job in self:
-            assert job.unit_to_cost, "a flight with nothing to make must end"
-            assert job.waiters or job.forwarding, "a flight lives by its followers"
+            assert job.unit_to_cost, "a job with nothing to make must end"
+            assert job.waiters or job.forwarding, "a job lives by its waiters"
             assert job.forwarding <= job.unit_to_cost.keys()
             assert not job.forwarding & job.unit_to_input.keys()
             assert job.unit_to_input.keys() <= job.unit_to_cost.keys()

@@ -184,8 +184,8 @@ class Steps:
         return [one for one in needed if self._roster.get(one.sequence_id) is not None]
 
     def _end_step(self, plan: StepPlan) -> tuple[list[tuple[Chunk, Sequence]], list[Sequence]]:
-        """Ends the flight of a step. Returns the chunks, and the sequences of rows, that are still alive. Units that
-        the step read can be released from now on."""
+        """Ends a step that is in flight. Returns the chunks, and the sequences of rows, that are still alive. Units
+        that the step read can be given away from now on."""
         flying, self._in_flight = self._in_flight, {}
         decoding, self._decoding = self._decoding, []
         assert flying.keys() == {chunk.sequence_id for chunk in plan.others}, "not the step that is in flight"

@@ -1,6 +1,6 @@
 """Runs one worker on several ranks (docs/adr/0003).
 
 Rank 0 is the worker that all other components know: it has the scheduler, the inbox, the splice of features, sampling
-and the message plane. The other ranks, the rank processes, hold their share of each layer's weights and KV heads and
-run the same forward pass.
+and the message plane. The other ranks, each in a rank process, hold their share of each layer's weights and KV heads
+and run the same forward pass.
 """

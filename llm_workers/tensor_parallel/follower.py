@@ -59,7 +59,7 @@ def _serve(link: Link, share: Share) -> None:
         if isinstance(message, Stop):
             return
         if not isinstance(message, StepHeader):
-            raise ProtocolError(f"a follower takes no {type(message).__name__}")
+            raise ProtocolError(f"a rank process takes no {type(message).__name__}")
         _compute(message, share)
 
 

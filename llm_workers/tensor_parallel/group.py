@@ -29,7 +29,7 @@ _STOP_GRACE_S = 5.0
 
 
 class RankProcess(Protocol):
-    """A `RankProcess` is a started rank process, in a process of this machine or on another machine."""
+    """A `RankProcess` is the process of another rank, on this machine or on another machine."""
 
     def is_alive(self) -> bool: ...
 

@@ -1,4 +1,4 @@
-"""Keeps the router's mutable picture of the cluster, from which each query gets its frozen snapshot.
+"""Keeps the router's mutable view of the cluster, from which each query gets its frozen snapshot.
 
 It owns the indexes, the members' reports, the learned costs, the in-flight accounting and the exclusions. All input
 arrives by method calls with the time as an argument; no input that arrives, is late or is missing makes it fail. It

@@ -36,7 +36,7 @@ def ask(cluster: ClusterProcess, messages: list[dict[str, Any]]) -> dict[str, An
 
 
 def rank_processes(cluster: ClusterProcess) -> list[psutil.Process]:
-    """Returns the processes of rank process ranks; Ray names an actor's process after its class."""
+    """Returns the rank processes; Ray names an actor's process after its class."""
     tree = psutil.Process(cluster.process.pid).children(recursive=True)
     return [process for process in tree if "RankActor" in " ".join(process.cmdline())]
 

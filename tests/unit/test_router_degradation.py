@@ -228,7 +228,7 @@ async def test_after_a_deadline_the_request_steps_down() -> None:
         assert counter(cluster, "degraded", modality="audio", action="removed", reason="deadline_exceeded") == 1
 
 
-# ---------------------------------------------------------------- These tests cover what never takes the ladder.
+# ---------------------------------------------------------------- These tests cover what never degrades a request.
 
 
 async def test_a_busy_encoder_is_no_reason_to_step_down() -> None:
