@@ -18,7 +18,7 @@ from router.planning.cluster import ClusterState
 WORKER_GAUGES = {
     "num_running": "num_running",
     "num_waiting": "num_waiting",
-    "num_at_doorstep": "num_at_doorstep",
+    "num_at_doorstep": "num_waiting_for_features",
     "queued_tokens": "queued_tokens",
     "num_decoding": "num_decoding",
     "kv_blocks_used": "kv_blocks_used",

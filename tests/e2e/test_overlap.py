@@ -59,6 +59,6 @@ async def test_slow_encoder_delays_only_what_needs_it() -> None:
 
 def _at_doorstep(response: httpx.Response) -> bool:
     return any(
-        line.startswith("weft_worker_num_at_doorstep{") and float(line.rsplit(" ", 1)[1]) > 0
+        line.startswith("weft_worker_num_waiting_for_features{") and float(line.rsplit(" ", 1)[1]) > 0
         for line in response.text.splitlines()
     )
