@@ -14,13 +14,12 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from deploy.allocator import freeze_what_lives
-from deploy.budget import budget_lines, check_budget
 from deploy.config import ClusterConfig, check_config, load_config
-from deploy.environment import set_switches
 from deploy.logs import configure_logs, where_logs_are, with_run_folder
+from deploy.process_setup import freeze_what_lives, set_switches
+from deploy.sizing import budget_lines, check_budget
 from deploy.supervisor import FOLDER_PREFIX, Lifeline, supervise
-from fabric.errors import WeftError
+from fabric.contracts import WeftError
 
 VERSION = "0.1.0"
 STOP_S = 30.0
@@ -103,7 +102,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         },
     )
     if arguments.remove_left:
-        from deploy.serving.runtime import remove_left
+        from deploy.ray.runtime import remove_left
 
         remove_left(config)
         return 0
@@ -133,7 +132,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _serve_on_ray(config: ClusterConfig, lifeline: Lifeline) -> None:
-    from deploy.serving.runtime import run_cluster
+    from deploy.ray.runtime import run_cluster
 
     print(f"weft: starting the cluster; {where_logs_are(config.logging)} ...", flush=True)
     with run_cluster(config, temp_dir=Path(tempfile.gettempdir())) as cluster:

@@ -14,32 +14,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.allocator import ask_for_large_pages, keep_freed_memory
 from deploy.compute_dtype import with_dtype
 from deploy.config import ClusterConfig, EncoderSection
 from deploy.logs import collect_library_logs
-from encoder_pool.config import EncoderConfig
-from encoder_pool.decode_limits import MODALITY_TO_CPU_S, MODALITY_TO_TIMEOUT_S, DecodeLimits
-from fabric.channel import FeatureSink, FeatureSource
-from fabric.clock import SystemClock
-from fabric.dtypes import DTYPE_TO_BYTES
-from fabric.errors import ConfigError
-from fabric.ids import MemberId
-from fabric.messages import Member
-from fabric.plane import Plane
-from llm_workers.config import Speculation, WorkerConfig
-from llm_workers.tensor_parallel.shares import check_shares
+from deploy.process_setup import ask_for_large_pages, keep_freed_memory
+from encoder_pool.encoder_config import MODALITY_TO_CPU_S, MODALITY_TO_TIMEOUT_S, DecodeLimits, EncoderConfig
+from fabric.contracts import DTYPE_TO_BYTES, ConfigError, Member, MemberId, SystemClock
+from fabric.transport import FeatureSink, FeatureSource, Plane
+from llm_workers.scheduling import check_shares
+from llm_workers.worker_config import Speculation, WorkerConfig
 from modalities.family import Family, LanguageModel, MediaOptions
-from modalities.plugin import MediaLimits
+from modalities.media import MediaLimits
 from modalities.registry import REGISTRY
-from modalities.text.codec import TextCodec
-from router.config import MODALITY_TO_ENCODE_TIMEOUT_MS, RouterConfig
-from router.planning.cluster import PlannerSettings
-from router.pools import Pools
+from modalities.text import TextCodec
+from router.planning import PlannerSettings
+from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS, RouterConfig
+from router.run import Pools
 
 if TYPE_CHECKING:
-    from encoder_pool.service import EncoderService
-    from llm_workers.service import WorkerService
+    from encoder_pool.encoder_service import EncoderService
+    from llm_workers.worker_service import WorkerService
     from router.service import RouterService
 
 ATTENTION_NAME = "weft_paged"
@@ -141,7 +135,7 @@ def build_encoder(
     config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, source: FeatureSource
 ) -> EncoderService:
     """Builds an encoder; it loads the encoder weights of the configured modalities, and no others."""
-    from encoder_pool.service import EncoderService
+    from encoder_pool.encoder_service import EncoderService
 
     section = config.encoders
     modalities = loaded_modalities(config, model.family)
@@ -189,7 +183,7 @@ def worker_config(config: ClusterConfig) -> WorkerConfig:
 
 def load_language_model(config: ClusterConfig, model: Model) -> LanguageModel:
     """Loads the language model's weights onto the workers' device, and no encoder's weights."""
-    from llm_workers.attention import register_attention
+    from llm_workers.compute import register_attention
 
     register_attention(ATTENTION_NAME)
     device, dtype = config.workers.device, config.model.dtype
@@ -206,8 +200,8 @@ def build_worker(
 ) -> WorkerService:
     """Builds a worker; it loads the language model. `wrap` may put a layer around the model (a bench's clocks, other
     ranks)."""
-    from llm_workers.grammar import GrammarCompiler
-    from llm_workers.service import WorkerService
+    from llm_workers.sampling import GrammarCompiler
+    from llm_workers.worker_service import WorkerService
 
     language_model = load_language_model(config, model)
     if wrap is not None:
@@ -258,7 +252,7 @@ def max_items_per_prompt(config: ClusterConfig, family: Family) -> dict[str, int
 def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, pools: Pools) -> RouterService:
     """Builds a router; it reads the tokenizer and needs no torch. The router's helper processes start with it."""
     from modalities import probing
-    from router.intake import PromptBuilder
+    from router.prompt import PromptBuilder
     from router.service import RouterService
 
     media = config.media

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.config import ClusterConfig
-from fabric.dtypes import DTYPE_TO_BYTES
+from fabric.contracts import DTYPE_TO_BYTES
 
 logger = logging.getLogger(__name__)
 

@@ -1,27 +1,82 @@
 """Defines the cluster's configuration: it parses YAML into one frozen tree and refuses unknown keys. Nothing reads the
-configuration from the environment. `compose.py` hands each part what it needs as a small config of that part."""
+configuration from the environment. `compose.py` hands each part what it needs as a small config of that part.
+
+Parses YAML together with the place of every key, so that a message about a wrong value can name its line. It refuses
+duplicate keys and knows nothing of what the keys mean.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from deploy.yaml_marks import Mark, locate, parse_with_marks
-from encoder_pool.config import EncoderConfig
-from encoder_pool.decode_limits import DecodeLimits
-from fabric.errors import ConfigError
-from llm_workers.config import Speculation, WorkerConfig
+from encoder_pool.encoder_config import DecodeLimits, EncoderConfig
+from fabric.contracts import ConfigError
+from llm_workers.worker_config import Speculation, WorkerConfig
 from modalities.family import MediaOptions
-from modalities.plugin import MediaLimits
+from modalities.media import MediaLimits
 from modalities.probing import ProbeLimits
 from modalities.registry import REGISTRY
-from router.config import RouterConfig
-from router.planning.cluster import PlannerSettings
+from router.planning import PlannerSettings
+from router.router_config import RouterConfig
+
+
+class Mark(NamedTuple):
+    """A `Mark` is a place in a file; line and column count from 1."""
+
+    line: int
+    column: int
+
+
+KeyPath = tuple[str | int, ...]
+
+
+def parse_with_marks(text: str) -> tuple[object, dict[KeyPath, Mark]]:
+    """Returns the data, and the mark of every key and list element by its path. Raises yaml.MarkedYAMLError if the text
+    is not valid YAML or has a duplicate key."""
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        marks: dict[KeyPath, Mark] = {}
+        _collect(node, (), marks)
+        return loader.construct_document(node), marks
+    finally:
+        loader.dispose()
+
+
+def _collect(node: yaml.Node, path: KeyPath, marks: dict[KeyPath, Mark]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            inner = (*path, str(key.value))
+            if inner in marks:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+            marks[inner] = _mark(key)
+            _collect(value, inner, marks)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            marks[(*path, index)] = _mark(value)
+            _collect(value, (*path, index), marks)
+
+
+def _mark(node: yaml.Node) -> Mark:
+    return Mark(node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def locate(path: KeyPath, marks: dict[KeyPath, Mark]) -> Mark | None:
+    """Returns the mark of a path, or that of the nearest mapping or list around it. Returns None if there is none."""
+    while path:
+        if path in marks:
+            return marks[path]
+        path = path[:-1]
+    return None
+
 
 PROBE_LIMITS = ProbeLimits()
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

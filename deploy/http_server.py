@@ -21,7 +21,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fabric.errors import ConfigError
+from fabric.contracts import ConfigError
 
 CLOSE_S = 2
 """Open connections may take this many seconds to close once every request has ended or was ended. Without this limit, a

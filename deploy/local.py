@@ -13,23 +13,28 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from deploy import compose
-from deploy.budget import refuse_if_too_small
 from deploy.config import ClusterConfig
 from deploy.http_server import HttpServer
-from deploy.memory import arena_bytes, inbox_bytes
 from deploy.ranks import RankedWorker, WorkerEndpoint, open_worker, spawn_rank
-from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
-from fabric.errors import TargetGone
-from fabric.ids import MemberId, mint_member_id
-from fabric.log_context import as_member
-from fabric.messages import EncodeRequest, EncodeResult, GenerateRequest, GenerateResult, Member
-from fabric.plane_local import LocalHub, LocalPlane
-from router.http import create_app
-from router.pools import Pools
+from deploy.sizing import arena_bytes, inbox_bytes, refuse_if_too_small
+from fabric.contracts import (
+    EncodeRequest,
+    EncodeResult,
+    GenerateRequest,
+    GenerateResult,
+    Member,
+    MemberId,
+    TargetGone,
+    as_member,
+    mint_member_id,
+)
+from fabric.transport import LocalChannelHub, LocalFeatureSink, LocalFeatureSource, LocalHub, LocalPlane
+from router.edge import create_app
+from router.run import Pools
 
 if TYPE_CHECKING:
-    from encoder_pool.service import EncoderService
-    from llm_workers.service import WorkerService
+    from encoder_pool.encoder_service import EncoderService
+    from llm_workers.worker_service import WorkerService
     from router.service import RouterService
 
 

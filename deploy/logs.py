@@ -20,7 +20,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from deploy.config import ClusterConfig, LoggingSection
-from fabric import log_context
+from fabric.contracts import member_id, request_id
 
 logger = logging.getLogger(__name__)
 OUR_PACKAGES = ("fabric", "modalities", "kv_index", "encoder_pool", "llm_workers", "router", "deploy", "loadtest")
@@ -106,7 +106,7 @@ class _Formatter(logging.Formatter):
     def origin(self, record: logging.LogRecord) -> tuple[str, str]:
         """Returns the member and the request of a line. It must run in the thread that wrote the line."""
         named = getattr(record, "request_id", None)
-        return log_context.member_id() or self._member_id, str(named or log_context.request_id())
+        return member_id() or self._member_id, str(named or request_id())
 
 
 class TextFormatter(_Formatter):

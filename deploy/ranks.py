@@ -17,20 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from deploy import compose
-from deploy.allocator import freeze_what_lives
 from deploy.config import ClusterConfig
-from deploy.environment import keep_ranks_on_loopback, use_cuda_device
 from deploy.logs import configure_logs
-from fabric.channel import FeatureSink
-from fabric.errors import ConfigError, WorkerLost
-from fabric.ids import MemberId
-from fabric.plane import Plane
-from llm_workers.tensor_parallel.invitation import Invitation
+from deploy.process_setup import freeze_what_lives, keep_ranks_on_loopback, use_cuda_device
+from fabric.contracts import ConfigError, MemberId, WorkerLost
+from fabric.transport import FeatureSink, Plane
+from llm_workers.tensor_parallel import Invitation
 
 if TYPE_CHECKING:
-    from llm_workers.service import WorkerService
-    from llm_workers.tensor_parallel.follower import Share
-    from llm_workers.tensor_parallel.group import RankGroup, RankProcess
+    from llm_workers.tensor_parallel import RankGroup, RankProcess, Share
+    from llm_workers.worker_service import WorkerService
 
     LaunchRank = Callable[[ClusterConfig, Path, Invitation], RankProcess]
 
@@ -74,9 +70,8 @@ def open_worker(
 ) -> RankedWorker:
     """Loads the weights, on each rank its share, and returns the worker. Blocks until all ranks are ready. Raises
     ConfigError or WorkerLost."""
-    from llm_workers.tensor_parallel.group import RankGroup
-    from llm_workers.tensor_parallel.model import ParallelLanguageModel
-    from modalities.sharding import shard_weights
+    from llm_workers.tensor_parallel import ParallelLanguageModel, RankGroup
+    from modalities.checkpoint_tensors import shard_weights
 
     section = config.workers
     if section.tensor_parallel == 1:
@@ -94,7 +89,7 @@ def open_worker(
 
 def run_rank(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> None:
     """Runs a rank process in this process until the group ends."""
-    from llm_workers.tensor_parallel.follower import follow
+    from llm_workers.tensor_parallel import follow
 
     configure_logs(config.logging, f"rank-{invitation.rank}-{os.getpid()}")
     compose.prepare_process(config)
@@ -109,11 +104,10 @@ def run_rank(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> 
 
 def load_share(config: ClusterConfig, model: compose.Model) -> Share:
     """Loads a rank process's share: its part of the weights, and KV pages in the same number as on rank 0."""
-    from llm_workers.attention import select_backend
-    from llm_workers.paged_kv import PagedKV
-    from llm_workers.tensor_parallel.follower import Share
-    from llm_workers.tensor_parallel.shares import kv_heads
-    from modalities.sharding import shard_weights
+    from llm_workers.compute import PagedKV, select_backend
+    from llm_workers.scheduling import kv_heads
+    from llm_workers.tensor_parallel import Share
+    from modalities.checkpoint_tensors import shard_weights
 
     worker, shape = compose.worker_config(config), model.family.shape
     with shard_weights(worker.num_ranks):

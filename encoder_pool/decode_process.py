@@ -18,13 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fabric.errors import EncodeFailed, InvalidMedia, WeftError
-from fabric.messages import MediaItem
+from fabric.contracts import EncodeFailed, InvalidMedia, MediaItem, WeftError
 from fabric.sandbox import RunJob
-from modalities.family import EncoderInput, Family, MediaOptions
-from modalities.stopwatch import take_decode_s
-from modalities.unit_stream import stream_units
-from modalities.waveform import MelOnDevice, Waveform
+from modalities.family import EncoderInput, Family, MediaOptions, MelOnDevice, Waveform, stream_units
+from modalities.media import take_decode_s
 
 logger = logging.getLogger(__name__)
 

@@ -13,19 +13,28 @@ from collections.abc import Callable
 from itertools import chain
 from math import inf
 
-from encoder_pool.config import EncoderConfig
-from encoder_pool.planning.batcher import QueuedSound, QueuedUnit, choose_batch, choose_sounds
-from encoder_pool.planning.cost import ForwardCosts
-from encoder_pool.planning.encode_job import EncodeJob
-from encoder_pool.planning.encode_jobs import EncodeJobs
-from encoder_pool.planning.features import FeatureSpec, FeatureTable
-from encoder_pool.planning.forward_job import Forward, ForwardResult, ForwardUnit, SoundJob, SoundResult
-from encoder_pool.planning.shares import FirstRefused
-from encoder_pool.planning.tally import BusyTime, EncoderTally
-from fabric.channel import SourceSlot
-from fabric.clock import Clock
-from fabric.errors import UnitTooLarge, WeftError
-from fabric.ids import MemberId, UnitKey
+from encoder_pool.encoder_config import EncoderConfig
+from encoder_pool.planning import (
+    BusyTime,
+    EncodeJob,
+    EncodeJobs,
+    EncoderTally,
+    FeatureSpec,
+    FeatureTable,
+    FirstRefused,
+    Forward,
+    ForwardCosts,
+    ForwardResult,
+    ForwardUnit,
+    QueuedSound,
+    QueuedUnit,
+    SoundJob,
+    SoundResult,
+    choose_batch,
+    choose_sounds,
+)
+from fabric.contracts import Clock, MemberId, UnitKey, UnitTooLarge, WeftError
+from fabric.transport import SourceSlot
 from modalities.family import EncoderInput
 
 UnitEnded = Callable[[UnitKey, WeftError | None], None]

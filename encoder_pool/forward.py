@@ -22,12 +22,10 @@ from typing import TypeVar
 import torch
 
 from encoder_pool.decode_process import check_inputs
-from encoder_pool.planning.features import FeatureSpec
-from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit, SoundJob, SoundResult
-from fabric.errors import EncodeFailed, EncoderLost, FeatureMismatch, WeftError
-from modalities.family import EncoderInput, EncoderModel
+from encoder_pool.planning import FeatureSpec, ForwardResult, ForwardUnit, SoundJob, SoundResult
+from fabric.contracts import EncodeFailed, EncoderLost, FeatureMismatch, WeftError
+from modalities.family import EncoderInput, EncoderModel, Spectrograms
 from modalities.torch_dtypes import dtype_name
-from modalities.waveform import Spectrograms
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

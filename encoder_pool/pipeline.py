@@ -18,24 +18,42 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
 
-from encoder_pool.announcer import Announcer
-from encoder_pool.call import Call
-from encoder_pool.config import EncoderConfig
-from encoder_pool.decode import DecodeBroke, Decoder
+from encoder_pool.decoder import DecodeBroke, Decoder
 from encoder_pool.device_queue import DeviceQueue
-from encoder_pool.planning.admission import check_budget, refusal
-from encoder_pool.planning.cost import ForwardCosts
-from encoder_pool.planning.decode_line import DecodeLine
-from encoder_pool.planning.encode_job import DecodeRoom, EncodeJob, EncodeWaiter, waiter_of
-from encoder_pool.planning.encode_jobs import EncodeJobs
-from encoder_pool.planning.features import FeatureSpec, FeatureTable
-from encoder_pool.planning.forward_job import Forward
-from encoder_pool.planning.tally import EncoderTally
-from encoder_pool.planning.turns import CallTurn
-from fabric.clock import Clock
-from fabric.errors import EncodeFailed, MachineBusy, ProtocolError, WeftError, WorkerBackedUp
-from fabric.ids import AttemptId, MemberId, MmHash, UnitKey
-from fabric.messages import EncodeRequest, EncodeResult, MediaItem, TraceEvent
+from encoder_pool.encode_call import Announcer, Call
+from encoder_pool.encoder_config import EncoderConfig
+from encoder_pool.planning import (
+    CallTurn,
+    DecodeLine,
+    DecodeRoom,
+    EncodeJob,
+    EncodeJobs,
+    EncoderTally,
+    EncodeWaiter,
+    FeatureSpec,
+    FeatureTable,
+    Forward,
+    ForwardCosts,
+    check_budget,
+    refusal,
+    waiter_of,
+)
+from fabric.contracts import (
+    AttemptId,
+    Clock,
+    EncodeFailed,
+    EncodeRequest,
+    EncodeResult,
+    MachineBusy,
+    MediaItem,
+    MemberId,
+    MmHash,
+    ProtocolError,
+    TraceEvent,
+    UnitKey,
+    WeftError,
+    WorkerBackedUp,
+)
 from modalities.family import EncoderInput
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fabric.digest import block_hashes, frame
-from fabric.ids import BlockHash
-from fabric.messages import MediaItem, PlaceholderRange
+from fabric.contracts import BlockHash, MediaItem, PlaceholderRange, block_hashes, frame
 
 
 def extra_keys(

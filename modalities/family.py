@@ -1,24 +1,36 @@
-"""Defines the interface of a model family, which is the contract between a checkpoint and the rest of Weft.
+"""Defines the waveforms that the decode process hands to an encoder whose device makes spectrograms, and the interface
+to this device.
+
+A family need not offer `MelOnDevice`; without it, the process that decodes a sound also makes its spectrogram. This
+module knows nothing of particular families. It is pure.
+
+Defines the interface of a model family, which is the contract between a checkpoint and the rest of Weft.
 
 The router uses the pure half (`plan`, `expand`), encoders use `preprocess` and `load_encoder`, and workers use
 `positions` and `load_language_model`. Nothing here imports torch: the torch types appear in annotations only. This
 module knows nothing of a particular model or file format.
+
+Expands the placeholders of a prompt to one position for each row of features, with tokens between the rows where a
+family writes some. This module knows nothing of models or text.
+
+Yields units (the parts of an item that are encoded on their own) one by one, from families that can preprocess them
+in this way. The first part of a long video is then encoded while the rest is still being decoded. This module knows
+nothing of particular families.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from fabric.errors import UnsupportedModality
-from fabric.messages import MediaItem, PlaceholderRange
+from fabric.contracts import InvalidRequest, MediaItem, PlaceholderRange, UnsupportedModality
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +77,7 @@ class VideoHeader:
     times_s: npt.NDArray[np.float64] | None = dataclasses.field(default=None, compare=False, repr=False)
     """Holds the time at which each frame appears, counted from the first frame, in ascending order. Has shape
     `(num_frames,)`. It is None if every frame is within half a frame of its place at the mean rate
-    (`modalities.packets.irregular_times_s`)."""
+    (`modalities.media.containers.irregular_times_s`)."""
 
     @property
     def fps(self) -> float:
@@ -290,7 +302,7 @@ class Family(Protocol):
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
         """Decodes an encoded file and returns the units of `item`, sampled by `item.options`. If `item` has the
         modality `audio` and `data` is a video file, its sound track is decoded. Raises InvalidMedia if the file is
-        broken, or if it differs from its header by more than the tolerance of `modalities.tolerance`. Within the
+        broken, or if it differs from its header by more than the tolerance of `modalities.media.plugin`. Within the
         tolerance, it is padded or trimmed."""
         ...
 
@@ -308,3 +320,145 @@ def check_modality(family: Family, modality: str) -> None:
     """Raises UnsupportedModality for a modality that the family does not take."""
     if modality not in family.max_items:
         raise UnsupportedModality(f"the model takes no {modality}")
+
+
+def expand_placeholders(
+    token_ids: Sequence[int], placeholder_token_ids: Mapping[str, int], plans: Sequence[ItemPlan]
+) -> ExpandedPrompt:
+    """Repeats the i-th placeholder token as often as `plans[i]` has rows; each unit (a part of an item that is encoded
+    on its own) gets a run of its own.
+
+    `placeholder_token_ids` maps a modality to the id of its placeholder token. Other tokens stay as they are. Raises
+    InvalidRequest if the prompt's placeholders are not those of the plans' modalities, in order."""
+    ids = np.asarray(token_ids, dtype=np.int64).reshape(-1)
+    at = np.flatnonzero(np.isin(ids, np.fromiter(placeholder_token_ids.values(), dtype=np.int64)))
+    if len(at) != len(plans):
+        raise InvalidRequest(f"the prompt has {len(at)} placeholders for {len(plans)} media items")
+    for index, (found, plan) in enumerate(zip(ids[at].tolist(), plans, strict=True)):
+        if found != placeholder_token_ids.get(plan.modality):
+            raise InvalidRequest(f"media item {index} is {plan.modality}, its placeholder is of another modality")
+    counts = np.ones(len(ids), dtype=np.int64)
+    counts[at] = [sum(plan.unit_tokens) for plan in plans]
+    starts = np.cumsum(counts) - counts
+    runs: list[PlaceholderRange] = []
+    for item, (plan, start) in enumerate(zip(plans, starts[at].tolist(), strict=True)):
+        ends = np.cumsum(plan.unit_tokens).tolist()
+        runs += [
+            PlaceholderRange(offset=start + end - length, length=length, item=item, unit=unit, row=0)
+            for unit, (length, end) in enumerate(zip(plan.unit_tokens, ends, strict=True))
+        ]
+    return ExpandedPrompt(np.repeat(ids, counts).tolist(), tuple(runs))
+
+
+class FeatureRows(NamedTuple):
+    """Names the rows `[first, first + length)` of an item's features."""
+
+    item: int
+    first: int
+    length: int
+
+
+Piece = Sequence[int] | FeatureRows
+"""A `Piece` is a sequence of tokens, or rows of features."""
+
+
+def expand_pieces(
+    token_ids: Sequence[int],
+    modality_to_token: Mapping[str, int],
+    plans: Sequence[ItemPlan],
+    pieces_of: Callable[[int], Sequence[Piece]],
+    modality_to_row_token: Mapping[str, int] | None = None,
+) -> ExpandedPrompt:
+    """Replaces the placeholder of plan i by the pieces `pieces_of(i)`. A plan with an anchor (a sound track whose rows
+    are among those of its video) has no placeholder. A row takes the token of its item's modality in
+    `modality_to_row_token`, which is by default the placeholder token. Raises InvalidRequest if the prompt's
+    placeholders are not those of the plans, in order."""
+    modality_to_row_token = modality_to_row_token or modality_to_token
+    known = set(modality_to_token.values())
+    waiting = iter([index for index, plan in enumerate(plans) if plan.anchor < 0])
+    num_wanted, num_found = sum(plan.anchor < 0 for plan in plans), sum(token in known for token in token_ids)
+    if num_wanted != num_found:
+        raise InvalidRequest(f"the prompt has {num_found} placeholders for {num_wanted} media items")
+    ids: list[int] = []
+    runs: list[PlaceholderRange] = []
+    for token in token_ids:
+        if token not in known:
+            ids.append(token)
+            continue
+        index = next(waiting)
+        if token != modality_to_token.get(plans[index].modality):
+            raise InvalidRequest(
+                f"media item {index} is {plans[index].modality}, its placeholder is of another modality"
+            )
+        for piece in pieces_of(index):
+            if not isinstance(piece, FeatureRows):
+                ids += piece
+                continue
+            runs += _runs(plans[piece.item], piece, len(ids))
+            ids += [modality_to_row_token[plans[piece.item].modality]] * piece.length
+    return ExpandedPrompt(ids, tuple(runs))
+
+
+def _runs(plan: ItemPlan, rows: FeatureRows, offset: int) -> Iterator[PlaceholderRange]:
+    """Yields a run for each unit of the rows, which begin at position `offset`."""
+    begin, first, end = 0, rows.first, rows.first + rows.length
+    for unit, num_tokens in enumerate(plan.unit_tokens):
+        if begin <= first < begin + num_tokens and first < end:
+            length = min(end, begin + num_tokens) - first
+            yield PlaceholderRange(offset=offset, length=length, item=rows.item, unit=unit, row=first - begin)
+            offset, first = offset + length, first + length
+        begin += num_tokens
+
+
+@runtime_checkable
+class StreamsUnits(Protocol):
+    """A family may offer this in addition to `Family.preprocess`."""
+
+    def preprocess_units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
+        """Preprocesses like `preprocess`, but yields each unit as soon as it is ready. An error may follow the first
+        units."""
+        ...
+
+
+def stream_units(family: Family, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
+    """Yields the units of `item` in order. They all arrive at the end if the family only offers `preprocess`. Raises
+    the same errors as `Family.preprocess`."""
+    if isinstance(family, StreamsUnits):
+        yield from family.preprocess_units(data, item)
+    else:
+        yield from family.preprocess(data, item)
+
+
+@dataclass(frozen=True, slots=True)
+class Waveform:
+    """A `Waveform` is a decoded sound. `rate` is the family's rate, or a rate that `resampling.Resampling` allows for
+    devices."""
+
+    samples: npt.NDArray[np.float32]
+    """Holds the mean of the channels. Has shape `(num_found,)`."""
+    rate: int
+    num_samples: int
+    """Counts the planned samples at the family's rate. Samples beyond this number are dropped, and silence replaces
+    missing ones."""
+
+
+class Spectrograms(Protocol):
+    """Makes the spectrograms of one family on one device. One thread, which owns the device, uses it."""
+
+    def units(self, waveforms: Sequence[Waveform]) -> list[list[EncoderInput]]:
+        """Returns for each sound the units that `Family.preprocess` returns, equal to within 1e-4. All are computed in
+        one batch, and they are in host memory."""
+        ...
+
+
+@runtime_checkable
+class MelOnDevice(Protocol):
+    """A family may offer this for its sounds, in addition to `Family.preprocess`."""
+
+    def decode_waveform(self, data: bytes, item: MediaItem) -> Waveform:
+        """Decodes the sound, which is the first half of `preprocess`. Raises InvalidMedia in the same cases."""
+        ...
+
+    def load_spectrograms(self, device: str) -> Spectrograms:
+        """Loads the other half of `preprocess`, which makes spectrograms. `device` is named as in torch."""
+        ...

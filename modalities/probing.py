@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar, cast
 
-from fabric.errors import InvalidMedia, MachineBusy, NoCapacity, Overloaded, WeftError
+from fabric.contracts import InvalidMedia, MachineBusy, NoCapacity, Overloaded, WeftError
 from fabric.sandbox import Death, JobLimits, NotStarted, RunJob, SandboxDied, SandboxProcess
 from modalities.family import MediaHeader
-from modalities.plugin import ModalityPlugin
+from modalities.media import ModalityPlugin
 from modalities.registry import REGISTRY, Registry
 
 logger = logging.getLogger(__name__)

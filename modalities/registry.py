@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
-from fabric.errors import ConfigError, UnsupportedModality
-from modalities import (
+from fabric.contracts import ConfigError, UnsupportedModality
+from modalities.checkpoint_files import read_quantisation
+from modalities.families import (
     causal_lm,
     internvl,
     llava,
@@ -25,12 +26,8 @@ from modalities import (
     qwen3_omni,
     qwen3_vl,
 )
-from modalities.audio import AudioPlugin
 from modalities.family import Family
-from modalities.image import ImagePlugin
-from modalities.plugin import ModalityPlugin
-from modalities.quantisation import read_quantisation
-from modalities.video import VideoPlugin
+from modalities.media import AudioPlugin, ImagePlugin, ModalityPlugin, VideoPlugin
 
 FamilyLoader = Callable[[Path], Family]
 PLUGIN_GROUP = "weft.plugins"

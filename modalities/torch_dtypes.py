@@ -1,11 +1,10 @@
-"""Maps the names of dtypes (`fabric.dtypes`) to torch's dtypes and back. It knows nothing of models."""
+"""Maps the names of dtypes (`fabric.contracts.dtypes`) to torch's dtypes and back. It knows nothing of models."""
 
 from __future__ import annotations
 
 import torch
 
-from fabric.dtypes import DTYPE_TO_BYTES
-from fabric.errors import ConfigError
+from fabric.contracts import DTYPE_TO_BYTES, ConfigError
 
 _NAME_TO_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_TO_BYTES}
 

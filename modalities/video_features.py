@@ -1,12 +1,12 @@
-"""Selects and averages the feature rows of a video's unit, as `modalities.video_rows` counts them. It imports torch,
-and knows nothing of models.
+"""Selects and averages the feature rows of a video's unit, as `modalities.media.frame_sampling` counts them. It imports
+torch, and knows nothing of models.
 """
 
 from __future__ import annotations
 
 import torch
 
-from modalities.video_rows import VideoRows
+from modalities.media import VideoRows
 
 
 def thinned(steps: torch.Tensor, rows: VideoRows) -> torch.Tensor:

@@ -12,40 +12,42 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from fabric.clock import Clock
-from fabric.errors import Aborted, WeftError
-from fabric.ids import MemberId, RequestId
-from fabric.messages import (
+from fabric.contracts import (
+    Aborted,
+    Clock,
     EncoderReport,
     FeatureEvents,
     FeatureNeeded,
     KvEvents,
     KvSnapshot,
     Member,
+    MemberId,
     PlaneMessage,
+    RequestId,
     RouterHeartbeat,
     SnapshotRequest,
     TokenFrames,
+    WeftError,
     WorkerReport,
 )
-from fabric.plane import Plane
-from modalities.text.detokenizer import IncrementalDetokenizer, token_bytes
-from router.admission import Admission, Ticket
-from router.api.request import ChatRequest
-from router.capacity import CapacityGate
-from router.choices import ChoiceOutput
-from router.config import RouterConfig
-from router.context import RouterContext
-from router.degradation import DegradationPolicy
-from router.intake import Draft, PromptBuilder
-from router.member_metrics import PlannerSeries
-from router.metrics import RouterMetrics
-from router.planning.cluster import ClusterState
-from router.pools import Pools
-from router.prompt import Prompt
-from router.request_run import RequestRun
-from router.streams import RequestStream
-from router.traces import RequestTrace, TraceRing
+from fabric.transport import Plane
+from modalities.text import IncrementalDetokenizer, token_bytes
+from router.api import ChatRequest
+from router.observe import PlannerSeries, RequestTrace, RouterMetrics, TraceRing
+from router.planning import ClusterState
+from router.prompt import Draft, Prompt, PromptBuilder
+from router.router_config import RouterConfig
+from router.run import (
+    Admission,
+    CapacityGate,
+    ChoiceOutput,
+    DegradationPolicy,
+    Pools,
+    RequestRun,
+    RequestStream,
+    RouterContext,
+    Ticket,
+)
 
 STOP_TIMEOUT_S = 5.0
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from deploy.environment import set_local_switches, set_switches
+from deploy.process_setup import set_local_switches, set_switches
 
 # Tests and the processes that they start keep temporary files in this folder of the run. At its end the folder must be
 # empty except for pytest's own folders. Each process of pytest-xdist has its own folder in that of the run. The names

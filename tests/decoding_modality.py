@@ -12,14 +12,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from fabric.errors import InvalidMedia
-from modalities.audio import decode_samples, num_samples_at
+from fabric.contracts import InvalidMedia
 from modalities.family import AudioHeader, ImageHeader, MediaHeader, MediaOptions, VideoHeader
-from modalities.image import decode_image
-from modalities.plugin import MediaLimits
+from modalities.media import MediaLimits, decode_frames, decode_image, decode_samples, num_samples_at, sample_frames
 from modalities.registry import Registry, builtin_registry
-from modalities.sampling import sample_frames
-from modalities.video import decode_frames
 
 LIMITS = MediaLimits()
 RATE = 16000

@@ -17,16 +17,24 @@ import numpy as np
 import torch
 from PIL import Image
 
-from encoder_pool.config import EncoderConfig
-from encoder_pool.planning.cost import CostEstimate, ForwardCosts
-from encoder_pool.service import EncoderService
-from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
-from fabric.clock import ManualClock
-from fabric.ids import MemberId, RequestId
-from fabric.messages import Destination, EncodeRequest, MediaItem, Member, PlaneMessage, UnitReady, UnitRelease
-from fabric.plane_local import LocalHub, LocalPlane
+from encoder_pool.encoder_config import EncoderConfig
+from encoder_pool.encoder_service import EncoderService
+from encoder_pool.planning import CostEstimate, ForwardCosts
+from fabric.contracts import (
+    Destination,
+    EncodeRequest,
+    ManualClock,
+    MediaItem,
+    Member,
+    MemberId,
+    PlaneMessage,
+    RequestId,
+    UnitReady,
+    UnitRelease,
+)
+from fabric.transport import LocalChannelHub, LocalFeatureSink, LocalFeatureSource, LocalHub, LocalPlane
 from modalities.family import DEFAULT_OPTIONS, EncoderInput, EncoderModel, Family, MediaOptions
-from modalities.identify import plan_media
+from modalities.media import plan_media
 from modalities.registry import REGISTRY
 
 WORKER = Member(MemberId("worker-1"), "worker", "local://worker-1", "here", 1, (), "worker-1")

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from fabric.errors import InvalidMedia
+from fabric.contracts import InvalidMedia
 from modalities.family import ImageHeader, MediaHeader
-from modalities.plugin import MediaLimits
+from modalities.media import MediaLimits
 from modalities.registry import Registry, builtin_registry
 
 

@@ -21,8 +21,8 @@ import httpx
 import numpy as np
 from cluster_process import ClusterProcess, eventually, pids
 
-from deploy.demo.catalogue import TASKS
-from deploy.demo.wire import messages
+from deploy.demo.ask import messages
+from deploy.demo.tasks.catalogue import TASKS
 
 KIND_TO_TASKS = {
     "text": ("repeat", "next number", "earlier turn"),

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fabric.ids import AttemptId, MemberId, MmHash, RequestId
-from fabric.messages import EncoderReport, MediaItem, Member, PlaceholderRange, WorkerReport
+from fabric.contracts import (
+    AttemptId,
+    EncoderReport,
+    MediaItem,
+    Member,
+    MemberId,
+    MmHash,
+    PlaceholderRange,
+    RequestId,
+    WorkerReport,
+)
 from modalities.family import ModelShape
-from router.planning.links import LinkClass
-from router.planning.views import ClusterView, EncoderCosts, EncoderView, Line, RouteQuery, WorkerView
+from router.planning import RouteQuery
+from router.planning.views import ClusterView, EncoderCosts, EncoderView, Line, LinkClass, WorkerView
 
 BLOCK_SIZE = 16
 SHAPE = ModelShape(

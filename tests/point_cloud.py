@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from deploy.demo.build import demo_checkpoint
-from encoder_pool.samples import MODALITY_TO_SAMPLES, CalibrationSample
-from fabric.errors import InvalidMedia
-from fabric.messages import MediaItem, PlaceholderRange
+from encoder_pool.calibration import MODALITY_TO_SAMPLES, CalibrationSample
+from fabric.contracts import InvalidMedia, MediaItem, PlaceholderRange
+from modalities.families.qwen3_omni import Qwen3OmniFamily
 from modalities.family import (
     DEFAULT_OPTIONS,
     EncoderInput,
@@ -24,10 +24,9 @@ from modalities.family import (
     ItemPlan,
     MediaOptions,
     Positions,
+    expand_placeholders,
 )
-from modalities.placeholders import expand_placeholders
-from modalities.plugin import MediaLimits
-from modalities.qwen3_omni.family import Qwen3OmniFamily
+from modalities.media import MediaLimits
 from modalities.registry import Registry
 
 POINTS = "points"

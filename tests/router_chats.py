@@ -7,9 +7,8 @@ import json
 from chat_media import data_url, picture, png
 from router_fakes import MODEL, FakeCluster, reply_text
 
-from router.api.request import ChatRequest, parse_chat
-from router.api.response import Usage
-from router.streams import RequestStream
+from router.api import ChatRequest, Usage, parse_chat
+from router.run import RequestStream
 
 
 def chat_body(content: object = "hello", **fields: object) -> bytes:

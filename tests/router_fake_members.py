@@ -12,16 +12,16 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fabric.clock import SystemClock
-from fabric.errors import ErrorInfo, WeftError
-from fabric.ids import AttemptId, BlockHash, MemberId, UnitKey
-from fabric.messages import (
+from fabric.contracts import (
     AbortAttempt,
+    AttemptId,
+    BlockHash,
     BlocksStored,
     ChoiceResult,
     EncodeRequest,
     EncodeResult,
     EncoderReport,
+    ErrorInfo,
     FeatureNeeded,
     FeatureTicket,
     GenerateRequest,
@@ -31,19 +31,23 @@ from fabric.messages import (
     KvSnapshot,
     MediaItem,
     Member,
+    MemberId,
     PlaneMessage,
     RouterHeartbeat,
     SnapshotRequest,
     StageTimes,
+    SystemClock,
     TokenFrame,
     TokenFrames,
     TraceEvent,
+    UnitKey,
     UnitReady,
+    WeftError,
     WorkerReport,
 )
-from fabric.plane_local import LocalHub, LocalPlane
-from kv_index.block_hashing import prompt_block_hashes
-from modalities.text.codec import TextCodec
+from fabric.transport import LocalHub, LocalPlane
+from kv_index import prompt_block_hashes
+from modalities.text import TextCodec
 
 BLOCK_SIZE = 16
 

@@ -12,17 +12,20 @@ from datetime import datetime
 from router_fake_members import BLOCK_SIZE, FakeEncoder, FakeWorker, Script, reply_text
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from fabric.clock import Clock, SystemClock
-from fabric.errors import InvalidMedia, TargetGone
-from fabric.ids import MemberId, MmHash
-from fabric.messages import (
+from fabric.contracts import (
+    Clock,
     EncodeRequest,
     EncodeResult,
     GenerateRequest,
     GenerateResult,
+    InvalidMedia,
     Member,
+    MemberId,
+    MmHash,
+    SystemClock,
+    TargetGone,
 )
-from fabric.plane_local import LocalHub, LocalPlane
+from fabric.transport import LocalHub, LocalPlane
 from modalities.family import (
     DEFAULT_OPTIONS,
     ExpandedPrompt,
@@ -32,15 +35,15 @@ from modalities.family import (
     MediaHeader,
     MediaOptions,
     ModelShape,
+    expand_placeholders,
 )
-from modalities.placeholders import expand_placeholders
 from modalities.registry import REGISTRY, Registry
-from modalities.text.codec import TextCodec
+from modalities.text import TextCodec
+from modalities.text.codec import ChatTemplate
 from modalities.text.detokenizer import LETTER_TO_BYTE
-from modalities.text.template import ChatTemplate
-from router.config import RouterConfig
-from router.intake import PromptBuilder
-from router.pools import Pools
+from router.prompt import PromptBuilder
+from router.router_config import RouterConfig
+from router.run import Pools
 from router.service import RouterService
 
 SPECIALS = ("<|eos|>", "<|image|>", "<|turn|>", "<|end|>", "<|video|>", "<|audio|>")

@@ -12,8 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from router_chats import image
 from router_fakes import AUDIO, IMAGE, VIDEO, FakeCluster, TinyFamily, fake_cluster, tiny_codec
 
-from fabric.errors import InvalidMedia
-from fabric.messages import PlaceholderRange
+from fabric.contracts import InvalidMedia, PlaceholderRange
 from modalities.family import (
     DEFAULT_OPTIONS,
     AudioHeader,
@@ -24,8 +23,8 @@ from modalities.family import (
     MediaOptions,
     VideoHeader,
 )
-from modalities.image import ImagePlugin
-from modalities.plugin import MediaLimits, decode_data_url, part_url
+from modalities.media import ImagePlugin, MediaLimits
+from modalities.media.plugin import decode_data_url, part_url
 from modalities.registry import Registry
 
 PIXELS_PER_ROW = 32 * 32

@@ -9,11 +9,10 @@ from typing import Protocol
 import numpy as np
 from hostile_modality import HostilePlugin, hostile_registry
 
-from encoder_pool.decode import DecodePool
-from encoder_pool.decode_limits import DEFAULT_LIMITS
 from encoder_pool.decode_process import DecodeJob, decoding_with
-from fabric.ids import MmHash
-from fabric.messages import MediaItem
+from encoder_pool.decoder import DecodePool
+from encoder_pool.encoder_config import DEFAULT_LIMITS
+from fabric.contracts import MediaItem, MmHash
 from fabric.sandbox import RunJob, SandboxProcess
 from modalities.family import EncoderInput, ImageHeader
 from modalities.probing import ProbeLimits, ProbePool

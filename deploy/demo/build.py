@@ -11,7 +11,7 @@ import json
 import shutil
 from pathlib import Path
 
-from deploy.demo.config import (
+from deploy.demo.demo_config import (
     generation_config,
     preprocessor_config,
     processor_config,

@@ -2,9 +2,9 @@
 the same result.
 
 The towers learn first and alone (`vision_tower`, `audio_tower`). Then the whole model learns conversations, with the
-loss on the assistant's words alone. Two processes learn, each from its half of every batch (see `deploy.demo.pair`);
-each takes one core, or a GPU where there is one. The module does not know how good the model is: `deploy.demo.evaluate`
-measures that.
+loss on the assistant's words alone. Two processes learn, each from its half of every batch (see
+`deploy.demo.training.optimizers`); each takes one core, or a GPU where there is one. The module does not know how good
+the model is: `deploy.demo.evaluate` measures that.
 """
 
 from __future__ import annotations
@@ -24,17 +24,23 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from deploy.allocator import ask_for_large_pages, keep_freed_memory
-from deploy.demo.audio_tower import AudioTowerTrainer, SoundBatches
-from deploy.demo.batches import Batch, collate, forward, prepare_model
 from deploy.demo.build import write_all_but_weights
-from deploy.demo.catalogue import AUDIO_TOWER_STAGE, STAGES, VISION_TOWER_STAGE, TowerStage, TrainingStage
-from deploy.demo.config import HIDDEN_SIZE
-from deploy.demo.encoding import SampleEncoder
-from deploy.demo.optimizers import Optimizers
-from deploy.demo.pair import NUM_LEARNERS, average_gradients, learners_device, run_together, to_device
-from deploy.demo.vision_tower import CROWDED, VisionBatch, VisionBatches, VisionTowerTrainer
+from deploy.demo.demo_config import HIDDEN_SIZE
+from deploy.demo.tasks.catalogue import AUDIO_TOWER_STAGE, STAGES, VISION_TOWER_STAGE, TowerStage, TrainingStage
+from deploy.demo.training.audio_tower_lessons import AudioTowerTrainer, SoundBatches
+from deploy.demo.training.batches import Batch, collate, forward, prepare_model
+from deploy.demo.training.encoding import SampleEncoder
+from deploy.demo.training.optimizers import (
+    NUM_LEARNERS,
+    Optimizers,
+    average_gradients,
+    learners_device,
+    run_together,
+    to_device,
+)
+from deploy.demo.training.vision_tower_lessons import CROWDED, VisionBatch, VisionBatches, VisionTowerTrainer
 from deploy.demo.weights import load_trainable, save_trained
+from deploy.process_setup import ask_for_large_pages, keep_freed_memory
 
 GRADIENT_NORM = 1.0
 SAVE_EVERY = 500

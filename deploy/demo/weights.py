@@ -17,7 +17,7 @@ import transformers
 from blake3 import blake3
 from transformers import GenerationConfig, Qwen3OmniMoeThinkerConfig, Qwen3OmniMoeThinkerForConditionalGeneration
 
-from deploy.demo.config import generation_config, thinker_config
+from deploy.demo.demo_config import generation_config, thinker_config
 from deploy.demo.tokenizer import Vocabulary
 
 EMBEDDING_STD = 0.7

@@ -21,10 +21,11 @@ from prometheus_client.core import Metric
 from pydantic import BaseModel
 
 from deploy import config as cluster_config
-from fabric import errors, reports
-from router.api.errors import status_of
-from router.member_metrics import ENCODER_COUNTERS, ENCODER_GAUGES, WORKER_COUNTERS, WORKER_GAUGES, PlannerSeries
-from router.metrics import RouterMetrics
+from fabric.contracts import errors
+from fabric.contracts import messages as reports
+from router.api import status_of
+from router.observe import PlannerSeries, RouterMetrics
+from router.observe.router_metrics import ENCODER_COUNTERS, ENCODER_GAUGES, WORKER_COUNTERS, WORKER_GAUGES
 
 EXAMPLES = Path(cluster_config.__file__).parent / "configs"
 

@@ -1,19 +1,158 @@
-"""Defines the state that `encode_jobs` keeps: one medium on its way through an encoder, the requests that wait for it,
+"""Keeps sums over an encoder's life, for reports: items received, items decoded, time in forward passes. It has no
+clock.
+
+Ranks calls at one encoder: by priority, then by shortest remaining work, with aging.
+
+A call is one encode request that a router sends to this encoder. Priority (the lowest number first) is strict, as it is
+in the worker that waits for the features. Otherwise a request of high priority would wait in the worker for features
+that are queued here behind others.
+
+Among calls of equal priority, the rank is `waiting since + patience * remaining encoding time`, and the lowest rank
+goes first. So the shorter call goes first, and a call is overtaken only by calls that arrive within `patience` times
+its own encoding time. No call starves, and no timer is needed. The encoder serves units rather than whole calls, so a
+long video gives way to a picture between two of its units. Two rules keep this true at every moment of the video's
+life:
+
+- Time in the forward pass does not count as waiting, and each second of the call's own work takes `patience` seconds
+  off the wait that has accumulated. So a video that is served continuously never looks old, and a video that had to
+  wait spends its accumulated wait on the service that it gets.
+- A call never counts as shorter than half of its original work. Otherwise the last units of a video would count as
+  shorter than a picture, and the picture would wait for all of them.
+
+This module knows nothing of clocks, memory, models or units.
+
+Defines the life of one unit's feature on its encoder, as a checked state machine.
+
+    ENCODING ──> ENCODED <──> STAGED        The design has ENCODING -> ENCODED -> STAGED -> MERGED -> PREFILLED ->
+        │           │                       DISCARDED. MERGED and PREFILLED are states of the worker; here a feature
+        v           v                       that every worker has released is ENCODED again: it is cached and may be
+      FAILED    DISCARDED                   evicted.
+
+The module knows nothing of memory or leases.
+
+Defines what goes to the device and what comes back. This is the interface between the planning and the thread that
+owns the model.
+
+The module knows nothing of torch; tests drive the pipeline through this interface, one forward pass at a time.
+
+Defines the state that `encode_jobs` keeps: one medium on its way through an encoder, the requests that wait for it,
 and sums over such media.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from encoder_pool.planning.turns import CallTurn
-from fabric.ids import AttemptId, MemberId
-from fabric.messages import Destination, EncodeRequest, MediaItem
-from modalities.family import EncoderInput
-from modalities.waveform import Waveform
+import numpy as np
+import numpy.typing as npt
+
+from fabric.contracts import AttemptId, Destination, EncodeRequest, MediaItem, MemberId, WeftError
+from modalities.family import EncoderInput, Waveform
+
+
+class Rank(NamedTuple):
+    """A `Rank` orders calls and items; the smaller rank goes first. The age order of the requests breaks ties, then the
+    item's place in its request."""
+
+    priority: int
+    virtual_s: float
+    age: tuple[float, str]
+    item_index: int
+
+
+@dataclass(slots=True, eq=False)
+class CallTurn:
+    """A `CallTurn` records how long one call has waited and how much forward time it has received. It is mutable, and
+    all items of the call share it."""
+
+    call: int
+    """Identifies the call on this encoder."""
+    age: tuple[float, str]
+    waiting_since_s: float
+    done_s: float = 0.0
+    """Sums the predicted forward time of the units that the call has already received."""
+    priority: int = 0
+
+    def served(self, seconds: float, worth_s: float, now_s: float, patience: float) -> None:
+        """Records a forward pass that ended at `now_s`, took `seconds`, and made units of this call that were predicted
+        to take `worth_s`."""
+        self.done_s += worth_s
+        self.waiting_since_s = min(now_s, self.waiting_since_s + seconds + patience * min(worth_s, seconds))
+
+    def rank(self, remaining_s: float, patience: float, item_index: int) -> Rank:
+        """Returns the rank of one item of this call while all items of the call together need `remaining_s` on this
+        encoder."""
+        needed_s = max(remaining_s, (remaining_s + self.done_s) / 2)
+        return Rank(self.priority, self.waiting_since_s + patience * needed_s, self.age, item_index)
+
+
+class FeatureState(Enum):
+    ENCODING = "encoding"
+    """The feature's memory is reserved and is being written."""
+    ENCODED = "encoded"
+    """The feature is complete and no worker holds a lease, so it is cached."""
+    STAGED = "staged"
+    """The feature is announced and at least one worker holds a lease."""
+    DISCARDED = "discarded"
+    FAILED = "failed"
+
+
+NEXT_STATES: dict[FeatureState, frozenset[FeatureState]] = {
+    FeatureState.ENCODING: frozenset({FeatureState.ENCODED, FeatureState.FAILED}),
+    FeatureState.ENCODED: frozenset({FeatureState.STAGED, FeatureState.DISCARDED}),
+    FeatureState.STAGED: frozenset({FeatureState.ENCODED}),
+    FeatureState.DISCARDED: frozenset(),
+    FeatureState.FAILED: frozenset(),
+}
+
+
+def advance(state: FeatureState, target: FeatureState) -> FeatureState:
+    """Returns the target if the state machine permits the step. Any other step is a bug in this program, hence an
+    assertion."""
+    assert target in NEXT_STATES[state], f"a feature can't go from {state.value} to {target.value}"
+    return target
+
+
+class ForwardUnit(NamedTuple):
+    input: EncoderInput
+    num_tokens: int
+    """Counts the planned rows of the feature."""
+    buffer: npt.NDArray[np.uint8]
+    """Views the bytes of the unit's slot in the arena, with shape `(nbytes,)`."""
+    num_levels: int = 0
+    """Has the meaning of `MediaItem.num_levels`."""
+
+
+class ForwardResult(NamedTuple):
+    errors: list[WeftError | None]
+    """Holds one entry per unit, in order. None means that the unit's bytes are complete in its slot."""
+    seconds: float
+
+
+class SoundJob(NamedTuple):
+    waveform: Waveform
+    item: MediaItem
+
+
+class SoundResult(NamedTuple):
+    outcomes: list[list[EncoderInput] | WeftError]
+    """Holds the planned units of each sound, in order, or the error that prevented them."""
+    seconds: float
+
+
+class Forward(Protocol):
+    def submit(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
+        """Encodes a batch of one modality into the units' buffers. Calls `done` once, in any thread."""
+        ...
+
+    def submit_sounds(self, sounds: Sequence[SoundJob], done: Callable[[SoundResult], None]) -> None:
+        """Resamples sounds and makes units of their spectrograms, all in one batch. Calls `done` once, in any thread.
+        It is only used where sounds arrive as waveforms."""
+        ...
 
 
 class Phase(Enum):
@@ -192,3 +331,66 @@ class DecodeRoom(NamedTuple):
     """Limits the memory that items take while they are being decoded, as estimated from their headers; no item alone
     exceeds it. The decoder enforces that budget itself. This limit prevents items that wait for the budget from
     occupying decode processes."""
+
+
+@dataclass(slots=True)
+class EncoderTally:
+    """Keeps counters that only grow. Seconds are of wall time."""
+
+    num_items: int = 0
+    """Counts the items that calls ask for; a content that occurs several times in one call counts once."""
+    num_items_encoded: int = 0
+    num_items_failed: int = 0
+    """Counts the failed items, refused ones included; an item counts once for each call that asks for it."""
+    num_cache_hits: int = 0
+    cache_hit_bytes: int = 0
+    num_decoded: int = 0
+    decode_s: float = 0.0
+    preprocess_s: float = 0.0
+    """Sums preprocessing time in decode processes and on the device."""
+    num_batches: int = 0
+    num_units: int = 0
+    """Counts the units that went through a forward pass."""
+    encoded_cost: int = 0
+    """Sums the cost of these units."""
+    forward_s: float = 0.0
+
+    def batch_ended(self, num_units: int, cost: int, seconds: float) -> None:
+        self.num_batches += 1
+        self.num_units += num_units
+        self.encoded_cost += cost
+        self.forward_s += seconds
+
+
+class BusyTime:
+    """Measures how much of the time the forward pass keeps the device busy. Callers pass the time in."""
+
+    def __init__(self, window_s: float = 1.0) -> None:
+        self._window_s = window_s
+        self._done_s = 0.0
+        self._since_s: float | None = None
+        self._window: tuple[float, float] | None = None
+        """Holds the time when the window began, and how long the device had been busy by then."""
+        self.fraction = 0.0
+        """Holds the busy share of the last complete window."""
+
+    def started(self, now_s: float) -> None:
+        self._since_s = now_s
+
+    def ended(self, now_s: float) -> None:
+        assert self._since_s is not None
+        self._done_s += now_s - self._since_s
+        self._since_s = None
+
+    def current_s(self, now_s: float) -> float:
+        """Returns for how long the present forward pass has run; returns 0 if there is none."""
+        return 0.0 if self._since_s is None else now_s - self._since_s
+
+    def roll(self, now_s: float) -> None:
+        """Begins a new window if the last one is over. Callers must call it often."""
+        busy_s = self._done_s + (now_s - self._since_s if self._since_s is not None else 0.0)
+        if self._window is None:
+            self._window = (now_s, busy_s)
+        elif now_s - self._window[0] >= self._window_s:
+            self.fraction = (busy_s - self._window[1]) / (now_s - self._window[0])
+            self._window = (now_s, busy_s)

@@ -18,14 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, takewhile
 
-from encoder_pool.planning.batcher import QueuedSound, QueuedUnit, place_in_line, split_cost
+from encoder_pool.planning.batcher import InputSizes, QueuedSound, QueuedUnit, place_in_line, split_cost
 from encoder_pool.planning.call_queue import CallQueue
-from encoder_pool.planning.encode_job import EncodeJob, EncodeJobTotals, EncodeWaiter, JobStage, Phase
-from encoder_pool.planning.sizes import InputSizes
-from encoder_pool.planning.turns import CallTurn, Rank
-from fabric.ids import MemberId, MmHash, UnitKey
-from modalities.family import EncoderInput
-from modalities.waveform import Waveform
+from encoder_pool.planning.encode_job import CallTurn, EncodeJob, EncodeJobTotals, EncodeWaiter, JobStage, Phase, Rank
+from fabric.contracts import MemberId, MmHash, UnitKey
+from modalities.family import EncoderInput, Waveform
 
 ToSeconds = Callable[[str, int], float]
 """Maps (modality, cost) to the seconds that this adds to a forward pass, in proportion to the cost."""

@@ -21,10 +21,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from modalities.causal_lm.config import refuse_unsupported, shape_of
-from modalities.causal_lm.family import TextFamily
+from modalities.checkpoint_files import model_id, read_json
+from modalities.families.causal_lm.text_family import TextFamily, refuse_unsupported, shape_of
 from modalities.family import LanguageModel
-from modalities.json_files import model_id, read_json
 from modalities.registry import Registry
 
 ARCHITECTURE = "MistralForCausalLM"
@@ -57,8 +56,7 @@ class MistralFamily(TextFamily):
         """Loads the weights. Raises ConfigError if one is missing or left over."""
         from transformers import MistralForCausalLM
 
-        from modalities.causal_lm.checkpoint import PartNames, load_part, read_pretrained_config
-        from modalities.causal_lm.language_model import CausalLM
+        from modalities.families.causal_lm.language_model import CausalLM, PartNames, load_part, read_pretrained_config
 
         config = read_pretrained_config(model_dir)
         # The checkpoint's names are those of the class, and the checkpoint has no other part.

@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING
 import msgspec
 from PIL import Image, ImageDraw
 
-from encoder_pool.samples import MODALITY_TO_SAMPLES, CalibrationSample
-from fabric.errors import InvalidMedia
-from fabric.messages import MediaItem, PlaceholderRange
+from encoder_pool.calibration import MODALITY_TO_SAMPLES, CalibrationSample
+from fabric.contracts import InvalidMedia, MediaItem, PlaceholderRange
+from modalities.families.qwen3_omni import Qwen3OmniFamily
 from modalities.family import (
     DEFAULT_OPTIONS,
     EncoderInput,
@@ -49,8 +49,7 @@ from modalities.family import (
     MediaOptions,
     Positions,
 )
-from modalities.plugin import MediaLimits
-from modalities.qwen3_omni.family import Qwen3OmniFamily
+from modalities.media import MediaLimits
 from modalities.registry import Registry
 
 if TYPE_CHECKING:

@@ -4,10 +4,17 @@ A hostile or broken file may crash the code that reads it, hang it, or exhaust i
 such code to a spawned process of its own: the kernel limits its processor time and memory, a deadline limits its time
 by the clock, and it ends with its parent. When the process dies, `SandboxDied` says whether a job had begun and why the
 process ended, so that a file's own fault is told apart from a fault of the machine. Both users, the prober
-(`modalities/probing.py`) and the decoder (`encoder_pool/decode.py`), name the function that the process runs. The
+(`modalities/probing.py`) and the decoder (`encoder_pool/decoder.py`), name the function that the process runs. The
 folder knows nothing of media, and it imports neither torch nor ray.
 """
 
 from fabric.sandbox.process import Death, JobLimits, NotStarted, RunJob, SandboxDied, SandboxProcess
 
-__all__ = ["Death", "JobLimits", "NotStarted", "RunJob", "SandboxDied", "SandboxProcess"]
+__all__ = [
+    "Death",
+    "JobLimits",
+    "NotStarted",
+    "RunJob",
+    "SandboxDied",
+    "SandboxProcess",
+]

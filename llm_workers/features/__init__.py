@@ -8,10 +8,10 @@ the engine only as a `FeatureEngine`, which is handed references to features and
 torch.
 """
 
+from llm_workers.features.feature_entries import UnitState
 from llm_workers.features.feature_store import FeatureStore, MissingUnit
 from llm_workers.features.host_cache import HostCache
 from llm_workers.features.receiver import FeatureEndpoint, FeatureEngine, Listener, Peers, Receiver
-from llm_workers.features.unit_entry import UnitState
 
 __all__ = [
     "FeatureEndpoint",

@@ -24,24 +24,26 @@ from collections.abc import Hashable, Iterable, Mapping
 from itertools import count, islice
 from typing import NamedTuple, TypeVar
 
-from fabric.channel import LandedFeature
-from fabric.clock import Clock
-from fabric.ids import AttemptId, UnitKey
-from fabric.messages import UnitReady
-from llm_workers.config import WorkerConfig
-from llm_workers.features.host_cache import HostCache
-from llm_workers.features.read_order import AttemptNeeds, Backwards, Rank, ReadTurn, Shape, TurnQueue
-from llm_workers.features.unit_entry import (
+from fabric.contracts import AttemptId, Clock, UnitKey, UnitReady
+from fabric.transport import LandedFeature
+from llm_workers.features.feature_entries import (
     ALLOWED,
     HELD,
     IN_MEMORY,
     WITHOUT_BYTES,
     Announced,
+    AttemptNeeds,
+    Backwards,
+    Rank,
+    ReadTurn,
+    Shape,
+    TurnQueue,
     UnitEntry,
     UnitState,
 )
-from llm_workers.scheduling.feature_references import FeatureReference, Reads, ReleasedFeature
-from llm_workers.scheduling.keeping import FeatureUse, is_kept
+from llm_workers.features.host_cache import FeatureUse, HostCache, is_kept
+from llm_workers.scheduling import FeatureReference, Reads, ReleasedFeature
+from llm_workers.worker_config import WorkerConfig
 
 LOST = "lost"
 MEMORY = 4096

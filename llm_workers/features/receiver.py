@@ -16,17 +16,31 @@ from concurrent.futures import Future
 from math import prod
 from typing import NamedTuple, Protocol
 
-from fabric.channel import FeatureSink, LandedFeature
-from fabric.clock import Clock
-from fabric.dtypes import DTYPE_TO_BYTES
-from fabric.errors import ArenaFull, FeatureMismatch, InvalidMedia, LeaseLost, ProtocolError, UnitTooLarge, WeftError
-from fabric.ids import AttemptId, MemberId, UnitKey
-from fabric.messages import FeatureTicket, GenerateRequest, MediaItem, Member, UnitReady, UnitRelease
-from fabric.plane import Plane
-from llm_workers.config import WorkerConfig
+from fabric.contracts import (
+    DTYPE_TO_BYTES,
+    ArenaFull,
+    AttemptId,
+    Clock,
+    FeatureMismatch,
+    FeatureTicket,
+    GenerateRequest,
+    InvalidMedia,
+    LeaseLost,
+    MediaItem,
+    Member,
+    MemberId,
+    ProtocolError,
+    UnitKey,
+    UnitReady,
+    UnitRelease,
+    UnitTooLarge,
+    WeftError,
+)
+from fabric.transport import FeatureSink, LandedFeature, Plane
+from llm_workers.features.feature_entries import Shape
 from llm_workers.features.feature_store import FeatureStore, MissingUnit
-from llm_workers.features.read_order import Shape
-from llm_workers.scheduling.feature_references import FeatureReference, Reads, ReleasedFeature
+from llm_workers.scheduling import FeatureReference, Reads, ReleasedFeature
+from llm_workers.worker_config import WorkerConfig
 
 _LOG = logging.getLogger(__name__)
 

@@ -23,11 +23,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fabric.ids import SequenceId
-from fabric.messages import SamplingParams
-from llm_workers.scheduling.plan import NO_BLOCK, Decodes, Ints
-from llm_workers.scheduling.sequence import Sequence
-from llm_workers.scheduling.stopping import ending_ids
+from fabric.contracts import SamplingParams, SequenceId
+from llm_workers.scheduling.sequence import Sequence, ending_ids
+from llm_workers.scheduling.step_plan import NO_BLOCK, Decodes, Ints
 
 _FEWEST_ROWS, _FEWEST_BLOCKS = 16, 8
 

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fabric.channel import LandedFeature
-from fabric.errors import FeatureMismatch
-from fabric.ids import AttemptId, SequenceId, UnitKey
-from llm_workers.scheduling.events import NextRead
+from fabric.contracts import AttemptId, FeatureMismatch, SequenceId, UnitKey
+from fabric.transport import LandedFeature
+from llm_workers.scheduling.scheduler_events import NextRead
 
 Reads = Mapping[UnitKey, Mapping[AttemptId, NextRead | None]]
 """Maps each unit to its attempts, and each attempt to the place where its first choice that needs the unit needs it

@@ -23,11 +23,11 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from fabric.ids import UnitKey
+from fabric.contracts import UnitKey
 from llm_workers.scheduling.blocks import BlockPool
 from llm_workers.scheduling.feature_references import FeatureReferences, ReadLog
-from llm_workers.scheduling.plan import NO_BLOCK
 from llm_workers.scheduling.sequence import Sequence
+from llm_workers.scheduling.step_plan import NO_BLOCK
 
 
 class SequenceResources:

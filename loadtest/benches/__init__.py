@@ -9,32 +9,32 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
-from fabric.errors import ConfigError
-from loadtest.benches.report import BenchResult, publish
+from fabric.contracts import ConfigError
+from loadtest.benches.bench_result import BenchResult, publish
 
 __all__ = ["run_benches"]
 
 
 def _path(_: Sequence[str]) -> BenchResult:
-    from loadtest.benches.path import run
+    from loadtest.benches.path_bench import run
 
     return run()
 
 
 def _engine(options: Sequence[str]) -> BenchResult:
-    from loadtest.benches.engine import run
+    from loadtest.benches.engine_bench import run
 
     return run(options)
 
 
 def _encoder(options: Sequence[str]) -> BenchResult:
-    from loadtest.benches.encoder import run
+    from loadtest.benches.encoder_bench import run
 
     return run(options)
 
 
 def _memory(options: Sequence[str]) -> BenchResult:
-    from loadtest.benches.memory import run
+    from loadtest.benches.memory_bench import run
 
     return run(options)
 

@@ -27,16 +27,23 @@ from typing import NamedTuple
 
 import torch
 
-from encoder_pool.config import EncoderConfig
-from encoder_pool.service import EncoderService
-from fabric.channel_local import LocalChannelHub, LocalFeatureSource
-from fabric.clock import SystemClock
-from fabric.ids import MemberId, RequestId
-from fabric.messages import Destination, EncodeRequest, Member, PlaneMessage, UnitReady, UnitRelease
-from fabric.plane_local import LocalHub, LocalPlane
-from loadtest.benches.encoder_files import NUM_FRAMES, another, film, model_of_long_films, picture
+from encoder_pool.encoder_config import EncoderConfig
+from encoder_pool.encoder_service import EncoderService
+from fabric.contracts import (
+    Destination,
+    EncodeRequest,
+    Member,
+    MemberId,
+    PlaneMessage,
+    RequestId,
+    SystemClock,
+    UnitReady,
+    UnitRelease,
+)
+from fabric.transport import LocalChannelHub, LocalFeatureSource, LocalHub, LocalPlane
+from loadtest.benches.encoder_batching import NUM_FRAMES, another, film, model_of_long_films, picture
 from modalities.family import EncoderInput, EncoderModel, Family, MediaOptions
-from modalities.identify import plan_media
+from modalities.media import plan_media
 from modalities.registry import REGISTRY
 
 NUM_ARRIVALS = 5

@@ -22,13 +22,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fabric.clock import SystemClock
-from fabric.errors import ConfigError
-from fabric.ids import MemberId, RequestId
-from fabric.messages import GenerateRequest, SamplingParams, StopConditions
-from llm_workers.config import WorkerConfig
-from llm_workers.scheduling.scheduler import Scheduler
-from loadtest.benches.report import Bar, BenchResult
+from fabric.contracts import (
+    ConfigError,
+    GenerateRequest,
+    MemberId,
+    RequestId,
+    SamplingParams,
+    StopConditions,
+    SystemClock,
+)
+from llm_workers.scheduling import Scheduler
+from llm_workers.worker_config import WorkerConfig
+from loadtest.benches.bench_result import Bar, BenchResult
 from modalities.family import Positions
 
 if TYPE_CHECKING:
@@ -125,11 +130,8 @@ def measure(num_sequences: int, block_size: int) -> HostTimes:
     """Measures Weft's share."""
     import torch
 
-    from llm_workers.attention import select_backend
-    from llm_workers.paged_kv import PagedKV
-    from llm_workers.runner import Runner
-    from llm_workers.scheduling.feature_references import FeatureReferences
-    from llm_workers.splice import ReferencedFeatures
+    from llm_workers.compute import PagedKV, ReferencedFeatures, Runner, select_backend
+    from llm_workers.scheduling import FeatureReferences
 
     blocks_each = -(-(PROMPT_TOKENS + 2 * NUM_STEPS) // block_size) + 1
     config = WorkerConfig(

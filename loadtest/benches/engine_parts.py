@@ -14,7 +14,7 @@ import numpy as np
 
 from deploy import compose
 from deploy.config import ClusterConfig
-from fabric.ids import MmHash, UnitKey
+from fabric.contracts import MmHash, UnitKey
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +46,8 @@ def splice_times(hidden: int = 1024) -> SpliceTimes:
     splice, and for a simple loop over tokens."""
     import torch
 
-    from llm_workers.scheduling.plan import Splice
-    from llm_workers.splice import PlacedSplice, splice_features
+    from llm_workers.compute import PlacedSplice, splice_features
+    from llm_workers.scheduling import Splice
 
     features = {
         UnitKey(MmHash(f"picture {number}"), 0): torch.randn(1, PICTURE_TOKENS, hidden).bfloat16()
@@ -82,8 +82,7 @@ def forward_shares(
     torch's profiler measures it. Loads the model again and has the side effects of `compose.prepare_process`."""
     import torch
 
-    from llm_workers.attention import select_backend
-    from llm_workers.paged_kv import PagedKV, SequenceRows
+    from llm_workers.compute import PagedKV, SequenceRows, select_backend
 
     compose.prepare_process(config)
     config, model = compose.open_model(config)

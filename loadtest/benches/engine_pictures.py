@@ -13,11 +13,10 @@ from pathlib import Path
 
 from deploy.config import ClusterConfig
 from deploy.local import serving
-from loadtest.benches.chat_load import picture_messages, run_chats, weft_body
+from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.benches.chat_load import BenchLoad, picture_messages, run_chats, weft_body
 from loadtest.benches.peer_process import Peer
-from loadtest.benches.report import Bar, BenchResult
 from loadtest.benches.synthetic import IMAGE_SIDE, IMAGE_TOKENS
-from loadtest.benches.worker_load import BenchLoad
 
 ENCODE_TIMEOUT_MS = 120_000
 """A slow machine takes longer to encode so many pictures at once than the default timeout of a cluster permits."""

@@ -15,10 +15,18 @@ from typing import Protocol
 
 import httpx
 
-from fabric.errors import ConfigError
-from loadtest.benches.chat_load import Body, picture_messages, run_chats, transformers_body, weft_body, word_messages
+from fabric.contracts import ConfigError
+from loadtest.benches.chat_load import (
+    BenchLoad,
+    Body,
+    picture_messages,
+    prompts_of,
+    run_chats,
+    transformers_body,
+    weft_body,
+    word_messages,
+)
 from loadtest.benches.synthetic import VOCAB
-from loadtest.benches.worker_load import BenchLoad, prompts_of
 
 START_TIMEOUT_S = 300.0
 

@@ -2,23 +2,291 @@
 
 Text from a client never becomes a control token. A conversation that spells no control token is tokenised exactly as by
 transformers' `apply_chat_template`. This module knows nothing of media: a placeholder is one token here.
+
+Prevents text from outside from becoming a control token (`<|im_end|>`, `<|image_pad|>`).
+
+A mark is one character that occurs in none of the texts. It is inserted into every string from outside wherever a
+control token could arise: inside each control token that the string spells, and at the string's ends where it could
+join with its neighbouring text after rendering. The rendered text is then cut at those marks that are inside a control
+token, and only there, so that harmless text is tokenised exactly as if there were no marks. This module knows nothing
+of tokenizers or templates.
+
+It does not cover a template that rewrites its input's letters (upper case, slices inside words) into a control token.
+A template that measures or compares a text with a mark sees the mark and may render that text differently.
+
+Renders chat templates (Jinja in a sandbox) as transformers' `apply_chat_template` renders them.
+
+It knows nothing of token ids. The environment (options, filters, globals, the `generation` tag) follows
+transformers/utils/chat_template_utils.py of 5.23; a parity test compares the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 
-from fabric.errors import ConfigError, ContextLengthExceeded, InvalidRequest
-from modalities.text import checkpoint
-from modalities.text.control_tokens import ControlTokens, strings, unused_mark, with_strings
-from modalities.text.template import ChatTemplate
+from fabric.contracts import ConfigError, ContextLengthExceeded, InvalidRequest
+from modalities.text import tokenizer_files as checkpoint
 from modalities.text.tokenizer_files import load_tokenizer
+
+STRUCTURAL_KEYS = ("role", "type")
+MARK_RANGES = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
+
+
+class ControlTokens:
+    """Holds the control tokens of one tokenizer. Each has two or more characters and no white space at its ends."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        self.tokens = tuple(sorted(set(tokens), key=lambda token: (-len(token), token)))
+        assert all(len(token) >= 2 and token == token.strip() for token in self.tokens)
+        alternatives = "|".join(map(re.escape, self.tokens)) or "(?!)"
+        self._pattern = re.compile(alternatives)
+        self._starts_pattern = re.compile(f"(?={alternatives})")
+        self._prefixes = frozenset(token[:end] for token in self.tokens for end in range(1, len(token)))
+        self._suffixes = frozenset(token[start:] for token in self.tokens for start in range(1, len(token)))
+        self._max_length = max(map(len, self.tokens), default=0)
+
+    def is_contained(self, text: str) -> bool:
+        """Returns true if the text spells a control token."""
+        return self._pattern.search(text) is not None
+
+    def is_harmless(self, text: str, is_structural: bool = False) -> bool:
+        """Returns true if no control token can arise from this text, regardless of the text around it."""
+        if is_structural or self.is_contained(text):
+            return not self.is_contained(text)
+        return not (self._opens(text) or self._closes(text) or self._is_inside(text))
+
+    def marked_inside(self, text: str, mark: str) -> str:
+        """Returns the text with the mark after the first character of every control token, overlapping ones too."""
+        cuts = [match.start() + 1 for match in self._starts_pattern.finditer(text)]
+        return mark.join(text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True))
+
+    def marked(self, text: str, mark: str) -> str:
+        """Returns the text with marks as in `marked_inside` and at the ends that could join with their surroundings.
+        The marks at the ends stand inside the surrounding white space, so that a template can still trim it."""
+        core = text.strip()
+        before, _, after = text.partition(core) if core else (text, "", "")
+        head = mark if self._closes(text) else ""
+        tail = mark if self._opens(text) or self._is_inside(text) else ""
+        return f"{before}{head}{self.marked_inside(core, mark)}{tail}{after}"
+
+    def pieces(self, text: str, mark: str) -> list[str]:
+        """Returns the text without marks, cut where a mark is inside a control token. If the pieces are tokenised one
+        by one, no piece yields a control token that contained a mark."""
+        parts = text.split(mark)
+        plain = "".join(parts)
+        cuts = list(self._cuts(plain, parts))
+        return [plain[start:end] for start, end in zip([0, *cuts], [*cuts, len(plain)], strict=True)]
+
+    def _cuts(self, plain: str, parts: Sequence[str]) -> Iterator[int]:
+        """Yields ascending positions in `plain`: that of the first mark inside each control token that has one."""
+        marks, end = [], 0
+        for part in parts[:-1]:
+            end += len(part)
+            marks.append(end)
+        next_mark = position = 0
+        while match := self._pattern.search(plain, position):
+            while next_mark < len(marks) and marks[next_mark] <= match.start():
+                next_mark += 1
+            if next_mark < len(marks) and marks[next_mark] < match.end():
+                position = marks[next_mark]
+                yield position
+            else:
+                position = match.end()
+
+    def _opens(self, text: str) -> bool:
+        tail = text.rstrip()[-self._max_length :]
+        return any(tail[start:] in self._prefixes for start in range(len(tail)))
+
+    def _closes(self, text: str) -> bool:
+        head = text.lstrip()[: self._max_length]
+        return any(head[:end] in self._suffixes for end in range(1, len(head) + 1))
+
+    def _is_inside(self, text: str) -> bool:
+        core = text.strip()
+        return 0 < len(core) < self._max_length and any(core in token for token in self.tokens)
+
+
+class Text(NamedTuple):
+    text: str
+    is_structural: bool
+    """Is true for a key, a role or a type. Templates compare these, so only a whole control token in them is broken
+    up."""
+
+
+def strings(value: object, is_structural: bool = False) -> Iterator[Text]:
+    """Yields every string in a JSON-like value, keys included. Raises InvalidRequest for a value that is not JSON."""
+    if isinstance(value, str):
+        yield Text(value, is_structural)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from strings(key, True)
+            yield from strings(item, key in STRUCTURAL_KEYS)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from strings(item)
+    elif value is not None and not isinstance(value, (bool, int, float)):
+        # Other objects are refused because they would bring their methods into the template's sandbox.
+        raise InvalidRequest(f"a {type(value).__name__} can't be put into a chat template", param="messages")
+
+
+def with_strings(value: object, free: Callable[[str], str], structural: Callable[[str], str]) -> object:
+    """Returns a copy of `value` in which `free` maps every free string and `structural` maps keys, roles and types."""
+    if isinstance(value, str):
+        return free(value)
+    if isinstance(value, Mapping):
+        return {
+            (structural(key) if isinstance(key, str) else key): structural(item)
+            if key in STRUCTURAL_KEYS and isinstance(item, str)
+            else with_strings(item, free, structural)
+            for key, item in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [with_strings(item, free, structural) for item in value]
+    return value
+
+
+def unused_mark(texts: Iterable[str]) -> str:
+    """Returns a private-use character that occurs in none of the texts. Raises InvalidRequest if they use all."""
+    used = set().union(*texts)
+    for code in (code for codes in MARK_RANGES for code in codes):
+        if chr(code) not in used:
+            return chr(code)
+    raise InvalidRequest("the text uses every private-use character there is", param="messages")
+
+
+# A client may not set these names: they hold the conversation and the template itself (CVE-2025-62426).
+RESERVED_VARIABLES = frozenset({"add_generation_prompt", "chat_template", "messages", "self"})
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplate:
+    """Holds one compiled template. `special_tokens` are variables of it (`eos_token`). Threads may share it."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime]) -> None:
+        """Compiles the template. Raises ConfigError if the source is no template."""
+        self._special_tokens = dict(special_tokens)
+        environment = _environment(now)
+        try:
+            self._template = environment.from_string(source)
+            tree = environment.parse(source)
+        except TemplateError as error:
+            raise ConfigError(f"the chat template can't be compiled: {error}") from error
+        literals = {data.data for data in tree.find_all(nodes.TemplateData)}
+        literals |= {const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str)}
+        self.literal_text = "\0".join(sorted(literals))
+        """Holds all text that the template can write by itself: its literals, joined by NUL."""
+
+    def render(
+        self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, variables: Mapping[str, object]
+    ) -> str:
+        """Returns the rendered conversation. Raises InvalidRequest if the template refuses the messages or fails on
+        them, and for a reserved variable."""
+        if reserved := sorted((RESERVED_VARIABLES | self._special_tokens.keys()) & variables.keys()):
+            raise InvalidRequest(f"{reserved[0]} can't be set by a request", param="chat_template_kwargs")
+        prepared = [_with_reasoning_names(message) for message in messages]
+        defaults: dict[str, object] = {"tools": None, "documents": None, **self._special_tokens}
+        context = {**defaults, **variables, "messages": prepared, "add_generation_prompt": add_generation_prompt}
+        try:
+            return self._template.render(context)
+        except TemplateError as error:
+            raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
+            # The template computes with the client's data, so these type errors come from the request, not from Weft.
+            kind = type(error).__name__
+            raise InvalidRequest(f"the chat template can't render the messages ({kind})", param="messages") from error
+
+
+def _with_reasoning_names(message: Mapping[str, object]) -> dict[str, object]:
+    """Returns the message without None fields, and with its reasoning under the two names that templates read."""
+    present = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((present[key] for key in REASONING_FIELDS if key in present), None)
+    return present if reasoning is None else {"thinking": reasoning, **present, "reasoning_content": reasoning}
+
+
+class _GenerationTag(Extension):
+    """Renders `{% generation %}`, which marks the assistant's text for training, as if the tag were not there."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance variable
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+class _Dict:
+    """Replaces `dict` in templates, without the class's attributes."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _Namespace(Namespace):
+    """Replaces `namespace` in templates, without underscore attributes."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # This lets `namespace(self=...)` work, as in jinja2.
+        self, args = args[0], args[1:]
+        attributes = dict(*args, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        Namespace.__setitem__(self, name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a chat template can't store {name!r} in a namespace")
+
+
+def _environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(
+        value: object,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        """Writes plain JSON; Jinja's own `tojson` escapes it for HTML."""
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    def strftime_now(format: str) -> str:
+        return now().strftime(format)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols], undefined=jinja2.Undefined
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
+    return environment
+
 
 MAX_CHARS_PER_TOKEN = 64
 """Limits the average number of characters per token over a whole context; longer texts are refused untokenised.

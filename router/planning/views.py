@@ -2,18 +2,39 @@
 
 Times are seconds, costs of media are patches, and lengths are tokens. Types of which many are made per request are
 NamedTuples. This module knows nothing of how the views come about (`cluster`) or of the formula (`score`).
+
+Derives the class of the link between two members from where they run. The planner costs links by class and never
+filters by it: a fitted alpha + beta * bytes says what a topology is worth, and a name does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from fabric.ids import AttemptId, BlockHash, MemberId, MmHash
-from fabric.messages import MediaItem, PlaceholderRange
-from router.planning.links import LinkClass
+from fabric.contracts import AttemptId, BlockHash, MediaItem, MemberId, MmHash, PlaceholderRange
+
+
+class LinkClass(Enum):
+    SAME_PROCESS = "same_process"
+    SAME_HOST = "same_host"
+    NETWORK = "network"
+
+
+def link_class(host_a: str, host_b: str) -> LinkClass:
+    """Returns the class of the link between two hosts. `Member.host` is `machine`, or `machine/process` for members
+    that share a process with others."""
+    if host_a == host_b:
+        return LinkClass.SAME_PROCESS if "/" in host_a else LinkClass.SAME_HOST
+    return LinkClass.SAME_HOST if machine(host_a) == machine(host_b) else LinkClass.NETWORK
+
+
+def machine(host: str) -> str:
+    """Returns the machine of a `Member.host`."""
+    return host.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +80,8 @@ class WorkerView(NamedTuple):
     covered_blocks: int
     """Counts the leading blocks of this query's prompt that the worker's KV holds, according to the index."""
     queued_tokens: float
-    """Counts the weighted tokens (tokens weighted by their context, see `fabric.weighted_tokens`) that were ahead of
-    this request when the worker last reported, and that could be computed then."""
+    """Counts the weighted tokens (tokens weighted by their context, see `fabric.contracts.learned_cost`) that were
+    ahead of this request when the worker last reported, and that could be computed then."""
     num_decoding: int
     """Counts the sequences that compute one token in every step."""
     num_open: int

@@ -11,11 +11,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fabric.channel import FeatureSink, FeatureSource, SourceSlot
-from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
-from fabric.clock import Clock
-from fabric.errors import WeftError
-from fabric.messages import FeatureTicket
+from fabric.contracts import Clock, FeatureTicket, WeftError
+from fabric.transport import (
+    FeatureSink,
+    FeatureSource,
+    LocalChannelHub,
+    LocalFeatureSink,
+    LocalFeatureSource,
+    SourceSlot,
+)
 
 Shape = tuple[int, int, int]
 ARENA_BYTES = 8 << 20
@@ -119,7 +123,7 @@ class LocalPeer(Stock):
 
 def _serve(connection: Any, name: str) -> None:
     """Serves a source in the other process: it receives commands and sends results until the pipe ends."""
-    from fabric.channel_nixl import NixlFeatureSource
+    from fabric.transport import NixlFeatureSource
 
     stock = Stock(NixlFeatureSource(name, ARENA_BYTES))
     try:
@@ -212,7 +216,7 @@ class World:
     def make_sink(self, total_bytes: int, clock: Clock) -> FeatureSink:
         if self.kind == "local":
             return LocalFeatureSink(self.hub, "worker", total_bytes, clock)
-        from fabric.channel_nixl import NixlFeatureSink
+        from fabric.transport import NixlFeatureSink
 
         return NixlFeatureSink("worker", total_bytes, clock)
 

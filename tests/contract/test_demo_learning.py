@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from deploy.demo.batches import Batch, make_groups
-from deploy.demo.pair import run_together, to_device
+from deploy.demo.training.batches import Batch, make_groups
+from deploy.demo.training.optimizers import run_together, to_device
 
 pytestmark = pytest.mark.torch
 

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from deploy.demo import speech
-from deploy.demo.batches import prepare_model
 from deploy.demo.build import demo_checkpoint, write_all_but_weights
-from deploy.demo.catalogue import AUDIO_TOWER_STAGE, TASKS, VISION_TOWER_STAGE
-from deploy.demo.media import SAMPLE_RATE
-from deploy.demo.pair import to_device
+from deploy.demo.drawing import speech
+from deploy.demo.drawing.facts import SAMPLE_RATE
+from deploy.demo.tasks.catalogue import AUDIO_TOWER_STAGE, TASKS, VISION_TOWER_STAGE
 from deploy.demo.train import ALL_STAGES, _lesson
+from deploy.demo.training.batches import prepare_model
+from deploy.demo.training.optimizers import to_device
 from deploy.demo.weights import load_trainable
 
 pytestmark = pytest.mark.torch

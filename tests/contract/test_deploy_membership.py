@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from deploy.serving.directory import Membership
-from fabric.clock import ManualClock
-from fabric.ids import MemberId
-from fabric.membership import View
-from fabric.messages import Member
+from deploy.ray.directory import Membership
+from fabric.contracts import ManualClock, Member, MemberId
+from fabric.transport import View
 
 
 def member(name: str) -> Member:

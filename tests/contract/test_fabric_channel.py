@@ -15,10 +15,8 @@ import numpy as np
 import pytest
 from fabric_peers import ARENA_BYTES, Peer, World, payload
 
-from fabric.channel import FeatureSink, LandedFeature
-from fabric.clock import ManualClock
-from fabric.errors import ArenaFull, LeaseLost, ProtocolError, TransferFailed, UnitTooLarge
-from fabric.slots import HEADER_BYTES
+from fabric.contracts import ArenaFull, LeaseLost, ManualClock, ProtocolError, TransferFailed, UnitTooLarge
+from fabric.transport import HEADER_BYTES, FeatureSink, LandedFeature
 
 PATIENCE_S = 30.0
 TIMEOUT_S = 5.0

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from fabric_peers import ProcessPeer, payload
 
-from fabric.errors import TransferFailed
+from fabric.contracts import TransferFailed
 
 PATIENCE_S = 30.0
 SHAPE = (1, 16_384, 64)
@@ -19,7 +19,7 @@ NBYTES = 4 << 20
 
 def wake_up_late() -> None:
     """Runs in a process of its own, with a sink for two features and a small one."""
-    from fabric.channel_nixl import NixlFeatureSink
+    from fabric.transport import NixlFeatureSink
 
     peer, other = ProcessPeer(), ProcessPeer()
     sink = NixlFeatureSink("worker", 2 * NBYTES + 4096)

@@ -11,13 +11,17 @@ import msgspec
 import pytest
 import zmq
 
-from fabric.errors import ConfigError
-from fabric.ids import MemberId, RequestId
-from fabric.messages import AbortAttempt, PlaneMessage, RouterHeartbeat, TokenFrame, TokenFrames
-from fabric.plane import Plane
-from fabric.plane_keys import PlaneKeys
-from fabric.plane_local import LocalHub, LocalPlane
-from fabric.plane_zmq import ZmqPlane
+from fabric.contracts import (
+    AbortAttempt,
+    ConfigError,
+    MemberId,
+    PlaneMessage,
+    RequestId,
+    RouterHeartbeat,
+    TokenFrame,
+    TokenFrames,
+)
+from fabric.transport import LocalHub, LocalPlane, Plane, PlaneKeys, ZmqPlane
 
 PATIENCE_S = 30.0
 QUEUE = 64

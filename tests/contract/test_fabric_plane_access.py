@@ -12,10 +12,8 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from fabric.ids import RequestId
-from fabric.messages import AbortAttempt, PlaneMessage, encode_message
-from fabric.plane_keys import PlaneKeys
-from fabric.plane_zmq import ZmqPlane
+from fabric.contracts import AbortAttempt, PlaneMessage, RequestId, encode_message
+from fabric.transport import PlaneKeys, ZmqPlane
 
 PATIENCE_MS = 30_000
 KEYS, OTHERS = PlaneKeys.make(), PlaneKeys.make()

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from sandbox_users import USERS, SandboxUser
 
-from encoder_pool.decode import DecodeBroke
-from fabric.errors import EncodeFailed, InvalidMedia, MachineBusy
+from encoder_pool.decoder import DecodeBroke
+from fabric.contracts import EncodeFailed, InvalidMedia, MachineBusy
 from fabric.sandbox import Death, JobLimits, NotStarted, RunJob, SandboxDied, SandboxProcess
 
 AMPLE = JobLimits(cpu_s=60.0, memory_bytes=2**30, timeout_s=60.0)

@@ -15,8 +15,8 @@ from router_fakes import fake_cluster, settled
 
 import deploy.http_server
 from deploy.http_server import HttpServer, bind
-from fabric.errors import ConfigError
-from router.http import create_app
+from fabric.contracts import ConfigError
+from router.edge import create_app
 
 HOST = "127.0.0.1"
 Send = Callable[[dict[str, object]], Awaitable[None]]

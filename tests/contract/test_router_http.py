@@ -18,10 +18,10 @@ from router_fakes import MODEL, FakeCluster, fake_cluster
 
 from deploy.demo.build import write_all_but_weights
 from deploy.http_server import MAX_HEADER_BYTES, HttpServer
-from fabric.errors import EngineFailed
+from fabric.contracts import EngineFailed
 from modalities.registry import REGISTRY
-from modalities.text.codec import TextCodec
-from router.http import create_app
+from modalities.text import TextCodec
+from router.edge import create_app
 
 
 @asynccontextmanager

@@ -18,8 +18,8 @@ import pytest
 import yaml
 from cluster_process import ClusterProcess, start_cluster
 
-from fabric.errors import ConfigError, InvalidMedia
-from modalities.plugin import MediaLimits
+from fabric.contracts import ConfigError, InvalidMedia
+from modalities.media import MediaLimits
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

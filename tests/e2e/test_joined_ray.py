@@ -22,7 +22,7 @@ from cluster_process import ClusterProcess, eventually, launched, start_cluster,
 from reference_model import ReferenceModel
 
 from deploy.demo.build import demo_checkpoint
-from deploy.environment import SWITCHES
+from deploy.process_setup import SWITCHES
 
 pytestmark = [pytest.mark.ray, pytest.mark.nixl, pytest.mark.torch]
 

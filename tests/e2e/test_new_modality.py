@@ -14,7 +14,7 @@ from point_cloud import POINTS, register, write_model
 
 from deploy.config import ClusterConfig
 from deploy.local import running
-from encoder_pool import samples
+from encoder_pool import calibration as samples
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch

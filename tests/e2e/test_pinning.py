@@ -17,10 +17,8 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from deploy.serving.pinning import PinnedRequestRouter
-from deploy.serving.pools import call_pinned
-from fabric.errors import EncoderLost, InvalidMedia, TargetGone
-from fabric.ids import MemberId
+from deploy.ray.ray_pools import PinnedRequestRouter, call_pinned
+from fabric.contracts import EncoderLost, InvalidMedia, MemberId, TargetGone
 
 pytestmark = pytest.mark.ray
 

@@ -11,7 +11,7 @@ from media_corpus import Clip, encode_video
 
 from deploy.config import ClusterConfig
 from deploy.local import running
-from modalities import video_rows
+from modalities.media import frame_sampling as video_rows
 
 pytestmark = pytest.mark.torch
 

@@ -15,13 +15,11 @@ from router_chats import read
 
 from deploy.config import ClusterConfig
 from deploy.local import LocalCluster, running
-from fabric.errors import EncodeFailed, EncoderLost, EngineFailed, WeftError, WorkerLost
-from fabric.ids import MemberId
-from llm_workers.device_errors import PROBE_ID
-from llm_workers.engine import Executor
-from llm_workers.scheduling.plan import StepPlan, StepResult
+from fabric.contracts import EncodeFailed, EncoderLost, EngineFailed, MemberId, WeftError, WorkerLost
+from llm_workers.engine import PROBE_ID, Executor
+from llm_workers.scheduling import StepPlan, StepResult
 from modalities.family import EncoderInput, EncoderModel
-from router.api.request import ChatRequest, parse_chat
+from router.api import ChatRequest, parse_chat
 
 pytestmark = pytest.mark.torch
 

@@ -15,16 +15,13 @@ from hostile_modality import hostile_registry
 from media_corpus import video_file
 from modalities_files import encode, picture
 
-from fabric.errors import InvalidMedia, MachineBusy, NoCapacity, Overloaded, UnsupportedModality
+from fabric.contracts import InvalidMedia, MachineBusy, NoCapacity, Overloaded, UnsupportedModality
 from modalities.family import ImageHeader, MediaHeader, VideoHeader
-from modalities.image import ImagePlugin
-from modalities.plugin import MediaLimits
+from modalities.media import ImagePlugin, MediaLimits
 from modalities.probing import ProbeLimits, ProbePool
 from modalities.registry import REGISTRY
-from router.api.content import MediaPart
-from router.api.errors import status_of
-from router.media_probing import MediaReader, ProbedMedium
-from router.threads import RequestThreads
+from router.api import MediaPart, status_of
+from router.prompt.request_media import MediaReader, ProbedMedium, RequestThreads
 
 PARAM = "messages.0.content.1"
 NO_HURRY = ProbeLimits(timeout_s=60.0, memory_bytes=2**31, wait_s=60.0)

@@ -9,13 +9,10 @@ from encoder_bench import running_bench
 from sound_files import encoded, noise, wav
 
 from deploy.demo.build import demo_checkpoint
-from encoder_pool.config import EncoderConfig
-from modalities.audio import decode_samples, decode_waveform
-from modalities.mel import MelOptions, log_mel
-from modalities.mel_device import DeviceMel
+from encoder_pool.encoder_config import EncoderConfig
+from modalities.families.audio_towers.device_spectrograms import DeviceMel, DeviceResampler, load_resample
+from modalities.media import MelOptions, Resampling, decode_samples, decode_waveform, log_mel
 from modalities.registry import REGISTRY
-from modalities.resample_device import DeviceResampler, load_resample
-from modalities.resampling import Resampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from deploy.demo.batches import forward, prepare_model
 from deploy.demo.build import write_all_but_weights
-from deploy.demo.catalogue import STAGES
-from deploy.demo.pair import to_device
+from deploy.demo.tasks.catalogue import STAGES
 from deploy.demo.train import Conversations
+from deploy.demo.training.batches import forward, prepare_model
+from deploy.demo.training.optimizers import to_device
 from deploy.demo.weights import load_trainable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from deploy.demo.build import demo_checkpoint
-from llm_workers.attention import register_attention, select_backend
-from llm_workers.attention_varlen import has_block_tables
-from llm_workers.cuda_graphs import GraphedModel, with_graphs
-from llm_workers.paged_kv import PagedKV, SequenceRows
+from llm_workers.compute import PagedKV, SequenceRows, register_attention, select_backend, with_graphs
+from llm_workers.compute.cuda_graphs import GraphedModel
+from llm_workers.compute.varlen_attention import has_block_tables
 from modalities.registry import REGISTRY
 
 pytestmark = [

@@ -51,7 +51,7 @@ KILLED = frozenset({"killed", "timeout", "segfault"})
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """A `Mutant` is one change to one function, with the result of its tests. `module` is a path,
-    `kv_index/feed.py`."""
+    `kv_index/holder_index.py`."""
 
     name: str
     module: str
@@ -206,7 +206,7 @@ def reason_for(function: str, removed: str, added: str, reasons: Sequence[Mappin
 
 def render(sample: Sequence[Mutant], num_all: int, seed: int) -> str:
     """Returns the text of SURVIVORS.md: the score per package, then each survivor with its change and its reason."""
-    from loadtest.benches.report import commit, machine
+    from loadtest.benches.bench_result import commit, machine
 
     counts: dict[str, Counter[str]] = {package: Counter() for package in PACKAGES}
     for mutant in sample:

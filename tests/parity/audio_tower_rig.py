@@ -30,10 +30,16 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
     _get_feat_extract_output_lengths as qwen3_omni_lengths,
 )
 
-from modalities.audio_towers import qwen2_5_omni, qwen2_audio, qwen3_omni
-from modalities.audio_towers.encoder import SoundEncoder
-from modalities.audio_towers.halves import qwen2_5_omni_sound, qwen2_audio_sound, qwen3_omni_sound
-from modalities.audio_towers.sound import SoundHalf
+from modalities.families.audio_towers import qwen2_5_omni_tower as qwen2_5_omni
+from modalities.families.audio_towers import qwen2_audio_tower as qwen2_audio
+from modalities.families.audio_towers import qwen3_omni_tower as qwen3_omni
+from modalities.families.audio_towers.sound_encoder import SoundEncoder
+from modalities.families.audio_towers.sound_plans import (
+    SoundHalf,
+    qwen2_5_omni_sound,
+    qwen2_audio_sound,
+    qwen3_omni_sound,
+)
 
 HIDDEN = 48
 PLACE = ("cpu", "float32")

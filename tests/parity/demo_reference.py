@@ -18,9 +18,9 @@ from lossless_files import mkv, quantised, wav
 from reference_model import Answer
 from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
 
-from deploy.demo.encoding import FRAMES_PER_SECOND, SampleEncoder
-from deploy.demo.media import Clip, Part, Picture, Sample, Sound
-from deploy.demo.wire import png
+from deploy.demo.ask import png
+from deploy.demo.drawing.facts import Clip, Part, Picture, Sample, Sound
+from deploy.demo.training.encoding import FRAMES_PER_SECOND, SampleEncoder
 
 SECONDS_PER_GRID = 2 / FRAMES_PER_SECOND
 

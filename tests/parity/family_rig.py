@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from family_row import FILM, MODALITY_TO_SAMPLE, NUM_TEXT_TOKENS, FamilyRow, Medium, Processed, load_reference
 
-from fabric.messages import MediaItem, PlaceholderRange
-from llm_workers.attention import register_attention
+from fabric.contracts import MediaItem, PlaceholderRange
+from llm_workers.compute import register_attention
 from modalities.family import EncoderInput, MediaHeader, VideoHeader
-from modalities.identify import plan_media
+from modalities.media import plan_media
 from modalities.registry import REGISTRY
 
 

@@ -17,28 +17,27 @@ from typing import Any, NamedTuple
 import numpy as np
 from worker_tiny_model import HEAD_DIM, HIDDEN, NUM_KV_HEADS, NUM_LAYERS, VOCAB, TinyModel
 
-from fabric.channel_local import LocalChannelHub, LocalFeatureSink
-from fabric.ids import AttemptId, MemberId, RequestId
-from fabric.messages import GenerateRequest, Member, SamplingParams, StopConditions
-from fabric.weighted_tokens import context_scale_tokens
-from llm_workers.attention import select_backend
-from llm_workers.calibrate import calibrate
-from llm_workers.config import WorkerConfig
+from fabric.contracts import (
+    AttemptId,
+    GenerateRequest,
+    Member,
+    MemberId,
+    RequestId,
+    SamplingParams,
+    StopConditions,
+    context_scale_tokens,
+)
+from fabric.transport import LocalChannelHub, LocalFeatureSink
+from llm_workers.compute import PagedKV, ReferencedFeatures, Runner, calibrate, select_backend
 from llm_workers.engine import Engine
+from llm_workers.engine_updates import Update
 from llm_workers.features import HostCache
-from llm_workers.paged_kv import PagedKV
-from llm_workers.reporting import WorkerReporter
-from llm_workers.runner import Runner
-from llm_workers.scheduling.events import SequenceTimes
-from llm_workers.scheduling.feature_references import FeatureReferences
-from llm_workers.scheduling.plan import StepPlan
-from llm_workers.scheduling.scheduler import Scheduler
-from llm_workers.splice import ReferencedFeatures
-from llm_workers.updates import Update
+from llm_workers.scheduling import FeatureReferences, Scheduler, SequenceTimes, StepPlan
+from llm_workers.worker_config import WorkerConfig
+from llm_workers.worker_reports import WorkerReporter
 from modalities.family import ModelShape, Positions
-from router.planning.cluster import ClusterState
-from router.planning.plan import plan_route
-from router.planning.views import CandidateTerms, RouteQuery
+from router.planning import ClusterState, RouteQuery, plan_route
+from router.planning.views import CandidateTerms
 
 WORKER = MemberId("worker")
 SHAPE = ModelShape(

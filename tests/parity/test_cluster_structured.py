@@ -13,9 +13,7 @@ import pytest
 from chat_media import image_part, user
 from cluster_in_process import ask, body, serving
 
-from fabric.errors import WorkerLost
-from fabric.ids import MemberId
-from fabric.messages import GenerateRequest, GenerateResult
+from fabric.contracts import GenerateRequest, GenerateResult, MemberId, WorkerLost
 
 pytestmark = pytest.mark.torch
 PERSON = {

@@ -17,11 +17,11 @@ from reference_model import Comparison, ReferenceModel
 from transformers import AutoTokenizer
 
 from deploy.config import ClusterConfig
-from deploy.demo import wire
+from deploy.demo import ask as wire
 from deploy.demo.build import demo_checkpoint
-from deploy.demo.catalogue import TASKS
-from deploy.demo.media import Sample
-from deploy.demo.scores import GOAL, fresh_samples
+from deploy.demo.drawing.facts import Sample
+from deploy.demo.evaluate import GOAL, fresh_samples
+from deploy.demo.tasks.catalogue import TASKS
 from deploy.local import running
 
 pytestmark = pytest.mark.torch

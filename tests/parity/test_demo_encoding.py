@@ -13,12 +13,12 @@ from PIL import Image
 from transformers import AutoTokenizer, Qwen3OmniMoeThinkerForConditionalGeneration, WhisperFeatureExtractor
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from deploy.demo.batches import collate, forward, prepare_model
 from deploy.demo.build import build_demo_checkpoint
-from deploy.demo.catalogue import TASKS
-from deploy.demo.encoding import IGNORED, SampleEncoder
-from deploy.demo.media import Clip, Picture, Sample, Sound
-from deploy.demo.speech import has_speech
+from deploy.demo.drawing.facts import Clip, Picture, Sample, Sound
+from deploy.demo.drawing.speech import has_speech
+from deploy.demo.tasks.catalogue import TASKS
+from deploy.demo.training.batches import collate, forward, prepare_model
+from deploy.demo.training.encoding import IGNORED, SampleEncoder
 
 pytestmark = pytest.mark.torch
 

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from lossless_files import mkv, quantised, wav
 
+from deploy.demo.ask import png
 from deploy.demo.build import build_demo_checkpoint
-from deploy.demo.catalogue import TASKS
-from deploy.demo.encoding import Encoded, SampleEncoder
-from deploy.demo.media import Clip, Part, Picture, Sample, Sound
-from deploy.demo.speech import has_speech
-from deploy.demo.wire import png
-from fabric.messages import MediaItem
+from deploy.demo.drawing.facts import Clip, Part, Picture, Sample, Sound
+from deploy.demo.drawing.speech import has_speech
+from deploy.demo.tasks.catalogue import TASKS
+from deploy.demo.training.encoding import Encoded, SampleEncoder
+from fabric.contracts import MediaItem
 from modalities.family import Family, ItemPlan, VideoHeader
-from modalities.identify import plan_media
+from modalities.media import plan_media
 from modalities.registry import REGISTRY
-from modalities.text.codec import TextCodec
+from modalities.text import TextCodec
 
 pytestmark = pytest.mark.torch
 

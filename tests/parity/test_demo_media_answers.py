@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 
 from deploy.config import ClusterConfig
 from deploy.demo.build import demo_checkpoint
-from deploy.demo.catalogue import TASKS
-from deploy.demo.media import Sample
-from deploy.demo.scores import fresh_samples
-from deploy.demo.speech import has_speech
+from deploy.demo.drawing.facts import Sample
+from deploy.demo.drawing.speech import has_speech
+from deploy.demo.evaluate import fresh_samples
+from deploy.demo.tasks.catalogue import TASKS
 from deploy.local import running
 
 pytestmark = pytest.mark.torch

@@ -21,19 +21,17 @@ from encoder_bench import picture, running_bench
 from PIL import Image
 
 from deploy.demo.build import demo_checkpoint
-from encoder_pool import decode
-from encoder_pool.config import EncoderConfig
-from encoder_pool.decode import DecodePool
-from encoder_pool.decode_limits import DEFAULT_LIMITS
+from encoder_pool import decoder as decode
 from encoder_pool.decode_process import Decoded, DecodeJob, decode_item, enter_decoding
-from fabric.errors import EncodeFailed, ErrorInfo
-from fabric.messages import EncodeRequest, EncodeResult, MediaItem
+from encoder_pool.decoder import DecodePool
+from encoder_pool.encoder_config import DEFAULT_LIMITS, EncoderConfig
+from fabric.contracts import EncodeFailed, EncodeRequest, EncodeResult, ErrorInfo, MediaItem
 from fabric.sandbox import SandboxProcess, array_pipe
 from fabric.sandbox import process as sandbox_process
 from modalities.family import EncoderInput, EncoderModel, Family
-from modalities.identify import plan_media
+from modalities.media import plan_media
 from modalities.registry import REGISTRY
-from router.api.errors import http_error
+from router.api import http_error
 
 pytestmark = pytest.mark.torch
 

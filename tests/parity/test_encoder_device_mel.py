@@ -14,11 +14,10 @@ from encoder_bench import NEVER_FUSED, Bench, picture, running_bench
 from sound_files import encoded, noise
 
 from deploy.demo.build import demo_checkpoint
-from encoder_pool.config import EncoderConfig
-from fabric.messages import EncodeResult, MediaItem
-from modalities.family import EncoderInput, EncoderModel, Family
+from encoder_pool.encoder_config import EncoderConfig
+from fabric.contracts import EncodeResult, MediaItem
+from modalities.family import EncoderInput, EncoderModel, Family, MelOnDevice, Spectrograms, Waveform
 from modalities.registry import REGISTRY
-from modalities.waveform import MelOnDevice, Spectrograms, Waveform
 
 pytestmark = pytest.mark.torch
 CONFIG = EncoderConfig(modalities=("image", "audio"), num_decode_processes=0, report_interval_s=0.02, mel_device="cpu")

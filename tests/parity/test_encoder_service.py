@@ -13,9 +13,20 @@ import torch
 from encoder_bench import ROUTER, WORKER, Bench, picture, running_bench
 
 from deploy.demo.build import demo_checkpoint
-from encoder_pool.config import EncoderConfig
-from fabric.errors import ConfigError, EncoderLost, ErrorInfo, Overloaded, ProtocolError
-from fabric.messages import AbortAttempt, EncodeResult, EncoderReport, FeatureEvents, RouterHeartbeat, SnapshotRequest
+from encoder_pool.encoder_config import EncoderConfig
+from fabric.contracts import (
+    AbortAttempt,
+    ConfigError,
+    EncodeResult,
+    EncoderLost,
+    EncoderReport,
+    ErrorInfo,
+    FeatureEvents,
+    Overloaded,
+    ProtocolError,
+    RouterHeartbeat,
+    SnapshotRequest,
+)
 from modalities.family import EncoderInput, EncoderModel, Family
 from modalities.registry import REGISTRY
 

@@ -18,11 +18,10 @@ from media_corpus import Clip, encode_video, sound_file
 
 from deploy.demo.build import demo_checkpoint
 from encoder_pool import decode_process
-from encoder_pool.config import EncoderConfig
-from fabric.errors import InvalidMedia
-from fabric.messages import EncodeResult, MediaItem, UnitReady
-from modalities import video_rows
+from encoder_pool.encoder_config import EncoderConfig
+from fabric.contracts import EncodeResult, InvalidMedia, MediaItem, UnitReady
 from modalities.family import EncoderInput, EncoderModel, Family, MediaOptions
+from modalities.media import frame_sampling as video_rows
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch

@@ -23,8 +23,8 @@ from PIL import Image
 from reference_model import Answer, Comparison
 from worker_rig import Rig, rig
 
-from fabric.messages import FeatureNeeded, GenerateRequest, GenerateResult
-from modalities import video_rows
+from fabric.contracts import FeatureNeeded, GenerateRequest, GenerateResult
+from modalities.media import frame_sampling as video_rows
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from reference_model import Comparison
 from test_families import NUM_TOKENS, at_once, check, prompts_of
 
-from llm_workers.config import Speculation
+from llm_workers.worker_config import Speculation
 
 pytestmark = pytest.mark.torch
 

@@ -12,17 +12,25 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from deploy.demo.build import demo_checkpoint
-from llm_workers.attention import register_attention
-from llm_workers.attention_sdpa import SdpaStep
-from llm_workers.paged_kv import PagedKV, SequenceRows
-from modalities.causal_lm import row_operations
-from modalities.causal_lm.fused_layers import FusedLayer, GatedMlp, OtherMlp, fused, rotate, run_layers, run_unfused
-from modalities.causal_lm.language_model import TextModel
-from modalities.causal_lm.projection import PackedProjection, Projection, is_packable, project
-from modalities.causal_lm.row_operations import native_norm, native_rotation
-from modalities.causal_lm.step_sizes import rounded_size
+from llm_workers.compute import PagedKV, SequenceRows, register_attention
+from llm_workers.compute.attention import SdpaStep
+from modalities.checkpoint_tensors import shard_weights
+from modalities.families.causal_lm import fused_layers as row_operations
+from modalities.families.causal_lm.fused_layers import (
+    FusedLayer,
+    GatedMlp,
+    OtherMlp,
+    fused,
+    native_norm,
+    native_rotation,
+    rotate,
+    rounded_size,
+    run_layers,
+    run_unfused,
+)
+from modalities.families.causal_lm.language_model import TextModel
+from modalities.families.causal_lm.projection import PackedProjection, Projection, is_packable, project
 from modalities.registry import REGISTRY
-from modalities.sharding import shard_weights
 
 SIZES = {
     "vocab_size": 61,

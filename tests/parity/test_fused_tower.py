@@ -26,8 +26,8 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 )
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionConfig, Qwen3VLVisionModel
 
-from modalities.causal_lm.projection import NativeProjection
-from modalities.qwen_vl.fused_tower import FusedVisionBlock, attend_within, fused_tower
+from modalities.families.causal_lm.projection import NativeProjection
+from modalities.families.qwen_vl.towers import FusedVisionBlock, attend_within, fused_tower
 
 WIDE = {"hidden_size": 128, "intermediate_size": 192}
 """Sets two heads of 64 and widths that are multiples of 64, as large towers have. Products, norms and rotary positions

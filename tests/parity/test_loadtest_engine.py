@@ -12,16 +12,20 @@ from transformers import AutoTokenizer
 from deploy.config import ClusterConfig
 from deploy.demo.build import demo_checkpoint
 from deploy.local import serving
-from fabric.errors import ConfigError
-from fabric.ids import UnitKey
-from llm_workers.runner import Runner
-from llm_workers.scheduling.plan import Splice
-from llm_workers.splice import PlacedSplice, splice_features
-from loadtest.benches.chat_load import picture_messages, run_chats, transformers_body, weft_body, word_messages
-from loadtest.benches.engine import options, start_peers
+from fabric.contracts import ConfigError, UnitKey
+from llm_workers.compute import PlacedSplice, Runner, splice_features
+from llm_workers.scheduling import Splice
+from loadtest.benches.chat_load import (
+    BenchLoad,
+    picture_messages,
+    run_chats,
+    transformers_body,
+    weft_body,
+    word_messages,
+)
+from loadtest.benches.engine_bench import options, start_peers
 from loadtest.benches.engine_host import NUM_STEPS, measure
 from loadtest.benches.engine_parts import forward_shares
-from loadtest.benches.worker_load import BenchLoad
 
 LOAD = BenchLoad(concurrency=3, prompt_tokens=20, output_tokens=5)
 

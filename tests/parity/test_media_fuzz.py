@@ -19,7 +19,7 @@ from media_mutations import spoiled_file, whole_files
 from modalities_files import encode, picture
 from PIL import Image
 
-from fabric.errors import InvalidMedia
+from fabric.contracts import InvalidMedia
 from modalities.family import MediaHeader
 from modalities.probing import ProbeLimits, ProbePool
 

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from modalities.family import MediaOptions
-from modalities.sampling import sample_frames
+from modalities.media import sample_frames
 
 RATES = [10.0, 15.0, 24.0, 25.0, 30.0, 50.0, 60.0, 30000 / 1001, 24000 / 1001]
 

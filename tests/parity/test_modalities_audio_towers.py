@@ -13,12 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sound_files import Samples, encoded, noise
 
-from fabric.errors import ConfigError, InvalidMedia
-from fabric.ids import MmHash
-from fabric.messages import MediaItem
-from modalities.audio import probe_sound
-from modalities.audio_towers import qwen3_omni
+from fabric.contracts import ConfigError, InvalidMedia, MediaItem, MmHash
+from modalities.families.audio_towers import qwen3_omni_tower as qwen3_omni
 from modalities.family import AudioHeader, ItemPlan
+from modalities.media import probe_sound
 
 pytestmark = pytest.mark.torch
 

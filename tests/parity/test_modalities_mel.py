@@ -14,9 +14,9 @@ from sound_files import Samples, noise, tone, write_preprocessor
 from transformers import WhisperFeatureExtractor
 from transformers.audio_utils import mel_filter_bank
 
-from fabric.errors import ConfigError
-from modalities.mel import MelOptions, log_mel, mel_filters, num_mel_frames
-from modalities.mel_options import read_mel_options
+from fabric.contracts import ConfigError
+from modalities.families.audio_towers.sound_plans import read_mel_options
+from modalities.media import MelOptions, log_mel, mel_filters, num_mel_frames
 
 pytestmark = pytest.mark.torch
 

@@ -13,17 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sound_files import Samples, encoded, noise, tone
 
-from fabric.ids import MmHash
-from fabric.messages import MediaItem
-from modalities import mel_device, resample_device
-from modalities.audio import decode_samples, decode_waveform, num_samples_at, probe_sound
-from modalities.audio_towers.device_sounds import DeviceSounds
-from modalities.audio_towers.sound import SoundHalf
-from modalities.mel import MelOptions, log_mel
-from modalities.mel_device import DeviceMel
-from modalities.resample_device import DeviceResampler, load_resample
-from modalities.resampling import Resampling
-from modalities.waveform import Waveform
+from fabric.contracts import MediaItem, MmHash
+from modalities.families.audio_towers import device_spectrograms as mel_device
+from modalities.families.audio_towers import device_spectrograms as resample_device
+from modalities.families.audio_towers.device_spectrograms import DeviceMel, DeviceResampler, DeviceSounds, load_resample
+from modalities.families.audio_towers.sound_plans import SoundHalf
+from modalities.family import Waveform
+from modalities.media import (
+    MelOptions,
+    Resampling,
+    decode_samples,
+    decode_waveform,
+    log_mel,
+    num_samples_at,
+    probe_sound,
+)
 
 pytestmark = pytest.mark.torch
 

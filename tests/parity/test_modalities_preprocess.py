@@ -14,8 +14,8 @@ from modalities_files import PREPROCESSOR, encode, oriented, picture, thinker_co
 from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from modalities.identify import plan_media
-from modalities.qwen3_omni.family import Qwen3OmniFamily
+from modalities.families.qwen3_omni import Qwen3OmniFamily
+from modalities.media import plan_media
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch

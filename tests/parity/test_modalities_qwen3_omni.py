@@ -18,15 +18,14 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3OmniMoeThinkerConfig, Qwen3OmniMoeThinkerForConditionalGeneration
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from fabric.errors import ConfigError
-from fabric.messages import MediaItem
-from modalities.causal_lm import language_model
-from modalities.causal_lm.language_model import TextModel
+from fabric.contracts import ConfigError, MediaItem
+from modalities.families.causal_lm import language_model
+from modalities.families.causal_lm.language_model import TextModel
+from modalities.families.qwen3_omni import Qwen3OmniFamily
+from modalities.families.qwen_vl import towers as vision_encoder
+from modalities.families.qwen_vl.towers import VisionEncoder
 from modalities.family import EncoderInput, ExpandedPrompt
-from modalities.identify import plan_media
-from modalities.qwen3_omni.family import Qwen3OmniFamily
-from modalities.qwen_vl import encoder as vision_encoder
-from modalities.qwen_vl.encoder import VisionEncoder
+from modalities.media import plan_media
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch

@@ -21,13 +21,12 @@ from modalities_files import PREPROCESSOR, encode, picture
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig, Qwen2_5_VLConfig, Qwen2_5OmniThinkerConfig, Qwen2VLConfig, Qwen3VLConfig
 
-from fabric.errors import ConfigError
-from fabric.messages import MediaItem
-from llm_workers.attention import register_attention
-from modalities.causal_lm import language_model
+from fabric.contracts import ConfigError, MediaItem
+from llm_workers.compute import register_attention
+from modalities.families.causal_lm import language_model
+from modalities.families.qwen_vl import towers as vision_encoder
 from modalities.family import EncoderInput, ExpandedPrompt, Family, ImageHeader, ModelShape
-from modalities.identify import plan_media
-from modalities.qwen_vl import encoder as vision_encoder
+from modalities.media import plan_media
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch

@@ -31,12 +31,12 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
-from fabric.errors import ConfigError, InvalidMedia, InvalidRequest
-from llm_workers.attention import register_attention
-from modalities.causal_lm import language_model
-from modalities.causal_lm.config import text_shape
+from fabric.contracts import ConfigError, InvalidMedia, InvalidRequest
+from llm_workers.compute import register_attention
+from modalities.families.causal_lm import language_model
+from modalities.families.causal_lm.text_family import text_shape
 from modalities.family import EncoderInput, Family, ImageHeader, MediaOptions, ModelShape
-from modalities.identify import plan_media
+from modalities.media import plan_media
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fabric import c_library
-from llm_workers import native_attention
-from llm_workers.attention_sdpa import SdpaStep
-from llm_workers.native_attention import NativeChunks, NativeDecode, is_native, is_native_for_chunks
-from llm_workers.paged_kv import PagedKV, SequenceRows, StepRows
+from llm_workers.compute import PagedKV, SequenceRows, native_attention
+from llm_workers.compute.attention import SdpaStep
+from llm_workers.compute.native_attention import NativeChunks, NativeDecode, is_native, is_native_for_chunks
+from llm_workers.compute.paged_kv import StepRows
 
 NUM_BLOCKS = 120
 

@@ -11,8 +11,8 @@ import torch
 from torch.nn.functional import silu
 
 from fabric import c_library
-from modalities.causal_lm import native_product
-from modalities.causal_lm.native_product import NativeWeights, is_native
+from modalities.families.causal_lm import projection as native_product
+from modalities.families.causal_lm.projection import NativeWeights, is_native
 
 NATIVE = "-march=native"
 PROCESSORS = [NATIVE, *(["-march=x86-64-v3", "-march=x86-64"] if platform.machine() == "x86_64" else [])]

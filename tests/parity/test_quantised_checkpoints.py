@@ -20,13 +20,13 @@ from family_rows_text import LLAMA, QWEN3
 from quantised_files import FORMS, Pair, quantised, write_checkpoint, write_pair
 from safetensors.torch import load_file
 
-import modalities.qwen_vl.encoder as qwen_encoder
-from deploy.stored_weights import read_stored_weights
-from fabric.errors import ConfigError
-from llm_workers.attention import register_attention
-from modalities.causal_lm import language_model
+import modalities.families.qwen_vl.towers as qwen_encoder
+from deploy.sizing.stored_weights import read_stored_weights
+from fabric.contracts import ConfigError
+from llm_workers.compute import register_attention
+from modalities.checkpoint_tensors import shard_weights
+from modalities.families.causal_lm import language_model
 from modalities.registry import REGISTRY
-from modalities.sharding import shard_weights
 
 pytestmark = pytest.mark.torch
 

@@ -25,9 +25,8 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import Qwen3Om
 from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 from transformers.video_utils import VideoMetadata
 
-from fabric.errors import ConfigError, InvalidMedia
-from fabric.messages import MediaItem
-from modalities import video_rows
+from fabric.contracts import ConfigError, InvalidMedia, MediaItem
+from modalities.families.qwen_vl.patches import VideoDefaults, cut_video, read_video_options, step_patches
 from modalities.family import (
     DEFAULT_OPTIONS,
     AudioHeader,
@@ -38,10 +37,8 @@ from modalities.family import (
     MediaOptions,
     VideoHeader,
 )
-from modalities.identify import plan_media
-from modalities.qwen_vl.video_frames import step_patches
-from modalities.qwen_vl.video_options import VideoDefaults, read_video_options
-from modalities.qwen_vl.video_plan import cut_video
+from modalities.media import frame_sampling as video_rows
+from modalities.media import plan_media
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch

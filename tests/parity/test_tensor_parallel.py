@@ -31,17 +31,14 @@ from deploy.config import ClusterConfig
 from deploy.demo.build import demo_checkpoint
 from deploy.local import LocalCluster, running
 from deploy.ranks import load_share, spawn_rank
-from fabric.errors import ConfigError, WeftError, WorkerLost
-from fabric.messages import SamplingParams
-from llm_workers.attention import register_attention
-from llm_workers.service import WorkerService
-from llm_workers.tensor_parallel.group import RankGroup, RankProcess
-from llm_workers.tensor_parallel.invitation import Invitation
-from llm_workers.tensor_parallel.model import ParallelLanguageModel
-from llm_workers.tensor_parallel.shares import check_shares
-from modalities.causal_lm.checkpoint import load_text_half
+from fabric.contracts import ConfigError, SamplingParams, WeftError, WorkerLost
+from llm_workers.compute import register_attention
+from llm_workers.scheduling import check_shares
+from llm_workers.tensor_parallel import Invitation, ParallelLanguageModel, RankGroup, RankProcess
+from llm_workers.worker_service import WorkerService
+from modalities.checkpoint_tensors import check_plan
+from modalities.families.causal_lm.language_model import load_text_half
 from modalities.family import LanguageModel
-from modalities.sharding import check_plan
 
 pytestmark = pytest.mark.torch
 

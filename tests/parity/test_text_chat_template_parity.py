@@ -10,9 +10,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from deploy.demo.build import write_all_but_weights
-from deploy.demo.corpus import sentences
-from modalities.text.codec import TextCodec
-from modalities.text.detokenizer import IncrementalDetokenizer
+from deploy.demo.tokenizer import sentences
+from modalities.text import IncrementalDetokenizer, TextCodec
 
 pytestmark = pytest.mark.torch
 

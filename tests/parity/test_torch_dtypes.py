@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fabric.dtypes import DTYPE_TO_BYTES
-from fabric.errors import ConfigError
+from fabric.contracts import DTYPE_TO_BYTES, ConfigError
 from modalities.torch_dtypes import dtype_name, torch_dtype
 
 

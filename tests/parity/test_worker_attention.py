@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric.errors import ConfigError
-from llm_workers.attention import select_backend
-from llm_workers.attention_sdpa import MIN_BUCKET_TOKENS, buckets, groups
-from llm_workers.paged_kv import PagedKV, SequenceRows
+from fabric.contracts import ConfigError
+from llm_workers.compute import PagedKV, SequenceRows, select_backend
+from llm_workers.compute.attention import MIN_BUCKET_TOKENS, buckets, groups
 
 NUM_BLOCKS, BLOCK_SIZE, HEAD_DIM = 160, 4, 8
 CASES = [("sdpa", "cpu", torch.float32), ("sdpa", "cpu", torch.bfloat16)]

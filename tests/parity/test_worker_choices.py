@@ -13,8 +13,8 @@ import pytest
 from test_worker_parity import assert_parity
 from worker_rig import prompt, rig
 
-from fabric.messages import SamplingParams, StopConditions
-from llm_workers.config import Speculation
+from fabric.contracts import SamplingParams, StopConditions
+from llm_workers.worker_config import Speculation
 
 pytestmark = pytest.mark.torch
 

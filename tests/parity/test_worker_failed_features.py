@@ -9,13 +9,7 @@ import pytest
 import torch
 from worker_rig import ENCODER, ROUTER, WORKER, Prompt, feature, loaded, prompt, reference, rig
 
-from fabric.clock import ManualClock
-from fabric.ids import MemberId
-from fabric.messages import (
-    GenerateResult,
-    Member,
-    StopConditions,
-)
+from fabric.contracts import GenerateResult, ManualClock, Member, MemberId, StopConditions
 
 IMAGE = ("Some words in front. ", 1, " What is it?")
 LONG = StopConditions(max_tokens=4000, ignore_eos=True)

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_workers.cuda_graphs import SIZES, DecodeInputs, GraphedModel, graph_size, with_graphs
-from llm_workers.paged_kv import PagedKV, SequenceRows
+from llm_workers.compute import PagedKV, SequenceRows, with_graphs
+from llm_workers.compute.cuda_graphs import SIZES, DecodeInputs, GraphedModel, graph_size
 
 PAGE, MAX_BLOCKS, NUM_BLOCKS = 8, 5, 40
 KV = PagedKV(1, NUM_BLOCKS, PAGE, (1, 4), torch.bfloat16, torch.device("cpu"))

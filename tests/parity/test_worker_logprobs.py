@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_workers.logprobs import token_logprobs
+from llm_workers.sampling.step_sampling import token_logprobs
 
 pytestmark = pytest.mark.torch
 VOCAB = 17

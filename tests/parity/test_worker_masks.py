@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_workers.masks import Guided, apply_masks
+from llm_workers.sampling.step_sampling import Guided, apply_masks
 
 pytestmark = pytest.mark.torch
 

@@ -11,7 +11,7 @@ import random
 import pytest
 from worker_rig import Prompt, prompt, reference, rig
 
-from fabric.messages import FeatureNeeded
+from fabric.contracts import FeatureNeeded
 
 NEAR_TIE = 1e-4
 CHUNKS = [1, 3, 16, 64, 4096]

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from fabric.messages import SamplingParams
-from llm_workers.penalties import Penalised, apply_logit_bias, apply_penalties, bar_tokens
-from llm_workers.scheduling.token_counts import TokenCounts
+from fabric.contracts import SamplingParams
+from llm_workers.sampling.distributions import Penalised, apply_logit_bias, apply_penalties, bar_tokens
+from llm_workers.scheduling import TokenCounts
 
 pytestmark = pytest.mark.torch
 VOCAB = 23

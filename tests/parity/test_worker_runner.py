@@ -11,12 +11,10 @@ import pytest
 import torch
 from worker_tiny_model import HEAD_DIM, HIDDEN, NUM_KV_HEADS, NUM_LAYERS, VOCAB, TinyModel
 
-from fabric.ids import MmHash, RequestId, SequenceId, UnitKey
-from fabric.messages import SamplingParams
-from llm_workers.attention import select_backend
-from llm_workers.paged_kv import PagedKV
-from llm_workers.runner import Runner
-from llm_workers.scheduling.plan import NOT_FINITE_TOKEN, Chunk, Decodes, Splice, StepPlan
+from fabric.contracts import MmHash, RequestId, SamplingParams, SequenceId, UnitKey
+from llm_workers.compute import PagedKV, Runner, select_backend
+from llm_workers.scheduling import NOT_FINITE_TOKEN, Chunk, Splice, StepPlan
+from llm_workers.scheduling.step_plan import Decodes
 
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0.0)

@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric.digest import uniform
-from fabric.messages import SamplingParams
-from llm_workers.sampling import _draw_truncated, sample
+from fabric.contracts import SamplingParams, uniform
+from llm_workers.sampling.distributions import _draw_truncated, sample
 
 
 def probabilities_of(logits: npt.NDArray[np.float32], params: SamplingParams) -> list[tuple[int, float]]:

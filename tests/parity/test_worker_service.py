@@ -11,19 +11,21 @@ import pytest
 import torch
 from worker_rig import ROUTER, WORKER, feature, loaded, prompt, reference, rig
 
-from fabric.clock import ManualClock
-from fabric.errors import ConfigError, EngineFailed, WorkerLost
-from fabric.messages import (
+from fabric.contracts import (
     AbortAttempt,
+    ConfigError,
+    EngineFailed,
     GenerateResult,
     KvEvents,
     KvSnapshot,
+    ManualClock,
     SamplingParams,
     SnapshotRequest,
     StopConditions,
     TokenFrames,
+    WorkerLost,
 )
-from fabric.router_table import FIRST_HEARTBEAT_S
+from fabric.transport.membership import FIRST_HEARTBEAT_S
 
 IMAGE = ("Some words in front. ", 1, " What is it?")
 LONG = StopConditions(max_tokens=4000, ignore_eos=True)

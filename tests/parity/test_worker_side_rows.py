@@ -11,12 +11,10 @@ import torch
 from test_worker_runner import BLOCK_SIZE, Features, Script
 from worker_tiny_model import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, TinyModel
 
-from fabric.errors import ConfigError
-from llm_workers.attention import select_backend
-from llm_workers.paged_kv import PagedKV
-from llm_workers.runner import Runner
-from llm_workers.scheduling.plan import StepPlan
-from llm_workers.side_rows import SideRows, make_side_rows
+from fabric.contracts import ConfigError
+from llm_workers.compute import PagedKV, Runner, make_side_rows, select_backend
+from llm_workers.compute.paged_kv import SideRows
+from llm_workers.scheduling import StepPlan
 
 
 class LayeredTiny(TinyModel):

@@ -15,9 +15,9 @@ from llguidance import LLMatcher
 from test_worker_parity import assert_parity
 from worker_rig import GREEDY, Prompt, loaded, prompt, rig
 
-from fabric.messages import SamplingParams, StopConditions, TokenFrames, WorkerReport
-from llm_workers.config import Speculation
-from llm_workers.grammar import GrammarCompiler
+from fabric.contracts import SamplingParams, StopConditions, TokenFrames, WorkerReport
+from llm_workers.sampling import GrammarCompiler
+from llm_workers.worker_config import Speculation
 
 pytestmark = pytest.mark.torch
 

@@ -12,10 +12,9 @@ import pytest
 from llguidance import LLMatcher
 from worker_rig import GREEDY, loaded, prompt, rig
 
-from fabric.errors import InvalidRequest
-from fabric.messages import AbortAttempt, SamplingParams, StopConditions
-from llm_workers.grammar import GrammarCompiler
-from llm_workers.scheduling.guidance import Guide
+from fabric.contracts import AbortAttempt, InvalidRequest, SamplingParams, StopConditions
+from llm_workers.sampling import GrammarCompiler
+from llm_workers.scheduling import Guide
 
 pytestmark = pytest.mark.torch
 OF = prompt("Tell me something.")

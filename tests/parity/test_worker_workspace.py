@@ -8,13 +8,12 @@ import pytest
 import torch
 from worker_rig import loaded, rig
 
-from deploy.memory import machine_bytes
-from fabric.errors import ConfigError
-from llm_workers import workspace
-from llm_workers.attention import select_backend
-from llm_workers.config import Speculation, WorkerConfig
-from llm_workers.paged_kv import PagedKV
-from llm_workers.scheduling.budget import worker_bytes
+from deploy.sizing.budget import machine_bytes
+from fabric.contracts import ConfigError
+from llm_workers.compute import PagedKV, select_backend
+from llm_workers.compute import boot_measurements as workspace
+from llm_workers.scheduling import worker_bytes
+from llm_workers.worker_config import Speculation, WorkerConfig
 
 pytestmark = pytest.mark.torch
 MIB = 2**20

@@ -20,34 +20,35 @@ import torch
 from chat_media import picture, png
 
 from deploy.demo.build import build_demo_checkpoint
-from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
-from fabric.clock import Clock, SystemClock
-from fabric.ids import MemberId, RequestId
-from fabric.messages import (
+from fabric.contracts import (
+    Clock,
     FeatureNeeded,
     GenerateRequest,
     GenerateResult,
     KvEvents,
     KvSnapshot,
     MediaItem,
+    MemberId,
     PlaceholderRange,
     PlaneMessage,
+    RequestId,
     RouterHeartbeat,
     SamplingParams,
     StopConditions,
+    SystemClock,
     TokenFrames,
     UnitReady,
     UnitRelease,
     WorkerReport,
 )
-from fabric.plane_local import LocalHub, LocalPlane
-from llm_workers.attention import register_attention
-from llm_workers.config import WorkerConfig
-from llm_workers.service import WorkerService
+from fabric.transport import LocalChannelHub, LocalFeatureSink, LocalFeatureSource, LocalHub, LocalPlane
+from llm_workers.compute import register_attention
+from llm_workers.worker_config import WorkerConfig
+from llm_workers.worker_service import WorkerService
 from modalities.family import EncoderInput
-from modalities.identify import plan_media
+from modalities.media import plan_media
 from modalities.registry import REGISTRY
-from modalities.text.codec import TextCodec
+from modalities.text import TextCodec
 from modalities.torch_dtypes import dtype_name
 
 WORKER, ROUTER, ENCODER = MemberId("worker-0"), MemberId("router-0"), MemberId("encoder-0")

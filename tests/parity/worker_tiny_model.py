@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3OmniMoeTextConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeThinkerTextModel
 
-from llm_workers.attention import register_attention
+from llm_workers.compute import register_attention
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, HIDDEN, VOCAB = 3, 4, 2, 16, 48, 97
 

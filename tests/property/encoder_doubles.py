@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from encoder_pool.decode import Decoded
-from encoder_pool.decode_process import OnUnits
-from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit, SoundJob, SoundResult
-from fabric.messages import MediaItem, PlaneMessage, UnitReady
-from fabric.plane import Handler
+from encoder_pool.decode_process import Decoded, OnUnits
+from encoder_pool.planning import ForwardResult, ForwardUnit, SoundJob, SoundResult
+from fabric.contracts import MediaItem, PlaneMessage, UnitReady
+from fabric.transport import Handler
 from modalities.family import EncoderInput
 
 

@@ -9,13 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from encoder_pool.planning.batcher import choose_batch
-from encoder_pool.planning.cost import CostEstimate
-from encoder_pool.planning.encode_job import EncodeWaiter, waiter_of
-from encoder_pool.planning.encode_jobs import EncodeJobs
-from encoder_pool.planning.turns import CallTurn
-from fabric.ids import MemberId, MmHash, RequestId, UnitKey
-from fabric.messages import Destination, EncodeRequest, MediaItem
+from encoder_pool.planning import CallTurn, CostEstimate, EncodeJobs, EncodeWaiter, choose_batch, waiter_of
+from fabric.contracts import Destination, EncodeRequest, MediaItem, MemberId, MmHash, RequestId, UnitKey
 from modalities.family import EncoderInput
 
 PATIENCE = 4.0

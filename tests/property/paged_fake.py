@@ -11,10 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fabric.ids import SequenceId, UnitKey
-from fabric.messages import GenerateRequest, SamplingParams
-from llm_workers.scheduling.plan import Chunk, StepPlan, StepResult
-from llm_workers.scheduling.stopping import finish_reason
+from fabric.contracts import GenerateRequest, SamplingParams, SequenceId, UnitKey
+from llm_workers.scheduling import Chunk, StepPlan, StepResult
+from llm_workers.scheduling.sequence import finish_reason
 from modalities.family import Positions
 
 VOCABULARY = 40

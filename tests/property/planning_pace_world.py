@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 
 from planning_samples import BLOCK_SIZE, SHAPE, query, worker_member, worker_report
 
-from fabric.weighted_tokens import context_scale_tokens, weighted_tokens
-from llm_workers.step_costs import StepCosts, StepWork
-from router.planning.cluster import ClusterState
-from router.planning.plan import plan_route
+from fabric.contracts import context_scale_tokens, weighted_tokens
+from llm_workers.scheduling import StepCosts, StepWork
+from router.planning import ClusterState, plan_route
 
 OVERHEAD_S, DECODE_S, TOKEN_S = 0.004, 0.0003, 0.0001
 SCALE = context_scale_tokens(SHAPE.hidden_size)

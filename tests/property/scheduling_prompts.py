@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from fabric.ids import MmHash
-from fabric.messages import MediaItem, PlaceholderRange
+from fabric.contracts import MediaItem, MmHash, PlaceholderRange
 
 PAD = 99
 PICTURES: dict[str, tuple[int, ...]] = {"a1": (3,), "b2": (7,), "c3": (4, 2)}

@@ -14,17 +14,32 @@ from dataclasses import replace
 import numpy as np
 from paged_fake import PagedFake, positions_of, reference_tokens
 
-from fabric.channel import LandedFeature
-from fabric.clock import ManualClock
-from fabric.errors import ContextLengthExceeded
-from fabric.ids import AttemptId, BlockHash, MemberId, SequenceId, UnitKey
-from fabric.messages import BlocksRemoved, BlocksStored, FeatureTicket, GenerateRequest, UnitReady
-from llm_workers.config import WorkerConfig
+from fabric.contracts import (
+    AttemptId,
+    BlockHash,
+    BlocksRemoved,
+    BlocksStored,
+    ContextLengthExceeded,
+    FeatureTicket,
+    GenerateRequest,
+    ManualClock,
+    MemberId,
+    SequenceId,
+    UnitKey,
+    UnitReady,
+)
+from fabric.transport import LandedFeature
 from llm_workers.features import FeatureStore
-from llm_workers.scheduling.events import AdmittedSequences, NextRead, StepEvents
-from llm_workers.scheduling.feature_references import ReleasedFeature
-from llm_workers.scheduling.plan import StepPlan, StepResult
-from llm_workers.scheduling.scheduler import Scheduler
+from llm_workers.scheduling import (
+    AdmittedSequences,
+    NextRead,
+    ReleasedFeature,
+    Scheduler,
+    StepEvents,
+    StepPlan,
+    StepResult,
+)
+from llm_workers.worker_config import WorkerConfig
 
 MAX_MODEL_LEN = 60
 MAX_STEPS_TO_END = 20_000

@@ -6,10 +6,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_pool.planning.batcher import QueuedUnit, choose_batch, is_fusing_worthwhile, place_in_line, split_cost
-from encoder_pool.planning.cost import CostEstimate
-from encoder_pool.planning.turns import CallTurn
-from fabric.ids import MmHash, UnitKey
+from encoder_pool.planning import CallTurn, CostEstimate, QueuedUnit, choose_batch, split_cost
+from encoder_pool.planning.batcher import is_fusing_worthwhile, place_in_line
+from fabric.contracts import MmHash, UnitKey
 
 SECONDS_PER_COST = 0.01
 PATIENCE = 4.0

@@ -8,7 +8,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_pool.byte_budget import ByteBudget, Hold
+from encoder_pool.decoder import ByteBudget, Hold
 
 TOTAL = 100
 STEPS = st.lists(

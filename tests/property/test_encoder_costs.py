@@ -15,10 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_pool.planning.batcher import QueuedUnit, choose_batch
-from encoder_pool.planning.cost import ForwardCosts, is_alike
-from encoder_pool.planning.turns import CallTurn
-from fabric.ids import MmHash, UnitKey
+from encoder_pool.planning import CallTurn, ForwardCosts, QueuedUnit, choose_batch
+from encoder_pool.planning.batcher import is_alike
+from fabric.contracts import MmHash, UnitKey
 
 COST = 1024
 """This is the number of patches of a picture of 448 x 448, and of every tile of a model with fixed tiles."""

@@ -9,12 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_pool.planning.decode_line import DecodeLine
-from encoder_pool.planning.encode_job import DecodeRoom, EncodeJob, Phase, waiter_of
-from encoder_pool.planning.encode_jobs import EncodeJobs
-from encoder_pool.planning.turns import CallTurn
-from fabric.ids import MemberId, MmHash, RequestId, UnitKey
-from fabric.messages import Destination, EncodeRequest, MediaItem
+from encoder_pool.planning import CallTurn, DecodeLine, DecodeRoom, EncodeJob, EncodeJobs, waiter_of
+from encoder_pool.planning.encode_job import Phase
+from fabric.contracts import Destination, EncodeRequest, MediaItem, MemberId, MmHash, RequestId, UnitKey
 from modalities.family import EncoderInput
 
 PASSED_S = 3.0

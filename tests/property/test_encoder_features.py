@@ -7,14 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from encoder_pool.planning.feature_log import FeatureLog
-from encoder_pool.planning.features import FeatureTable
-from encoder_pool.planning.lease_book import LeaseKey
-from fabric.channel import SourceSlot
-from fabric.channel_local import LocalChannelHub, LocalFeatureSource
-from fabric.clock import ManualClock
-from fabric.errors import UnitTooLarge
-from fabric.ids import AttemptId, MemberId, MmHash, RequestId, UnitKey
+from encoder_pool.planning import FeatureLog, FeatureTable, LeaseKey
+from fabric.contracts import AttemptId, ManualClock, MemberId, MmHash, RequestId, UnitKey, UnitTooLarge
+from fabric.transport import LocalChannelHub, LocalFeatureSource, SourceSlot
 
 NUM_UNITS = 2
 """This is the number of units of every item."""

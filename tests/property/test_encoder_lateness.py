@@ -11,9 +11,8 @@ from collections.abc import Callable
 import pytest
 import test_encoder_pipeline as rig
 
-from fabric.errors import ErrorInfo
-from fabric.ids import MemberId
-from router.api.errors import http_error
+from fabric.contracts import ErrorInfo, MemberId
+from router.api import http_error
 
 TIME_LEFT_S = 10.0
 

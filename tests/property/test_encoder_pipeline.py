@@ -21,22 +21,33 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from encoder_pool.announcer import Announcer
-from encoder_pool.config import EncoderConfig
-from encoder_pool.decode import DecodeBroke, Decoded
-from encoder_pool.decode_limits import DEFAULT_LIMITS
+from encoder_pool.decode_process import Decoded
+from encoder_pool.decoder import DecodeBroke
+from encoder_pool.encode_call import Announcer
+from encoder_pool.encoder_config import DEFAULT_LIMITS, EncoderConfig
 from encoder_pool.pipeline import Pipeline
-from encoder_pool.planning.feature_log import FeatureLog
-from encoder_pool.planning.features import FeatureSpec, FeatureTable
-from encoder_pool.planning.forward_job import ForwardResult, SoundResult
-from encoder_pool.planning.lease_book import LeaseKey
-from fabric.channel_local import LocalChannelHub, LocalFeatureSource
-from fabric.clock import ManualClock
-from fabric.errors import Aborted, EncodeFailed, InvalidMedia, Overloaded, WeftError, WorkerBackedUp, WorkerLost
-from fabric.ids import AttemptId, MemberId, MmHash, RequestId, UnitKey
-from fabric.messages import Destination, EncodeRequest, EncodeResult, MediaItem
-from modalities.family import EncoderInput
-from modalities.waveform import Waveform
+from encoder_pool.planning import FeatureLog, FeatureSpec, FeatureTable, ForwardResult, LeaseKey, SoundResult
+from fabric.contracts import (
+    Aborted,
+    AttemptId,
+    Destination,
+    EncodeFailed,
+    EncodeRequest,
+    EncodeResult,
+    InvalidMedia,
+    ManualClock,
+    MediaItem,
+    MemberId,
+    MmHash,
+    Overloaded,
+    RequestId,
+    UnitKey,
+    WeftError,
+    WorkerBackedUp,
+    WorkerLost,
+)
+from fabric.transport import LocalChannelHub, LocalFeatureSource
+from modalities.family import EncoderInput, Waveform
 
 SPEC = FeatureSpec(1, 16, "float32")
 TOTAL_BYTES = 100

@@ -8,9 +8,8 @@ import dataclasses
 import pytest
 import test_encoder_pipeline as rig
 
-from encoder_pool.reporting import encoder_report
-from fabric.ids import MemberId
-from fabric.messages import EncoderReport
+from encoder_pool.encoder_reports import encoder_report
+from fabric.contracts import EncoderReport, MemberId
 
 
 def report(machine: rig.PipelineMachine) -> EncoderReport:

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_encoder_pipeline import CONFIG, OpenCall, PipelineMachine
 
-from encoder_pool.planning.lease_book import LeaseKey
-from encoder_pool.planning.shares import is_within_share
-from fabric.ids import AttemptId, MemberId, MmHash, UnitKey
-from fabric.messages import UnitReady
+from encoder_pool.planning import LeaseKey
+from encoder_pool.planning.call_queue import is_within_share
+from fabric.contracts import AttemptId, MemberId, MmHash, UnitKey, UnitReady
 
 STUCK, WELL = "worker-1", "worker-2"
 

@@ -19,10 +19,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from fabric.arena import Arena, Slot
-from fabric.errors import ArenaFull, UnitTooLarge
-from fabric.ordered_integers import OrderedIntegers
-from fabric.ranges import Ranges
+from fabric.contracts import ArenaFull, UnitTooLarge
+from fabric.transport.arena import Arena, OrderedIntegers, Ranges, Slot
 
 UNITS = 24
 

@@ -7,11 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fabric.ids import BlockHash, MemberId, MmHash
-from fabric.messages import BlocksCleared, BlocksRemoved, BlocksStored, FeatureEvents, KvEvent, KvSnapshot
-from kv_index.feature_index import FeatureIndex
-from kv_index.feed import ApplyResult
-from kv_index.prefix_index import PrefixIndex
+from fabric.contracts import (
+    BlockHash,
+    BlocksRemoved,
+    BlocksStored,
+    FeatureEvents,
+    KvEvent,
+    KvSnapshot,
+    MemberId,
+    MmHash,
+)
+from fabric.contracts.messages import BlocksCleared
+from kv_index import ApplyResult, FeatureIndex, PrefixIndex
 
 BLOCKS = [BlockHash(bytes([number]) * 16) for number in range(24)]
 """The first 12 blocks are a chain in this order, and the others form chains that branch off it or stand alone."""

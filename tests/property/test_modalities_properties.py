@@ -9,13 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from modalities_files import encode, oriented, picture
 
-from fabric.errors import InvalidMedia, ProtocolError
-from fabric.messages import MediaItem, MmHash, PlaceholderRange
-from modalities.family import ItemPlan
-from modalities.image import ImagePlugin, decode_image
-from modalities.placeholders import expand_placeholders
-from modalities.plugin import MediaLimits
-from modalities.qwen_vl.positions import Block, grid_positions, prompt_positions
+from fabric.contracts import InvalidMedia, MediaItem, MmHash, PlaceholderRange, ProtocolError
+from modalities.families.qwen_vl.prompt_layout import Block, grid_positions, prompt_positions
+from modalities.family import ItemPlan, expand_placeholders
+from modalities.media import ImagePlugin, MediaLimits, decode_image
 
 PLACEHOLDER = 7
 SEEDS = [

@@ -17,10 +17,8 @@ from planning_samples import (
     worker_report,
 )
 
-from fabric.errors import NoCapacity
-from fabric.ids import BlockHash, MemberId, MmHash
-from fabric.messages import (
-    BlocksCleared,
+from fabric.contracts import (
+    BlockHash,
     BlocksRemoved,
     BlocksStored,
     EncodeResult,
@@ -31,11 +29,13 @@ from fabric.messages import (
     KvEvents,
     KvSnapshot,
     MediaItem,
+    MemberId,
+    MmHash,
+    NoCapacity,
     StageTimes,
 )
-from router.planning.cluster import ClusterState
-from router.planning.plan import plan_route
-from router.planning.views import RoutePlan, RouteQuery
+from fabric.contracts.messages import BlocksCleared
+from router.planning import ClusterState, RoutePlan, RouteQuery, plan_route
 
 WORKERS = ["w0", "w1", "w2"]
 ENCODERS = ["e0", "e1"]

@@ -4,7 +4,7 @@ share, and a slow one does not."""
 import pytest
 from planning_pace_world import PaceWorld
 
-from router.planning.ageing import HALF_LIFE_S
+from router.planning.member_costs import HALF_LIFE_S
 
 # Hypothesis does not draw these values: a simulation is long, and a smaller one would not show the same behaviour.
 seeds = pytest.mark.parametrize("seed", range(2))

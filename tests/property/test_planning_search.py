@@ -9,14 +9,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planning_samples import BLOCK_SIZE, encoder, image, query, snapshot, worker
 
-from fabric.errors import NoCapacity
-from fabric.messages import MediaItem
-from fabric.weighted_tokens import weighted_tokens
-from router.planning.links import LinkClass
-from router.planning.plan import plan_route
-from router.planning.score import cut, walk
-from router.planning.search import Search
-from router.planning.views import ClusterView, EncoderCosts, Line, RoutePlan, RouteQuery, WorkerView
+from fabric.contracts import MediaItem, NoCapacity, weighted_tokens
+from router.planning import RoutePlan, RouteQuery, plan_route
+from router.planning.route_plan import Search, cut, walk
+from router.planning.views import ClusterView, EncoderCosts, Line, LinkClass, WorkerView
 
 HOSTS = ["h-0", "h-0/p", "h-1", "h-2/p"]
 MODALITIES = ["image", "audio"]

@@ -16,9 +16,8 @@ from paged_fake import EOS
 from scheduling_prompts import BEGINNINGS, PICTURES, TEXTS, build
 from test_progress_together import LARGEST, serve
 
-from fabric.ids import MemberId, RequestId
-from fabric.messages import GenerateRequest, SamplingParams, StopConditions
-from llm_workers.config import Speculation, WorkerConfig
+from fabric.contracts import GenerateRequest, MemberId, RequestId, SamplingParams, StopConditions
+from llm_workers.worker_config import Speculation, WorkerConfig
 
 NUM_HISTORIES = 400
 NUM_PARTS = 4

@@ -14,9 +14,8 @@ from paged_fake import EOS, reference_tokens
 from scheduling_prompts import PICTURES, Segment, build, segments
 from together_world import MAX_MODEL_LEN, SPEC, World
 
-from fabric.ids import MemberId, RequestId
-from fabric.messages import GenerateRequest, SamplingParams, StopConditions
-from llm_workers.config import WorkerConfig
+from fabric.contracts import GenerateRequest, MemberId, RequestId, SamplingParams, StopConditions
+from llm_workers.worker_config import WorkerConfig
 
 SLOT_BYTES = {rows: 64 + SPEC.nbytes(rows) for rows in {rows for units in PICTURES.values() for rows in units}}
 LARGEST = max(SLOT_BYTES.values())

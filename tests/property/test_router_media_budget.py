@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.media_budget import share_tokens
+from router.prompt.request_media import share_tokens
 
 
 @settings(deadline=None, max_examples=150)

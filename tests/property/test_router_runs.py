@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from router_chats import chat, expected, image, read, text
 from router_fakes import FakeCluster, FakeWorker, fake_cluster
 
-from fabric.errors import WorkerLost
-from fabric.messages import TokenFrame
+from fabric.contracts import TokenFrame, WorkerLost
 
 
 def unreliable(

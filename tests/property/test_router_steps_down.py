@@ -13,8 +13,7 @@ from router_chats import chat, expected, read, text
 from router_fakes import FakeCluster
 from router_media_fakes import SOUND, audio, image, media_cluster, video
 
-from fabric.errors import EncodeFailed, ErrorInfo
-from fabric.messages import GenerateRequest, MediaItem
+from fabric.contracts import EncodeFailed, ErrorInfo, GenerateRequest, MediaItem
 from modalities.family import MediaOptions
 from router.prompt import Prompt as RouterPrompt
 

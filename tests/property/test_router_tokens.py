@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_fakes import EOS, tiny_codec
 
-from fabric.messages import TokenLogprobs
-from modalities.text.detokenizer import IncrementalDetokenizer
-from router.choices import ChoiceOutput
-from router.frames import TokenOrder
+from fabric.contracts import TokenLogprobs
+from modalities.text import IncrementalDetokenizer
+from router.run import ChoiceOutput
+from router.run.request_output import TokenOrder
 
 CODEC = tiny_codec()
 ENDINGS = frozenset({EOS, ord("z")})

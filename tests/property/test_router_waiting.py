@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from planning_samples import BLOCK_SIZE, SHAPE, encoder_member, image, query, worker_member
 
-from fabric.errors import NoCapacity
-from fabric.ids import MemberId
-from router.planning.capacity import MIN_DROPPED, CapacityNeed, CapacityQueue, Waiter
-from router.planning.cluster import ClusterState
-from router.planning.plan import plan_route
+from fabric.contracts import MemberId, NoCapacity
+from router.planning import CapacityNeed, CapacityQueue, ClusterState, Waiter, plan_route
+from router.planning.capacity_queue import MIN_DROPPED
 
 MODALITIES = ("image", "audio")
 MEMBERS = tuple(MemberId(f"member-{index}") for index in range(4))

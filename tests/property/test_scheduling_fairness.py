@@ -12,9 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llm_workers.scheduling.fairness import FairShare
-from llm_workers.scheduling.prefill_queue import PrefillQueue
-from llm_workers.scheduling.ranked import RankedHeap, RankedList
+from llm_workers.scheduling.prefill_queue import FairShare, PrefillQueue, RankedHeap, RankedList
 
 STEP_TOKENS = 32
 TENANTS = ("a", "b", "c")

@@ -13,9 +13,8 @@ from paged_fake import EOS
 from scheduling_prompts import BEGINNINGS, PICTURES, TEXTS, Segment, build, segments
 from scheduling_world import World
 
-from fabric.ids import MemberId, RequestId
-from fabric.messages import GenerateRequest, SamplingParams, StopConditions
-from llm_workers.config import Speculation, WorkerConfig
+from fabric.contracts import GenerateRequest, MemberId, RequestId, SamplingParams, StopConditions
+from llm_workers.worker_config import Speculation, WorkerConfig
 
 
 def tiny(

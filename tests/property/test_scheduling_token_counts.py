@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llm_workers.scheduling.token_counts import TokenCounts
+from llm_workers.scheduling import TokenCounts
 
 IDS = st.lists(st.integers(0, 12), max_size=40)
 

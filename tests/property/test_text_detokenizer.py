@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deploy.demo.build import write_all_but_weights
-from modalities.text.codec import TextCodec
-from modalities.text.detokenizer import IncrementalDetokenizer
+from modalities.text import IncrementalDetokenizer, TextCodec
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from modalities.text.stops import StopStrings
+from modalities.text import StopStrings
 
 # Two letters make overlaps and near misses the usual case.
 TEXT = st.text("ab", max_size=24)

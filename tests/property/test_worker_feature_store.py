@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from worker_world import unit_of
 
-from fabric.channel import LandedFeature
-from fabric.clock import ManualClock
-from fabric.ids import AttemptId, MemberId, RequestId, UnitKey
-from fabric.messages import FeatureTicket, UnitReady
-from llm_workers.config import WorkerConfig
-from llm_workers.features import FeatureStore, UnitState
-from llm_workers.scheduling.feature_references import FeatureReference, ReleasedFeature
+from fabric.contracts import AttemptId, FeatureTicket, ManualClock, MemberId, RequestId, UnitKey, UnitReady
+from fabric.transport import LandedFeature
+from llm_workers.features import FeatureStore
+from llm_workers.features.feature_entries import UnitState
+from llm_workers.scheduling import FeatureReference, ReleasedFeature
+from llm_workers.worker_config import WorkerConfig
 
 NUM_BYTES, NUM_KEPT = 8, 2
 UNITS = [unit_of(name) for name in "abcd"]

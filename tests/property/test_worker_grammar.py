@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 from router_fakes import EOS, SPECIALS, tiny_codec
 
-from fabric.errors import InvalidRequest
-from llm_workers.grammar import MAX_CACHED, GrammarCompiler, GrammarGuide
+from fabric.contracts import InvalidRequest
+from llm_workers.sampling import GrammarCompiler
+from llm_workers.sampling.grammar import MAX_CACHED, GrammarGuide
 
 WIDTH = 300
 """The vocabulary is wider than the tokenizer's 260 ids, as it is in padded checkpoints."""

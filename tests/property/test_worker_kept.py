@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from test_worker_receiver import ACTIONS, finish, play, requests
 from worker_world import ROW_BYTES, World, request_of, unit_of
 
-from fabric.channel import LandedFeature
-from fabric.ids import AttemptId, RequestId
-from fabric.messages import FeatureTicket
-from llm_workers.config import WorkerConfig
-from llm_workers.features.host_cache import NO_SLOT, HostCache
+from fabric.contracts import AttemptId, FeatureTicket, RequestId
+from fabric.transport import LandedFeature
+from llm_workers.features import HostCache
+from llm_workers.features.host_cache import NO_SLOT
+from llm_workers.worker_config import WorkerConfig
 
 BUDGET = 10
 names = st.sampled_from("abcdef")

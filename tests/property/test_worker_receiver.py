@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worker_world import ROW_BYTES, World, assert_settled, request_of, unit_of
 
-from fabric.errors import FeatureMismatch, InvalidMedia
-from fabric.ids import AttemptId, RequestId
-from fabric.messages import GenerateRequest, UnitRelease
-from llm_workers.features import UnitState
+from fabric.contracts import AttemptId, FeatureMismatch, GenerateRequest, InvalidMedia, RequestId, UnitRelease
+from llm_workers.features.feature_entries import UnitState
 
 NAMES = "abcd"
 ROWS = {"a": 1, "b": 2, "c": 3, "d": 4}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabric.ids import MmHash, UnitKey
-from llm_workers.features.read_order import Backwards, ReadTurn, TurnQueue
-from llm_workers.scheduling.events import NextRead
+from fabric.contracts import MmHash, UnitKey
+from llm_workers.features.feature_entries import Backwards, ReadTurn, TurnQueue
+from llm_workers.scheduling import NextRead
 
 READS = st.builds(NextRead, st.integers(0, 2), st.integers(0, 2))
 RANKS = st.tuples(st.integers(-1, 1), st.floats(0, 3), st.sampled_from("ab"))

@@ -17,39 +17,34 @@ from typing import Any
 import numpy as np
 from paged_fake import PagedFake, positions_of
 
-from encoder_pool.announcer import Announcer
-from encoder_pool.config import EncoderConfig
-from encoder_pool.decode import Decoded
-from encoder_pool.decode_process import OnUnits
+from encoder_pool.decode_process import Decoded, OnUnits
+from encoder_pool.encode_call import Announcer
+from encoder_pool.encoder_config import EncoderConfig
 from encoder_pool.pipeline import Pipeline
-from encoder_pool.planning.feature_log import FeatureLog
-from encoder_pool.planning.features import FeatureSpec, FeatureTable
-from encoder_pool.planning.forward_job import ForwardResult, ForwardUnit
-from encoder_pool.planning.lease_book import LeaseKey
-from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
-from fabric.clock import ManualClock
-from fabric.ids import AttemptId, MemberId, UnitKey
-from fabric.messages import (
+from encoder_pool.planning import FeatureLog, FeatureSpec, FeatureTable, ForwardResult, ForwardUnit, LeaseKey
+from fabric.contracts import (
+    AttemptId,
     Destination,
     EncodeRequest,
     FeatureNeeded,
     GenerateRequest,
     GenerateResult,
+    ManualClock,
     MediaItem,
+    MemberId,
     PlaneMessage,
     TokenFrames,
+    UnitKey,
     UnitReady,
     UnitRelease,
 )
-from fabric.plane_local import LocalHub, LocalPlane
-from llm_workers.calls import OpenCalls
-from llm_workers.config import WorkerConfig
+from fabric.transport import LocalChannelHub, LocalFeatureSink, LocalFeatureSource, LocalHub, LocalPlane
 from llm_workers.engine import Engine
+from llm_workers.engine_updates import Update
 from llm_workers.features import FeatureEndpoint, Listener, Receiver
-from llm_workers.scheduling.feature_references import FeatureReferences
-from llm_workers.scheduling.plan import StepPlan, StepResult
-from llm_workers.scheduling.scheduler import Scheduler
-from llm_workers.updates import Update
+from llm_workers.open_calls import OpenCalls
+from llm_workers.scheduling import FeatureReferences, Scheduler, StepPlan, StepResult
+from llm_workers.worker_config import WorkerConfig
 from modalities.family import EncoderInput
 
 HIDDEN = 16

@@ -10,26 +10,31 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fabric.channel import ArenaUsage, LandedFeature
-from fabric.clock import ManualClock
-from fabric.errors import ArenaFull, LeaseLost, WeftError
-from fabric.ids import AttemptId, MemberId, MmHash, RequestId, UnitKey
-from fabric.messages import (
+from fabric.contracts import (
+    ArenaFull,
+    AttemptId,
     FeatureTicket,
     GenerateRequest,
+    LeaseLost,
+    ManualClock,
     MediaItem,
+    MemberId,
+    MmHash,
     PlaceholderRange,
+    RequestId,
     SamplingParams,
     StopConditions,
+    UnitKey,
     UnitReady,
     UnitRelease,
+    WeftError,
 )
-from llm_workers.config import WorkerConfig
-from llm_workers.features import FeatureEndpoint, FeatureStore, Listener, Receiver, UnitState
+from fabric.transport import ArenaUsage, LandedFeature
+from llm_workers.features import FeatureEndpoint, FeatureStore, Listener, Receiver
+from llm_workers.features.feature_entries import ReadTurn, UnitState
 from llm_workers.features.feature_store import LOST
-from llm_workers.features.read_order import ReadTurn
-from llm_workers.scheduling.events import NextRead
-from llm_workers.scheduling.feature_references import FeatureReference, ReleasedFeature
+from llm_workers.scheduling import FeatureReference, NextRead, ReleasedFeature
+from llm_workers.worker_config import WorkerConfig
 
 NUM_LEVELS, HIDDEN, ROW_BYTES = 2, 4, 2 * 4 * 4
 

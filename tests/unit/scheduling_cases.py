@@ -8,15 +8,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fabric.channel import LandedFeature
-from fabric.clock import ManualClock
-from fabric.ids import AttemptId, MemberId, MmHash, RequestId, SequenceId, UnitKey
-from fabric.messages import FeatureTicket, GenerateRequest, MediaItem, PlaceholderRange, SamplingParams, StopConditions
-from llm_workers.config import WorkerConfig
-from llm_workers.scheduling.events import AdmittedSequences, StepEvents
-from llm_workers.scheduling.feature_references import FeatureReference
-from llm_workers.scheduling.plan import StepPlan, StepResult
-from llm_workers.scheduling.scheduler import Scheduler
+from fabric.contracts import (
+    AttemptId,
+    FeatureTicket,
+    GenerateRequest,
+    ManualClock,
+    MediaItem,
+    MemberId,
+    MmHash,
+    PlaceholderRange,
+    RequestId,
+    SamplingParams,
+    SequenceId,
+    StopConditions,
+    UnitKey,
+)
+from fabric.transport import LandedFeature
+from llm_workers.scheduling import AdmittedSequences, FeatureReference, Scheduler, StepEvents, StepPlan, StepResult
+from llm_workers.worker_config import WorkerConfig
 from modalities.family import Positions
 
 PAD = 9

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deploy.demo import ask, wire
-from deploy.demo.catalogue import MODALITIES
-from deploy.demo.media import Clip, Picture, Sound
-from fabric.errors import Unavailable
+from deploy.demo import ask
+from deploy.demo import ask as wire
+from deploy.demo.drawing.facts import Clip, Picture, Sound
+from deploy.demo.tasks.catalogue import MODALITIES
+from fabric.contracts import Unavailable
 
 
 @pytest.fixture(autouse=True)

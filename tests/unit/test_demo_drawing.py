@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deploy.demo import clips, scenes, sounds
-from deploy.demo.catalogue import TASKS
-from deploy.demo.drawing import COLOUR_TO_RGB, COLOURS, SHAPES
-from deploy.demo.encoding import num_audio_tokens, sampled_frames
-from deploy.demo.facts import NUMBERS
-from deploy.demo.media import SAMPLE_RATE, Clip, Picture
-from deploy.demo.scores import fresh_samples
-from deploy.demo.speech import has_speech
+from deploy.demo.drawing import clips, scenes, sounds
+from deploy.demo.drawing.facts import NUMBERS, SAMPLE_RATE, Clip, Picture
+from deploy.demo.drawing.figures import COLOUR_TO_RGB, COLOURS, SHAPES
+from deploy.demo.drawing.speech import has_speech
+from deploy.demo.evaluate import fresh_samples
+from deploy.demo.tasks.catalogue import TASKS
+from deploy.demo.training.encoding import num_audio_tokens, sampled_frames
 
 DRAWABLE = [task for task in TASKS if has_speech() or not task.needs_speech]
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from deploy.allocator import freeze_what_lives, keep_freed_memory
+from deploy.process_setup import freeze_what_lives, keep_freed_memory
 
 FAULTS = """
 import ctypes, resource

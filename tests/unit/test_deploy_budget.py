@@ -11,16 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from modalities_files import PREPROCESSOR, thinker_config, write_config
 
-from deploy import memory
-from deploy.budget import budget_lines, plan_budget, refuse_if_too_small
 from deploy.compose import Model, load_model, loaded_modalities
 from deploy.config import ClusterConfig
-from deploy.largest_media import largest_item, largest_items
-from deploy.stored_weights import StoredWeights, read_stored_weights
-from fabric.errors import ConfigError, InvalidMedia
-from llm_workers.scheduling.budget import LargestItem
+from deploy.sizing import budget as memory
+from deploy.sizing import budget_lines, refuse_if_too_small
+from deploy.sizing.budget import plan_budget
+from deploy.sizing.largest_media import largest_item, largest_items
+from deploy.sizing.stored_weights import StoredWeights, read_stored_weights
+from fabric.contracts import ConfigError, InvalidMedia
+from llm_workers.scheduling import LargestItem
 from modalities.family import AudioHeader, Family, ImageHeader, VideoHeader
-from modalities.plugin import MediaLimits
+from modalities.media import MediaLimits
 
 
 def config(**sections: object) -> ClusterConfig:

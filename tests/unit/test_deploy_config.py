@@ -10,11 +10,11 @@ import pytest
 import deploy.config
 from deploy.compose import max_items_per_prompt, media_limits, mel_device, video_options
 from deploy.config import ClusterConfig, check_config, load_config, parse_bytes
-from encoder_pool.decode_limits import DEFAULT_LIMITS
-from fabric.errors import ConfigError
+from encoder_pool.encoder_config import DEFAULT_LIMITS
+from fabric.contracts import ConfigError
 from modalities.family import MediaOptions
-from modalities.plugin import MediaLimits
-from router.config import MODALITY_TO_ENCODE_TIMEOUT_MS
+from modalities.media import MediaLimits
+from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS
 
 
 def problems(text: str) -> list[str]:

@@ -21,7 +21,7 @@ from deploy.logs import (
     where_logs_are,
     with_run_folder,
 )
-from fabric.log_context import as_member, enter_request
+from fabric.contracts import as_member, enter_request
 
 
 @pytest.fixture(autouse=True)

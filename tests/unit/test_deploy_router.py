@@ -13,10 +13,10 @@ from router_fakes import FakePools
 from deploy.compose import build_router, load_model
 from deploy.config import ClusterConfig, check_config
 from deploy.demo.build import write_all_but_weights
-from fabric.ids import MemberId
-from fabric.plane_local import LocalHub, LocalPlane
-from router.config import RouterConfig
-from router.pools import Pools
+from fabric.contracts import MemberId
+from fabric.transport import LocalHub, LocalPlane
+from router.router_config import RouterConfig
+from router.run import Pools
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from reference_tables import config_keys, error_rows, metric_rows
 from site_pages import with_links, with_tables
 
 from deploy.config import ClusterConfig
-from fabric.errors import leaves
+from fabric.contracts.errors import leaves
 
 ROOT = site_pages.ROOT
 

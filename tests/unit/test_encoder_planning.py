@@ -8,23 +8,43 @@ import msgspec
 import numpy as np
 import pytest
 
-from encoder_pool.config import EncoderConfig
 from encoder_pool.decode_process import check_inputs
-from encoder_pool.planning.admission import check_budget, refusal
-from encoder_pool.planning.batcher import choose_batch, split_cost
-from encoder_pool.planning.cost import CostEstimate, ForwardCost, ForwardCosts
-from encoder_pool.planning.decode_line import DecodeLine
-from encoder_pool.planning.encode_job import DecodeRoom, EncodeJob, Phase, waiter_of
-from encoder_pool.planning.encode_jobs import EncodeJobs
-from encoder_pool.planning.feature_log import FeatureLog
-from encoder_pool.planning.features import FeatureSpec
-from encoder_pool.planning.lifecycle import FeatureState, advance
-from encoder_pool.planning.sizes import InputSizes
-from encoder_pool.planning.tally import BusyTime, EncoderTally
-from encoder_pool.planning.turns import CallTurn
-from fabric.errors import ConfigError, EncodeFailed, InvalidMedia, Overloaded, WorkerBackedUp
-from fabric.ids import MemberId, MmHash, RequestId, UnitKey
-from fabric.messages import Destination, EncodeRequest, FeatureEvents, MediaItem
+from encoder_pool.encoder_config import EncoderConfig
+from encoder_pool.planning import (
+    BusyTime,
+    CallTurn,
+    CostEstimate,
+    DecodeLine,
+    DecodeRoom,
+    EncodeJob,
+    EncodeJobs,
+    EncoderTally,
+    FeatureLog,
+    FeatureSpec,
+    ForwardCosts,
+    check_budget,
+    choose_batch,
+    refusal,
+    split_cost,
+    waiter_of,
+)
+from encoder_pool.planning.batcher import ForwardCost, InputSizes
+from encoder_pool.planning.encode_job import FeatureState, Phase, advance
+from fabric.contracts import (
+    ConfigError,
+    Destination,
+    EncodeFailed,
+    EncodeRequest,
+    FeatureEvents,
+    InvalidMedia,
+    MediaItem,
+    MemberId,
+    MmHash,
+    Overloaded,
+    RequestId,
+    UnitKey,
+    WorkerBackedUp,
+)
 from modalities.family import EncoderInput, MediaOptions
 
 SPEC = FeatureSpec(2, 8, "float32")

@@ -7,15 +7,20 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from encoder_pool.planning.batcher import QueuedSound, choose_sounds
-from encoder_pool.planning.decode_line import DecodeLine
-from encoder_pool.planning.encode_job import DecodeRoom, EncodeJob, EncodeWaiter, Phase, waiter_of
-from encoder_pool.planning.encode_jobs import EncodeJobs
-from encoder_pool.planning.turns import CallTurn
-from fabric.ids import MemberId, MmHash, RequestId
-from fabric.messages import Destination, EncodeRequest, MediaItem
-from modalities.family import EncoderInput
-from modalities.waveform import Waveform
+from encoder_pool.planning import (
+    CallTurn,
+    DecodeLine,
+    DecodeRoom,
+    EncodeJob,
+    EncodeJobs,
+    EncodeWaiter,
+    QueuedSound,
+    choose_sounds,
+    waiter_of,
+)
+from encoder_pool.planning.encode_job import Phase
+from fabric.contracts import Destination, EncodeRequest, MediaItem, MemberId, MmHash, RequestId
+from modalities.family import EncoderInput, Waveform
 
 WAVEFORM = Waveform(np.zeros(4800, np.float32), 48000, 1600)
 ROOM = DecodeRoom(max_cost=100, max_items=3, max_long_cost=100, max_long_items=1)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from fabric.errors import InvalidMedia
+from fabric.contracts import InvalidMedia
 from fabric.sandbox.array_pipe import NotAMessage, receive, send
 from modalities.family import EncoderInput
 

@@ -6,8 +6,7 @@ import re
 
 import pytest
 
-from fabric.clock import ManualClock, SystemClock
-from fabric.ids import AttemptId, SequenceId, mint_member_id, mint_request_id
+from fabric.contracts import AttemptId, ManualClock, SequenceId, SystemClock, mint_member_id, mint_request_id
 
 
 def test_a_manual_clock_moves_only_when_told() -> None:

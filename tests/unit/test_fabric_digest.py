@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric.digest import block_hash, frame, mm_hash, uniform
+from fabric.contracts import frame, mm_hash, uniform
+from fabric.contracts.identity import block_hash
 
 ITEM = {"namespace": "m@1", "modality": "image", "options": "{}", "geometry": (2, 3), "salt": ""}
 

@@ -6,7 +6,7 @@ from typing import get_args
 
 from deploy.compute_dtype import DTYPE_TO_FLAGS
 from deploy.config import ModelSection
-from fabric.dtypes import DTYPE_TO_BYTES
+from fabric.contracts import DTYPE_TO_BYTES
 
 
 def test_the_config_names_the_known_dtypes() -> None:

@@ -7,7 +7,8 @@ import pickle
 import msgspec
 import pytest
 
-from fabric.errors import CODE_TO_ERROR, ErrorInfo, InvalidMedia, RequestRefused, WeftError, leaves
+from fabric.contracts import ErrorInfo, InvalidMedia, RequestRefused, WeftError
+from fabric.contracts.errors import CODE_TO_ERROR, leaves
 
 LEAVES = leaves()
 
@@ -19,11 +20,11 @@ def test_every_leaf_is_mapped_by_a_code_of_its_own() -> None:
 
 
 def test_the_tree_in_the_docstring_names_every_class() -> None:
-    import fabric.errors
+    import fabric.contracts.errors
 
-    assert fabric.errors.__doc__ is not None
+    assert fabric.contracts.errors.__doc__ is not None
     tree = [kind.__name__ for leaf in LEAVES for kind in leaf.__mro__ if issubclass(kind, WeftError)]
-    missing = [name for name in tree if name not in fabric.errors.__doc__]
+    missing = [name for name in tree if name not in fabric.contracts.errors.__doc__]
     assert missing == []
 
 

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from fabric.clock import ManualClock
-from fabric.leases import LeaseTable
+from fabric.contracts import ManualClock
+from fabric.transport import LeaseTable
 
 
 def test_a_lease_ends_at_its_deadline_and_is_reported_once() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from fabric.ids import RequestId
-from fabric.mailbox import Mailbox
-from fabric.messages import AbortAttempt, PlaneMessage
+from fabric.contracts import AbortAttempt, PlaneMessage, RequestId
+from fabric.transport.message_plane import Mailbox
 
 NUM_MESSAGES = 600
 """These are more messages than two turns deliver."""

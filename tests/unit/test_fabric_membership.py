@@ -7,10 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from fabric.clock import ManualClock
-from fabric.ids import MemberId
-from fabric.membership import Directory
-from fabric.messages import Member
+from fabric.contracts import ManualClock, Member, MemberId
+from fabric.transport import Directory
 
 LEASE_S = 3.0
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import fabric.messages as messages
-from fabric.errors import ProtocolError
-from fabric.ids import MmHash, UnitKey
+import fabric.contracts.calls as calls
+import fabric.contracts.messages as messages
+from fabric.contracts import MmHash, ProtocolError, UnitKey
 
 PLANE = typing.get_args(messages.PlaneMessage)
-CALLS = (messages.EncodeRequest, messages.EncodeResult, messages.GenerateRequest, messages.GenerateResult)
+CALLS = (calls.EncodeRequest, calls.EncodeResult, calls.GenerateRequest, calls.GenerateResult)
 PLAIN = {
     int: st.integers(-(2**63), 2**63 - 1),
     float: st.floats(allow_nan=False),
@@ -117,7 +117,7 @@ def test_a_field_appended_later_does_not_break_an_older_reader() -> None:
 
 
 def test_an_item_counts_its_rows_and_names_its_units() -> None:
-    item = messages.MediaItem(0, "video", MmHash("aa"), (2, 4, 4), (8, 6), 32, "messages.0.content.1")
+    item = calls.MediaItem(0, "video", MmHash("aa"), (2, 4, 4), (8, 6), 32, "messages.0.content.1")
     assert item.num_tokens == 14
     assert item.unit_keys() == [UnitKey(MmHash("aa"), 0), UnitKey(MmHash("aa"), 1)]
-    assert messages.PlaceholderRange(5, 8, 0, 0, 0).end == 13
+    assert calls.PlaceholderRange(5, 8, 0, 0, 0).end == 13

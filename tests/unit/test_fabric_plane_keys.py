@@ -7,7 +7,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from fabric.plane_keys import PlaneKeys
+from fabric.transport import PlaneKeys
 
 
 @pytest.fixture

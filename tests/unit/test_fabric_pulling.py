@@ -10,15 +10,10 @@ from math import exp, log
 import numpy as np
 import pytest
 
-from fabric import pulling
-from fabric.channel import LandedFeature
-from fabric.channel_local import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
-from fabric.clock import ManualClock
-from fabric.errors import LeaseLost, TransferFailed
-from fabric.learned_cost import corrected
-from fabric.messages import FeatureTicket
-from fabric.pulling import PullingSink, ReadState
-from fabric.slots import HEADER_BYTES, SlotMemory
+from fabric.contracts import FeatureTicket, LeaseLost, ManualClock, TransferFailed, corrected
+from fabric.transport import HEADER_BYTES, LandedFeature, LocalChannelHub, LocalFeatureSink, LocalFeatureSource, pulling
+from fabric.transport.feature_channel import SlotMemory
+from fabric.transport.pulling import PullingSink, ReadState
 
 WAIT_S = 20.0
 SLOT_BYTES = 64 + HEADER_BYTES

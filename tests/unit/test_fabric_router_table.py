@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from fabric.clock import ManualClock
-from fabric.ids import MemberId
-from fabric.messages import PlaneMessage, RouterHeartbeat, SnapshotRequest
-from fabric.router_table import FIRST_HEARTBEAT_S, RouterTable
+from fabric.contracts import ManualClock, MemberId, PlaneMessage, RouterHeartbeat, SnapshotRequest
+from fabric.transport import RouterTable
+from fabric.transport.membership import FIRST_HEARTBEAT_S
 
 ONE, OTHER = MemberId("router-1"), MemberId("router-2")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fabric.arena import Arena
-from fabric.errors import ArenaFull, LeaseLost, UnitTooLarge
-from fabric.slots import HEADER_BYTES, SlotMemory, feature_nbytes
-from fabric.source_memory import SourceMemory
+from fabric.contracts import ArenaFull, LeaseLost, UnitTooLarge
+from fabric.transport import HEADER_BYTES, SourceMemory
+from fabric.transport.arena import Arena
+from fabric.transport.feature_channel import SlotMemory, feature_nbytes
 
 
 def word_at(source: SourceMemory, address: int) -> int:

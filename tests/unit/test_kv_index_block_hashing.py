@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from fabric.digest import block_hash, block_hashes
-from fabric.ids import MmHash
-from fabric.messages import MediaItem, PlaceholderRange
-from kv_index.block_hashing import extra_keys, keys_of_blocks, prompt_block_hashes
+from fabric.contracts import MediaItem, MmHash, PlaceholderRange, block_hashes
+from fabric.contracts.identity import block_hash
+from kv_index import keys_of_blocks, prompt_block_hashes
+from kv_index.block_hashing import extra_keys
 
 
 def image(index: int, digit: str, num_tokens: int = 20) -> MediaItem:

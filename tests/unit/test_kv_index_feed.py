@@ -1,6 +1,7 @@
 """Tests the order of events: which are applied, kept or dropped."""
 
-from kv_index.feed import ApplyResult, EventFeed
+from kv_index import ApplyResult
+from kv_index.holder_index import EventFeed
 
 
 def in_step(epoch: int = 1, last_seq: int = -1, max_buffered: int = 100) -> EventFeed[str]:

@@ -2,12 +2,10 @@
 
 from typing import Any
 
-from fabric.ids import BlockHash, MemberId
-from fabric.messages import BlocksCleared, BlocksRemoved, BlocksStored, FeatureEvents, KvSnapshot
-from kv_index.feature_index import FeatureIndex
-from kv_index.feed import ApplyResult
-from kv_index.holder_masks import HolderMasks
-from kv_index.prefix_index import FIRST_PIECE_BLOCKS, PrefixIndex
+from fabric.contracts import BlockHash, BlocksRemoved, BlocksStored, FeatureEvents, KvSnapshot, MemberId
+from fabric.contracts.messages import BlocksCleared
+from kv_index import ApplyResult, FeatureIndex, PrefixIndex
+from kv_index.holder_index import FIRST_PIECE_BLOCKS, HolderMasks
 
 A, B = MemberId("worker-a"), MemberId("worker-b")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loadtest.benches.encoder_files import NUM_FRAMES, another, film, model_of_long_films
+from loadtest.benches.encoder_batching import NUM_FRAMES, another, film, model_of_long_films
 from modalities.family import MediaOptions
-from modalities.identify import plan_media
+from modalities.media import plan_media
 from modalities.registry import REGISTRY
 
 

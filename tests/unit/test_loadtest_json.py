@@ -12,14 +12,14 @@ BENCH = """
 import subprocess, sys
 from pathlib import Path
 from loadtest import benches
-from loadtest.benches import report
+from loadtest.benches import bench_result
 
 def run(_):
     print("chatter of the bench")
     subprocess.run([sys.executable, "-c", "print('chatter of its server')"], check=True)
-    return report.BenchResult([["a", "b"], ["1", "2"]], [report.Bar("speed", 2.0, 1.0, "x")], ["a note"])
+    return bench_result.BenchResult([["a", "b"], ["1", "2"]], [bench_result.Bar("speed", 2.0, 1.0, "x")], ["a note"])
 
-report.RESULTS = Path(sys.argv[1])
+bench_result.RESULTS = Path(sys.argv[1])
 benches.BENCHES = {"one": run, "two": run}
 benches.run_benches("all", as_json=sys.argv[2] == "json")
 """

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from media_corpus import CLIPS, video_file
 from sound_files import FORMATS, encoded, noise, tone, wav
 
-from fabric.errors import InvalidMedia, InvalidRequest
-from modalities.audio import AudioPlugin, decode_samples, num_samples_at, probe_sound
+from fabric.contracts import InvalidMedia, InvalidRequest
 from modalities.family import AudioHeader, VideoHeader
-from modalities.plugin import MediaLimits
+from modalities.media import AudioPlugin, MediaLimits, decode_samples, num_samples_at, probe_sound
+from modalities.media.plugin import AUDIO_S
 from modalities.registry import REGISTRY
-from modalities.tolerance import AUDIO_S
 
 RATE = 16000
 PLUGIN, LIMITS = AudioPlugin(), MediaLimits()

@@ -12,11 +12,17 @@ from hypothesis import strategies as st
 from media_corpus import CLIPS, RECORDINGS, STORED, sound_file, video_file
 from modalities_files import encode, picture
 
-from fabric.errors import InvalidMedia
-from modalities.container import format_name, open_container, sniff, sound_header
-from modalities.packets import is_hidden_vp8, is_hidden_vp9
-from modalities.tolerance import AUDIO_S
-from modalities.truncation import num_lost_bytes
+from fabric.contracts import InvalidMedia
+from modalities.media.containers import (
+    format_name,
+    is_hidden_vp8,
+    is_hidden_vp9,
+    num_lost_bytes,
+    open_container,
+    sniff,
+    sound_header,
+)
+from modalities.media.plugin import AUDIO_S
 
 PARAM = "messages.0.content.1"
 NO_LENGTH = ("adts-aac", "mp3-variable-no-header")

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from modalities.decode_memory import BASE_BYTES, COST_BYTES, FILE_COPIES, decode_bytes
 from modalities.family import AudioHeader, ImageHeader, VideoHeader
+from modalities.media.plugin import BASE_BYTES, COST_BYTES, FILE_COPIES, decode_bytes
 
 MIB = 2**20
 

@@ -14,10 +14,10 @@ import pytest
 from modalities_files import encode, picture
 from PIL import Image, PngImagePlugin
 
-from fabric.errors import InvalidMedia
-from modalities import first_bytes
-from modalities.first_bytes import MAX_READ_BYTES, MAX_STEPS, picture_header
-from modalities.image import open_image
+from fabric.contracts import InvalidMedia
+from modalities.media import image_header as first_bytes
+from modalities.media.image import open_image
+from modalities.media.image_header import MAX_READ_BYTES, MAX_STEPS, picture_header
 
 ORIENTATIONS = range(10)
 """Holds the orientations of EXIF and two values that are none."""

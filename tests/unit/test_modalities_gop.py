@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from media_corpus import Clip, encode_video, frame_pixels
 
-from modalities.container import open_container
 from modalities.family import VideoHeader
-from modalities.gop import GroupPlan, plan_groups
-from modalities.packets import stream_packets
-from modalities.video import VideoPlugin, decode_frames
+from modalities.media import VideoPlugin, decode_frames
+from modalities.media.containers import open_container, stream_packets
+from modalities.media.video import GroupPlan, plan_groups
 
 PARAM = "messages.0.content.1"
 NUM_FRAMES = 120

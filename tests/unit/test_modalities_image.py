@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 from modalities_files import data_url, encode, oriented, picture
 from PIL import Image
 
-from fabric.errors import InvalidMedia, InvalidRequest
-from modalities import plugin
-from modalities.image import FORMATS, ImagePlugin, decode_image
-from modalities.plugin import MediaLimits
+from fabric.contracts import InvalidMedia, InvalidRequest
+from modalities.media import ImagePlugin, MediaLimits, decode_image, plugin
+from modalities.media.image import FORMATS
 
 PLUGIN = ImagePlugin()
 PARAM = "messages.0.content.1"

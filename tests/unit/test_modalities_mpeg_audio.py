@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from media_corpus import sound_file
 
-from fabric.errors import InvalidMedia
-from modalities.audio import AudioPlugin, decode_samples, num_samples_at
-from modalities.container import sniff
-from modalities.mpeg_audio import MAX_JUNK_BYTES, first_frame, one_stream
+from fabric.contracts import InvalidMedia
+from modalities.media import AudioPlugin, decode_samples, num_samples_at
+from modalities.media.containers import sniff
+from modalities.media.mpeg_audio import MAX_JUNK_BYTES, first_frame, one_stream
 
 PARAM = "messages.0.content.1"
 RATE = 16_000

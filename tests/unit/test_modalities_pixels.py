@@ -9,8 +9,8 @@ import pytest
 from modalities_files import encode, picture
 from PIL import Image
 
-from modalities import pixels
-from modalities.pixels import to_rgb
+from modalities.media import image as pixels
+from modalities.media import to_rgb
 
 WHITE = (255, 255, 255, 255)
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fabric.errors import InvalidRequest
-from fabric.messages import PlaceholderRange
-from modalities.family import ItemPlan
-from modalities.placeholders import expand_placeholders
+from fabric.contracts import InvalidRequest, PlaceholderRange
+from modalities.family import ItemPlan, expand_placeholders
 
 TOKENS = {"image": 901, "video": 902}
 

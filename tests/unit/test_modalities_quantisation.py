@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from fabric.errors import ConfigError
-from modalities.part_names import names_of_others
-from modalities.quantisation import Quantisation, read_quantisation
+from fabric.contracts import ConfigError
+from modalities.checkpoint_files import Quantisation, names_of_others, read_quantisation
 from modalities.registry import REGISTRY
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}

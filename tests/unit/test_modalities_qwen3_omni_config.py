@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from modalities_files import PREPROCESSOR, TEXT_CONFIG, TOKENS, encode, picture, thinker_config, write_config
 
-from fabric.errors import ConfigError, InvalidMedia
-from fabric.messages import MediaItem, MmHash
+from fabric.contracts import ConfigError, InvalidMedia, MediaItem, MmHash
+from modalities.families.qwen3_omni import Qwen3OmniFamily
 from modalities.family import ImageHeader, ModelShape
-from modalities.qwen3_omni.family import Qwen3OmniFamily
 from modalities.registry import REGISTRY
 
 SHAPE = ModelShape(64, 4, 4, 2, 16, 200, 4096)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from modalities_files import PREPROCESSOR, write_config
 
-from fabric.errors import ConfigError, UnsupportedModality
+from fabric.contracts import ConfigError, UnsupportedModality
 from modalities.family import Family, ImageHeader, ModelShape
 from modalities.registry import REGISTRY
 

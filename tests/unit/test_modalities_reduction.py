@@ -7,14 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from modalities.families.internvl import GridOfTiles
+from modalities.families.llava import CentreCrop
+from modalities.families.llava_onevision import AnyResolution
+from modalities.families.qwen_vl.patches import ImageOptions, image_grid
+from modalities.families.tiled.tiled_family import PixelOptions
 from modalities.family import ImageHeader, MediaOptions
-from modalities.internvl.tiling import GridOfTiles
-from modalities.llava.tiling import CentreCrop
-from modalities.llava_onevision.tiling import AnyResolution
-from modalities.pixels import Normalisation
-from modalities.qwen_vl.image_options import ImageOptions
-from modalities.qwen_vl.preprocess import image_grid
-from modalities.tiled.config import PixelOptions
+from modalities.media import Normalisation
 
 OPTIONS = ImageOptions(14, 2, 2, 56 * 56, 28 * 28 * 1280, 3, 1 / 255, None, None)
 SMALLEST = 16

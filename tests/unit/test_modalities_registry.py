@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from modalities_files import TOKENS, encode, picture, thinker_config, write_config
 
-from fabric.errors import ConfigError, InvalidMedia, InvalidRequest, UnsupportedModality
+from fabric.contracts import ConfigError, InvalidMedia, InvalidRequest, UnsupportedModality
+from modalities.families.qwen3_omni import Qwen3OmniFamily
 from modalities.family import ImageHeader, MediaHeader
-from modalities.identify import plan_media
-from modalities.plugin import MediaLimits, decode_data_url, part_url
-from modalities.qwen3_omni.family import Qwen3OmniFamily
+from modalities.media import MediaLimits, plan_media
+from modalities.media.plugin import decode_data_url, part_url
 from modalities.registry import PLUGIN_GROUP, REGISTRY, Registry, builtin_registry
 
 
@@ -159,7 +159,7 @@ def test_a_missing_directory(tmp_path: Path) -> None:
 
 
 def test_the_pure_half_imports_no_torch() -> None:
-    code = "import sys, modalities.registry, modalities.identify, modalities.qwen3_omni.family as f; f.Qwen3OmniFamily"
+    code = "import sys, modalities.registry, modalities.media, modalities.families.qwen3_omni as f; f.Qwen3OmniFamily"
     show = "; print(sorted({'torch', 'transformers', 'ray'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code + show], check=True, capture_output=True, text=True)
     assert found.stdout == "[]\n"

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sound_files import encoded, noise, tone, wav
 
-from fabric.errors import InvalidMedia
-from modalities.audio import decode_samples, decode_waveform
-from modalities.resampling import Resampling
-from modalities.tolerance import AUDIO_S
+from fabric.contracts import InvalidMedia
+from modalities.media import Resampling, decode_samples, decode_waveform
+from modalities.media.plugin import AUDIO_S
 
 RATE = 16000
 PART = "part"

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabric.errors import InvalidMedia
+from fabric.contracts import InvalidMedia
 from modalities.family import MediaOptions, VideoHeader
-from modalities.sampling import choose_keyframes, probed_frames, sample_frames
+from modalities.media import sample_frames
+from modalities.media.frame_sampling import choose_keyframes, probed_frames
 
 OPTIONS = st.builds(
     MediaOptions,

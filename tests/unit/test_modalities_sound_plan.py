@@ -15,13 +15,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sound_files import noise, wav, write_preprocessor
 
-from fabric.errors import ConfigError, InvalidMedia, InvalidRequest, UnsupportedModality
-from modalities.audio_towers.cutting import ConvolvedChunks, Cutting, PooledChunks, cut
-from modalities.audio_towers.halves import qwen2_5_omni_sound, qwen2_audio_sound, qwen3_omni_sound
-from modalities.audio_towers.sound import SoundHalf
+from fabric.contracts import ConfigError, InvalidMedia, InvalidRequest, UnsupportedModality
+from modalities.families.audio_towers.sound_plans import (
+    ConvolvedChunks,
+    Cutting,
+    PooledChunks,
+    SoundHalf,
+    cut,
+    qwen2_5_omni_sound,
+    qwen2_audio_sound,
+    qwen3_omni_sound,
+)
+from modalities.families.qwen2_audio import Qwen2AudioFamily
 from modalities.family import AudioHeader, ImageHeader, ItemPlan
-from modalities.identify import plan_media
-from modalities.qwen2_audio.family import Qwen2AudioFamily
+from modalities.media import plan_media
 from modalities.registry import REGISTRY
 
 RATE = 16000
@@ -169,7 +176,7 @@ def test_options_are_the_identity(family: Qwen2AudioFamily, tmp_path: Path) -> N
 
 
 def test_the_pure_half_imports_no_torch() -> None:
-    code = "import sys, modalities.qwen2_audio.family, modalities.audio_towers.halves"
+    code = "import sys, modalities.families.qwen2_audio, modalities.families.audio_towers.sound_plans"
     show = "; print(sorted({'torch', 'transformers', 'ray'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code + show], check=True, capture_output=True, text=True)
     assert found.stdout == "[]\n"

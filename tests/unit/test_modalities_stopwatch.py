@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from modalities.stopwatch import decoding, decoding_piecewise, take_decode_s
+from modalities.media import take_decode_s
+from modalities.media.plugin import decoding, decoding_piecewise
 
 
 class Clock:

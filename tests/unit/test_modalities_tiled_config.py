@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from modalities_files import encode, picture
 
-from fabric.errors import ConfigError, InvalidMedia, InvalidRequest, UnsupportedModality
-from fabric.messages import MediaItem, MmHash
+from fabric.contracts import ConfigError, InvalidMedia, InvalidRequest, MediaItem, MmHash, UnsupportedModality
 from modalities.family import Family, ImageHeader, ModelShape
 from modalities.registry import REGISTRY
 

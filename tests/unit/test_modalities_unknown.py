@@ -4,9 +4,9 @@ import pytest
 from media_corpus import sound_file
 from modalities_files import encode, picture
 
-from fabric.errors import InvalidMedia
+from fabric.contracts import InvalidMedia
+from modalities.media.plugin import seeming
 from modalities.registry import REGISTRY
-from modalities.unknown_media import seeming
 
 PARAM = "messages.0.content.0"
 

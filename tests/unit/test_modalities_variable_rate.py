@@ -25,20 +25,21 @@ from hypothesis import strategies as st
 from media_corpus import Clip, encode_video
 from modalities_files import VIDEO_PREPROCESSOR, thinker_config, write_config
 
-from fabric.errors import InvalidMedia
+from fabric.contracts import InvalidMedia
+from modalities.families.qwen_vl.layout import MeasuredTime, SharedTime
+from modalities.families.qwen_vl.patches import ImageOptions, VideoOptions, cut_video, step_times_s
+from modalities.families.tiled.tiled_family import FrameTiling, PixelOptions
 from modalities.family import AudioHeader, MediaOptions, ModelShape, VideoHeader
-from modalities.identify import plan_media
-from modalities.keyframes import settled_frames
-from modalities.pixels import Normalisation
-from modalities.qwen_vl.image_options import ImageOptions
-from modalities.qwen_vl.video_options import VideoOptions
-from modalities.qwen_vl.video_plan import cut_video, step_times_s
-from modalities.qwen_vl.video_time import MeasuredTime, SharedTime
+from modalities.media import (
+    Normalisation,
+    Timeline,
+    VideoPlugin,
+    decode_frames,
+    plan_media,
+    sample_frames,
+    settled_frames,
+)
 from modalities.registry import REGISTRY
-from modalities.sampling import Timeline, sample_frames
-from modalities.tiled.config import PixelOptions
-from modalities.tiled.video import FrameTiling
-from modalities.video import VideoPlugin, decode_frames
 
 PARAM = "messages.0.content.1"
 BURST = (*(round(1000 * at / 60) for at in range(60)), *range(1000, 20_000, 1000))

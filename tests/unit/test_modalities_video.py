@@ -13,11 +13,9 @@ from lossless_files import mkv
 from media_corpus import CLIPS, STORED, Clip, encode_video, frame_pixels, motion_jpeg, sound_file, video_file
 from modalities_files import data_url, encode, picture
 
-from fabric.errors import InvalidMedia, InvalidRequest
+from fabric.contracts import InvalidMedia, InvalidRequest
 from modalities.family import MediaOptions, VideoHeader
-from modalities.keyframes import settled_frames
-from modalities.plugin import MediaLimits
-from modalities.video import VideoPlugin, decode_frames
+from modalities.media import MediaLimits, VideoPlugin, decode_frames, settled_frames
 
 PLUGIN = VideoPlugin()
 PARAM = "messages.0.content.1"

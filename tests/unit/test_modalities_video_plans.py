@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 from modalities_files import VIDEO_PREPROCESSOR, thinker_config, write_config
 
-from fabric.errors import ConfigError, InvalidMedia, InvalidRequest
-from modalities.family import AudioHeader, Family, MediaOptions, VideoHeader
-from modalities.placeholders import FeatureRows, expand_pieces
-from modalities.qwen_vl.video_options import SizeRange, VideoDefaults, read_video_options
-from modalities.qwen_vl.video_time import MeasuredTime, SharedTime
+from fabric.contracts import ConfigError, InvalidMedia, InvalidRequest
+from modalities.families.qwen_vl.layout import MeasuredTime, SharedTime
+from modalities.families.qwen_vl.patches import SizeRange, VideoDefaults, read_video_options
+from modalities.family import AudioHeader, Family, FeatureRows, MediaOptions, VideoHeader, expand_pieces
 from modalities.registry import REGISTRY
 
 QWEN2, QWEN3 = VideoDefaults("Qwen2VLVideoProcessor"), VideoDefaults("Qwen3VLVideoProcessor")

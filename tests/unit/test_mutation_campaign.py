@@ -46,7 +46,7 @@ def test_a_module_that_grows_moves_others_by_their_share_only() -> None:
 def test_the_score_leaves_out_what_was_not_run() -> None:
     statuses = {"killed": 5, "timeout": 1, "not checked": 7}
     sample = [
-        Mutant(f"kv_index.feed.xǁEventFeedǁoffer__mutmut_{status}{at}", "kv_index/feed.py", status)
+        Mutant(f"kv_index.feed.xǁEventFeedǁoffer__mutmut_{status}{at}", "kv_index/holder_index.py", status)
         for status, count in statuses.items()
         for at in range(count)
     ]
@@ -64,7 +64,7 @@ def test_the_score_leaves_out_what_was_not_run() -> None:
     ],
 )
 def test_mutants_name_their_function(name: str, function: str) -> None:
-    assert Mutant(name, "fabric/digest.py", "survived").function == function
+    assert Mutant(name, "fabric/contracts/identity.py", "survived").function == function
 
 
 def test_a_reason_is_found_by_function_and_line_and_by_the_change_where_it_names_one() -> None:

@@ -18,24 +18,25 @@ from planning_samples import (
     worker_report,
 )
 
-from fabric.errors import EncodeFailed, EngineFailed, ErrorInfo, NoCapacity
-from fabric.messages import (
+from fabric.contracts import (
     BlocksStored,
     ChoiceResult,
     EncodeCost,
+    EncodeFailed,
     EncodeResult,
+    EngineFailed,
+    ErrorInfo,
     FeatureEvents,
     GenerateResult,
     ItemResult,
     KvEvents,
     KvSnapshot,
+    NoCapacity,
     StageTimes,
     TraceEvent,
 )
-from router.planning.cluster import ClusterState
-from router.planning.links import LinkClass
-from router.planning.plan import plan_encoding, plan_route
-from router.planning.views import Line, RoutePlan, RouteQuery
+from router.planning import ClusterState, RoutePlan, RouteQuery, plan_encoding, plan_route
+from router.planning.views import Line, LinkClass
 
 
 def cluster_of(num_workers: int = 1, num_encoders: int = 0) -> ClusterState:

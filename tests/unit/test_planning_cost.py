@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from router.planning.cost import LinearCost
+from router.planning.member_costs import LinearCost
 from router.planning.views import Line
 
 TRUTH = Line(0.02, 3e-4)

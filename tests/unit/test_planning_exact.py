@@ -25,20 +25,33 @@ from planning_samples import (
     worker_report,
 )
 
-from fabric.errors import NoCapacity
-from fabric.ids import AttemptId, MemberId, RequestId
-from fabric.messages import EncodeCost, EncodeResult, FeatureEvents, GenerateResult, ItemResult, MediaItem, StageTimes
-from router.planning.ageing import CONFIRMED, HALF_LIFE_S, AgeingCost, Estimate, believed
-from router.planning.cluster import ClusterState
-from router.planning.cost import LinearCost
-from router.planning.encoder_cost import GENERAL, EncoderCost
-from router.planning.in_flight import InFlight
-from router.planning.landing import Landings, land_items
-from router.planning.links import LinkClass
-from router.planning.member_state import Freshness
-from router.planning.plan import plan_encoding, plan_route
-from router.planning.views import EncoderCosts, ItemTerms, Line
-from router.planning.waiting import PlacementNeed, waiting
+from fabric.contracts import (
+    AttemptId,
+    EncodeCost,
+    EncodeResult,
+    FeatureEvents,
+    GenerateResult,
+    ItemResult,
+    MediaItem,
+    MemberId,
+    NoCapacity,
+    RequestId,
+    StageTimes,
+)
+from router.planning import ClusterState, plan_encoding, plan_route
+from router.planning.member_costs import (
+    CONFIRMED,
+    GENERAL,
+    HALF_LIFE_S,
+    AgeingCost,
+    EncoderCost,
+    Estimate,
+    LinearCost,
+    believed,
+)
+from router.planning.member_state import Freshness, InFlight
+from router.planning.predictions import Landings, PlacementNeed, land_items, waiting
+from router.planning.views import EncoderCosts, ItemTerms, Line, LinkClass
 
 HERE, THERE = Line(0.001, 1e-9), Line(0.1, 1e-7)
 """These are the lines of the links to two encoders."""

@@ -8,11 +8,9 @@ import msgspec
 import pytest
 from planning_samples import ENCODE, LINK, PREFILL, PREPARE, ROW_BYTES, encoder, image, query, snapshot, worker
 
-from fabric.errors import NoCapacity
-from fabric.messages import MediaItem
-from router.planning.links import LinkClass
-from router.planning.plan import plan_encoding, plan_route
-from router.planning.views import EncoderCosts, EncoderView, Line, RoutePlan, RouteQuery, WorkerView
+from fabric.contracts import MediaItem, NoCapacity
+from router.planning import RoutePlan, RouteQuery, plan_encoding, plan_route
+from router.planning.views import EncoderCosts, EncoderView, Line, LinkClass, WorkerView
 
 ENCODE_S = PREPARE.base_s + ENCODE.at(256)
 TRANSFER_S = LINK.at(64 * ROW_BYTES)

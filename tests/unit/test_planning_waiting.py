@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from planning_samples import BLOCK_SIZE, PREFILL, worker
 
-from router.planning.waiting import PlacementNeed, Waiting, idle_pace, waiting
+from router.planning.predictions import PlacementNeed, Waiting, idle_pace, waiting
 
 DECODE_S = 0.0005
 STEP = {"max_step_tokens": 100, "decode_s": DECODE_S}

@@ -12,8 +12,8 @@ import pytest
 from router_chats import chat_body, image, text
 from router_fakes import FakeCluster, fake_cluster
 
-from fabric.errors import EngineFailed
-from router.http import create_app
+from fabric.contracts import EngineFailed
+from router.edge import create_app
 
 CHAT = "/v1/chat/completions"
 

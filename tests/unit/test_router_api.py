@@ -6,15 +6,26 @@ import json
 
 import pytest
 
-from fabric import errors
-from fabric.errors import InvalidRequest, leaves
+from fabric.contracts import InvalidRequest, errors
+from fabric.contracts.errors import leaves
 from modalities.family import MediaOptions
-from router.api.content import MediaPart, TextPart, parts_of
-from router.api.errors import ERROR_TO_STATUS, error_object, http_error, status_of
-from router.api.media_options import MediaKwargs, check_media_kwargs, video_options
-from router.api.refusals import PARAM_TO_NEUTRAL
-from router.api.request import ChatMessage, ChatRequest, parse_chat
-from router.api.response import ChoiceText, ChunkWriter, Head, Usage, completion
+from router.api import (
+    ChatRequest,
+    ChoiceText,
+    ChunkWriter,
+    Head,
+    MediaPart,
+    TextPart,
+    Usage,
+    completion,
+    http_error,
+    parse_chat,
+    parts_of,
+    status_of,
+    video_options,
+)
+from router.api.chat_request import PARAM_TO_NEUTRAL, ChatMessage, MediaKwargs, check_media_kwargs
+from router.api.http_errors import ERROR_TO_STATUS, error_object
 
 HEAD = Head("chatcmpl-req-1", 1700000000, "tiny")
 MINIMAL = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}

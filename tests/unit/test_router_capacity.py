@@ -9,14 +9,24 @@ import pytest
 from router_chats import chat, expected, image, read, text
 from router_fakes import FakeCluster, FakeEncoder, fake_cluster, reply_text, settled
 
-from fabric.clock import ManualClock
-from fabric.errors import Aborted, EncodeFailed, EncoderLost, NoCapacity, Overloaded, UnsupportedModality, WorkerLost
-from fabric.ids import MemberId
-from fabric.messages import AbortAttempt, FeatureNeeded, TokenFrame
-from router.api.errors import http_error
-from router.planning.capacity import FIRST_ON_THE_WAY
-from router.setbacks import Setbacks
-from router.streams import RequestStream
+from fabric.contracts import (
+    AbortAttempt,
+    Aborted,
+    EncodeFailed,
+    EncoderLost,
+    FeatureNeeded,
+    ManualClock,
+    MemberId,
+    NoCapacity,
+    Overloaded,
+    TokenFrame,
+    UnsupportedModality,
+    WorkerLost,
+)
+from router.api import http_error
+from router.planning.capacity_queue import FIRST_ON_THE_WAY
+from router.run import RequestStream
+from router.run.degradation import Setbacks
 
 WAIT_S = 120.0
 

@@ -15,12 +15,20 @@ from router_chats import chat, chat_body, expected, read, text
 from router_fakes import AUDIO, IMAGE, VIDEO, FakeCluster, settled
 from router_media_fakes import SOUND, audio, image, media_cluster, video
 
-from fabric.errors import DeadlineExceeded, EncodeFailed, EncoderLost, ErrorInfo, InvalidMedia, WeftError
-from fabric.messages import FeatureNeeded, MediaItem
+from fabric.contracts import (
+    DeadlineExceeded,
+    EncodeFailed,
+    EncoderLost,
+    ErrorInfo,
+    FeatureNeeded,
+    InvalidMedia,
+    MediaItem,
+    WeftError,
+)
 from modalities.family import MediaOptions
-from router.encode_dispatcher import SHORTEST_CALL_S
-from router.http import create_app
-from router.streams import RequestStream
+from router.edge import create_app
+from router.run import RequestStream
+from router.run.encode_dispatcher import SHORTEST_CALL_S
 
 BROKE = ErrorInfo("encode_failed", "out of device memory")
 

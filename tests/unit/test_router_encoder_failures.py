@@ -10,24 +10,29 @@ import pytest
 from router_chats import chat, expected, image, read, text
 from router_fakes import FakeCluster, fake_cluster, settled
 
-from fabric.errors import (
+from fabric.contracts import (
     Aborted,
     ArenaFull,
     EncodeFailed,
+    EncodeRequest,
+    EncodeResult,
     EncoderLost,
     ErrorInfo,
+    FeatureNeeded,
+    GenerateRequest,
+    GenerateResult,
     InvalidMedia,
     MachineBusy,
+    MemberId,
     NoCapacity,
     Overloaded,
+    UnitKey,
     WorkerBackedUp,
     WorkerLost,
 )
-from fabric.ids import MemberId, UnitKey
-from fabric.messages import EncodeRequest, EncodeResult, FeatureNeeded, GenerateRequest, GenerateResult
-from router.api.errors import http_error
-from router.encode_dispatcher import EncodeDispatcher
-from router.setbacks import Setbacks
+from router.api import http_error
+from router.run.degradation import Setbacks
+from router.run.encode_dispatcher import EncodeDispatcher
 
 
 async def test_an_item_that_is_late_is_tried_elsewhere_and_may_come_again() -> None:

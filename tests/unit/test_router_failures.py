@@ -11,15 +11,18 @@ import pytest
 from router_chats import chat, expected, image, read
 from router_fakes import FakeCluster, FakeWorker, fake_cluster, settled
 
-from fabric.errors import (
+from fabric.contracts import (
+    AbortAttempt,
     DeadlineExceeded,
+    EncodeResult,
     EngineFailed,
+    GenerateResult,
     Overloaded,
+    TokenFrame,
     TransferFailed,
     WorkerLost,
 )
-from fabric.messages import AbortAttempt, EncodeResult, GenerateResult, TokenFrame
-from router.streams import RequestStream
+from router.run import RequestStream
 
 
 def first_worker(cluster: FakeCluster) -> FakeWorker:

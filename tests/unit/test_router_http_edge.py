@@ -14,8 +14,8 @@ from asgi_exchange import Exchange
 from router_chats import chat_body, expected, image, text
 from router_fakes import MODEL, FakeCluster, fake_cluster, settled
 
-from fabric.errors import EngineFailed, ErrorInfo, InvalidMedia, WorkerLost
-from router.http import create_app
+from fabric.contracts import EngineFailed, ErrorInfo, InvalidMedia, WorkerLost
+from router.edge import create_app
 
 CHAT = "/v1/chat/completions"
 

@@ -8,12 +8,18 @@ from router_chats import chat, expected, read, text
 from router_fakes import AUDIO, VIDEO, settled
 from router_media_fakes import SOUND, MediaFamily, PlainPlugin, audio, image, media_cluster, media_registry, video
 
-from fabric.errors import ContextLengthExceeded, InvalidMedia, InvalidRequest, UnsupportedModality, WeftError
-from fabric.messages import GenerateRequest
+from fabric.contracts import (
+    ContextLengthExceeded,
+    GenerateRequest,
+    InvalidMedia,
+    InvalidRequest,
+    UnsupportedModality,
+    WeftError,
+)
 from modalities.family import MediaOptions
-from modalities.plugin import MediaLimits
-from router.api.content import MediaPart, TextPart
-from router.media_probing import LOW_DETAIL_PIXELS
+from modalities.media import MediaLimits
+from router.api import MediaPart, TextPart
+from router.prompt.request_media import LOW_DETAIL_PIXELS
 
 
 async def asked(content: object, family: MediaFamily | None = None, **fields: object) -> GenerateRequest:

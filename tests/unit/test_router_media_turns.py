@@ -11,14 +11,12 @@ from collections.abc import AsyncIterator
 import pytest
 from modalities_files import encode, picture
 
-from fabric.errors import InvalidMedia
+from fabric.contracts import InvalidMedia
 from modalities.family import ImageHeader, MediaHeader
-from modalities.image import ImagePlugin
-from modalities.plugin import MediaLimits
+from modalities.media import ImagePlugin, MediaLimits
 from modalities.registry import REGISTRY
-from router.api.content import MediaPart
-from router.media_probing import MediaReader, ProbedMedium
-from router.threads import RequestThreads
+from router.api import MediaPart
+from router.prompt.request_media import MediaReader, ProbedMedium, RequestThreads
 
 NUM_FILES = 64
 

@@ -11,23 +11,28 @@ import pytest
 from router_chats import chat, expected, image, read
 from router_fakes import FakeCluster, TinyFamily, fake_cluster, settled, tiny_codec
 
-from fabric.clock import ManualClock
-from fabric.errors import EngineFailed, Overloaded, RequestRefused
-from fabric.ids import BlockHash, MemberId, MmHash, RequestId
-from fabric.messages import (
+from fabric.contracts import (
+    BlockHash,
     BlocksStored,
     EncodeCost,
     EncoderReport,
+    EngineFailed,
     FeatureEvents,
     KvEvents,
+    ManualClock,
+    MemberId,
+    MmHash,
+    Overloaded,
+    RequestId,
+    RequestRefused,
     TokenFrame,
     TokenFrames,
     WorkerReport,
 )
 from modalities.family import DEFAULT_OPTIONS, ItemPlan, MediaHeader, MediaOptions
-from router.admission import Admission
-from router.member_metrics import ENCODER_COUNTERS, ENCODER_GAUGES, WORKER_COUNTERS, WORKER_GAUGES
-from router.metrics import RouterMetrics
+from router.observe import RouterMetrics
+from router.observe.router_metrics import ENCODER_COUNTERS, ENCODER_GAUGES, WORKER_COUNTERS, WORKER_GAUGES
+from router.run import Admission
 
 
 def value(cluster: FakeCluster, name: str, **labels: str) -> float | None:

@@ -8,21 +8,22 @@ import pytest
 from router_chats import chat, expected, image, read, text
 from router_fakes import BLOCK_SIZE, FakeEncoder, FakeWorker, fake_cluster, settled
 
-from fabric.errors import (
+from fabric.contracts import (
+    AbortAttempt,
     Aborted,
     ContextLengthExceeded,
     Draining,
     InvalidMedia,
     InvalidRequest,
+    KvEvents,
     ModelNotFound,
     NoCapacity,
     Overloaded,
+    SamplingParams,
     UnsupportedModality,
     WeftError,
 )
-from fabric.messages import AbortAttempt, KvEvents, SamplingParams
-from router.api.request import ChatRequest
-from router.api.response import Usage
+from router.api import ChatRequest, Usage
 
 
 async def test_text_request_is_answered_with_exact_usage() -> None:

@@ -7,9 +7,9 @@ import json
 import pytest
 from router_chats import chat
 
-import router.structured
-from fabric.errors import InvalidRequest
-from router.structured import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH, grammar_of
+import router.prompt.generation_options
+from fabric.contracts import InvalidRequest
+from router.prompt.generation_options import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH, grammar_of
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -44,7 +44,7 @@ def test_asking_for_nothing_gives_no_grammar(fields: dict[str, object]) -> None:
 )
 def test_what_is_too_large_is_not_written_out_first(fields: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = chat(**fields)
-    monkeypatch.setattr(router.structured, "json", None)
+    monkeypatch.setattr(router.prompt.generation_options, "json", None)
     with pytest.raises(InvalidRequest, match=f"more than {MAX_GRAMMAR_BYTES} bytes"):
         grammar_of(asked)
 

@@ -11,12 +11,11 @@ import pytest
 from router_chats import chat, expected, read, text
 from router_media_fakes import MediaFamily, PlainPlugin, media_cluster, video
 
-from fabric.digest import content_digest
-from fabric.errors import ContextLengthExceeded, InvalidRequest
-from modalities import identify
-from modalities.plugin import MediaLimits
+from fabric.contracts import ContextLengthExceeded, InvalidRequest, content_digest
+from modalities.media import MediaLimits
+from modalities.media import plugin as identify
 from modalities.registry import Registry
-from router.threads import RequestThreads, Work
+from router.prompt.request_media import RequestThreads, Work
 
 NUM_SLOW = 64
 """These are more videos than any executor has threads."""

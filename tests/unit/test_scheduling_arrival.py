@@ -6,11 +6,19 @@ import msgspec
 import pytest
 from scheduling_cases import image, positions, request, unit
 
-from fabric.errors import ContextLengthExceeded, FeatureMismatch, InvalidRequest, ProtocolError, WeftError
-from fabric.messages import GenerateRequest, PlaceholderRange, StopConditions
-from llm_workers.config import WorkerConfig
-from llm_workers.scheduling.arrival import Arrival, prepare
-from llm_workers.scheduling.layout import PromptLayout
+from fabric.contracts import (
+    ContextLengthExceeded,
+    FeatureMismatch,
+    GenerateRequest,
+    InvalidRequest,
+    PlaceholderRange,
+    ProtocolError,
+    StopConditions,
+    WeftError,
+)
+from llm_workers.scheduling import Arrival
+from llm_workers.scheduling.sequence import PromptLayout, prepare
+from llm_workers.worker_config import WorkerConfig
 
 CONFIG = WorkerConfig(block_size=4, num_blocks=16)
 MAX_MODEL_LEN = 100

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 from scheduling_cases import sequence_id
 
-from fabric.ids import BlockHash, SequenceId
-from fabric.messages import BlocksRemoved, BlocksStored
-from llm_workers.scheduling.blocks import BlockPool
-from llm_workers.scheduling.kv_log import KvEventLog
+from fabric.contracts import BlockHash, BlocksRemoved, BlocksStored, SequenceId
+from llm_workers.scheduling import BlockPool
+from llm_workers.scheduling.blocks import KvEventLog
 
 A, B = sequence_id("a"), sequence_id("b")
 

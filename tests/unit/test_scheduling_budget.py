@@ -4,17 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fabric.slots import SlotMemory
-from llm_workers.config import Speculation, WorkerConfig
-from llm_workers.scheduling.budget import (
-    MIN_TEXT_TOKENS,
-    LargestItem,
-    arena_room,
-    feature_bytes,
-    shortfalls,
-    slot_bytes,
-    worker_bytes,
-)
+from fabric.transport.feature_channel import SlotMemory
+from llm_workers.scheduling import LargestItem, arena_room, feature_bytes, shortfalls, worker_bytes
+from llm_workers.scheduling.pool_sizes import MIN_TEXT_TOKENS, slot_bytes
+from llm_workers.worker_config import Speculation, WorkerConfig
 from modalities.family import ModelShape
 
 SHAPE = ModelShape(

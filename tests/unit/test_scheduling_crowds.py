@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 from scheduling_cases import Bench, attempt_id, request, sequence_id, unit
 
-from llm_workers.scheduling.blocks import BlockPool
-from llm_workers.scheduling.layout import PromptLayout
-from llm_workers.scheduling.planning import MAX_PASSED_OVER
-from llm_workers.scheduling.sequence import Sequence
+from llm_workers.scheduling import BlockPool
+from llm_workers.scheduling.sequence import PromptLayout, Sequence
+from llm_workers.scheduling.step_planner import MAX_PASSED_OVER
 
 PREFIX = list(range(64))
 

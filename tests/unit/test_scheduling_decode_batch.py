@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from scheduling_cases import Bench, attempt_id, request, sequence_id
 
-from fabric.messages import SamplingParams, StopConditions
-from llm_workers.scheduling.plan import Chunk, StepPlan, StepResult
+from fabric.contracts import SamplingParams, StopConditions
+from llm_workers.scheduling import Chunk, StepPlan, StepResult
 
 ROOMY = {"block_size": 4, "num_blocks": 64, "max_step_tokens": 64, "max_sequences": 8}
 
@@ -59,7 +59,7 @@ def test_rows_say_what_chunks_would_say() -> None:
 def _no_luck() -> object:
     """Returns settings with drafts on, so that every sequence is a chunk; no draft is found, because no ten tokens
     repeat."""
-    from llm_workers.config import Speculation
+    from llm_workers.worker_config import Speculation
 
     return Speculation(max_tokens=1, min_ngram=10, max_ngram=10)
 

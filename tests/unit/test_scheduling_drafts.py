@@ -11,13 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduling_cases import Bench, positions, request
 
-from fabric.errors import ConfigError
-from fabric.messages import SamplingParams, StopConditions
-from llm_workers.config import Speculation
-from llm_workers.scheduling.drafts import propose
-from llm_workers.scheduling.events import StepEvents
-from llm_workers.scheduling.plan import StepPlan, StepResult
-from llm_workers.scheduling.token_counts import TokenCounts
+from fabric.contracts import ConfigError, SamplingParams, StopConditions
+from llm_workers.scheduling import StepEvents, StepPlan, StepResult, TokenCounts
+from llm_workers.scheduling.step_planner import propose
+from llm_workers.worker_config import Speculation
 
 THREE = Speculation(max_tokens=3, min_ngram=2, max_ngram=4)
 ECHO = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]

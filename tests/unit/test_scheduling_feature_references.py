@@ -6,9 +6,9 @@ from __future__ import annotations
 import pytest
 from scheduling_cases import attempt_id, reference, sequence_id, unit
 
-from fabric.errors import FeatureMismatch
-from llm_workers.scheduling.events import NextRead
-from llm_workers.scheduling.feature_references import FeatureReferences, ReadLog
+from fabric.contracts import FeatureMismatch
+from llm_workers.scheduling import FeatureReferences, NextRead
+from llm_workers.scheduling.feature_references import ReadLog
 
 A, A2, B = sequence_id("a"), sequence_id("a", choice=1), sequence_id("b")
 U, V = unit("u"), unit("v")

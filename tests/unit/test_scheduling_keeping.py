@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
-from fabric.errors import ConfigError
-from llm_workers.scheduling.keeping import FeatureUse, Scenario, is_kept, scenario_of
+from fabric.contracts import ConfigError
+from llm_workers.features.host_cache import FeatureUse, Scenario, is_kept, scenario_of
 
 ROWS = [
     (FeatureUse(has_drafts=True, is_prefix_cached=False), Scenario.SPECULATION, True),

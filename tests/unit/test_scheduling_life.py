@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 from scheduling_cases import Bench, attempt_id, positions, request, sequence_id, unit
 
-from fabric.errors import FeatureMismatch, ProtocolError
-from fabric.ids import UnitKey
-from fabric.messages import SamplingParams, StopConditions
-from kv_index.block_hashing import prompt_block_hashes
-from llm_workers.scheduling.events import StepEvents
-from llm_workers.scheduling.plan import NO_BLOCK, StepResult
-from llm_workers.scheduling.timing import Stopwatch
+from fabric.contracts import FeatureMismatch, ProtocolError, SamplingParams, StopConditions, UnitKey
+from kv_index import prompt_block_hashes
+from llm_workers.scheduling import NO_BLOCK, StepEvents, StepResult
+from llm_workers.scheduling.sequence import Stopwatch
 
 
 def finish(bench: Bench, token: int = 7) -> StepEvents:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scheduling_cases import Bench, attempt_id, request, sequence_id, unit
 
-from fabric.errors import ContextLengthExceeded
+from fabric.contracts import ContextLengthExceeded
 
 
 def test_decodes_never_wait_for_a_long_prompt() -> None:

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 import pytest
 from scheduling_cases import Bench, attempt_id, request, sequence_id
 
-from fabric.errors import ProtocolError
-from fabric.ids import BlockHash, SequenceId
-from llm_workers.scheduling.blocks import BlockPool
-from llm_workers.scheduling.plan import Chunk
+from fabric.contracts import BlockHash, ProtocolError, SequenceId
+from llm_workers.scheduling import BlockPool, Chunk
 
 A, B = sequence_id("a"), sequence_id("b")
 TALKER = frozenset({"talker"})

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 from scheduling_cases import Bench, request, sequence_id, unit
 
-from fabric.weighted_tokens import weighted_tokens
-from llm_workers.scheduling.events import PrefillProgress
+from fabric.contracts import weighted_tokens
+from llm_workers.scheduling.scheduler_events import PrefillProgress
 
 
 def test_three_prompts_with_an_image_share_a_step_up_to_their_doorsteps() -> None:

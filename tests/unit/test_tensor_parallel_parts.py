@@ -11,12 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabric.errors import ConfigError, ErrorInfo, ProtocolError
-from llm_workers.config import WorkerConfig
-from llm_workers.scheduling.budget import worker_bytes
-from llm_workers.tensor_parallel.link import TOKEN_BYTES, Door, Link, LinkClosed, knock
-from llm_workers.tensor_parallel.shares import check_shares, kv_heads
-from llm_workers.tensor_parallel.wire import (
+from fabric.contracts import ConfigError, ErrorInfo, ProtocolError
+from llm_workers.scheduling import check_shares, kv_heads, worker_bytes
+from llm_workers.tensor_parallel.process_group import (
     RankFailed,
     Ready,
     RowsLike,
@@ -27,6 +24,8 @@ from llm_workers.tensor_parallel.wire import (
     rows_of,
     step_header,
 )
+from llm_workers.tensor_parallel.rank_group import TOKEN_BYTES, Door, Link, LinkClosed, knock
+from llm_workers.worker_config import WorkerConfig
 from modalities.family import ModelShape
 
 TOKEN = bytes(range(TOKEN_BYTES))

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from deploy.demo.build import write_all_but_weights
-from fabric.errors import ConfigError, InvalidRequest
-from modalities.text import checkpoint
-from modalities.text.codec import TextCodec
+from fabric.contracts import ConfigError, InvalidRequest
+from modalities.text import TextCodec
+from modalities.text import tokenizer_files as checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 import pytest
 
-from fabric.errors import InvalidRequest
-from modalities.text.stops import StopResult, StopStrings
+from fabric.contracts import InvalidRequest
+from modalities.text import StopStrings
+from modalities.text.detokenizer import StopResult
 
 
 def test_text_in_front_of_a_stop_is_given_and_nothing_of_the_stop() -> None:

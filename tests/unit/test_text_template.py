@@ -2,8 +2,8 @@ from datetime import datetime
 
 import pytest
 
-from fabric.errors import ConfigError, InvalidRequest
-from modalities.text.template import ChatTemplate
+from fabric.contracts import ConfigError, InvalidRequest
+from modalities.text.codec import ChatTemplate
 
 
 def render(source: str, **variables: object) -> str:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from fabric.errors import FeatureMismatch
-from fabric.ids import MemberId, MmHash, RequestId, SequenceId, UnitKey
-from fabric.messages import GenerateRequest, SamplingParams, StopConditions
-from llm_workers.attempts import MAX_PREFILL_EVENTS, OpenAttempt
-from llm_workers.scheduling.events import AdmittedSequences, FinishedSequence, SequenceTimes, SequenceTokens
+from fabric.contracts import (
+    FeatureMismatch,
+    GenerateRequest,
+    MemberId,
+    MmHash,
+    RequestId,
+    SamplingParams,
+    SequenceId,
+    StopConditions,
+    UnitKey,
+)
+from llm_workers.open_calls import MAX_PREFILL_EVENTS, OpenAttempt
+from llm_workers.scheduling import AdmittedSequences, FinishedSequence, SequenceTimes, SequenceTokens
 
 WORKER = MemberId("worker-1")
 

@@ -10,16 +10,27 @@ import numpy as np
 import pytest
 from scheduling_cases import reference
 
-from fabric.clock import SystemClock
-from fabric.errors import EngineFailed, InvalidRequest, WeftError, WorkerLost
-from fabric.ids import AttemptId, MemberId, MmHash, RequestId, UnitKey
-from fabric.messages import GenerateRequest, MediaItem, PlaceholderRange, SamplingParams, StopConditions
-from llm_workers.config import WorkerConfig
-from llm_workers.device_errors import PROBE_ID, is_device_error, probe_plan
-from llm_workers.engine import MAX_FAILED_STEPS, Engine
-from llm_workers.scheduling.plan import BROKEN_GRAMMAR_TOKEN, Splice, StepPlan, StepResult
-from llm_workers.scheduling.scheduler import Scheduler
-from llm_workers.updates import Update
+from fabric.contracts import (
+    AttemptId,
+    EngineFailed,
+    GenerateRequest,
+    InvalidRequest,
+    MediaItem,
+    MemberId,
+    MmHash,
+    PlaceholderRange,
+    RequestId,
+    SamplingParams,
+    StopConditions,
+    SystemClock,
+    UnitKey,
+    WeftError,
+    WorkerLost,
+)
+from llm_workers.engine import MAX_FAILED_STEPS, PROBE_ID, Engine, is_device_error, probe_plan
+from llm_workers.engine_updates import Update
+from llm_workers.scheduling import BROKEN_GRAMMAR_TOKEN, Scheduler, Splice, StepPlan, StepResult
+from llm_workers.worker_config import WorkerConfig
 from modalities.family import Positions
 
 UNIT = UnitKey(MmHash("ab"), 0)

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from llm_workers.step_costs import HALF_LIFE_S, MAX_WEIGHT, StepCosts, StepWork
+from llm_workers.scheduling import StepCosts, StepWork
+from llm_workers.scheduling.step_plan import HALF_LIFE_S, MAX_WEIGHT
 
 TRUE = (0.004, 0.0002, 0.0001)
 KINDS = [StepWork(0, 16.0), StepWork(0, 140.0), StepWork(1, 0.0), StepWork(8, 0.0)]

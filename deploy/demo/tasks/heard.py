@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from deploy.demo import scenes, sounds, speech
-from deploy.demo.drawing import COLOURS, Rng
-from deploy.demo.facts import NUMBERS, Fact, any_manner, conversation, number_of, pick
-from deploy.demo.media import Part, Sample, Sound
+from deploy.demo.drawing import scenes, sounds, speech
+from deploy.demo.drawing.facts import NUMBERS, Fact, Part, Sample, Sound, any_manner, conversation, number_of, pick
+from deploy.demo.drawing.figures import COLOURS, Rng
 
 
 def beeping(rng: Rng) -> tuple[Sound, Fact]:

@@ -5,10 +5,9 @@ A second question about a picture costs a tenth of a second picture, and teaches
 
 from __future__ import annotations
 
-from deploy.demo import clips, scenes
-from deploy.demo.drawing import COLOURS, SHAPES, Rng
-from deploy.demo.facts import ORDINALS, Fact, any_manner, conversation, number_of
-from deploy.demo.media import Sample
+from deploy.demo.drawing import clips, scenes
+from deploy.demo.drawing.facts import ORDINALS, Fact, Sample, any_manner, conversation, number_of
+from deploy.demo.drawing.figures import COLOURS, SHAPES, Rng
 from deploy.demo.tasks.heard import beeping, pitched
 from deploy.demo.tasks.pictures import presence, which_fact
 from deploy.demo.tasks.watched import STORY_OF_TASK

@@ -5,10 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from deploy.demo import scenes
-from deploy.demo.drawing import COLOURS, SHAPES, Figure, Rng
-from deploy.demo.facts import ORDINALS, Fact, any_manner, conversation, number_of, pick, system_turn
-from deploy.demo.media import ChatTurn, Part, Sample
+from deploy.demo.drawing import scenes
+from deploy.demo.drawing.facts import (
+    ORDINALS,
+    ChatTurn,
+    Fact,
+    Part,
+    Sample,
+    any_manner,
+    conversation,
+    number_of,
+    pick,
+    system_turn,
+)
+from deploy.demo.drawing.figures import COLOURS, SHAPES, Figure, Rng
 
 SCENE_OF_TASK: dict[str, Callable[[Rng, tuple[int, int]], scenes.Scene]] = {
     "colour": scenes.one_figure,

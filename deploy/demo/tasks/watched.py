@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from deploy.demo import clips
-from deploy.demo.drawing import Rng
-from deploy.demo.facts import Fact, any_manner, conversation
-from deploy.demo.media import Sample
+from deploy.demo.drawing import clips
+from deploy.demo.drawing.facts import Fact, Sample, any_manner, conversation
+from deploy.demo.drawing.figures import Rng
 from deploy.demo.tasks.heard import beeping, pitched
 
 STORY_OF_TASK: dict[str, Callable[[Rng], clips.Story]] = {

@@ -3,9 +3,8 @@ turns. It knows no model."""
 
 from __future__ import annotations
 
-from deploy.demo.drawing import COLOURS, Rng
-from deploy.demo.facts import NUMBERS, pick
-from deploy.demo.media import ChatTurn, Sample
+from deploy.demo.drawing.facts import NUMBERS, ChatTurn, Sample, pick
+from deploy.demo.drawing.figures import COLOURS, Rng
 
 HELLO = "Hello! Show me a picture and ask me about it."
 ABILITY = "I can see pictures, hear sounds and watch videos. I know colours, shapes and numbers."

@@ -15,8 +15,8 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 
-from loadtest.benches.report import Bar, BenchResult
-from loadtest.benches.scale.case import ScaleCase
+from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.benches.scale.scale_case import ScaleCase
 
 __all__ = ["ScaleCase", "run"]
 

@@ -1,0 +1,283 @@
+"""Starts Ray and Serve for `weft serve`, waits until the cluster is ready, and stops what it started.
+
+Removes what a cluster leaves on a Ray that outlives it: its Serve application, whose replicas belong to Serve and
+outlive the process that started them.
+
+The directory is no part of this: it belongs to the process that serves and ends with it (`directory.claim_name`). The
+module knows nothing of what is served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import signal
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from deploy import compose
+from deploy.config import ClusterConfig
+from deploy.process_setup import set_local_switches, show_logs_as_written
+from deploy.sizing import refuse_if_too_small
+from fabric.contracts import ConfigError, Unavailable
+from fabric.transport import check_installed
+
+REPLICA_PREFIX = "SERVE_REPLICA::"
+"""Serve names the actors of its replicas `SERVE_REPLICA::APPLICATION#DEPLOYMENT#ID`; this is the prefix."""
+SERVE_NAMESPACE = "serve"
+_POLL_S = 0.2
+
+
+def has_application(name: str) -> bool:
+    """Returns whether Serve runs on this Ray and has an application with that name, in any state."""
+    try:
+        return name in serve.status().applications
+    except RayServeException:  # Serve does not run.
+        return False
+
+
+def remove_at_once(name: str, limit_s: float) -> None:
+    """Deletes an application without draining it: its replicas are killed. The caller must have claimed the name.
+    Raises Unavailable if Serve still has the application, or one of its replicas lives, after `limit_s`."""
+    deadline_s = time.monotonic() + limit_s
+    if has_application(name):
+        serve.delete(name, _blocking=False)
+    while (replicas := replica_names(name)) or has_application(name):
+        if time.monotonic() > deadline_s:
+            raise Unavailable(f"the application {name!r} could not be removed from Ray within {limit_s:g} s")
+        for replica in replicas:
+            with contextlib.suppress(ValueError):  # The replica has ended in the meantime.
+                ray.kill(ray.get_actor(replica, namespace=SERVE_NAMESPACE))
+        time.sleep(_POLL_S)
+
+
+def replica_names(application: str) -> list[str]:
+    """Returns the names of the actors of an application's replicas, including replicas that are still starting."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    prefix = f"{REPLICA_PREFIX}{application}#"
+    return [actor["name"] for actor in actors if actor["name"].startswith(prefix)]
+
+
+logger = logging.getLogger(__name__)
+ANSWER_S = 5.0
+"""The directory and the routers may take this many seconds to answer, in addition to the time that a call asks them to
+wait."""
+REMOVAL_S = 20.0
+"""Removing what an earlier cluster has left on a Ray may take this many seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningCluster:
+    """A `RunningCluster` is a cluster that answers requests."""
+
+    host: str
+    port: int
+    model_name: str
+    drain: Callable[[float], None] = lambda _: None
+    """Makes every router refuse new requests, and waits until those in flight have ended, for this many seconds at
+    most."""
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+
+@contextlib.contextmanager
+def run_cluster(
+    config: ClusterConfig, temp_dir: Path | None = None, ready_timeout_s: float = 300.0
+) -> Iterator[RunningCluster]:
+    """Runs a cluster for the duration of the `with` block; at its end the cluster drains. Side effects: starts a local
+    Ray unless `config.ray.address` names one, with its files in `config.ray.temp_dir`, or `temp_dir`, or a folder that
+    is removed at the end. Raises ConfigError or Unavailable (with Serve's own message) if the cluster can't start."""
+    if config.ray.address is None:
+        check_installed()  # The machines of another Ray may have what this one lacks.
+    config, model = compose.open_model(config)
+    refuse_if_too_small(config, model)
+    if config.server.port and config.ray.address is None:
+        _check_port(config.server.host, config.server.port)
+    if config.ray.address is None:
+        set_local_switches()  # This precedes `import ray`, which reads the switches once.
+    if config.logging.to == "terminal":
+        show_logs_as_written()
+    with _ray(config, config.ray.temp_dir or temp_dir):
+        import ray
+        from ray import serve
+
+        from deploy.ray.directory import claim_name
+        from deploy.ray.serve_app import build_app
+
+        name = config.ray.cluster_name
+        directory = claim_name(name)
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
+        if config.ray.address is not None:
+            _remove_left(name)
+        try:
+            handle = serve.run(build_app(config, model.directory), name=name, route_prefix=None)
+            port = handle.port.remote().result(timeout_s=ready_timeout_s)
+            host = "127.0.0.1" if config.server.host in ("0.0.0.0", "::") else config.server.host
+            cluster = RunningCluster(host, port, model.name, partial(drain_routers, handle, directory))
+            wait_ready(cluster, ready_timeout_s)
+            try:
+                yield cluster
+            finally:
+                cluster.drain(config.server.drain_s)
+        finally:
+            # Serve itself keeps running: a shared Ray may have other applications on it, and a Ray that this process
+            # started ends with it.
+            serve.delete(name)
+            ray.kill(directory)
+
+
+def remove_left(config: ClusterConfig) -> None:
+    """Removes what a cluster with the config's name has left on a Ray that goes on running, because that cluster was
+    ended at once. Does nothing if a cluster with that name lives. Raises Unavailable if the removal takes longer than
+    `REMOVAL_S`."""
+    import ray
+
+    from deploy.ray.directory import claim_name
+
+    with _ray(config, None):
+        try:
+            directory = claim_name(config.ray.cluster_name)
+        except ConfigError:
+            return
+        _remove_left(config.ray.cluster_name)
+        ray.kill(directory)
+
+
+def _remove_left(name: str) -> None:
+    """Removes the Serve application with that name, if there is one. The caller must have claimed the name, so no
+    living cluster uses the application."""
+    # FIXME empty import
+
+    if has_application(name):
+        logger.warning("the application %r of a cluster that has ended is still on this Ray; it is removed", name)
+        remove_at_once(name, REMOVAL_S)
+
+
+def drain_routers(handle: Any, directory: Any, limit_s: float) -> None:
+    """Makes every router drain for `limit_s` at most. Workers and encoders go on meanwhile, because the accepted
+    requests need them. A router that does not answer is logged."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    members = ray.get(directory.members.remote(), timeout=ANSWER_S)
+    routers = [member.member_id for member in members if member.kind == "router"]
+    deadline_s = time.monotonic() + limit_s + ANSWER_S
+    drains = [handle.options(session_id=str(member_id)).drain.remote(limit_s) for member_id in routers]
+    for member_id, under_way in zip(routers, drains, strict=True):
+        try:
+            num_left = under_way.result(timeout_s=max(0.0, deadline_s - time.monotonic()))
+        except (RayError, RayServeException, TimeoutError):  # The requests of the other routers go on.
+            logger.exception("router %s could not be drained", member_id)
+        else:
+            if num_left:
+                logger.warning("router %s ends %d requests that are not done after %g s", member_id, num_left, limit_s)
+
+
+@contextlib.contextmanager
+def _own_handlers() -> Iterator[None]:
+    """Puts back the signal handlers that the block has replaced, because Ray sets its own, the last of which aborts."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _ray(config: ClusterConfig, temp_dir: Path | None) -> Iterator[None]:
+    import ray
+
+    from deploy.ray.directory import NAMESPACE
+
+    is_carried = config.logging.to == "terminal"
+    if config.ray.address is not None:
+        with _own_handlers():
+            ray.init(
+                address=config.ray.address,
+                namespace=NAMESPACE,
+                log_to_driver=is_carried,
+                logging_level="WARNING",
+            )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+        return
+    # The path is short because Ray puts Unix sockets below it, whose names are limited to 107 bytes.
+    folder = temp_dir or Path(tempfile.mkdtemp(prefix="weft-"))
+    try:
+        with _own_handlers():
+            ray.init(
+                address="local",
+                namespace=NAMESPACE,
+                include_dashboard=False,
+                log_to_driver=is_carried,
+                logging_level="ERROR",
+                _temp_dir=str(folder),
+                _node_ip_address="127.0.0.1",
+            )
+        try:
+            yield
+        finally:
+            ray.shutdown(wait_for_processes=True)
+            _keep_ray_logs(config, folder)
+    finally:
+        if temp_dir is None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _keep_ray_logs(config: ClusterConfig, folder: Path) -> None:
+    """Copies what Ray's processes wrote, and what libraries printed in the replicas, into the folder of Weft's own
+    logs."""
+    logs = folder / "session_latest" / "logs"
+    if config.logging.to == "files" and config.logging.dir is not None and logs.is_dir():
+        with contextlib.suppress(OSError):
+            shutil.copytree(logs, config.logging.dir / "ray", dirs_exist_ok=True)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Raises ConfigError if the port is taken, so that the user learns it before a minute of loading."""
+    import socket
+
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror} (choose another with --port)"
+            ) from error
+
+
+def wait_ready(cluster: RunningCluster, timeout_s: float) -> None:
+    """Polls /health/ready until the cluster is ready. Raises Unavailable after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(f"{cluster.url}/health/ready", timeout=5).close()
+        except OSError:  # The router does not listen yet, or it answers 503.
+            time.sleep(0.1)
+        else:
+            return
+    raise Unavailable(f"the cluster did not become ready within {timeout_s:g} s")

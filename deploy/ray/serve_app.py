@@ -1,0 +1,263 @@
+"""Defines the Serve application: three deployments, each a thin shell around one service.
+
+A shell builds the service in the replica's event loop, keeps its heartbeat with the directory, and forwards calls,
+health checks and the stop to the service. Serve calls `__del__` after draining, so `__del__` stops the service.
+
+Starts a worker's rank processes (for its ranks other than rank 0) as Ray actors, in the placement group of the
+replica that is rank 0. It knows nothing of what a rank computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from deploy import compose
+from deploy.config import ClusterConfig
+from deploy.http_server import HttpServer
+from deploy.logs import configure_logs
+from deploy.process_setup import freeze_what_lives, switches_of_actors
+from deploy.ranks import WorkerEndpoint, open_worker, run_rank
+from deploy.ray.directory import Heartbeat, plane_keys
+from deploy.ray.ray_pools import NoEncoders, PinnedRequestRouter, RayEncoderPool, RayWorkerPool
+from deploy.sizing import arena_bytes, inbox_bytes
+from fabric.contracts import EncodeRequest, EncodeResult, GenerateRequest, GenerateResult, MemberId, enter_request
+from llm_workers.tensor_parallel import Invitation
+
+if TYPE_CHECKING:
+    from llm_workers.tensor_parallel import RankProcess
+
+_CPU_SHARE = 0.001
+"""Each bundle asks for this share of a CPU, because a bundle must ask for some resource and Weft's replicas ask for no
+CPU."""
+
+
+def rank_bundles(config: ClusterConfig) -> list[dict[str, float]]:
+    """Returns one bundle of resources per rank; the first is for rank 0, the replica itself."""
+    bundle = {"CPU": _CPU_SHARE}
+    if config.workers.gpus_per_replica:
+        bundle["GPU"] = config.workers.gpus_per_replica
+    return [dict(bundle) for _ in range(config.workers.tensor_parallel)]
+
+
+@ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
+class RankActor:
+    """Runs one rank process. The actor ends with the replica that created it, because Ray ends an actor together with
+    its owner."""
+
+    def run(self, config: ClusterConfig, model_dir: Path, invitation: Invitation) -> None:
+        run_rank(config, model_dir, invitation)
+
+
+class RayRank:
+    """A `RayRank` is a `RankProcess` that runs as a Ray actor."""
+
+    def __init__(self, actor: Any, running: Any) -> None:
+        self._actor, self._running = actor, running
+
+    def is_alive(self) -> bool:
+        done, _ = ray.wait([self._running], timeout=0)
+        return not done
+
+    def end(self) -> None:
+        ray.kill(self._actor)
+
+
+def launch_actor(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> RankProcess:
+    """Starts a rank process in the bundle of its rank. It must run in the replica's process."""
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=ray.util.get_current_placement_group(), placement_group_bundle_index=invitation.rank
+    )
+    actor = RankActor.options(  # type: ignore[attr-defined]
+        scheduling_strategy=strategy, num_gpus=config.workers.gpus_per_replica
+    ).remote()
+    return RayRank(actor, actor.run.remote(config, model_dir, invitation))
+
+
+UNBOUNDED = 1_000_000
+"""Turns Serve's limit on requests off. A full replica would queue inside Serve and block the calls behind it, so Weft
+limits admission itself."""
+STOP_S = 15.0
+"""Serve gives a replica this many seconds to stop, in addition to the time to drain."""
+
+
+def replica_id() -> MemberId:
+    """Returns Serve's unique id of this replica, by which `PinnedRequestRouter` finds it."""
+    return MemberId(serve.get_replica_context().replica_id.unique_id)
+
+
+def node_address(config: ClusterConfig) -> str:
+    """Returns the address at which this node's members reach each other: loopback if Weft started Ray itself, on this
+    machine alone."""
+    return "127.0.0.1" if config.ray.address is None else str(ray.util.get_node_ip_address())
+
+
+def actor_environment(config: ClusterConfig) -> dict[str, Any]:
+    """Returns Ray's `runtime_env` of every actor of Weft. It is empty for a Ray that Weft started itself: such a Ray
+    inherits the environment, and starts actors without a `runtime_env` sooner."""
+    return {} if config.ray.address is None else {"env_vars": switches_of_actors()}
+
+
+class EncoderReplica:
+    """Runs one encoder process on one device."""
+
+    async def __init__(self, config: ClusterConfig, model_dir: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        from fabric.transport import NixlFeatureSource, ZmqPlane
+
+        member_id = replica_id()
+        configure_logs(config.logging, f"encoder-{member_id}", member_id)
+        compose.prepare_process(config)
+        model = compose.load_model(config, Path(model_dir))
+        self._plane = ZmqPlane(await plane_keys(config.ray.cluster_name), node_address(config))
+        self._source = NixlFeatureSource(str(member_id), arena_bytes(config))
+        self._service = compose.build_encoder(config, model, member_id, self._plane, self._source)
+        modalities = compose.loaded_modalities(config, model.family)
+        record = compose.member("encoder", member_id, self._plane.address, node_address(config), modalities)
+        await self._service.start()
+        self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)
+        await self._heartbeat.start()
+        self._service.on_lost(self._leave)
+        freeze_what_lives()
+
+    def _leave(self) -> None:
+        """Leaves the directory at once. Serve replaces the replica after its health checks have failed."""
+        self._leaving = asyncio.create_task(self._heartbeat.stop(), name="weft-leave")
+
+    async def encode(self, request: EncodeRequest, *media: bytes) -> EncodeResult:
+        enter_request(request.request_id)
+        return await self._service.encode(request, media)
+
+    async def check_health(self) -> None:
+        self._service.check_health()
+
+    async def __del__(self) -> None:
+        await self._heartbeat.stop()
+        await self._service.stop()
+        self._plane.close()
+        self._source.close()
+
+
+class WorkerReplica:
+    """Runs one LLM worker: a process on a device, or with `tensor_parallel` rank 0 of several ranks. Rank 0 starts the
+    others itself."""
+
+    async def __init__(self, config: ClusterConfig, model_dir: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        from fabric.transport import NixlFeatureSink, ZmqPlane
+
+        member_id = replica_id()
+        configure_logs(config.logging, f"worker-{member_id}", member_id)
+        compose.prepare_process(config)
+        model = compose.load_model(config, Path(model_dir))
+        self._plane = ZmqPlane(await plane_keys(config.ray.cluster_name), node_address(config))
+        self._sink = NixlFeatureSink(str(member_id), inbox_bytes(config))
+        endpoint, address = WorkerEndpoint(member_id, self._plane, self._sink), node_address(config)
+        self._worker = await asyncio.to_thread(open_worker, config, model, endpoint, address, launch_actor)
+        self._service = self._worker.service
+        record = compose.member("worker", member_id, self._plane.address, address)
+        await self._service.start()
+        self._worker.end_when_lost(asyncio.get_running_loop())
+        self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)
+        await self._heartbeat.start()
+        self._service.on_lost(self._leave)
+        freeze_what_lives()
+
+    def _leave(self) -> None:
+        """Leaves the directory at once. Serve replaces the replica after its health checks have failed."""
+        self._leaving = asyncio.create_task(self._heartbeat.stop(), name="weft-leave")
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        enter_request(request.request_id)
+        return await self._service.generate(request)
+
+    async def check_health(self) -> None:
+        self._service.check_health()
+
+    async def __del__(self) -> None:
+        await self._heartbeat.stop()
+        await self._service.stop()
+        await asyncio.to_thread(self._worker.stop_ranks)
+        self._plane.close()
+        self._sink.close()
+
+
+class RouterReplica:
+    """Runs the HTTP front end and the planner. It holds no model weights."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ClusterConfig, model_dir: str, workers: DeploymentHandle, encoders: DeploymentHandle | None
+    ) -> None:
+        from fabric.transport import ZmqPlane
+        from router.edge import create_app
+        from router.run import Pools
+
+        member_id = replica_id()
+        configure_logs(config.logging, f"router-{member_id}", member_id)
+        model = compose.load_model(config, Path(model_dir))
+        self._plane = ZmqPlane(await plane_keys(config.ray.cluster_name), node_address(config))
+        pools = Pools(RayWorkerPool(workers), RayEncoderPool(encoders) if encoders else NoEncoders())
+        self._service = compose.build_router(config, model, member_id, self._plane, pools)
+        record = compose.member("router", member_id, self._plane.address, node_address(config))
+        await self._service.start()
+        self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)
+        await self._heartbeat.start()
+        self._drain_s = config.server.drain_s
+        self._http = HttpServer(create_app(self._service), config.server.host, config.server.port)
+        await self._http.start()
+        freeze_what_lives()
+
+    async def port(self) -> int:
+        """Returns the port that the router listens on (the config may ask for any free one)."""
+        return self._http.port
+
+    async def drain(self, limit_s: float) -> int:
+        """Refuses new requests from now on, and waits until those in flight have ended. Returns how many have not ended
+        after `limit_s`."""
+        num_left = await self._service.drain(min(limit_s, self._drain_s))
+        self._drain_s = 0.0  # The time to drain is used up.
+        return num_left
+
+    async def check_health(self) -> None:
+        self._service.check_health()
+
+    async def __del__(self) -> None:
+        await self._service.drain(self._drain_s)
+        await self._service.stop()
+        await self._http.stop()
+        await self._heartbeat.stop()
+        self._plane.close()
+
+
+def build_app(config: ClusterConfig, model_dir: Path) -> Application:
+    """Returns the application graph: router -> workers, encoders."""
+    workers = _deployment(WorkerReplica, "worker", config, config.workers.replicas, config.workers.gpus_per_replica)
+    if config.workers.tensor_parallel > 1:
+        workers = workers.options(placement_group_bundles=rank_bundles(config), placement_group_strategy="PACK")
+    encoders = _deployment(
+        EncoderReplica, "encoder", config, config.encoders.replicas, config.encoders.gpus_per_replica
+    )
+    router = _deployment(RouterReplica, "router", config, config.router.replicas, 0)
+    directory = str(model_dir)
+    bound_encoders = encoders.bind(config, directory) if config.encoders.replicas else None
+    return router.bind(config, directory, workers.bind(config, directory), bound_encoders)
+
+
+def _deployment(replica: type, name: str, config: ClusterConfig, num_replicas: int, num_gpus: float) -> Any:
+    return serve.deployment(
+        replica,
+        name=name,
+        num_replicas=max(num_replicas, 1),
+        max_ongoing_requests=UNBOUNDED,
+        graceful_shutdown_timeout_s=config.server.drain_s + STOP_S,
+        health_check_period_s=2.0,
+        health_check_timeout_s=30.0,
+        ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": actor_environment(config)},
+        request_router_config=RequestRouterConfig(request_router_class=PinnedRequestRouter),
+    )

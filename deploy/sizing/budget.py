@@ -1,0 +1,240 @@
+"""Computes the memory of each process from the config and the model: it builds a table for people, and refuses a config
+that is too small when a cluster starts.
+
+The module reads config files and the headers of weight files; it allocates nothing on any device.
+
+Computes how large the arenas for features are where the config does not say: published budgets, limited by the
+memory of the machine.
+
+The OmniConnector article (docs/references.md) sets 16 GB of host memory for encoded features, and 4 GB for features
+staged to language models, for all processes on a machine together. The module reads the size of the
+machine's memory and allocates nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from deploy import compose
+from deploy.config import ClusterConfig
+from deploy.sizing.largest_media import largest_items
+from deploy.sizing.stored_weights import StoredWeights, read_stored_weights
+from fabric.contracts import DTYPE_TO_BYTES, ConfigError
+from llm_workers.scheduling import (
+    NUM_HIDDEN_WIDTHS,
+    LargestItem,
+    arena_room,
+    arena_shortfall,
+    feature_bytes,
+    shortfalls,
+    worker_bytes,
+)
+from modalities.family import Family
+
+FEATURES_BYTES = 16 * 10**9
+STAGING_BYTES = 4 * 10**9
+FEATURES_SHARE, STAGING_SHARE = 8, 16
+"""A budget takes at most one part in this many of the machine's memory, because weights, KV blocks and decoded media
+need room too."""
+
+
+def machine_bytes() -> int:
+    """Returns the physical memory of this machine, or the limit of the process's control group if that is lower."""
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit:
+            return min(total_bytes, int(limit.read()))
+    except (OSError, ValueError):  # There is no such group, or the limit is "max".
+        return total_bytes
+
+
+def arena_bytes(config: ClusterConfig) -> int:
+    """Returns the size of each encoder's arena for features."""
+    section = config.encoders
+    return section.arena_bytes or _share(FEATURES_BYTES, FEATURES_SHARE, section.replicas)
+
+
+def inbox_bytes(config: ClusterConfig) -> int:
+    """Returns the size of each worker's inbox, its arena for features."""
+    section = config.workers
+    return section.inbox_bytes or _share(STAGING_BYTES, STAGING_SHARE, section.replicas)
+
+
+def _share(budget_bytes: int, share: int, replicas: int) -> int:
+    return min(budget_bytes, machine_bytes() // share) // max(replicas, 1)
+
+
+PATCH_BYTES = 6 * 1024
+"""Estimates the size of a decoded patch: float32, 3 colours, 2 frames, 16 x 16 pixels."""
+
+
+class Row(NamedTuple):
+    """A `Row` is one memory pool of a process. `nbytes` is None if its size could not be read. `place` is a device, or
+    `host`."""
+
+    name: str
+    nbytes: int | None
+    place: str
+    note: str = ""
+
+
+class ProcessBudget(NamedTuple):
+    """Holds the memory pools of one replica; `num_replicas` processes have the same."""
+
+    kind: str
+    num_replicas: int
+    rows: tuple[Row, ...]
+
+
+class Budget(NamedTuple):
+    model_name: str
+    dtype: str
+    largest: tuple[LargestItem, ...]
+    processes: tuple[ProcessBudget, ...]
+    problems: tuple[str, ...]
+    """Says why the cluster could never serve some request within the limits; it is empty if the cluster can serve
+    all."""
+
+
+def plan_budget(config: ClusterConfig, model: compose.Model, weights: StoredWeights | None) -> Budget:
+    """Returns the memory budget of a cluster that serves this model."""
+    family = model.family
+    modalities = compose.loaded_modalities(config, family)
+    largest = largest_items(family, modalities, compose.media_limits(config), compose.video_options(config))
+    dtype, shape = config.model.dtype, family.shape
+    problems = shortfalls(shape, compose.worker_config(config), inbox_bytes(config), dtype, largest)
+    processes = [_worker(config, family, weights, largest)]
+    if modalities:
+        processes.insert(0, _encoder(config, family, weights, largest))
+        for item in largest:
+            problems += arena_shortfall("encoders: arena_bytes", shape, arena_bytes(config), dtype, item)
+    return Budget(model.name, dtype, tuple(largest), tuple(processes), tuple(problems))
+
+
+def refuse_if_too_small(config: ClusterConfig, model: compose.Model) -> None:
+    """Raises ConfigError if the cluster could never serve some request within the limits. The message contains the
+    table."""
+    budget = plan_budget(config, model, read_stored_weights(model.directory))
+    if budget.problems:
+        raise ConfigError("\n".join(["the config can't hold one request:", *budget.problems, *budget_lines(budget)]))
+
+
+def check_budget(config: ClusterConfig) -> tuple[Budget | None, str]:
+    """Returns the budget for `weft check`, or None and the reason why the model's config can't be read. Reads no
+    weights."""
+    try:
+        config, model = compose.open_model(config)
+    except ConfigError as error:
+        return None, error.message
+    return plan_budget(config, model, read_stored_weights(model.directory)), ""
+
+
+# ---------------------------------------------------------------- processes
+
+
+def _worker(
+    config: ClusterConfig, family: Family, weights: StoredWeights | None, largest: Sequence[LargestItem]
+) -> ProcessBudget:
+    section, dtype = config.workers, config.model.dtype
+    taken = worker_bytes(family.shape, compose.worker_config(config), inbox_bytes(config), dtype)
+    place = _place(section.device)
+    return ProcessBudget(
+        "worker",
+        section.replicas,
+        (
+            _weights_row(weights and weights.num_language, dtype, place, section.tensor_parallel, _whole(family)),
+            Row("KV", taken.kv, place, f"{section.num_blocks} blocks of {section.block_size} tokens"),
+            Row("workspace", taken.workspace, place, f"estimate, steps of {section.max_step_tokens} tokens"),
+            Row("inbox", taken.inbox, "host", _room(family, taken.inbox, dtype, largest)),
+            Row("kept", _kept_bytes(config), "host", f"at most, keep_features: {section.keep_features}"),
+        ),
+    )
+
+
+def _encoder(
+    config: ClusterConfig, family: Family, weights: StoredWeights | None, largest: Sequence[LargestItem]
+) -> ProcessBudget:
+    """Returns the budget of an encoder. The estimate of its workspace assumes that the encoder is as wide as the
+    language model, because the shape does not contain the encoder's own width."""
+    section, dtype = config.encoders, config.model.dtype
+    place = _place(section.device)
+    num_patches = max([section.max_batch_cost, *(item.max_unit_cost for item in largest)])
+    workspace = num_patches * family.shape.hidden_size * NUM_HIDDEN_WIDTHS * DTYPE_TO_BYTES[dtype]
+    decoded = max([compose.DECODED_BATCHES * section.max_batch_cost, *(item.cost for item in largest)]) * PATCH_BYTES
+    return ProcessBudget(
+        "encoder",
+        section.replicas,
+        (
+            _weights_row(weights and weights.num_encoder, dtype, place),
+            Row("workspace", workspace, place, f"estimate, batches of {num_patches} patches"),
+            Row("arena", arena_bytes(config), "host", _room(family, arena_bytes(config), dtype, largest)),
+            Row("decoding", section.max_decode_bytes, "host", "at most, in its decode processes"),
+            Row("decoded", decoded, "host", f"at most, pixels of {compose.DECODED_BATCHES} batches or one item"),
+        ),
+    )
+
+
+def _kept_bytes(config: ClusterConfig) -> int:
+    return 0 if config.workers.keep_features == "never" else config.workers.kept_bytes
+
+
+def _place(device: str) -> str:
+    return "host" if device == "cpu" else device
+
+
+def _whole(family: Family) -> int:
+    """Returns the number of parameters that every rank keeps: embeddings and head. The real number is
+    lower if the model ties them."""
+    return 2 * family.shape.vocab_size * family.shape.hidden_size
+
+
+def _weights_row(num_parameters: int | None, dtype: str, place: str, num_ranks: int = 1, num_whole: int = 0) -> Row:
+    if num_parameters is None:
+        return Row("weights", None, place, "no safetensors files to count")
+    note = f"{num_parameters / 1e6:.1f} M parameters"
+    if num_ranks > 1:
+        num_whole = min(num_whole, num_parameters)
+        num_parameters = num_whole + -(-(num_parameters - num_whole) // num_ranks)
+        note += f", at most {num_parameters / 1e6:.1f} M on each of {num_ranks} ranks"
+    return Row("weights", num_parameters * DTYPE_TO_BYTES[dtype], place, note)
+
+
+def _room(family: Family, arena_bytes: int, dtype: str, largest: Sequence[LargestItem]) -> str:
+    rooms = []
+    for item in largest:
+        count = arena_room(arena_bytes, feature_bytes(family.shape, item.max_unit_tokens, dtype, item.num_levels))
+        units = "units " if item.num_tokens > item.max_unit_tokens else ""
+        rooms.append(f"room for {count} {units}of the largest {item.modality}")
+    return ", ".join(rooms)
+
+
+# ---------------------------------------------------------------- the table
+
+
+def budget_lines(budget: Budget) -> list[str]:
+    """Returns the table: one line per pool, and one sum per place."""
+    lines = [f"memory of one replica ({budget.model_name}, {budget.dtype}):"]
+    lines += [f"  largest {item.modality}: {item.num_tokens} tokens, {item.cost} patches" for item in budget.largest]
+    for process in budget.processes:
+        lines.append(f"  {process.kind} (x{process.num_replicas})")
+        for row in process.rows:
+            lines.append(f"    {row.name:<12}{_size(row.nbytes):>12}  {row.place:<5} {row.note}".rstrip())
+        for place in dict.fromkeys(row.place for row in process.rows):
+            here = [row for row in process.rows if row.place == place]
+            uncounted = ", ".join(row.name for row in here if row.nbytes is None)
+            note = f"without {uncounted}" if uncounted else ""
+            lines.append(
+                f"    {'sum':<12}{_size(sum(row.nbytes or 0 for row in here)):>12}  {place:<5} {note}".rstrip()
+            )
+    return lines
+
+
+def _size(nbytes: int | None) -> str:
+    if nbytes is None:
+        return "?"
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes} B"

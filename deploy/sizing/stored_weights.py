@@ -1,0 +1,66 @@
+"""Counts the parameters of a checkpoint, per part, from the headers of its safetensors files. It reads no weights.
+
+A safetensors file begins with the length of its header, 8 bytes in little-endian order. The header follows as JSON
+`name -> {dtype, shape, data_offsets}` (https://huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from modalities.checkpoint_files import ACTIVATION_SUFFIXES, SCALE_SUFFIXES
+
+MAX_HEADER_BYTES = 100_000_000
+"""Limits the length of a header; the format itself has this limit."""
+ENCODER_NAMES = frozenset(
+    {
+        "visual", "vision_tower", "vision_model", "vision_embed_tokens", "audio_tower", "image_newline", "mlp1",
+        "multi_modal_projector",
+    }
+)  # fmt: skip
+"""A tensor belongs to an encoder if its path contains one of these names."""
+OTHER_NAMES = frozenset({"talker", "code2wav", "token2wav"})
+"""Neither encoders nor workers load a tensor whose path contains one of these names."""
+
+_SCALES = (*SCALE_SUFFIXES, *ACTIVATION_SUFFIXES)
+"""Tensors with these suffixes are scales in quantised checkpoints. The count leaves them out: loading multiplies the
+scales of weights into the weights, and Weft does not quantise activations."""
+
+
+class StoredWeights(NamedTuple):
+    num_encoder: int
+    """Counts the parameters of all encoders. It is an upper bound, because a cluster may load fewer modalities."""
+    num_language: int
+
+
+def read_stored_weights(model_dir: Path) -> StoredWeights | None:
+    """Returns the number of parameters per part, or None if the directory has no readable safetensors files."""
+    counts = {"encoder": 0, "language": 0, "other": 0}
+    files = sorted(model_dir.glob("*.safetensors"))
+    try:
+        for path in files:
+            for name, tensor in _header(path).items():
+                if name != "__metadata__" and not name.endswith(_SCALES):
+                    counts[_part(name)] += math.prod(tensor["shape"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return StoredWeights(counts["encoder"], counts["language"]) if files else None
+
+
+def _header(path: Path) -> dict[str, dict[str, list[int]]]:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(f"{path} is no safetensors file")
+        header: dict[str, dict[str, list[int]]] = json.loads(file.read(length))
+    return header
+
+
+def _part(name: str) -> str:
+    steps = set(name.split("."))
+    if steps & OTHER_NAMES:
+        return "other"
+    return "encoder" if steps & ENCODER_NAMES else "language"

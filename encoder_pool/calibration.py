@@ -1,0 +1,195 @@
+"""Loads and tests the part of a family that turns sounds into units on the encoder's device. It knows nothing of
+requests.
+
+Sounds with more mel frames than a batch may cost stay with the decode processes, because work on the device can't be
+stopped and nothing else is encoded meanwhile.
+
+Makes short synthetic media to calibrate an encoder with: one small and one ordinary medium of each modality.
+
+They are ordinary files, so nothing is assumed about how a family processes them. The module knows nothing of any
+particular family.
+
+Runs short synthetic forward passes at start, to learn the shape of features and a first estimate of the cost of a
+pass.
+
+Two sizes of a modality separate the overhead of a pass from the price of a patch. A model with fixed tiles makes one
+size of every input, so a pass over two units stands for the second size there. The media go through the family's own
+plan and preprocessing, so nothing is assumed about patches. The module knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+import wave
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from encoder_pool.decode_process import check_inputs
+from encoder_pool.encoder_config import EncoderConfig
+from encoder_pool.planning import FeatureSpec, ForwardCosts
+from fabric.contracts import DTYPE_TO_BYTES, ConfigError, MediaItem, MmHash, WeftError
+from modalities.family import (
+    AudioHeader,
+    EncoderInput,
+    EncoderModel,
+    Family,
+    ImageHeader,
+    MediaHeader,
+    MelOnDevice,
+    Spectrograms,
+    VideoHeader,
+)
+from modalities.torch_dtypes import dtype_name
+
+FPS = 4
+NUM_FRAMES = 8
+SAMPLE_RATE = 16_000
+
+
+class CalibrationSample(NamedTuple):
+    header: MediaHeader
+    data: bytes
+
+
+def image_sample(edge: int) -> CalibrationSample:
+    """Makes a grey PNG of `edge` x `edge` pixels."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (edge, edge), (127, 127, 127)).save(buffer, "PNG")
+    return CalibrationSample(ImageHeader("PNG", edge, edge, "RGB"), buffer.getvalue())
+
+
+def video_sample(edge: int) -> CalibrationSample:
+    """Makes an MP4 of two seconds, `edge` x `edge` pixels, that grows brighter."""
+    import av
+
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=FPS)
+        stream.width = stream.height = edge
+        stream.pix_fmt = "yuv420p"
+        for number in range(NUM_FRAMES):
+            pixels = np.full((edge, edge, 3), 255 * number // NUM_FRAMES, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return CalibrationSample(VideoHeader("mp4", edge, edge, NUM_FRAMES, NUM_FRAMES / FPS), buffer.getvalue())
+
+
+def audio_sample(seconds: int, rate: int = SAMPLE_RATE) -> CalibrationSample:
+    """Makes a WAV of one channel: a tone of 440 Hz."""
+    num_samples = seconds * rate
+    tone = 8000 * np.sin(2 * np.pi * 440 / rate * np.arange(num_samples))
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(tone.astype("<i2").tobytes())
+    return CalibrationSample(AudioHeader("wav", rate, 1, num_samples), buffer.getvalue())
+
+
+def sample_item(family: Family, sample: CalibrationSample, modality: str) -> MediaItem:
+    """Plans a sample as a router would."""
+    plan = family.plan(sample.header)
+    return MediaItem(
+        index=0,
+        modality=modality,
+        mm_hash=MmHash("calibration"),
+        grid=plan.grid,
+        unit_tokens=plan.unit_tokens,
+        cost=plan.cost,
+        part="calibration",
+        row_seconds=plan.row_seconds,
+        num_levels=plan.num_levels,
+    )
+
+
+MODALITY_TO_SAMPLES: dict[str, tuple[Callable[[int], CalibrationSample], tuple[int, ...]]] = {
+    "image": (image_sample, (64, 448)),
+    "video": (video_sample, (64, 224)),
+    "audio": (audio_sample, (2, 10)),
+}
+"""Maps a modality to the function that makes its samples, and to their edges in pixels or lengths in seconds. The two
+sizes are far enough apart to separate slope and overhead."""
+
+
+NUM_RUNS = 2
+
+
+def calibrate(family: Family, model: EncoderModel, modality: str, costs: ForwardCosts, delay_s: float) -> FeatureSpec:
+    """Runs `model` on two sizes of one modality and records the times in `costs`. Blocks for a few forward passes.
+
+    `delay_s` is the injected pause, which each real pass will take too. Raises ConfigError if the model's features do
+    not have the family's shape or a known dtype, or are not finite, or if there is no sample for `modality`.
+    """
+    if modality not in MODALITY_TO_SAMPLES:
+        raise ConfigError(f"no sample to calibrate the modality {modality!r} with")
+    make, sizes = MODALITY_TO_SAMPLES[modality]
+    spec: FeatureSpec | None = None
+    for size in sizes:
+        sample = make(size)
+        item = sample_item(family, sample, modality)
+        inputs = family.preprocess(sample.data, item)
+        feature = _forward(model, inputs)[0][0]  # the first run of a size includes compiling and allocating
+        spec = FeatureSpec(family.shape.num_levels, family.shape.hidden_size, dtype_name(feature.dtype))
+        if spec.dtype not in DTYPE_TO_BYTES:
+            raise ConfigError(f"{modality} features are {spec.dtype}; known dtypes: {', '.join(DTYPE_TO_BYTES)}")
+        expected = spec.shape(item.unit_tokens[0], item.num_levels)
+        if tuple(feature.shape) != expected:
+            raise ConfigError(f"{modality} features are {tuple(feature.shape)}, the family says {expected}")
+        if not bool(feature.isfinite().all()):
+            raise ConfigError(f"{modality} features of a sample are not finite: the encoder's weights can't be used")
+        for _ in range(NUM_RUNS):
+            costs.observe(modality, item.cost, _forward(model, inputs)[1] + delay_s)
+    if not costs.has_spread(modality):
+        _forward(model, [*inputs, *inputs])
+        for _ in range(NUM_RUNS):
+            costs.observe(modality, 2 * item.cost, _forward(model, [*inputs, *inputs])[1] + delay_s)
+    assert spec is not None
+    return spec
+
+
+def probe_inputs(family: Family, modality: str) -> list[EncoderInput]:
+    """Returns the smallest sample of a modality, ready for a forward pass that does not depend on the content of any
+    request."""
+    make, sizes = MODALITY_TO_SAMPLES[modality]
+    sample = make(min(sizes))
+    return family.preprocess(sample.data, sample_item(family, sample, modality))
+
+
+def _forward(model: EncoderModel, inputs: list[EncoderInput]) -> tuple[list[torch.Tensor], float]:
+    started_s = time.perf_counter()
+    with torch.inference_mode():
+        features = model.encode(inputs)
+        features[-1].cpu()  # this waits for the device
+    return features, time.perf_counter() - started_s
+
+
+RATES = (SAMPLE_RATE, 48_000)
+"""Lists the sample rates of the test sounds: one needs no resampling, and one does."""
+
+
+def load_spectrograms(config: EncoderConfig, family: Family) -> Spectrograms | None:
+    """Loads the spectrograms of the family. Returns None if the config names no device for them, if no sounds are
+    encoded here, or if the family supports only `preprocess`."""
+    if not config.mel_device or "audio" not in config.modalities or not isinstance(family, MelOnDevice):
+        return None
+    return family.load_spectrograms(config.mel_device)
+
+
+def try_spectrograms(family: Family, spectrograms: Spectrograms) -> None:
+    """Makes units of two short sounds in one batch, so that the device's libraries allocate and compile before the
+    first request. Blocks. Raises ConfigError if the units differ from the plan."""
+    assert isinstance(family, MelOnDevice)
+    samples = [audio_sample(2, rate) for rate in RATES]
+    items = [sample_item(family, sample, "audio") for sample in samples]
+    waveforms = [family.decode_waveform(sample.data, item) for sample, item in zip(samples, items, strict=True)]
+    try:
+        for inputs, item in zip(spectrograms.units(waveforms), items, strict=True):
+            check_inputs(inputs, item)
+    except WeftError as error:
+        raise ConfigError(f"spectrograms on the device: {error.message}") from error

@@ -1,0 +1,277 @@
+"""Runs one encoder replica, with or without Ray: the pipeline, the members that join and leave, and the reports.
+
+Everything but the forward pass and the decoders happens in one event loop. The plane and the feature source belong to
+the caller that made them: `stop` leaves both open. The service knows nothing of routing, prompts or Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+
+from encoder_pool.calibration import calibrate, load_spectrograms, probe_inputs, try_spectrograms
+from encoder_pool.decoder import DecodePool
+from encoder_pool.encode_call import Announcer
+from encoder_pool.encoder_config import EncoderConfig
+from encoder_pool.encoder_reports import EncoderReporter, encoder_report
+from encoder_pool.forward import ForwardThread
+from encoder_pool.pipeline import Pipeline
+from encoder_pool.planning import FeatureLog, FeatureSpec, FeatureTable, LeaseKey
+from fabric.contracts import (
+    AbortAttempt,
+    Aborted,
+    AttemptId,
+    Clock,
+    ConfigError,
+    EncodeFailed,
+    EncodeRequest,
+    EncodeResult,
+    EncoderLost,
+    EncoderReport,
+    Member,
+    MemberId,
+    PlaneMessage,
+    RouterHeartbeat,
+    SnapshotRequest,
+    UnitRelease,
+    WorkerLost,
+)
+from fabric.transport import FeatureSource, Plane, RouterTable
+from modalities.family import EncoderModel, Family
+
+logger = logging.getLogger(__name__)
+
+REPORT_SPACING_S = 0.01
+"""Changes within this time share one report."""
+
+
+class EncoderService:
+    """An `EncoderService` is one encoder replica. `epoch` is `Member.epoch` of this start; an id that is never reused
+    needs no value other than 1."""
+
+    def __init__(
+        self,
+        member_id: MemberId,
+        config: EncoderConfig,
+        family: Family,
+        model: EncoderModel,
+        plane: Plane,
+        source: FeatureSource,
+        clock: Clock,
+        epoch: int = 1,
+    ) -> None:
+        for modality in config.modalities:
+            if modality not in family.max_items:
+                raise ConfigError(f"{family.name} takes no {modality}; it takes {', '.join(family.max_items)}")
+        self._member_id = member_id
+        self._config = config
+        self._family = family
+        self._model = model
+        self._plane = plane
+        self._source = source
+        self._epoch = epoch
+        self._log = FeatureLog(member_id, epoch)
+        self._table = FeatureTable(source, clock, config.lease_s, self._log)
+        self._routers = RouterTable(plane, clock)
+        self._reporter = EncoderReporter(plane, self._log, self._routers)
+        self._spectrograms = load_spectrograms(config, family)
+        max_raw_cost = config.max_batch_cost if self._spectrograms else 0
+        limits = config.decode_limits
+        self._decoder = DecodePool(family, config.model_dir, config.num_decode_processes, limits, max_raw_cost)
+        self._forward = ForwardThread(model, config.encode_delay_s, self._spectrograms)
+        announcer = Announcer(member_id, plane, source, self._table, config.lease_s)
+        self._pipeline = Pipeline(
+            member_id, config, self._table, announcer, self._decoder, self._forward, clock, self._changed
+        )
+        self._members: dict[MemberId, Member] = {}
+        self._housekeeping: asyncio.Task[None] | None = None
+        self._flush: asyncio.TimerHandle | None = None
+        self._is_open = False
+        self._on_loss: Callable[[], None] = lambda: None
+        self._is_loss_reported = False
+
+    async def start(self) -> None:
+        """Starts decoders, calibrates with short synthetic forward passes, and begins to take messages and calls."""
+        async with AsyncExitStack() as undo:
+            undo.push_async_callback(self._decoder.close)
+            await self._decoder.start()
+            spec = await asyncio.to_thread(self._calibrate)
+            harmless = await asyncio.to_thread(probe_inputs, self._family, self._config.modalities[0])
+            undo.pop_all()
+        self._forward.start(spec, harmless)
+        self._pipeline.open(spec)
+        self._plane.start(self._receive)
+        self._housekeeping = asyncio.create_task(self._keep_house())
+        self._is_open = True
+
+    async def stop(self) -> None:
+        """Ends open calls with EncoderLost, then ends threads and processes. Idempotent."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._pipeline.end_calls(lambda _: True, EncoderLost("the encoder stops"))
+        await asyncio.sleep(0)  # this lets the calls return
+        assert self._housekeeping is not None
+        self._housekeeping.cancel()
+        await asyncio.gather(self._housekeeping, return_exceptions=True)
+        await asyncio.to_thread(self._forward.close)
+        await self._decoder.close()
+        await asyncio.sleep(0)  # this lets the loop take the last result of the forward thread
+        if self._flush is not None:
+            self._flush.cancel()
+
+    async def encode(self, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+        """Encodes the items and announces each unit to `request.destination` as soon as it is done. Returns when all
+        items were announced or have failed, at the latest when the request's time is over (to within a report
+        interval). An item's failure is in its result and fails no other item.
+
+        `media` holds one encoded file per item. Cancelling the call drops what is not done; units that were announced
+        stay leased to the worker. Raises Overloaded or WorkerBackedUp before any work was done, EncoderLost when the
+        service is stopped, and ProtocolError.
+        """
+        if not self._is_open:
+            raise EncoderLost("the encoder is not serving")
+        try:
+            return await self._pipeline.encode(request, media)
+        finally:
+            self._reporter.attempt_ended(AttemptId(request.request_id, request.attempt))
+
+    def update_members(self, members: Sequence[Member]) -> None:
+        """Takes the directory's newest view. For members that have left, workers lose their leases and what was to be
+        encoded for them, and routers lose their requests."""
+        present = {member.member_id: member for member in members}
+        left = [member for member_id, member in self._members.items() if member_id not in present]
+        self._members = present
+        for member in members:
+            if member.kind == "worker":
+                self._table.worker_came(member.member_id)
+        for member in left:
+            if member.kind == "worker":
+                self._worker_left(member.member_id)
+            elif member.kind == "router":
+                self._router_left(member.member_id)
+                self._routers.forget(member.member_id)
+            self._plane.forget(member.address)
+        if left:
+            self._pipeline.pump()
+
+    def report(self) -> EncoderReport:
+        return encoder_report(
+            self._member_id,
+            self._epoch,
+            self._reporter.seq + 1,
+            self._reporter.acknowledged(self._pipeline.live_attempts()),
+            self._pipeline,
+            self._table,
+            self._config.max_items_in_flight,
+        )
+
+    def on_lost(self, call: Callable[[], None]) -> None:
+        """Registers `call`, which is called once, in the event loop, when the device was found to fail; the encoder's
+        owner then removes the encoder from the directory."""
+        self._on_loss = call
+
+    def check_health(self) -> None:
+        """Raises EncodeFailed if the forward thread died, if the loop that ends leases died, or if decode processes
+        can't be started or die before they are needed. Raises EncoderLost if the device fails or hangs, if no messages
+        can be sent to workers, or if workers can't read features."""
+        if not self._is_open:
+            return
+        if self._forward.loss is not None:
+            raise self._forward.loss
+        if self._pipeline.device_queue.forward_s > self._config.max_forward_s:
+            raise EncoderLost(f"the device has not ended a batch within {self._config.max_forward_s:g} s")
+        if not self._forward.is_alive:
+            raise EncodeFailed("the forward thread has died")
+        if not self._decoder.is_alive:
+            raise EncodeFailed("decode processes can't be started, or die idle")
+        if self._housekeeping is not None and self._housekeeping.done():
+            raise EncodeFailed("housekeeping has ended")
+        if not self._plane.is_alive:
+            raise EncoderLost("the message plane has died")
+        if not self._source.is_alive:
+            raise EncoderLost("the feature channel has died")
+
+    def tick(self) -> None:
+        """Runs one round of housekeeping: ends what has expired, starts what can start now, and reports."""
+        if self._forward.loss is not None and not self._is_loss_reported:
+            self._is_loss_reported = True
+            self._on_loss()
+        self._table.expire()
+        for router_id in self._routers.take_expired():
+            logger.warning("the lease of %s has expired; its requests end", router_id)
+            self._router_left(router_id)
+        self._pipeline.end_overdue()
+        self._pipeline.pump()
+        self._publish()
+
+    def check_invariants(self) -> None:
+        self._table.check_invariants()
+        self._pipeline.jobs.check_invariants()
+
+    def _calibrate(self) -> FeatureSpec:
+        if self._spectrograms is not None:
+            try_spectrograms(self._family, self._spectrograms)
+        costs, delay_s = self._pipeline.costs, self._config.encode_delay_s
+        modalities = self._config.modalities
+        specs = {calibrate(self._family, self._model, modality, costs, delay_s) for modality in modalities}
+        if len(specs) > 1:
+            raise ConfigError(f"the features of {', '.join(modalities)} differ in shape or dtype: {specs}")
+        return specs.pop()
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.report_interval_s)
+            self.tick()
+
+    # ------------------------------------------------------------ messages
+
+    def _receive(self, message: PlaneMessage) -> None:
+        match message:
+            case UnitRelease():
+                attempt_id = AttemptId(message.request_id, message.attempt)
+                self._table.release(LeaseKey(message.worker_id, attempt_id, message.unit), message.generation)
+                self._pipeline.pump()
+            case RouterHeartbeat():
+                if self._routers.heartbeat(message):
+                    self._reporter.send_snapshot(message.address)
+                    self._changed()
+            case AbortAttempt(choices=()):
+                self._abort(AttemptId(message.request_id, message.attempt))
+            case AbortAttempt():
+                pass  # only some choices end; the others need the features
+            case SnapshotRequest():
+                self._reporter.send_snapshot(message.address)
+            case _:
+                logger.warning("an encoder takes no %s", type(message).__name__)
+
+    def _abort(self, attempt_id: AttemptId) -> None:
+        self._pipeline.end_attempt(attempt_id, Aborted("the attempt was aborted"))
+        if self._table.end_attempt(attempt_id):
+            self._pipeline.pump()
+
+    def _router_left(self, router_id: MemberId) -> None:
+        self._pipeline.end_calls(lambda request: request.router_id == router_id, Aborted(f"{router_id} has left"))
+        self._table.end_router(router_id)
+
+    def _worker_left(self, worker_id: MemberId) -> None:
+        self._pipeline.end_calls(
+            lambda request: request.destination.worker_id == worker_id, WorkerLost(f"{worker_id} has left")
+        )
+        self._table.end_worker(worker_id)
+
+    # ------------------------------------------------------------ reports
+
+    def _changed(self) -> None:
+        """Schedules a report; further changes until then are in the same report."""
+        if self._is_open and self._flush is None:
+            self._flush = asyncio.get_running_loop().call_later(REPORT_SPACING_S, self._publish)
+
+    def _publish(self) -> None:
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        self._reporter.publish_events()
+        self._reporter.publish_report(self.report())

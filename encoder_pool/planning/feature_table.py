@@ -1,0 +1,526 @@
+"""Keeps the feature table: which units are in the arena, which workers hold leases on them, and which may be evicted.
+
+A feature that a worker may still read is never evicted. When the arena is full of leased features, the next feature
+waits (back-pressure). Where there are several workers, none may hold more than what it leaves free
+(`planning/shares.py`). Cached features have no lease. They are idle slots of the arena, and the arena names those that
+must be evicted for a new one.
+
+A unit that waits for long for room in one piece claims a range of the arena. Features in that range are evicted, or
+*set aside* if a worker may still read them. A feature that is set aside can no longer be found, so it gets no new
+lease, and its memory is freed with its last lease. A lease ends by release, by expiry, or with its worker, attempt or
+router.
+
+The time of an operation does not grow with the number of stored features, except that the time of a claim grows with
+the features in its range. The table is not thread-safe. It lives in the service's event loop, and another thread writes
+only the bytes of a reserved slot. The module knows nothing of models, the contents of requests or the message plane.
+
+Records how the feature cache changes, for routers: items stored and removed, numbered without gaps.
+
+An item counts as stored while every one of its units is ready. The module knows nothing of routers or memory.
+
+Records which worker holds which lease on a feature, until when, and for which attempt and router.
+
+The module knows nothing of memory or of what a unit is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import KeysView
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+from encoder_pool.planning.call_queue import is_within_share
+from encoder_pool.planning.encode_job import FeatureState, advance
+from fabric.contracts import DTYPE_TO_BYTES, ArenaFull, AttemptId, Clock, FeatureEvents, MemberId, MmHash, UnitKey
+from fabric.transport import FeatureSource, LeaseTable, SourceSlot
+
+
+class FeatureLog:
+    """Keeps the events that routers have yet to receive. It is not thread-safe. Sequence numbers begin at 1 in each
+    epoch."""
+
+    def __init__(self, encoder_id: MemberId, epoch: int) -> None:
+        self._encoder_id = encoder_id
+        self._epoch = epoch
+        self._item_to_ready: dict[MmHash, set[int]] = {}
+        self._stored: dict[MmHash, None] = {}
+        """Holds the items that are stored now, oldest first."""
+        self._pending: list[tuple[bool, MmHash]] = []
+        """Holds the events that are not yet drained as (is_stored, item), oldest first."""
+        self._last_seq = 0
+
+    def unit_ready(self, unit: UnitKey, num_units: int) -> None:
+        """Records that one of the item's `num_units` units can be read; the last unit of an item makes an event."""
+        ready = self._item_to_ready.setdefault(unit.mm_hash, set())
+        ready.add(unit.unit)
+        if len(ready) == num_units and unit.mm_hash not in self._stored:
+            self._stored[unit.mm_hash] = None
+            self._note(True, unit.mm_hash)
+
+    def unit_gone(self, unit: UnitKey) -> None:
+        """Records that the unit was discarded; this makes an event if the item was complete."""
+        ready = self._item_to_ready[unit.mm_hash]
+        ready.remove(unit.unit)
+        if not ready:
+            del self._item_to_ready[unit.mm_hash]
+        if unit.mm_hash in self._stored:
+            del self._stored[unit.mm_hash]
+            self._note(False, unit.mm_hash)
+
+    def drain(self) -> list[FeatureEvents]:
+        """Takes the events since the last call. Each message holds either stored or removed items, so the order within
+        a message does not matter."""
+        messages: list[FeatureEvents] = []
+        seq = self._last_seq - len(self._pending) + 1
+        for is_stored, run in groupby(self._pending, key=lambda event: event[0]):
+            items = tuple(item for _, item in run)
+            stored, removed = (items, ()) if is_stored else ((), items)
+            messages.append(FeatureEvents(self._encoder_id, self._epoch, seq, stored, removed))
+            seq += len(items)
+        self._pending.clear()
+        return messages
+
+    def snapshot(self) -> FeatureEvents:
+        """Returns every stored item, as of the last event, whether that event is drained or not."""
+        return FeatureEvents(self._encoder_id, self._epoch, self._last_seq, tuple(self._stored), is_snapshot=True)
+
+    def _note(self, is_stored: bool, item: MmHash) -> None:
+        self._last_seq += 1
+        self._pending.append((is_stored, item))
+
+
+Holder = AttemptId | MemberId
+
+
+class LeaseKey(NamedTuple):
+    """A `LeaseKey` names one worker's right to read one unit for one attempt."""
+
+    worker_id: MemberId
+    attempt_id: AttemptId
+    unit: UnitKey
+
+
+class _LeaseHolder(NamedTuple):
+    router_id: MemberId
+    since_s: float
+
+
+class LeaseBook:
+    """Keeps all leases and finds them by attempt, by worker and by router. It is not thread-safe. Ids of workers and of
+    routers are never the same."""
+
+    def __init__(self, clock: Clock, lease_s: float) -> None:
+        self._clock = clock
+        self._lease_s = lease_s
+        self._deadlines: LeaseTable[LeaseKey] = LeaseTable(clock)
+        self._key_to_reader: dict[LeaseKey, _LeaseHolder] = {}
+        self._holder_to_keys: dict[Holder, dict[LeaseKey, None]] = {}
+        """Keeps the keys of each holder, oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._key_to_reader)
+
+    def keys(self) -> KeysView[LeaseKey]:
+        return self._key_to_reader.keys()
+
+    def take(self, key: LeaseKey, router_id: MemberId) -> None:
+        """Adds a lease or renews it; a renewed lease becomes the newest."""
+        if key in self._key_to_reader:
+            self._forget(key)
+        self._key_to_reader[key] = _LeaseHolder(router_id, self._clock.now())
+        for holder in (key.attempt_id, key.worker_id, router_id):
+            self._holder_to_keys.setdefault(holder, {})[key] = None
+        self._deadlines.renew(key, self._lease_s)
+
+    def drop(self, key: LeaseKey) -> float:
+        """Ends a lease; returns the seconds since it was taken or renewed."""
+        self._deadlines.drop(key)
+        return self._clock.now() - self._forget(key).since_s
+
+    def expired(self) -> list[LeaseKey]:
+        """Returns leases that have run out, in order of their deadlines. Each is returned once and stays in the book
+        until it is dropped."""
+        return self._deadlines.expired()
+
+    def held_by(self, holder: Holder) -> list[LeaseKey]:
+        """Returns the leases of one attempt, one worker or one router, oldest first."""
+        return list(self._holder_to_keys.get(holder, ()))
+
+    def check_invariants(self) -> None:
+        assert len(self._deadlines) == len(self._key_to_reader)
+        found: dict[Holder, set[LeaseKey]] = {}
+        for key, reader in self._key_to_reader.items():
+            for holder in (key.attempt_id, key.worker_id, reader.router_id):
+                found.setdefault(holder, set()).add(key)
+        assert found == {holder: set(keys) for holder, keys in self._holder_to_keys.items()}
+
+    def _forget(self, key: LeaseKey) -> _LeaseHolder:
+        reader = self._key_to_reader.pop(key)
+        for holder in (key.attempt_id, key.worker_id, reader.router_id):
+            keys = self._holder_to_keys[holder]
+            del keys[key]
+            if not keys:
+                del self._holder_to_keys[holder]
+        return reader
+
+
+class TableUsage(NamedTuple):
+    used_bytes: int
+    """Counts the bytes that are being written or are leased."""
+    cached_bytes: int
+    """Counts the bytes of features that are complete and have no lease; these may be evicted."""
+    total_bytes: int
+    num_leases: int
+    num_encoding: int
+    encoding_bytes: int
+    """Counts the part of `used_bytes` that is being written."""
+    num_cached: int
+    num_staged: int
+
+
+class TableSums(NamedTuple):
+    """Keeps sums over the table's life."""
+
+    num_transfers: int = 0
+    """Counts the leases that their worker released."""
+    transfer_s: float = 0.0
+    """Sums the time from lease to release over these leases."""
+    num_evictions: int = 0
+    evicted_bytes: int = 0
+
+
+class FeatureSpec(NamedTuple):
+    """A `FeatureSpec` describes every feature of one model: it is C-contiguous, with shape `(num_levels, num_tokens,
+    hidden_size)`, of `dtype`. An item may have fewer levels than the model; the argument `num_levels` of the methods is
+    `MediaItem.num_levels`, and 0 stands for the levels of the model."""
+
+    num_levels: int
+    hidden_size: int
+    dtype: str
+
+    def shape(self, num_tokens: int, num_levels: int = 0) -> tuple[int, int, int]:
+        return (num_levels or self.num_levels, num_tokens, self.hidden_size)
+
+    def nbytes(self, num_tokens: int, num_levels: int = 0) -> int:
+        return (num_levels or self.num_levels) * num_tokens * self.hidden_size * DTYPE_TO_BYTES[self.dtype]
+
+
+@dataclass(slots=True)
+class FeatureEntry:
+    """A `FeatureEntry` is one unit in the arena. Its references are sets of leases, so that ending a lease twice is
+    harmless."""
+
+    slot: SourceSlot
+    num_units: int
+    state: FeatureState = FeatureState.ENCODING
+    leases: set[LeaseKey] = field(default_factory=set)
+    worker_to_num_leases: Counter[MemberId] = field(default_factory=Counter)
+    made_for: MemberId | None = None
+    """Names the worker whose share the memory was reserved from. It is cleared when that worker leases the unit, or
+    when all requests that wait for the unit have been informed."""
+    is_set_aside: bool = False
+
+
+class FeatureTable:
+    """Owns every slot of `source`."""
+
+    def __init__(self, source: FeatureSource, clock: Clock, lease_s: float, log: FeatureLog) -> None:
+        self._source = source
+        self._log = log
+        self._unit_to_entry: dict[UnitKey, FeatureEntry] = {}
+        self._slot_id_to_unit: dict[int, UnitKey] = {}
+        self._key_to_entry: dict[LeaseKey, FeatureEntry] = {}
+        self._set_aside: dict[int, FeatureEntry] = {}
+        """Holds, by slot id, the entries that are leased, lie in a claimed range, and can no longer be found."""
+        self._claimant: UnitKey | None = None
+        self._in_the_way: set[int] = set()
+        """Holds the slots in the claimed range that must still be evicted or set aside, because they are being
+        written."""
+        self._leases = LeaseBook(clock, lease_s)
+        self._worker_to_bytes: Counter[MemberId] = Counter()
+        """Counts the bytes that each worker leases, and those that are being written for it."""
+        self._workers: set[MemberId] = set()
+        """Holds the known workers, with or without leases; a worker that holds a lease counts too."""
+        self._state_to_bytes: Counter[FeatureState] = Counter()
+        self._state_to_count: Counter[FeatureState] = Counter()
+        self.sums = TableSums()
+
+    def is_ready(self, unit: UnitKey) -> bool:
+        """Returns whether the unit can be leased now."""
+        entry = self._unit_to_entry.get(unit)
+        return entry is not None and entry.state in (FeatureState.ENCODED, FeatureState.STAGED)
+
+    @property
+    def has_shares(self) -> bool:
+        """Returns whether there are several workers, so that none of them may take the whole arena."""
+        return len(self._workers | self._worker_to_bytes.keys()) > 1
+
+    def worker_came(self, worker_id: MemberId) -> None:
+        """Adds a worker, which counts until `end_worker`."""
+        self._workers.add(worker_id)
+
+    def may_take(self, worker_id: MemberId, nbytes: int) -> bool:
+        """Returns whether `nbytes` more are within a worker's share of the arena."""
+        if not self.has_shares:
+            return True
+        used_bytes = self._state_to_bytes[FeatureState.ENCODING] + self._state_to_bytes[FeatureState.STAGED]
+        free_bytes = self._source.usage().total_bytes - used_bytes
+        return is_within_share(self._worker_to_bytes[worker_id], nbytes, free_bytes)
+
+    def may_lease(self, worker_id: MemberId, unit: UnitKey) -> bool:
+        """Returns whether a lease of a ready unit is within a worker's share. A unit that was made for the worker, or
+        that it already leases, always is."""
+        entry = self._unit_to_entry[unit]
+        is_its_own = entry.made_for == worker_id or worker_id in entry.worker_to_num_leases
+        return is_its_own or self.may_take(worker_id, entry.slot.nbytes)
+
+    def reserve(
+        self, unit: UnitKey, nbytes: int, num_units: int, worker_id: MemberId | None = None, *, is_due: bool = False
+    ) -> SourceSlot | None:
+        """Makes room for a unit that is about to be encoded and evicts cached units as needed. The unit counts against
+        the share of `worker_id` while it is written.
+
+        Returns None when leased features and features that are being written leave no room in one piece. Nothing is
+        evicted in that case, unless the unit `is_due`. A unit that is due claims a range if none is claimed, and it has
+        its room at the latest when the present leases in that range have ended. Raises UnitTooLarge for a unit that can
+        never fit.
+        """
+        assert unit not in self._unit_to_entry, f"{unit} has its memory already"
+        slot = self._allocate(nbytes)
+        if slot is None and is_due:
+            slot = self._allocate_claimed(unit, nbytes)
+        if slot is not None:
+            if unit == self._claimant:
+                self.end_claim()
+            entry = self._unit_to_entry[unit] = FeatureEntry(slot, num_units, made_for=worker_id)
+            self._hold(worker_id, slot.nbytes)
+            self._slot_id_to_unit[slot.slot_id] = unit
+            self._count(entry, 1)
+        return slot
+
+    def end_claim(self) -> None:
+        """Ends the claim of a range. Does nothing if there is none."""
+        self._source.unclaim()
+        self._claimant = None
+        self._in_the_way.clear()
+
+    def complete(self, unit: UnitKey) -> None:
+        """Records that the slot's bytes are written. The unit can now be leased, and it can be evicted while it has no
+        lease."""
+        entry = self._unit_to_entry[unit]
+        self._advance(entry, FeatureState.ENCODED)
+        self._hold(entry.made_for, -entry.slot.nbytes)
+        self._source.set_idle(entry.slot)
+        self._log.unit_ready(unit, entry.num_units)
+
+    def waiters_informed(self, unit: UnitKey) -> None:
+        """Records that every request that waited for a completed unit was informed of it. From then on the unit is
+        like any other cached unit. Does nothing for a unit that failed."""
+        entry = self._unit_to_entry.get(unit)
+        if entry is not None:
+            entry.made_for = None
+
+    def fail(self, unit: UnitKey) -> None:
+        """Records that the forward pass failed on this unit and frees its memory."""
+        self._hold(self._unit_to_entry[unit].made_for, -self._unit_to_entry[unit].slot.nbytes)
+        self._take_out(unit, FeatureState.FAILED)
+
+    def lease(self, key: LeaseKey, router_id: MemberId) -> SourceSlot:
+        """Gives (or renews) a worker's right to read a ready unit, and marks the unit as recently used."""
+        entry = self._unit_to_entry[key.unit]
+        if self._key_to_entry.get(key, entry) is not entry:
+            # The old lease is on an entry that was set aside since then; the worker reads the present entry instead.
+            self._end(key)
+        if entry.state is not FeatureState.STAGED:
+            self._advance(entry, FeatureState.STAGED)
+            self._source.set_busy(entry.slot)
+        if key not in entry.leases:
+            entry.leases.add(key)
+            self._key_to_entry[key] = entry
+            entry.worker_to_num_leases[key.worker_id] += 1
+            if entry.worker_to_num_leases[key.worker_id] == 1:
+                self._hold(key.worker_id, entry.slot.nbytes)
+        if entry.made_for == key.worker_id:
+            entry.made_for = None
+        self._leases.take(key, router_id)
+        return entry.slot
+
+    def release(self, key: LeaseKey, generation: int) -> bool:
+        """Ends the lease of a worker that no longer needs this generation of the unit. Ignores unknown, ended or older
+        leases and returns False for them."""
+        entry = self._key_to_entry.get(key)
+        if entry is None or entry.slot.generation != generation:
+            return False
+        transfer_s = self.sums.transfer_s + self._end(key)
+        self.sums = self.sums._replace(num_transfers=self.sums.num_transfers + 1, transfer_s=transfer_s)
+        return True
+
+    def expire(self) -> int:
+        """Ends the leases that have run out; returns how many."""
+        return self._end_all(self._leases.expired())
+
+    def end_attempt(self, attempt_id: AttemptId) -> int:
+        return self._end_held(attempt_id)
+
+    def end_worker(self, worker_id: MemberId) -> int:
+        """Forgets a worker that has left and ends its leases; returns how many."""
+        self._workers.discard(worker_id)
+        return self._end_held(worker_id)
+
+    def end_router(self, router_id: MemberId) -> int:
+        return self._end_held(router_id)
+
+    def usage(self) -> TableUsage:
+        nbytes, count = self._state_to_bytes, self._state_to_count
+        return TableUsage(
+            used_bytes=nbytes[FeatureState.ENCODING] + nbytes[FeatureState.STAGED],
+            cached_bytes=nbytes[FeatureState.ENCODED],
+            total_bytes=self._source.usage().total_bytes,
+            num_leases=len(self._leases),
+            num_encoding=count[FeatureState.ENCODING],
+            encoding_bytes=nbytes[FeatureState.ENCODING],
+            num_cached=count[FeatureState.ENCODED],
+            num_staged=count[FeatureState.STAGED],
+        )
+
+    def check_invariants(self) -> None:
+        """Asserts that leases, states, sums and the arena are consistent. Walks everything."""
+        leases: set[LeaseKey] = set()
+        nbytes: Counter[FeatureState] = Counter()
+        count: Counter[FeatureState] = Counter()
+        held: Counter[MemberId] = Counter()
+        for slot_id, entry in self._set_aside.items():
+            assert entry.slot.slot_id == slot_id
+            assert entry.is_set_aside
+            assert entry.leases, "what was set aside goes with its last lease"
+        entries = [(next(iter(entry.leases)).unit, entry) for entry in self._set_aside.values()]
+        for unit, entry in [*self._unit_to_entry.items(), *entries]:
+            assert (entry.state is FeatureState.STAGED) == bool(entry.leases), f"{unit}: {entry.state} {entry.leases}"
+            assert all(key.unit == unit for key in entry.leases)
+            assert entry.is_set_aside or self._slot_id_to_unit[entry.slot.slot_id] == unit
+            assert all(self._key_to_entry[key] is entry for key in entry.leases)
+            leases |= entry.leases
+            assert entry.worker_to_num_leases == Counter(key.worker_id for key in entry.leases)
+            holders = set(entry.worker_to_num_leases)
+            if entry.state is FeatureState.ENCODING and entry.made_for is not None:
+                holders.add(entry.made_for)
+            for worker_id in holders:
+                held[worker_id] += entry.slot.nbytes
+            nbytes[entry.state] += entry.slot.nbytes
+            count[entry.state] += 1
+        assert nbytes == self._state_to_bytes
+        assert count == self._state_to_count
+        assert held == self._worker_to_bytes
+        assert leases == self._leases.keys() == self._key_to_entry.keys()
+        assert self._claimant is None or self._claimant not in self._unit_to_entry
+        self._leases.check_invariants()
+        usage, arena = self.usage(), self._source.usage()
+        assert len(self._unit_to_entry) == len(self._slot_id_to_unit)
+        assert arena.num_slots == len(self._unit_to_entry) + len(self._set_aside)
+        assert usage.used_bytes + usage.cached_bytes <= arena.total_bytes
+
+    def _allocate(self, nbytes: int) -> SourceSlot | None:
+        try:
+            return self._source.allocate(nbytes)
+        except ArenaFull:
+            victims = self._source.victims(nbytes)
+        if victims is None:
+            return None
+        for slot_id in victims:
+            self._evict(self._slot_id_to_unit[slot_id])
+        return self._source.allocate(nbytes)
+
+    def _allocate_claimed(self, unit: UnitKey, nbytes: int) -> SourceSlot | None:
+        """Allocates room in the range that is claimed for a unit, and claims a range first if none is claimed. Returns
+        None while another claim or a feature in the range prevents it."""
+        if self._claimant is None:
+            slot_ids = self._source.claim(nbytes)
+            if slot_ids is None:
+                return None
+            self._claimant = unit
+            self._in_the_way.update(slot_ids)
+        if self._claimant != unit:
+            return None
+        for slot_id in list(self._in_the_way):
+            other = self._slot_id_to_unit.get(slot_id)
+            if other is None:
+                self._in_the_way.discard(slot_id)  # the slot is set aside or free
+            elif self.is_ready(other):
+                self._in_the_way.discard(slot_id)
+                self._clear(other)
+        try:
+            return self._source.allocate(nbytes, is_claimed=True)
+        except ArenaFull:
+            return None
+
+    def _clear(self, unit: UnitKey) -> None:
+        """Removes a ready unit from a claimed range: evicts it if it has no lease, and sets it aside otherwise."""
+        entry = self._unit_to_entry[unit]
+        if not entry.leases:
+            self._evict(unit)
+            return
+        del self._unit_to_entry[unit]
+        del self._slot_id_to_unit[entry.slot.slot_id]
+        self._set_aside[entry.slot.slot_id] = entry
+        entry.is_set_aside = True
+        self._log.unit_gone(unit)
+
+    def _evict(self, unit: UnitKey) -> None:
+        slot = self._take_out(unit, FeatureState.DISCARDED)
+        num_evictions, evicted_bytes = self.sums.num_evictions + 1, self.sums.evicted_bytes + slot.nbytes
+        self.sums = self.sums._replace(num_evictions=num_evictions, evicted_bytes=evicted_bytes)
+        self._log.unit_gone(unit)
+
+    def _take_out(self, unit: UnitKey, state: FeatureState) -> SourceSlot:
+        """Removes a unit, which ends in `state`, and frees its memory."""
+        entry = self._unit_to_entry.pop(unit)
+        self._count(entry, -1)
+        entry.state = advance(entry.state, state)
+        del self._slot_id_to_unit[entry.slot.slot_id]
+        self._source.free(entry.slot)
+        return entry.slot
+
+    def _end_held(self, holder: Holder) -> int:
+        return self._end_all(self._leases.held_by(holder))
+
+    def _end_all(self, keys: list[LeaseKey]) -> int:
+        for key in keys:
+            self._end(key)
+        return len(keys)
+
+    def _end(self, key: LeaseKey) -> float:
+        """Ends a lease; returns the seconds that it was held."""
+        entry = self._key_to_entry.pop(key)
+        entry.leases.remove(key)
+        entry.worker_to_num_leases[key.worker_id] -= 1
+        if not entry.worker_to_num_leases[key.worker_id]:
+            del entry.worker_to_num_leases[key.worker_id]
+            self._hold(key.worker_id, -entry.slot.nbytes)
+        if not entry.leases:
+            self._advance(entry, FeatureState.ENCODED)
+            self._source.set_idle(entry.slot)
+            if entry.is_set_aside:
+                self._advance(entry, FeatureState.DISCARDED)
+                self._count(entry, -1)
+                del self._set_aside[entry.slot.slot_id]
+                self._source.free(entry.slot)
+        return self._leases.drop(key)
+
+    def _hold(self, worker_id: MemberId | None, nbytes: int) -> None:
+        """Adds `nbytes`, which may be negative, to what counts against a worker's share."""
+        if worker_id is None:
+            return
+        self._worker_to_bytes[worker_id] += nbytes
+        if not self._worker_to_bytes[worker_id]:
+            del self._worker_to_bytes[worker_id]
+
+    def _advance(self, entry: FeatureEntry, target: FeatureState) -> None:
+        self._count(entry, -1)
+        entry.state = advance(entry.state, target)
+        self._count(entry, 1)
+
+    def _count(self, entry: FeatureEntry, sign: int) -> None:
+        self._state_to_bytes[entry.state] += sign * entry.slot.nbytes
+        self._state_to_count[entry.state] += sign

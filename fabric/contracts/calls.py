@@ -1,0 +1,249 @@
+"""Defines what the two calls carry: a prompt with its media to a worker, media to an encoder, and the
+results.
+
+Calls go through Ray Serve, or directly in one process. Draining counts open calls, and cancelling ends them. This
+module knows nothing of how a call is served.
+
+Defines how structs look on the wire. They are immutable and positional, so fields are only ever appended. The module
+knows nothing of what the structs mean.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from fabric.contracts.errors import ErrorInfo
+from fabric.contracts.identity import MemberId, MmHash, RequestId, UnitKey
+
+
+class Wire(msgspec.Struct, frozen=True, array_like=True):
+    """A `Wire` is a struct on the wire. It is immutable and positional, so fields are only ever appended."""
+
+
+class PlaneWire(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A `PlaneWire` is a struct that travels alone on the message plane; it is tagged with its class name."""
+
+
+# ---------------------------------------------------------------- media and prompts
+
+
+class MediaItem(Wire, frozen=True):
+    """A `MediaItem` is one medium of a request, as the router planned it from its header. The plan is a contract: the
+    encoder delivers exactly `sum(unit_tokens)` rows."""
+
+    index: int
+    """Holds the position among the request's media, from 0."""
+    modality: str
+    mm_hash: MmHash
+    grid: tuple[int, int, int]
+    """Counts the patches (t, h, w) after preprocessing and before merging."""
+    unit_tokens: tuple[int, ...]
+    """Counts the rows of features in each unit; an image is one unit."""
+    cost: int
+    """Holds the encoding cost in patches (mel frames for a sound), the unit of the batcher's budget."""
+    part: str
+    """Names the place of the medium in the client's request, e.g. `messages.0.content.1`, for errors."""
+    options: str = ""
+    """Holds the `MediaOptions` of the package `modalities`, as JSON; it is empty for the defaults."""
+    row_seconds: float = 0.0
+    """For a video, this is the number of seconds between two temporal patches, where positions depend on it."""
+    anchor: int = -1
+    """For a sound that is the track of a video, this is the index of the video. Both begin at the same position."""
+    num_levels: int = 0
+    """Counts the levels of the medium's features: that of the embedding, and those of DeepStack where the medium has
+    some; 0 means as many as the model has."""
+    decode_bytes: int = 0
+    """Holds the most bytes of memory that decoding and preprocessing the medium can take, as estimated from its header;
+    0 means unknown."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.unit_tokens)
+
+    def unit_keys(self) -> list[UnitKey]:
+        return [UnitKey(self.mm_hash, unit) for unit in range(len(self.unit_tokens))]
+
+
+class PlaceholderRange(Wire, frozen=True):
+    """A `PlaceholderRange` is a run of prompt positions that takes the rows `[row, row + length)` of one unit's
+    features.
+
+    One unit may be spread over several runs (time stamps between frames, sound interleaved with pictures).
+    """
+
+    offset: int
+    length: int
+    item: int
+    """Holds the `MediaItem.index`."""
+    unit: int
+    row: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+class SamplingParams(Wire, frozen=True):
+    """Says how the next token is drawn. `temperature == 0` is greedy; `top_k == 0` and `top_p == 1` are off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    """The router always sets it (it draws one when the client gave none), so that a migration draws the same tokens."""
+    min_p: float = 0.0
+    """Tokens less probable than `min_p` times the most probable one are left out; 0 is off."""
+    repetition_penalty: float = 1.0
+    """It applies to prompt and output: positive logits are divided by it, and others are multiplied by it; 1 is off."""
+    presence_penalty: float = 0.0
+    """It is subtracted once from the logit of a token that occurs in the output."""
+    frequency_penalty: float = 0.0
+    """It is subtracted from a token's logit once for each time that the token occurs in the output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Holds pairs (token id, value added to its logit) with distinct ids."""
+    num_top_logprobs: int | None = None
+    """If set, the request wants log-probabilities: that of the drawn token, and those of this many most probable
+    tokens. None means that it wants none."""
+
+    grammar: str = ""
+    """The output must match this grammar, in llguidance's notation; an empty grammar allows any output."""
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+class StopConditions(Wire, frozen=True):
+    """Says when a choice ends. The router handles stop strings, because it has the text; the engine stops on ids and
+    counts."""
+
+    max_tokens: int
+    eos_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+
+# ---------------------------------------------------------------- calls
+
+
+class Destination(Wire, frozen=True):
+    """A `Destination` is a worker as an encoder sees it: the place where it announces units."""
+
+    worker_id: MemberId
+    address: str
+
+
+class EncodeRequest(Wire, frozen=True):
+    """The router sends this to an encoder, to encode `items` for the worker `destination`. The media bytes travel next
+    to it, one file per item."""
+
+    request_id: RequestId
+    attempt: int
+    router_id: MemberId
+    items: tuple[MediaItem, ...]
+    destination: Destination
+    age: tuple[float, str]
+    """Orders all requests by age (wall time of admission, request id): the oldest may evict the youngest."""
+    priority: int = 0
+    """Holds the request's priority; the lowest number goes first."""
+    time_left_s: float = 0.0
+    """Limits the time of the call from the moment at which the encoder receives it, because clocks differ between
+    machines. Items that are not done within this time fail with MachineBusy, or with WorkerBackedUp if their worker's
+    share of the encoder's arena is used up. 0 means no limit."""
+
+
+class StageTimes(Wire, frozen=True):
+    """Holds the seconds that one item spent in each stage of the encoder, for the cost model and the trace."""
+
+    queue_s: float = 0.0
+    decode_s: float = 0.0
+    preprocess_s: float = 0.0
+    encode_s: float = 0.0
+    batch_items: int = 0
+    batch_cost: int = 0
+    is_cache_hit: bool = False
+
+
+class ItemResult(Wire, frozen=True):
+    index: int
+    times: StageTimes
+    error: ErrorInfo | None = None
+
+
+class TraceEvent(Wire, frozen=True):
+    """A `TraceEvent` is something that happened to a request. `at_s` is CLOCK_MONOTONIC of the member's host."""
+
+    at_s: float
+    member_id: MemberId
+    name: str
+    """This is one of: planned, dispatched, received, admitted, prefill, unit_encoded, unit_announced, unit_landed,
+    unit_reused, feature_needed, first_token, finished, aborted, preempted."""
+    detail: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class EncodeResult(Wire, frozen=True):
+    """The encoder sends this to the router once every item was announced or has failed."""
+
+    encoder_id: MemberId
+    items: tuple[ItemResult, ...]
+    trace: tuple[TraceEvent, ...] = ()
+
+
+class GenerateRequest(Wire, frozen=True):
+    """The router sends this to a worker. The call stays open until the terminal event; the router aborts it by
+    cancelling."""
+
+    request_id: RequestId
+    attempt: int
+    router_id: MemberId
+    router_address: str
+    """Names the address on the message plane to which the worker sends token frames and `FeatureNeeded`."""
+    token_ids: tuple[int, ...]
+    """Holds the prompt with placeholders expanded: one id per position."""
+    placeholders: tuple[PlaceholderRange, ...]
+    """The ranges are sorted by offset and disjoint."""
+    media: tuple[MediaItem, ...]
+    sampling: SamplingParams
+    stop: StopConditions
+    age: tuple[float, str]
+    num_choices: int = 1
+    cache_salt: str = ""
+    priority: int = 0
+    dispatched_items: tuple[int, ...] = ()
+    """Lists the indexes of the media that the router sent to encoders. Cached KV is expected to cover the rest."""
+    emitted: tuple[tuple[int, ...], ...] = ()
+    """Holds, per choice, the tokens that a former attempt already sent (after a migration); it is empty at the first
+    attempt."""
+    side_names: tuple[str, ...] = ()
+    """Names the side tensors that blocks must carry for every position (rows of a hidden layer, for speech)."""
+
+
+class ChoiceResult(Wire, frozen=True):
+    choice: int
+    finish_reason: str
+    """Takes one of the values `stop`, `length` and `abort`."""
+    num_tokens: int
+    """Counts the generated tokens over all attempts, including the end-of-sequence token if one was drawn."""
+
+
+class GenerateResult(Wire, frozen=True):
+    """The worker sends this to the router as the one terminal event of an attempt."""
+
+    worker_id: MemberId
+    choices: tuple[ChoiceResult, ...]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Counts the prompt tokens whose KV the worker found in the prefix cache at admission."""
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    """Sums the seconds of the engine steps that computed prompt tokens of this request."""
+    held_s: float = 0.0
+    """Sums the seconds for which the request waited for a feature at its doorstep, the first placeholder whose unit has
+    not arrived."""
+    first_token_s: float = 0.0
+    """Holds the time from the request's receipt to its first token."""
+    trace: tuple[TraceEvent, ...] = ()
+    error: ErrorInfo | None = None

@@ -1,0 +1,82 @@
+"""Defines the weighted token: what a token costs after a context, in tokens without a context. It is the unit
+in which workers measure their steps and routers predict them.
+
+The arithmetic is a module of its own, so that workers and routers use the same one. It knows nothing of a model except
+its hidden size.
+
+Corrects the predicted cost of a stage by the time that it took: seconds = sum of coefficient * amount.
+
+One correction is a gradient step on the squared error of the logarithm, in the logarithms of the coefficients. The step
+does not depend on scale, keeps all coefficients positive, and corrects each in proportion to its share of the
+prediction, so the estimate follows a machine that became slower, for any amounts. `Memory` says how far one observation
+may move an estimate, by the time between observations. This module knows nothing of what the amounts are; the caller
+passes the time in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, exp2, inf, log
+
+MAX_SURPRISE = 4.0
+"""One observation counts as at most this many times the prediction, and as at least the inverse. So a pause of seconds
+moves an estimate like a small surprise does, while a true change gets through in a few observations."""
+MIN_SHARE = 0.05
+"""Each coefficient with an amount takes at least this share of the error, so that a coefficient that seemed negligible
+can still grow."""
+
+
+def corrected(
+    coefficients: Sequence[float], amounts: Sequence[float], actual_s: float, gain: float
+) -> tuple[float, ...]:
+    """Returns `coefficients` moved by the part `gain` (0 to 1) of the error, given that `amounts` (not negative) took
+    `actual_s`. Values that carry no information (not positive, not finite) change nothing, and a coefficient whose
+    amount is 0 does not change."""
+    parts = [each * amount for each, amount in zip(coefficients, amounts, strict=True)]
+    predicted_s = sum(parts)
+    if not (0.0 < actual_s < inf and 0.0 < predicted_s < inf and min(amounts) >= 0.0):
+        return tuple(coefficients)
+    surprise = min(max(actual_s / predicted_s, 1.0 / MAX_SURPRISE), MAX_SURPRISE)
+    most = 1.0 - MIN_SHARE * (sum(amount > 0.0 for amount in amounts) - 1)
+    shares = [
+        min(max(part / predicted_s, MIN_SHARE), most) if amount > 0.0 else 0.0
+        for part, amount in zip(parts, amounts, strict=True)
+    ]
+    # The step is divided by the squared norm of the shares, so that it takes the same part of the error at any amounts.
+    step = gain * log(surprise) / sum(share * share for share in shares)
+    return tuple(each * exp(step * share) for each, share in zip(coefficients, shares, strict=True))
+
+
+class Memory:
+    """A `Memory` says on how many observations an estimate rests. An observation of a half-life ago counts half, and
+    all together count at most `max_weight`. So a thousand observations of one bad second are forgotten in time, and the
+    first observation after a silence counts for much."""
+
+    def __init__(self, half_life_s: float, max_weight: float) -> None:
+        self._half_life_s = half_life_s
+        self._max_weight = max_weight
+        self._weight = 0.0
+        self._at_s = 0.0
+
+    def gain(self, now_s: float) -> float:
+        """Records an observation now and returns its share of all weight. The share is at most a half, because no
+        single observation is reliable."""
+        kept = self._weight * exp2(-max(0.0, now_s - self._at_s) / self._half_life_s)
+        self._weight, self._at_s = min(kept + 1.0, self._max_weight), now_s
+        return 1.0 / max(self._weight, 2.0)
+
+
+_LINEAR_TO_ATTENTION = 6
+"""Per layer, a token's linear parts cost about 24 * hidden^2 FLOP, and its attention costs 4 * hidden FLOP per token of
+context, so the two are equal at a context of 6 * hidden."""
+
+
+def context_scale_tokens(hidden_size: int) -> float:
+    """Returns the context at which a token's attention costs as much as its linear layers."""
+    return float(_LINEAR_TO_ATTENTION * hidden_size)
+
+
+def weighted_tokens(num_tokens: int, context: int, scale_tokens: float) -> float:
+    """Returns how many tokens at context 0 take as long as `num_tokens` after `context` computed ones: attention makes
+    a token dearer by `context / scale_tokens`. The result is additive over a split."""
+    return num_tokens * (1.0 + (context + 0.5 * num_tokens) / scale_tokens)

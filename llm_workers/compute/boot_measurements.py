@@ -1,0 +1,243 @@
+"""Measures at boot how much device memory a step takes besides weights, KV pages and inbox, by running the largest
+allowed step.
+
+The step uses its whole budget. One sequence at the end of the longest context computes nothing but placeholders. All
+other sequences decode (with drafts), and their contexts fill the pool. Every sequence requests the most expensive draw.
+The step runs before the scheduler owns any block, so it may write anywhere in the pages. On CUDA the allocator reports
+its peak. On a CPU every allocation of torch is counted; memory that a library allocates outside torch is not counted.
+This module knows nothing of requests.
+
+Measures what a step costs on this machine, before the first request, with a few steps on made-up tokens.
+
+It runs before the scheduler owns any block, so it may write anywhere in the KV pages. This module knows nothing of
+requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from fabric.contracts import (
+    Clock,
+    ConfigError,
+    MmHash,
+    RequestId,
+    SamplingParams,
+    SequenceId,
+    UnitKey,
+    context_scale_tokens,
+)
+from llm_workers.compute.attention import Backend
+from llm_workers.compute.paged_kv import PagedKV
+from llm_workers.compute.runner import Runner
+from llm_workers.scheduling import NOT_FINITE_TOKEN, Chunk, Splice, StepCosts, StepPlan, TokenCounts, worker_bytes
+from llm_workers.worker_config import WorkerConfig
+from modalities.family import Family, LanguageModel, ModelShape
+from modalities.torch_dtypes import dtype_name
+
+SIZES = (16, 128)
+"""Lists the prompt lengths in tokens that are measured."""
+DECODES = (1, 8)
+"""Lists the numbers of decoding sequences that are measured; each sequence has one token."""
+NUM_RUNS = 3
+
+
+def calibrate(runner: Runner, family: Family, config: WorkerConfig, costs: StepCosts, clock: Clock) -> None:
+    """Fits `costs` to a few steps of each kind that fits into the limits of the worker. The first run of each kind
+    warms up, and the fastest of the later runs counts, because a pause is not a property of the step.
+
+    Raises ConfigError if the logits of a made-up prompt are not finite. A worker with such weights would be lost with
+    its first request, and its replacement would fail in the same way.
+    """
+    most = min(config.max_step_tokens, config.num_blocks * config.block_size, family.shape.max_model_len)
+    sizes = sorted({min(size, most) for size in SIZES})
+    # The decoded tokens stand at this position, after tokens of a prompt that an earlier plan has computed.
+    at = min(config.block_size, most - 1)
+    numbers = sorted({min(number, most, config.max_sequences) for number in DECODES}) if at else []
+    plans = [StepPlan(0, (_calibration_chunk(family, config.block_size, 0, 0, size),)) for size in sizes]
+    for plan in plans:
+        result = runner.execute(plan)
+        if result.not_finite or NOT_FINITE_TOKEN in chain.from_iterable(result.token_ids.values()):
+            raise ConfigError("logits of a made-up prompt are not finite: the weights can't be used in this dtype")
+    plans += [
+        StepPlan(0, tuple(_calibration_chunk(family, config.block_size, row, at, 1) for row in range(number)))
+        for number in numbers
+    ]
+    scale = context_scale_tokens(family.shape.hidden_size)
+    costs.fit([(plan.work(scale), _seconds(runner, plan, clock)) for plan in plans])
+
+
+def _seconds(runner: Runner, plan: StepPlan, clock: Clock) -> float:
+    runner.execute(plan)
+    seconds = []
+    for _ in range(NUM_RUNS):
+        started_s = clock.now()
+        runner.execute(plan)
+        seconds.append(clock.now() - started_s)
+    return min(seconds)
+
+
+def _calibration_chunk(family: Family, block_size: int, row: int, start: int, num_tokens: int) -> Chunk:
+    """Returns a chunk for row `row`. The chunks of all rows lie in the same blocks."""
+    token_ids = np.zeros(start + num_tokens, dtype=np.int64)
+    return Chunk(
+        sequence_id=SequenceId(RequestId("calibration"), 0, row),
+        start=start,
+        num_tokens=num_tokens,
+        token_ids=token_ids[start:],
+        positions=family.positions(token_ids.tolist(), (), ()).ids[:, start:],
+        block_ids=np.arange(-(-(start + num_tokens) // block_size), dtype=np.int64),
+        splices=(),
+        sampling=SamplingParams(temperature=0.0),
+    )
+
+
+DEAREST = SamplingParams(
+    temperature=1.0, top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1, num_top_logprobs=20, seed=1
+)
+UNIT = UnitKey(MmHash("workspace"), 0)
+_LOG = logging.getLogger(__name__)
+_PROFILING = threading.Lock()
+"""Guards torch's profiler, because there is one per process, and it counts for the thread that started it."""
+
+
+class Workspace(NamedTuple):
+    """Holds the peak memory of one step in bytes, and the bytes that the device had left when the peak was measured."""
+
+    num_bytes: int
+    num_bytes_left: int
+
+
+class _MadeUpFeatures:
+    """Provides one unit (a separately encoded part of a media item) with as many rows as a step may splice. It lies
+    where the inbox lies, outside the measurement."""
+
+    def __init__(self, shape: ModelShape, num_tokens: int, dtype: torch.dtype) -> None:
+        self._rows = torch.zeros(shape.num_levels, num_tokens, shape.hidden_size, dtype=dtype)
+
+    def feature(self, unit: UnitKey) -> torch.Tensor:
+        return self._rows
+
+
+def measure_workspace(
+    model: LanguageModel, kv: PagedKV, backend: Backend, family: Family, config: WorkerConfig
+) -> Workspace:
+    """Runs the largest step once and returns the measured memory. Raises ConfigError if the device has no room for the
+    step."""
+    plan = largest_step(family, config)
+    features = _MadeUpFeatures(family.shape, plan.chunks[0].num_tokens, model.dtype)
+    runner = Runner(model, kv, features, backend)
+    try:
+        num_bytes = peak_bytes(lambda: runner.execute(plan), model.device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"workers: a step of {config.max_step_tokens} tokens and {config.max_sequences} sequences does not fit "
+            f"beside weights and KV on {model.device}: lower max_step_tokens, max_sequences or num_blocks"
+        ) from error
+    workspace = Workspace(num_bytes, bytes_left(model.device))
+    estimated = worker_bytes(family.shape, config, 0, dtype_name(model.dtype)).workspace
+    _LOG.info(
+        "workspace: %.1f MiB measured, %.1f MiB estimated, %.0f MiB left on %s",
+        *(number / 2**20 for number in (num_bytes, estimated, workspace.num_bytes_left)),
+        model.device,
+    )
+    if workspace.num_bytes > workspace.num_bytes_left:
+        raise ConfigError(
+            f"workers: a step takes {workspace.num_bytes} bytes (measured), {model.device} has "
+            f"{workspace.num_bytes_left} left: lower max_step_tokens, max_sequences or num_blocks"
+        )
+    return workspace
+
+
+def largest_step(family: Family, config: WorkerConfig) -> StepPlan:
+    """Returns the largest step. Its first chunk consists of placeholders if the model takes media at all; the contexts
+    of the other chunks together fill the pool. If the pool is too small for so many sequences, fewer sequences fill
+    it."""
+    pool_tokens = config.num_blocks * config.block_size
+    longest = min(family.shape.max_model_len, pool_tokens)
+    num_others = min(config.max_sequences, config.max_step_tokens, pool_tokens) - 1
+    num_drafts = min(config.speculation.max_tokens, max(0, config.max_step_tokens - 1) // max(1, num_others) - 1)
+    num_drafts = max(0, min(num_drafts, pool_tokens // (num_others + 1) - 1))
+    context = min(longest, pool_tokens // (num_others + 1))
+    num_tokens = min(longest, config.max_step_tokens - num_others * (1 + num_drafts))
+    chunks = [_chunk(family, config, 0, longest, num_tokens)]
+    if family.max_items:
+        chunks[0] = replace(chunks[0], splices=(Splice(0, num_tokens, UNIT, 0),))
+    for number in range(1, num_others + 1):
+        chunk = _chunk(family, config, number, context, 1 + num_drafts)
+        chunks.append(replace(chunk, num_drafts=num_drafts))
+    return StepPlan(0, tuple(chunks))
+
+
+def _chunk(family: Family, config: WorkerConfig, number: int, end: int, num_tokens: int) -> Chunk:
+    """Returns a chunk of the last `num_tokens` tokens of a sequence of `end` tokens. The tokens are all different as
+    far as the size of the vocabulary allows."""
+    token_ids = np.arange(end, dtype=np.int64) % family.shape.vocab_size
+    num_axes = family.positions([0], (), ()).ids.shape[0]
+    num_blocks = -(-end // config.block_size)
+    return Chunk(
+        sequence_id=SequenceId(RequestId("workspace"), 0, number),
+        start=end - num_tokens,
+        num_tokens=num_tokens,
+        token_ids=token_ids[end - num_tokens :],
+        positions=np.broadcast_to(np.arange(end - num_tokens, end, dtype=np.int64), (num_axes, num_tokens)).copy(),
+        block_ids=(np.arange(num_blocks, dtype=np.int64) + number * num_blocks) % config.num_blocks,
+        splices=(),
+        sampling=DEAREST,
+        counts=TokenCounts(token_ids, token_ids[:1]),
+    )
+
+
+# ---------------------------------------------------------------- a device's memory
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Returns how many bytes `run` takes on the device at its peak, in addition to the memory in use before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with _PROFILING, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = profiled.profiler.kineto_results.events() if profiled.profiler else []
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return int(max(np.cumsum([0, *(nbytes for _, nbytes in changes)])))
+
+
+def bytes_left(device: torch.device) -> int:
+    """Returns the bytes that are left on the device, or in the machine (or control group) in which this process
+    runs."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    left = _read_number(Path("/proc/meminfo"), "MemAvailable:") * 1024
+    if not left:  # Only Linux says how much is available; elsewhere the size of the machine's memory stands for it.
+        left = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    group = Path("/sys/fs/cgroup")
+    limit, used = _read_number(group / "memory.max"), _read_number(group / "memory.current")
+    return min(left, limit - used + _read_number(group / "memory.stat", "inactive_file")) if limit else left
+
+
+def _read_number(path: Path, name: str = "") -> int:
+    """Returns the number that follows `name` in the file, or the first number if `name` is empty. Returns 0 if there is
+    none."""
+    try:
+        words = path.read_text().split()
+        return int(words[words.index(name) + 1 if name else 0])
+    except (OSError, ValueError):
+        # There is no such file or line, or the value is "max".
+        return 0

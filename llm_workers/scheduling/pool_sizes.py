@@ -1,0 +1,123 @@
+"""Computes how much memory a worker's pools take, and whether they can hold the largest request that the limits allow.
+
+This is arithmetic on a model's shape and a config: it allocates nothing and loads nothing. It knows nothing of a
+device's size or of weights.
+
+Computes what one rank of a worker holds. The module is pure and knows nothing of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fabric.contracts import DTYPE_TO_BYTES, ConfigError
+from fabric.transport import ALIGNMENT_BYTES, HEADER_BYTES
+from llm_workers.worker_config import WorkerConfig
+from modalities.family import ModelShape
+
+
+def check_shares(shape: ModelShape, num_ranks: int) -> None:
+    """Raises ConfigError if the KV heads can't be divided evenly among the ranks: a head is never split or kept
+    twice."""
+    if shape.num_kv_heads % num_ranks:
+        raise ConfigError(
+            f"workers.tensor_parallel is {num_ranks}, which does not divide the model's {shape.num_kv_heads} KV heads"
+        )
+
+
+def kv_heads(shape: ModelShape, num_ranks: int) -> tuple[int, int]:
+    """Returns (number of KV heads of one rank, size of a head), which give the shape of each rank's pages."""
+    return shape.num_kv_heads // num_ranks, shape.head_dim
+
+
+MIN_TEXT_TOKENS = 64
+"""Leaves room for a chat template around one medium, a short question and the first tokens of an answer."""
+NUM_HIDDEN_WIDTHS = 16
+"""Counts the hidden-sized values per token that a decoder layer keeps alive at once: the residual and its norm, q, k, v
+and the attention's output (6), and the gate, up and product of an MLP of three to four hidden sizes (10)."""
+
+
+class LargestItem(NamedTuple):
+    """A `LargestItem` is the largest medium of one modality that passes the limits."""
+
+    modality: str
+    num_tokens: int
+    max_unit_tokens: int
+    """Counts the tokens of the medium's largest unit; units are transferred one by one."""
+    cost: int
+    """Counts the medium's patches or, for a sound, its mel frames."""
+    max_unit_cost: int = 0
+    """Holds the `cost` of the largest unit, which one forward pass must hold."""
+    num_levels: int = 0
+    """Counts the levels of the medium's features, as `MediaItem.num_levels` does; 0 means as many as the model has."""
+
+
+class WorkerBytes(NamedTuple):
+    """Holds byte counts: `workspace` is an estimate, and the others are what the worker allocates."""
+
+    kv: int
+    inbox: int
+    workspace: int
+
+
+def feature_bytes(shape: ModelShape, num_tokens: int, dtype: str, num_levels: int = 0) -> int:
+    """Returns the payload bytes of one unit of shape `(num_levels, num_tokens, hidden_size)`. A `num_levels` of 0 means
+    as many levels as the model has."""
+    return (num_levels or shape.num_levels) * num_tokens * shape.hidden_size * DTYPE_TO_BYTES[dtype]
+
+
+def slot_bytes(payload_bytes: int) -> int:
+    """Returns the bytes that a feature occupies in an arena, with its header and the padding
+    (`fabric.transport.feature_channel`)."""
+    return -(-(HEADER_BYTES + payload_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def arena_room(arena_bytes: int, unit_bytes: int) -> int:
+    """Returns how many units of that payload an empty arena holds."""
+    return arena_bytes // slot_bytes(unit_bytes)
+
+
+def worker_bytes(shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtype: str) -> WorkerBytes:
+    """Returns the bytes of one replica, or of rank 0 of a replica with several ranks."""
+    num_kv_heads, head_dim = kv_heads(shape, config.num_ranks)
+    per_layer = 2 * config.num_blocks * config.block_size * num_kv_heads * head_dim * DTYPE_TO_BYTES[dtype]
+    step_rows = config.max_step_tokens * shape.hidden_size * DTYPE_TO_BYTES[dtype]
+    rows = min(config.max_step_tokens, config.max_sequences * (1 + config.speculation.max_tokens))
+    logits = rows * shape.vocab_size * 4
+    # The workspace is the sum of activations, the features of a step that consists of features alone (copied and
+    # joined), logits with their sorted probabilities, the pages of one layer gathered for attention, and the mask of a
+    # chunk at the end of the longest context.
+    mask = config.max_step_tokens * min(shape.max_model_len, config.num_blocks * config.block_size) * 4
+    workspace = step_rows * (NUM_HIDDEN_WIDTHS + 2 * shape.num_levels) + 3 * logits + per_layer + mask
+    return WorkerBytes(shape.num_layers * per_layer, inbox_bytes, workspace)
+
+
+def shortfalls(
+    shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtype: str, largest: Sequence[LargestItem]
+) -> list[str]:
+    """Returns the reasons why a request with one of these media could never be served, one sentence each; the list is
+    empty when all can be served. No request asks for a medium that is longer than the model's context, so no room
+    beyond the context is demanded."""
+    found = []
+    capacity = config.num_blocks * config.block_size
+    for item in largest:
+        needed_tokens = min(item.num_tokens + MIN_TEXT_TOKENS, shape.max_model_len - 1)
+        if needed_tokens > capacity:
+            found.append(
+                f"workers: num_blocks x block_size is {capacity} tokens; the largest {item.modality} takes "
+                f"{item.num_tokens}, with text {needed_tokens}: num_blocks must be at least "
+                f"{-(-needed_tokens // config.block_size)}"
+            )
+        found += arena_shortfall("workers: inbox_bytes", shape, inbox_bytes, dtype, item)
+    return found
+
+
+def arena_shortfall(name: str, shape: ModelShape, arena_bytes: int, dtype: str, item: LargestItem) -> list[str]:
+    """Returns one sentence that says why the arena of that name could never hold the item's largest unit, or an empty
+    list if it can."""
+    num_tokens = min(item.max_unit_tokens, shape.max_model_len - 1)
+    needed_bytes = slot_bytes(feature_bytes(shape, num_tokens, dtype, item.num_levels))
+    if arena_bytes - arena_bytes % ALIGNMENT_BYTES >= needed_bytes:
+        return []
+    return [f"{name} is {arena_bytes}; one feature of the largest {item.modality} takes {needed_bytes}"]

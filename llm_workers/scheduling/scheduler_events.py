@@ -1,0 +1,142 @@
+"""Keeps the counters of one scheduler's life, which only grow. This module knows nothing of their readers.
+
+Defines what the scheduler reports to the engine: answers to `add`, events of a step, and counters.
+
+The types here are plain values. A sequence is "at its doorstep" while the feature of its next token has not landed, so
+that it can compute nothing. This module knows nothing of how the values come about.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fabric.contracts import SequenceId, TokenLogprobs, UnitKey
+
+NOT_COVERED = "not_covered"
+PREEMPTED = "preempted"
+
+
+class SequenceTimes(NamedTuple):
+    """Holds durations in seconds. `queue_s` lasts from the sequence's arrival to the first step with a chunk of it.
+    `prefill_s` is the time of the steps that computed prompt tokens of it. `held_s` is the time at its doorstep.
+    `first_token_s` lasts from its arrival to its first new token (0 if there was none). `total_s` lasts from its
+    arrival until now, or until its end."""
+
+    queue_s: float
+    prefill_s: float
+    held_s: float
+    first_token_s: float
+    total_s: float = 0.0
+
+
+class SequenceTokens(NamedTuple):
+    """Holds the new tokens of one sequence. `first_index` counts generated tokens over all attempts."""
+
+    sequence_id: SequenceId
+    first_index: int
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Holds one entry per token if the request wants log-probabilities, else none."""
+
+
+class FinishedSequence(NamedTuple):
+    sequence_id: SequenceId
+    finish_reason: str
+    """Is `stop` or `length`."""
+    num_tokens: int
+    """Counts the tokens generated over all attempts, the end-of-sequence token included."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Counts the prompt tokens that were found in the prefix cache before the sequence's first step."""
+    times: SequenceTimes
+
+
+class PrefillProgress(NamedTuple):
+    """Says that the prompt tokens `[start, end)` were computed."""
+
+    sequence_id: SequenceId
+    start: int
+    end: int
+
+
+class NextRead(NamedTuple):
+    """Says where an attempt needs a unit next. Values are ordered: of two reads of an attempt, the smaller one comes
+    first."""
+
+    choice: int
+    position: int
+    """This is the index of the first token of the run of placeholders."""
+
+
+class NeededUnit(NamedTuple):
+    sequence_id: SequenceId
+    unit: UnitKey
+    reason: str
+
+
+class AdmittedSequences(NamedTuple):
+    """An `AdmittedSequences` is the scheduler's answer to `add`."""
+
+    sequence_ids: tuple[SequenceId, ...]
+    """Holds one id per choice that runs."""
+    num_cached_tokens: int
+    """Counts the prompt tokens of the first choice that were found in the prefix cache."""
+    missing_units: tuple[UnitKey, ...]
+    """Holds the units that some choice needs and that have not landed, in the order of their spans."""
+    reason: str
+    """Names the reason for those missing units that were not dispatched to an encoder for this attempt."""
+    finished: tuple[FinishedSequence, ...] = ()
+    """Holds the choices that an earlier attempt had already brought to their end; they do not run, and no event follows
+    for them."""
+
+
+class StepEvents(NamedTuple):
+    tokens: tuple[SequenceTokens, ...]
+    finished: tuple[FinishedSequence, ...]
+    prefill: tuple[PrefillProgress, ...]
+    at_doorstep: tuple[SequenceId, ...]
+    """Holds the sequences that arrived at their doorstep with this step."""
+    preempted: tuple[SequenceId, ...]
+
+
+class SchedulerStats(NamedTuple):
+    """Holds the fields of WorkerReport that the scheduler knows, under the same names."""
+
+    num_running: int
+    """Counts the sequences that have begun, including those at their doorstep."""
+    num_waiting: int
+    num_at_doorstep: int
+    queued_tokens: int
+    num_decoding: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    num_features: int
+    steps: int
+    tokens_generated: int
+    prompt_tokens_computed: int
+    prefix_hit_tokens: int
+    prefix_query_tokens: int
+    num_preemptions: int
+    drafts_proposed: int = 0
+    drafts_accepted: int = 0
+    queued_flat_tokens: float = 0.0
+
+
+@dataclass(slots=True)
+class SchedulerTally:
+    steps: int = 0
+    """Counts the committed steps."""
+    tokens_generated: int = 0
+    prompt_tokens_computed: int = 0
+    """Counts the computed prompt tokens; recomputed ones count again."""
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    """`prefix_query_tokens` is the number of prompt tokens of sequences that have begun, and `prefix_hit_tokens` is the
+    number of those among them that were found in the prefix cache."""
+    num_preemptions: int = 0
+    drafts_proposed: int = 0
+    drafts_accepted: int = 0
+    """These two count the guessed tokens that were computed (`drafts_proposed`), and those of them that were right and
+    were sent (`drafts_accepted`)."""

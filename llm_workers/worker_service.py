@@ -1,0 +1,347 @@
+"""Runs one LLM worker: it takes requests and sends token frames. It connects the engine thread, the receiver and the
+table of the routers.
+
+The service runs in one event loop, where the updates of the engine arrive with one call per turn. It makes no
+decisions: the scheduler decides what to compute, and the feature store decides what to pull. It runs with or without
+Ray, and this module knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from fabric.contracts import (
+    AbortAttempt,
+    Aborted,
+    AttemptId,
+    Clock,
+    GenerateRequest,
+    GenerateResult,
+    InvalidRequest,
+    KvEvents,
+    KvSnapshot,
+    Member,
+    MemberId,
+    PlaneMessage,
+    ProtocolError,
+    RouterHeartbeat,
+    SnapshotRequest,
+    UnitReady,
+    WeftError,
+    WorkerLost,
+    WorkerReport,
+    context_scale_tokens,
+)
+from fabric.transport import FeatureSink, Plane, RouterTable
+from llm_workers.compute import (
+    PagedKV,
+    ReferencedFeatures,
+    Runner,
+    RunTimes,
+    calibrate,
+    make_side_rows,
+    measure_workspace,
+    select_backend,
+    with_graphs,
+)
+from llm_workers.engine import Engine, StepTimes
+from llm_workers.engine_updates import Update
+from llm_workers.features import FeatureEndpoint, Listener, Peers, Receiver
+from llm_workers.open_calls import OpenAttempt, OpenCalls
+from llm_workers.sampling import GrammarCompiler
+from llm_workers.scheduling import Guide, Scheduler, kv_heads
+from llm_workers.worker_config import WorkerConfig
+from llm_workers.worker_reports import WorkerReporter
+from modalities.family import Family, LanguageModel
+
+_LOG = logging.getLogger(__name__)
+
+
+class WorkerService:
+    """A `WorkerService` is one LLM worker. Its owner calls `start`, then `generate` any number of times concurrently,
+    then `stop`."""
+
+    def __init__(
+        self,
+        member_id: MemberId,
+        config: WorkerConfig,
+        family: Family,
+        model: LanguageModel,
+        plane: Plane,
+        sink: FeatureSink,
+        clock: Clock,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        """Allocates the KV pages on the model's device. Without `grammars`, the worker refuses structured output."""
+        self._grammars = grammars
+        self._member_id, self._config, self._family, self._clock = member_id, config, family, clock
+        self._plane, self._sink = plane, sink
+        shape = family.shape
+        heads = kv_heads(shape, config.num_ranks)
+        kv = PagedKV(shape.num_layers, config.num_blocks, config.block_size, heads, model.dtype, model.device)
+        scheduler = Scheduler(config, shape.max_model_len, clock, context_scale_tokens(shape.hidden_size))
+        backend = select_backend("auto", kv)
+        self._measure = partial(measure_workspace, model, kv, backend, family, config)
+        if config.cuda_graphs == "auto" and config.num_ranks == 1 and not config.side_layers:
+            model = with_graphs(model, kv, shape.max_model_len)
+        features = ReferencedFeatures(scheduler.references)
+        self._runner = Runner(model, kv, features, backend, make_side_rows(model, kv, config.side_layers))
+        self._engine = Engine(scheduler, self._runner, clock, self._post)
+        self._calls = OpenCalls(member_id, plane, clock)
+        endpoint = FeatureEndpoint(member_id, plane, sink, clock)
+        listener = Listener(self._calls.unit_event, self._calls.needed, self._fail)
+        self._receiver = Receiver(endpoint, config, (shape.num_levels, shape.hidden_size), self._engine, listener)
+        self._routers = RouterTable(plane, clock)
+        self._reporter = WorkerReporter(member_id, config, scheduler.stats(), sink, self._receiver.store.host_cache)
+        self._peers = Peers(plane, sink, self._receiver)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._ticker: asyncio.Task[None] | None = None
+        self._is_report_due = False
+        self._is_stopping = False
+        self._on_loss: Callable[[], None] = lambda: None
+        self._aborts_before_admission: dict[AttemptId, list[Sequence[int]]] = {}
+        """Holds aborts of attempts whose grammar is still being compiled, because the engine does not know these
+        attempts yet."""
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> None:
+        """Calibrates with a few forward passes in a separate thread, then takes requests. Raises ConfigError if the
+        model's numbers are not finite or if there is no room for the largest step."""
+        self._loop = asyncio.get_running_loop()
+        await asyncio.to_thread(calibrate, self._runner, self._family, self._config, self._reporter.costs, self._clock)
+        if self._config.is_workspace_measured:
+            # This runs in the thread that imported torch, because torch's profiler complains in other threads.
+            self._measure()
+        self._receiver.start()
+        self._engine.start()
+        self._plane.start(self._on_message)
+        self._ticker = asyncio.create_task(self._tick(), name=f"{self._member_id}-ticker")
+
+    async def stop(self) -> None:
+        """Ends every open call with WorkerLost, stops the engine after its current step, and frees the inbox slots. The
+        call is idempotent."""
+        self._is_stopping = True
+        for attempt_id in self._calls.attempts():
+            self._fail(attempt_id, WorkerLost("the worker is stopping"))
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticker
+        await asyncio.to_thread(self._engine.stop)
+        self._receiver.stop()
+        self._loop = None
+
+    def on_lost(self, call: Callable[[], None]) -> None:
+        """Registers `call`, which runs once in the event loop when the worker is lost, or at once if the worker is
+        already lost. The owner uses it to remove the worker from the directory."""
+        self._on_loss = call
+        if self._reporter.is_lost:
+            call()
+
+    def lose(self, error: WeftError) -> None:
+        """Marks the worker as lost: it computes nothing any more. Its calls end with `error`, its reports say that it
+        is lost, and its owner is notified. A second call has no further effect."""
+        self._calls.fail_all(error)
+        if not self._reporter.is_lost:
+            self._reporter.is_lost = True
+            self._report()
+            self._on_loss()
+
+    def check_health(self) -> None:
+        """Raises WorkerLost if the engine, the message plane or the feature channel has died, and EngineFailed if the
+        engine was stopped."""
+        self._engine.check_health()
+        if not self._plane.is_alive:
+            raise WorkerLost("the message plane has died")
+        if not self._sink.is_alive:
+            raise WorkerLost("the feature channel has died")
+
+    @property
+    def num_units_held(self) -> int:
+        """Returns the number of announcements, running pulls and landed units; it is 0 when the worker is idle. A unit
+        is one separately encoded part of a media item."""
+        return self._receiver.store.num_held
+
+    @property
+    def step_times(self) -> StepTimes:
+        """Returns how the engine has spent its time since the start."""
+        return self._engine.times
+
+    @property
+    def run_times(self) -> RunTimes:
+        """Returns how the execution time of the engine is divided."""
+        return self._runner.times
+
+    # ------------------------------------------------------------ calls
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        """Processes a request until its terminal event. The result also contains failures. Cancelling this call aborts
+        the attempt."""
+        attempt_id = AttemptId(request.request_id, request.attempt)
+        if attempt_id in self._calls:
+            error = ProtocolError("this attempt is open already")
+            return OpenAttempt(self._member_id, request, self._clock.now()).result(error)
+        call = self._calls.open(request)
+        self._routers.expect(request.router_id)
+        try:
+            guide = await self._guide(attempt_id, request) if request.sampling.grammar else None
+            self._admit(attempt_id, request, guide)
+            return await call.future
+        except asyncio.CancelledError:
+            self._engine.abort(attempt_id)
+            raise
+        finally:
+            self._calls.close(attempt_id)
+            self._receiver.end(attempt_id)
+            self._aborts_before_admission.pop(attempt_id, None)
+
+    async def _guide(self, attempt_id: AttemptId, request: GenerateRequest) -> Guide | None:
+        """Compiles the request's grammar in a separate thread. Fails the call and returns None if the grammar can't be
+        used."""
+        self._aborts_before_admission[attempt_id] = []
+        try:
+            if self._grammars is None:
+                raise InvalidRequest("this worker makes no structured output")
+            return await asyncio.to_thread(self._grammars.compile, request.sampling.grammar)
+        except WeftError as error:
+            self._calls.fail(attempt_id, error)
+            return None
+
+    def _admit(self, attempt_id: AttemptId, request: GenerateRequest, guide: Guide | None) -> None:
+        try:
+            if self._is_stopping:
+                raise WorkerLost("the worker is stopping")
+            if self._calls.is_refused(attempt_id):
+                raise Aborted("the attempt was aborted before it came")
+            self._engine.check_health()
+            positions = self._family.positions(request.token_ids, request.placeholders, request.media)
+            self._receiver.expect(attempt_id, request)
+        except WeftError as error:
+            self._calls.fail(attempt_id, error)
+        else:
+            if not self._calls.is_ended(attempt_id):
+                # The call has already ended if a feature that is present differs from the plan of the attempt.
+                self._engine.add(request, positions, guide)
+                for choices in self._aborts_before_admission.pop(attempt_id, ()):
+                    self._engine.abort(attempt_id, choices)
+
+    def _fail(self, attempt_id: AttemptId, error: WeftError) -> None:
+        self._engine.abort(attempt_id)
+        self._calls.fail(attempt_id, error)
+
+    def report(self) -> WorkerReport:
+        """Returns a report of the state after the engine's last turn."""
+        return self._reporter.report()
+
+    def update_members(self, members: Sequence[Member]) -> None:
+        """Takes the list of current members. A peer that is no longer in it counts as confirmed dead, and the worker
+        gives up everything that waits for it."""
+        for router_id in self._peers.update(members):
+            self._router_gone(router_id)
+        if (own := self._peers.get(self._member_id)) is not None:
+            self._reporter.epoch = own.epoch
+
+    # ------------------------------------------------------------ messages
+
+    def _on_message(self, message: PlaneMessage) -> None:
+        if isinstance(message, UnitReady):
+            self._receiver.announce(message)
+        elif isinstance(message, AbortAttempt):
+            self._abort(AttemptId(message.request_id, message.attempt), message.choices)
+        elif isinstance(message, RouterHeartbeat):
+            if self._routers.heartbeat(message):
+                self._plane.send(message.address, self.report())
+                self._engine.request_snapshot(message.address)
+        elif isinstance(message, SnapshotRequest):
+            self._engine.request_snapshot(message.address)
+        else:
+            _LOG.warning("a worker takes no %s", type(message).__name__)
+
+    def _abort(self, attempt_id: AttemptId, choices: Sequence[int]) -> None:
+        """Aborts an attempt or some of its choices. An attempt whose call has not arrived yet is refused when it
+        arrives."""
+        if attempt_id in self._calls:
+            self._aborts_before_admission.get(attempt_id, []).append(choices)
+            self._engine.abort(attempt_id, choices)
+        elif not choices:
+            self._calls.refuse(attempt_id)
+
+    def _router_gone(self, router_id: MemberId) -> None:
+        self._routers.forget(router_id)
+        for attempt_id in self._calls.of_router(router_id):
+            self._abort(attempt_id, ())
+
+    # ------------------------------------------------------------ the engine's side
+
+    def _post(self, update: Update) -> None:
+        """Passes an update to the event loop. It runs in the engine's thread."""
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._apply, update)
+
+    def _apply(self, update: Update) -> None:
+        """Applies an update in the order in which its events happened: an attempt that was admitted after the release
+        of a unit may miss that unit."""
+        if update.death is not None:
+            self.lose(update.death)
+            return
+        self._receiver.distrust(update.distrusted)
+        for released in update.released:
+            self._receiver.release(released)
+        self._receiver.update_reads(update.reads)
+        for attempt_id, admission in update.admitted:
+            self._receiver.admit(attempt_id, admission.missing_units)
+        for sequence_id, unit, reason in update.needed:
+            self._receiver.need(sequence_id.attempt_id, unit, reason)
+        self._calls.apply(update)
+        self._receiver.settle()
+        self._reporter.take(update)
+        self._send_kv(update)
+        has_ended = update.failed or update.aborted or (update.events is not None and update.events.finished)
+        if update.admitted or update.released or has_ended:
+            self._report_soon()
+
+    def _send_kv(self, update: Update) -> None:
+        epoch = self._reporter.epoch
+        if update.kv_events:
+            self._routers.broadcast(KvEvents(self._member_id, epoch, update.kv_first_seq, tuple(update.kv_events)))
+        for address, last_seq, chains in update.snapshots:
+            self._plane.send(address, KvSnapshot(self._member_id, epoch, last_seq, tuple(chains)))
+
+    # ------------------------------------------------------------ time
+
+    async def _tick(self) -> None:
+        """Checks leases, releases announcements that no request claims, and sends reports at regular intervals."""
+        while True:
+            await asyncio.sleep(self._config.report_interval_s)
+            for router_id in self._routers.take_expired():
+                self._router_gone(router_id)
+            self._receiver.settle()
+            self._check_at_rest()
+            self._report()
+
+    def _check_at_rest(self) -> None:
+        """Loses the worker if the feature store contradicts itself, because it may then free what the engine reads."""
+        try:
+            self._receiver.check_at_rest()
+        except AssertionError:
+            _LOG.exception("the feature store is inconsistent")
+            self.lose(WorkerLost("the feature store is inconsistent"))
+
+    def _report_soon(self) -> None:
+        """Schedules a report. It sends at most one report per turn of the event loop, regardless of the number of
+        changes."""
+        if not self._is_report_due and self._loop is not None:
+            self._is_report_due = True
+            self._loop.call_soon(self._report)
+
+    def _report(self) -> None:
+        self._is_report_due = False
+        if self._loop is not None and len(self._routers):
+            self._routers.broadcast(self.report())
+        self._reporter.forget_ended(self._calls.attempts())

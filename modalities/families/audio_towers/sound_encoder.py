@@ -1,0 +1,128 @@
+"""Encodes the spectrograms of many sounds into features, in one packed forward pass.
+
+This module knows nothing of requests or queues, and of no particular tower.
+
+Computes attention within segments of packed rows, called by transformers' own attention modules.
+
+A tower's layers receive all rows in one sequence and the keyword `segments`: a row sees only the rows of its own
+segment. Segments of equal length are computed together. This module knows nothing of particular models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fabric.contracts import ConfigError
+from modalities.checkpoint_files import names_of_others
+from modalities.families.causal_lm.language_model import PartNames, load_part
+from modalities.family import EncoderInput
+
+ATTENTION_NAME = "weft_segments"
+
+
+class Segments:
+    """Holds the lengths of consecutive segments, and the indexes of the rows of all segments of equal length."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self.lengths = list(lengths)
+        starts = torch.tensor([0, *self.lengths]).cumsum(0)
+        counts = torch.tensor(self.lengths)
+        self.groups: list[torch.Tensor] = [
+            (starts[:-1][counts == length][:, None] + torch.arange(length)).to(device)
+            for length in sorted(set(self.lengths))
+        ]
+        """Holds the indexes of rows, one tensor for each length. Each is int64 and has shape
+        `(num_segments, length)`."""
+        self.whole = torch.tensor([0, sum(self.lengths)])
+        """Holds the bounds of all rows as one sequence, for modules that would otherwise cut the rows themselves."""
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    segments: Segments | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes the attention within each segment; transformers' attention modules call this function.
+
+    `query` has shape `(1, num_heads, num_rows, head_dim)`, the result `(1, num_rows, num_heads, head_dim)`. Raises
+    ConfigError if `segments` is missing."""
+    if segments is None:
+        raise ConfigError("the segmented attention was called without its segments")
+    packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    out = torch.empty_like(packed[0])
+    for rows in segments.groups:
+        q, k, v = (tensor[rows].transpose(1, 2) for tensor in packed)
+        out[rows] = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2)
+    return out[None], None
+
+
+def register_attention() -> str:
+    """Registers `attend` with transformers for this process and returns its name. The function is idempotent."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, attend)
+    return ATTENTION_NAME
+
+
+_TOWER_NAMES = PartNames({r"^(thinker\.)?(model\.)?audio_tower\.": ""}, names_of_others("sound"))
+
+
+class RowsOf(Protocol):
+    def __call__(self, tower: Any, inputs: Sequence[EncoderInput], /) -> Sequence[torch.Tensor]:
+        """Returns the rows of each unit. Each tensor has shape `(num_tokens, hidden)`."""
+        ...
+
+
+class SoundEncoder:
+    """Implements `modalities.family.EncoderModel`. It runs one forward pass at a time and is not thread-safe."""
+
+    def __init__(self, tower: PreTrainedModel, rows_of: RowsOf) -> None:
+        self._tower, self._rows_of = tower, rows_of
+
+    @torch.no_grad()
+    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        """Returns the features of each unit, with shape `(1, num_tokens, hidden)`: sounds have no DeepStack levels.
+        Units do not attend to each other."""
+        return [rows[None].contiguous() for rows in self._rows_of(self._tower, inputs)] if inputs else []
+
+
+def load_tower(
+    kind: type[PreTrainedModel], model_dir: Path, config: PreTrainedConfig, place: tuple[str, str]
+) -> PreTrainedModel:
+    """Loads an Omni model's audio tower, with the attention of `modalities.families.audio_towers.sound_encoder`.
+    `config` is the model's `audio_config`; `place` is (device, dtype). Raises ConfigError if a weight is missing."""
+    tower: PreTrainedModel = load_part(kind, model_dir, config, _TOWER_NAMES, place, register_attention())
+    return tower
+
+
+def batched(pieces: Sequence[np.ndarray], num_frames: int, like: torch.Tensor) -> torch.Tensor:
+    """Stacks spectrograms of shape `(n, num_bins)`, with `n` at most `num_frames`, and pads them with zeros. The result
+    has shape `(len(pieces), num_bins, num_frames)` and the device and dtype of `like`."""
+    batch = np.zeros((len(pieces), pieces[0].shape[1], num_frames), dtype=np.float32)
+    for index, piece in enumerate(pieces):
+        batch[index, :, : len(piece)] = piece.T
+    return torch.from_numpy(batch).to(like.device, like.dtype)
+
+
+def taken(batch: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+    """Returns the first `counts[i]` rows of each `batch[i]`, packed. `batch` has shape `(n, num_rows, width)`, the
+    result `(sum(counts), width)`."""
+    return torch.cat([rows[:count] for rows, count in zip(batch, counts, strict=True)])
+
+
+def pooled_pairs(rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+    """Returns the means of pairs of rows within each packed unit; unit `i` has `counts[i]` rows. An odd last row is
+    dropped."""
+    units = rows.split(list(counts))
+    return [(unit[0 : 2 * (len(unit) // 2) : 2] + unit[1::2]) / 2 for unit in units]

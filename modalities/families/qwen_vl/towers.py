@@ -1,0 +1,328 @@
+"""Runs the encoders: they turn patches of many pictures or frames, and spectrograms, into features. The module knows
+nothing of requests and queues.
+
+Loads parts of a Qwen vision checkpoint as transformers modules. Only this module knows the checkpoints' weight
+names. It knows nothing of how a part computes.
+
+Rebuilds the blocks of the Qwen-VL families' vision towers from their own weights, with few large operations.
+
+Query, key and value are one product and are rotated together; residuals and gate are computed within the products;
+windows of one size attend in one call; the convolution over patches, which do not overlap, is computed as the product
+that it equals. Blocks, mergers and patch embedding take and return what the original ones did, so the tower around them
+remains that of transformers. This module knows nothing of requests and checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fabric.contracts import ConfigError
+from modalities.checkpoint_files import names_of_others
+from modalities.families.causal_lm.fused_layers import GatedMlp, RowNorm, rotate
+from modalities.families.causal_lm.language_model import PartNames, load_part
+from modalities.families.causal_lm.projection import project, projection_of
+from modalities.families.qwen_vl.layout import AUDIO, IMAGE, VIDEO, QwenVLConfig
+from modalities.family import EncoderInput, EncoderModel
+from modalities.media import VideoRows
+from modalities.video_features import thinned
+
+_VISION_NAMES = {r"^(thinker\.)?(model\.)?visual\.": ""}
+_TEXT_NAMES = {
+    r"^thinker\.lm_head\.": "lm_head.",
+    r"^(thinker\.)?model\.language_model\.": "model.",
+    r"^thinker\.model\.": "model.",
+}
+# This implementation sorts tokens by expert and sums each token's experts in a fixed order. `eager` adds with atomics
+# on CUDA, so its sums depend on the batch; `batched_mm` copies the weights once per token.
+_EXPERTS = "grouped_mm"
+
+
+LoadSound = Callable[[Path, PreTrainedConfig, QwenVLConfig, tuple[str, str]], EncoderModel]
+"""Loads the encoder of sounds; its parameters are the model directory, `audio_config`, the family's config, and
+(device, dtype)."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Holds a family's transformers classes."""
+
+    config: type[PreTrainedConfig]
+    """Names the config class of the model with vision and text."""
+    tower: type[PreTrainedModel]
+    text_model: type[PreTrainedModel]
+    whole_config: type[PreTrainedConfig] | None = None
+    """Names the config class of a checkpoint that holds the model as its thinker (the part of an omni model that reads
+    media and writes text); None for a family that has no such checkpoints."""
+    has_experts: bool = False
+    load_sound: LoadSound | None = None
+    """Loads the encoder of sounds; None for a family that takes no sound."""
+
+    def load_vision_tower(self, model_dir: Path, config: QwenVLConfig, device: str, dtype: str) -> PreTrainedModel:
+        """Loads the vision tower on `device`, in evaluation mode. Raises ConfigError."""
+        kind = type("VisionTower", (self.tower,), {})
+        vision_config = self._model_config(model_dir, config).vision_config
+        names = PartNames(_VISION_NAMES, names_of_others("vision"))
+        return load_part(kind, model_dir, vision_config, names, (device, dtype), "sdpa")
+
+    def load_sound_tower(self, model_dir: Path, config: QwenVLConfig, place: tuple[str, str]) -> EncoderModel:
+        """Loads the encoder of sounds; `place` is (device, dtype). Raises ConfigError, also for a family that does not
+        take sound."""
+        if self.load_sound is None:
+            raise ConfigError(f"{model_dir} has no audio tower")
+        audio_config = self._model_config(model_dir, config).audio_config
+        return self.load_sound(model_dir, audio_config, config, place)
+
+    def load_text_half(
+        self, model_dir: Path, config: QwenVLConfig, device: str, dtype: str, attention_name: str
+    ) -> PreTrainedModel:
+        """Loads the text half, with `model` and `lm_head`; its attention is the function registered as
+        `attention_name`. Raises ConfigError."""
+        model_config = self._model_config(model_dir, config)
+        text_config = model_config.text_config
+        text_config.tie_word_embeddings = bool(model_config.tie_word_embeddings)
+        if self.has_experts:
+            text_config.output_router_logits = False
+        kind = text_half_of(self.text_model)
+        names = PartNames(_TEXT_NAMES, names_of_others("text"))
+        part = load_part(kind, model_dir, text_config, names, (device, dtype), attention_name)
+        if self.has_experts:
+            part.model.set_experts_implementation(_EXPERTS)
+        return part
+
+    def _model_config(self, model_dir: Path, config: QwenVLConfig) -> PreTrainedConfig:
+        try:
+            if config.is_thinker_only or self.whole_config is None:
+                return self.config.from_pretrained(model_dir, local_files_only=True)
+            return self.whole_config.from_pretrained(model_dir, local_files_only=True).thinker_config
+        except (OSError, ValueError, TypeError) as error:
+            raise ConfigError(f"can't read the config of {model_dir}: {error}") from error
+
+
+def text_half_of(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """Returns a class that holds a text model and its head, without the encoders."""
+    # The base class is the family's PreTrainedModel, which knows the initial weights and the supported attention.
+    (family,) = text_model.__bases__
+
+    class TextHalf(family):  # type: ignore[misc, valid-type]
+        config_class = text_model.config_class
+        input_modalities = ("text",)
+        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers' attribute)
+
+        def __init__(self, config: PreTrainedConfig) -> None:
+            super().__init__(config)
+            self.model = text_model(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+    return TextHalf
+
+
+BLOCKS = frozenset(
+    {
+        "Qwen2VLVisionBlock",
+        "Qwen2_5_VLVisionBlock",
+        "Qwen2_5OmniVisionBlock",
+        "Qwen3VLVisionBlock",
+        "Qwen3OmniMoeVisionBlock",
+    }
+)
+"""Lists the classes of transformers 5.23 whose blocks are norm, attention, sum, norm, MLP, sum."""
+
+
+def fused_tower(tower: Any) -> Any:
+    """Replaces the blocks, the patch embedding and the mergers' products of `tower`, a vision tower of transformers, in
+    place, and returns it. Blocks that are not known here stay unchanged."""
+    for index, block in enumerate(tower.blocks):
+        if type(block).__name__ in BLOCKS:
+            tower.blocks[index] = FusedVisionBlock(block)
+    tower.patch_embed = PatchEmbedding(tower.patch_embed.proj)
+    for merger in (tower.merger, *getattr(tower, "deepstack_merger_list", ())):
+        _project_linears(merger)
+    return tower
+
+
+class FusedVisionBlock(nn.Module):
+    """Computes one block. Its input stays unchanged."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.before_attention, self.before_mlp = _norm(block.norm1), _norm(block.norm2)
+        self.attention = FusedVisionAttention(block.attn)
+        self.mlp = _mlp(block.mlp)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        **_: Any,
+    ) -> torch.Tensor:
+        """Takes and returns `(num_patches, hidden)`. Patches attend within the segments that start at `cu_seqlens`
+        `(num_segments + 1,)`; the rotary table is (cos, sin), each `(num_patches, head_dim)`."""
+        hidden = self.attention(self.before_attention(hidden_states), hidden_states, cu_seqlens, position_embeddings)
+        out: torch.Tensor = self.mlp(self.before_mlp(hidden), hidden)
+        return out
+
+
+class FusedVisionAttention(nn.Module):
+    """Computes the attention of one block, its residual included."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        self.num_heads, self.head_dim, self.scaling = attention.num_heads, attention.head_dim, attention.scaling
+        if hasattr(attention, "qkv"):
+            self.inputs = project(attention.qkv)
+        else:
+            self.inputs = project(attention.q, attention.k, attention.v)
+        self.output = project(attention.proj)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        table: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Takes and returns `(num_patches, hidden)`."""
+        heads = self.inputs(x).view(x.shape[0], -1, self.head_dim)
+        rotated, v = heads.split([2 * self.num_heads, self.num_heads], dim=1)
+        cos, sin = (each.float()[None] for each in table)
+        q, k = rotate(rotated.float(), cos, sin).to(x.dtype).split(self.num_heads, dim=1)
+        attended = attend_within(q, k, v, cu_seqlens.diff().tolist(), self.scaling)
+        return self.output.plus(attended.flatten(1), residual)
+
+
+def attend_within(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scaling: float
+) -> torch.Tensor:
+    """Computes attention without a mask within consecutive segments of `lengths` rows; each tensor has shape
+    `(num_rows, num_heads, head_dim)`. Neighbouring segments of one length are computed in one call."""
+    done, start = [], 0
+    for length, run in groupby(lengths):
+        end = start + length * len(list(run))
+        queries, keys, values = (each[start:end].unflatten(0, (-1, length)).transpose(1, 2) for each in (q, k, v))
+        attended = scaled_dot_product_attention(queries, keys, values, scale=scaling)
+        done.append(attended.transpose(1, 2).flatten(0, 1))
+        start = end
+    return done[0] if len(done) == 1 else torch.cat(done)
+
+
+class PlainMlp(nn.Module):
+    """Computes second(activation(first(x))), and adds the residual."""
+
+    def __init__(self, first: nn.Linear, activation: nn.Module, second: nn.Linear) -> None:
+        super().__init__()
+        self.first, self.activation, self.second = project(first), activation, project(second)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return self.second.plus(self.activation(self.first(x)), residual)
+
+
+class PatchEmbedding(nn.Module):
+    """Computes the patch embedding as a product: its convolution's kernel is as large as a patch, and so are its
+    strides."""
+
+    def __init__(self, convolution: nn.Conv3d) -> None:
+        super().__init__()
+        assert convolution.stride == convolution.kernel_size
+        self.projection = projection_of(convolution.weight.detach().flatten(1), convolution.bias)
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        """Maps `(num_patches, values of a patch)` to `(num_patches, hidden)`."""
+        projected: torch.Tensor = self.projection(patches)
+        return projected
+
+
+def _norm(norm: nn.Module) -> nn.Module:
+    return norm if isinstance(norm, nn.LayerNorm) else RowNorm(norm)
+
+
+def _mlp(mlp: Any) -> nn.Module:
+    if hasattr(mlp, "gate_proj"):
+        return GatedMlp(mlp)
+    if hasattr(mlp, "fc1"):
+        return PlainMlp(mlp.fc1, mlp.act, mlp.fc2)
+    return PlainMlp(mlp.linear_fc1, mlp.act_fn, mlp.linear_fc2)
+
+
+def _project_linears(part: nn.Module) -> None:
+    """Replaces the linear layers of `part`, which must give them rows `(n, in_features)`."""
+    for parent in list(part.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, project(child))
+
+
+class VisionEncoder:
+    """Implements `modalities.family.EncoderModel`. Only one forward pass may run at a time: the class is not
+    thread-safe."""
+
+    def __init__(self, tower: PreTrainedModel, has_deepstack: bool) -> None:
+        self._tower, self._has_deepstack = tower, has_deepstack
+
+    @torch.no_grad()
+    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        """Returns, per unit, `(1 + num_deepstack_levels, num_tokens, hidden)`: level 0 replaces the embedding, and
+        level i is added to the hidden states after layer i - 1 of the text model. Pictures do not attend to each other,
+        and neither do the temporal patches of a video."""
+        if not inputs:
+            return []
+        pixels = torch.from_numpy(np.concatenate([unit.pixels for unit in inputs]))
+        grids = torch.tensor([unit.grid for unit in inputs], dtype=torch.int64)
+        output = self._tower(
+            pixels.to(self._tower.device, self._tower.dtype), grid_thw=grids.to(self._tower.device), return_dict=True
+        )
+        deepstack = output.deepstack_features if self._has_deepstack else ()
+        levels = torch.stack([output.pooler_output, *deepstack])
+        num_tokens = (grids.prod(-1) // self._tower.spatial_merge_size**2).tolist()
+        features = zip(inputs, levels.split(num_tokens, dim=1), strict=True)
+        return [_thinned(unit, feature).contiguous() for unit, feature in features]
+
+
+class OmniEncoder:
+    """Holds one tower per modality. Implements `modalities.family.EncoderModel` as the towers do."""
+
+    def __init__(self, modality_to_encoder: Mapping[str, EncoderModel]) -> None:
+        self._modality_to_encoder = modality_to_encoder
+
+    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        """Encodes the inputs, which all have one modality, with the tower of that modality."""
+        return self._modality_to_encoder[inputs[0].modality].encode(inputs) if inputs else []
+
+
+def load_encoder(
+    checkpoint: Checkpoint,
+    model_dir: Path,
+    config: QwenVLConfig,
+    place: tuple[str, str],
+    modalities: Sequence[str],
+) -> EncoderModel:
+    """Loads only the towers of `modalities`; pictures and videos share one. `place` is (device, dtype). Raises
+    ConfigError if a weight is missing."""
+    found: dict[str, EncoderModel] = {}
+    if set(modalities) - {AUDIO}:
+        tower = fused_tower(checkpoint.load_vision_tower(model_dir, config, *place))
+        vision = VisionEncoder(tower, has_deepstack=config.num_deepstack_levels > 0)
+        if AUDIO not in modalities:
+            return vision
+        found = {IMAGE: vision, VIDEO: vision}
+    return OmniEncoder({**found, AUDIO: checkpoint.load_sound_tower(model_dir, config, place)})
+
+
+def _thinned(unit: EncoderInput, feature: torch.Tensor) -> torch.Tensor:
+    """Returns the rows that remain of a video's unit `(num_levels, num_tokens, hidden)` after thinning; other units
+    stay unchanged."""
+    if unit.modality != VIDEO:
+        return feature
+    steps = feature.unflatten(1, (unit.grid[0], -1))
+    return thinned(steps, VideoRows.of_geometry(unit.geometry))

@@ -1,0 +1,73 @@
+"""Holds FIXME."""
+
+from modalities.media.audio import (
+    BETA,
+    NUM_CROSSINGS,
+    AudioPlugin,
+    Resampling,
+    decode_samples,
+    decode_waveform,
+    num_samples_at,
+    probe_sound,
+)
+from modalities.media.frame_sampling import Timeline, VideoRows, sample_frames, step_rows, unit_steps
+from modalities.media.image import (
+    ImagePlugin,
+    Normalisation,
+    channel_values,
+    decode_image,
+    fused_channel_values,
+    normalise,
+    to_rgb,
+)
+from modalities.media.plugin import MediaLimits, ModalityPlugin, ReadsFirstBytes, plan_media, take_decode_s
+from modalities.media.spectrograms import (
+    DYNAMIC_RANGE,
+    FLOOR,
+    Extent,
+    MelOptions,
+    extent_of,
+    log_mel,
+    mel_filters,
+    num_mel_frames,
+)
+from modalities.media.video import VideoPlugin, decode_frames, settled_frames
+
+__all__ = [
+    "BETA",
+    "DYNAMIC_RANGE",
+    "FLOOR",
+    "NUM_CROSSINGS",
+    "AudioPlugin",
+    "Extent",
+    "ImagePlugin",
+    "MediaLimits",
+    "MelOptions",
+    "ModalityPlugin",
+    "Normalisation",
+    "ReadsFirstBytes",
+    "Resampling",
+    "Timeline",
+    "VideoPlugin",
+    "VideoRows",
+    "channel_values",
+    "decode_frames",
+    "decode_image",
+    "decode_samples",
+    "decode_waveform",
+    "extent_of",
+    "fused_channel_values",
+    "log_mel",
+    "mel_filters",
+    "normalise",
+    "num_mel_frames",
+    "num_samples_at",
+    "plan_media",
+    "probe_sound",
+    "sample_frames",
+    "settled_frames",
+    "step_rows",
+    "take_decode_s",
+    "to_rgb",
+    "unit_steps",
+]

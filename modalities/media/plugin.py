@@ -1,0 +1,371 @@
+"""Turns a probed medium into the item that is sent to encoders and workers: the family plans it, and its content
+identifies it. This module knows nothing of file formats.
+
+Defines how far a decoded medium may be from its planned length. A medium within the tolerance is padded or trimmed,
+and one beyond it is refused.
+
+Containers with correct headers are exact, but encoders' delays, variable frame rates and broken indexes are not. This
+module is pure: it knows nothing of formats.
+
+Measures how much of the preprocessing time is decoding: decoders note their time here, separately for each thread.
+
+This module knows nothing of formats or families. It is pure.
+
+Guesses for the error message what a refused file is: clients mix up fields, and forward error pages.
+
+It uses the file's first bytes alone, and decides nothing. This module knows nothing of plugins.
+
+Defines the interface of a modality: how a medium is read from a part of a request into bytes, and what its first
+bytes say.
+
+A plugin knows file formats and limits. It knows nothing of models: the family decides what a medium becomes
+(`modalities.family`).
+
+Estimates from a medium's header how much memory decoding it takes at most. A decode process may use this much for
+the medium.
+
+The numbers are measured with Pillow 13 and PyAV 18 (`docs/adr/0031-decoding-within-budgets.md`) and rounded up. A file
+that takes more is not what its header says, and is refused. This module is pure: it knows nothing of processes and
+decodes nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar, runtime_checkable
+
+from fabric.contracts import InvalidMedia, InvalidRequest, MediaItem, content_digest, mm_hash
+from modalities.family import (
+    DEFAULT_OPTIONS,
+    AudioHeader,
+    Family,
+    ImageHeader,
+    ItemPlan,
+    MediaHeader,
+    MediaOptions,
+    VideoHeader,
+)
+
+FRAMES = 1
+"""Limits the frames of a video that may be missing at its end (the last one is repeated) or be left over (they are
+dropped)."""
+AUDIO_S = 0.1
+"""Limits the seconds of sound that may be missing (silence replaces them) or left over (they are dropped). It equals a
+few windows of the mel spectrogram."""
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_thread = threading.local()
+
+
+def take_decode_s() -> float:
+    """Returns the seconds that this thread has decoded since the last call."""
+    seconds: float = getattr(_thread, "seconds", 0.0)
+    _thread.seconds = 0.0
+    return seconds
+
+
+def decoding(decode: Callable[P, T]) -> Callable[P, T]:
+    """Wraps `decode` to note the time of each call."""
+
+    @functools.wraps(decode)
+    def timed(*arguments: P.args, **options: P.kwargs) -> T:
+        started_s = time.perf_counter()
+        try:
+            return decode(*arguments, **options)
+        finally:
+            _note(started_s)
+
+    return timed
+
+
+def decoding_piecewise(decode: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
+    """Wraps `decode` to note the time that each item takes to arrive, without the time that the caller spends between
+    items."""
+
+    @functools.wraps(decode)
+    def timed(*arguments: P.args, **options: P.kwargs) -> Iterator[T]:
+        pieces = decode(*arguments, **options)
+        while True:
+            started_s = time.perf_counter()
+            try:
+                piece = next(pieces)
+            except StopIteration:
+                return
+            finally:
+                _note(started_s)
+            yield piece
+
+    return timed
+
+
+def _note(started_s: float) -> None:
+    _thread.seconds = getattr(_thread, "seconds", 0.0) + time.perf_counter() - started_s
+
+
+_SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
+    (0, b"\x89PNG\r\n\x1a\n", "a PNG image"),
+    (0, b"\xff\xd8\xff", "a JPEG image"),
+    (0, b"GIF8", "a GIF image"),
+    (8, b"WEBP", "a WEBP image"),
+    (0, b"BM", "a BMP image"),
+    (0, b"II*\x00", "a TIFF image"),
+    (0, b"MM\x00*", "a TIFF image"),
+    (4, b"ftypavif", "an AVIF image"),
+    (4, b"ftypavis", "an AVIF image"),
+    (4, b"ftypheic", "a HEIC image"),
+    (4, b"ftypheix", "a HEIC image"),
+    (4, b"ftypmif1", "a HEIF image"),
+    (0, b"\x00\x00\x01\x00", "an icon"),
+    (8, b"WAVE", "a WAV file"),
+    (8, b"AVI ", "an AVI file"),
+    (4, b"ftyp", "an MP4 file"),
+    (0, b"\x1a\x45\xdf\xa3", "a Matroska or WebM file"),
+    (0, b"OggS", "an Ogg file"),
+    (0, b"fLaC", "a FLAC file"),
+    (0, b"ID3", "an MP3 file"),
+    (0, b"%PDF", "a PDF document"),
+    (0, b"PK\x03\x04", "a ZIP archive, or a document that is one"),
+    (0, b"\x1f\x8b", "a gzip archive"),
+)
+"""Lists tuples of an offset, the bytes at this offset, and a name, as the formats' specifications define them."""
+_MARKUP = ((b"<svg", "an SVG drawing"), (b"<!doctype html", "an HTML page"), (b"<html", "an HTML page"))
+_NUM_BYTES = 512
+
+
+def seeming(data: bytes) -> str:
+    """Returns text to append to a refusal, e.g. `; it seems to be a PNG image`. Returns an empty string if the file is
+    unknown."""
+    name = _name(data)
+    return f"; it {name}" if name else ""
+
+
+def _name(data: bytes) -> str:
+    if not data:
+        return "is empty"
+    for offset, signature, name in _SIGNATURES:
+        if data.startswith(signature, offset):
+            return f"seems to be {name}"
+    head = data[:_NUM_BYTES].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    for start, name in _MARKUP:
+        if head.startswith(start) or (head.startswith(b"<?xml") and start in head):
+            return f"seems to be {name}"
+    is_text = not any(byte < 9 or 13 < byte < 32 for byte in data[:_NUM_BYTES]) and data[:_NUM_BYTES].isascii()
+    return "seems to be text" if is_text else ""
+
+
+_SCHEME, _BASE64 = "data:", ";base64"
+PIECE_CHARS = 2**18
+"""Counts the base64 characters that are decoded in one call, which takes about half a millisecond. It is a multiple of
+4."""
+
+
+@dataclass(frozen=True, slots=True)
+class MediaLimits:
+    """Holds the limits on what a client may send. They are checked before anything is decoded."""
+
+    max_bytes_per_item: int = 256 * 2**20
+    """Limits the encoded file. A request's body has a smaller limit of its own."""
+    max_image_pixels: int = 178_956_970
+    """Limits width x height. Above this number, Pillow by default calls an image a decompression bomb."""
+    max_video_pixels: int = 8192 * 4320
+    """Limits the width x height of one frame."""
+    max_video_seconds: float = 3600.0
+    max_video_frames: int = 500_000
+    max_audio_seconds: float = 600.0
+    """Limits the length of a sound, and of a video's sound track if the model uses it."""
+
+
+class ModalityPlugin(Protocol):
+    """A `ModalityPlugin` handles one modality. It is stateless and thread-safe."""
+
+    @property
+    def modality(self) -> str:
+        """Returns the name of the modality: `image`, ..."""
+        ...
+
+    @property
+    def part_types(self) -> tuple[str, ...]:
+        """Returns the types of the content parts that it parses, e.g. `image_url`."""
+        ...
+
+    @property
+    def needs_process(self) -> bool:
+        """Returns whether `probe` gives the file to a parser whose work is not bounded. In this case it must run in a
+        process that may be killed."""
+        ...
+
+    def parse(self, part: Mapping[str, object], param: str, limits: MediaLimits) -> bytes:
+        """Returns the encoded file that one content part of a request contains. `param` names the part in errors.
+        Raises InvalidRequest if the part has the wrong form, and InvalidMedia if the medium is broken or too large."""
+        ...
+
+    def probe(self, data: bytes, param: str) -> MediaHeader:
+        """Returns the header of the file; decodes no pixels or samples. Raises InvalidMedia if the file is broken."""
+        ...
+
+    def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
+        """Raises InvalidMedia if the header exceeds the limits."""
+        ...
+
+
+@runtime_checkable
+class ReadsFirstBytes(Protocol):
+    """A plugin may offer this in addition to `probe`, for files that need no helper process."""
+
+    def first_header(self, data: bytes) -> MediaHeader | None:
+        """Returns what `probe` would return, in a bounded number of steps for every file; None if this is not
+        possible."""
+        ...
+
+
+def part_url(part: Mapping[str, object], field: str, param: str) -> str:
+    """Returns the URL of a part: `{field: {"url": ...}}`, or a plain string instead of the object. Raises
+    InvalidRequest if there is no URL."""
+    value = part.get(field)
+    url = value.get("url") if isinstance(value, Mapping) else value
+    if not isinstance(url, str) or not url:
+        raise InvalidRequest(f"{param}: `{field}` must be an object with a `url`, or a URL", param=param)
+    return url
+
+
+def decode_data_url(url: str, param: str, max_bytes: int) -> bytes:
+    """Returns the bytes of a base64 `data:` URL (RFC 2397, RFC 4648 without line breaks or missing padding).
+
+    The declared type is ignored because the type follows from the bytes. Raises InvalidRequest for other URLs, and
+    InvalidMedia if the payload is not base64, is empty or is larger than `max_bytes`."""
+    if url[: len(_SCHEME)].lower() != _SCHEME:
+        raise InvalidRequest(f"{param}: only data: URLs are enabled", param=param)
+    comma = url.find(",")
+    if comma < 0 or url[max(len(_SCHEME), comma - len(_BASE64)) : comma].lower() != _BASE64:
+        raise InvalidRequest(f"{param}: a data: URL must read data:<type>;base64,<payload>", param=param)
+    return decode_base64(url[comma + 1 :], param, max_bytes)
+
+
+def decode_base64(payload: str, param: str, max_bytes: int) -> bytes:
+    """Returns the bytes of base64 text (RFC 4648, without line breaks or missing padding). The size follows from the
+    length of the text, so too large a payload is refused before it is decoded. Raises InvalidMedia in the same cases as
+    `decode_data_url`."""
+    num_bytes = len(payload) * 3 // 4 - payload[-2:].count("=")
+    if num_bytes > max_bytes:
+        raise InvalidMedia(f"{param}: {num_bytes} bytes are more than the limit of {max_bytes}", param=param)
+    try:
+        data = b"".join(_decoded_pieces(payload))
+    except (binascii.Error, ValueError) as error:
+        message = f"{param}: the payload is not valid base64 (RFC 4648, without line breaks)"
+        raise InvalidMedia(message, param=param) from error
+    if not data:
+        raise InvalidMedia(f"{param}: the payload is empty", param=param)
+    return data
+
+
+def _decoded_pieces(payload: str) -> Iterator[bytes]:
+    """Yields the decoded payload piece by piece. The interpreter's lock is held for one piece at a time, so the event
+    loop continues in the meantime. Raises ValueError if the payload is not valid base64."""
+    if payload.endswith("==="):  # This is the only flaw that `validate` does not find.
+        raise ValueError("excess padding")
+    for at in range(0, len(payload), PIECE_CHARS):
+        text = payload[at : at + PIECE_CHARS]
+        piece = base64.b64decode(text, validate=True)
+        if len(piece) * 4 != len(text) * 3 and at + PIECE_CHARS < len(payload):
+            raise ValueError("padding before the end")
+        yield piece
+
+
+BASE_BYTES = 64 * 2**20
+"""Covers the buffers whose size is constant, and the memory that the allocator keeps."""
+COST_BYTES = 16 * 2**10
+"""Counts the bytes for each patch (or mel frame): a patch of 16 x 16 is gathered through indexes of 8 bytes per
+value."""
+FILE_COPIES = 3
+"""Counts the copies of the file: the received one, the one that the decoder reads, and one between them."""
+
+_MODE_TO_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2}
+"""Maps a mode to the bytes per pixel that Pillow stores; all other modes take 4."""
+_FORMAT_TO_BYTES = {"PNG": 0, "BMP": 0, "GIF": 1, "JPEG": 6, "TIFF": 8, "WEBP": 13}
+"""Maps a format to the bytes per pixel that the decoder uses in addition to its result: the coefficients of a
+progressive JPEG, WebP's two canvases and their copy, a TIFF of one strip."""
+_OTHER_FORMAT_BYTES = 16
+_COPY_BYTES = 2 * 4
+"""Counts the bytes per pixel of two copies: one that is rotated or has other colours, and one that is scaled."""
+_FRAME_BYTES = 48
+"""Counts the bytes per pixel of a video frame: 16 frames that other frames refer to, and one frame during its
+conversion to RGB."""
+_VIDEO_BYTES = 256 * 2**20
+"""Covers FFmpeg's own memory, of which most is only reserved."""
+_SAMPLE_BYTES = 8
+"""Counts the bytes per sample: one float32 in the list of blocks and one in the joined array. The samples of other
+channels and rates are already freed by then."""
+
+
+def decode_bytes(header: MediaHeader, num_file_bytes: int, cost: int) -> int:
+    """Returns the bytes of data that a process takes at most, in addition to what it has, to decode a file of
+    `num_file_bytes` bytes and preprocess it to `cost` patches or mel frames."""
+    nbytes = BASE_BYTES + FILE_COPIES * num_file_bytes + COST_BYTES * cost
+    if isinstance(header, ImageHeader):
+        stored = _MODE_TO_BYTES.get(header.mode, 4)
+        per_pixel = stored + _FORMAT_TO_BYTES.get(header.format, _OTHER_FORMAT_BYTES) + _COPY_BYTES
+        nbytes += header.width * header.height * per_pixel
+    elif isinstance(header, VideoHeader):
+        nbytes += _VIDEO_BYTES + header.width * header.height * _FRAME_BYTES
+    elif isinstance(header, AudioHeader):
+        nbytes += header.num_samples * _SAMPLE_BYTES
+    return nbytes
+
+
+class PlannedMedium(NamedTuple):
+    plan: ItemPlan
+    item: MediaItem
+
+
+def plan_media(
+    family: Family,
+    data: bytes,
+    header: MediaHeader,
+    index: int,
+    part: str,
+    cache_salt: str = "",
+    options: MediaOptions = DEFAULT_OPTIONS,
+    anchor: int = -1,
+    digest: bytes | None = None,
+) -> PlannedMedium:
+    """Returns the plan and the item of a medium. `index` is its position among the request's media, and `part` is its
+    place in the request. `anchor` is the index of the video whose sound track the medium is, and `digest` is the digest
+    of `data` if the caller knows it. The hash covers the bytes, the model, the processing options, the decoded size and
+    the tenant's salt. Raises InvalidMedia (naming the part) if the family refuses the medium."""
+    try:
+        plan = dataclasses.replace(family.plan(header, options), anchor=anchor)
+    except InvalidMedia as error:
+        raise InvalidMedia(f"{part}: {error.message}", param=part) from error
+    identity = mm_hash(
+        content_digest(data) if digest is None else digest,
+        namespace=family.model_id,
+        modality=plan.modality,
+        options=family.options(plan.modality) + options.encode(),
+        geometry=plan.geometry,
+        salt=cache_salt,
+    )
+    item = MediaItem(
+        index=index,
+        modality=plan.modality,
+        mm_hash=identity,
+        grid=plan.grid,
+        unit_tokens=plan.unit_tokens,
+        cost=plan.cost,
+        part=part,
+        options=options.encode(),
+        row_seconds=plan.row_seconds,
+        anchor=anchor,
+        num_levels=plan.num_levels or family.shape.num_levels,
+        decode_bytes=decode_bytes(header, len(data), plan.cost),
+    )
+    return PlannedMedium(plan, item)

@@ -1,0 +1,294 @@
+"""Measures the router's own requests for Prometheus. Each router has its own registry. The module knows nothing of how
+requests are served.
+
+Exports metric series of the cluster behind the router: what members report, and how well the planner predicts them.
+
+The series are computed from the last reports and the planner's sums at the moment of a scrape, so a member that left
+has no series. The module knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from fabric.contracts import EncoderReport, MemberId, WorkerReport
+from router.planning import ClusterState
+
+WORKER_GAUGES = {
+    "num_running": "num_running",
+    "num_waiting": "num_waiting",
+    "num_at_doorstep": "num_waiting_for_features",
+    "queued_tokens": "queued_tokens",
+    "num_decoding": "num_decoding",
+    "kv_blocks_used": "kv_blocks_used",
+    "kv_blocks_total": "kv_blocks_total",
+    "inbox_bytes_used": "inbox_bytes_used",
+    "inbox_bytes_total": "inbox_bytes_total",
+    "num_features": "num_features",
+    "num_quarantined": "num_quarantined",
+    "kept_bytes_used": "kept_bytes_used",
+    "prefill_s_per_token": "prefill_seconds_per_token",
+    "step_overhead_s": "step_overhead_seconds",
+    "decode_s_per_sequence": "decode_seconds_per_sequence",
+    "queued_flat_tokens": "queued_flat_tokens",
+    "residence_s": "residence_seconds",
+    "max_step_tokens": "max_step_tokens",
+    "max_sequences": "max_sequences",
+}
+WORKER_COUNTERS = {
+    "steps": "steps",
+    "tokens_generated": "tokens_generated",
+    "prompt_tokens_computed": "prompt_tokens_computed",
+    "prefix_hit_tokens": "prefix_hit_tokens",
+    "prefix_query_tokens": "prefix_query_tokens",
+    "num_preemptions": "preemptions",
+    "num_kept_hits": "kept_hits",
+    "drafts_proposed": "drafts_proposed",
+    "drafts_accepted": "drafts_accepted",
+}
+ENCODER_GAUGES = {
+    "num_queued": "num_queued",
+    "queued_cost": "queue_cost",
+    "num_encoding": "num_encoding",
+    "arena_bytes_used": "arena_bytes_used",
+    "arena_bytes_cached": "arena_bytes_cached",
+    "arena_bytes_total": "arena_bytes_total",
+    "num_leases": "num_leases",
+    "encode_s_per_cost": "encode_seconds_per_cost",
+    "batch_overhead_s": "batch_overhead_seconds",
+    "num_items_queued": "num_items_queued",
+    "queued_s": "queue_seconds",
+    "num_items_pending": "num_items_pending",
+    "num_in_flight": "num_in_flight",
+    "max_in_flight": "max_in_flight",
+    "num_decoding": "num_decoding",
+    "busy_fraction": "busy_fraction",
+    "num_features_encoding": "num_features_encoding",
+    "num_features_cached": "num_features_cached",
+    "num_features_staged": "num_features_staged",
+    "arena_bytes_encoding": "arena_bytes_encoding",
+}
+ENCODER_COUNTERS = {
+    "items_encoded": "items_encoded",
+    "batches": "batches",
+    "cache_hits": "cache_hits",
+    "items_received": "items_received",
+    "items_failed": "items_failed",
+    "items_decoded": "items_decoded",
+    "decode_s": "decode_seconds",
+    "forward_s": "forward_seconds",
+    "batch_units": "batch_units",
+    "batch_cost": "batch_cost",
+    "transfers": "transfers",
+    "transfer_s": "transfer_seconds",
+    "cache_hit_bytes": "cache_hit_bytes",
+    "evictions": "evictions",
+    "evicted_bytes": "evicted_bytes",
+    "preprocess_s": "preprocess_seconds",
+}
+"""These four tables map fields of the reports to names of the series, without `weft_worker_` or `weft_encoder_`."""
+
+
+class MemberReports(Collector):
+    """Holds the last report of each member that is there, and exports it."""
+
+    def __init__(self) -> None:
+        self.workers: dict[MemberId, WorkerReport] = {}
+        self.encoders: dict[MemberId, EncoderReport] = {}
+
+    def put(self, report: WorkerReport | EncoderReport) -> None:
+        if isinstance(report, WorkerReport):
+            self.workers[report.worker_id] = report
+        else:
+            self.encoders[report.encoder_id] = report
+
+    def remove(self, member_id: MemberId) -> None:
+        self.workers.pop(member_id, None)
+        self.encoders.pop(member_id, None)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _of_members("worker", dict(self.workers), WORKER_GAUGES, WORKER_COUNTERS)
+        yield from _of_members("encoder", dict(self.encoders), ENCODER_GAUGES, ENCODER_COUNTERS)
+        yield from _modality_costs(dict(self.encoders))
+
+
+class PlannerSeries(Collector):
+    """Exports sums of predicted and actual values per stage, and the state of the prefix and feature indexes. They show
+    if requests no longer go to the members that already hold their data: members' events are missing from an index (a
+    source out of step), or predicted hits are not found."""
+
+    def __init__(self, cluster: ClusterState) -> None:
+        self._cluster = cluster
+
+    def collect(self) -> Iterator[Metric]:
+        stages = self._cluster.accuracy()
+        for field, name, text in (
+            ("num_observations", "observations", "Predictions that were compared with what happened."),
+            ("predicted", "predicted", "Sum of the predicted values."),
+            ("actual", "actual", "Sum of the actual values."),
+            ("abs_error", "abs_error", "Sum of the absolute differences between the predicted and the actual values."),
+        ):
+            metric = CounterMetricFamily(f"weft_planner_{name}", text, labels=["stage"])
+            for stage, error in stages.items():
+                metric.add_metric([stage], getattr(error, field))
+            yield metric
+        indexes = {"prefix": self._cluster.prefix_stats(), "feature": self._cluster.feature_stats()}
+        for field, name, text in (
+            ("num_keys", "keys", "Keys in the index."),
+            ("num_out_of_step", "sources_out_of_step", "Members whose events are missing from the index."),
+            ("num_refused", "refused", "Keys that the index refused because it was full."),
+        ):
+            gauge = GaugeMetricFamily(f"weft_index_{name}", text, labels=["index"])
+            for index, stats in indexes.items():
+                gauge.add_metric([index], getattr(stats, field))
+            yield gauge
+
+
+def _modality_costs(reports: Mapping[MemberId, EncoderReport]) -> Iterator[Metric]:
+    for field, name, text in (
+        ("seconds_per_cost", "seconds_per_cost", "Time of a forward pass for each unit of cost, by modality."),
+        ("overhead_s", "overhead_seconds", "Time of a forward pass that does not depend on its cost, by modality."),
+    ):
+        metric = GaugeMetricFamily(f"weft_encoder_modality_{name}", text, labels=["encoder", "modality"])
+        for member_id, report in reports.items():
+            for cost in report.costs:
+                metric.add_metric([member_id, cost.modality], getattr(cost, field))
+        yield metric
+
+
+def _of_members(
+    kind: str, reports: Mapping[MemberId, object], gauges: Mapping[str, str], counters: Mapping[str, str]
+) -> Iterator[Metric]:
+    for family, names in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for field, name in names.items():
+            metric = family(f"weft_{kind}_{name}", f"`{field}` of the {kind}'s last report.", labels=[kind])
+            for member_id, report in reports.items():
+                metric.add_metric([member_id], getattr(report, field))
+            yield metric
+
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
+
+
+class Timing(NamedTuple):
+    """A `Timing` says how one request's seconds were spent. `first_token_s` is None if there was no token."""
+
+    total_s: float
+    intake_s: float
+    worker_s: float
+    """This is the time from dispatch to the terminal event, summed over all attempts."""
+    first_token_s: float | None
+
+
+class RouterMetrics:
+    """Holds the router's own series, and those of the members."""
+
+    def __init__(self, num_in_flight: Callable[[], int], num_bodies_bytes: Callable[[], int]) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self.reports = MemberReports()
+        self.registry.register(self.reports)
+        self._gauge("requests_in_flight", "Requests that are admitted and have not ended.", num_in_flight)
+        self._gauge("bodies_bytes", "Bytes of the bodies of the requests in flight.", num_bodies_bytes)
+        self.requests = self._counter("requests", "Requests that ended, by code (`ok` or an error's).", ["code"])
+        self.attempts = self._counter(
+            "attempts", "Attempts that ended, by outcome (`ok`, `degraded` or an error's code).", ["outcome"]
+        )
+        self.dispatch_errors = self._counter(
+            "dispatch_errors",
+            "Calls to members that failed, by kind (`generate`, `encode`) and error.",
+            ["kind", "code"],
+        )
+        self.frames_dropped = self._counter("frames_dropped", "Token frames that were not used, by reason.", ["reason"])
+        self.requests_with = self._counter(
+            "requests_with", "Requests that had a medium of this modality.", ["modality"]
+        )
+        self.media = self._counter("media", "Items of media whose tokens were planned.", ["modality"])
+        self.planned_tokens = self._counter(
+            "planned_media_tokens", "Prompt tokens that were planned for media.", ["modality"]
+        )
+        self.probe = self._histogram(
+            "probe_seconds", "Time of reading the header of one medium.", SECONDS, ["modality"]
+        )
+        self.degraded = self._counter(
+            "degraded", "Items that the model did not get as they were sent.", ["modality", "action", "reason"]
+        )
+        self.capacity_wait = self._histogram(
+            "capacity_wait_seconds",
+            "Waits for a worker or an encoder, by how they ended (`served`, `expired`, `left`).",
+            SECONDS,
+            ["outcome"],
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ended.")
+        self.prefix_hit_tokens = self._counter("prefix_hit_tokens", "Prompt tokens that were found in a KV cache.")
+        self.covered_items = self._counter(
+            "covered_items", "Items that were not encoded because a KV cache covers them."
+        )
+        self.completion_tokens = self._counter("completion_tokens", "Generated tokens.")
+        self.ttft = self._histogram("ttft_seconds", "Time from the arrival of a request to its first token.", SECONDS)
+        self.itl = self._histogram("itl_seconds", "Time between two tokens of a choice.", SECONDS)
+        self.e2e = self._histogram("e2e_seconds", "Time from the arrival of a request to its end.", SECONDS)
+        self.stage = self._histogram("stage_seconds", "Time that requests spent in each stage.", SECONDS, ["stage"])
+        self.predicted_ttft = self._histogram(
+            "predicted_ttft_seconds", "Time to first token that the planner predicted.", SECONDS
+        )
+        self.actual_ttft = self._histogram("actual_ttft_seconds", "Time from dispatch to first token.", SECONDS)
+        self.ttft_ratio = self._histogram(
+            "ttft_ratio", "Predicted time to first token, divided by the actual one.", RATIOS
+        )
+        self.overlap = self._histogram(
+            "overlap_efficiency", "Lower bound of the time to first token, divided by the actual one.", RATIOS
+        )
+
+    def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
+        return Counter(f"weft_router_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], labels: Sequence[str] = ()) -> Histogram:
+        return Histogram(f"weft_router_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, read: Callable[[], int]) -> None:
+        Gauge(f"weft_router_{name}", text, registry=self.registry).set_function(read)
+
+    def watch_waiting(self, num_waiting: Callable[[], int]) -> None:
+        """Adds the gauge of requests that wait for a worker or an encoder. It is called once."""
+        self._gauge("requests_waiting", "Requests that wait for a worker or an encoder to be there.", num_waiting)
+
+    def observe_media(
+        self, probes: Iterable[tuple[str, float]], items: Mapping[str, int], tokens: Mapping[str, int]
+    ) -> None:
+        """Records the media of a request whose prompt was made: (modality, seconds) per probe, and items and tokens by
+        modality."""
+        for modality, seconds in probes:
+            self.probe.labels(modality).observe(seconds)
+        for modality, num_items in items.items():
+            self.requests_with.labels(modality).inc()
+            self.media.labels(modality).inc(num_items)
+        for modality, num_tokens in tokens.items():
+            self.planned_tokens.labels(modality).inc(num_tokens)
+
+    def observe_first_token(self, predicted_s: float, bound_s: float, actual_s: float) -> None:
+        """Records an attempt's first token: what the planner predicted against the actual time."""
+        self.predicted_ttft.observe(predicted_s)
+        self.actual_ttft.observe(actual_s)
+        if actual_s > 0:
+            self.ttft_ratio.observe(predicted_s / actual_s)
+            self.overlap.observe(bound_s / actual_s)
+
+    def observe_request(self, code: str, timing: Timing) -> None:
+        """Records a request that ended."""
+        self.requests.labels(code).inc()
+        self.e2e.observe(timing.total_s)
+        if timing.first_token_s is not None:
+            self.ttft.observe(timing.first_token_s)
+        self.stage.labels("intake").observe(timing.intake_s)
+        self.stage.labels("worker").observe(timing.worker_s)
+        self.stage.labels("router").observe(max(0.0, timing.total_s - timing.worker_s))
+
+    def exposition(self) -> bytes:
+        """Returns all series in Prometheus text format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,275 @@
+"""Keeps the router's mutable view of the cluster, from which each query gets its frozen snapshot.
+
+It owns the indexes, the members' reports, the learned costs, the in-flight accounting and the exclusions. All input
+arrives by method calls with the time as an argument; no input that arrives, is late or is missing makes it fail. It
+knows nothing of sockets, or of other routers: it sees what they dispatched in the members' reports.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fabric.contracts import (
+    AttemptId,
+    EncodeResult,
+    EncoderReport,
+    FeatureEvents,
+    GenerateResult,
+    KvEvents,
+    KvSnapshot,
+    Member,
+    MemberId,
+    MmHash,
+    WorkerReport,
+    context_scale_tokens,
+    weighted_tokens,
+)
+from kv_index import ApplyResult, FeatureIndex, IndexStats, PrefixIndex
+from modalities.family import ModelShape
+from router.planning.cost_learning import Learning, StageError
+from router.planning.member_costs import CommonCosts, CostDefaults, common_costs, common_line
+from router.planning.member_state import EncoderState, InFlight, WorkerState
+from router.planning.views import ClusterView, EncoderView, ItemTerms, Line, RoutePlan, RouteQuery, WorkerView
+
+ClusterMessage = WorkerReport | EncoderReport | KvEvents | KvSnapshot | FeatureEvents
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerSettings:
+    max_index_blocks: int = 1 << 18
+    max_index_items: int = 1 << 16
+    stale_after_s: float = 3.0
+    """Reports older than this are no longer used."""
+    snapshot_retry_s: float = 1.0
+    """The router asks again for a snapshot that has not come after this time."""
+    tolerance: float = 0.02
+    """Workers count as equal if they differ by less than this share of a request's own work."""
+    cost_defaults: CostDefaults = CostDefaults()  # noqa: RUF009 (a NamedTuple is immutable)
+
+
+class MemberChange(NamedTuple):
+    """Lists the workers and encoders that came and went. A member that restarted under its id is in both."""
+
+    joined: tuple[Member, ...]
+    left: tuple[Member, ...]
+
+
+class ClusterState:
+    """Keeps the state of all members. It is not thread-safe: it belongs to the router's event loop."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        block_size: int,
+        rng: random.Random,
+        settings: PlannerSettings = PlannerSettings(),
+    ) -> None:
+        self._block_size = block_size
+        self._rng = rng
+        self._settings = settings
+        self._workers: dict[MemberId, WorkerState] = {}
+        self._encoders: dict[MemberId, EncoderState] = {}
+        self._prefixes = PrefixIndex(settings.max_index_blocks)
+        self._features = FeatureIndex(settings.max_index_items)
+        self._learning = Learning(settings.cost_defaults, context_scale_tokens(shape.hidden_size))
+        self._in_flight = InFlight()
+        self._member_to_exclusion_end_s: dict[MemberId, float] = {}
+        self._member_to_asked_s: dict[MemberId, float] = {}
+
+    # ------------------------------------------------------------ membership
+
+    def update_members(self, members: Sequence[Member]) -> MemberChange:
+        """Takes the directory's view of the members. Members that left lose their load, their index entries and their
+        exclusions."""
+        new = {member.member_id: member for member in members if member.kind in ("worker", "encoder")}
+        states: list[WorkerState | EncoderState] = [*self._workers.values(), *self._encoders.values()]
+        old = {state.member.member_id: state.member for state in states}
+        left = tuple(m for member_id, m in old.items() if member_id not in new or new[member_id].epoch != m.epoch)
+        for member in left:
+            self._forget(member.member_id)
+        gone = {member.member_id for member in left}
+        joined = tuple(m for member_id, m in new.items() if member_id not in old or member_id in gone)
+        for member in joined:
+            if member.kind == "worker":
+                self._workers[member.member_id] = self._learning.new_worker(member)
+            else:
+                self._encoders[member.member_id] = self._learning.new_encoder(member)
+        return MemberChange(joined, left)
+
+    def exclude(self, member_id: MemberId, until: float) -> None:
+        """Keeps plans from using the member before `until`; a longer exclusion stays in force."""
+        if member_id in self._workers or member_id in self._encoders:
+            self._member_to_exclusion_end_s[member_id] = max(
+                until, self._member_to_exclusion_end_s.get(member_id, until)
+            )
+
+    # ------------------------------------------------------------ messages
+
+    def apply(self, message: ClusterMessage, now: float) -> Sequence[MemberId]:
+        """Takes in a report, events or a snapshot. Returns the members to ask for a snapshot (`SnapshotRequest`), each
+        at most once per `snapshot_retry_s`. Messages of members that are not in the view are ignored."""
+        if isinstance(message, WorkerReport):
+            return self._take_worker_report(message, now)
+        if isinstance(message, EncoderReport):
+            return self._take_encoder_report(message, now)
+        if isinstance(message, FeatureEvents):
+            if message.encoder_id not in self._encoders:
+                return ()
+            return self._ask_on_gap(message.encoder_id, self._features.apply(message), now)
+        worker_id = message.worker_id
+        if worker_id not in self._workers:
+            return ()
+        if isinstance(message, KvSnapshot):
+            return self._ask_on_gap(worker_id, self._prefixes.load_snapshot(message), now)
+        result = self._prefixes.apply(worker_id, message.epoch, message.first_seq, message.events)
+        return self._ask_on_gap(worker_id, result, now)
+
+    # ------------------------------------------------------------ planning
+
+    def snapshot(self, query: RouteQuery, now: float) -> ClusterView:
+        """Returns frozen views for one query; excluded members are left out. It changes nothing but the random
+        source."""
+        worker_to_blocks = self._prefixes.lookup(query.block_hashes)
+        encoder_to_cached = self._cached(query)
+        barred = self._barred(query.excluded, now)
+        worker_line = common_line(state.prefill.estimate(now) for state in self._workers.values())
+        encoders: Iterable[EncoderState] = self._encoders.values() if query.media else ()
+        encoder_costs = common_costs(state.cost.estimates(now) for state in encoders)
+        return ClusterView(
+            block_size=self._block_size,
+            workers=tuple(
+                self._worker_view(state, worker_to_blocks.get(worker_id, 0), worker_line, now)
+                for worker_id, state in self._workers.items()
+                if worker_id not in barred
+            ),
+            encoders=tuple(
+                self._encoder_view(state, encoder_to_cached.get(encoder_id, frozenset()), encoder_costs, now)
+                for encoder_id, state in self._encoders.items()
+                if encoder_id not in barred
+            )
+            if query.media
+            else (),
+            links=self._learning.links(),
+            context_scale_tokens=self._learning.context_scale_tokens,
+            tie_break=self._rng.random(),
+            tolerance=self._settings.tolerance,
+        )
+
+    def can_serve(self, modalities: frozenset[str], excluded: frozenset[MemberId], now: float) -> bool:
+        """Returns whether there are a worker, and an encoder for each modality, that a plan may use. If so,
+        `plan_route` finds a route for a query with these media and exclusions."""
+        barred = self._barred(excluded, now)
+        served = {m for each in self._encoders.values() if each.member.member_id not in barred for m in each.modalities}
+        return modalities <= served and any(worker_id not in barred for worker_id in self._workers)
+
+    def next_return_s(self, now: float) -> float | None:
+        """Returns when the next exclusion ends, or None if no member is excluded."""
+        return min((until for until in self._member_to_exclusion_end_s.values() if until > now), default=None)
+
+    def note_dispatched(self, query: RouteQuery, plan: RoutePlan, now: float) -> None:
+        """Counts the plan's work on its worker and encoders until their reports contain it."""
+        winner = plan.explanation.winner
+        num_blocks = -(-winner.num_prefill_tokens // self._block_size)
+        if plan.worker_id in self._workers:
+            scale = self._learning.context_scale_tokens
+            num_weighted = round(weighted_tokens(winner.num_prefill_tokens, winner.covered_tokens, scale))
+            self._in_flight.add(query.attempt_id, plan.worker_id, num_weighted, num_blocks)
+        self.note_encoding(query.attempt_id, winner.items)
+
+    def note_encoding(self, attempt_id: AttemptId, items: Sequence[ItemTerms]) -> None:
+        """Counts items that were sent to encoders (those of a plan, or of `plan_encoding`)."""
+        encoder_to_cost: dict[MemberId, int] = {}
+        for terms in items:
+            encoder_to_cost[terms.encoder_id] = encoder_to_cost.get(terms.encoder_id, 0) + terms.load
+        for encoder_id, cost in encoder_to_cost.items():
+            if encoder_id in self._encoders:
+                self._in_flight.add(attempt_id, encoder_id, cost)
+
+    def note_ended(self, attempt_id: AttemptId) -> None:
+        """Records that the attempt ended, with or without success. A second call does nothing."""
+        self._in_flight.end(attempt_id)
+
+    # ------------------------------------------------------------ learning
+
+    def observe_generate(self, plan: RoutePlan, result: GenerateResult, now: float) -> None:
+        """Corrects the worker's and the links' costs by what the result reports."""
+        self._learning.observe_generate(plan, result, self._workers.get(result.worker_id), self._encoders, now)
+
+    def observe_encode(self, plan: RoutePlan, result: EncodeResult, now: float) -> None:
+        """Corrects the encoder's costs, and ends the encoder's share of the attempt."""
+        self._in_flight.end_at(plan.attempt_id, result.encoder_id)
+        self._learning.observe_encode(plan, result, self._encoders.get(result.encoder_id), now)
+
+    def accuracy(self) -> Mapping[str, StageError]:
+        """Returns the comparison of predicted with actual values, per stage."""
+        return self._learning.accuracy.stages()
+
+    def prefix_stats(self) -> IndexStats:
+        return self._prefixes.stats()
+
+    def feature_stats(self) -> IndexStats:
+        return self._features.stats()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless the in-flight sums are consistent."""
+        self._in_flight.check_invariants()
+
+    # ------------------------------------------------------------ inside
+
+    def _take_worker_report(self, report: WorkerReport, now: float) -> Sequence[MemberId]:
+        state = self._workers.get(report.worker_id)
+        if state is None or not state.freshness.accept(report.epoch, report.seq, now):
+            return ()
+        state.take(report, now)
+        self._in_flight.acknowledge(report.worker_id, report.acknowledged)
+        return self._ask_unless(self._prefixes.is_in_step(report.worker_id), report.worker_id, now)
+
+    def _take_encoder_report(self, report: EncoderReport, now: float) -> Sequence[MemberId]:
+        state = self._encoders.get(report.encoder_id)
+        if state is None or not state.freshness.accept(report.epoch, report.seq, now):
+            return ()
+        state.take(report, now)
+        self._in_flight.acknowledge(report.encoder_id, report.acknowledged)
+        return self._ask_unless(self._features.is_in_step(report.encoder_id), report.encoder_id, now)
+
+    def _ask_on_gap(self, member_id: MemberId, result: ApplyResult, now: float) -> Sequence[MemberId]:
+        return self._ask_unless(result is not ApplyResult.GAP, member_id, now)
+
+    def _ask_unless(self, is_in_step: bool, member_id: MemberId, now: float) -> Sequence[MemberId]:
+        asked_s = self._member_to_asked_s.get(member_id)
+        if is_in_step or (asked_s is not None and now - asked_s < self._settings.snapshot_retry_s):
+            return ()
+        self._member_to_asked_s[member_id] = now
+        return (member_id,)
+
+    def _worker_view(self, state: WorkerState, covered_blocks: int, common: Line | None, now: float) -> WorkerView:
+        is_stale = state.freshness.is_stale(now, self._settings.stale_after_s)
+        return state.view(covered_blocks, self._in_flight.load(state.member.member_id), is_stale, common, now)
+
+    def _encoder_view(
+        self, state: EncoderState, cached: frozenset[MmHash], common: CommonCosts, now: float
+    ) -> EncoderView:
+        is_stale = state.freshness.is_stale(now, self._settings.stale_after_s)
+        return state.view(cached, self._in_flight.load(state.member.member_id), is_stale, common, now)
+
+    def _barred(self, excluded: frozenset[MemberId], now: float) -> frozenset[MemberId]:
+        return excluded | {member_id for member_id, until in self._member_to_exclusion_end_s.items() if until > now}
+
+    def _cached(self, query: RouteQuery) -> dict[MemberId, frozenset[MmHash]]:
+        encoder_to_cached: dict[MemberId, frozenset[MmHash]] = {}
+        for mm_hash in {item.mm_hash for item in query.media}:
+            for encoder_id in self._features.holders(mm_hash):
+                encoder_to_cached[encoder_id] = encoder_to_cached.get(encoder_id, frozenset()) | {mm_hash}
+        return encoder_to_cached
+
+    def _forget(self, member_id: MemberId) -> None:
+        self._workers.pop(member_id, None)
+        self._encoders.pop(member_id, None)
+        self._prefixes.remove_worker(member_id)
+        self._features.remove_encoder(member_id)
+        self._in_flight.forget_member(member_id)
+        self._member_to_exclusion_end_s.pop(member_id, None)
+        self._member_to_asked_s.pop(member_id, None)

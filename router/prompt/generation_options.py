@@ -1,0 +1,217 @@
+"""Turns what a client asks for as structured output into one grammar in llguidance's notation, or refuses it with a 400
+that states the reason.
+
+It supports OpenAI's `response_format` and vLLM's `structured_outputs` and `guided_*`. The grammar is compiled here
+once, without a tokenizer, to check it; the worker compiles it again with one. The module knows nothing of tokens or
+sampling.
+
+Derives from a chat request how its tokens are drawn and when generation ends. It knows nothing of media or
+prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits
+
+from fabric.contracts import InvalidRequest, SamplingParams, StopConditions
+from router.api import ChatRequest
+
+
+def sampling_of(chat: ChatRequest, vocab_size: int, grammar: str = "") -> SamplingParams:
+    """Returns the sampling parameters, with OpenAI's defaults. A request without a seed gets one here, so that a
+    migrated attempt draws the same tokens. Raises InvalidRequest for a bias on something that is not a token id."""
+    return SamplingParams(
+        temperature=1.0 if chat.temperature is None else chat.temperature,
+        top_p=1.0 if chat.top_p is None else chat.top_p,
+        top_k=max(0, chat.top_k or 0),
+        seed=secrets.randbits(63) if chat.seed is None else chat.seed,
+        min_p=chat.min_p or 0.0,
+        repetition_penalty=1.0 if chat.repetition_penalty is None else chat.repetition_penalty,
+        presence_penalty=chat.presence_penalty or 0.0,
+        frequency_penalty=chat.frequency_penalty or 0.0,
+        num_top_logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+        grammar=grammar,
+        logit_bias=tuple(_biases(chat.logit_bias or {}, vocab_size).items()),
+    )
+
+
+def stop_conditions(
+    chat: ChatRequest, num_prompt_tokens: int, max_model_len: int, eos_token_ids: Sequence[int]
+) -> StopConditions:
+    """Returns the stop conditions. A request without a token limit may fill the context. Raises InvalidRequest if
+    `min_tokens` is above the limit."""
+    room = max_model_len - num_prompt_tokens
+    max_tokens = room if chat.token_limit is None else chat.token_limit
+    min_tokens = chat.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise InvalidRequest(f"min_tokens ({min_tokens}) is above the limit of {max_tokens} tokens", param="min_tokens")
+    return StopConditions(
+        max_tokens=max_tokens,
+        eos_token_ids=tuple(eos_token_ids),
+        stop_token_ids=tuple(chat.stop_token_ids or ()),
+        ignore_eos=bool(chat.ignore_eos),
+        min_tokens=min_tokens,
+    )
+
+
+def _biases(logit_bias: Mapping[str, float], vocab_size: int) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for name, bias in logit_bias.items():
+        if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocab_size):
+            raise InvalidRequest(f"logit_bias: {name[:32]!r} is no token id of this model", param="logit_bias")
+        biases[int(name)] = bias
+    return biases
+
+
+MAX_GRAMMAR_BYTES = 64 * 1024
+MAX_SCHEMA_DEPTH = 64
+"""Limits the nesting of objects and arrays in the schema's own JSON."""
+MAX_CHOICES = 1024
+WHITESPACE = r"[ \n\t]{1,40}"
+"""This pattern is the whitespace between JSON tokens: enough to indent, but bounded."""
+JSON_OBJECT: dict[str, Any] = {"type": "object"}
+KINDS = ("json", "regex", "choice", "json_object")
+
+
+def grammar_of(chat: ChatRequest) -> str:
+    """Returns the request's grammar, which is empty if any text is allowed. May take a tenth of a second. Raises
+    InvalidRequest; `param` names the field."""
+    asked = {**_of_response_format(chat), **_of_structured_outputs(chat), **_of_guided(chat)}
+    if not asked:
+        return ""
+    if len(asked) > 1:
+        raise InvalidRequest(f"only one of these can be honoured: {', '.join(asked)}", param=list(asked)[1])
+    ((param, (kind, value)),) = asked.items()
+    builders = {"json": _of_schema, "regex": _of_regex, "choice": _of_choice}
+    grammar = builders[kind](value, param)
+    _check(grammar, param)
+    return grammar
+
+
+# ---------------------------------------------------------------- reading the request: param -> (kind, value)
+
+Asked = dict[str, tuple[str, Any]]
+
+
+def _of_response_format(chat: ChatRequest) -> Asked:
+    form = chat.response_format
+    if form is None or form.get("type") == "text":
+        return {}
+    if form.get("type") == "json_object":
+        return {"response_format": ("json", JSON_OBJECT)}
+    if form.get("type") != "json_schema":
+        raise InvalidRequest("response_format: type is text, json_object or json_schema", param="response_format.type")
+    described = form.get("json_schema")
+    schema = described.get("schema") if isinstance(described, Mapping) else None
+    if schema is None:
+        raise InvalidRequest("response_format: a schema is required", param="response_format.json_schema.schema")
+    return {"response_format.json_schema.schema": ("json", schema)}
+
+
+def _of_structured_outputs(chat: ChatRequest) -> Asked:
+    given = {name: value for name, value in (chat.structured_outputs or {}).items() if value not in (None, False)}
+    unknown = sorted(given.keys() - set(KINDS))
+    if unknown:
+        raise InvalidRequest(
+            f"structured_outputs: {unknown[0][:64]} is not supported", param=f"structured_outputs.{unknown[0][:64]}"
+        )
+    return {
+        f"structured_outputs.{name}": ("json", JSON_OBJECT) if name == "json_object" else (name, value)
+        for name, value in given.items()
+    }
+
+
+def _of_guided(chat: ChatRequest) -> Asked:
+    """Reads the parameters under vLLM's former names."""
+    given = {"guided_json": chat.guided_json, "guided_regex": chat.guided_regex, "guided_choice": chat.guided_choice}
+    return {name: (name.removeprefix("guided_"), value) for name, value in given.items() if value is not None}
+
+
+# ---------------------------------------------------------------- one builder per kind
+
+
+def _of_schema(schema: object, param: str) -> str:
+    """Returns the grammar of a JSON schema; `schema` is a JSON object, or the text of one."""
+    if isinstance(schema, str):
+        _check_size(schema, param)
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError):
+            raise InvalidRequest(f"{param} is not JSON", param=param) from None
+    if not isinstance(schema, dict):
+        raise InvalidRequest(f"{param} has to be a JSON schema (an object)", param=param)
+    _check_shape(schema, param)
+    # Clients may not set options of the library.
+    text = json.dumps({key: value for key, value in schema.items() if key != "x-guidance"})
+    _check_size(text, param)
+    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+
+
+def _of_regex(regex: object, param: str) -> str:
+    """Returns the grammar of a regular expression that matches the whole text, whether or not it is anchored."""
+    if not isinstance(regex, str) or not regex:
+        raise InvalidRequest(f"{param} has to be a regular expression", param=param)
+    _check_size(regex, param)
+    return LLMatcher.grammar_from_regex(regex)
+
+
+def _of_choice(choices: object, param: str) -> str:
+    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
+        raise InvalidRequest(f"{param} has to be a list of strings, none of them empty", param=param)
+    if len(choices) > MAX_CHOICES:
+        raise InvalidRequest(f"{param}: at most {MAX_CHOICES} choices", param=param)
+    if sum(map(len, choices)) > MAX_GRAMMAR_BYTES:
+        raise _too_large(param)
+    lark = "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
+    _check_size(lark, param)
+    return LLMatcher.grammar_from_lark(lark)
+
+
+# ---------------------------------------------------------------- limits
+
+
+def _check_size(text: str, param: str) -> None:
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{param} is not valid Unicode (a lone surrogate)", param=param) from None
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise InvalidRequest(f"{param} has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES}", param=param)
+
+
+def _too_large(param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} has more than {MAX_GRAMMAR_BYTES} bytes", param=param)
+
+
+def _check_shape(schema: object, param: str) -> None:
+    """Checks the depth of a schema and the length of its strings, before the schema is written out as text."""
+    level: list[object] = [schema]
+    num_chars = 0
+    for _ in range(MAX_SCHEMA_DEPTH):
+        num_chars += sum(len(one) for one in level if isinstance(one, str))
+        num_chars += sum(len(key) for one in level if isinstance(one, dict) for key in one)
+        if num_chars > MAX_GRAMMAR_BYTES:
+            raise _too_large(param)
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return
+    raise InvalidRequest(f"{param} is nested more than {MAX_SCHEMA_DEPTH} deep", param=param)
+
+
+def _check(grammar: str, param: str) -> None:
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LLParserLimits(verbose_errors=False))
+    if is_error:
+        lines = [line.strip() for message in messages for line in message.splitlines()]
+        reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+        raise InvalidRequest(f"{param} is not supported: {reason[:300]}", param=param)

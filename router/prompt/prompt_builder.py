@@ -1,0 +1,290 @@
+"""Turns a chat request into a prompt: the request is checked, its media are probed, and then it is planned, tokenised,
+expanded and hashed.
+
+The work is split in two, because the degradation policy plans a request again: `read` runs once, and `plan` runs again
+each time something has to be left out. Cheap checks come first; expensive work (JSON, base64, hashing, tokenising) runs
+in threads of its kind. The module decodes no pixels and knows nothing of workers.
+
+A prompt is a request as the cluster sees it: ids, media and stops. It is frozen, and is kept until the request's
+terminal event. It knows nothing of the client's format.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fabric.contracts import BlockHash, InvalidRequest, MediaItem, PlaceholderRange, SamplingParams, StopConditions
+from kv_index import prompt_block_hashes
+from modalities.family import ExpandedPrompt, Family, MediaOptions
+from modalities.registry import Registry
+from modalities.text import TextCodec
+from router.api import (
+    ChatRequest,
+    MediaPart,
+    Part,
+    TextPart,
+    check_context,
+    check_limits,
+    parse_chat,
+    parts_of,
+    video_options,
+)
+from router.prompt.generation_options import grammar_of, sampling_of, stop_conditions
+from router.prompt.request_media import (
+    NOTHING_LOST,
+    VIDEO,
+    ItemKey,
+    Losses,
+    MediaPlanner,
+    MediaReader,
+    PlannedItem,
+    ProbedMedium,
+    Prober,
+    RequestThreads,
+    Work,
+)
+from router.router_config import RouterConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: tuple[int, ...]
+    """Holds one id per position, with placeholders expanded."""
+    placeholders: tuple[PlaceholderRange, ...]
+    media: tuple[MediaItem, ...]
+    media_bytes: tuple[bytes, ...]
+    """Holds the encoded file of each medium, because an encoding may be needed again at any time."""
+    block_hashes: tuple[BlockHash, ...]
+    sampling: SamplingParams
+    stop: StopConditions
+    stop_strings: tuple[str, ...] = ()
+    num_choices: int = 1
+    cache_salt: str = ""
+    priority: int = 0
+    ignored_fields: tuple[str, ...] = ()
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        """Returns the ids that end a choice; the id that ends it adds no text."""
+        eos = () if self.stop.ignore_eos else self.stop.eos_token_ids
+        return frozenset((*eos, *self.stop.stop_token_ids))
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """Returns facts for the trace: the length of the prompt, and what each medium became."""
+        media = [
+            {
+                "part": item.part,
+                "modality": item.modality,
+                "num_tokens": item.num_tokens,
+                "cost": item.cost,
+                "options": item.options,
+            }
+            for item in self.media
+        ]
+        return {"num_prompt_tokens": len(self.token_ids), "num_media": len(media), "media": media}
+
+    @property
+    def modality_to_tokens(self) -> dict[str, int]:
+        """Returns the number of prompt tokens per modality."""
+        counts: Counter[str] = Counter()
+        for run in self.placeholders:
+            counts[self.media[run.item].modality] += run.length
+        return dict(counts)
+
+
+PARSE_IN_THREAD_BYTES = 64 * 1024
+"""A body of at most this many bytes is parsed in the event loop, because that takes less time than changing threads."""
+MAX_FITTINGS = 3
+"""Limits how often the media are planned for one prompt. Each time after the first, videos get fewer frames, to make
+room for the text that a family writes between the frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A `Draft` is a request that was read: it holds everything from which the request's prompt is made, once or
+    several times. It lives as long as the request, so it holds each medium once, as bytes, and not as the client's
+    text."""
+
+    chat: ChatRequest
+    """This is the request without the contents of its messages."""
+    contents: tuple[str | list[Part], ...]
+    """Holds one entry per message."""
+    media: tuple[ProbedMedium, ...]
+    video_options: MediaOptions
+    sampling: SamplingParams
+    """This is drawn once, so that a prompt that is made again draws the same tokens."""
+
+
+class PromptBuilder:
+    """A `PromptBuilder` makes prompts from chat requests. It has no state but its threads and the prober, which runs
+    from `start` to `close`. Each router has one."""
+
+    def __init__(
+        self, config: RouterConfig, family: Family, codec: TextCodec, registry: Registry, prober: Prober
+    ) -> None:
+        self.family = family
+        self.max_items = served_items(family, config.max_items_per_prompt)
+        self._config = config
+        self.codec = codec
+        self._registry = registry
+        self._prober = prober
+        self._threads = RequestThreads()
+        self._reader = MediaReader(
+            config.model_name, self.max_items, config.media_limits, registry, prober, self._threads
+        )
+        self._planner = MediaPlanner(family)
+
+    async def start(self) -> None:
+        """Starts the prober, if a served modality needs it. Raises NoCapacity."""
+        if any(
+            self._registry.modality(name).needs_process for name in self.max_items if self._registry.has_modality(name)
+        ):
+            await self._prober.start()
+
+    async def close(self) -> None:
+        self._threads.close()
+        await self._prober.close()
+
+    async def parse(self, body: bytes) -> ChatRequest:
+        """Parses the JSON of a request. Raises InvalidRequest; `param` names the first offending field."""
+        if len(body) <= PARSE_IN_THREAD_BYTES:
+            return parse_chat(body)
+        return await self._threads.run(Work.BODY, parse_chat, body)
+
+    async def read(self, chat: ChatRequest) -> Draft:
+        """Checks a request and probes its media. Raises a RequestRefused whose `param` names the offending part of the
+        request; raises Busy or Unavailable if a medium can't be read now."""
+        vocab_size = self.family.shape.vocab_size
+        check_limits(chat, self._config, vocab_size)
+        contents = tuple(parts_of(message, index, self._is_media) for index, message in enumerate(chat.messages))
+        parts = [part for content in contents if not isinstance(content, str) for part in content]
+        media = [part for part in parts if isinstance(part, MediaPart)]
+        if len(media) > self._config.max_media_items:
+            raise InvalidRequest(f"at most {self._config.max_media_items} media in one request", param="messages")
+        kwargs = chat.mm_processor_kwargs
+        probed = await self._reader.read(media, None if kwargs is None else kwargs.use_audio_in_video)
+        grammar = await self._threads.run(Work.GRAMMAR, grammar_of, chat) if chat.is_structured else ""
+        return Draft(
+            chat=without_contents(chat),
+            contents=tuple(content if isinstance(content, str) else without_fields(content) for content in contents),
+            media=tuple(probed),
+            video_options=video_options(self._config.video_options, kwargs),
+            sampling=sampling_of(chat, vocab_size, grammar),
+        )
+
+    async def plan(self, draft: Draft, losses: Losses = NOTHING_LOST) -> Prompt:
+        """Returns the prompt without what was lost. Raises a RequestRefused."""
+        return await self._threads.run(Work.PROMPT, self._plan, draft, losses)
+
+    def is_reducible(self, draft: Draft, key: ItemKey, reduction: int) -> bool:
+        """Returns whether the item, already reduced `reduction` times, would cost less if it were reduced once more."""
+        medium = next(medium for medium in draft.media if medium.part == key.part)
+        return self._planner.is_reducible(medium, key, draft.video_options, reduction)
+
+    # ------------------------------------------------------------ planning (in a thread)
+
+    def _plan(self, draft: Draft, losses: Losses) -> Prompt:
+        chat, longest = draft.chat, self.family.shape.max_model_len
+        rendered = self.codec.render(self._messages(draft, losses), most_tokens=longest)
+        items, expanded = self._fitted(draft, losses, rendered)
+        media = tuple(planned.item for planned in items)
+        num_tokens, salt = len(expanded.token_ids), chat.cache_salt or ""
+        hashes = prompt_block_hashes(expanded.token_ids, self._config.block_size, expanded.placeholders, media, salt)
+        return Prompt(
+            token_ids=tuple(expanded.token_ids),
+            placeholders=expanded.placeholders,
+            media=media,
+            media_bytes=tuple(planned.data for planned in items),
+            block_hashes=tuple(hashes),
+            sampling=draft.sampling,
+            stop=stop_conditions(chat, num_tokens, longest, self.codec.eos_token_ids),
+            stop_strings=tuple(chat.stop or ()),
+            num_choices=chat.num_choices,
+            cache_salt=salt,
+            priority=chat.priority or 0,
+            ignored_fields=tuple(chat.ignored_fields),
+        )
+
+    def _fitted(
+        self, draft: Draft, losses: Losses, rendered: Sequence[int]
+    ) -> tuple[list[PlannedItem], ExpandedPrompt]:
+        """Returns items and an expanded prompt that fit into the context. Families may write text between a video's
+        frames (times), and its length is known only afterwards; if it takes too much, the video gets fewer frames.
+        Raises ContextLengthExceeded."""
+        chat, longest = draft.chat, self.family.shape.max_model_len
+        num_text = len(rendered) - _num_placeholders(draft, losses)
+        most = longest - self._answer_tokens(chat)
+        room = most - num_text
+        for _ in range(MAX_FITTINGS):
+            items = self._planner.plan(draft.media, draft.video_options, room, chat.cache_salt or "", losses)
+            plans = [planned.plan for planned in items]
+            num_video = sum(sum(plan.unit_tokens) for plan in plans if plan.modality == VIDEO)
+            num_other = sum(sum(plan.unit_tokens) for plan in plans) - num_video
+            check_context(num_text + num_other + num_video, chat, longest)
+            expanded = self.family.expand(rendered, plans, self.codec.encode)
+            taken = len(expanded.token_ids) - num_text - num_other
+            if not num_video or len(expanded.token_ids) <= most:
+                break
+            room = num_other + num_video * max(0, most - num_text - num_other) // taken
+        check_context(len(expanded.token_ids), chat, longest)
+        return items, expanded
+
+    def _answer_tokens(self, chat: ChatRequest) -> int:
+        """Returns the number of tokens of the context that videos must leave to the answer."""
+        if chat.token_limit is not None:
+            return chat.token_limit
+        return min(self._config.answer_tokens, self.family.shape.max_model_len // 8)
+
+    # ------------------------------------------------------------ messages
+
+    def _is_media(self, part_type: str) -> bool:
+        return self._registry.modality_of_part(part_type) is not None
+
+    def _messages(self, draft: Draft, losses: Losses) -> list[dict[str, object]]:
+        """Returns the input of the chat template. `developer` is the new name of the role `system`; templates know the
+        old name."""
+        messages: list[dict[str, object]] = []
+        for message, content in zip(draft.chat.messages, draft.contents, strict=True):
+            role = "system" if message.role == "developer" else message.role
+            entry: dict[str, object] = {
+                "role": role,
+                "content": content if isinstance(content, str) else self._parts(content, losses),
+            }
+            entry |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
+            messages.append(entry)
+        return messages
+
+    def _parts(self, content: Sequence[Part], losses: Losses) -> list[dict[str, str]]:
+        parts: list[dict[str, str]] = []
+        for part in content:
+            if isinstance(part, TextPart):
+                parts.append({"type": "text", "text": part.text})
+                continue
+            modality = self._reader.plugin_of(part).modality
+            if ItemKey(part.param, modality) not in losses.removed:
+                parts.append({"type": modality})
+        return parts
+
+
+def served_items(family: Family, lowered: Mapping[str, int]) -> dict[str, int]:
+    """Maps each modality to the most items per prompt: the family's limit, lowered by the deployment. It leaves out
+    modalities with a limit of 0."""
+    most = {modality: min(count, lowered.get(modality, count)) for modality, count in family.max_items.items()}
+    return {modality: count for modality, count in most.items() if count > 0}
+
+
+def without_contents(chat: ChatRequest) -> ChatRequest:
+    bare = [message.model_copy(update={"content": None}) for message in chat.messages]
+    return chat.model_copy(update={"messages": bare})
+
+
+def without_fields(content: Sequence[Part]) -> list[Part]:
+    """Returns the parts with media parts reduced to their type and place."""
+    return [part if isinstance(part, TextPart) else part._replace(fields={}) for part in content]
+
+
+def _num_placeholders(draft: Draft, losses: Losses) -> int:
+    return sum(ItemKey(medium.part, medium.modality) not in losses.removed for medium in draft.media)

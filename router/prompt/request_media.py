@@ -1,0 +1,365 @@
+"""Turns probed media into items with plans that fit the context: items of fixed size come first, then the videos share
+what is left.
+
+A video may become two items, its pictures and its sound. Items that the degradation policy removed are left out here,
+and items that it reduced are planned smaller. The module decodes nothing; of a request it knows only the media and
+their options.
+
+Holds the threads in which a router reads requests: a few for each kind of work, so that no kind of work waits for
+another.
+
+Nothing that a client sends is read in the event loop's own executor: a few large media would fill it and delay the
+reading of every other request. Work that may take long for one file (such as a parser's) belongs in a helper process
+(`modalities.probing`), not here. The module knows nothing of what the work is.
+
+Reads the media of a request as far as their headers: it counts, parses and probes them, and checks them against the
+limits.
+
+Types and counts are checked first, before a byte is decoded. What the first bytes of a file do not say plainly is read
+in a separate process that may be killed, one file of a request at a time. So requests take turns there, and a request
+with many costly files does not hold up another. Of the model the module knows only what it takes (modality -> most
+items); it knows nothing of tokens.
+
+Shares the tokens that a request's videos may have together among the videos. It is pure, and knows nothing of
+requests or media.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+
+from fabric.contracts import InvalidMedia, InvalidRequest, MediaItem, UnsupportedModality, content_digest
+from modalities.family import DEFAULT_OPTIONS, AudioHeader, Family, ItemPlan, MediaHeader, MediaOptions, VideoHeader
+from modalities.media import MediaLimits, ModalityPlugin, ReadsFirstBytes, plan_media
+from modalities.registry import Registry
+from router.api import PART_TYPE_TO_MODALITY, MediaPart
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+NUM_THREADS = 2
+"""Each kind of work has this many threads. They share the interpreter's lock: with more threads, the event loop would
+wait for more of them."""
+
+
+class Work(Enum):
+    """`Work` lists the kinds of reading; each kind has threads of its own."""
+
+    BODY = "body"
+    """Parses JSON."""
+    MEDIA = "media"
+    """Decodes base64, reads the first bytes of files, and computes digests."""
+    PROMPT = "prompt"
+    """Renders templates, and makes tokens, plans and block hashes."""
+    GRAMMAR = "grammar"
+
+
+class RequestThreads:
+    """Holds `NUM_THREADS` threads for each kind of work. It lives as long as its router, until `close`."""
+
+    def __init__(self) -> None:
+        self._pools = {work: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=work.value) for work in Work}
+
+    async def run(self, work: Work, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs `function` in a thread for `work`, and returns its result."""
+        assert not kwargs, "positional arguments alone reach the thread"
+        return await asyncio.get_running_loop().run_in_executor(self._pools[work], function, *args)
+
+    def close(self) -> None:
+        """Closes without waiting: running work ends by itself, and waiting work is dropped."""
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+SOUND = "audio"
+"""This is the modality of a video's sound track."""
+LOW_DETAIL_PIXELS = 512 * 512
+"""Limits the pixels that the model looks at of a picture with `detail: low`; it is the size that OpenAI's documentation
+names."""
+
+
+class Prober(Protocol):
+    """A `Prober` reads the headers of media; modalities.probing.ProbePool implements it."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
+        """Runs `ModalityPlugin.probe` in a separate process. Files that wait for a process are read in the order in
+        which they came. Raises InvalidMedia, NoCapacity if there is no process, Overloaded if none is free in time, and
+        MachineBusy if the read is not done in time."""
+        ...
+
+
+class ProbedMedium(NamedTuple):
+    """A `ProbedMedium` is one part of the request that is a medium."""
+
+    part: str
+    """This is the path of the part in the request, such as `messages.0.content.1`."""
+    modality: str
+    data: bytes
+    """Holds the encoded file."""
+    digest: bytes
+    """This is the digest of `data`, which is hashed once, however often the item is planned."""
+    header: MediaHeader
+    sound: AudioHeader | None
+    """This is the sound track of a video, if the model is to get it."""
+    probe_s: float
+    max_pixels: int = 0
+    """Limits the pixels of a picture, as `MediaOptions.max_pixels` does; 0 leaves the limit to the model."""
+
+
+class _File(NamedTuple):
+    """A `_File` is one part, decoded from its text."""
+
+    data: bytes
+    digest: bytes
+    header: MediaHeader | None
+    """This is the header if the first bytes of the file say it, otherwise None."""
+
+
+class MediaReader:
+    """A `MediaReader` has no state but the prober; each router has one. `max_items` maps a modality to the most items
+    of a request; a modality without a row, or with 0, is not served."""
+
+    def __init__(
+        self,
+        model_name: str,
+        max_items: Mapping[str, int],
+        limits: MediaLimits,
+        registry: Registry,
+        prober: Prober,
+        threads: RequestThreads,
+    ) -> None:
+        self.max_items = max_items
+        self._model_name = model_name
+        self._limits = limits
+        self._registry = registry
+        self._prober = prober
+        self._threads = threads
+
+    async def read(self, parts: Sequence[MediaPart], with_sound_tracks: bool | None = None) -> list[ProbedMedium]:
+        """Returns one medium per part, in order. `with_sound_tracks` says whether sound tracks count; by default they
+        do if the model takes sound. Raises UnsupportedModality, InvalidRequest or InvalidMedia, naming the first part
+        that is at fault, after which nothing is probed; raises also what a prober raises."""
+        plugins = self._check_types(parts)
+        has_sound_tracks = self._has_sound_tracks(with_sound_tracks)
+        if not parts:
+            return []
+        files = await self._threads.run(Work.MEDIA, self._parse, parts, plugins)
+        media: list[ProbedMedium] = []
+        for part, plugin, file in zip(parts, plugins, files, strict=True):
+            medium = await self._probe(part, plugin, file)
+            media.append(medium._replace(sound=self._sound(medium) if has_sound_tracks else None))
+        self._check_counts([(medium.part, SOUND) for medium in media if medium.sound], media)
+        return media
+
+    def plugin_of(self, part: MediaPart) -> ModalityPlugin:
+        """Returns the plugin for a part. Raises UnsupportedModality if the model does not take the part's modality, and
+        InvalidRequest for an unknown part type."""
+        plugin = self._registry.modality_of_part(part.part_type)
+        if plugin is None and part.part_type not in PART_TYPE_TO_MODALITY:
+            raise InvalidRequest(f"unknown content part type `{part.part_type[:64]}`", param=part.param)
+        if plugin is None or self.max_items.get(plugin.modality, 0) < 1:
+            modality = PART_TYPE_TO_MODALITY[part.part_type] if plugin is None else plugin.modality
+            raise UnsupportedModality(f"{self._model_name} takes no {modality} input", param=part.param)
+        return plugin
+
+    # ------------------------------------------------------------ types and counts
+
+    def _check_types(self, parts: Sequence[MediaPart]) -> list[ModalityPlugin]:
+        plugins = [self.plugin_of(part) for part in parts]
+        self._check_counts([(part.param, plugin.modality) for part, plugin in zip(parts, plugins, strict=True)])
+        return plugins
+
+    def _check_counts(self, items: Sequence[tuple[str, str]], probed: Sequence[ProbedMedium] = ()) -> None:
+        """Counts `items`, which are (part, modality) pairs, in addition to the media in `probed`. Raises InvalidRequest
+        if a modality has too many items."""
+        counts = Counter(medium.modality for medium in probed)
+        for part, modality in items:
+            counts[modality] += 1
+            most = self.max_items[modality]
+            if counts[modality] > most:
+                tracks = ", the sound tracks of videos among them" if probed else ""
+                raise InvalidRequest(f"at most {most} {modality} items in one request{tracks}", param=part)
+
+    # ------------------------------------------------------------ headers
+
+    def _parse(self, parts: Sequence[MediaPart], plugins: Sequence[ModalityPlugin]) -> list[_File]:
+        files: list[_File] = []
+        for part, plugin in zip(parts, plugins, strict=True):
+            data = plugin.parse(part.fields, part.param, self._limits)
+            header = plugin.first_header(data) if isinstance(plugin, ReadsFirstBytes) else None
+            files.append(_File(data, content_digest(data), header))
+        return files
+
+    async def _probe(self, part: MediaPart, plugin: ModalityPlugin, file: _File) -> ProbedMedium:
+        clock = asyncio.get_running_loop()
+        started_s = clock.time()
+        if file.header is not None:
+            header = file.header
+        elif plugin.needs_process:
+            header = await self._prober.probe(plugin.modality, file.data, part.param)
+        else:
+            header = await self._threads.run(Work.MEDIA, plugin.probe, file.data, part.param)
+        plugin.validate(header, self._limits, part.param)
+        probe_s = clock.time() - started_s
+        most = LOW_DETAIL_PIXELS if part.detail == "low" else 0
+        return ProbedMedium(part.param, plugin.modality, file.data, file.digest, header, None, probe_s, most)
+
+    def _has_sound_tracks(self, wanted: bool | None) -> bool:
+        takes_sound = self.max_items.get(SOUND, 0) > 0
+        if wanted and not takes_sound:
+            path = "mm_processor_kwargs.use_audio_in_video"
+            raise UnsupportedModality(f"{self._model_name} takes no {SOUND} input", param=path)
+        return takes_sound if wanted is None else wanted
+
+    def _sound(self, medium: ProbedMedium) -> AudioHeader | None:
+        """Returns the sound track of a medium, or None, and checks it against the limits for sounds. Raises
+        InvalidMedia."""
+        sound = medium.header.sound if isinstance(medium.header, VideoHeader) else None
+        if sound is not None and self._registry.has_modality(SOUND):
+            self._registry.modality(SOUND).validate(sound, self._limits, medium.part)
+        return sound
+
+
+def share_tokens(wanted: Sequence[int], budget: int) -> list[int]:
+    """Shares `budget` tokens max-min fairly: a video that wants less than an equal share gets what it wants, and the
+    other videos share what it leaves.
+
+    `wanted` holds the tokens that each video wants. Returns the tokens of each video, never more than it wants, and
+    together at most `budget`. The remainder of a division is not given out, so that videos with equal wishes get equal
+    shares."""
+    shares = [0] * len(wanted)
+    left, order = max(0, budget), sorted(range(len(wanted)), key=lambda index: wanted[index])
+    for at, index in enumerate(order):
+        fair = left // (len(order) - at)
+        if wanted[index] > fair:
+            for other in order[at:]:
+                shares[other] = fair
+            break
+        shares[index] = wanted[index]
+        left -= wanted[index]
+    return shares
+
+
+VIDEO = "video"
+"""This is the modality whose frames are thinned out to fit."""
+
+
+class ItemKey(NamedTuple):
+    """An `ItemKey` names an item of a request, and stays the same however often the item is planned. A part has one
+    item per modality."""
+
+    part: str
+    modality: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Losses:
+    """Holds what the degradation policy has reduced or removed so far."""
+
+    item_to_reduction: Mapping[ItemKey, int] = dataclasses.field(default_factory=dict)
+    """Maps an item to the number of times it was reduced, as in `MediaOptions.reduction`."""
+    removed: frozenset[ItemKey] = frozenset()
+
+
+NOTHING_LOST = Losses()
+
+
+class PlannedItem(NamedTuple):
+    plan: ItemPlan
+    item: MediaItem
+    data: bytes
+
+
+class _Wanted(NamedTuple):
+    """Holds an item before it is planned."""
+
+    medium: ProbedMedium
+    modality: str
+    header: MediaHeader
+    options: MediaOptions
+    anchor: int
+
+
+class MediaPlanner:
+    """A `MediaPlanner` has no state; each router has one. The `video_options` of a call combine the deployment's
+    defaults with the request's wishes."""
+
+    def __init__(self, family: Family) -> None:
+        self._family = family
+
+    def plan(
+        self, media: Sequence[ProbedMedium], video_options: MediaOptions, room: int, salt: str, losses: Losses
+    ) -> list[PlannedItem]:
+        """Plans all items of a request. `room` is the number of tokens that all media together may have in the context.
+        Videos get what the other items leave of it, at most `video_options.max_tokens` together; a video that wants no
+        more than its share keeps its options, and so its identity. Other items are planned as they are, whether they
+        fit or not. Raises InvalidMedia naming the part."""
+        wanted = self._wanted(media, video_options, losses)
+        plans = [self._plan(each) for each in wanted]
+        at = [index for index, each in enumerate(wanted) if each.modality == VIDEO]
+        others = sum(sum(plan.unit_tokens) for index, plan in enumerate(plans) if index not in set(at))
+        tokens = [sum(plans[index].unit_tokens) for index in at]
+        shares = share_tokens(tokens, min(room - others, video_options.max_tokens))
+        for index, share, natural in zip(at, shares, tokens, strict=True):
+            if share < natural:
+                options = dataclasses.replace(wanted[index].options, max_tokens=max(1, share))
+                wanted[index] = wanted[index]._replace(options=options)
+        return [self._item(index, each, salt) for index, each in enumerate(wanted)]
+
+    def is_reducible(self, medium: ProbedMedium, key: ItemKey, video_options: MediaOptions, reduction: int) -> bool:
+        """Returns whether the item would cost less if it were reduced once more than `reduction` times. (A sound never
+        does; nor does a picture that is already as small as the model takes pictures.)"""
+        losses = [Losses({key: times}) for times in (reduction, reduction + 1)]
+        now, less = (
+            next(each for each in self._wanted([medium], video_options, loss) if each.modality == key.modality)
+            for loss in losses
+        )
+        return self._plan(less).cost < self._plan(now).cost
+
+    # ------------------------------------------------------------ helpers
+
+    def _wanted(self, media: Sequence[ProbedMedium], video_options: MediaOptions, losses: Losses) -> list[_Wanted]:
+        wanted: list[_Wanted] = []
+        for medium in media:
+            key = ItemKey(medium.part, medium.modality)
+            if key in losses.removed:
+                continue
+            options = video_options if medium.modality == VIDEO else DEFAULT_OPTIONS
+            reduction = losses.item_to_reduction.get(key, 0)
+            options = dataclasses.replace(options, reduction=reduction, max_pixels=medium.max_pixels)
+            anchor = len(wanted)
+            wanted.append(_Wanted(medium, medium.modality, medium.header, options, -1))
+            if medium.sound is not None and ItemKey(medium.part, SOUND) not in losses.removed:
+                wanted.append(_Wanted(medium, SOUND, medium.sound, DEFAULT_OPTIONS, anchor))
+        return wanted
+
+    def _plan(self, wanted: _Wanted) -> ItemPlan:
+        try:
+            return self._family.plan(wanted.header, wanted.options)
+        except InvalidMedia as error:
+            raise InvalidMedia(f"{wanted.medium.part}: {error.message}", param=wanted.medium.part) from error
+
+    def _item(self, index: int, wanted: _Wanted, salt: str) -> PlannedItem:
+        medium = wanted.medium
+        planned = plan_media(
+            self._family,
+            medium.data,
+            wanted.header,
+            index,
+            medium.part,
+            salt,
+            wanted.options,
+            wanted.anchor,
+            medium.digest,
+        )
+        return PlannedItem(planned.plan, planned.item, medium.data)

@@ -1,0 +1,89 @@
+"""Holds the router's settings: limits, budgets and periods. This module reads them from nowhere; `deploy` fills them
+in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from modalities.family import DEFAULT_OPTIONS, MediaOptions
+from modalities.media import MediaLimits
+from router.planning import PlannerSettings
+
+MIB = 2**20
+Policy = Literal["error", "reduce", "text_only"]
+"""Names what happens to a request with a medium that can't be encoded; see `router.run.degradation`."""
+MODALITY_TO_ENCODE_TIMEOUT_MS = {"image": 10_000, "audio": 20_000, "video": 60_000}
+OTHER_ENCODE_TIMEOUT_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """A `RouterConfig` is frozen; each router process has one."""
+
+    model_name: str
+    """This is the name of the model that clients ask for."""
+    capacity_wait_s: float
+    """Limits how long a request waits in all for workers, and for encoders of its media, that are not there."""
+    block_size: int
+    """This is the number of tokens per KV block. It must equal the workers' own, or the router never finds a prefix."""
+    feature_itemsize: int = 4
+    """This is the size in bytes of one number of a feature, for the planner's estimate of transfers."""
+    max_body_bytes: int = 32 * MIB
+    max_bodies_bytes: int = 1024 * MIB
+    """Limits the bytes of the bodies (and of the media cut from them) of all requests in flight together."""
+    max_in_flight: int = 256
+    max_num_choices: int = 8
+    min_priority: int = -(2**31)
+    """Limits how urgent a request may be: a request with a lower number is always served first."""
+    max_stop_strings: int = 16
+    max_stop_chars: int = 256
+    max_stop_token_ids: int = 64
+    max_media_items: int = 64
+    max_messages: int = 4096
+    media_limits: MediaLimits = field(default_factory=MediaLimits)
+    max_items_per_prompt: Mapping[str, int] = field(default_factory=dict)
+    """Maps a modality to the most items of a request, where that is less than what the family takes; 0 refuses the
+    modality."""
+    video_options: MediaOptions = DEFAULT_OPTIONS
+    """Says how videos are sampled where a request does not say; `max_tokens` limits all videos of a request
+    together."""
+    answer_tokens: int = 512
+    """Videos leave this many tokens of the context for an answer of no stated length, at most an eighth of the
+    context."""
+    on_encode_failure: Policy = "error"
+    """Applies to requests that do not name a policy."""
+    encode_timeout_ms: Mapping[str, int] = field(default_factory=lambda: dict(MODALITY_TO_ENCODE_TIMEOUT_MS))
+    """Maps a modality to the time that the encoding of an item may take, including its wait at the encoder. The items
+    of a call share the sum of their times. The limit travels with the call; an encoder that is too busy reports so
+    before the time is over."""
+    encode_grace_s: float = 5.0
+    """The answer of an encoder may come this much later than the encoding time allows, because the media must first
+    travel to the encoder. After that the router considers the encoder silent."""
+    heartbeat_s: float = 0.5
+    lease_s: float = 5.0
+    dispatch_timeout_s: float = 600.0
+    """Limits one attempt, from dispatch to its terminal event."""
+    max_attempts: int = 3
+    max_encodes_per_item: int = 8
+    """Limits the encodings of one item within one attempt: evictions and lost encoders may require more than one.
+    Refusals by busy encoders are counted separately, up to the same number."""
+    exclusion_s: float = 7.0
+    """The router plans nothing onto a member for this long after the member was gone or lost. The time is longer than
+    the directory takes to notice."""
+    gap_timeout_s: float = 2.0
+    """Token frames may arrive this much later than the terminal event; if they do not, a new attempt is made."""
+    settle_timeout_s: float = 2.0
+    """A worker may take this long to answer an abort with its terminal event."""
+    write_timeout_s: float = 120.0
+    """The router treats a reader that takes nothing for this long as gone."""
+    retry_after_s: float = 1.0
+    """This is the value of Retry-After when the error does not name one."""
+    planner: PlannerSettings = field(default_factory=PlannerSettings)
+    max_traces: int = 256
+    max_trace_events: int = 512
+
+    def encode_timeout_s(self, modality: str) -> float:
+        return self.encode_timeout_ms.get(modality, OTHER_ENCODE_TIMEOUT_MS) / 1000

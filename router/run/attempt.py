@@ -1,0 +1,229 @@
+"""An attempt is one try at a request: it is planned, dispatched to the worker and the encoders at the same moment, and
+then ended or aborted.
+
+It knows nothing of text, of clients or of other attempts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from fabric.contracts import (
+    AbortAttempt,
+    AttemptId,
+    DeadlineExceeded,
+    EncodeResult,
+    FeatureNeeded,
+    GenerateRequest,
+    GenerateResult,
+    MediaItem,
+    MemberId,
+    Unavailable,
+    WeftError,
+    WorkerLost,
+)
+from router.observe import RequestTrace
+from router.planning import RoutePlan, RouteQuery, plan_route
+from router.prompt import Prompt
+from router.run.context import RouterContext
+from router.run.degradation import Setbacks
+from router.run.encode_dispatcher import ELSEWHERE, Dispatch, EncodeDispatcher
+
+
+class Attempt:
+    """An `Attempt` is used in this order: call `dispatch`, await `result`, call `close`. The other methods may be
+    called in between."""
+
+    def __init__(
+        self,
+        context: RouterContext,
+        prompt: Prompt,
+        attempt_id: AttemptId,
+        age: tuple[float, str],
+        setbacks: Setbacks,
+        trace: RequestTrace,
+    ) -> None:
+        """Creates an attempt that is not yet planned. `setbacks` belong to the request; the attempt records there which
+        members failed it."""
+        self.attempt_id = attempt_id
+        self.plan: RoutePlan | None = None
+        self.dispatched_at_s = 0.0
+        self._context = context
+        self._prompt = prompt
+        self._age = age
+        self._setbacks = setbacks
+        self._trace = trace
+        self._generate: asyncio.Task[GenerateResult] | None = None
+        self._dispatcher: EncodeDispatcher | None = None
+        self._ended: asyncio.Queue[asyncio.Task[GenerateResult] | asyncio.Task[EncodeResult] | WeftError] = (
+            asyncio.Queue()
+        )
+        self._deadline: asyncio.Timeout | None = None
+        self._is_settling = False
+        self._is_answered = False
+        self._is_closed = False
+
+    # ------------------------------------------------------------ dispatch
+
+    def dispatch(self, emitted: Sequence[tuple[int, ...]]) -> RoutePlan:
+        """Plans the attempt and starts all its calls; awaits nothing. `emitted` holds, per choice, the tokens that
+        former attempts sent. Raises NoCapacity."""
+        context, (request_id, attempt) = self._context, self.attempt_id
+        now = context.clock.now()
+        query = self._query()
+        plan = plan_route(query, context.cluster.snapshot(query, now), now)
+        self.plan, self.dispatched_at_s = plan, now
+        context.cluster.note_dispatched(query, plan, now)
+        context.metrics.covered_items.inc(len(plan.covered_items))
+        self._trace.add("planned", attempt=attempt, worker=plan.worker_id, predicted_ttft_s=plan.predicted_ttft_s)
+        self._trace.add_plan(attempt, plan)
+        call = context.pools.workers.generate(plan.worker_id, self._generate_request(plan, emitted))
+        self._generate = context.tasks.spawn(call, f"generate {request_id}/{attempt}")
+        self._generate.add_done_callback(self._ended.put_nowait)
+        self._trace.add("dispatched", to=plan.worker_id, attempt=attempt)
+        dispatch = Dispatch(self.attempt_id, self._age, self._query, plan, now + context.config.dispatch_timeout_s)
+        self._dispatcher = EncodeDispatcher(
+            context, self._prompt, dispatch, self._setbacks, self._trace, self._ended.put_nowait
+        )
+        self._dispatcher.start()
+        return plan
+
+    def _query(self) -> RouteQuery:
+        prompt = self._prompt
+        return RouteQuery(
+            attempt_id=self.attempt_id,
+            token_count=len(prompt.token_ids),
+            block_hashes=prompt.block_hashes,
+            media=prompt.media,
+            placeholders=prompt.placeholders,
+            feature_row_bytes=self._context.feature_row_bytes,
+            excluded=self._setbacks.excluded(self._context.clock.now()),
+        )
+
+    def _generate_request(self, plan: RoutePlan, emitted: Sequence[tuple[int, ...]]) -> GenerateRequest:
+        prompt = self._prompt
+        return GenerateRequest(
+            request_id=self.attempt_id.request_id,
+            attempt=self.attempt_id.attempt,
+            router_id=self._context.member_id,
+            router_address=self._context.plane.address,
+            token_ids=prompt.token_ids,
+            placeholders=prompt.placeholders,
+            media=prompt.media,
+            sampling=prompt.sampling,
+            stop=prompt.stop,
+            age=self._age,
+            num_choices=prompt.num_choices,
+            cache_salt=prompt.cache_salt,
+            priority=prompt.priority,
+            dispatched_items=tuple(assignment.item_index for assignment in plan.assignments),
+            emitted=tuple(emitted) if any(emitted) else (),
+        )
+
+    # ------------------------------------------------------------ awaiting the result
+
+    async def result(self) -> GenerateResult | None:
+        """Returns the terminal event, or None if it does not come within the time given to `settle`. Raises the error
+        that ended the attempt: TargetGone, WorkerLost, an error of the worker or of an item, or DeadlineExceeded."""
+        limit_s = self._context.config.dispatch_timeout_s
+        try:
+            async with asyncio.timeout(limit_s) as self._deadline:
+                return await self._until_answered()
+        except TimeoutError:
+            if self._is_settling:
+                return None
+            raise DeadlineExceeded(f"no answer within {limit_s:g} s") from None
+        finally:
+            self._deadline = None
+
+    async def _until_answered(self) -> GenerateResult:
+        assert self._dispatcher is not None
+        while True:
+            ended = await self._ended.get()
+            if isinstance(ended, WeftError):
+                raise ended
+            if ended is self._generate:
+                return self._answered(self._generate)
+            self._dispatcher.take(ended)  # type: ignore[arg-type]
+
+    def _answered(self, task: asyncio.Task[GenerateResult]) -> GenerateResult:
+        assert self.plan is not None
+        try:
+            if task.cancelled():
+                raise WorkerLost(f"the call to {self.plan.worker_id} was cancelled")
+            result = task.result()
+            self._is_answered = True
+            if result.error is not None and not self._is_settling:
+                raise result.error.to_error()
+        except WeftError as error:
+            self._worker_failed(self.plan.worker_id, error)
+            raise
+        self._trace.extend(result.trace)
+        if result.error is None:
+            self._context.cluster.observe_generate(self.plan, result, self._context.clock.now())
+        return result
+
+    def _worker_failed(self, worker_id: MemberId, error: WeftError) -> None:
+        self._context.metrics.dispatch_errors.labels("generate", error.code).inc()
+        self._trace.add("generate_failed", worker=worker_id, code=error.code, attempt=self.attempt_id.attempt)
+        if isinstance(error, Unavailable):
+            self._context.exclude(worker_id)
+        if isinstance(error, ELSEWHERE):
+            self._setbacks.exclude(worker_id, error, self._context.clock.now())
+
+    @property
+    def failed_items(self) -> tuple[MediaItem, ...]:
+        """Returns the media that failed to encode, if that failure ended the attempt."""
+        indexes = () if self._dispatcher is None else self._dispatcher.failed_items
+        return tuple(self._prompt.media[index] for index in indexes)
+
+    @property
+    def lacks_encoder(self) -> bool:
+        """Tells whether the attempt ended because no encoder was left for one of its items."""
+        return self._dispatcher is not None and self._dispatcher.lacks_encoder
+
+    def settle(self, timeout_s: float) -> None:
+        """Limits the wait for the terminal event to `timeout_s` from now, because all text has arrived."""
+        if self._deadline is not None and not self._is_settling:
+            self._is_settling = True
+            self._deadline.reschedule(asyncio.get_running_loop().time() + timeout_s)
+
+    def feature_needed(self, message: FeatureNeeded) -> None:
+        """Requests the encoding of units that the worker lacks. If they can't be supplied, the attempt ends."""
+        if self._dispatcher is None or self._is_settling or self._is_closed:
+            return
+        try:
+            self._dispatcher.needed(message)
+        except WeftError as error:
+            self._ended.put_nowait(error)
+
+    def member_left(self, member_id: MemberId) -> None:
+        """Ends open calls to a member as lost, because the directory no longer lists the member. (A drained member
+        finishes what it accepted before it leaves; a frozen one never would.)"""
+        if self._is_closed or self.plan is None or self._dispatcher is None:
+            return
+        if self.plan.worker_id == member_id and self._generate is not None:
+            self._generate.cancel()
+        self._dispatcher.encoder_left(member_id)
+
+    # ------------------------------------------------------------ abort and close
+
+    def abort_choices(self, choices: Iterable[int]) -> None:
+        """Asks the worker to stop generating tokens for these choices."""
+        if self.plan is not None:
+            self._context.send(self.plan.worker_id, AbortAttempt(*self.attempt_id, tuple(choices)))
+
+    def close(self) -> None:
+        """Ends the attempt: sends an abort at once to the worker and the encoders that still work on it, then cancels
+        open calls. The method is idempotent."""
+        if self.plan is None or self._is_closed:
+            return
+        self._is_closed = True
+        if not self._is_answered:
+            self._context.send(self.plan.worker_id, AbortAttempt(*self.attempt_id))
+        if self._dispatcher is not None:
+            self._dispatcher.close()
+        if self._generate is not None:
+            self._generate.cancel()
+        self._context.cluster.note_ended(self.attempt_id)

@@ -1,0 +1,307 @@
+"""Holds what all requests of one router share. The service creates them once; the members in them change. The
+module knows nothing of single requests.
+
+Starts tasks that run on their own, outside the context of the request that started them.
+
+Two concurrent calls to one Ray Serve deployment from one HTTP request share an internal request id, which Serve keeps
+in a context variable; the second call then hangs. So every dispatch runs in an empty context. The module knows nothing
+of what the tasks do.
+
+Limits what may be in flight at once: the number of requests, and the bytes of their bodies. It refuses requests
+beyond the limits before any work is spent on them.
+
+It is pure, and knows nothing of HTTP or of workers.
+
+Defines calls to named replicas as the router sees them. `deploy` implements them in one process and over Ray Serve.
+
+Cancelling the task that awaits a call cancels the call; that is the abort. The module knows nothing of plans or
+attempts.
+
+Lets requests wait until a worker, or an encoder of the right kind, is there. It runs `planning.capacity` in the
+event loop.
+
+Nothing polls. A waiting request wakes when the members change, when an exclusion ends, or at its own deadline. Each
+turn of the loop releases one request, so that the plan of each counts the load of those released before it. The module
+knows nothing of plans, attempts or streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from fabric.contracts import (
+    Clock,
+    Draining,
+    EncodeRequest,
+    EncodeResult,
+    GenerateRequest,
+    GenerateResult,
+    Member,
+    MemberId,
+    Overloaded,
+    PlaneMessage,
+    RequestId,
+    mint_request_id,
+)
+from fabric.transport import Plane
+from router.observe import RouterMetrics
+from router.planning import CapacityNeed, CapacityQueue, ClusterState, Supply, Waiter
+from router.router_config import RouterConfig
+
+T = TypeVar("T")
+
+
+class Tasks:
+    """Keeps tasks referenced until they end. A task whose outcome is not awaited ends without a warning: the code that
+    started it learns the outcome in another way, or has ended."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def spawn(self, work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+        """Starts `work` in an empty context."""
+        task = asyncio.create_task(work, name=name, context=contextvars.Context())
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    async def cancel_all(self, timeout_s: float) -> None:
+        """Cancels all running tasks and waits until they have ended, at most `timeout_s`."""
+        running = set(self._running)
+        for task in running:
+            task.cancel()
+        if running:
+            await asyncio.wait(running, timeout=timeout_s)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+
+class Ticket:
+    """A `Ticket` is a place among the requests in flight. The request holds it until `release`, which may be called
+    twice."""
+
+    def __init__(self, admission: Admission, request_id: RequestId) -> None:
+        self.request_id = request_id
+        self.num_bytes = 0
+        self._admission: Admission | None = admission
+
+    def grow(self, num_bytes: int) -> None:
+        """Counts `num_bytes` more bytes of body. Raises Overloaded if all bodies together exceed the budget."""
+        assert self._admission is not None, "the ticket was released"
+        self._admission.take_bytes(num_bytes)
+        self.num_bytes += num_bytes
+
+    def release(self) -> None:
+        if self._admission is not None:
+            self._admission.give_back(self)
+            self._admission = None
+
+
+class Admission:
+    def __init__(self, max_in_flight: int, max_bodies_bytes: int, retry_after_s: float) -> None:
+        self._max_in_flight = max_in_flight
+        self._max_bodies_bytes = max_bodies_bytes
+        self._retry_after_s = retry_after_s
+        self._when_empty: list[Callable[[], None]] = []
+        self.is_closed = False
+        self.num_in_flight = 0
+        self.bodies_bytes = 0
+
+    def close(self, when_empty: Callable[[], None]) -> None:
+        """Stops admitting requests. Calls `when_empty` once no request is in flight, at once if there is none now."""
+        self.is_closed = True
+        self._when_empty.append(when_empty)
+        self._tell_when_empty()
+
+    def admit(self) -> Ticket:
+        """Returns a ticket with a new request id. Raises Overloaded if too many requests are in flight, or Draining
+        once it is closed."""
+        if self.is_closed:
+            raise Draining("the cluster is stopping and takes no new requests", retry_after_s=self._retry_after_s)
+        if self.num_in_flight >= self._max_in_flight:
+            message = f"{self.num_in_flight} requests are in flight, the most this router takes"
+            raise Overloaded(message, retry_after_s=self._retry_after_s)
+        self.num_in_flight += 1
+        return Ticket(self, mint_request_id())
+
+    def take_bytes(self, num_bytes: int) -> None:
+        """Counts bytes of a body; tickets call it. Raises Overloaded if all bodies together exceed the budget."""
+        if self.bodies_bytes + num_bytes > self._max_bodies_bytes:
+            raise Overloaded("too many bytes of requests are in flight", retry_after_s=self._retry_after_s)
+        self.bodies_bytes += num_bytes
+
+    def give_back(self, ticket: Ticket) -> None:
+        """Returns a ticket's place and bytes; tickets call it."""
+        self.num_in_flight -= 1
+        self.bodies_bytes -= ticket.num_bytes
+        self._tell_when_empty()
+
+    def _tell_when_empty(self) -> None:
+        while self._when_empty and not self.num_in_flight:
+            self._when_empty.pop()()
+
+
+class WorkerPool(Protocol):
+    async def generate(self, worker_id: MemberId, request: GenerateRequest) -> GenerateResult:
+        """Runs an attempt on a worker; the call stays open until the attempt's terminal event. Raises TargetGone (the
+        worker had left before the call), WorkerLost (it died during the call), or what the worker raised."""
+        ...
+
+
+class EncoderPool(Protocol):
+    async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+        """Encodes the items of a request; `media` is one encoded file per item. Raises TargetGone, EncoderLost, or what
+        the encoder raised (Overloaded when its queue is full, WorkerBackedUp when only the share of the request's
+        worker is full)."""
+        ...
+
+
+class Pools(NamedTuple):
+    workers: WorkerPool
+    encoders: EncoderPool
+
+
+class Wait:
+    """A `Wait` is one request's stay in the queue. Its owner awaits `ended`, and calls `leave` in any case, at the
+    latest when the first token is there."""
+
+    def __init__(self, gate: CapacityGate, waiter: Waiter) -> None:
+        self.waiter = waiter
+        self.waited_s = 0.0
+        self._gate = gate
+        self._began_s = gate.clock.now()
+        self._future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_over(self) -> bool:
+        """Tells whether the request was released, or its time has passed."""
+        return self._future.done()
+
+    async def ended(self) -> bool:
+        """Waits for the end, and returns whether the members that the request needs are there; False means that its
+        deadline passed first. Records the time waited in the metrics."""
+        outcome = "left"
+        try:
+            is_served = await self._future
+            outcome = "served" if is_served else "expired"
+            return is_served
+        finally:
+            self.waited_s = self._gate.clock.now() - self._began_s
+            self._gate.metrics.capacity_wait.labels(outcome).observe(self.waited_s)
+
+    def end(self, is_served: bool) -> None:
+        """Ends the wait now with the outcome `is_served`, whether or not a member came. Has no effect once the wait is
+        over."""
+        if not self._future.done():
+            self._future.set_result(is_served)
+
+    def leave(self, has_arrived: bool = False) -> None:
+        """Gives up the place in the queue, or the place among released requests that have no token yet. `has_arrived`
+        says that the first token is there. The method is idempotent."""
+        self._gate.leave(self, has_arrived)
+
+
+class CapacityGate:
+    """A `CapacityGate` holds the queue of waiting requests. It belongs to the router's event loop."""
+
+    def __init__(self, supply: Supply, clock: Clock, metrics: RouterMetrics) -> None:
+        self.clock, self.metrics = clock, metrics
+        self._queue = CapacityQueue(supply)
+        self._waits: dict[Waiter, Wait] = {}
+        self._is_releasing = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return self._queue.num_waiting
+
+    def must_wait(self, age: tuple[float, str]) -> bool:
+        """Returns whether requests that already wait must be released ahead of a request of this age."""
+        return self._queue.num_waiting > 0 and self._queue.must_wait(age, self.clock.now())
+
+    def join(self, age: tuple[float, str], need: CapacityNeed, limit_s: float) -> Wait:
+        """Adds a request to the queue for at most `limit_s` seconds, and returns its wait."""
+        wait = Wait(self, Waiter(age, need, self.clock.now() + limit_s))
+        self._waits[wait.waiter] = wait
+        self._queue.join(wait.waiter)
+        self.changed()
+        return wait
+
+    def changed(self) -> None:
+        """Releases, in the next turns of the loop, the requests that can be served now. It is called when members
+        joined or left, and when a released request gave up its place or got its first token."""
+        if self._queue.num_waiting and not self._is_releasing:
+            self._is_releasing = True
+            asyncio.get_running_loop().call_soon(self._release)
+
+    def leave(self, wait: Wait, has_arrived: bool) -> None:
+        """Frees the place of a wait; waits call it."""
+        if self._waits.pop(wait.waiter, None) is not None:
+            self._queue.leave(wait.waiter, has_arrived)
+            self.changed()
+            if not self._queue.num_waiting:
+                self._stop_timer()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _release(self) -> None:
+        """Ends one wait and runs again in the next turn of the loop. If no wait can end now, sets a timer for the next
+        moment at which one may."""
+        loop = asyncio.get_running_loop()
+        self._stop_timer()
+        turn = self._queue.take(self.clock.now())
+        if turn is not None:
+            self._waits[turn.waiter].end(turn.is_served)
+            loop.call_soon(self._release)
+            return
+        self._is_releasing = False
+        now = self.clock.now()
+        at_s = self._queue.next_at_s(now)
+        if at_s is not None:
+            self._timer = loop.call_later(max(0.0, at_s - now), self.changed)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterContext:
+    member_id: MemberId
+    config: RouterConfig
+    feature_row_bytes: int
+    """This is the number of bytes of one feature row on one level: `hidden_size * itemsize` of the model."""
+    cluster: ClusterState
+    plane: Plane
+    pools: Pools
+    clock: Clock
+    metrics: RouterMetrics
+    tasks: Tasks = field(default_factory=Tasks)
+    members: dict[MemberId, Member] = field(default_factory=dict)
+    """Holds the workers and encoders that are there."""
+
+    def send(self, member_id: MemberId, message: PlaneMessage) -> bool:
+        """Sends a message to a member by its id; returns False if the member has left."""
+        member = self.members.get(member_id)
+        return member is not None and self.plane.send(member.address, message)
+
+    def exclude(self, member_id: MemberId) -> None:
+        """Keeps plans from using the member for `exclusion_s` seconds."""
+        self.cluster.exclude(member_id, self.clock.now() + self.config.exclusion_s)
+
+    def of_kind(self, kind: str) -> list[Member]:
+        return [member for member in self.members.values() if member.kind == kind]
+
+    def set_members(self, members: Iterable[Member]) -> None:
+        """Replaces the membership by the workers and encoders among `members`."""
+        self.members.clear()
+        self.members.update({each.member_id: each for each in members if each.kind in ("worker", "encoder")})

@@ -1,0 +1,399 @@
+"""A run carries one request from admission to its terminal event, over as many attempts as it takes.
+
+Tokens that were sent are kept: the next attempt gets them and continues after them. Exactly one terminal event reaches
+the stream in every case. Before the first token, the degradation policy (`degradation`) may reduce or remove a medium
+that could not be encoded; the prompt then changes, and a new attempt starts. While no worker is there, or no encoder
+for one of its media, the request waits (`capacity`) and holds nothing on any member. The module knows nothing of HTTP.
+
+Measures what one request takes while it runs: first token, time between tokens, time at workers.
+
+At the request's end it writes these to the metrics and to the trace. It decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from fabric.contracts import (
+    Aborted,
+    AttemptId,
+    Busy,
+    ChoiceResult,
+    FeatureNeeded,
+    GenerateResult,
+    MachineBusy,
+    MemberId,
+    NoCapacity,
+    ProtocolError,
+    TargetGone,
+    TokenFrame,
+    TransferError,
+    TransferFailed,
+    Unavailable,
+    WeftError,
+)
+from router.api import Usage
+from router.observe import RequestTrace, Timing
+from router.planning import CapacityNeed
+from router.prompt import Prompt
+from router.run.attempt import Attempt
+from router.run.context import CapacityGate, RouterContext, Wait
+from router.run.degradation import DegradationPolicy, Setbacks
+from router.run.request_output import RequestStream
+
+
+class Account:
+    """An `Account` measures one request over all its attempts."""
+
+    def __init__(self, context: RouterContext, stream: RequestStream, trace: RequestTrace) -> None:
+        self._context = context
+        self._stream = stream
+        self._trace = trace
+        self._admitted_at_s = context.clock.now()
+        self._started_at_s = self._admitted_at_s
+        self._first_token_at_s: float | None = None
+        self._last_token_at_s: dict[int, float] = {}
+        self._worker_s = 0.0
+
+    def start(self, admitted_at_s: float) -> None:
+        self._admitted_at_s, self._started_at_s = admitted_at_s, self._context.clock.now()
+
+    def observe_tokens(self, attempt: Attempt, choice: int, num_tokens: int) -> None:
+        """Records that `num_tokens` new tokens of a choice have arrived now."""
+        assert attempt.plan is not None
+        now = self._context.clock.now()
+        if self._first_token_at_s is None:
+            self._first_token_at_s = now
+            self._trace.add("first_token", choice=choice)
+            plan = attempt.plan
+            actual_s = now - attempt.dispatched_at_s
+            self._context.metrics.observe_first_token(plan.predicted_ttft_s, plan.lower_bound_s, actual_s)
+        elif choice in self._last_token_at_s:
+            each_s = (now - self._last_token_at_s[choice]) / num_tokens
+            for _ in range(num_tokens):
+                self._context.metrics.itl.observe(each_s)
+        self._last_token_at_s[choice] = now
+
+    def attempt_ended(self, attempt: Attempt) -> None:
+        if attempt.plan is not None:
+            self._worker_s += self._context.clock.now() - attempt.dispatched_at_s
+
+    def usage(self, prompt: Prompt, result: GenerateResult | None) -> Usage:
+        return Usage(
+            num_prompt_tokens=len(prompt.token_ids),
+            num_completion_tokens=sum(choice.num_tokens for choice in self._stream.choices),
+            num_cached_tokens=0 if result is None else result.num_cached_tokens,
+            modality_to_tokens=prompt.modality_to_tokens,
+        )
+
+    def close(self, prompt: Prompt) -> None:
+        """Records the end of the request in the metrics and in the trace."""
+        now = self._context.clock.now()
+        metrics, usage, error = self._context.metrics, self._stream.usage, self._stream.error
+        first = self._first_token_at_s
+        code = "ok" if error is None else error.code
+        timing = Timing(
+            total_s=now - self._admitted_at_s,
+            intake_s=self._started_at_s - self._admitted_at_s,
+            worker_s=self._worker_s,
+            first_token_s=None if first is None else first - self._admitted_at_s,
+        )
+        metrics.observe_request(code, timing)
+        metrics.prompt_tokens.inc(len(prompt.token_ids))
+        metrics.completion_tokens.inc(sum(choice.num_tokens for choice in self._stream.choices))
+        if usage is not None:
+            metrics.prefix_hit_tokens.inc(usage.num_cached_tokens)
+        self._trace.add("aborted" if isinstance(error, Aborted) else "finished", code=code)
+        self._trace.note(
+            outcome=code,
+            message=None if error is None else error.message,
+            finish_reasons=[choice.finish_reason for choice in self._stream.choices],
+            timing=timing,
+            usage=None if usage is None else usage.to_json(),
+        )
+
+
+logger = logging.getLogger(__name__)
+
+RETRIED = (Unavailable, TransferError, Busy)
+"""Another attempt may survive these errors. MachineBusy is not retried, although it is a `Busy`: the failed attempt has
+already tried the other encoders, as far as its time allowed."""
+
+
+class RequestRun:
+    """A `RequestRun` carries one request through all its attempts, in a task of its own. The message plane's handler
+    passes frames and messages to it in the same event loop."""
+
+    def __init__(
+        self,
+        context: RouterContext,
+        prompt: Prompt,
+        stream: RequestStream,
+        age: tuple[float, str],
+        trace: RequestTrace,
+        degradation: DegradationPolicy,
+        gate: CapacityGate,
+    ) -> None:
+        self.stream = stream
+        self._context = context
+        self._prompt = prompt
+        self._age = age
+        self._trace = trace
+        self._degradation = degradation
+        self._account = Account(context, stream, trace)
+        self._attempt: Attempt | None = None
+        self._gate = gate
+        self._wait: Wait | None = None
+        self._waited_s = 0.0
+        self._setbacks = Setbacks(context.config.exclusion_s)
+        self._all_finished = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._stopped_choices: set[int] = set()
+        self._is_concluded = False
+        self._on_end: Callable[[], None] = lambda: None
+
+    def start(self, admitted_at_s: float, on_end: Callable[[], None]) -> None:
+        """Starts the request. `admitted_at_s` is the time at which the request arrived, for its timing. `on_end` is
+        called once, after the terminal event."""
+        self._account.start(admitted_at_s)
+        self._on_end = on_end
+        self._task = self._context.tasks.spawn(self._run(), f"run {self.stream.request_id}")
+        self._task.add_done_callback(lambda _: self._conclude())
+
+    def cancel(self) -> None:
+        """Ends the request now: sends aborts to the members of open calls, and cancels the calls, before it returns."""
+        if self._attempt is not None:
+            self._attempt.close()
+        if self._task is not None:
+            self._task.cancel()
+
+    # ------------------------------------------------------------ incoming messages
+
+    def on_frame(self, worker_id: MemberId, frame: TokenFrame) -> None:
+        """Takes a frame of new tokens. Drops frames of another attempt, another worker or an unknown choice."""
+        attempt = self._attempt
+        if (
+            attempt is None
+            or attempt.plan is None
+            or attempt.attempt_id.attempt != frame.attempt
+            or attempt.plan.worker_id != worker_id
+        ):
+            self._context.metrics.frames_dropped.labels("old_attempt").inc()
+            return
+        if not 0 <= frame.choice < len(self.stream.choices):
+            self._context.metrics.frames_dropped.labels("unknown_choice").inc()
+            return
+        choice = self.stream.choices[frame.choice]
+        if choice.is_finished:
+            self._context.metrics.frames_dropped.labels("finished_choice").inc()
+            self._end_choice(attempt, frame.choice)
+            return
+        before = choice.num_tokens
+        text = choice.push(frame.first_index, frame.token_ids, frame.finish_reason, frame.logprobs)
+        if self._wait is not None and self._wait.is_over:
+            self._leave_line(has_arrived=True)
+        if choice.num_tokens > before:
+            self._account.observe_tokens(attempt, frame.choice, choice.num_tokens - before)
+        if choice.num_tokens > before or choice.is_finished:
+            self.stream.write(frame.choice, text)
+        if choice.is_cut:
+            self._end_choice(attempt, frame.choice)
+        self._check_finished()
+
+    def on_feature_needed(self, message: FeatureNeeded) -> None:
+        attempt = self._attempt
+        if attempt is not None and attempt.attempt_id.attempt == message.attempt:
+            attempt.feature_needed(message)
+
+    def member_left(self, member_id: MemberId) -> None:
+        if self._attempt is not None:
+            self._attempt.member_left(member_id)
+
+    def _end_choice(self, attempt: Attempt, choice: int) -> None:
+        """Asks the worker, once, to stop a choice that it still continues although the router has ended it (by a stop
+        string, or in a former attempt)."""
+        if choice not in self._stopped_choices:
+            self._stopped_choices.add(choice)
+            attempt.abort_choices((choice,))
+
+    def _check_finished(self) -> None:
+        if self.stream.are_choices_finished and self._attempt is not None:
+            self._all_finished.set()
+            self._attempt.settle(self._context.config.settle_timeout_s)
+            if self._wait is not None:
+                self._wait.end(is_served=True)
+
+    # ------------------------------------------------------------ attempts
+
+    async def _run(self) -> None:
+        """Runs the request to its end. The stream gets its one terminal event also if something fails."""
+        try:
+            result = await self._serve()
+            self.stream.finish(self._account.usage(self._prompt, result))
+        except WeftError as error:
+            self.stream.fail(error)
+        except asyncio.CancelledError:
+            self.stream.fail(Aborted("the request was cancelled"))
+            raise
+        except Exception as error:  # This is the top of a request's task.
+            logger.exception("request %s broke", self.stream.request_id)
+            self.stream.fail(WeftError(f"internal error ({type(error).__name__})"))
+        finally:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """Ends everything that the request holds, once, however its task ended: also if the task was cancelled before
+        it ran at all."""
+        if not self._is_concluded:
+            self._is_concluded = True
+            self._leave_line()
+            self.stream.fail(Aborted("the request was cancelled"))
+            self._account.close(self._prompt)
+            self._on_end()
+
+    async def _serve(self) -> GenerateResult | None:
+        number = 0
+        while self._setbacks.num_failed_attempts < self._context.config.max_attempts:
+            await self._take_turn()
+            is_served = self.stream.are_choices_finished
+            if is_served:
+                return None  # Only the worker's own account of the request is missing.
+            attempt = self._make_attempt(number)
+            try:
+                return await self._try(attempt)
+            except WeftError as error:
+                if self.stream.are_choices_finished:
+                    return None
+                if await self._steps_down(attempt, error):
+                    number += 1
+                    continue
+                if not isinstance(error, RETRIED) or isinstance(error, MachineBusy):
+                    raise
+                if attempt.plan is None:
+                    await self._await_capacity(error)
+                    continue
+                number += 1  # A number that a member has seen is never used again.
+                self._setbacks.attempt_lost(error, isinstance(error, Busy) or not attempt.lacks_encoder)
+                self._context.metrics.attempts.labels(error.code).inc()
+                logger.warning("request %s: attempt %d ended: %s", self.stream.request_id, number, error.message)
+        raise self._setbacks.verdict()
+
+    def _make_attempt(self, number: int) -> Attempt:
+        attempt_id = AttemptId(self.stream.request_id, number)
+        return Attempt(self._context, self._prompt, attempt_id, self._age, self._setbacks, self._trace)
+
+    async def _try(self, attempt: Attempt) -> GenerateResult | None:
+        """Dispatches an attempt and awaits its result. Until the dispatch, tokens that the former attempt still sends
+        count, because one of them may have been the last token."""
+        try:
+            is_first = attempt.attempt_id.attempt == 0
+            attempt.dispatch(() if is_first else [choice.emitted for choice in self.stream.choices])
+            for choice in self.stream.choices:
+                choice.order.restart()
+            self._stopped_choices.clear()
+            self._attempt = attempt
+            result = await attempt.result()
+            if result is not None:
+                await self._settle(result)
+            self._context.metrics.attempts.labels("ok").inc()
+            return result
+        finally:
+            self._account.attempt_ended(attempt)
+            attempt.close()
+            self._leave_line()
+
+    async def _steps_down(self, attempt: Attempt, error: WeftError) -> bool:
+        """Tries to continue the request without what could not be encoded, and returns whether it continues. It never
+        does so once a token was sent, because an answer is about one prompt."""
+        if self.stream.is_started or not attempt.failed_items:
+            return False
+        self._attempt = None  # Its prompt no longer holds, so frames that it still sends are dropped.
+        below = await self._degradation.step_down(error, attempt.failed_items)
+        if below is None:
+            return False
+        self._prompt, steps = below
+        self.stream.restart(self._prompt.token_ids, self._degradation.degraded)
+        self._context.metrics.attempts.labels("degraded").inc()
+        for step in steps:
+            self._context.metrics.degraded.labels(step.key.modality, step.action, step.reason.code).inc()
+            self._trace.add("degraded", attempt=attempt.attempt_id.attempt, **step.to_json())
+        degraded = [step.to_json() for step in self._degradation.degraded]
+        self._trace.note(**self._prompt.facts, degraded=degraded)
+        return True
+
+    async def _settle(self, result: GenerateResult) -> None:
+        """Brings the choices to the ends that the terminal event names. Token frames travel on another path and may
+        arrive after it; tokens that do not arrive in time were lost, and a new attempt draws them again. Raises
+        TargetGone (the router's lease at the worker had expired), TransferFailed, or ProtocolError."""
+        named = {each.choice: each for each in result.choices}
+        for index, choice in enumerate(self.stream.choices):
+            if not choice.is_finished:
+                self._end_as_reported(index, named.get(index), result.worker_id)
+        self._check_finished()
+        try:
+            async with asyncio.timeout(self._context.config.gap_timeout_s):
+                await self._all_finished.wait()
+        except TimeoutError:
+            missing = sum(choice.order.num_missing for choice in self.stream.choices if not choice.is_finished)
+            raise TransferFailed(f"{missing} tokens of {result.worker_id} did not arrive") from None
+
+    def _end_as_reported(self, index: int, ending: ChoiceResult | None, worker_id: MemberId) -> None:
+        if ending is None:
+            raise ProtocolError(f"{worker_id} ended without a word on choice {index}")
+        if ending.finish_reason == "abort":
+            raise TargetGone(f"{worker_id} gave the attempt up")
+        choice = self.stream.choices[index]
+        if ending.num_tokens < choice.num_tokens:
+            raise ProtocolError(f"{worker_id} counts {ending.num_tokens} tokens, but sent {choice.num_tokens}")
+        text = choice.end(ending.num_tokens, ending.finish_reason)
+        if choice.is_finished:
+            self.stream.write(index, text)
+
+    # ------------------------------------------------------------ waiting
+
+    async def _take_turn(self) -> None:
+        """Joins the queue if requests that have waited longer could be served now, and waits for this request's
+        turn."""
+        is_released = self._wait is not None
+        if not is_released and self._left_to_wait_s > 0 and self._gate.must_wait(self._age):
+            await self._stand_in_line("others that came before")
+
+    async def _await_capacity(self, error: WeftError) -> None:
+        """Waits until the members that the prompt needs are there, for what is left of `capacity_wait_s`. Raises the
+        error that ends the request: at once if the request is blamed for lost workers, or if it has not waited yet and
+        members were only busy; otherwise when the time is over."""
+        is_refused = self._setbacks.is_only_busy and not self._waited_s
+        if self._setbacks.is_to_blame or is_refused:
+            raise self._setbacks.verdict(error) from error
+        if self._left_to_wait_s <= 0 or not await self._stand_in_line(error.message):
+            message = f"{error.message}, and none came within {self._waited_s:.3g} s"
+            raise self._setbacks.verdict(NoCapacity(message)) from error
+
+    @property
+    def _left_to_wait_s(self) -> float:
+        return self._context.config.capacity_wait_s - self._waited_s
+
+    async def _stand_in_line(self, reason: str) -> bool:
+        """Waits in the queue for the members that the prompt needs. Returns False if the time was over before the
+        members were there."""
+        modalities = frozenset(item.modality for item in self._prompt.media)
+        need = CapacityNeed(modalities, self._setbacks.exclusions(self._context.clock.now()))
+        self._trace.add("waiting", reason=reason)
+        self._wait = wait = self._gate.join(self._age, need, self._left_to_wait_s)
+        is_served = False
+        try:
+            is_served = await wait.ended()
+        finally:
+            self._waited_s += wait.waited_s
+            if not is_served:
+                self._leave_line()
+        self._trace.add("waited", waited_s=wait.waited_s, is_served=is_served)
+        return is_served
+
+    def _leave_line(self, has_arrived: bool = False) -> None:
+        """Gives up the place in the queue, because the request has its first token or its attempt has ended."""
+        if self._wait is not None:
+            self._wait.leave(has_arrived)
+            self._wait = None
