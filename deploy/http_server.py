@@ -50,6 +50,20 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+def check_port(host: str, port: int) -> None:
+    """Raises ConfigError if another program listens on the port, so that the user learns it before models load. `bind`
+    can't tell: SO_REUSEPORT lets a second cluster share the port, and clients would then reach either. Port 0 is always
+    free."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror} (choose another with --port)"
+            ) from error
+
+
 class _Connection(h11.Connection):
     """Refuses a body in very many small chunks as a violation of the protocol."""
 

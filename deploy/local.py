@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from deploy import compose
 from deploy.config import ClusterConfig
-from deploy.http_server import HttpServer
+from deploy.http_server import HttpServer, check_port
 from deploy.ranks import RankedWorker, WorkerEndpoint, open_worker, spawn_rank
 from deploy.sizing import arena_bytes, inbox_bytes, refuse_if_too_small
 from fabric.contracts import (
@@ -153,7 +153,10 @@ async def running(config: ClusterConfig) -> AsyncIterator[LocalCluster]:
 
 @contextlib.asynccontextmanager
 async def serving(config: ClusterConfig) -> AsyncIterator[tuple[LocalCluster, int]]:
-    """Yields a started local cluster with its own HTTP server, and the port of that server."""
+    """Yields a started local cluster with its own HTTP server, and the port of that server. Raises ConfigError, before
+    it loads models, if another program listens on the port of the config."""
+    if config.server.port:
+        check_port(config.server.host, config.server.port)
     async with running(config) as cluster:
         server = HttpServer(cluster.app, config.server.host, config.server.port)
         with as_member(cluster.router_id):

@@ -1,10 +1,7 @@
 """Starts Ray and Serve for `weft serve`, waits until the cluster is ready, and stops what it started.
 
-Removes what a cluster leaves on a Ray that outlives it: its Serve application, whose replicas belong to Serve and
-outlive the process that started them.
-
-The directory is no part of this: it belongs to the process that serves and ends with it (`directory.claim_name`). The
-module knows nothing of what is served.
+The module imports Ray inside its functions, because Ray reads its switches once, when it is imported. It knows nothing
+of what is served.
 """
 
 from __future__ import annotations
@@ -23,52 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray import serve
-from ray.serve.exceptions import RayServeException
-
 from deploy import compose
 from deploy.config import ClusterConfig
+from deploy.http_server import check_port
 from deploy.process_setup import set_local_switches, show_logs_as_written
 from deploy.sizing import refuse_if_too_small
 from fabric.contracts import ConfigError, Unavailable
 from fabric.transport import check_installed
-
-REPLICA_PREFIX = "SERVE_REPLICA::"
-"""Serve names the actors of its replicas `SERVE_REPLICA::APPLICATION#DEPLOYMENT#ID`; this is the prefix."""
-SERVE_NAMESPACE = "serve"
-_POLL_S = 0.2
-
-
-def has_application(name: str) -> bool:
-    """Returns whether Serve runs on this Ray and has an application with that name, in any state."""
-    try:
-        return name in serve.status().applications
-    except RayServeException:  # Serve does not run.
-        return False
-
-
-def remove_at_once(name: str, limit_s: float) -> None:
-    """Deletes an application without draining it: its replicas are killed. The caller must have claimed the name.
-    Raises Unavailable if Serve still has the application, or one of its replicas lives, after `limit_s`."""
-    deadline_s = time.monotonic() + limit_s
-    if has_application(name):
-        serve.delete(name, _blocking=False)
-    while (replicas := replica_names(name)) or has_application(name):
-        if time.monotonic() > deadline_s:
-            raise Unavailable(f"the application {name!r} could not be removed from Ray within {limit_s:g} s")
-        for replica in replicas:
-            with contextlib.suppress(ValueError):  # The replica has ended in the meantime.
-                ray.kill(ray.get_actor(replica, namespace=SERVE_NAMESPACE))
-        time.sleep(_POLL_S)
-
-
-def replica_names(application: str) -> list[str]:
-    """Returns the names of the actors of an application's replicas, including replicas that are still starting."""
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    prefix = f"{REPLICA_PREFIX}{application}#"
-    return [actor["name"] for actor in actors if actor["name"].startswith(prefix)]
-
 
 logger = logging.getLogger(__name__)
 ANSWER_S = 5.0
@@ -107,7 +65,7 @@ def run_cluster(
     config, model = compose.open_model(config)
     refuse_if_too_small(config, model)
     if config.server.port and config.ray.address is None:
-        _check_port(config.server.host, config.server.port)
+        check_port(config.server.host, config.server.port)
     if config.ray.address is None:
         set_local_switches()  # This precedes `import ray`, which reads the switches once.
     if config.logging.to == "terminal":
@@ -162,7 +120,7 @@ def remove_left(config: ClusterConfig) -> None:
 def _remove_left(name: str) -> None:
     """Removes the Serve application with that name, if there is one. The caller must have claimed the name, so no
     living cluster uses the application."""
-    # FIXME empty import
+    from deploy.ray.removal import has_application, remove_at_once
 
     if has_application(name):
         logger.warning("the application %r of a cluster that has ended is still on this Ray; it is removed", name)
@@ -254,20 +212,6 @@ def _keep_ray_logs(config: ClusterConfig, folder: Path) -> None:
     if config.logging.to == "files" and config.logging.dir is not None and logs.is_dir():
         with contextlib.suppress(OSError):
             shutil.copytree(logs, config.logging.dir / "ray", dirs_exist_ok=True)
-
-
-def _check_port(host: str, port: int) -> None:
-    """Raises ConfigError if the port is taken, so that the user learns it before a minute of loading."""
-    import socket
-
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror} (choose another with --port)"
-            ) from error
 
 
 def wait_ready(cluster: RunningCluster, timeout_s: float) -> None:

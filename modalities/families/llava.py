@@ -1,13 +1,10 @@
-"""Implements LLaVA-1.5: it takes text and images and returns text. A picture is one tile, cut from its centre.
+"""Implements LLaVA-1.5: it takes text and images and returns text.
 
-`family` is pure, `tiling` needs numpy and Pillow, and `encoder` needs torch.
+A picture is one tile: it is scaled so that its shortest edge has the right length, and its centre is cut out
+(`CentreCrop`). The result equals that of transformers' CLIPImageProcessorPil, bit by bit. The rest of this module reads
+the checkpoint's config files and builds a family on tiles from them.
 
-Scales a picture so that its shortest edge has the right length, and cuts out its centre.
-
-The result equals that of transformers' CLIPImageProcessorPil, bit by bit. This module knows nothing of models or
-torch.
-
-Reads a LLaVA-1.5 checkpoint's config files and builds a family on tiles from them. It knows nothing of weights.
+It knows nothing of weights: `modalities.families.tiled.tile_encoders`, which imports torch, loads the encoder.
 """
 
 from __future__ import annotations
@@ -35,6 +32,53 @@ from modalities.families.tiled.tiled_family import (
 )
 from modalities.family import EncoderModel, Family
 from modalities.media import normalise
+
+ARCHITECTURES = ("LlavaForConditionalGeneration",)
+_VISION_DEFAULTS = {"model_type": "clip_vision_model", "image_size": 224, "patch_size": 32}
+# Both scale the shortest edge and crop the centre. The second one could also pad; `_shortest_edge` refuses that.
+_PROCESSORS = ("CLIPImageProcessor", "LlavaImageProcessor")
+
+
+def load(model_dir: Path) -> Family:
+    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
+    return load_family(model_dir)
+
+
+def load_family(model_dir: Path) -> Family:
+    """Returns the family. It reads only config files. Raises ConfigError if Weft can't use them."""
+    config, files = read_tiled_config(model_dir, ("image_token_index", 32000), _VISION_DEFAULTS, "llama")
+    strategy = files.model.get("vision_feature_select_strategy", "default")
+    if strategy not in ("default", "full"):
+        raise ConfigError(f"vision_feature_select_strategy {strategy!r} is not known")
+    tiling = CentreCrop(
+        pixels=read_pixel_options(files.processor, _PROCESSORS),
+        shortest_edge=_shortest_edge(files.processor, config.tile_size),
+        tile_size=config.tile_size,
+        num_tokens=config.patches_per_side**2 + (strategy == "full"),  # "full" keeps the class token.
+    )
+    return TiledFamily("llava", config, tiling, "<image>", _load_encoder)
+
+
+def _shortest_edge(processor: Mapping[str, Any], tile_size: int) -> int:
+    """Returns the length to which the processor scales the shortest edge of a picture. Raises ConfigError for a
+    processor whose pictures the vision tower does not take."""
+    if not processor.get("do_center_crop", True) or processor.get("do_pad", False):
+        raise ConfigError("the image processor must crop the centre, and not pad")
+    crop = square(processor.get("crop_size", 224), "crop_size")
+    size = processor.get("size", 224)
+    edge = square(size.get("shortest_edge") if isinstance(size, Mapping) else size, "size.shortest_edge")
+    if crop != tile_size or edge < crop:
+        raise ConfigError(f"the vision tower takes {tile_size} pixels; the processor scales to {edge}, crops to {crop}")
+    return edge
+
+
+def _load_encoder(model_dir: Path, device: str, dtype: str) -> EncoderModel:
+    from modalities.families.tiled.tile_encoders import load_llava_encoder
+
+    return load_llava_encoder(model_dir, device, dtype)
+
+
+# ------------------------------------------------------------ the cutting of pictures
 
 _MAX_ASPECT_RATIO = 200
 """Limits the aspect ratio of a picture. The reference scales before it crops, so without a limit a line of 100,000
@@ -77,52 +121,3 @@ class CentreCrop:
 
     def options(self) -> str:
         return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
-
-
-_VISION_DEFAULTS = {"model_type": "clip_vision_model", "image_size": 224, "patch_size": 32}
-# Both scale the shortest edge and crop the centre. The second one could also pad; `_shortest_edge` refuses that.
-_PROCESSORS = ("CLIPImageProcessor", "LlavaImageProcessor")
-
-
-def load_family(model_dir: Path) -> Family:
-    """Returns the family. It reads only config files. Raises ConfigError if Weft can't use them."""
-    config, files = read_tiled_config(model_dir, ("image_token_index", 32000), _VISION_DEFAULTS, "llama")
-    strategy = files.model.get("vision_feature_select_strategy", "default")
-    if strategy not in ("default", "full"):
-        raise ConfigError(f"vision_feature_select_strategy {strategy!r} is not known")
-    tiling = CentreCrop(
-        pixels=read_pixel_options(files.processor, _PROCESSORS),
-        shortest_edge=_shortest_edge(files.processor, config.tile_size),
-        tile_size=config.tile_size,
-        num_tokens=config.patches_per_side**2 + (strategy == "full"),  # "full" keeps the class token.
-    )
-    return TiledFamily("llava", config, tiling, "<image>", _load_encoder)
-
-
-def _shortest_edge(processor: Mapping[str, Any], tile_size: int) -> int:
-    """Returns the length to which the processor scales the shortest edge of a picture. Raises ConfigError for a
-    processor whose pictures the vision tower does not take."""
-    if not processor.get("do_center_crop", True) or processor.get("do_pad", False):
-        raise ConfigError("the image processor must crop the centre, and not pad")
-    crop = square(processor.get("crop_size", 224), "crop_size")
-    size = processor.get("size", 224)
-    edge = square(size.get("shortest_edge") if isinstance(size, Mapping) else size, "size.shortest_edge")
-    if crop != tile_size or edge < crop:
-        raise ConfigError(f"the vision tower takes {tile_size} pixels; the processor scales to {edge}, crops to {crop}")
-    return edge
-
-
-def _load_encoder(model_dir: Path, device: str, dtype: str) -> EncoderModel:
-    from modalities.families.tiled.tile_encoders import load_llava_encoder
-
-    return load_llava_encoder(model_dir, device, dtype)
-
-
-ARCHITECTURES = ("LlavaForConditionalGeneration",)
-
-
-def load(model_dir: Path) -> Family:
-    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
-    # FIXME empty import
-
-    return load_family(model_dir)

@@ -1,8 +1,7 @@
-"""Implements Qwen2-Audio: it takes text and sounds and returns text. A sound is encoded in windows of 30 s.
+"""Implements Qwen2-Audio: it takes text and sounds and returns text.
 
-`family` is pure. The encoder is in `modalities.families.audio_towers`, with the other audio towers.
-
-Implements the family Qwen2-Audio: which media it takes, and which tokens and positions the prompt has for a sound.
+A sound is encoded in windows of 30 s. `Qwen2AudioFamily` says which tokens and positions the prompt has for a sound;
+`modalities.families.audio_towers` plans and encodes it, as for the other families that take sounds.
 
 The module is pure except for `load_spectrograms`, `load_encoder` and `load_language_model`, which import torch when
 they are called. It knows nothing of weights.
@@ -35,9 +34,15 @@ from modalities.family import (
     expand_placeholders,
 )
 
+ARCHITECTURES = ("Qwen2AudioForConditionalGeneration",)
 _AUDIO = "audio"
 _AUDIO_TOKEN_ID = 151646
 """This is transformers' default id of the placeholder token."""
+
+
+def load(model_dir: Path) -> Family:
+    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
+    return Qwen2AudioFamily(model_dir)
 
 
 class Qwen2AudioFamily:
@@ -118,13 +123,3 @@ class Qwen2AudioFamily:
         from modalities.families.causal_lm.language_model import load_causal_lm
 
         return load_causal_lm(model_dir, device, dtype, attention_name)
-
-
-ARCHITECTURES = ("Qwen2AudioForConditionalGeneration",)
-
-
-def load(model_dir: Path) -> Family:
-    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
-    # FIXME empty import
-
-    return Qwen2AudioFamily(model_dir)

@@ -1,13 +1,10 @@
 """Implements Qwen3-Omni's thinker: it takes text, images, videos and sounds and returns text.
 
-Speech is not supported yet. `config` and `family` are pure, and `checkpoint` needs torch. `modalities.families.qwen_vl`
-holds what the related families share.
+Speech is not supported yet. A checkpoint may hold the thinker alone or the whole model that contains it.
+`modalities.families.qwen_vl` holds what the related families share, and `modalities.families.audio_towers` encodes the
+sounds.
 
-Reads Qwen3-Omni's config files, of the thinker alone or of the whole model that contains it.
-
-It knows nothing of weights.
-
-Combines the layout and the transformers classes of Qwen3-Omni into a family. It knows nothing of weights.
+Only `_checkpoint` and `_load_sound` import torch or transformers. The module knows nothing of weights.
 """
 
 from __future__ import annotations
@@ -27,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from modalities.families.qwen_vl.towers import Checkpoint
+
+ARCHITECTURES = ("Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration")
 
 
 def _video_time(model: Mapping[str, Any]) -> SharedTime:
@@ -62,9 +61,9 @@ LAYOUT = Layout(
 )
 
 
-def read_config(model_dir: Path) -> QwenVLConfig:
-    """Returns the config. Raises ConfigError for missing or broken files and for a model that Weft can't run."""
-    return read_with_layout(model_dir, LAYOUT)
+def load(model_dir: Path) -> Family:
+    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
+    return Qwen3OmniFamily(model_dir)
 
 
 class Qwen3OmniFamily(QwenVLFamily):
@@ -73,6 +72,11 @@ class Qwen3OmniFamily(QwenVLFamily):
     def __init__(self, model_dir: Path) -> None:
         """Reads only config files. Raises ConfigError if Weft can't use them."""
         super().__init__(LAYOUT, model_dir, _checkpoint)
+
+
+def read_config(model_dir: Path) -> QwenVLConfig:
+    """Returns the config. Raises ConfigError for missing or broken files and for a model that Weft can't run."""
+    return read_with_layout(model_dir, LAYOUT)
 
 
 def _load_sound(model_dir: Path, audio: PreTrainedConfig, config: QwenVLConfig, place: tuple[str, str]) -> EncoderModel:
@@ -99,13 +103,3 @@ def _checkpoint() -> Checkpoint:
         has_experts=True,
         load_sound=_load_sound,
     )
-
-
-ARCHITECTURES = ("Qwen3OmniMoeThinkerForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration")
-
-
-def load(model_dir: Path) -> Family:
-    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
-    # FIXME empty import
-
-    return Qwen3OmniFamily(model_dir)

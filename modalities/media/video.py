@@ -1,16 +1,9 @@
-"""Finds the frames at which a video changes. Decodes the video, so it runs only in the encoders' decode processes.
+"""Implements the video modality: it parses `video_url` parts, reads headers, and decodes frames.
 
-The rule is that of the article on multimodal routing in Dynamo (docs/references.md): about 200 frames, in grey at
-64x64, are each compared to the one before. The plan has already fixed the number of frames to choose. This module knows
-nothing of models.
-
-Plans which groups of pictures of a long video are decoded: only those that hold a wanted frame.
-
-A group begins at a key frame and can be decoded by itself, except for the pictures that are shown before their key
-frame, which refer to the group before. The file is still read forward from its first packet. This module knows packets,
-and nothing of pixels.
-
-Implements the video modality: it parses `video_url` parts, reads headers and decodes frames.
+`VideoPlugin` reads the header. `decode_frames` runs in the encoders' decode processes and yields the frames that the
+plan names. For a long video it first plans which groups of pictures hold a wanted frame, and decodes only those.
+`settled_frames` finds the frames at which a video changes; this also decodes the video, so it runs only in the decode
+processes.
 
 This module knows nothing of models: `modalities.media.frame_sampling` chooses the frames, and the family chooses sizes
 and patches. The sound track is described here and decoded in `modalities.media.audio`.
@@ -22,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cv2
 import numpy as np
 import numpy.typing as npt
 from av.container import InputContainer
@@ -49,61 +41,6 @@ from modalities.media.containers import (
 from modalities.media.frame_sampling import choose_keyframes, probed_frames
 from modalities.media.plugin import FRAMES, MediaLimits, decode_data_url, decoding_piecewise, part_url
 
-_MIN_SAVING = 0.5
-"""Limits the plan to files where at least this share of the packets is left out; a smaller saving does not pay for the
-second read of the file."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPlan:
-    """Says which groups of pictures of a video are decoded, and which frame is shown at which time."""
-
-    is_needed: tuple[bool, ...]
-    """Says for each group, in the order of the file, whether it is decoded."""
-    times: npt.NDArray[np.int64]
-    """Holds the times of all frames that are shown, in ascending order and in the stream's time base."""
-
-    def number_of(self, time: int | None) -> int | None:
-        """Returns the number of the frame that is shown at `time`, counted from the first; None if there is no such
-        frame."""
-        if time is None:
-            return None
-        at = int(np.searchsorted(self.times, time))
-        return at if at < len(self.times) and self.times[at] == time else None
-
-
-def plan_groups(packets: Iterable[Packet[Any]], indices: Sequence[int], num_frames: int) -> GroupPlan | None:
-    """Returns which groups have to be decoded for the frames `indices`. `packets` are a stream's packets in the order
-    of the file. Returns None if this saves little, or if the packets' times do not distinguish `num_frames` frames."""
-    times: list[int] = []
-    groups: list[int] = []
-    key_times: list[int] = []
-    sizes: list[int] = []
-    for packet in packets:
-        if packet.pts is None:
-            return None
-        if packet.is_keyframe or not key_times:
-            key_times.append(packet.pts)
-            sizes.append(0)
-        sizes[-1] += 1
-        if is_shown(packet):
-            times.append(packet.pts)
-            groups.append(len(key_times) - 1)
-    order = np.argsort(np.array(times, np.int64), kind="stable")
-    ascending = np.array(times, np.int64)[order]
-    if len(times) != num_frames or not np.all(np.diff(ascending) > 0):
-        return None
-    needed = set()
-    for index in set(indices):
-        group = groups[order[index]]
-        needed.add(group)
-        if times[order[index]] < key_times[group]:
-            needed.add(max(group - 1, 0))
-    if sum(sizes[group] for group in needed) > (1 - _MIN_SAVING) * sum(sizes):
-        return None
-    return GroupPlan(tuple(group in needed for group in range(len(sizes))), ascending)
-
-
 Pixels = npt.NDArray[np.uint8]
 
 _LONG = 100
@@ -111,6 +48,9 @@ _LONG = 100
 hold no wanted frame."""
 _DEFAULT_FPS = 25
 """This is the rate of a file that has no times; it is FFmpeg's own default."""
+_MIN_SAVING = 0.5
+"""Limits the plan to files where at least this share of the packets is left out; a smaller saving does not pay for the
+second read of the file."""
 
 
 class VideoPlugin:
@@ -159,32 +99,44 @@ class VideoPlugin:
             )
 
 
+def _count(data: bytes, container: InputContainer, width: int, height: int, param: str) -> VideoHeader:
+    stream, sound = _picture_stream(container, param), sound_stream(container)
+    tallies = tally(container, [stream] if sound is None else [stream, sound])
+    name = format_name(container)
+    for counted in tallies.values():
+        check_whole(data, name, counted, param)
+    seen = tallies[stream.index]
+    if not seen.num_shown:
+        raise InvalidMedia(f"{param}: the video has no frames", param=param)
+    seconds = seconds_shown(seen, stream)
+    heard = None
+    if sound is not None and (found := num_samples(tallies[sound.index], sound)):
+        heard = AudioHeader(name, sound.rate, sound.channels, found)
+    times_s = irregular_times_s(seen, stream, seconds)
+    return VideoHeader(
+        name, width, height, seen.num_shown, seconds if seconds > 0 else seen.num_shown / _DEFAULT_FPS, heard, times_s
+    )
+
+
+# ------------------------------------------------------------ the frames
+
+
 @decoding_piecewise
 def decode_frames(data: bytes, indices: Sequence[int], header: VideoHeader, param: str) -> Iterator[Pixels]:
     """Yields the frames at `indices` (ascending, repeats allowed) one at a time, upright and of the header's size: RGB
     uint8 `(height, width, 3)`. The file is decoded forward and no further than needed, and no frames are kept.
 
-    If up to `tolerance.FRAMES` frames are missing at the end, the last frame replaces them. Raises InvalidMedia if the
+    If up to `plugin.FRAMES` frames are missing at the end, the last frame replaces them. Raises InvalidMedia if the
     file is broken, if a frame is damaged or of another size, or if more frames are missing."""
     rest = list(indices)
     assert rest == sorted(rest)
     assert not rest or 0 <= rest[0] <= rest[-1] < header.num_frames
     rest.reverse()
-    plan = _plan_groups(data, indices, header, param)
+    plan = _groups_to_decode(data, indices, header, param)
     if plan is not None:
         yield from _picked(data, rest, header, plan, param)
     if rest:
         yield from _picked(data, rest, header, None, param)
-
-
-def _plan_groups(data: bytes, indices: Sequence[int], header: VideoHeader, param: str) -> GroupPlan | None:
-    """Returns a plan of the groups to decode for a long video in a container that knows when each frame is shown.
-    Returns None for other files, or if a plan would save little."""
-    if header.num_frames < _LONG or header.format not in ("MP4", "MATROSKA"):
-        return None
-    with open_container(data, param) as container:
-        stream = _picture_stream(container, param)
-        return plan_groups(stream_packets(container, stream), indices, header.num_frames)
 
 
 def _picked(data: bytes, rest: list[int], header: VideoHeader, plan: GroupPlan | None, param: str) -> Iterator[Pixels]:
@@ -226,25 +178,6 @@ def _check(frame: VideoFrame, number: int, header: VideoHeader, param: str) -> N
         raise InvalidMedia(f"{param}: frame {number} is {size}, its header says otherwise", param=param)
     if frame.is_corrupt:
         raise InvalidMedia(f"{param}: frame {number} is damaged", param=param)
-
-
-def _count(data: bytes, container: InputContainer, width: int, height: int, param: str) -> VideoHeader:
-    stream, sound = _picture_stream(container, param), sound_stream(container)
-    tallies = tally(container, [stream] if sound is None else [stream, sound])
-    name = format_name(container)
-    for counted in tallies.values():
-        check_whole(data, name, counted, param)
-    seen = tallies[stream.index]
-    if not seen.num_shown:
-        raise InvalidMedia(f"{param}: the video has no frames", param=param)
-    seconds = seconds_shown(seen, stream)
-    heard = None
-    if sound is not None and (found := num_samples(tallies[sound.index], sound)):
-        heard = AudioHeader(name, sound.rate, sound.channels, found)
-    times_s = irregular_times_s(seen, stream, seconds)
-    return VideoHeader(
-        name, width, height, seen.num_shown, seconds if seconds > 0 else seen.num_shown / _DEFAULT_FPS, heard, times_s
-    )
 
 
 def _picture_stream(container: InputContainer, param: str) -> VideoStream:
@@ -292,6 +225,74 @@ def _upright(frame: VideoFrame) -> Pixels:
     return np.ascontiguousarray(np.rot90(pixels, _quarter_turns(frame)))
 
 
+# ------------------------------------------------------------ groups of pictures
+
+
+def _groups_to_decode(data: bytes, indices: Sequence[int], header: VideoHeader, param: str) -> GroupPlan | None:
+    """Returns a plan of the groups to decode for a long video in a container that knows when each frame is shown.
+    Returns None for other files, or if a plan would save little."""
+    if header.num_frames < _LONG or header.format not in ("MP4", "MATROSKA"):
+        return None
+    with open_container(data, param) as container:
+        stream = _picture_stream(container, param)
+        return plan_groups(stream_packets(container, stream), indices, header.num_frames)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """Says which groups of pictures of a video are decoded, and which frame is shown at which time.
+
+    A group begins at a key frame and can be decoded by itself, except for the pictures that are shown before their key
+    frame, which refer to the group before. The file is still read forward from its first packet."""
+
+    is_needed: tuple[bool, ...]
+    """Says for each group, in the order of the file, whether it is decoded."""
+    times: npt.NDArray[np.int64]
+    """Holds the times of all frames that are shown, in ascending order and in the stream's time base."""
+
+    def number_of(self, time: int | None) -> int | None:
+        """Returns the number of the frame that is shown at `time`, counted from the first; None if there is no such
+        frame."""
+        if time is None:
+            return None
+        at = int(np.searchsorted(self.times, time))
+        return at if at < len(self.times) and self.times[at] == time else None
+
+
+def plan_groups(packets: Iterable[Packet[Any]], indices: Sequence[int], num_frames: int) -> GroupPlan | None:
+    """Returns which groups have to be decoded for the frames `indices`. `packets` are a stream's packets in the order
+    of the file. Returns None if this saves little, or if the packets' times do not distinguish `num_frames` frames."""
+    times: list[int] = []
+    groups: list[int] = []
+    key_times: list[int] = []
+    sizes: list[int] = []
+    for packet in packets:
+        if packet.pts is None:
+            return None
+        if packet.is_keyframe or not key_times:
+            key_times.append(packet.pts)
+            sizes.append(0)
+        sizes[-1] += 1
+        if is_shown(packet):
+            times.append(packet.pts)
+            groups.append(len(key_times) - 1)
+    order = np.argsort(np.array(times, np.int64), kind="stable")
+    ascending = np.array(times, np.int64)[order]
+    if len(times) != num_frames or not np.all(np.diff(ascending) > 0):
+        return None
+    needed = set()
+    for index in set(indices):
+        group = groups[order[index]]
+        needed.add(group)
+        if times[order[index]] < key_times[group]:
+            needed.add(max(group - 1, 0))
+    if sum(sizes[group] for group in needed) > (1 - _MIN_SAVING) * sum(sizes):
+        return None
+    return GroupPlan(tuple(group in needed for group in range(len(sizes))), ascending)
+
+
+# ------------------------------------------------------------ key frames
+
 _SIDE = 64
 
 
@@ -299,9 +300,14 @@ def settled_frames(
     data: bytes, header: VideoHeader, planned: Sequence[int], options: MediaOptions, param: str
 ) -> tuple[int, ...]:
     """Returns the planned frames, or for `keyframe` the same number of frames at which the video changes. Raises
-    InvalidMedia if the file is broken."""
+    InvalidMedia if the file is broken.
+
+    The rule is that of the article on multimodal routing in Dynamo (docs/references.md): about 200 frames, in grey at
+    64x64, are each compared to the one before. The plan has already fixed the number of frames to choose."""
     if options.sampling != "keyframe":
         return tuple(planned)
+    import cv2  # Only decode processes need it, and it takes 15 MiB in every process that imports it.
+
     probes = probed_frames(header)
     differences: list[float] = []
     before: np.ndarray | None = None

@@ -14,7 +14,9 @@ from router_chats import chat_body
 from router_fakes import fake_cluster, settled
 
 import deploy.http_server
-from deploy.http_server import HttpServer, bind
+from deploy.config import ClusterConfig
+from deploy.http_server import HttpServer, bind, check_port
+from deploy.local import serving
 from fabric.contracts import ConfigError
 from router.edge import create_app
 
@@ -83,6 +85,22 @@ def test_a_port_of_somebody_else_is_refused_by_name() -> None:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on {HOST}:{port}"):
             bind(HOST, port)
+
+
+async def test_a_port_on_which_another_cluster_listens_is_seen_before_models_load() -> None:
+    port = free_port()
+    server = HttpServer(NamedApp("one"), HOST, port)
+    await server.start()
+    try:
+        with pytest.raises(ConfigError, match=f"cannot listen on {HOST}:{port}.*--port"):
+            check_port(HOST, port)
+        config = ClusterConfig.model_validate({"server": {"host": HOST, "port": port}})
+        with pytest.raises(ConfigError, match=f"cannot listen on {HOST}:{port}"):
+            async with serving(config):
+                pytest.fail("a second cluster must not share the port of the first")
+    finally:
+        await server.stop()
+    check_port(HOST, port)
 
 
 async def test_a_stop_waits_for_answers_that_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,11 @@
 """Encodes the spectrograms of many sounds into features, in one packed forward pass.
 
+`SoundEncoder` runs a tower, and a function of the tower's module computes the rows. The layers of a tower are
+transformers' own. They receive all rows in one sequence and call `attend`, which computes attention within `Segments`:
+a row sees only the rows of its own segment. Segments of equal length are computed together. The functions at the end
+pack and unpack batches for the towers.
+
 This module knows nothing of requests or queues, and of no particular tower.
-
-Computes attention within segments of packed rows, called by transformers' own attention modules.
-
-A tower's layers receive all rows in one sequence and the keyword `segments`: a row sees only the rows of its own
-segment. Segments of equal length are computed together. This module knows nothing of particular models.
 """
 
 from __future__ import annotations
@@ -22,6 +22,40 @@ from fabric.contracts import ConfigError
 from modalities.checkpoint_files import names_of_others
 from modalities.families.causal_lm.language_model import PartNames, load_part
 from modalities.family import EncoderInput
+
+
+class RowsOf(Protocol):
+    def __call__(self, tower: Any, inputs: Sequence[EncoderInput], /) -> Sequence[torch.Tensor]:
+        """Returns the rows of each unit. Each tensor has shape `(num_tokens, hidden)`."""
+        ...
+
+
+class SoundEncoder:
+    """Implements `modalities.family.EncoderModel`. It runs one forward pass at a time and is not thread-safe."""
+
+    def __init__(self, tower: PreTrainedModel, rows_of: RowsOf) -> None:
+        self._tower, self._rows_of = tower, rows_of
+
+    @torch.no_grad()
+    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        """Returns the features of each unit, with shape `(1, num_tokens, hidden)`: sounds have no DeepStack levels.
+        Units do not attend to each other."""
+        return [rows[None].contiguous() for rows in self._rows_of(self._tower, inputs)] if inputs else []
+
+
+_TOWER_NAMES = PartNames({r"^(thinker\.)?(model\.)?audio_tower\.": ""}, names_of_others("sound"))
+
+
+def load_tower(
+    kind: type[PreTrainedModel], model_dir: Path, config: PreTrainedConfig, place: tuple[str, str]
+) -> PreTrainedModel:
+    """Loads an Omni model's audio tower, with the attention of this module.
+    `config` is the model's `audio_config`; `place` is (device, dtype). Raises ConfigError if a weight is missing."""
+    tower: PreTrainedModel = load_part(kind, model_dir, config, _TOWER_NAMES, place, register_attention())
+    return tower
+
+
+# ------------------------------------------------------------ attention within segments
 
 ATTENTION_NAME = "weft_segments"
 
@@ -75,35 +109,7 @@ def register_attention() -> str:
     return ATTENTION_NAME
 
 
-_TOWER_NAMES = PartNames({r"^(thinker\.)?(model\.)?audio_tower\.": ""}, names_of_others("sound"))
-
-
-class RowsOf(Protocol):
-    def __call__(self, tower: Any, inputs: Sequence[EncoderInput], /) -> Sequence[torch.Tensor]:
-        """Returns the rows of each unit. Each tensor has shape `(num_tokens, hidden)`."""
-        ...
-
-
-class SoundEncoder:
-    """Implements `modalities.family.EncoderModel`. It runs one forward pass at a time and is not thread-safe."""
-
-    def __init__(self, tower: PreTrainedModel, rows_of: RowsOf) -> None:
-        self._tower, self._rows_of = tower, rows_of
-
-    @torch.no_grad()
-    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        """Returns the features of each unit, with shape `(1, num_tokens, hidden)`: sounds have no DeepStack levels.
-        Units do not attend to each other."""
-        return [rows[None].contiguous() for rows in self._rows_of(self._tower, inputs)] if inputs else []
-
-
-def load_tower(
-    kind: type[PreTrainedModel], model_dir: Path, config: PreTrainedConfig, place: tuple[str, str]
-) -> PreTrainedModel:
-    """Loads an Omni model's audio tower, with the attention of `modalities.families.audio_towers.sound_encoder`.
-    `config` is the model's `audio_config`; `place` is (device, dtype). Raises ConfigError if a weight is missing."""
-    tower: PreTrainedModel = load_part(kind, model_dir, config, _TOWER_NAMES, place, register_attention())
-    return tower
+# ------------------------------------------------------------ batches
 
 
 def batched(pieces: Sequence[np.ndarray], num_frames: int, like: torch.Tensor) -> torch.Tensor:

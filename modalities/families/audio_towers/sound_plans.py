@@ -1,21 +1,12 @@
-"""Reads from each family's config files how it treats sounds (its `SoundHalf`), and refuses what Weft can't run.
+"""Plans the sounds of a family and turns them into encoder inputs.
 
-This module is pure and knows nothing of weights.
+`SoundHalf` is what one checkpoint does with sounds before its encoder runs. Its plan (how many rows a sound becomes)
+follows from the sound's header alone; its inputs are the sound's spectrogram, cut into units. A `Cutting` says where a
+spectrogram may be cut, so that each unit, encoded alone, gives exactly its rows of the whole spectrogram: each tower's
+convolutions and attention stay within chunks of mel frames, and a unit is one or more chunks. Three functions build the
+`SoundHalf` of each family from its config files, and refuse what Weft can't run.
 
-Reads the options of a checkpoint's feature extractor for sounds (transformers' WhisperFeatureExtractor) as plain
-JSON.
-
-Missing keys take the values that transformers 5.23 gives them. This module knows nothing of models.
-
-Cuts a spectrogram into units so that each unit, encoded alone, gives exactly its rows of the whole spectrogram.
-
-Each tower's convolutions and attention stay within chunks of mel frames; a unit is one or more chunks. This module
-knows nothing of weights.
-
-Plans the sounds of a family and turns them into encoder inputs.
-
-The plan (how many rows a sound becomes) follows from the sound's header alone; the inputs are its spectrogram, cut into
-units. The module is pure except for decoding. It knows nothing of tokenizers or weights.
+The module is pure except for decoding. It knows nothing of tokenizers or weights.
 """
 
 from __future__ import annotations
@@ -43,109 +34,9 @@ from modalities.media import (
     probe_sound,
 )
 
-_KIND = "WhisperFeatureExtractor"
-
-
-def read_mel_options(model_dir: Path) -> MelOptions:
-    """Returns the options in processor_config.json (nested) or preprocessor_config.json. Raises ConfigError if the
-    files are missing or broken, if the extractor is of another kind, and if it adds noise or does not pad with
-    silence."""
-    options = read_feature_extractor(model_dir)
-    kind = options.get("feature_extractor_type", _KIND)
-    if kind != _KIND:
-        raise ConfigError(f"unsupported feature extractor {kind!r} in {model_dir}")
-    if options.get("dither") or options.get("padding_value"):
-        raise ConfigError(f"the feature extractor of {model_dir} must pad with silence and add no noise")
-    try:
-        rate = int(options.get("sampling_rate", 16000))
-        found = MelOptions(
-            num_bins=int(options.get("feature_size", 80)),
-            rate=rate,
-            hop=int(options.get("hop_length", 160)),
-            window=int(options.get("n_fft", 400)),
-            chunk_samples=int(options.get("chunk_length", 30)) * rate,
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"the feature extractor's config of {model_dir} is broken: {error}") from error
-    if min(found.num_bins, found.rate, found.hop, found.chunk_samples) < 1 or found.window < 2:
-        raise ConfigError(f"the feature extractor's config of {model_dir} is broken: {found}")
-    return found
-
-
-class Window(NamedTuple):
-    """A `Window` holds the size of one unit: its mel frames, and the rows (tokens) that they become."""
-
-    num_frames: int
-    num_tokens: int
-
-
-class Cutting(Protocol):
-    """A `Cutting` knows how many mel frames a tower takes in one unit, and how many rows they become."""
-
-    @property
-    def unit_frames(self) -> int:
-        """Returns the number of mel frames of a full unit."""
-        ...
-
-    def num_tokens(self, num_frames: int) -> int:
-        """Returns the number of rows that the first `num_frames` consecutive mel frames of a unit become."""
-        ...
-
-
-def cut(num_frames: int, cutting: Cutting) -> tuple[Window, ...]:
-    """Returns the units of a spectrogram. A remainder that gives no row of its own joins the unit before it. The result
-    is empty if the whole spectrogram gives no row."""
-    counts = [cutting.unit_frames] * (num_frames // cutting.unit_frames)
-    if rest := num_frames % cutting.unit_frames:
-        counts.append(rest)
-    if len(counts) > 1 and cutting.num_tokens(counts[-1]) == 0:
-        counts[-2:] = [counts[-2] + counts[-1]]
-    return tuple(Window(count, cutting.num_tokens(count)) for count in counts if cutting.num_tokens(count))
-
-
-class PooledChunks(NamedTuple):
-    """Counts the rows of Qwen2.5-Omni and Qwen2-Audio (`_get_feat_extract_output_lengths`): a convolution halves the
-    frames within each chunk, then pooling of pairs over the whole unit halves them a second time. `unit_frames` must
-    be a whole number of chunks and a multiple of four."""
-
-    unit_frames: int
-
-    def num_tokens(self, num_frames: int) -> int:
-        return (num_frames + 1) // 2 // 2
-
-
-class ConvolvedChunks(NamedTuple):
-    """Counts the rows of Qwen3-Omni (`_get_feat_extract_output_lengths`): three convolutions halve the frames within
-    each chunk. The reference counts 13 rows for a full chunk."""
-
-    chunk_frames: int
-    unit_frames: int
-
-    def num_tokens(self, num_frames: int) -> int:
-        full, rest = divmod(num_frames, self.chunk_frames)
-        return full * halved(self.chunk_frames, 3) + halved(rest, 3)
-
-
-def halved(num_frames: int, num_times: int) -> int:
-    """Returns the number of frames that remain after `num_times` convolutions of stride two and padding one."""
-    for _ in range(num_times):
-        num_frames = (num_frames + 1) // 2
-    return num_frames
-
+# ------------------------------------------------------------ a family's sounds
 
 _AUDIO = "audio"
-
-
-class Unit(NamedTuple):
-    """A `Unit` is a run of mel frames from one segment of the sound; it is encoded by itself."""
-
-    segment: slice
-    """Holds the range of samples that the unit's spectrogram is computed from."""
-    start: int
-    num_frames: int
-    num_read: int
-    """Counts the unit's frames and the frames after them that the convolutions read too."""
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +140,84 @@ class SoundHalf:
         return rate, num_samples
 
 
+class Unit(NamedTuple):
+    """A `Unit` is a run of mel frames from one segment of the sound; it is encoded by itself."""
+
+    segment: slice
+    """Holds the range of samples that the unit's spectrogram is computed from."""
+    start: int
+    num_frames: int
+    num_read: int
+    """Counts the unit's frames and the frames after them that the convolutions read too."""
+    num_tokens: int
+
+
+# ------------------------------------------------------------ where a spectrogram may be cut
+
+
+class Window(NamedTuple):
+    """A `Window` holds the size of one unit: its mel frames, and the rows (tokens) that they become."""
+
+    num_frames: int
+    num_tokens: int
+
+
+class Cutting(Protocol):
+    """A `Cutting` knows how many mel frames a tower takes in one unit, and how many rows they become."""
+
+    @property
+    def unit_frames(self) -> int:
+        """Returns the number of mel frames of a full unit."""
+        ...
+
+    def num_tokens(self, num_frames: int) -> int:
+        """Returns the number of rows that the first `num_frames` consecutive mel frames of a unit become."""
+        ...
+
+
+def cut(num_frames: int, cutting: Cutting) -> tuple[Window, ...]:
+    """Returns the units of a spectrogram. A remainder that gives no row of its own joins the unit before it. The result
+    is empty if the whole spectrogram gives no row."""
+    counts = [cutting.unit_frames] * (num_frames // cutting.unit_frames)
+    if rest := num_frames % cutting.unit_frames:
+        counts.append(rest)
+    if len(counts) > 1 and cutting.num_tokens(counts[-1]) == 0:
+        counts[-2:] = [counts[-2] + counts[-1]]
+    return tuple(Window(count, cutting.num_tokens(count)) for count in counts if cutting.num_tokens(count))
+
+
+class PooledChunks(NamedTuple):
+    """Counts the rows of Qwen2.5-Omni and Qwen2-Audio (`_get_feat_extract_output_lengths`): a convolution halves the
+    frames within each chunk, then pooling of pairs over the whole unit halves them a second time. `unit_frames` must
+    be a whole number of chunks and a multiple of four."""
+
+    unit_frames: int
+
+    def num_tokens(self, num_frames: int) -> int:
+        return (num_frames + 1) // 2 // 2
+
+
+class ConvolvedChunks(NamedTuple):
+    """Counts the rows of Qwen3-Omni (`_get_feat_extract_output_lengths`): three convolutions halve the frames within
+    each chunk. The reference counts 13 rows for a full chunk."""
+
+    chunk_frames: int
+    unit_frames: int
+
+    def num_tokens(self, num_frames: int) -> int:
+        full, rest = divmod(num_frames, self.chunk_frames)
+        return full * halved(self.chunk_frames, 3) + halved(rest, 3)
+
+
+def halved(num_frames: int, num_times: int) -> int:
+    """Returns the number of frames that remain after `num_times` convolutions of stride two and padding one."""
+    for _ in range(num_times):
+        num_frames = (num_frames + 1) // 2
+    return num_frames
+
+
+# ------------------------------------------------------------ the families
+
 _ROWS_OF_A_CHUNK = 13
 """Qwen3-Omni's reference counts this many rows for each full chunk, as a constant that ignores the chunk's size."""
 _UNIT_CHUNKS = 4
@@ -321,3 +290,33 @@ def _number(audio: Mapping[str, Any], name: str, default: int) -> int:
     if not isinstance(value, int) or value < 1:
         raise ConfigError(f"audio_config.{name} must be a positive number, not {value!r}")
     return value
+
+
+_KIND = "WhisperFeatureExtractor"
+
+
+def read_mel_options(model_dir: Path) -> MelOptions:
+    """Returns the options of a checkpoint's feature extractor for sounds (transformers' WhisperFeatureExtractor), from
+    processor_config.json (nested) or preprocessor_config.json. Missing keys take the values that transformers 5.23
+    gives them. Raises ConfigError if the files are missing or broken, if the extractor is of another kind, and if it
+    adds noise or does not pad with silence."""
+    options = read_feature_extractor(model_dir)
+    kind = options.get("feature_extractor_type", _KIND)
+    if kind != _KIND:
+        raise ConfigError(f"unsupported feature extractor {kind!r} in {model_dir}")
+    if options.get("dither") or options.get("padding_value"):
+        raise ConfigError(f"the feature extractor of {model_dir} must pad with silence and add no noise")
+    try:
+        rate = int(options.get("sampling_rate", 16000))
+        found = MelOptions(
+            num_bins=int(options.get("feature_size", 80)),
+            rate=rate,
+            hop=int(options.get("hop_length", 160)),
+            window=int(options.get("n_fft", 400)),
+            chunk_samples=int(options.get("chunk_length", 30)) * rate,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the feature extractor's config of {model_dir} is broken: {error}") from error
+    if min(found.num_bins, found.rate, found.hop, found.chunk_samples) < 1 or found.window < 2:
+        raise ConfigError(f"the feature extractor's config of {model_dir} is broken: {found}")
+    return found

@@ -1,29 +1,16 @@
-"""Rebuilds decoder layers of transformers' dense families from their own weights, with few large operations.
+"""Rebuilds decoder layers of transformers' dense families from their own weights, with few large operations, and runs
+them.
 
 Query, key and value are one product and are rotated together; residuals, activation and gate are computed within the
 products; keys and values go straight to Weft's attention. A layer takes and returns what the layer that it replaces
-did, and the rotary tables and hooks remain those of transformers. Parts that are not known here stay unchanged. This
-module knows nothing of requests and checkpoints.
+did, and the rotary tables and hooks remain those of transformers. Parts that are not known here stay unchanged.
 
-Computes RMS norm and rotary positions in C, for float32 and, on processors that support it, for bfloat16.
+`fused` replaces the layers of a model, and `run_layers` runs them. `pad_step` and `LastRows` choose the rows on which
+the layers compute: the former rounds the step's number of rows up, and the latter says which rows the last layer
+finishes. RMS norm and rotary positions are computed in C where the C code is available, and otherwise with torch; the
+results differ by rounding alone.
 
-The functions return None where the C code is not available, and the layers then compute the same with torch. The
-results differ by rounding alone. This module knows nothing of models.
-
-Defines the sizes that a step's packed tokens are rounded up to, where oneDNN multiplies.
-
-oneDNN builds each product's program for one number of rows, at the first use of that number (measured: a step of a new
-size takes half as long again), and keeps about a thousand programs. So steps come in a hundred sizes, which are on
-average 3 % above what the steps need. This module knows nothing of models.
-
-Decides which rows of a step the last layer finishes.
-
-Of most tokens of a prompt only the keys and values that the last layer computes are needed, so the operations after its
-attention run for the other tokens alone. Two numbers of rows differ here: those that the caller *wants*, and those that
-the layer *finishes*, which may be more (rows that round a step, or all rows if the layer can't end early). A caller
-that needs every row names none, even if it draws from a few: it then selects these itself. `llm_workers.compute.runner`
-does so for side layers, because it checks every row before it selects. This module knows nothing of layers and
-requests.
+This module knows nothing of requests and checkpoints.
 """
 
 from __future__ import annotations
@@ -42,104 +29,7 @@ from fabric.c_library import load_c_library
 from modalities.checkpoint_tensors import is_sharding
 from modalities.families.causal_lm.projection import PackedProjection, project
 
-DTYPE_TO_SOURCE = {
-    torch.bfloat16: Path(__file__).with_name("row_operations.c"),
-    torch.float32: Path(__file__).with_name("row_operations_float32.c"),
-}
-_LANES = 16
-_POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
-
-
-def native_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor | None:
-    """Returns the RMS norm of `x` `(num_rows, width)` with `weight` `(width,)` as a new tensor like `x`, or None."""
-    library = _library_for(x)
-    is_dense = x.dim() == 2 and x.is_contiguous() and weight.is_contiguous()
-    if library is None or weight.dtype != x.dtype or not is_dense or x.shape[1] % _LANES:
-        return None
-    out = torch.empty_like(x)
-    place = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
-    library.weft_row_norm(*place, *x.shape, epsilon, torch.get_num_threads())
-    return out
-
-
-def native_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
-    """Rotates `x` `(num_tokens, num_heads, head_dim)`, whose heads are dense within a row, by `cos` and `sin`
-    `(num_tokens, head_dim)`. Returns a new, dense tensor like `x`, or None."""
-    library = _library_for(x)
-    is_dense = x.stride(2) == 1 and x.stride(1) == x.shape[2] and cos.is_contiguous() and sin.is_contiguous()
-    if library is None or cos.dtype != x.dtype or not is_dense or x.shape[2] % (2 * _LANES):
-        return None
-    out = torch.empty(x.shape, dtype=x.dtype)
-    library.weft_rotate(
-        x.data_ptr(),
-        x.stride(0),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        out.data_ptr(),
-        *x.shape,
-        torch.get_num_threads(),
-    )
-    return out
-
-
-def _library_for(x: torch.Tensor) -> ctypes.CDLL | None:
-    return _library(x.dtype) if x.device.type == "cpu" and x.dtype in DTYPE_TO_SOURCE else None
-
-
-@functools.cache
-def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    if dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
-        return None
-    library = load_c_library(DTYPE_TO_SOURCE[dtype])
-    if library is not None:
-        library.weft_row_norm.argtypes = [*[_POINTER] * 3, *[_COUNT] * 2, ctypes.c_float, ctypes.c_int]
-        library.weft_rotate.argtypes = [_POINTER, _COUNT, *[_POINTER] * 3, *[_COUNT] * 3, ctypes.c_int]
-        library.weft_row_norm.restype = library.weft_rotate.restype = None
-    return library
-
-
-_STEPS = ((64, 1), (128, 8), (256, 16), (512, 32))
-_LARGEST_STEP = 64
-
-
-def rounded_size(num_tokens: int) -> int:
-    """Returns the rounded size: at least `num_tokens`, and above it by less than an eighth."""
-    step = next((step for most, step in _STEPS if num_tokens <= most), _LARGEST_STEP)
-    return -(-num_tokens // step) * step
-
-
-def pad_step(embeddings: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `embeddings` `(num_tokens, hidden)` and `positions` `(num_axes, num_tokens)` with rows of zeros
-    appended."""
-    extra = rounded_size(len(embeddings)) - len(embeddings)
-    if not extra:
-        return embeddings, positions
-    return pad(embeddings, (0, 0, 0, extra)), pad(positions, (0, extra))
-
-
-class LastRows:
-    """Holds the rows of one step that the last layer finishes, and selects those that the caller wants."""
-
-    def __init__(self, wanted: torch.Tensor | None, num_rows: int, *, is_padded: bool, can_end_early: bool) -> None:
-        """Chooses the rows. `wanted` holds int64 row numbers, ascending; None means all. `num_rows` is the step's
-        number of rows, padding included. `is_padded` says whether steps come in few sizes. `can_end_early` says whether
-        the last layer takes `finished`."""
-        self._wanted = wanted
-        self.finished: torch.Tensor | None = None
-        """Holds the rows of the step that the last layer finishes, the wanted ones first; None means that it finishes
-        all."""
-        if wanted is None or not can_end_early:
-            return
-        extra = rounded_size(len(wanted)) - len(wanted) if is_padded else 0
-        if len(wanted) + extra < num_rows:
-            self.finished = pad(wanted, (0, extra)) if extra else wanted
-
-    def of(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Returns the wanted rows of `hidden`, the last layer's output, or all `num_tokens` rows if none were named."""
-        if self._wanted is None:
-            return hidden[:num_tokens]
-        return hidden.index_select(0, self._wanted) if self.finished is None else hidden[: len(self._wanted)]
-
+# ------------------------------------------------------------ a model of fused layers
 
 LAYERS = frozenset(
     {
@@ -156,21 +46,6 @@ LAYERS = frozenset(
 )
 """Lists the classes of transformers 5.23 whose layers are norm, attention, sum, norm, MLP, sum, and whose rotary table
 is already merged over its axes."""
-NORM_BYTES = 2**19
-"""Limits the bytes of float32 copies that exist at once per thread, on a CPU: a norm of 1,024 rows takes a quarter
-longer in one piece, and four times as long where its copies are new memory each time."""
-_WITH_HEAD_NORMS = ("Qwen3",)
-_GATED_MLPS = frozenset(
-    {
-        "LlamaMLP",
-        "Qwen2MLP",
-        "Qwen3MLP",
-        "Qwen2_5_VLMLP",
-        "Qwen3VLTextMLP",
-        "Qwen3VLMoeTextMLP",
-        "Qwen3OmniMoeThinkerTextMLP",
-    }
-)
 
 
 def fused(part: PreTrainedModel) -> PreTrainedModel:
@@ -264,6 +139,78 @@ def is_packed(part: PreTrainedModel) -> bool:
 def can_end_early(part: PreTrainedModel) -> bool:
     """Returns whether the part's last layer takes `last_rows`."""
     return isinstance(part.model.layers[-1], FusedLayer)
+
+
+# ------------------------------------------------------------ the rows of a step
+
+_STEPS = ((64, 1), (128, 8), (256, 16), (512, 32))
+_LARGEST_STEP = 64
+
+
+def rounded_size(num_tokens: int) -> int:
+    """Returns the size that a step of packed tokens is rounded up to: at least `num_tokens`, and above it by less than
+    an eighth.
+
+    oneDNN builds each product's program for one number of rows, at the first use of that number (measured: a step of a
+    new size takes half as long again), and keeps about a thousand programs. So steps come in a hundred sizes, which are
+    on average 3 % above what the steps need."""
+    step = next((step for most, step in _STEPS if num_tokens <= most), _LARGEST_STEP)
+    return -(-num_tokens // step) * step
+
+
+def pad_step(embeddings: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `embeddings` `(num_tokens, hidden)` and `positions` `(num_axes, num_tokens)` with rows of zeros
+    appended."""
+    extra = rounded_size(len(embeddings)) - len(embeddings)
+    if not extra:
+        return embeddings, positions
+    return pad(embeddings, (0, 0, 0, extra)), pad(positions, (0, extra))
+
+
+class LastRows:
+    """Holds the rows of one step that the last layer finishes, and selects those that the caller wants.
+
+    Of most tokens of a prompt only the keys and values that the last layer computes are needed, so the operations after
+    its attention run for the other tokens alone. Two numbers of rows differ here: those that the caller *wants*, and
+    those that the layer *finishes*, which may be more (rows that round a step, or all rows if the layer can't end
+    early). A caller that needs every row names none, even if it draws from a few: it then selects these itself.
+    `llm_workers.compute.runner` does so for side layers, because it checks every row before it selects."""
+
+    def __init__(self, wanted: torch.Tensor | None, num_rows: int, *, is_padded: bool, can_end_early: bool) -> None:
+        """Chooses the rows. `wanted` holds int64 row numbers, ascending; None means all. `num_rows` is the step's
+        number of rows, padding included. `is_padded` says whether steps come in few sizes. `can_end_early` says whether
+        the last layer takes `finished`."""
+        self._wanted = wanted
+        self.finished: torch.Tensor | None = None
+        """Holds the rows of the step that the last layer finishes, the wanted ones first; None means that it finishes
+        all."""
+        if wanted is None or not can_end_early:
+            return
+        extra = rounded_size(len(wanted)) - len(wanted) if is_padded else 0
+        if len(wanted) + extra < num_rows:
+            self.finished = pad(wanted, (0, extra)) if extra else wanted
+
+    def of(self, hidden: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Returns the wanted rows of `hidden`, the last layer's output, or all `num_tokens` rows if none were named."""
+        if self._wanted is None:
+            return hidden[:num_tokens]
+        return hidden.index_select(0, self._wanted) if self.finished is None else hidden[: len(self._wanted)]
+
+
+# ------------------------------------------------------------ the layers
+
+_WITH_HEAD_NORMS = ("Qwen3",)
+_GATED_MLPS = frozenset(
+    {
+        "LlamaMLP",
+        "Qwen2MLP",
+        "Qwen3MLP",
+        "Qwen2_5_VLMLP",
+        "Qwen3VLTextMLP",
+        "Qwen3VLMoeTextMLP",
+        "Qwen3OmniMoeThinkerTextMLP",
+    }
+)
 
 
 class FusedLayer(nn.Module):
@@ -360,6 +307,11 @@ class OtherMlp(nn.Module):
         return residual + out
 
 
+NORM_BYTES = 2**19
+"""Limits the bytes of float32 copies that exist at once per thread, on a CPU: a norm of 1,024 rows takes a quarter
+longer in one piece, and four times as long where its copies are new memory each time."""
+
+
 class RowNorm(nn.Module):
     """Computes the RMS norm over the last dimension, rounded where transformers rounds."""
 
@@ -413,3 +365,64 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     out[..., :half].addcmul_(x[..., half:], sin, value=-1)
     out[..., half:].addcmul_(x[..., :half], sin)
     return out
+
+
+# ------------------------------------------------------------ norm and rotation in C
+
+DTYPE_TO_SOURCE = {
+    torch.bfloat16: Path(__file__).with_name("row_operations.c"),
+    torch.float32: Path(__file__).with_name("row_operations_float32.c"),
+}
+_LANES = 16
+_POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
+
+
+def native_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor | None:
+    """Returns the RMS norm of `x` `(num_rows, width)` with `weight` `(width,)` as a new tensor like `x`, or None where
+    the C code is not available or does not take `x`."""
+    library = _library_for(x)
+    is_dense = x.dim() == 2 and x.is_contiguous() and weight.is_contiguous()
+    if library is None or weight.dtype != x.dtype or not is_dense or x.shape[1] % _LANES:
+        return None
+    out = torch.empty_like(x)
+    place = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
+    library.weft_row_norm(*place, *x.shape, epsilon, torch.get_num_threads())
+    return out
+
+
+def native_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
+    """Rotates `x` `(num_tokens, num_heads, head_dim)`, whose heads are dense within a row, by `cos` and `sin`
+    `(num_tokens, head_dim)`. Returns a new, dense tensor like `x`, or None in the same cases as `native_norm`."""
+    library = _library_for(x)
+    is_dense = x.stride(2) == 1 and x.stride(1) == x.shape[2] and cos.is_contiguous() and sin.is_contiguous()
+    if library is None or cos.dtype != x.dtype or not is_dense or x.shape[2] % (2 * _LANES):
+        return None
+    out = torch.empty(x.shape, dtype=x.dtype)
+    library.weft_rotate(
+        x.data_ptr(),
+        x.stride(0),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        out.data_ptr(),
+        *x.shape,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _library_for(x: torch.Tensor) -> ctypes.CDLL | None:
+    return _library(x.dtype) if x.device.type == "cpu" and x.dtype in DTYPE_TO_SOURCE else None
+
+
+@functools.cache
+def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Returns the compiled library for a dtype, or None where it is not available. The code for bfloat16 needs a
+    processor that supports it."""
+    if dtype == torch.bfloat16 and not torch.cpu._is_avx512_bf16_supported():
+        return None
+    library = load_c_library(DTYPE_TO_SOURCE[dtype])
+    if library is not None:
+        library.weft_row_norm.argtypes = [*[_POINTER] * 3, *[_COUNT] * 2, ctypes.c_float, ctypes.c_int]
+        library.weft_rotate.argtypes = [_POINTER, _COUNT, *[_POINTER] * 3, *[_COUNT] * 3, ctypes.c_int]
+        library.weft_row_norm.restype = library.weft_rotate.restype = None
+    return library

@@ -1,13 +1,13 @@
-"""Implements the family of a language model without media. It is pure except for the loader, which imports torch when
-it is called. It knows nothing of requests.
+"""Implements the family of a language model without media, and reads the config of a text model.
 
-Computes the positions of models with one axis: a token's position is its index, also for rows of media. It knows
-nothing of media.
+`TextFamily` answers a `Family`'s questions for a checkpoint of text alone. The functions after it serve every family
+with a causal text half. `text_shape`, `shape_of` and `refuse_unsupported` read the text model's config as plain JSON,
+alone or as a section of a larger config. Missing keys take the values that transformers 5.23 gives them. They refuse
+what Weft can't run, so that every part of the cluster refuses it at start. `running_positions` gives the positions of
+models with one axis.
 
-Reads the config of a text model, alone or as a section of a larger config, as plain JSON.
-
-Missing keys take the values that transformers 5.23 gives them. The module refuses what Weft can't run, so that every
-part of the cluster refuses it at start. It knows nothing of weights.
+The module is pure except for the loader, which imports torch when it is called. It knows nothing of requests, media or
+weights.
 """
 
 from __future__ import annotations
@@ -34,10 +34,71 @@ from modalities.family import (
 )
 
 
+class TextFamily:
+    """Represents one checkpoint directory. It is immutable and thread-safe. All methods for media raise
+    UnsupportedModality, and loading an encoder raises ConfigError."""
+
+    def __init__(self, model_dir: Path) -> None:
+        """Reads config.json only. Raises ConfigError."""
+        raw, config = read_json(model_dir / "config.json")
+        self.shape = text_shape(config)
+        self.name = str(config["model_type"])
+        self.model_id = model_id(model_dir, raw)
+        self.max_items: Mapping[str, int] = {}
+
+    def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
+        raise _no_media(type(header).__name__)
+
+    def placeholder_text(self, modality: str) -> str:
+        raise _no_media(modality)
+
+    def expand(
+        self,
+        token_ids: Sequence[int],
+        plans: Sequence[ItemPlan],
+        tokenize: Callable[[str], Sequence[int]] | None = None,
+    ) -> ExpandedPrompt:
+        """Returns the prompt unchanged. Raises InvalidRequest if there are plans."""
+        if plans:
+            raise InvalidRequest(f"the prompt has no placeholders for {len(plans)} media items")
+        return ExpandedPrompt(list(token_ids), ())
+
+    def positions(
+        self, token_ids: Sequence[int], placeholders: Sequence[PlaceholderRange], media: Sequence[MediaItem]
+    ) -> Positions:
+        """Returns positions with one axis."""
+        return running_positions(len(token_ids))
+
+    def options(self, modality: str) -> str:
+        raise _no_media(modality)
+
+    def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
+        raise _no_media(item.modality)
+
+    def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
+        """Raises ConfigError, because a text model has no encoder."""
+        raise ConfigError(f"{self.name} takes text alone: serve it without encoders (`encoders.replicas: 0`)")
+
+    def load_language_model(self, model_dir: Path, device: str, dtype: str, attention_name: str) -> LanguageModel:
+        """Loads the language model. Raises ConfigError if a weight is missing."""
+        from modalities.families.causal_lm.language_model import load_causal_lm
+
+        return load_causal_lm(model_dir, device, dtype, attention_name)
+
+
+def _no_media(modality: str) -> UnsupportedModality:
+    return UnsupportedModality(f"the model takes no {modality}")
+
+
+# ------------------------------------------------------------ positions
+
+
 def running_positions(num_tokens: int) -> Positions:
-    """Returns int64 positions `(1, num_tokens)`; a medium's rows count like text."""
+    """Returns int64 positions `(1, num_tokens)`. A token's position is its index, also for rows of media."""
     return Positions(np.arange(num_tokens, dtype=np.int64)[None], 0)
 
+
+# ------------------------------------------------------------ the config of a text model
 
 _COMMON = {
     "hidden_size": 4096,
@@ -130,59 +191,3 @@ def _refuse_rope(text: Mapping[str, Any]) -> None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind in _BATCH_DEPENDENT_ROPE:
         raise ConfigError(f"rope type {kind!r} depends on the batch and is not supported")
-
-
-class TextFamily:
-    """Represents one checkpoint directory. It is immutable and thread-safe. All methods for media raise
-    UnsupportedModality, and loading an encoder raises ConfigError."""
-
-    def __init__(self, model_dir: Path) -> None:
-        """Reads config.json only. Raises ConfigError."""
-        raw, config = read_json(model_dir / "config.json")
-        self.shape = text_shape(config)
-        self.name = str(config["model_type"])
-        self.model_id = model_id(model_dir, raw)
-        self.max_items: Mapping[str, int] = {}
-
-    def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
-        raise _no_media(type(header).__name__)
-
-    def placeholder_text(self, modality: str) -> str:
-        raise _no_media(modality)
-
-    def expand(
-        self,
-        token_ids: Sequence[int],
-        plans: Sequence[ItemPlan],
-        tokenize: Callable[[str], Sequence[int]] | None = None,
-    ) -> ExpandedPrompt:
-        """Returns the prompt unchanged. Raises InvalidRequest if there are plans."""
-        if plans:
-            raise InvalidRequest(f"the prompt has no placeholders for {len(plans)} media items")
-        return ExpandedPrompt(list(token_ids), ())
-
-    def positions(
-        self, token_ids: Sequence[int], placeholders: Sequence[PlaceholderRange], media: Sequence[MediaItem]
-    ) -> Positions:
-        """Returns positions with one axis."""
-        return running_positions(len(token_ids))
-
-    def options(self, modality: str) -> str:
-        raise _no_media(modality)
-
-    def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
-        raise _no_media(item.modality)
-
-    def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
-        """Raises ConfigError, because a text model has no encoder."""
-        raise ConfigError(f"{self.name} takes text alone: serve it without encoders (`encoders.replicas: 0`)")
-
-    def load_language_model(self, model_dir: Path, device: str, dtype: str, attention_name: str) -> LanguageModel:
-        """Loads the language model. Raises ConfigError if a weight is missing."""
-        from modalities.families.causal_lm.language_model import load_causal_lm
-
-        return load_causal_lm(model_dir, device, dtype, attention_name)
-
-
-def _no_media(modality: str) -> UnsupportedModality:
-    return UnsupportedModality(f"the model takes no {modality}")

@@ -2,7 +2,11 @@
 and a text half.
 
 A family consists of a `Layout` (the names in its config files, transformers' defaults, the times of a video's steps,
-and its handling of sound) and a `Checkpoint` (its transformers classes). `config`, `image_options`, `video_options`,
-`video_plan`, `video_time`, `prompt`, `positions` and `family` are pure; `preprocess` and `video_frames` use numpy and
-Pillow; `checkpoint`, `encoder` and `language_model` use torch. The package knows nothing of requests and queues.
+and its handling of sound) and a `Checkpoint` (its transformers classes), which `QwenVLFamily` combines. `layout` reads
+the config files. `patches` plans pictures and videos and turns them into patches. `prompt_layout` says which tokens and
+positions a medium takes up in the prompt. `qwen_vl_family` answers a `Family`'s questions with these three. `towers`
+holds `Checkpoint`, and loads and runs the encoders.
+
+The families `qwen2_vl`, `qwen2_5_vl`, `qwen3_vl`, `qwen2_5_omni` and `qwen3_omni` are built from this package. Only
+`towers` imports torch. The package knows nothing of requests and queues.
 """

@@ -1,13 +1,11 @@
-"""Reads config.json of a Qwen vision family as plain JSON: it imports neither torch nor transformers.
+"""Reads config.json of a Qwen vision family as plain JSON, by the `Layout` in which the family says how it differs.
 
-The module refuses what Weft can't run, so that every part of the cluster refuses it at start. It knows nothing of
-weights.
+`read_config` returns the settings of one checkpoint, and refuses what Weft can't run, so that every part of the cluster
+refuses it at start. `VideoTime` and its four forms are a part of the layout: the times of a video's steps, as
+positions, as text, and together with the sound that belongs to the video. A *step* is a temporal patch. The rules are
+those of transformers' `get_rope_index` and of the families' processors.
 
-Computes the times of a video's steps, in the families' four ways: as positions, as text, and together with the sound
-that belongs to the video.
-
-A *step* is a temporal patch. The rules are those of transformers' `get_rope_index` and of the families' processors. The
-module is pure and knows nothing of pixels.
+The module is pure: it imports neither torch nor transformers, and knows nothing of weights or pixels.
 """
 
 from __future__ import annotations
@@ -33,6 +31,173 @@ from modalities.families.qwen_vl.patches import (
     read_video_options,
 )
 from modalities.family import MediaOptions, ModelShape, VideoHeader
+
+# ------------------------------------------------------------ how the families differ
+
+IMAGE, VIDEO, AUDIO = "image", "video", "audio"
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """Identifies a token by its key in config.json."""
+
+    key: str
+    default: int | None = None
+    text: str = ""
+    """Holds the text that chat templates write for the token, if the token is a placeholder."""
+
+
+_VISION_START = Control("vision_start_token_id", 151652)
+_VISION_END = Control("vision_end_token_id", 151653)
+VISION = {
+    IMAGE: Control("image_token_id", 151655, "<|image_pad|>"),
+    VIDEO: Control("video_token_id", 151656, "<|video_pad|>"),
+}
+"""Holds the placeholders of most of the families."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoundLayout:
+    """Describes how config.json of a family that takes sound names what belongs to sounds."""
+
+    read: Callable[[Path, Mapping[str, Any], int], SoundHalf]
+    """Reads what the family does with sounds before its encoder. The parameters are the model directory,
+    `audio_config`, and the width of the text model. Raises ConfigError."""
+    start: Control
+    end: Control
+    """These two tokens (`start` and `end`) are written around a video's rows if its sound is among them."""
+    are_marks_paired: bool = False
+    """Has the same meaning as in `prompt_layout.prompt_positions`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Describes how one family differs from the others in config.json. Defaults are those of transformers 5.23."""
+
+    name: str
+    modality_to_placeholder: Mapping[str, Control]
+    """Maps a modality to the one token that the chat template writes for a medium."""
+    text_defaults: Mapping[str, Any]
+    """Holds the values of missing keys of the text model."""
+    vision_defaults: Mapping[str, Any]
+    """Holds the values of missing keys of the vision tower, always including the patch and merge sizes."""
+    video_time: Callable[[Mapping[str, Any]], VideoTime]
+    """Derives the times of a video's steps from the model's config."""
+    video: VideoDefaults
+    sound: SoundLayout | None = None
+    feature_size_key: str = "out_hidden_size"
+    """Names the key of the vision config that holds the width of a feature."""
+    whole_architectures: tuple[str, ...] = ()
+    """A checkpoint of one of these architectures holds the family as its `thinker_config`, in addition to other
+    parts."""
+    is_text_flat: bool = False
+    """Says whether older checkpoints have no `text_config`, so that its keys stand at the top level."""
+
+
+# ------------------------------------------------------------ the settings of a checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class QwenVLConfig:
+    """Holds the settings of one checkpoint of a Qwen vision family."""
+
+    model_id: str
+    is_thinker_only: bool
+    """Says whether the checkpoint holds the model alone; otherwise the model is the thinker of a checkpoint that also
+    has a talker and a vocoder."""
+    shape: ModelShape
+    modality_to_token: Mapping[str, int]
+    """Maps the modalities that the family takes to their placeholder tokens."""
+    marks: Marks
+    num_deepstack_levels: int
+    image: ImageOptions
+    video: VideoOptions
+    video_time: VideoTime
+    sound: SoundHalf | None = field(default=None)
+
+    @property
+    def image_token_id(self) -> int:
+        return self.modality_to_token["image"]
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Holds the tokens that are written around rows; a token is None where the config does not name one."""
+
+    vision_start: int | None = None
+    vision_end: int | None = None
+    audio_start: int | None = None
+    audio_end: int | None = None
+
+
+def read_config(model_dir: Path, layout: Layout) -> QwenVLConfig:
+    """Reads the family's config from `model_dir`. Raises ConfigError for missing or broken files and for what Weft
+    can't run."""
+    raw, config = read_json(model_dir / "config.json")
+    is_thinker_only = set(layout.whole_architectures).isdisjoint(config.get("architectures") or ())
+    model = config if is_thinker_only else section(config, "thinker_config")
+    text = _with_defaults(_text_section(model, layout), layout.text_defaults)
+    vision = _with_defaults(section(model, "vision_config"), layout.vision_defaults)
+    refuse_unsupported(text)
+    image = read_image_options(model_dir)
+    video = read_video_options(model_dir, layout.video)
+    for options, name in ((image, "preprocessor's"), (video.frame, "video preprocessor's")):
+        _check_patches(vision, options, name)
+    levels = vision.get("deepstack_visual_indexes", ())
+    shape = shape_of(text, num_levels=1 + len(levels))
+    if vision[layout.feature_size_key] != shape.hidden_size:
+        raise ConfigError(f"vision_config.{layout.feature_size_key} is not the text model's hidden_size")
+    if len(levels) > shape.num_layers:
+        raise ConfigError(f"{len(levels)} DeepStack levels for {shape.num_layers} layers")
+    tokens = {name: _token(model, control) for name, control in layout.modality_to_placeholder.items()}
+    sound = layout.sound
+    return QwenVLConfig(
+        model_id=model_id(model_dir, raw),
+        is_thinker_only=is_thinker_only,
+        shape=shape,
+        modality_to_token={name: token for name, token in tokens.items() if token is not None},
+        marks=Marks(
+            vision_start=_token(model, _VISION_START),
+            vision_end=_token(model, _VISION_END),
+            audio_start=_token(model, sound.start) if sound else None,
+            audio_end=_token(model, sound.end) if sound else None,
+        ),
+        num_deepstack_levels=len(levels),
+        image=image,
+        video=video,
+        video_time=layout.video_time(model),
+        sound=sound.read(model_dir, model.get("audio_config") or {}, shape.hidden_size) if sound else None,
+    )
+
+
+def _check_patches(vision: Mapping[str, Any], options: ImageOptions, name: str) -> None:
+    for key, mine in (
+        ("patch_size", options.patch_size),
+        ("spatial_merge_size", options.merge_size),
+        ("temporal_patch_size", options.temporal_patch_size),
+    ):
+        if vision[key] != mine:
+            raise ConfigError(f"vision_config.{key} is {vision[key]}, the {name} is {mine}")
+
+
+def _token(model: Mapping[str, Any], control: Control) -> int | None:
+    """Returns the token's id, or None if there is neither the key nor a default. Keys that end in `_token_index` are
+    older names of the omni families; for these the function also accepts the newer name, which ends in `_token_id`."""
+    found = model.get(control.key, model.get(control.key.replace("_token_index", "_token_id"), control.default))
+    return None if found is None else int(found)
+
+
+def _text_section(model: Mapping[str, Any], layout: Layout) -> Mapping[str, Any]:
+    if layout.is_text_flat and model.get("text_config") is None:
+        return model
+    return section(model, "text_config")
+
+
+def _with_defaults(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    return {**defaults, **found}
+
+
+# ------------------------------------------------------------ the times of a video's steps
 
 Ints = npt.NDArray[np.int64]
 
@@ -153,163 +318,3 @@ def _chunks(positions: Ints, size: int) -> Ints:
             chunk += 1
         found[index] = chunk
     return found
-
-
-IMAGE, VIDEO, AUDIO = "image", "video", "audio"
-
-
-@dataclass(frozen=True, slots=True)
-class Control:
-    """Identifies a token by its key in config.json."""
-
-    key: str
-    default: int | None = None
-    text: str = ""
-    """Holds the text that chat templates write for the token, if the token is a placeholder."""
-
-
-_VISION_START = Control("vision_start_token_id", 151652)
-_VISION_END = Control("vision_end_token_id", 151653)
-VISION = {
-    IMAGE: Control("image_token_id", 151655, "<|image_pad|>"),
-    VIDEO: Control("video_token_id", 151656, "<|video_pad|>"),
-}
-"""Holds the placeholders of most of the families."""
-
-
-@dataclass(frozen=True, slots=True)
-class SoundLayout:
-    """Describes how config.json of a family that takes sound names what belongs to sounds."""
-
-    read: Callable[[Path, Mapping[str, Any], int], SoundHalf]
-    """Reads what the family does with sounds before its encoder. The parameters are the model directory,
-    `audio_config`, and the width of the text model. Raises ConfigError."""
-    start: Control
-    end: Control
-    """These two tokens (`start` and `end`) are written around a video's rows if its sound is among them."""
-    are_marks_paired: bool = False
-    """Has the same meaning as in `positions.prompt_positions`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Describes how one family differs from the others in config.json. Defaults are those of transformers 5.23."""
-
-    name: str
-    modality_to_placeholder: Mapping[str, Control]
-    """Maps a modality to the one token that the chat template writes for a medium."""
-    text_defaults: Mapping[str, Any]
-    """Holds the values of missing keys of the text model."""
-    vision_defaults: Mapping[str, Any]
-    """Holds the values of missing keys of the vision tower, always including the patch and merge sizes."""
-    video_time: Callable[[Mapping[str, Any]], VideoTime]
-    """Derives the times of a video's steps from the model's config."""
-    video: VideoDefaults
-    sound: SoundLayout | None = None
-    feature_size_key: str = "out_hidden_size"
-    """Names the key of the vision config that holds the width of a feature."""
-    whole_architectures: tuple[str, ...] = ()
-    """A checkpoint of one of these architectures holds the family as its `thinker_config`, in addition to other
-    parts."""
-    is_text_flat: bool = False
-    """Says whether older checkpoints have no `text_config`, so that its keys stand at the top level."""
-
-
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """Holds the tokens that are written around rows; a token is None where the config does not name one."""
-
-    vision_start: int | None = None
-    vision_end: int | None = None
-    audio_start: int | None = None
-    audio_end: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class QwenVLConfig:
-    """Holds the settings of one checkpoint of a Qwen vision family."""
-
-    model_id: str
-    is_thinker_only: bool
-    """Says whether the checkpoint holds the model alone; otherwise the model is the thinker of a checkpoint that also
-    has a talker and a vocoder."""
-    shape: ModelShape
-    modality_to_token: Mapping[str, int]
-    """Maps the modalities that the family takes to their placeholder tokens."""
-    marks: Marks
-    num_deepstack_levels: int
-    image: ImageOptions
-    video: VideoOptions
-    video_time: VideoTime
-    sound: SoundHalf | None = field(default=None)
-
-    @property
-    def image_token_id(self) -> int:
-        return self.modality_to_token["image"]
-
-
-def read_config(model_dir: Path, layout: Layout) -> QwenVLConfig:
-    """Reads the family's config from `model_dir`. Raises ConfigError for missing or broken files and for what Weft
-    can't run."""
-    raw, config = read_json(model_dir / "config.json")
-    is_thinker_only = set(layout.whole_architectures).isdisjoint(config.get("architectures") or ())
-    model = config if is_thinker_only else section(config, "thinker_config")
-    text = _with_defaults(_text_section(model, layout), layout.text_defaults)
-    vision = _with_defaults(section(model, "vision_config"), layout.vision_defaults)
-    refuse_unsupported(text)
-    image = read_image_options(model_dir)
-    video = read_video_options(model_dir, layout.video)
-    for options, name in ((image, "preprocessor's"), (video.frame, "video preprocessor's")):
-        _check_patches(vision, options, name)
-    levels = vision.get("deepstack_visual_indexes", ())
-    shape = shape_of(text, num_levels=1 + len(levels))
-    if vision[layout.feature_size_key] != shape.hidden_size:
-        raise ConfigError(f"vision_config.{layout.feature_size_key} is not the text model's hidden_size")
-    if len(levels) > shape.num_layers:
-        raise ConfigError(f"{len(levels)} DeepStack levels for {shape.num_layers} layers")
-    tokens = {name: _token(model, control) for name, control in layout.modality_to_placeholder.items()}
-    sound = layout.sound
-    return QwenVLConfig(
-        model_id=model_id(model_dir, raw),
-        is_thinker_only=is_thinker_only,
-        shape=shape,
-        modality_to_token={name: token for name, token in tokens.items() if token is not None},
-        marks=Marks(
-            vision_start=_token(model, _VISION_START),
-            vision_end=_token(model, _VISION_END),
-            audio_start=_token(model, sound.start) if sound else None,
-            audio_end=_token(model, sound.end) if sound else None,
-        ),
-        num_deepstack_levels=len(levels),
-        image=image,
-        video=video,
-        video_time=layout.video_time(model),
-        sound=sound.read(model_dir, model.get("audio_config") or {}, shape.hidden_size) if sound else None,
-    )
-
-
-def _check_patches(vision: Mapping[str, Any], options: ImageOptions, name: str) -> None:
-    for key, mine in (
-        ("patch_size", options.patch_size),
-        ("spatial_merge_size", options.merge_size),
-        ("temporal_patch_size", options.temporal_patch_size),
-    ):
-        if vision[key] != mine:
-            raise ConfigError(f"vision_config.{key} is {vision[key]}, the {name} is {mine}")
-
-
-def _token(model: Mapping[str, Any], control: Control) -> int | None:
-    """Returns the token's id, or None if there is neither the key nor a default. Keys that end in `_token_index` are
-    older names of the omni families; for these the function also accepts the newer name, which ends in `_token_id`."""
-    found = model.get(control.key, model.get(control.key.replace("_token_index", "_token_id"), control.default))
-    return None if found is None else int(found)
-
-
-def _text_section(model: Mapping[str, Any], layout: Layout) -> Mapping[str, Any]:
-    if layout.is_text_flat and model.get("text_config") is None:
-        return model
-    return section(model, "text_config")
-
-
-def _with_defaults(found: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    return {**defaults, **found}

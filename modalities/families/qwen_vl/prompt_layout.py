@@ -1,12 +1,12 @@
-"""Computes what a medium of a Qwen vision family takes up in the prompt: tokens, rows, and their positions. The module
-is pure and knows nothing of pixels.
+"""Computes what the media of a Qwen vision family take up in the prompt: tokens, rows, and their positions.
 
-Computes the M-RoPE positions of a whole prompt from the grids alone, equal to transformers' `get_rope_index`.
+`pieces` says what replaces a placeholder: the rows of a picture or sound, the steps of a video with their times in
+words, or the rows of a video and its sound ordered by time. `prompt_positions` computes the M-RoPE positions of the
+whole expanded prompt from the grids alone, equal to transformers' `get_rope_index`; the position of each medium's rows
+is a `Block`.
 
-The code walks a prompt run by run. Text takes the next positions, the same on all three axes (time, height, width). A
-medium takes a block of positions that starts where the text before it ended; the block of a sound track starts where
-its video's block starts. The block decides where the text after it continues (`Block.span`). The module knows nothing
-of token ids: placeholder ranges say where the media stand.
+The module is pure and knows nothing of pixels. The positions need no token ids: placeholder ranges say where the media
+stand.
 """
 
 from __future__ import annotations
@@ -23,30 +23,72 @@ from modalities.families.qwen_vl.layout import QwenVLConfig, SharedTime
 from modalities.families.qwen_vl.patches import Grid, grid_rows
 from modalities.family import FeatureRows, ItemPlan, MediaOptions, Piece, Positions
 
+# ------------------------------------------------------------ the pieces of a medium
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """Holds the positions of all rows of an item, as if it began at 0."""
+Tokenize = Callable[[str], Sequence[int]]
 
-    ids: npt.NDArray[np.int64]
-    """Holds the positions on the axes time, height and width. Has shape `(3, num_tokens)`."""
-    span: int | None = None
-    """The text continues at this distance after the start of the block; with None it continues after the largest
-    position of the last run."""
-    is_parted: bool = False
-    """Says whether each run is a block of its own, which starts where the text before it ends."""
 
+def pieces(config: QwenVLConfig, plans: Sequence[ItemPlan], index: int, tokenize: Tokenize | None) -> list[Piece]:
+    """Returns the pieces that replace the placeholder of plan `index`. Raises ConfigError for text between frames
+    without a tokenizer, and for frames or a video with sound if the checkpoint does not name the tokens around
+    them."""
+    plan = plans[index]
+    sounds = [sound for sound, other in enumerate(plans) if other.anchor == index]
+    if sounds:
+        return list(_woven(config, plans, index, sounds[0]))
+    if plan.modality == "video" and config.video_time.is_written:
+        return list(_written(config, plan, index, tokenize))
+    return [FeatureRows(index, 0, sum(plan.unit_tokens))]
+
+
+def _written(config: QwenVLConfig, plan: ItemPlan, index: int, tokenize: Tokenize | None) -> Iterator[Piece]:
+    """Yields each step with its time before it (Qwen3VLProcessor's `replace_video_token`); for steps that were
+    averaged, the time is the mean of their times."""
+    start, end = config.marks.vision_start, config.marks.vision_end
+    if tokenize is None or start is None or end is None:
+        raise ConfigError("videos of this family need a tokenizer and the tokens around a frame")
+    size, times = plan.num_pooled_frames, plan.frame_times_s
+    num_rows = _rows_of_step(plan)
+    for step, at in enumerate(range(0, len(times), size)):
+        seconds = sum(times[at : at + size]) / len(times[at : at + size])
+        yield [*tokenize(f"<{seconds:.1f} seconds>"), start]
+        yield FeatureRows(index, step * num_rows, num_rows)
+        yield [end]
+
+
+def _woven(config: QwenVLConfig, plans: Sequence[ItemPlan], video: int, sound: int) -> Iterator[Piece]:
+    """Yields the rows of a video and of its sound, ordered by time (the omni processors'
+    `replace_video_with_audio_token`)."""
+    plan, time = plans[video], config.video_time
+    start, end = config.marks.audio_start, config.marks.audio_end
+    if start is None or end is None or not isinstance(time, SharedTime):
+        raise ConfigError("the checkpoint does not say how a video is seen and heard at once")
+    moments = time.positions(plan.grid[0], plan.row_seconds)[:: plan.num_pooled_frames]
+    seen = np.repeat(moments, _rows_of_step(plan))
+    is_seen = time.woven(seen, sum(plans[sound].unit_tokens))
+    yield [start]
+    for begin, stop in _equal_ranges(is_seen):
+        num_seen = int(is_seen[:begin].sum())
+        item, first = (video, num_seen) if is_seen[begin] else (sound, begin - num_seen)
+        yield FeatureRows(item, first, stop - begin)
+    yield [end]
+
+
+def _equal_ranges(flags: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Yields half-open ranges of equal flags."""
+    edges = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(flags)]
+    yield from pairwise(edges)
+
+
+def _rows_of_step(plan: ItemPlan) -> int:
+    """Returns the number of rows of a step, or of several steps that were averaged together."""
+    grid: Grid = plan.grid
+    return sum(plan.unit_tokens) // -(-grid[0] // plan.num_pooled_frames)
+
+
+# ------------------------------------------------------------ positions
 
 BlockPositions = Callable[[MediaItem], Block]
-
-
-def grid_positions(grid: tuple[int, int, int], merge_size: int, time_step: int) -> npt.NDArray[np.int64]:
-    """Returns the positions of a grid of patches (t, h, w), row-major after merging: `(3, t * h * w / merge_size**2)`.
-    Time advances by `time_step` from one temporal patch to the next."""
-    time, height, width = grid[0], grid[1] // merge_size, grid[2] // merge_size
-    block = np.indices((time, height, width), dtype=np.int64).reshape(3, -1)
-    block[0] *= time_step
-    return block
 
 
 def prompt_positions(
@@ -59,7 +101,11 @@ def prompt_positions(
     """Returns the positions of the expanded prompt. `placeholders` must be sorted by offset. The runs of one item, and
     of the sound that is anchored to it, share the start of the first run, unless its block is parted. With
     `are_marks_paired`, the two tokens before a video with sound have one position, and so do the two after it
-    (Qwen2.5-Omni). Raises ProtocolError if the runs do not fit media or prompt."""
+    (Qwen2.5-Omni). Raises ProtocolError if the runs do not fit media or prompt.
+
+    The function walks the prompt run by run. Text takes the next positions, the same on all three axes (time, height,
+    width). A medium takes a block of positions that starts where the text before it ended; the block of a sound track
+    starts where its video's block starts. The block decides where the text after it continues (`Block.span`)."""
     ids = np.empty((3, num_tokens), dtype=np.int64)
     item_to_block: dict[int, Block] = {}
     item_to_start: dict[int, int] = {}
@@ -126,7 +172,20 @@ def _rows(item: MediaItem, run: PlaceholderRange) -> slice:
     return slice(start, start + run.length)
 
 
-Tokenize = Callable[[str], Sequence[int]]
+# ------------------------------------------------------------ the positions of one medium
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Holds the positions of all rows of an item, as if it began at 0."""
+
+    ids: npt.NDArray[np.int64]
+    """Holds the positions on the axes time, height and width. Has shape `(3, num_tokens)`."""
+    span: int | None = None
+    """The text continues at this distance after the start of the block; with None it continues after the largest
+    position of the last run."""
+    is_parted: bool = False
+    """Says whether each run is a block of its own, which starts where the text before it ends."""
 
 
 def image_block(config: QwenVLConfig, item: MediaItem) -> Block:
@@ -149,59 +208,10 @@ def video_block(config: QwenVLConfig, item: MediaItem) -> Block:
     return Block(ids, max(height, width) if time.ends_with_sides else None, is_parted=time.is_written)
 
 
-def pieces(config: QwenVLConfig, plans: Sequence[ItemPlan], index: int, tokenize: Tokenize | None) -> list[Piece]:
-    """Returns the pieces that replace the placeholder of plan `index`. Raises ConfigError for text between frames
-    without a tokenizer, and for frames or a video with sound if the checkpoint does not name the tokens around
-    them."""
-    plan = plans[index]
-    sounds = [sound for sound, other in enumerate(plans) if other.anchor == index]
-    if sounds:
-        return list(_woven(config, plans, index, sounds[0]))
-    if plan.modality == "video" and config.video_time.is_written:
-        return list(_written(config, plan, index, tokenize))
-    return [FeatureRows(index, 0, sum(plan.unit_tokens))]
-
-
-def _written(config: QwenVLConfig, plan: ItemPlan, index: int, tokenize: Tokenize | None) -> Iterator[Piece]:
-    """Yields each step with its time before it (Qwen3VLProcessor's `replace_video_token`); for steps that were
-    averaged, the time is the mean of their times."""
-    start, end = config.marks.vision_start, config.marks.vision_end
-    if tokenize is None or start is None or end is None:
-        raise ConfigError("videos of this family need a tokenizer and the tokens around a frame")
-    size, times = plan.num_pooled_frames, plan.frame_times_s
-    num_rows = _rows_of_step(plan)
-    for step, at in enumerate(range(0, len(times), size)):
-        seconds = sum(times[at : at + size]) / len(times[at : at + size])
-        yield [*tokenize(f"<{seconds:.1f} seconds>"), start]
-        yield FeatureRows(index, step * num_rows, num_rows)
-        yield [end]
-
-
-def _woven(config: QwenVLConfig, plans: Sequence[ItemPlan], video: int, sound: int) -> Iterator[Piece]:
-    """Yields the rows of a video and of its sound, ordered by time (the omni processors'
-    `replace_video_with_audio_token`)."""
-    plan, time = plans[video], config.video_time
-    start, end = config.marks.audio_start, config.marks.audio_end
-    if start is None or end is None or not isinstance(time, SharedTime):
-        raise ConfigError("the checkpoint does not say how a video is seen and heard at once")
-    moments = time.positions(plan.grid[0], plan.row_seconds)[:: plan.num_pooled_frames]
-    seen = np.repeat(moments, _rows_of_step(plan))
-    is_seen = time.woven(seen, sum(plans[sound].unit_tokens))
-    yield [start]
-    for begin, stop in _runs(is_seen):
-        num_seen = int(is_seen[:begin].sum())
-        item, first = (video, num_seen) if is_seen[begin] else (sound, begin - num_seen)
-        yield FeatureRows(item, first, stop - begin)
-    yield [end]
-
-
-def _runs(flags: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
-    """Yields half-open ranges of equal flags."""
-    edges = [0, *(np.flatnonzero(np.diff(flags)) + 1).tolist(), len(flags)]
-    yield from pairwise(edges)
-
-
-def _rows_of_step(plan: ItemPlan) -> int:
-    """Returns the number of rows of a step, or of several steps that were averaged together."""
-    grid: Grid = plan.grid
-    return sum(plan.unit_tokens) // -(-grid[0] // plan.num_pooled_frames)
+def grid_positions(grid: tuple[int, int, int], merge_size: int, time_step: int) -> npt.NDArray[np.int64]:
+    """Returns the positions of a grid of patches (t, h, w), row-major after merging: `(3, t * h * w / merge_size**2)`.
+    Time advances by `time_step` from one temporal patch to the next."""
+    time, height, width = grid[0], grid[1] // merge_size, grid[2] // merge_size
+    block = np.indices((time, height, width), dtype=np.int64).reshape(3, -1)
+    block[0] *= time_step
+    return block

@@ -1,15 +1,15 @@
-"""Runs the encoders: they turn patches of many pictures or frames, and spectrograms, into features. The module knows
-nothing of requests and queues.
+"""Loads and runs the encoders of the Qwen vision families: they turn patches of many pictures or frames, and
+spectrograms, into features.
 
-Loads parts of a Qwen vision checkpoint as transformers modules. Only this module knows the checkpoints' weight
-names. It knows nothing of how a part computes.
+A family's `Checkpoint` names its transformers classes, and loads their parts from a checkpoint: the vision tower, the
+tower for sounds, and the text half. Only this module knows the weight names of vision tower and text half.
+`load_encoder` returns a `VisionEncoder`, or an `OmniEncoder` with one tower per modality. `fused_tower` rebuilds the
+blocks of a vision tower from their own weights, with few large operations: query, key and value are one product and are
+rotated together; residuals and gate are computed within the products; windows of one size attend in one call; the
+convolution over patches, which do not overlap, is computed as the product that it equals. Blocks, mergers and patch
+embedding take and return what the original ones did, so the tower around them remains that of transformers.
 
-Rebuilds the blocks of the Qwen-VL families' vision towers from their own weights, with few large operations.
-
-Query, key and value are one product and are rotated together; residuals and gate are computed within the products;
-windows of one size attend in one call; the convolution over patches, which do not overlap, is computed as the product
-that it equals. Blocks, mergers and patch embedding take and return what the original ones did, so the tower around them
-remains that of transformers. This module knows nothing of requests and checkpoints.
+The module knows nothing of requests and queues.
 """
 
 from __future__ import annotations
@@ -35,6 +35,76 @@ from modalities.families.qwen_vl.layout import AUDIO, IMAGE, VIDEO, QwenVLConfig
 from modalities.family import EncoderInput, EncoderModel
 from modalities.media import VideoRows
 from modalities.video_features import thinned
+
+# ------------------------------------------------------------ the encoders
+
+
+def load_encoder(
+    checkpoint: Checkpoint,
+    model_dir: Path,
+    config: QwenVLConfig,
+    place: tuple[str, str],
+    modalities: Sequence[str],
+) -> EncoderModel:
+    """Loads only the towers of `modalities`; pictures and videos share one. `place` is (device, dtype). Raises
+    ConfigError if a weight is missing."""
+    found: dict[str, EncoderModel] = {}
+    if set(modalities) - {AUDIO}:
+        tower = fused_tower(checkpoint.load_vision_tower(model_dir, config, *place))
+        vision = VisionEncoder(tower, has_deepstack=config.num_deepstack_levels > 0)
+        if AUDIO not in modalities:
+            return vision
+        found = {IMAGE: vision, VIDEO: vision}
+    return OmniEncoder({**found, AUDIO: checkpoint.load_sound_tower(model_dir, config, place)})
+
+
+class VisionEncoder:
+    """Implements `modalities.family.EncoderModel`. Only one forward pass may run at a time: the class is not
+    thread-safe."""
+
+    def __init__(self, tower: PreTrainedModel, has_deepstack: bool) -> None:
+        self._tower, self._has_deepstack = tower, has_deepstack
+
+    @torch.no_grad()
+    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        """Returns, per unit, `(1 + num_deepstack_levels, num_tokens, hidden)`: level 0 replaces the embedding, and
+        level i is added to the hidden states after layer i - 1 of the text model. Pictures do not attend to each other,
+        and neither do the temporal patches of a video."""
+        if not inputs:
+            return []
+        pixels = torch.from_numpy(np.concatenate([unit.pixels for unit in inputs]))
+        grids = torch.tensor([unit.grid for unit in inputs], dtype=torch.int64)
+        output = self._tower(
+            pixels.to(self._tower.device, self._tower.dtype), grid_thw=grids.to(self._tower.device), return_dict=True
+        )
+        deepstack = output.deepstack_features if self._has_deepstack else ()
+        levels = torch.stack([output.pooler_output, *deepstack])
+        num_tokens = (grids.prod(-1) // self._tower.spatial_merge_size**2).tolist()
+        features = zip(inputs, levels.split(num_tokens, dim=1), strict=True)
+        return [_thinned_unit(unit, feature).contiguous() for unit, feature in features]
+
+
+def _thinned_unit(unit: EncoderInput, feature: torch.Tensor) -> torch.Tensor:
+    """Returns the rows that remain of a video's unit `(num_levels, num_tokens, hidden)` after thinning; other units
+    stay unchanged."""
+    if unit.modality != VIDEO:
+        return feature
+    steps = feature.unflatten(1, (unit.grid[0], -1))
+    return thinned(steps, VideoRows.of_geometry(unit.geometry))
+
+
+class OmniEncoder:
+    """Holds one tower per modality. Implements `modalities.family.EncoderModel` as the towers do."""
+
+    def __init__(self, modality_to_encoder: Mapping[str, EncoderModel]) -> None:
+        self._modality_to_encoder = modality_to_encoder
+
+    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        """Encodes the inputs, which all have one modality, with the tower of that modality."""
+        return self._modality_to_encoder[inputs[0].modality].encode(inputs) if inputs else []
+
+
+# ------------------------------------------------------------ the parts of a checkpoint
 
 _VISION_NAMES = {r"^(thinker\.)?(model\.)?visual\.": ""}
 _TEXT_NAMES = {
@@ -127,6 +197,8 @@ def text_half_of(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return TextHalf
 
 
+# ------------------------------------------------------------ the blocks of a vision tower
+
 BLOCKS = frozenset(
     {
         "Qwen2VLVisionBlock",
@@ -151,6 +223,14 @@ def fused_tower(tower: Any) -> Any:
     return tower
 
 
+def _project_linears(part: nn.Module) -> None:
+    """Replaces the linear layers of `part`, which must give them rows `(n, in_features)`."""
+    for parent in list(part.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                setattr(parent, name, project(child))
+
+
 class FusedVisionBlock(nn.Module):
     """Computes one block. Its input stays unchanged."""
 
@@ -172,6 +252,18 @@ class FusedVisionBlock(nn.Module):
         hidden = self.attention(self.before_attention(hidden_states), hidden_states, cu_seqlens, position_embeddings)
         out: torch.Tensor = self.mlp(self.before_mlp(hidden), hidden)
         return out
+
+
+def _norm(norm: nn.Module) -> nn.Module:
+    return norm if isinstance(norm, nn.LayerNorm) else RowNorm(norm)
+
+
+def _mlp(mlp: Any) -> nn.Module:
+    if hasattr(mlp, "gate_proj"):
+        return GatedMlp(mlp)
+    if hasattr(mlp, "fc1"):
+        return PlainMlp(mlp.fc1, mlp.act, mlp.fc2)
+    return PlainMlp(mlp.linear_fc1, mlp.act_fn, mlp.linear_fc2)
 
 
 class FusedVisionAttention(nn.Module):
@@ -241,88 +333,3 @@ class PatchEmbedding(nn.Module):
         """Maps `(num_patches, values of a patch)` to `(num_patches, hidden)`."""
         projected: torch.Tensor = self.projection(patches)
         return projected
-
-
-def _norm(norm: nn.Module) -> nn.Module:
-    return norm if isinstance(norm, nn.LayerNorm) else RowNorm(norm)
-
-
-def _mlp(mlp: Any) -> nn.Module:
-    if hasattr(mlp, "gate_proj"):
-        return GatedMlp(mlp)
-    if hasattr(mlp, "fc1"):
-        return PlainMlp(mlp.fc1, mlp.act, mlp.fc2)
-    return PlainMlp(mlp.linear_fc1, mlp.act_fn, mlp.linear_fc2)
-
-
-def _project_linears(part: nn.Module) -> None:
-    """Replaces the linear layers of `part`, which must give them rows `(n, in_features)`."""
-    for parent in list(part.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
-                setattr(parent, name, project(child))
-
-
-class VisionEncoder:
-    """Implements `modalities.family.EncoderModel`. Only one forward pass may run at a time: the class is not
-    thread-safe."""
-
-    def __init__(self, tower: PreTrainedModel, has_deepstack: bool) -> None:
-        self._tower, self._has_deepstack = tower, has_deepstack
-
-    @torch.no_grad()
-    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        """Returns, per unit, `(1 + num_deepstack_levels, num_tokens, hidden)`: level 0 replaces the embedding, and
-        level i is added to the hidden states after layer i - 1 of the text model. Pictures do not attend to each other,
-        and neither do the temporal patches of a video."""
-        if not inputs:
-            return []
-        pixels = torch.from_numpy(np.concatenate([unit.pixels for unit in inputs]))
-        grids = torch.tensor([unit.grid for unit in inputs], dtype=torch.int64)
-        output = self._tower(
-            pixels.to(self._tower.device, self._tower.dtype), grid_thw=grids.to(self._tower.device), return_dict=True
-        )
-        deepstack = output.deepstack_features if self._has_deepstack else ()
-        levels = torch.stack([output.pooler_output, *deepstack])
-        num_tokens = (grids.prod(-1) // self._tower.spatial_merge_size**2).tolist()
-        features = zip(inputs, levels.split(num_tokens, dim=1), strict=True)
-        return [_thinned(unit, feature).contiguous() for unit, feature in features]
-
-
-class OmniEncoder:
-    """Holds one tower per modality. Implements `modalities.family.EncoderModel` as the towers do."""
-
-    def __init__(self, modality_to_encoder: Mapping[str, EncoderModel]) -> None:
-        self._modality_to_encoder = modality_to_encoder
-
-    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        """Encodes the inputs, which all have one modality, with the tower of that modality."""
-        return self._modality_to_encoder[inputs[0].modality].encode(inputs) if inputs else []
-
-
-def load_encoder(
-    checkpoint: Checkpoint,
-    model_dir: Path,
-    config: QwenVLConfig,
-    place: tuple[str, str],
-    modalities: Sequence[str],
-) -> EncoderModel:
-    """Loads only the towers of `modalities`; pictures and videos share one. `place` is (device, dtype). Raises
-    ConfigError if a weight is missing."""
-    found: dict[str, EncoderModel] = {}
-    if set(modalities) - {AUDIO}:
-        tower = fused_tower(checkpoint.load_vision_tower(model_dir, config, *place))
-        vision = VisionEncoder(tower, has_deepstack=config.num_deepstack_levels > 0)
-        if AUDIO not in modalities:
-            return vision
-        found = {IMAGE: vision, VIDEO: vision}
-    return OmniEncoder({**found, AUDIO: checkpoint.load_sound_tower(model_dir, config, place)})
-
-
-def _thinned(unit: EncoderInput, feature: torch.Tensor) -> torch.Tensor:
-    """Returns the rows that remain of a video's unit `(num_levels, num_tokens, hidden)` after thinning; other units
-    stay unchanged."""
-    if unit.modality != VIDEO:
-        return feature
-    steps = feature.unflatten(1, (unit.grid[0], -1))
-    return thinned(steps, VideoRows.of_geometry(unit.geometry))

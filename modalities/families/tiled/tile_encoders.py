@@ -1,12 +1,11 @@
-"""Loads and runs InternVL's vision tower and projector. Only this module knows the names of their weights.
+"""Encodes the tiles of many pictures and frames into features, in one forward pass, with the towers of LLaVA-1.5,
+LLaVA-OneVision and InternVL.
 
-Encodes the tiles of many pictures into features, in one forward pass. It knows nothing of requests or queues.
+`TileEncoder` runs any of these families. For each family there is a class that is its model without the language model,
+a function that computes the rows of its units, and a function that loads both. Only this module knows the names of
+their weights.
 
-Loads and runs LLaVA-1.5's vision tower and projector. Only this module knows the names of their weights.
-
-Loads and runs LLaVA-OneVision's vision tower and projector, and its newline.
-
-Only this module knows the names of their weights.
+It knows nothing of requests or queues.
 """
 
 from __future__ import annotations
@@ -36,6 +35,8 @@ from modalities.families.causal_lm.language_model import PartNames, load_part, r
 from modalities.family import EncoderInput
 from modalities.media import VideoRows
 from modalities.video_features import thinned
+
+# ------------------------------------------------------------ what the families share
 
 RowsOf = Callable[[Any, torch.Tensor, Sequence[EncoderInput]], Sequence[torch.Tensor]]
 """A `RowsOf` computes the rows of each unit, of shape `(num_tokens, hidden)`. Its arguments are the loaded part of the
@@ -79,6 +80,8 @@ def is_closed(unit: EncoderInput) -> bool:
     return bool(unit.geometry[0])
 
 
+# ------------------------------------------------------------ LLaVA-1.5
+
 _LLAVA_NAMES = {r"^model\.(vision_tower|multi_modal_projector)\.": r"\1."}
 
 
@@ -102,6 +105,8 @@ def load_llava_encoder(model_dir: Path, device: str, dtype: str) -> TileEncoder:
     """Loads the vision tower and the projector. Raises ConfigError if a weight is missing."""
     return load_tile_encoder(LlavaVisionHalf, _LLAVA_NAMES, _llava_rows, model_dir, (device, dtype))
 
+
+# ------------------------------------------------------------ LLaVA-OneVision
 
 _LLAVA_ONEVISION_NAMES = {
     r"^model\.(vision_tower|multi_modal_projector)\.": r"\1.",
@@ -151,6 +156,8 @@ def load_llava_onevision_encoder(model_dir: Path, device: str, dtype: str) -> Ti
         LlavaOnevisionVisionHalf, _LLAVA_ONEVISION_NAMES, _llava_onevision_rows, model_dir, (device, dtype)
     )
 
+
+# ------------------------------------------------------------ InternVL
 
 _INTERNVL_NAMES = {r"^model\.(vision_tower|multi_modal_projector)\.": r"\1."}
 

@@ -1,16 +1,13 @@
 """Implements the families on tiles: which media they take, and which tokens and positions the prompt has for them.
 
-The module is pure except for the two loaders, which import torch when they are called. It knows nothing of how a
-particular family cuts pictures.
+`TiledFamily` answers a `Family`'s questions for one checkpoint. It leaves the cutting of pictures to the family's
+`Tiling`. Videos are cut in one way in all families, by `FrameTiling`: every frame becomes one tile. It decides which
+frames are decoded, how many rows they become, and which tokens the prompt has for them. The functions at the end read
+config.json and the processors' files as plain JSON, where missing keys take the values that transformers 5.23 gives
+them.
 
-Reads config.json and preprocessor_config.json of a model on tiles as plain JSON.
-
-Missing keys take the values that transformers 5.23 gives them. This module knows nothing of a particular family.
-
-Handles the videos of a family on tiles, where every frame becomes one tile.
-
-It decides which frames are decoded, how many rows they become, and which tokens the prompt has for them. The module is
-pure except for decoding and knows nothing of weights.
+The module is pure except for decoding and for the two loaders, which import torch when they are called. It knows
+nothing of weights and of how a particular family cuts pictures.
 """
 
 from __future__ import annotations
@@ -59,304 +56,12 @@ from modalities.media import (
     unit_steps,
 )
 
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-_BICUBIC = 3
-
-
-@dataclass(frozen=True, slots=True)
-class TiledConfig:
-    """Holds the settings that all families on tiles have."""
-
-    model_id: str
-    shape: ModelShape
-    image_token_id: int
-    tile_size: int
-    """This is the length of each side of a tile, in pixels."""
-    patches_per_side: int
-    """Counts the patches that the vision transformer sees along one side of a tile."""
-
-
-@dataclass(frozen=True, slots=True)
-class PixelOptions:
-    """Says how pixels are scaled and normalised. All image processors of transformers have these options."""
-
-    resample: int
-    """This is Pillow's number for the resampling filter."""
-    normalisation: Normalisation
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigFiles:
-    """Holds the contents of the files, for the settings that only one family reads."""
-
-    model: Mapping[str, Any]
-    vision: Mapping[str, Any]
-    """Holds the vision tower's section, with `vision_defaults` in place of missing keys."""
-    processor: Mapping[str, Any]
-
-
-def read_tiled_config(
-    model_dir: Path, image_token: tuple[str, int], vision_defaults: Mapping[str, Any], default_text: str
-) -> tuple[TiledConfig, ConfigFiles]:
-    """Returns the settings of a checkpoint, and the files that they come from.
-
-    `image_token` is the key and the default of the placeholder's id. `vision_defaults` has `model_type` (no other type
-    is accepted), `image_size` and `patch_size`. `default_text` is the text model's type if the config does not name
-    one. Raises ConfigError for missing or broken files and for a model that Weft can't run."""
-    raw, model = read_json(model_dir / "config.json")
-    vision = {**vision_defaults, **section(model, "vision_config")}
-    if vision["model_type"] != vision_defaults["model_type"]:
-        raise ConfigError(f"vision tower {vision['model_type']!r} is not supported")
-    tile_size, patch_size = square(vision["image_size"], "image_size"), square(vision["patch_size"], "patch_size")
-    shape = text_shape({"model_type": default_text, **section(model, "text_config")})
-    key, default = image_token
-    config = TiledConfig(
-        model_id=model_id(model_dir, raw),
-        shape=shape,
-        image_token_id=int(model.get(key, model.get("image_token_id", default))),
-        tile_size=tile_size,
-        patches_per_side=tile_size // patch_size,
-    )
-    return config, ConfigFiles(model, vision, read_image_processor(model_dir))
-
-
-def read_pixel_options(
-    processor: Mapping[str, Any],
-    kinds: tuple[str, ...],
-    mean: tuple[float, float, float] = _CLIP_MEAN,
-    std: tuple[float, float, float] = _CLIP_STD,
-) -> PixelOptions:
-    """Returns the pixel options of an image processor's config.
-
-    `kinds` are the names, without `Fast` or `Pil`, of the image processors that cut pictures as the caller does. `mean`
-    and `std` replace missing values. Raises ConfigError for another processor, for one that does not resize or convert
-    to RGB, and for a broken config."""
-    name = str(processor.get("image_processor_type", kinds[0]))
-    if name.removesuffix("Fast").removesuffix("Pil") not in kinds:
-        raise ConfigError(f"unsupported image processor {name!r}")
-    if not processor.get("do_resize", True) or not processor.get("do_convert_rgb", True):
-        raise ConfigError("the image processor must resize and convert to RGB")
-    is_normalised = processor.get("do_normalize", True)
-    is_rescaled = processor.get("do_rescale", True)
-    try:
-        return PixelOptions(
-            resample=int(processor.get("resample", _BICUBIC)),
-            normalisation=Normalisation(
-                rescale_factor=float(processor.get("rescale_factor", 1 / 255)) if is_rescaled else None,
-                mean=_channels(processor.get("image_mean") or mean) if is_normalised else None,
-                std=_channels(processor.get("image_std") or std) if is_normalised else None,
-            ),
-        )
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"the image processor's config is broken: {error}") from error
-
-
-def square(size: Any, name: str) -> int:
-    """Returns the side of a square, given as one number or as two equal numbers. Raises ConfigError for other sizes;
-    the message calls the size `name`."""
-    if isinstance(size, Mapping):
-        size = [size.get("height"), size.get("width")]
-    sides = size if isinstance(size, (list, tuple)) else [size]
-    if not sides or any(not isinstance(side, int) or side < 1 or side != sides[0] for side in sides):
-        raise ConfigError(f"{name} must be a square, not {size}")
-    return int(sides[0])
-
-
-def _channels(values: Any) -> tuple[float, float, float]:
-    red, green, blue = values
-    return float(red), float(green), float(blue)
-
-
-Tokenize = Callable[[str], Sequence[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class FramePrompt:
-    """Holds the tokens that stand before and after the rows of a frame in InternVL's prompts. Each frame (or group of
-    frames that are averaged) has the text `Frame1: `, `Frame2: ` and so on, then its rows between these two tokens."""
-
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class FrameTiling:
-    """Plans the videos of one checkpoint and turns them into encoder inputs."""
-
-    pixels: PixelOptions
-    tile_size: int
-    patches_per_side: int
-    rows_per_frame: int
-    is_centred: bool
-    """The video is divided into equal shares, one per frame. If this is true, a frame is taken from the middle of its
-    share, otherwise from the beginning."""
-    has_newline: bool
-    """If this is true, one more row follows the last frame."""
-    prompt: FramePrompt | None = None
-
-    def plan(self, header: VideoHeader, options: MediaOptions) -> ItemPlan:
-        """Plans a video from its header. Raises InvalidMedia for a video of no frames, and if a frame has more rows
-        than `options.max_tokens`."""
-        timeline, slots, rows, units = self._cut(header, options)
-        return ItemPlan(
-            modality=_VIDEO,
-            grid=(len(slots), self.patches_per_side, self.patches_per_side),
-            unit_tokens=self._unit_tokens(rows, units),
-            cost=len(slots) * self.patches_per_side**2,
-            geometry=(header.width, header.height, header.num_frames),
-            frame_times_s=timeline.times_s(slots),
-            num_pooled_frames=rows.num_pooled,
-        )
-
-    def options(self) -> str:
-        """Returns canonical JSON of these settings."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
-
-    def units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
-        """Yields the units of a video, each as soon as its frames are decoded. Raises InvalidMedia for a broken file
-        and for one that differs from its plan."""
-        from modalities.media import VideoPlugin, decode_frames, settled_frames
-
-        options = MediaOptions.decode(item.options)
-        header = VideoPlugin().probe(data, item.part)
-        timeline, slots, rows, units = self._cut(header, options)
-        frames = timeline.frames(slots)
-        if (len(frames), self._unit_tokens(rows, units)) != (item.grid[0], item.unit_tokens):
-            raise InvalidMedia(
-                f"{item.part}: the video gives {len(frames)} frames, planned were {item.grid[0]}", param=item.part
-            )
-        decoded = decode_frames(data, settled_frames(data, header, frames, options, item.part), header, item.part)
-        values = fused_channel_values(self.pixels.normalisation)
-        side = self.patches_per_side
-        for index, num_frames in enumerate(units):
-            tiles = np.stack([self._tile(next(decoded)) for _ in range(num_frames)])
-            pixels = values[np.arange(3)[None, :, None, None], tiles.transpose(0, 3, 1, 2)]
-            is_closed = self.has_newline and index == len(units) - 1
-            geometry = (int(is_closed), *rows.geometry())
-            yield EncoderInput(_VIDEO, pixels, (num_frames, side, side), side * side, geometry)
-
-    def pieces(self, plan: ItemPlan, index: int, tokenize: Tokenize | None) -> Iterator[Piece]:
-        """Yields the pieces of the prompt that replace the placeholder of plan `index`. Raises ConfigError if the
-        family writes text between frames and `tokenize` is None."""
-        num_rows = sum(plan.unit_tokens)
-        if self.prompt is None:
-            yield FeatureRows(index, 0, num_rows)
-            return
-        if tokenize is None:
-            raise ConfigError("videos of this family need a tokenizer")
-        num_groups = -(-plan.grid[0] // plan.num_pooled_frames)
-        for group in range(num_groups):
-            mark = "\n" if group else ""
-            yield [*tokenize(f"{mark}Frame{group + 1}: "), self.prompt.start]
-            yield FeatureRows(index, group * (num_rows // num_groups), num_rows // num_groups)
-            yield [self.prompt.end]
-
-    def _cut(
-        self, header: VideoHeader, options: MediaOptions
-    ) -> tuple[Timeline, list[int], VideoRows, tuple[int, ...]]:
-        """Returns the video's timeline, the slots of it that the model sees, which rows of a frame stay, and the number
-        of frames in each unit."""
-        timeline = Timeline.of(header, options)
-        rows = step_rows(self.rows_per_frame, options)
-        most = (options.max_tokens - self.has_newline) // len(rows.kept) * rows.num_pooled
-        if most < 1:
-            raise InvalidMedia(
-                f"{len(rows.kept)} rows for a frame are more than the limit of {options.max_tokens} tokens"
-            )
-        num_frames = len(sample_frames(timeline.num_frames, timeline.seconds, options, max_frames=most))
-        shift = int(self.is_centred)
-        slots = [(2 * at + shift) * timeline.num_frames // (2 * num_frames) for at in range(num_frames)]
-        return timeline, slots, rows, unit_steps(num_frames, self.patches_per_side**2, rows.num_pooled)
-
-    def _unit_tokens(self, rows: VideoRows, units: Sequence[int]) -> tuple[int, ...]:
-        *others, last = (rows.num_rows(num_frames) for num_frames in units)
-        return (*others, last + self.has_newline)
-
-    def _tile(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        size = (self.tile_size, self.tile_size)
-        if pixels.shape[1::-1] == size:
-            return pixels
-        return np.asarray(Image.fromarray(pixels).resize(size, resample=self.pixels.resample))
-
-
-def read_frame_pixels(model_dir: Path, config: TiledConfig, kind: str) -> PixelOptions:
-    """Returns the pixel options for video frames. They come from the config of the video processor `kind` if the
-    checkpoint has a file for videos, otherwise from that of the image processor. Raises ConfigError for another video
-    processor, for one that crops frames, and for frames that do not have the size of a tile."""
-    found, is_own = read_video_processor(model_dir)
-    if is_own and str(found.get("video_processor_type", kind)).removesuffix("Fast") != kind:
-        raise ConfigError(f"unsupported video processor {found['video_processor_type']!r}")
-    if square(found.get("size", 384), "size") != config.tile_size:
-        raise ConfigError(f"the vision tower takes {config.tile_size} pixels, the video processor gives another size")
-    if is_own and (found.get("do_center_crop") or found.get("crop_size")):
-        raise ConfigError("the video processor must not crop frames")
-    return read_pixel_options({key: value for key, value in found.items() if key != "image_processor_type"}, (kind,))
-
+# ------------------------------------------------------------ the family
 
 _IMAGE, _VIDEO = "image", "video"
 
 LoadEncoder = Callable[[Path, str, str], EncoderModel]
 """A `LoadEncoder` takes (model_dir, device, dtype) and returns the encoder."""
-
-
-class Cut(NamedTuple):
-    """Counts the tiles and the tokens that a picture of known size becomes."""
-
-    num_tiles: int
-    num_tokens: int
-
-
-class Halved(NamedTuple):
-    """Says how a picture is cut that the model should see at a reduced size."""
-
-    tiling: Tiling
-    size: tuple[int, int]
-    """The picture is scaled to this (width, height) before it is cut."""
-
-
-class Tiling(Protocol):
-    """A `Tiling` is the way in which a family cuts pictures."""
-
-    def halved(self, width: int, height: int, times: int) -> Halved:
-        """Returns how to cut the picture so that its sides, as the model sees them, are halved `times` times. If the
-        model has no smaller form, the picture is cut as before."""
-        ...
-
-    def limited(self, max_pixels: int) -> Tiling:
-        """Returns this tiling, limited to tiles of at most `max_pixels` pixels together, or to the smallest number of
-        tiles that it allows. The tile of the whole picture does not count."""
-        ...
-
-    def cut(self, width: int, height: int) -> Cut:
-        """Returns the number of tiles and tokens, from the size alone. Raises InvalidMedia for a size that the model
-        can't take."""
-        ...
-
-    def tiles(self, image: Image.Image) -> npt.NDArray[np.float32]:
-        """Cuts an RGB picture into tiles. The result has shape `(num_tiles, 3, tile_size, tile_size)`."""
-        ...
-
-    def options(self) -> str:
-        """Returns canonical JSON of all options that `cut` and `tiles` depend on."""
-        ...
-
-
-class Videos(NamedTuple):
-    """Holds what a family that takes videos needs for them."""
-
-    tiling: FrameTiling
-    placeholder: str
-    token_id: int
-    row_token_id: int
-    """The prompt has this token at each row of a video's features."""
-
-
-class Wrapping(NamedTuple):
-    """Holds the token ids that the reference's processor puts before and after a picture's rows."""
-
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
 
 
 class TiledFamily:
@@ -473,3 +178,301 @@ class TiledFamily:
         if options.reduction:
             return tiling.halved(header.width, header.height, options.reduction)
         return Halved(tiling, (header.width, header.height))
+
+
+class Tiling(Protocol):
+    """A `Tiling` is the way in which a family cuts pictures."""
+
+    def halved(self, width: int, height: int, times: int) -> Halved:
+        """Returns how to cut the picture so that its sides, as the model sees them, are halved `times` times. If the
+        model has no smaller form, the picture is cut as before."""
+        ...
+
+    def limited(self, max_pixels: int) -> Tiling:
+        """Returns this tiling, limited to tiles of at most `max_pixels` pixels together, or to the smallest number of
+        tiles that it allows. The tile of the whole picture does not count."""
+        ...
+
+    def cut(self, width: int, height: int) -> Cut:
+        """Returns the number of tiles and tokens, from the size alone. Raises InvalidMedia for a size that the model
+        can't take."""
+        ...
+
+    def tiles(self, image: Image.Image) -> npt.NDArray[np.float32]:
+        """Cuts an RGB picture into tiles. The result has shape `(num_tiles, 3, tile_size, tile_size)`."""
+        ...
+
+    def options(self) -> str:
+        """Returns canonical JSON of all options that `cut` and `tiles` depend on."""
+        ...
+
+
+class Cut(NamedTuple):
+    """Counts the tiles and the tokens that a picture of known size becomes."""
+
+    num_tiles: int
+    num_tokens: int
+
+
+class Halved(NamedTuple):
+    """Says how a picture is cut that the model should see at a reduced size."""
+
+    tiling: Tiling
+    size: tuple[int, int]
+    """The picture is scaled to this (width, height) before it is cut."""
+
+
+class Videos(NamedTuple):
+    """Holds what a family that takes videos needs for them."""
+
+    tiling: FrameTiling
+    placeholder: str
+    token_id: int
+    row_token_id: int
+    """The prompt has this token at each row of a video's features."""
+
+
+class Wrapping(NamedTuple):
+    """Holds the token ids that the reference's processor puts before and after a picture's rows."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
+# ------------------------------------------------------------ videos
+
+Tokenize = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class FrameTiling:
+    """Plans the videos of one checkpoint and turns them into encoder inputs."""
+
+    pixels: PixelOptions
+    tile_size: int
+    patches_per_side: int
+    rows_per_frame: int
+    is_centred: bool
+    """The video is divided into equal shares, one per frame. If this is true, a frame is taken from the middle of its
+    share, otherwise from the beginning."""
+    has_newline: bool
+    """If this is true, one more row follows the last frame."""
+    prompt: FramePrompt | None = None
+
+    def plan(self, header: VideoHeader, options: MediaOptions) -> ItemPlan:
+        """Plans a video from its header. Raises InvalidMedia for a video of no frames, and if a frame has more rows
+        than `options.max_tokens`."""
+        timeline, slots, rows, units = self._cut(header, options)
+        return ItemPlan(
+            modality=_VIDEO,
+            grid=(len(slots), self.patches_per_side, self.patches_per_side),
+            unit_tokens=self._unit_tokens(rows, units),
+            cost=len(slots) * self.patches_per_side**2,
+            geometry=(header.width, header.height, header.num_frames),
+            frame_times_s=timeline.times_s(slots),
+            num_pooled_frames=rows.num_pooled,
+        )
+
+    def options(self) -> str:
+        """Returns canonical JSON of these settings."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+
+    def units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
+        """Yields the units of a video, each as soon as its frames are decoded. Raises InvalidMedia for a broken file
+        and for one that differs from its plan."""
+        from modalities.media import VideoPlugin, decode_frames, settled_frames
+
+        options = MediaOptions.decode(item.options)
+        header = VideoPlugin().probe(data, item.part)
+        timeline, slots, rows, units = self._cut(header, options)
+        frames = timeline.frames(slots)
+        if (len(frames), self._unit_tokens(rows, units)) != (item.grid[0], item.unit_tokens):
+            raise InvalidMedia(
+                f"{item.part}: the video gives {len(frames)} frames, planned were {item.grid[0]}", param=item.part
+            )
+        decoded = decode_frames(data, settled_frames(data, header, frames, options, item.part), header, item.part)
+        values = fused_channel_values(self.pixels.normalisation)
+        side = self.patches_per_side
+        for index, num_frames in enumerate(units):
+            tiles = np.stack([self._tile(next(decoded)) for _ in range(num_frames)])
+            pixels = values[np.arange(3)[None, :, None, None], tiles.transpose(0, 3, 1, 2)]
+            is_closed = self.has_newline and index == len(units) - 1
+            geometry = (int(is_closed), *rows.geometry())
+            yield EncoderInput(_VIDEO, pixels, (num_frames, side, side), side * side, geometry)
+
+    def pieces(self, plan: ItemPlan, index: int, tokenize: Tokenize | None) -> Iterator[Piece]:
+        """Yields the pieces of the prompt that replace the placeholder of plan `index`. Raises ConfigError if the
+        family writes text between frames and `tokenize` is None."""
+        num_rows = sum(plan.unit_tokens)
+        if self.prompt is None:
+            yield FeatureRows(index, 0, num_rows)
+            return
+        if tokenize is None:
+            raise ConfigError("videos of this family need a tokenizer")
+        num_groups = -(-plan.grid[0] // plan.num_pooled_frames)
+        for group in range(num_groups):
+            mark = "\n" if group else ""
+            yield [*tokenize(f"{mark}Frame{group + 1}: "), self.prompt.start]
+            yield FeatureRows(index, group * (num_rows // num_groups), num_rows // num_groups)
+            yield [self.prompt.end]
+
+    def _cut(
+        self, header: VideoHeader, options: MediaOptions
+    ) -> tuple[Timeline, list[int], VideoRows, tuple[int, ...]]:
+        """Returns the video's timeline, the slots of it that the model sees, which rows of a frame stay, and the number
+        of frames in each unit."""
+        timeline = Timeline.of(header, options)
+        rows = step_rows(self.rows_per_frame, options)
+        most = (options.max_tokens - self.has_newline) // len(rows.kept) * rows.num_pooled
+        if most < 1:
+            raise InvalidMedia(
+                f"{len(rows.kept)} rows for a frame are more than the limit of {options.max_tokens} tokens"
+            )
+        num_frames = len(sample_frames(timeline.num_frames, timeline.seconds, options, max_frames=most))
+        shift = int(self.is_centred)
+        slots = [(2 * at + shift) * timeline.num_frames // (2 * num_frames) for at in range(num_frames)]
+        return timeline, slots, rows, unit_steps(num_frames, self.patches_per_side**2, rows.num_pooled)
+
+    def _unit_tokens(self, rows: VideoRows, units: Sequence[int]) -> tuple[int, ...]:
+        *others, last = (rows.num_rows(num_frames) for num_frames in units)
+        return (*others, last + self.has_newline)
+
+    def _tile(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        size = (self.tile_size, self.tile_size)
+        if pixels.shape[1::-1] == size:
+            return pixels
+        return np.asarray(Image.fromarray(pixels).resize(size, resample=self.pixels.resample))
+
+
+@dataclass(frozen=True, slots=True)
+class FramePrompt:
+    """Holds the tokens that stand before and after the rows of a frame in InternVL's prompts. Each frame (or group of
+    frames that are averaged) has the text `Frame1: `, `Frame2: ` and so on, then its rows between these two tokens."""
+
+    start: int
+    end: int
+
+
+# ------------------------------------------------------------ the config files
+
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+_BICUBIC = 3
+
+
+@dataclass(frozen=True, slots=True)
+class TiledConfig:
+    """Holds the settings that all families on tiles have."""
+
+    model_id: str
+    shape: ModelShape
+    image_token_id: int
+    tile_size: int
+    """This is the length of each side of a tile, in pixels."""
+    patches_per_side: int
+    """Counts the patches that the vision transformer sees along one side of a tile."""
+
+
+@dataclass(frozen=True, slots=True)
+class PixelOptions:
+    """Says how pixels are scaled and normalised. All image processors of transformers have these options."""
+
+    resample: int
+    """This is Pillow's number for the resampling filter."""
+    normalisation: Normalisation
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigFiles:
+    """Holds the contents of the files, for the settings that only one family reads."""
+
+    model: Mapping[str, Any]
+    vision: Mapping[str, Any]
+    """Holds the vision tower's section, with `vision_defaults` in place of missing keys."""
+    processor: Mapping[str, Any]
+
+
+def read_tiled_config(
+    model_dir: Path, image_token: tuple[str, int], vision_defaults: Mapping[str, Any], default_text: str
+) -> tuple[TiledConfig, ConfigFiles]:
+    """Returns the settings of a checkpoint, and the files that they come from.
+
+    `image_token` is the key and the default of the placeholder's id. `vision_defaults` has `model_type` (no other type
+    is accepted), `image_size` and `patch_size`. `default_text` is the text model's type if the config does not name
+    one. Raises ConfigError for missing or broken files and for a model that Weft can't run."""
+    raw, model = read_json(model_dir / "config.json")
+    vision = {**vision_defaults, **section(model, "vision_config")}
+    if vision["model_type"] != vision_defaults["model_type"]:
+        raise ConfigError(f"vision tower {vision['model_type']!r} is not supported")
+    tile_size, patch_size = square(vision["image_size"], "image_size"), square(vision["patch_size"], "patch_size")
+    shape = text_shape({"model_type": default_text, **section(model, "text_config")})
+    key, default = image_token
+    config = TiledConfig(
+        model_id=model_id(model_dir, raw),
+        shape=shape,
+        image_token_id=int(model.get(key, model.get("image_token_id", default))),
+        tile_size=tile_size,
+        patches_per_side=tile_size // patch_size,
+    )
+    return config, ConfigFiles(model, vision, read_image_processor(model_dir))
+
+
+def read_pixel_options(
+    processor: Mapping[str, Any],
+    kinds: tuple[str, ...],
+    mean: tuple[float, float, float] = _CLIP_MEAN,
+    std: tuple[float, float, float] = _CLIP_STD,
+) -> PixelOptions:
+    """Returns the pixel options of an image processor's config.
+
+    `kinds` are the names, without `Fast` or `Pil`, of the image processors that cut pictures as the caller does. `mean`
+    and `std` replace missing values. Raises ConfigError for another processor, for one that does not resize or convert
+    to RGB, and for a broken config."""
+    name = str(processor.get("image_processor_type", kinds[0]))
+    if name.removesuffix("Fast").removesuffix("Pil") not in kinds:
+        raise ConfigError(f"unsupported image processor {name!r}")
+    if not processor.get("do_resize", True) or not processor.get("do_convert_rgb", True):
+        raise ConfigError("the image processor must resize and convert to RGB")
+    is_normalised = processor.get("do_normalize", True)
+    is_rescaled = processor.get("do_rescale", True)
+    try:
+        return PixelOptions(
+            resample=int(processor.get("resample", _BICUBIC)),
+            normalisation=Normalisation(
+                rescale_factor=float(processor.get("rescale_factor", 1 / 255)) if is_rescaled else None,
+                mean=_channels(processor.get("image_mean") or mean) if is_normalised else None,
+                std=_channels(processor.get("image_std") or std) if is_normalised else None,
+            ),
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the image processor's config is broken: {error}") from error
+
+
+def read_frame_pixels(model_dir: Path, config: TiledConfig, kind: str) -> PixelOptions:
+    """Returns the pixel options for video frames. They come from the config of the video processor `kind` if the
+    checkpoint has a file for videos, otherwise from that of the image processor. Raises ConfigError for another video
+    processor, for one that crops frames, and for frames that do not have the size of a tile."""
+    found, is_own = read_video_processor(model_dir)
+    if is_own and str(found.get("video_processor_type", kind)).removesuffix("Fast") != kind:
+        raise ConfigError(f"unsupported video processor {found['video_processor_type']!r}")
+    if square(found.get("size", 384), "size") != config.tile_size:
+        raise ConfigError(f"the vision tower takes {config.tile_size} pixels, the video processor gives another size")
+    if is_own and (found.get("do_center_crop") or found.get("crop_size")):
+        raise ConfigError("the video processor must not crop frames")
+    return read_pixel_options({key: value for key, value in found.items() if key != "image_processor_type"}, (kind,))
+
+
+def square(size: Any, name: str) -> int:
+    """Returns the side of a square, given as one number or as two equal numbers. Raises ConfigError for other sizes;
+    the message calls the size `name`."""
+    if isinstance(size, Mapping):
+        size = [size.get("height"), size.get("width")]
+    sides = size if isinstance(size, (list, tuple)) else [size]
+    if not sides or any(not isinstance(side, int) or side < 1 or side != sides[0] for side in sides):
+        raise ConfigError(f"{name} must be a square, not {size}")
+    return int(sides[0])
+
+
+def _channels(values: Any) -> tuple[float, float, float]:
+    red, green, blue = values
+    return float(red), float(green), float(blue)
