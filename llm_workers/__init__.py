@@ -1,8 +1,15 @@
 """Contains the LLM worker: the engine, the store of features, and the service around both.
 
-The engine schedules steps, runs paged attention and samples tokens. The most important modules have these tasks:
-  service     handles calls, messages and reports
-  engine      runs the thread that repeats plan -> execute -> commit
-  features    pulls features, holds them, and hands references to the engine
-  runner      executes one step on the model
+    worker_service    connects everything below, and handles calls and messages
+    open_calls        keeps the `generate` calls that are open, and sends their tokens to the routers
+    worker_reports    builds the reports with the worker's gauges; `worker_config` has its settings
+    engine            runs the thread that repeats plan -> execute -> commit; `engine_updates` is what it reports
+    features          pulls features, holds them, and hands references to the engine
+    scheduling        decides what to compute next, in which blocks and from which features
+    compute           executes one step on the model, with paged attention
+    sampling          draws tokens from the last hidden states of a step
+    tensor_parallel   runs one worker on several ranks
+
+The deployment creates a `WorkerService` for each worker; routers reach it through calls and messages, and encoders
+through messages. A worker knows nothing of HTTP, of prompts as text, and of how media become features.
 """

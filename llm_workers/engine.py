@@ -2,14 +2,12 @@
 one update.
 
 Only the engine touches the scheduler and the runner. A step that fails is tried again one sequence at a time, so that
-only the request that causes the failure ends. If the device fails a step that no request can spoil, the engine ends
-with WorkerLost, and its requests move to other workers. This module knows nothing of planes, futures or routers; the
-owner of the updates handles them.
+only the request that causes the failure ends. Two causes have to be told apart: a failed device, after which every step
+fails, and a single request, which fails alone. `is_device_error` and the step of `probe_plan`, which no request can
+spoil, decide this. If the device is the cause, the engine ends with WorkerLost, and its requests move to other workers.
 
-Distinguishes the two causes of a failed step: a failed device, after which every step fails, and a single request,
-which fails alone.
-
-This module is pure. It identifies error classes by name, so that it imports no device library.
+This module knows nothing of planes, futures or routers; the owner of the updates handles them. It identifies the
+classes of device errors by name, so that it imports no device library.
 """
 
 from __future__ import annotations
@@ -52,87 +50,14 @@ from llm_workers.scheduling import (
 )
 from modalities.family import Positions
 
-DEVICE_ERROR_NAMES = frozenset({"AcceleratorError", "OutOfMemoryError", "MemoryError"})
-"""Lists classes of torch and of Python by name. Among them are `torch.AcceleratorError` (an error of the CUDA runtime)
-and `torch.OutOfMemoryError`."""
-DEVICE_ERROR_MARKS = (
-    "CUDA error",
-    "HIP error",
-    "CUBLAS_STATUS",
-    "CUDNN_STATUS",
-    "NCCL error",
-    "can't allocate memory",
-)
-"""Lists texts that mark a plain RuntimeError as a device error: libraries below torch report their errors in this way,
-and so does torch's CPU allocator."""
-PROBE_ID = SequenceId(RequestId("probe"), 0, 0)
-
-
-def is_device_error(error: BaseException) -> bool:
-    """Returns whether an error concerns the device or its memory. If a sequence that runs alone meets such an error
-    again, the sequence is not the cause, because its step is no larger than the steps that were tried at boot."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return bool(names & DEVICE_ERROR_NAMES) or any(mark in str(error) for mark in DEVICE_ERROR_MARKS)
-
-
-def probe_plan(plan: StepPlan, chunk: Chunk, block: int) -> StepPlan:
-    """Returns a step that no property of a request can spoil: one token of id 0 at position 0, without features,
-    penalties or grammar. The step writes to `block`, which no sequence may read. A block of `chunk` itself is not safe,
-    because other sequences may share it if the whole prompt was found in the prefix cache."""
-    probe = replace(
-        chunk,
-        sequence_id=PROBE_ID,
-        start=0,
-        num_tokens=1,
-        token_ids=np.zeros(1, dtype=np.int64),
-        positions=np.zeros_like(chunk.positions[:, :1]),
-        block_ids=np.array([block], dtype=chunk.block_ids.dtype),
-        splices=(),
-        sampling=SamplingParams(temperature=0.0),
-        draw_index=0,
-        counts=None,
-        barred=(),
-        num_barred=0,
-        guide=None,
-        side_names=frozenset(),
-        num_drafts=0,
-        copied_from=NO_BLOCK,
-    )
-    return StepPlan(plan.step, (probe,))
-
-
 _LOG = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 8
 """Limits the consecutive steps in which every request fails although the probes succeed. After this many steps the
 worker is no longer trusted."""
-
-
 TOKEN_TO_FAILURE: dict[int, WeftError] = {
     NOT_FINITE_TOKEN: EngineFailed("the model's output is not finite"),
     BROKEN_GRAMMAR_TOKEN: InvalidRequest("the grammar of the structured output became too complex to be followed"),
 }
-
-
-class Executor(Protocol):
-    """An `Executor` is the part of the runner that the engine uses."""
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Executes the plan. The engine may call it again for a part of the same plan. A sequence is broken if its last
-        token is negative or if it is in `not_finite`. Raises WorkerLost if no later step can work and no request is the
-        cause."""
-        ...
-
-
-@dataclass(slots=True)
-class StepTimes:
-    """Holds running sums since the start, for benchmarks."""
-
-    num_steps: int = 0
-    num_tokens: int = 0
-    schedule_s: float = 0.0
-    commit_s: float = 0.0
-
-
 Command = Callable[[Update], None]
 
 
@@ -389,6 +314,26 @@ class Engine:
             raise WorkerLost(f"{MAX_FAILED_STEPS} steps in a row failed")
 
 
+class Executor(Protocol):
+    """An `Executor` is the part of the runner that the engine uses."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Executes the plan. The engine may call it again for a part of the same plan. A sequence is broken if its last
+        token is negative or if it is in `not_finite`. Raises WorkerLost if no later step can work and no request is the
+        cause."""
+        ...
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Holds running sums since the start, for benchmarks."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    schedule_s: float = 0.0
+    commit_s: float = 0.0
+
+
 def _admission_error(attempt: AttemptId, error: Exception) -> WeftError:
     """Returns the error of an attempt that could not be admitted."""
     if isinstance(error, WeftError):
@@ -396,3 +341,54 @@ def _admission_error(attempt: AttemptId, error: Exception) -> WeftError:
     name = attempt.request_id
     _LOG.error("request %s could not be admitted", name, exc_info=error, extra={"request_id": name})
     return EngineFailed(f"the request could not be admitted: {type(error).__name__}")
+
+
+# ---------------------------------------------------------------- the causes of a failed step
+
+DEVICE_ERROR_NAMES = frozenset({"AcceleratorError", "OutOfMemoryError", "MemoryError"})
+"""Lists classes of torch and of Python by name. Among them are `torch.AcceleratorError` (an error of the CUDA runtime)
+and `torch.OutOfMemoryError`."""
+DEVICE_ERROR_MARKS = (
+    "CUDA error",
+    "HIP error",
+    "CUBLAS_STATUS",
+    "CUDNN_STATUS",
+    "NCCL error",
+    "can't allocate memory",
+)
+"""Lists texts that mark a plain RuntimeError as a device error: libraries below torch report their errors in this way,
+and so does torch's CPU allocator."""
+PROBE_ID = SequenceId(RequestId("probe"), 0, 0)
+
+
+def is_device_error(error: BaseException) -> bool:
+    """Returns whether an error concerns the device or its memory. If a sequence that runs alone meets such an error
+    again, the sequence is not the cause, because its step is no larger than the steps that were tried at boot."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & DEVICE_ERROR_NAMES) or any(mark in str(error) for mark in DEVICE_ERROR_MARKS)
+
+
+def probe_plan(plan: StepPlan, chunk: Chunk, block: int) -> StepPlan:
+    """Returns a step that no property of a request can spoil: one token of id 0 at position 0, without features,
+    penalties or grammar. The step writes to `block`, which no sequence may read. A block of `chunk` itself is not safe,
+    because other sequences may share it if the whole prompt was found in the prefix cache."""
+    probe = replace(
+        chunk,
+        sequence_id=PROBE_ID,
+        start=0,
+        num_tokens=1,
+        token_ids=np.zeros(1, dtype=np.int64),
+        positions=np.zeros_like(chunk.positions[:, :1]),
+        block_ids=np.array([block], dtype=chunk.block_ids.dtype),
+        splices=(),
+        sampling=SamplingParams(temperature=0.0),
+        draw_index=0,
+        counts=None,
+        barred=(),
+        num_barred=0,
+        guide=None,
+        side_names=frozenset(),
+        num_drafts=0,
+        copied_from=NO_BLOCK,
+    )
+    return StepPlan(plan.step, (probe,))

@@ -53,7 +53,7 @@ class WorkerConfig:
     num_ranks: int = 1
     """Sets the number of processes that share each layer's weights and KV heads."""
     keep_features: str = "auto"
-    """Selects what happens to a feature after prefill: `auto`, `always` or `never` (see `scheduling.keeping`)."""
+    """Selects what happens to a feature after prefill: `auto`, `always` or `never` (see `features.host_cache`)."""
     kept_bytes: int = 64 * 2**20
     """Limits the host memory for features that are kept, in bytes."""
     side_layers: tuple[tuple[str, int], ...] = ()

@@ -1,4 +1,14 @@
-"""Holds FIXME."""
+"""Computes steps on the device: everything of a worker that touches the model's tensors, except for sampling.
+
+`runner` executes one `StepPlan`. `paged_kv` stores keys and values in pages and maps the rows of a step to them.
+`attention` is what the model's attention layers call; it attends on any device, with C code on a CPU
+(`native_attention`), or with torch's variable-length kernel on CUDA (`varlen_attention`). `cuda_graphs` records and
+replays decode steps. `boot_measurements` runs made-up steps, for their costs and their memory.
+
+The service builds these parts and hands the `Runner` to the engine; each rank of a worker has its own `PagedKV` and
+backend. This package knows nothing of requests, queues, messages and the origin of features, and decides nothing: the
+plan says what to compute and where.
+"""
 
 from llm_workers.compute.attention import Backend, register_attention, select_backend
 from llm_workers.compute.boot_measurements import calibrate, measure_workspace

@@ -3,15 +3,11 @@
 A model's attention calls the registered function with the keyword `weft`, which holds an `AttentionStep`. The function
 writes the step's keys and values into the paged KV and attends to each sequence's own context there. A backend builds
 everything that depends on the step alone (slots, masks, buckets) once per step, never once per layer.
+`select_backend` chooses between `VarlenStep` (`varlen_attention`) and `SdpaStep`, which stands here because it runs on
+any device: over gathered pages with torch's scaled_dot_product_attention, or on a CPU with the C code of
+`native_attention` where that can be used.
 
 This module knows nothing of requests, models or scheduling; it knows blocks, rows and lengths.
-
-Computes attention over gathered pages with torch's scaled_dot_product_attention; it runs on any device.
-
-Rows of one token (decoding) are batched by context length, so that padding at most doubles the work. On a CPU the
-batches are also split into groups whose gathered pages stay in the cores' caches until attention reads them. Longer
-chunks are attended one sequence at a time. Padding repeats the sequence's own first slot, so that no value that another
-sequence wrote, even NaN, can reach this sequence through a mask.
 """
 
 from __future__ import annotations
@@ -29,6 +25,74 @@ from llm_workers.compute.native_attention import NativeChunks, NativeDecode, is_
 from llm_workers.compute.paged_kv import PagedKV, SequenceRows, StepRows, write_slots
 from llm_workers.compute.varlen_attention import VarlenStep, is_varlen_available
 
+# ---------------------------------------------------------------- the interface to transformers
+
+ATTENTION_NAME = "weft_paged"
+
+
+class AttentionStep(Protocol):
+    """An `AttentionStep` is the object that the keyword `weft` carries to every attention layer of a forward pass."""
+
+    @property
+    def rows(self) -> Sequence[SequenceRows]:
+        """Returns the rows for which the step was built."""
+        ...
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Writes the step's keys and values, then attends. `q` has shape `(num_tokens, num_heads, head_dim)`; `k` and
+        `v` have shape `(num_tokens, num_kv_heads, head_dim)`. The result has shape
+        `(num_tokens, num_heads, head_dim)`."""
+        ...
+
+
+class Backend(Protocol):
+    """A `Backend` is one implementation of attention over pages. The runner calls it once per step."""
+
+    def __call__(self, kv: PagedKV, rows: Sequence[SequenceRows]) -> AttentionStep: ...
+
+
+def select_backend(name: str, kv: PagedKV) -> Backend:
+    """Returns the backend called `name`. `sdpa` runs on any device, `varlen` runs on CUDA in half precision, and `auto`
+    selects the best backend that can run on these pages. Raises ConfigError if there is no such backend or if it can't
+    run on these pages."""
+    if name in ("varlen", "auto") and is_varlen_available(kv):
+        return VarlenStep
+    if name in ("sdpa", "auto"):
+        return SdpaStep
+    raise ConfigError(f"attention backend {name!r} can't run on {kv.device} in {kv.dtype}; use `sdpa` or `auto`")
+
+
+def register_attention(name: str = ATTENTION_NAME) -> str:
+    """Registers `attention_forward` with transformers under `name`, for this process, and returns `name`. The call is
+    idempotent. It registers no mask function, so transformers builds no masks."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(name, attention_forward)
+    return name
+
+
+def attention_forward(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    weft: AttentionStep | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes the attention of one layer; the attention modules of transformers call it. `query` has shape
+    `(1, num_heads, num_tokens, head_dim)`; the result has shape `(1, num_tokens, num_heads, head_dim)`. The causal rule
+    of the step replaces `attention_mask`. Raises ConfigError if the model did not pass the keyword `weft`."""
+    if weft is None:
+        raise ConfigError("the paged attention was called without its step: the model does not pass keywords through")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return weft.attend(module.layer_idx, q, k, v, scale).unsqueeze(0), None
+
+
+# ---------------------------------------------------------------- attention on any device
+
 MIN_BUCKET_TOKENS = 64
 """Limits the contexts that share one batch regardless of their ratio. Below this length, a separate call costs more
 time than the padding."""
@@ -37,34 +101,14 @@ GROUP_BYTES = 2**20
 0.3 to 1.2 MB are equally fast, and an undivided batch of 32 contexts of 300 tokens takes twice as long."""
 
 
-class GatheredDecodes(NamedTuple):
-    """`GatheredDecodes` is one batch of one-token rows with similar contexts: the rows `[first, last)` of the step's
-    decoding rows in order of context. `slots` is int64 and has shape `((last - first) * width,)`. `mask` has shape
-    `(last - first, 1, 1, width)` and the KV's dtype and is -inf where a row has no token; it is None when all contexts
-    are equally long. `gathered` is the buffer that receives keys and values, each with shape
-    `((last - first) * width, num_kv_heads, head_dim)`; the batches of a step share it."""
-
-    first: int
-    last: int
-    slots: torch.Tensor
-    width: int
-    mask: torch.Tensor | None
-    gathered: torch.Tensor
-
-
-class PrefillChunk(NamedTuple):
-    """`PrefillChunk` is a chunk of one sequence. `slots` is int64 and has shape `(context,)`. `mask` has shape
-    `(num_tokens, context)` and the KV's dtype and is -inf for each position that a token does not see; it is None for a
-    chunk that starts at 0, whose attention is plainly causal."""
-
-    at: int
-    num_tokens: int
-    slots: torch.Tensor
-    mask: torch.Tensor | None
-
-
 class SdpaStep:
-    """`SdpaStep` is an `AttentionStep` that runs on any device."""
+    """An `SdpaStep` is an `AttentionStep` that runs on any device.
+
+    Rows of one token (decoding) are batched by context length, so that padding at most doubles the work. On a CPU the
+    batches are also split into groups whose gathered pages stay in the cores' caches until attention reads them. Longer
+    chunks are attended one sequence at a time. Padding repeats the sequence's own first slot, so that no value that
+    another sequence wrote, even NaN, can reach this sequence through a mask. Where the C code can attend the rows or
+    the chunks, it does so instead."""
 
     def __init__(self, kv: PagedKV, rows: Sequence[SequenceRows]) -> None:
         step = StepRows.of(rows)
@@ -77,7 +121,7 @@ class SdpaStep:
             self._native = NativeDecode(kv, singles) if len(singles.at) else None
             decoded = singles.at
         else:
-            groups = _groups(kv, [row for row in step if row.num_tokens == 1])
+            groups = _decode_groups(kv, [row for row in step if row.num_tokens == 1])
             self._decodes = _decode_batches(kv, groups)
             decoded = np.array([row.at for group in groups for row in group], dtype=np.int64)
         self._decoded = torch.from_numpy(decoded).to(kv.device)
@@ -118,6 +162,41 @@ class SdpaStep:
         return [_prefill_chunk(self._kv, row) for row in self._chunk_rows]
 
 
+class GatheredDecodes(NamedTuple):
+    """A `GatheredDecodes` is one batch of one-token rows with similar contexts: the rows `[first, last)` of the step's
+    decoding rows in order of context. `slots` is int64 and has shape `((last - first) * width,)`. `mask` has shape
+    `(last - first, 1, 1, width)` and the KV's dtype and is -inf where a row has no token; it is None when all contexts
+    are equally long. `gathered` is the buffer that receives keys and values, each with shape
+    `((last - first) * width, num_kv_heads, head_dim)`; the batches of a step share it."""
+
+    first: int
+    last: int
+    slots: torch.Tensor
+    width: int
+    mask: torch.Tensor | None
+    gathered: torch.Tensor
+
+
+class PrefillChunk(NamedTuple):
+    """A `PrefillChunk` is a chunk of one sequence. `slots` is int64 and has shape `(context,)`. `mask` has shape
+    `(num_tokens, context)` and the KV's dtype and is -inf for each position that a token does not see; it is None for a
+    chunk that starts at 0, whose attention is plainly causal."""
+
+    at: int
+    num_tokens: int
+    slots: torch.Tensor
+    mask: torch.Tensor | None
+
+
+def _decode_groups(kv: PagedKV, rows: Sequence[SequenceRows]) -> list[list[SequenceRows]]:
+    cut = buckets(rows)
+    if kv.device.type != "cpu":
+        return cut
+    keys, _ = kv.layer(0)
+    max_tokens = GROUP_BYTES * torch.get_num_threads() // (2 * keys[0].numel() * keys.element_size())
+    return [group for bucket in cut for group in groups(bucket, max_tokens)]
+
+
 def buckets(rows: Iterable[SequenceRows]) -> list[list[SequenceRows]]:
     """Groups the rows so that the longest context of a group is at most twice the shortest (or MIN_BUCKET_TOKENS)."""
     size_to_rows: dict[int, list[SequenceRows]] = {}
@@ -136,15 +215,6 @@ def groups(rows: Sequence[SequenceRows], max_tokens: int) -> list[list[SequenceR
         else:
             cut.append([row])
     return cut
-
-
-def _groups(kv: PagedKV, rows: Sequence[SequenceRows]) -> list[list[SequenceRows]]:
-    cut = buckets(rows)
-    if kv.device.type != "cpu":
-        return cut
-    keys, _ = kv.layer(0)
-    max_tokens = GROUP_BYTES * torch.get_num_threads() // (2 * keys[0].numel() * keys.element_size())
-    return [group for bucket in cut for group in groups(bucket, max_tokens)]
 
 
 def _decode_batches(kv: PagedKV, cut: Sequence[Sequence[SequenceRows]]) -> list[GatheredDecodes]:
@@ -225,67 +295,3 @@ def _attend_prefill(
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return attended[0].transpose(0, 1)
-
-
-ATTENTION_NAME = "weft_paged"
-
-
-class AttentionStep(Protocol):
-    """An `AttentionStep` is the object that the keyword `weft` carries to every attention layer of a forward pass."""
-
-    @property
-    def rows(self) -> Sequence[SequenceRows]:
-        """Returns the rows for which the step was built."""
-        ...
-
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Writes the step's keys and values, then attends. `q` has shape `(num_tokens, num_heads, head_dim)`; `k` and
-        `v` have shape `(num_tokens, num_kv_heads, head_dim)`. The result has shape
-        `(num_tokens, num_heads, head_dim)`."""
-        ...
-
-
-class Backend(Protocol):
-    """A `Backend` is one implementation of attention over pages. The runner calls it once per step."""
-
-    def __call__(self, kv: PagedKV, rows: Sequence[SequenceRows]) -> AttentionStep: ...
-
-
-def select_backend(name: str, kv: PagedKV) -> Backend:
-    """Returns the backend called `name`. `sdpa` runs on any device, `varlen` runs on CUDA in half precision, and `auto`
-    selects the best backend that can run on these pages. Raises ConfigError if there is no such backend or if it can't
-    run on these pages."""
-    if name in ("varlen", "auto") and is_varlen_available(kv):
-        return VarlenStep
-    if name in ("sdpa", "auto"):
-        return SdpaStep
-    raise ConfigError(f"attention backend {name!r} can't run on {kv.device} in {kv.dtype}; use `sdpa` or `auto`")
-
-
-def attention_forward(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    weft: AttentionStep | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Computes the attention of one layer; the attention modules of transformers call it. `query` has shape
-    `(1, num_heads, num_tokens, head_dim)`; the result has shape `(1, num_tokens, num_heads, head_dim)`. The causal rule
-    of the step replaces `attention_mask`. Raises ConfigError if the model did not pass the keyword `weft`."""
-    if weft is None:
-        raise ConfigError("the paged attention was called without its step: the model does not pass keywords through")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return weft.attend(module.layer_idx, q, k, v, scale).unsqueeze(0), None
-
-
-def register_attention(name: str = ATTENTION_NAME) -> str:
-    """Registers `attention_forward` with transformers under `name`, for this process, and returns `name`. The call is
-    idempotent. It registers no mask function, so transformers builds no masks."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(name, attention_forward)
-    return name

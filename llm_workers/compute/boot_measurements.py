@@ -1,16 +1,8 @@
-"""Measures at boot how much device memory a step takes besides weights, KV pages and inbox, by running the largest
-allowed step.
+"""Measures at boot, before the first request, what steps cost on this machine and how much memory the largest takes.
 
-The step uses its whole budget. One sequence at the end of the longest context computes nothing but placeholders. All
-other sequences decode (with drafts), and their contexts fill the pool. Every sequence requests the most expensive draw.
-The step runs before the scheduler owns any block, so it may write anywhere in the pages. On CUDA the allocator reports
-its peak. On a CPU every allocation of torch is counted; memory that a library allocates outside torch is not counted.
-This module knows nothing of requests.
-
-Measures what a step costs on this machine, before the first request, with a few steps on made-up tokens.
-
-It runs before the scheduler owns any block, so it may write anywhere in the KV pages. This module knows nothing of
-requests.
+`calibrate` fits the costs of steps to a few steps on made-up tokens. `measure_workspace` runs the largest allowed step
+and reports how much device memory it takes besides weights, KV pages and inbox. Both run before the scheduler owns any
+block, so they may write anywhere in the KV pages. This module knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -45,6 +37,8 @@ from llm_workers.scheduling import NOT_FINITE_TOKEN, Chunk, Splice, StepCosts, S
 from llm_workers.worker_config import WorkerConfig
 from modalities.family import Family, LanguageModel, ModelShape
 from modalities.torch_dtypes import dtype_name
+
+# ---------------------------------------------------------------- costs of steps
 
 SIZES = (16, 128)
 """Lists the prompt lengths in tokens that are measured."""
@@ -103,13 +97,13 @@ def _calibration_chunk(family: Family, block_size: int, row: int, start: int, nu
     )
 
 
+# ---------------------------------------------------------------- memory of the largest step
+
 DEAREST = SamplingParams(
     temperature=1.0, top_p=0.9, repetition_penalty=1.1, frequency_penalty=0.1, num_top_logprobs=20, seed=1
 )
 UNIT = UnitKey(MmHash("workspace"), 0)
 _LOG = logging.getLogger(__name__)
-_PROFILING = threading.Lock()
-"""Guards torch's profiler, because there is one per process, and it counts for the thread that started it."""
 
 
 class Workspace(NamedTuple):
@@ -117,17 +111,6 @@ class Workspace(NamedTuple):
 
     num_bytes: int
     num_bytes_left: int
-
-
-class _MadeUpFeatures:
-    """Provides one unit (a separately encoded part of a media item) with as many rows as a step may splice. It lies
-    where the inbox lies, outside the measurement."""
-
-    def __init__(self, shape: ModelShape, num_tokens: int, dtype: torch.dtype) -> None:
-        self._rows = torch.zeros(shape.num_levels, num_tokens, shape.hidden_size, dtype=dtype)
-
-    def feature(self, unit: UnitKey) -> torch.Tensor:
-        return self._rows
 
 
 def measure_workspace(
@@ -161,9 +144,10 @@ def measure_workspace(
 
 
 def largest_step(family: Family, config: WorkerConfig) -> StepPlan:
-    """Returns the largest step. Its first chunk consists of placeholders if the model takes media at all; the contexts
-    of the other chunks together fill the pool. If the pool is too small for so many sequences, fewer sequences fill
-    it."""
+    """Returns the largest step, which uses the whole budget of tokens. Its first chunk is one sequence at the end of
+    the longest context, and it consists of placeholders if the model takes media at all. All other sequences decode
+    (with drafts), and their contexts together fill the pool. If the pool is too small for so many sequences, fewer
+    sequences fill it. Every sequence requests the most expensive draw."""
     pool_tokens = config.num_blocks * config.block_size
     longest = min(family.shape.max_model_len, pool_tokens)
     num_others = min(config.max_sequences, config.max_step_tokens, pool_tokens) - 1
@@ -171,18 +155,18 @@ def largest_step(family: Family, config: WorkerConfig) -> StepPlan:
     num_drafts = max(0, min(num_drafts, pool_tokens // (num_others + 1) - 1))
     context = min(longest, pool_tokens // (num_others + 1))
     num_tokens = min(longest, config.max_step_tokens - num_others * (1 + num_drafts))
-    chunks = [_chunk(family, config, 0, longest, num_tokens)]
+    chunks = [_largest_step_chunk(family, config, 0, longest, num_tokens)]
     if family.max_items:
         chunks[0] = replace(chunks[0], splices=(Splice(0, num_tokens, UNIT, 0),))
     for number in range(1, num_others + 1):
-        chunk = _chunk(family, config, number, context, 1 + num_drafts)
+        chunk = _largest_step_chunk(family, config, number, context, 1 + num_drafts)
         chunks.append(replace(chunk, num_drafts=num_drafts))
     return StepPlan(0, tuple(chunks))
 
 
-def _chunk(family: Family, config: WorkerConfig, number: int, end: int, num_tokens: int) -> Chunk:
-    """Returns a chunk of the last `num_tokens` tokens of a sequence of `end` tokens. The tokens are all different as
-    far as the size of the vocabulary allows."""
+def _largest_step_chunk(family: Family, config: WorkerConfig, number: int, end: int, num_tokens: int) -> Chunk:
+    """Returns a chunk of the last `num_tokens` tokens of a sequence of `end` tokens, in blocks of its own as far as the
+    pool allows. The tokens are all different as far as the size of the vocabulary allows."""
     token_ids = np.arange(end, dtype=np.int64) % family.shape.vocab_size
     num_axes = family.positions([0], (), ()).ids.shape[0]
     num_blocks = -(-end // config.block_size)
@@ -199,11 +183,27 @@ def _chunk(family: Family, config: WorkerConfig, number: int, end: int, num_toke
     )
 
 
+class _MadeUpFeatures:
+    """Provides one unit (a separately encoded part of a media item) with as many rows as a step may splice. It lies
+    where the inbox lies, outside the measurement."""
+
+    def __init__(self, shape: ModelShape, num_tokens: int, dtype: torch.dtype) -> None:
+        self._rows = torch.zeros(shape.num_levels, num_tokens, shape.hidden_size, dtype=dtype)
+
+    def feature(self, unit: UnitKey) -> torch.Tensor:
+        return self._rows
+
+
 # ---------------------------------------------------------------- a device's memory
+
+_PROFILING = threading.Lock()
+"""Guards torch's profiler, because there is one per process, and it counts for the thread that started it."""
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Returns how many bytes `run` takes on the device at its peak, in addition to the memory in use before."""
+    """Returns how many bytes `run` takes on the device at its peak, in addition to the memory in use before. On CUDA
+    the allocator reports its peak. On a CPU every allocation of torch is counted; memory that a library allocates
+    outside torch is not counted."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

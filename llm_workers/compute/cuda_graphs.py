@@ -4,7 +4,7 @@ device never waits for Python between its kernels.
 A graph reads its inputs at the addresses of the recording. For this reason embeddings, positions, slots, block tables
 and lengths live in buffers that every step fills again. Only a few step sizes are recorded. A smaller step is padded
 with copies of its first row, which write the same values as that row. Only steps that read whole pages in place can be
-recorded (`attention_varlen` with a block table). Every other step, and every step with a sequence that has several
+recorded (`varlen_attention` with a block table). Every other step, and every step with a sequence that has several
 tokens, runs without a graph. Graphs are off unless the config turns them on. The graphs take their memory when they are
 recorded. The measured workspace does not include this memory, so the operator must leave room for it. This module knows
 nothing of requests.
@@ -29,6 +29,111 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 NUM_WARM_UPS = 2
 """Sets the number of runs before the recording, because libraries choose their kernels and workspaces in the first
 runs."""
+
+
+def with_graphs(model: LanguageModel, kv: PagedKV, max_model_len: int) -> LanguageModel:
+    """Returns `model` wrapped so that its decode steps are recorded, or `model` itself if this device, this torch or
+    these pages do not allow it."""
+    if not is_varlen_available(kv) or not has_block_tables() or kv.block_size % PAGE_TOKENS_MULTIPLE:
+        return model
+    return GraphedModel(model, kv, -(-max_model_len // kv.block_size))
+
+
+class GraphedModel:
+    """A `GraphedModel` is a LanguageModel that replays its decode steps. The result of a replay is valid until the next
+    replay."""
+
+    def __init__(self, model: LanguageModel, kv: PagedKV, max_blocks: int) -> None:
+        self._model, self._kv, self._max_blocks = model, kv, max_blocks
+        self.dtype, self.device = model.dtype, model.device
+        self._graphs: dict[int, _Recorded] = {}
+        self._is_refused = False
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self._model.embed(token_ids)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden)
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Any,
+        feature_rows: torch.Tensor | None,
+        feature_levels: torch.Tensor | None,
+        wanted_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        size = graph_size(attention.rows)
+        if size is None or feature_rows is not None or wanted_rows is not None or self._is_refused:
+            return self._model.forward(embeddings, positions, attention, feature_rows, feature_levels, wanted_rows)
+        if size not in self._graphs:
+            try:
+                self._graphs[size] = self._record(size, embeddings, positions, attention.rows)
+            except RuntimeError:
+                # A model that waits for the device inside its forward pass can't be recorded.
+                _LOG.exception("decode steps can't be recorded; they run without graphs")
+                self._is_refused = True
+                return self._model.forward(embeddings, positions, attention, None, None)
+        return self._graphs[size].replay(embeddings, positions, attention.rows)
+
+    def _record(
+        self, size: int, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[SequenceRows]
+    ) -> _Recorded:
+        recorded = _Recorded(
+            DecodeInputs(self._kv, size, self._max_blocks),
+            embeddings.new_zeros((size, embeddings.shape[1])),
+            positions.new_zeros((positions.shape[0], size)),
+        )
+        recorded.record(self._model, embeddings, positions, rows)
+        return recorded
+
+
+def graph_size(rows: Sequence[SequenceRows]) -> int | None:
+    """Returns the number of rows of the graph for this step. Returns None if a row has several tokens or the step is
+    too large."""
+    if any(row.num_tokens != 1 for row in rows):
+        return None
+    return next((size for size in SIZES if size >= len(rows)), None)
+
+
+class _Recorded:
+    """Holds one graph and its buffers."""
+
+    def __init__(self, inputs: DecodeInputs, embeddings: torch.Tensor, positions: torch.Tensor) -> None:
+        self._inputs, self._embeddings, self._positions = inputs, embeddings, positions
+        self._graph = torch.cuda.CUDAGraph()
+        self._hidden = embeddings
+
+    def record(
+        self, model: LanguageModel, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[SequenceRows]
+    ) -> None:
+        """Warms up on a separate stream, then records. The replay that follows writes the step's keys and values
+        again."""
+        self._load(embeddings, positions, rows)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(NUM_WARM_UPS):
+                model.forward(self._embeddings, self._positions, self._inputs, None, None)
+        torch.cuda.current_stream().wait_stream(stream)
+        # Other threads of this process may allocate memory during the recording. With `thread_local`, only the calls of
+        # this thread can break the recording.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._hidden = model.forward(self._embeddings, self._positions, self._inputs, None, None)
+
+    def replay(self, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[SequenceRows]) -> torch.Tensor:
+        self._load(embeddings, positions, rows)
+        self._graph.replay()
+        return self._hidden[: len(rows)]
+
+    def _load(self, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[SequenceRows]) -> None:
+        num_rows = len(rows)
+        self._inputs.load(rows)
+        self._embeddings[:num_rows] = embeddings
+        self._embeddings[num_rows:] = embeddings[0]
+        self._positions[:, :num_rows] = positions
+        self._positions[:, num_rows:] = positions[:, :1]
 
 
 class DecodeInputs:
@@ -94,108 +199,3 @@ class DecodeInputs:
         )
         assert isinstance(attended, torch.Tensor)  # It is a tuple only if further results are wanted.
         return attended
-
-
-class GraphedModel:
-    """`GraphedModel` is a LanguageModel that replays its decode steps. The result of a replay is valid until the next
-    replay."""
-
-    def __init__(self, model: LanguageModel, kv: PagedKV, max_blocks: int) -> None:
-        self._model, self._kv, self._max_blocks = model, kv, max_blocks
-        self.dtype, self.device = model.dtype, model.device
-        self._graphs: dict[int, _Recorded] = {}
-        self._is_refused = False
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._model.embed(token_ids)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._model.logits(hidden)
-
-    def forward(
-        self,
-        embeddings: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Any,
-        feature_rows: torch.Tensor | None,
-        feature_levels: torch.Tensor | None,
-        wanted_rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        size = graph_size(attention.rows)
-        if size is None or feature_rows is not None or wanted_rows is not None or self._is_refused:
-            return self._model.forward(embeddings, positions, attention, feature_rows, feature_levels, wanted_rows)
-        if size not in self._graphs:
-            try:
-                self._graphs[size] = self._record(size, embeddings, positions, attention.rows)
-            except RuntimeError:
-                # A model that waits for the device inside its forward pass can't be recorded.
-                _LOG.exception("decode steps can't be recorded; they run without graphs")
-                self._is_refused = True
-                return self._model.forward(embeddings, positions, attention, None, None)
-        return self._graphs[size].replay(embeddings, positions, attention.rows)
-
-    def _record(
-        self, size: int, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[SequenceRows]
-    ) -> _Recorded:
-        recorded = _Recorded(
-            DecodeInputs(self._kv, size, self._max_blocks),
-            embeddings.new_zeros((size, embeddings.shape[1])),
-            positions.new_zeros((positions.shape[0], size)),
-        )
-        recorded.record(self._model, embeddings, positions, rows)
-        return recorded
-
-
-class _Recorded:
-    """Holds one graph and its buffers."""
-
-    def __init__(self, inputs: DecodeInputs, embeddings: torch.Tensor, positions: torch.Tensor) -> None:
-        self._inputs, self._embeddings, self._positions = inputs, embeddings, positions
-        self._graph = torch.cuda.CUDAGraph()
-        self._hidden = embeddings
-
-    def record(
-        self, model: LanguageModel, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[SequenceRows]
-    ) -> None:
-        """Warms up on a separate stream, then records. The replay that follows writes the step's keys and values
-        again."""
-        self._load(embeddings, positions, rows)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(NUM_WARM_UPS):
-                model.forward(self._embeddings, self._positions, self._inputs, None, None)
-        torch.cuda.current_stream().wait_stream(stream)
-        # Other threads of this process may allocate memory during the recording. With `thread_local`, only the calls of
-        # this thread can break the recording.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._hidden = model.forward(self._embeddings, self._positions, self._inputs, None, None)
-
-    def replay(self, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[SequenceRows]) -> torch.Tensor:
-        self._load(embeddings, positions, rows)
-        self._graph.replay()
-        return self._hidden[: len(rows)]
-
-    def _load(self, embeddings: torch.Tensor, positions: torch.Tensor, rows: Sequence[SequenceRows]) -> None:
-        num_rows = len(rows)
-        self._inputs.load(rows)
-        self._embeddings[:num_rows] = embeddings
-        self._embeddings[num_rows:] = embeddings[0]
-        self._positions[:, :num_rows] = positions
-        self._positions[:, num_rows:] = positions[:, :1]
-
-
-def graph_size(rows: Sequence[SequenceRows]) -> int | None:
-    """Returns the number of rows of the graph for this step. Returns None if a row has several tokens or the step is
-    too large."""
-    if any(row.num_tokens != 1 for row in rows):
-        return None
-    return next((size for size in SIZES if size >= len(rows)), None)
-
-
-def with_graphs(model: LanguageModel, kv: PagedKV, max_model_len: int) -> LanguageModel:
-    """Returns `model` wrapped so that its decode steps are recorded, or `model` itself if this device, this torch or
-    these pages do not allow it."""
-    if not is_varlen_available(kv) or not has_block_tables() or kv.block_size % PAGE_TOKENS_MULTIPLE:
-        return model
-    return GraphedModel(model, kv, -(-max_model_len // kv.block_size))

@@ -28,41 +28,22 @@ _MAX_DIM, _MAX_GROUP = 256, 96
 """Repeats two limits of the C sources for chunks: the values of one head, and the query heads per KV head."""
 
 
-class _Step(ctypes.Structure):
-    """Mirrors the struct `Step` of the C source."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "blocks", "contexts", "out")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("num_rows", "num_heads", "num_kv_heads", "head_dim", "block_size", "max_blocks")
-        ),
-        ("scale", ctypes.c_float),
-    ]
+def is_native(kv: PagedKV) -> bool:
+    """Returns whether the C code can attend decoding rows of these pages."""
+    if kv.device.type != "cpu" or kv.dtype not in DTYPE_TO_SOURCE:
+        return False
+    keys, _ = kv.layer(0)
+    is_of_size = kv.block_size % _LANES == 0 and keys.shape[-1] % _DIM_MULTIPLE == 0
+    return is_of_size and _library(kv.dtype) is not None
 
 
-class _Chunks(ctypes.Structure):
-    """Mirrors the struct `Chunks` of the C source."""
-
-    _fields_ = [
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("queries", "keys", "values", "tables", "firsts", "starts", "ends", "out")
-        ),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "query_stride",
-                "num_chunks",
-                "num_heads",
-                "num_kv_heads",
-                "head_dim",
-                "block_size",
-                "max_blocks",
-            )
-        ),
-        ("scale", ctypes.c_float),
-    ]
+def is_native_for_chunks(kv: PagedKV, num_heads: int) -> bool:
+    """Returns whether the C code can attend prompt chunks and does so faster than torch. It is slower in bfloat16 where
+    torch uses the AMX matrix units, and it can't attend heads beyond its limits (`_MAX_DIM`, `_MAX_GROUP`)."""
+    if not is_native(kv) or (kv.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()):
+        return False
+    _, num_kv_heads, head_dim = kv.layer(0)[0].shape
+    return head_dim <= _MAX_DIM and num_heads <= _MAX_GROUP * num_kv_heads
 
 
 class NativeDecode:
@@ -137,22 +118,41 @@ class NativeChunks:
             raise MemoryError(f"no room to attend {len(self._tables)} chunks")
 
 
-def is_native_for_chunks(kv: PagedKV, num_heads: int) -> bool:
-    """Returns whether the C code can attend prompt chunks and does so faster than torch. It is slower in bfloat16 where
-    torch uses the AMX matrix units, and it can't attend heads beyond its limits (`_MAX_DIM`, `_MAX_GROUP`)."""
-    if not is_native(kv) or (kv.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported()):
-        return False
-    _, num_kv_heads, head_dim = kv.layer(0)[0].shape
-    return head_dim <= _MAX_DIM and num_heads <= _MAX_GROUP * num_kv_heads
+class _Step(ctypes.Structure):
+    """Mirrors the struct `Step` of the C source."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("queries", "keys", "values", "blocks", "contexts", "out")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("num_rows", "num_heads", "num_kv_heads", "head_dim", "block_size", "max_blocks")
+        ),
+        ("scale", ctypes.c_float),
+    ]
 
 
-def is_native(kv: PagedKV) -> bool:
-    """Returns whether the C code can attend decoding rows of these pages."""
-    if kv.device.type != "cpu" or kv.dtype not in DTYPE_TO_SOURCE:
-        return False
-    keys, _ = kv.layer(0)
-    is_of_size = kv.block_size % _LANES == 0 and keys.shape[-1] % _DIM_MULTIPLE == 0
-    return is_of_size and _library(kv.dtype) is not None
+class _Chunks(ctypes.Structure):
+    """Mirrors the struct `Chunks` of the C source."""
+
+    _fields_ = [
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("queries", "keys", "values", "tables", "firsts", "starts", "ends", "out")
+        ),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "query_stride",
+                "num_chunks",
+                "num_heads",
+                "num_kv_heads",
+                "head_dim",
+                "block_size",
+                "max_blocks",
+            )
+        ),
+        ("scale", ctypes.c_float),
+    ]
 
 
 @functools.cache

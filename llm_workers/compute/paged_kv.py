@@ -1,13 +1,12 @@
-"""Stores side tensors: rows of named hidden layers, in pages that are addressed like the pages of the KV, for chunks
-that ask for them.
+"""Stores keys and values in pages, and maps the rows of a step to them.
 
-The rows of a layer have the same address (block, position) as the KV of their tokens, so a hit in the prefix cache also
-finds the rows. A step in which no chunk asks for rows costs nothing, and without configured names there is no store.
-This module knows nothing of requests or of the owners of blocks.
+`PagedKV` holds the pages. A step's `StepRows` say which rows of the packed input belong to which sequence and blocks,
+and `write_slots` and `copy_blocks` say and do what a step writes; every attention backend uses them. `SideRows` store
+side tensors: rows of named hidden layers, for chunks that ask for them. They stand here because their pages have the
+same addresses (block, position) as the KV of their tokens, so a hit in the prefix cache also finds them.
 
-Stores keys and values in pages and maps the rows of a step to them. Every attention backend uses this module.
-
-This module knows nothing of models, requests or how attention is computed.
+This module knows nothing of requests, of the owners of blocks, or of how attention is computed. Of a model it knows
+only that a layer has an output.
 """
 
 from __future__ import annotations
@@ -24,6 +23,67 @@ from torch import nn
 from fabric.contracts import ConfigError
 from llm_workers.scheduling import NO_BLOCK, Chunk
 from modalities.family import LanguageModel
+
+_SLOTS_AT_ONCE = 512
+"""Limits how many slots `PagedKV.are_spoiled` reads at a time."""
+
+
+class PagedKV:
+    """Holds the keys and values of one worker. For each layer it gives a flat view of the pages with shape
+    `(num_blocks * block_size, num_kv_heads, head_dim)`. The pages are zeroed at creation, so that masked values are at
+    least finite."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        heads: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocates the pages. `heads` is (num_kv_heads, head_dim)."""
+        self.num_blocks, self.block_size = num_blocks, block_size
+        shape = (num_layers, 2, num_blocks * block_size, *heads)
+        self._pages = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def device(self) -> torch.device:
+        return self._pages.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._pages.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self._pages.numel() * self._pages.element_size()
+
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values of a layer as writable views. Each has shape
+        `(num_blocks * block_size, num_kv_heads, head_dim)`."""
+        pages = self._pages[layer]
+        return pages[0], pages[1]
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies all blocks at once. No target may be the source of another copy."""
+        copy_pages(self._pages.flatten(0, 1), self.block_size, sources, targets)
+
+    def are_spoiled(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns for each slot whether it holds a value that is not finite in any layer, as bool `(len(slots),)` on
+        the device. It reads every layer of the slots once, a limited number of slots at a time."""
+        pages = (self._pages.index_select(2, some) for some in slots.split(_SLOTS_AT_ONCE))
+        # A value that is not finite makes the sum not finite, and sums in half precision are far below the largest
+        # float32.
+        return ~torch.cat([page.sum(dim=(0, 1, 3, 4), dtype=torch.float32) for page in pages]).isfinite()
+
+    def slots(self, block_ids: npt.NDArray[np.int64], start: int, end: int) -> npt.NDArray[np.int64]:
+        """Returns the slots of the positions `[start, end)` of a sequence as int64 `(end - start,)`."""
+        at = np.arange(start, end, dtype=np.int64)
+        return block_ids[at // self.block_size] * self.block_size + at % self.block_size
+
+
+# ---------------------------------------------------------------- the rows of a step
 
 
 class SequenceRows(NamedTuple):
@@ -126,62 +186,7 @@ def padded_tables(tables: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int
     return padded
 
 
-_SLOTS_AT_ONCE = 512
-
-
-class PagedKV:
-    """Holds the keys and values of one worker. For each layer it gives a flat view of the pages with shape
-    `(num_blocks * block_size, num_kv_heads, head_dim)`. The pages are zeroed at creation, so that masked values are at
-    least finite."""
-
-    def __init__(
-        self,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        heads: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Allocates the pages. `heads` is (num_kv_heads, head_dim)."""
-        self.num_blocks, self.block_size = num_blocks, block_size
-        shape = (num_layers, 2, num_blocks * block_size, *heads)
-        self._pages = torch.zeros(shape, dtype=dtype, device=device)
-
-    @property
-    def device(self) -> torch.device:
-        return self._pages.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._pages.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return self._pages.numel() * self._pages.element_size()
-
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns keys and values of a layer as writable views. Each has shape
-        `(num_blocks * block_size, num_kv_heads, head_dim)`."""
-        pages = self._pages[layer]
-        return pages[0], pages[1]
-
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copies all blocks at once. No target may be the source of another copy."""
-        copy_pages(self._pages.flatten(0, 1), self.block_size, sources, targets)
-
-    def are_spoiled(self, slots: torch.Tensor) -> torch.Tensor:
-        """Returns for each slot whether it holds a value that is not finite in any layer, as bool `(len(slots),)` on
-        the device. It reads every layer of the slots once, a limited number of slots at a time."""
-        pages = (self._pages.index_select(2, some) for some in slots.split(_SLOTS_AT_ONCE))
-        # A value that is not finite makes the sum not finite, and sums in half precision are far below the largest
-        # float32.
-        return ~torch.cat([page.sum(dim=(0, 1, 3, 4), dtype=torch.float32) for page in pages]).isfinite()
-
-    def slots(self, block_ids: npt.NDArray[np.int64], start: int, end: int) -> npt.NDArray[np.int64]:
-        """Returns the slots of the positions `[start, end)` of a sequence as int64 `(end - start,)`."""
-        at = np.arange(start, end, dtype=np.int64)
-        return block_ids[at // self.block_size] * self.block_size + at % self.block_size
+# ---------------------------------------------------------------- what a step writes
 
 
 def write_slots(kv: PagedKV, rows: Sequence[SequenceRows]) -> torch.Tensor:
@@ -195,18 +200,18 @@ def write_slots(kv: PagedKV, rows: Sequence[SequenceRows]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(slots)).to(kv.device)
 
 
-def copied_blocks(rows: Sequence[SequenceRows], block_size: int) -> tuple[list[int], list[int]]:
-    """Returns the blocks to copy before the step, and for each of them its target block."""
-    copies = [row for row in StepRows.of(rows).others if row.copied_from != NO_BLOCK]
-    return [row.copied_from for row in copies], [int(row.block_ids[row.start // block_size]) for row in copies]
-
-
 def copy_blocks(kv: PagedKV, rows: Sequence[SequenceRows]) -> None:
     """Copies the blocks that the rows name. It must run before the step's forward pass. A repeated call changes
     nothing, because the step does not write to a source block."""
     sources, targets = copied_blocks(rows, kv.block_size)
     if sources:
         kv.copy_blocks(sources, targets)
+
+
+def copied_blocks(rows: Sequence[SequenceRows], block_size: int) -> tuple[list[int], list[int]]:
+    """Returns the blocks to copy before the step, and for each of them its target block."""
+    copies = [row for row in StepRows.of(rows).others if row.copied_from != NO_BLOCK]
+    return [row.copied_from for row in copies], [int(row.block_ids[row.start // block_size]) for row in copies]
 
 
 def copy_pages(pages: torch.Tensor, block_size: int, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -216,18 +221,25 @@ def copy_pages(pages: torch.Tensor, block_size: int, sources: Sequence[int], tar
     blocks.index_copy_(1, to_blocks, blocks.index_select(1, from_blocks))
 
 
-class LayeredModel(Protocol):
-    """Defines what a model must offer in addition to `LanguageModel` if rows of its layers are wanted."""
+# ---------------------------------------------------------------- side tensors
 
-    def layer(self, index: int) -> nn.Module:
-        """Returns a decoder layer. The output of the layer has shape `(1, num_tokens, hidden)`, either alone or as the
-        first element of a tuple."""
-        ...
+
+def make_side_rows(model: LanguageModel, kv: PagedKV, layers: Sequence[tuple[str, int]]) -> SideRows | None:
+    """Returns the store for `layers`, or None without layers. Raises ConfigError for a layer that the model does not
+    have."""
+    if not layers:
+        return None
+    layered = cast(LayeredModel, model)
+    try:
+        return SideRows({name: layered.layer(index) for name, index in layers}, kv)
+    except (AttributeError, IndexError) as error:
+        raise ConfigError(f"side_layers {list(layers)}: the model has no such layers") from error
 
 
 class SideRows:
     """Holds for each name the pages with shape `(num_blocks * block_size, hidden)` in the KV's dtype. They are
-    allocated when the layer first gives its width."""
+    allocated when the layer first gives its width. A step in which no chunk asks for rows costs nothing, and without
+    configured names there is no store."""
 
     def __init__(self, name_to_layer: Mapping[str, nn.Module], kv: PagedKV) -> None:
         self._name_to_layer, self._kv = name_to_layer, kv
@@ -250,7 +262,7 @@ class SideRows:
                 hook.remove()
 
     def copy_blocks(self, rows: Sequence[SequenceRows]) -> None:
-        """Copies the same blocks that `paged_kv.copy_blocks` copies in the KV, in every side tensor."""
+        """Copies the same blocks that the function `copy_blocks` copies in the KV, in every side tensor."""
         sources, targets = copied_blocks(rows, self._kv.block_size)
         for pages in self._name_to_pages.values() if sources else ():
             copy_pages(pages[None], self._kv.block_size, sources, targets)
@@ -279,13 +291,10 @@ class SideRows:
         return self._name_to_pages[name]
 
 
-def make_side_rows(model: LanguageModel, kv: PagedKV, layers: Sequence[tuple[str, int]]) -> SideRows | None:
-    """Returns the store for `layers`, or None without layers. Raises ConfigError for a layer that the model does not
-    have."""
-    if not layers:
-        return None
-    layered = cast(LayeredModel, model)
-    try:
-        return SideRows({name: layered.layer(index) for name, index in layers}, kv)
-    except (AttributeError, IndexError) as error:
-        raise ConfigError(f"side_layers {list(layers)}: the model has no such layers") from error
+class LayeredModel(Protocol):
+    """Defines what a model must offer in addition to `LanguageModel` if rows of its layers are wanted."""
+
+    def layer(self, index: int) -> nn.Module:
+        """Returns a decoder layer. The output of the layer has shape `(1, num_tokens, hidden)`, either alone or as the
+        first element of a tuple."""
+        ...

@@ -1,13 +1,12 @@
-"""Executes a StepPlan on the model: it builds flat inputs, splices features in, runs paged attention, and draws
-tokens from the logits of the sampled rows.
+"""Executes a StepPlan on the model: it builds flat inputs, splices features in, runs paged attention, and draws tokens
+from the logits of the sampled rows.
+
+`Runner.execute` does this for one step. The features of the step's images, sounds and video frames are copied into the
+input embeddings by `splice_features`, with one copy per span, and read through a `FeatureReader`: in production, that
+is `ReferencedFeatures` over the references that the engine holds.
 
 The runner has no state except the KV pages. A second execution of a plan writes the same values, so a failed step can
 be retried. This module knows nothing of requests, queues or the origin of features.
-
-Copies features into input embeddings: the rows of a step's images, sounds and video frames, with one copy per span.
-
-This module knows nothing of requests or of the origin of features. A unit is one separately encoded part of a media
-item.
 """
 
 from __future__ import annotations
@@ -29,84 +28,6 @@ from llm_workers.sampling import rows_to_finish, sample_step
 from llm_workers.scheduling import Chunk, FeatureReferences, Splice, StepPlan, StepResult
 from modalities.family import LanguageModel
 from modalities.torch_dtypes import torch_dtype
-
-
-class FeatureReader(Protocol):
-    def feature(self, unit: UnitKey) -> torch.Tensor:
-        """Returns the feature of a landed unit with shape `(num_levels, num_tokens, hidden)`. It is valid during the
-        step."""
-        ...
-
-
-class ReferencedFeatures:
-    """Implements `FeatureReader` over the references that the engine holds, without a copy on the host."""
-
-    def __init__(self, references: FeatureReferences) -> None:
-        self._references = references
-
-    def feature(self, unit: UnitKey) -> torch.Tensor:
-        """Returns a view of the feature of a readable unit, with shape `(num_levels, num_tokens, hidden)` and the dtype
-        in which it was sent."""
-        feature = self._references.feature(unit)
-        return torch.from_numpy(feature.buffer).view(torch_dtype(feature.ticket.dtype)).view(feature.ticket.shape)
-
-
-class PlacedSplice(NamedTuple):
-    """Describes a splice and its row in the packed input."""
-
-    at: int
-    splice: Splice
-
-
-def splice_features(
-    embeddings: torch.Tensor, placed: Sequence[PlacedSplice], features: FeatureReader
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Copies level 0 of the features into `embeddings` with shape `(num_tokens, hidden)`, in ascending order of row.
-    Returns the rows that have DeepStack levels, as int64, and these levels with shape
-    `(num_levels - 1, num_rows, hidden)`. If no feature has such levels, returns all rows that were placed, with no
-    levels. If nothing is placed, both are None."""
-    if not placed:
-        return None, None
-    deeper = []
-    for at, splice in placed:
-        feature = features.feature(splice.unit)[:, splice.row : splice.row + splice.length]
-        embeddings[at : at + splice.length].copy_(feature[0])
-        deeper.append(feature[1:].to(device=embeddings.device, dtype=embeddings.dtype))
-    num_deeper = max(len(levels) for levels in deeper)
-    spans = [
-        (np.arange(at, at + splice.length), levels)
-        for (at, splice), levels in zip(placed, deeper, strict=True)
-        if len(levels) == num_deeper
-    ]
-    rows = np.concatenate([rows for rows, _ in spans])
-    return torch.from_numpy(rows).to(embeddings.device), torch.cat([levels for _, levels in spans], dim=1)
-
-
-@dataclass(slots=True)
-class RunTimes:
-    """Holds running sums since the start, for benchmarks. On a device that computes asynchronously, a sum counts only
-    the time until the work is queued; only `sample_s` waits for the device."""
-
-    inputs_s: float = 0.0
-    splice_s: float = 0.0
-    forward_s: float = 0.0
-    """Includes the embedding of the tokens."""
-    sample_s: float = 0.0
-    """Includes the computation of the logits."""
-
-
-class StepInputs(NamedTuple):
-    """Holds the inputs of a packed step. The plan's `decodes` come first with one row each, then its `others`."""
-
-    token_ids: torch.Tensor
-    """Holds the token ids. Has shape `(num_tokens,)`."""
-    positions: torch.Tensor
-    """Holds the positions. Has shape `(num_axes, num_tokens)`."""
-    starts: npt.NDArray[np.int64]
-    """Holds the first row of each of the others, followed by the total number of rows."""
-    attention: AttentionStep
-    rows: StepRows
-    """Says where the pages are read and written."""
 
 
 class Runner:
@@ -201,6 +122,39 @@ class Runner:
         return spoiled
 
 
+class StepInputs(NamedTuple):
+    """Holds the inputs of a packed step. The plan's `decodes` come first with one row each, then its `others`."""
+
+    token_ids: torch.Tensor
+    """Holds the token ids. Has shape `(num_tokens,)`."""
+    positions: torch.Tensor
+    """Holds the positions. Has shape `(num_axes, num_tokens)`."""
+    starts: npt.NDArray[np.int64]
+    """Holds the first row of each of the others, followed by the total number of rows."""
+    attention: AttentionStep
+    rows: StepRows
+    """Says where the pages are read and written."""
+
+
+@dataclass(slots=True)
+class RunTimes:
+    """Holds running sums since the start, for benchmarks. On a device that computes asynchronously, a sum counts only
+    the time until the work is queued; only `sample_s` waits for the device."""
+
+    inputs_s: float = 0.0
+    splice_s: float = 0.0
+    forward_s: float = 0.0
+    """Includes the embedding of the tokens."""
+    sample_s: float = 0.0
+    """Includes the computation of the logits."""
+
+
+def _wanted_rows(plan: StepPlan, starts: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor | None:
+    """Returns the rows whose last hidden states are needed, or None if all rows are needed."""
+    rows = rows_to_finish(plan, starts)
+    return torch.from_numpy(rows).to(device) if len(rows) < starts[-1] else None
+
+
 def _without_numbers(
     hidden: torch.Tensor, spoiled: torch.Tensor, plan: StepPlan, starts: npt.NDArray[np.int64]
 ) -> torch.Tensor:
@@ -214,10 +168,38 @@ def _without_numbers(
     return hidden.masked_fill((flags > 0).index_select(0, of_hidden)[:, None], torch.nan)
 
 
-def _wanted_rows(plan: StepPlan, starts: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor | None:
-    """Returns the rows whose last hidden states are needed, or None if all rows are needed."""
-    rows = rows_to_finish(plan, starts)
-    return torch.from_numpy(rows).to(device) if len(rows) < starts[-1] else None
+# ---------------------------------------------------------------- features
+
+
+def splice_features(
+    embeddings: torch.Tensor, placed: Sequence[PlacedSplice], features: FeatureReader
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Copies level 0 of the features into `embeddings` with shape `(num_tokens, hidden)`, in ascending order of row.
+    Returns the rows that have DeepStack levels, as int64, and these levels with shape
+    `(num_levels - 1, num_rows, hidden)`. If no feature has such levels, returns all rows that were placed, with no
+    levels. If nothing is placed, both are None."""
+    if not placed:
+        return None, None
+    deeper = []
+    for at, splice in placed:
+        feature = features.feature(splice.unit)[:, splice.row : splice.row + splice.length]
+        embeddings[at : at + splice.length].copy_(feature[0])
+        deeper.append(feature[1:].to(device=embeddings.device, dtype=embeddings.dtype))
+    num_deeper = max(len(levels) for levels in deeper)
+    spans = [
+        (np.arange(at, at + splice.length), levels)
+        for (at, splice), levels in zip(placed, deeper, strict=True)
+        if len(levels) == num_deeper
+    ]
+    rows = np.concatenate([rows for rows, _ in spans])
+    return torch.from_numpy(rows).to(embeddings.device), torch.cat([levels for _, levels in spans], dim=1)
+
+
+class PlacedSplice(NamedTuple):
+    """Describes a splice and its row in the packed input."""
+
+    at: int
+    splice: Splice
 
 
 def _placed(chunks: Sequence[Chunk], starts: np.ndarray) -> Iterator[PlacedSplice]:
@@ -226,3 +208,25 @@ def _placed(chunks: Sequence[Chunk], starts: np.ndarray) -> Iterator[PlacedSplic
     for base, chunk in zip(starts, chunks, strict=False):
         for splice in sorted(chunk.splices, key=lambda splice: splice.at):
             yield PlacedSplice(int(base) + splice.at, splice)
+
+
+class FeatureReader(Protocol):
+    """Gives the runner the features of a step. A unit is one separately encoded part of a media item."""
+
+    def feature(self, unit: UnitKey) -> torch.Tensor:
+        """Returns the feature of a landed unit with shape `(num_levels, num_tokens, hidden)`. It is valid during the
+        step."""
+        ...
+
+
+class ReferencedFeatures:
+    """Implements `FeatureReader` over the references that the engine holds, without a copy on the host."""
+
+    def __init__(self, references: FeatureReferences) -> None:
+        self._references = references
+
+    def feature(self, unit: UnitKey) -> torch.Tensor:
+        """Returns a view of the feature of a readable unit, with shape `(num_levels, num_tokens, hidden)` and the dtype
+        in which it was sent."""
+        feature = self._references.feature(unit)
+        return torch.from_numpy(feature.buffer).view(torch_dtype(feature.ticket.dtype)).view(feature.ticket.shape)

@@ -22,14 +22,6 @@ PAGE_TOKENS_MULTIPLE = 256
 gathered."""
 
 
-def _varlen_parameters() -> frozenset[str]:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)
-
-
 def is_varlen_available(kv: PagedKV) -> bool:
     """Returns whether this torch has the kernel and the kernel can read these pages."""
     return kv.device.type == "cuda" and kv.dtype in (torch.float16, torch.bfloat16) and bool(_varlen_parameters())
@@ -40,8 +32,16 @@ def has_block_tables() -> bool:
     return "block_table" in _varlen_parameters()
 
 
+def _varlen_parameters() -> frozenset[str]:
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
 class VarlenStep:
-    """`VarlenStep` is an `AttentionStep` for CUDA in float16 or bfloat16."""
+    """A `VarlenStep` is an `AttentionStep` for CUDA in float16 or bfloat16."""
 
     def __init__(self, kv: PagedKV, rows: Sequence[SequenceRows]) -> None:
         self._kv, self.rows = kv, rows

@@ -1,12 +1,5 @@
-"""Keeps the order in which units are read: by the rank of the attempts that read them, and by the place of each read in
-its attempt. A unit is one separately encoded part of a media item.
-
-The order decides what is pulled next and what is evicted first. `TurnQueue` finds the first key in logarithmic time. It
-is a heap that forgets late: a changed or discarded entry stays in the heap until it would come first, or until more
-than half of the heap consists of such entries. This module knows nothing of announcements and bytes.
-
-Describes one unit (one separately encoded part of a media item) as the worker knows it: the states of its feature,
-and the facts that belong to each state.
+"""Describes one unit (one separately encoded part of a media item) as the worker knows it: the state of its feature,
+the facts that belong to each state, and the attempts that read it.
 
     GONE -> EXPECTED -> ANNOUNCED -> PULLING -> LANDED <-> READ        (`ALLOWED` lists every transition)
                                                  |  ^
@@ -17,7 +10,11 @@ An attempt contains an EXPECTED unit, or the engine still reports a reader of it
 an encoder. A LANDED feature lies in memory, and the engine holds no reference to it; to a READ feature it holds at
 least one. A KEPT feature is a copy in host memory that no attempt uses. A unit that is GONE has no entry.
 
-This module makes no decisions.
+A `UnitEntry` holds all of this for one unit. Its `UnitReaders` sort the attempts by the turns in which they read the
+unit: by the rank of the attempts, and by the place of each read in its attempt. The store has queues of units in the
+same order (`TurnQueue`), which decides what is pulled next and what is evicted first.
+
+This module makes no decisions: `FeatureStore` moves the entries from state to state.
 """
 
 from __future__ import annotations
@@ -31,6 +28,39 @@ from typing import Generic, NamedTuple, TypeVar
 from fabric.contracts import AttemptId, UnitKey, UnitReady
 from fabric.transport import LandedFeature
 from llm_workers.scheduling import FeatureReference, NextRead
+
+# ---------------------------------------------------------------- the states of a unit
+
+
+class UnitState(Enum):
+    """Names the states that the module describes."""
+
+    GONE = "gone"
+    EXPECTED = "expected"
+    ANNOUNCED = "announced"
+    PULLING = "pulling"
+    LANDED = "landed"
+    READ = "read"
+    KEPT = "kept"
+
+
+# These are tuples because the hash of an enum's member is computed in Python, and events compare states often.
+WITHOUT_BYTES = (UnitState.GONE, UnitState.EXPECTED, UnitState.ANNOUNCED)
+IN_MEMORY = (UnitState.LANDED, UnitState.READ)
+HELD = (UnitState.PULLING, UnitState.LANDED, UnitState.READ)
+"""Lists the states in which a unit takes memory for an attempt."""
+ALLOWED: Mapping[UnitState, tuple[UnitState, ...]] = {
+    UnitState.GONE: (UnitState.EXPECTED, UnitState.ANNOUNCED),
+    UnitState.EXPECTED: (UnitState.ANNOUNCED, UnitState.GONE),
+    UnitState.ANNOUNCED: (UnitState.PULLING, UnitState.EXPECTED, UnitState.GONE),
+    UnitState.PULLING: (UnitState.LANDED, *WITHOUT_BYTES),
+    UnitState.LANDED: (UnitState.READ, UnitState.KEPT, *WITHOUT_BYTES),
+    UnitState.READ: (UnitState.LANDED,),
+    UnitState.KEPT: (UnitState.LANDED, *WITHOUT_BYTES),
+}
+
+
+# ---------------------------------------------------------------- the order of reads
 
 Rank = tuple[int, float, str]
 """Holds priority (the lowest number first), wall time of admission, and request id, so that requests have the same
@@ -66,7 +96,10 @@ SPARE = 16
 
 
 class TurnQueue(Generic[Key, Order]):
-    """Holds each key once, with its order. Among equal orders the smaller key comes first."""
+    """Holds each key once, with its order. Among equal orders the smaller key comes first.
+
+    `first` finds the first key in logarithmic time. The queue is a heap that forgets late: a changed or discarded entry
+    stays in the heap until it would come first, or until more than half of the heap consists of such entries."""
 
     def __init__(self) -> None:
         self._orders: dict[Key, Order] = {}
@@ -101,6 +134,8 @@ class TurnQueue(Generic[Key, Order]):
             heappop(heap)
         return heap[0] if heap else None
 
+
+# ---------------------------------------------------------------- attempts and units
 
 Shape = tuple[int, int, int]
 """Is (num_levels, num_tokens, hidden) of a feature."""
@@ -182,32 +217,6 @@ class UnitReaders:
         the engine has not reported any reader of the unit, all attempts that contain it count as readers."""
         queues = (self.reading,) if self.named else (self.reading, self.silent)
         return min((first[0] for queue in queues if (first := queue.first()) is not None), default=None)
-
-
-class UnitState(Enum):
-    GONE = "gone"
-    EXPECTED = "expected"
-    ANNOUNCED = "announced"
-    PULLING = "pulling"
-    LANDED = "landed"
-    READ = "read"
-    KEPT = "kept"
-
-
-# These are tuples because the hash of an enum's member is computed in Python, and events compare states often.
-WITHOUT_BYTES = (UnitState.GONE, UnitState.EXPECTED, UnitState.ANNOUNCED)
-IN_MEMORY = (UnitState.LANDED, UnitState.READ)
-HELD = (UnitState.PULLING, UnitState.LANDED, UnitState.READ)
-"""Lists the states in which a unit takes memory for an attempt."""
-ALLOWED: Mapping[UnitState, tuple[UnitState, ...]] = {
-    UnitState.GONE: (UnitState.EXPECTED, UnitState.ANNOUNCED),
-    UnitState.EXPECTED: (UnitState.ANNOUNCED, UnitState.GONE),
-    UnitState.ANNOUNCED: (UnitState.PULLING, UnitState.EXPECTED, UnitState.GONE),
-    UnitState.PULLING: (UnitState.LANDED, *WITHOUT_BYTES),
-    UnitState.LANDED: (UnitState.READ, UnitState.KEPT, *WITHOUT_BYTES),
-    UnitState.READ: (UnitState.LANDED,),
-    UnitState.KEPT: (UnitState.LANDED, *WITHOUT_BYTES),
-}
 
 
 @dataclass(slots=True, eq=False)

@@ -1,12 +1,9 @@
-"""Caches features as copies in plain host memory, within a byte budget. The least recently used feature is dropped
-first.
+"""Keeps features after prefill, as copies in plain host memory, and decides which ones are kept.
 
-A cached feature that is used again is *lent*: it is read from its host memory without a slot in the inbox, and it is
-not dropped until it is given back. The feature store decides what is cached and when it is lent. This module knows only
-bytes and the order of use.
-
-Decides whether a feature is kept after prefill or discarded. The policy is a pure function of this table, which
-follows the OmniConnector article (docs/references.md):
+`HostCache` holds the copies within a byte budget; the least recently used feature is dropped first. A cached feature
+that is used again is *lent*: it is read from its host memory without a slot in the inbox, and it is not dropped until
+it is given back. `is_kept` says whether a feature is kept or discarded. This policy is a pure function of the following
+table, which follows the OmniConnector article (docs/references.md):
 
     row                            action    why
     1 speculative decoding         keep      a draft that fails may have to be prefilled again
@@ -15,16 +12,9 @@ follows the OmniConnector article (docs/references.md):
     4 prefix caching               discard   the KV is found by the prefix's hash
     5 single pass                  discard   the KV has what decoding needs
 
-The first row that applies decides. Rows 1 and 2 protect generations that run, so they come before any guess about the
-future. Row 3 comes before row 4 because it rests on an observation: with the prefix cache on, a unit is fetched a
-second time only when the cache did not cover it (because the prompt around it differs, or because it was evicted), so
-the cache will not cover it the third time either. The order of rows 4 and 5 changes no action; it only names the
-reason.
-
-The engine's own drafts (prompt lookup) roll back generated positions alone, which read no feature. For them row 1
-is not needed; the table has it because the article has it, and it costs host memory within its budget. The API refuses
-beams (docs/adr/0019-beams-and-drafts.md), so no request reaches row 2. A feature that is kept is moved to host memory
-and never stays where features land. This module knows nothing of bytes.
+`Scenario` names the rows and says why they have this order. A feature that is kept is moved to host memory and never
+stays where features land. The feature store asks the policy and says when a feature is lent; this module knows nothing
+of attempts and pulls.
 """
 
 from __future__ import annotations
@@ -35,51 +25,6 @@ from typing import NamedTuple
 
 from fabric.contracts import ConfigError, UnitKey
 from fabric.transport import LandedFeature
-
-
-class Scenario(Enum):
-    """Lists the rows of the table in the order of their precedence."""
-
-    SPECULATION = "speculative decoding"
-    BEAM_SEARCH = "beam search"
-    SEVERAL_TURNS = "several turns"
-    PREFIX_CACHE = "prefix caching"
-    SINGLE_PASS = "single pass"
-
-
-KEPT = frozenset({Scenario.SPECULATION, Scenario.BEAM_SEARCH, Scenario.SEVERAL_TURNS})
-MODES = ("auto", "always", "never")
-
-
-class FeatureUse(NamedTuple):
-    """Holds what is known of a feature whose last position was computed."""
-
-    is_seen_before: bool = False
-    """Says whether the feature had been fetched before, for another request or for a request that lost it."""
-    is_prefix_cached: bool = True
-    """Says whether the prefix cache is on."""
-    has_beams: bool = False
-    has_drafts: bool = False
-
-
-def scenario_of(use: FeatureUse) -> Scenario:
-    """Returns the row that applies."""
-    if use.has_drafts:
-        return Scenario.SPECULATION
-    if use.has_beams:
-        return Scenario.BEAM_SEARCH
-    if use.is_seen_before:
-        return Scenario.SEVERAL_TURNS
-    return Scenario.PREFIX_CACHE if use.is_prefix_cached else Scenario.SINGLE_PASS
-
-
-def is_kept(mode: str, use: FeatureUse) -> bool:
-    """Returns whether the feature is kept. The mode `auto` follows the table; `always` and `never` are set by the
-    operator and override it. Raises ConfigError for any other mode."""
-    if mode not in MODES:
-        raise ConfigError(f"keep_features must be one of {', '.join(MODES)}, not {mode!r}")
-    return mode == "always" or (mode == "auto" and scenario_of(use) in KEPT)
-
 
 NO_SLOT = -1
 """Serves as the slot id of a feature that lies in no arena."""
@@ -154,3 +99,59 @@ class HostCache:
         free_bytes = sum(feature.buffer.nbytes for feature in self._features.values())
         assert (self._lent_bytes, self.used_bytes) == (lent_bytes, lent_bytes + free_bytes), "bytes are counted wrong"
         assert self.used_bytes <= self.budget_bytes, "the budget is exceeded"
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+class Scenario(Enum):
+    """Lists the rows of the table in the order of their precedence: the first row that applies decides.
+
+    Rows 1 and 2 protect generations that run, so they come before any guess about the future. Row 3 comes before row 4
+    because it rests on an observation: with the prefix cache on, a unit is fetched a second time only when the cache
+    did not cover it (because the prompt around it differs, or because it was evicted), so the cache will not cover it
+    the third time either. The order of rows 4 and 5 changes no action; it only names the reason.
+
+    The engine's own drafts (prompt lookup) roll back generated positions alone, which read no feature. For them row 1
+    is not needed; the table has it because the article has it, and it costs host memory within its budget. The API
+    refuses beams (docs/adr/0019-beams-and-drafts.md), so no request reaches row 2."""
+
+    SPECULATION = "speculative decoding"
+    BEAM_SEARCH = "beam search"
+    SEVERAL_TURNS = "several turns"
+    PREFIX_CACHE = "prefix caching"
+    SINGLE_PASS = "single pass"
+
+
+KEPT = frozenset({Scenario.SPECULATION, Scenario.BEAM_SEARCH, Scenario.SEVERAL_TURNS})
+MODES = ("auto", "always", "never")
+
+
+class FeatureUse(NamedTuple):
+    """Holds what is known of a feature whose last position was computed."""
+
+    is_seen_before: bool = False
+    """Says whether the feature had been fetched before, for another request or for a request that lost it."""
+    is_prefix_cached: bool = True
+    """Says whether the prefix cache is on."""
+    has_beams: bool = False
+    has_drafts: bool = False
+
+
+def is_kept(mode: str, use: FeatureUse) -> bool:
+    """Returns whether the feature is kept. The mode `auto` follows the table; `always` and `never` are set by the
+    operator and override it. Raises ConfigError for any other mode."""
+    if mode not in MODES:
+        raise ConfigError(f"keep_features must be one of {', '.join(MODES)}, not {mode!r}")
+    return mode == "always" or (mode == "auto" and scenario_of(use) in KEPT)
+
+
+def scenario_of(use: FeatureUse) -> Scenario:
+    """Returns the row that applies."""
+    if use.has_drafts:
+        return Scenario.SPECULATION
+    if use.has_beams:
+        return Scenario.BEAM_SEARCH
+    if use.is_seen_before:
+        return Scenario.SEVERAL_TURNS
+    return Scenario.PREFIX_CACHE if use.is_prefix_cached else Scenario.SINGLE_PASS

@@ -45,38 +45,6 @@ from llm_workers.worker_config import WorkerConfig
 _LOG = logging.getLogger(__name__)
 
 
-class FeatureEngine(Protocol):
-    """Defines the calls that the receiver makes to an engine. They are thread-safe and never block. The engine gives
-    back every reference exactly as it was handed over, in a `ReleasedFeature`."""
-
-    def hold_feature(self, reference: FeatureReference) -> None:
-        """Hands the engine a reference, through which it may read the feature until it gives the reference back."""
-        ...
-
-    def evict_feature(self, unit: UnitKey) -> None:
-        """Asks the engine to give back all references to the unit, even if sequences need it. An engine that holds none
-        does not answer."""
-        ...
-
-
-class Listener(NamedTuple):
-    """Holds the callbacks through which the receiver reports to the service, in the event loop."""
-
-    event: Callable[[AttemptId, str, UnitKey], None]
-    """Reports `unit_announced`, `unit_landed` or `unit_reused` (a kept feature is used again) for the trace."""
-    needed: Callable[[Sequence[MissingUnit]], None]
-    failed: Callable[[AttemptId, WeftError], None]
-
-
-class FeatureEndpoint(NamedTuple):
-    """Holds this worker's id, its message plane, its end of the feature channel, and its clock."""
-
-    member_id: MemberId
-    plane: Plane
-    sink: FeatureSink
-    clock: Clock
-
-
 class Receiver:
     """Receives the features of this worker. A feature stays in memory until the engine has given back every reference
     to it."""
@@ -319,6 +287,54 @@ class Receiver:
         endpoint.plane.send(ready.encoder_address, release)
 
 
+class FeatureEndpoint(NamedTuple):
+    """Holds this worker's id, its message plane, its end of the feature channel, and its clock."""
+
+    member_id: MemberId
+    plane: Plane
+    sink: FeatureSink
+    clock: Clock
+
+
+class FeatureEngine(Protocol):
+    """Defines the calls that the receiver makes to an engine. They are thread-safe and never block. The engine gives
+    back every reference exactly as it was handed over, in a `ReleasedFeature`."""
+
+    def hold_feature(self, reference: FeatureReference) -> None:
+        """Hands the engine a reference, through which it may read the feature until it gives the reference back."""
+        ...
+
+    def evict_feature(self, unit: UnitKey) -> None:
+        """Asks the engine to give back all references to the unit, even if sequences need it. An engine that holds none
+        does not answer."""
+        ...
+
+
+class Listener(NamedTuple):
+    """Holds the callbacks through which the receiver reports to the service, in the event loop."""
+
+    event: Callable[[AttemptId, str, UnitKey], None]
+    """Reports `unit_announced`, `unit_landed` or `unit_reused` (a kept feature is used again) for the trace."""
+    needed: Callable[[Sequence[MissingUnit]], None]
+    failed: Callable[[AttemptId, WeftError], None]
+
+
+def _planned_rows(request: GenerateRequest) -> dict[UnitKey, tuple[int, MediaItem]]:
+    """Maps each unit, in the order of the prompt, to its number of rows and its item. If several items have the same
+    hash, the item that was dispatched represents them. Raises ProtocolError if a placeholder names media that the
+    request does not have."""
+    rows: dict[UnitKey, tuple[int, MediaItem]] = {}
+    by_dispatch = {item.mm_hash: item for item in request.media if item.index in request.dispatched_items}
+    try:
+        for run in request.placeholders:
+            item = request.media[run.item]
+            unit = item.unit_keys()[run.unit]
+            rows.setdefault(unit, (item.unit_tokens[run.unit], by_dispatch.get(item.mm_hash, item)))
+    except IndexError:
+        raise ProtocolError("placeholders name media that the request does not have") from None
+    return rows
+
+
 class Peers:
     """Tracks the other members of the cluster. A member that has left counts as confirmed dead, and the worker gives up
     everything that waits for it. It lives in the event loop and knows nothing of requests."""
@@ -342,19 +358,3 @@ class Peers:
             self._plane.forget(gone.address)
         self._members = now
         return [gone.member_id for gone in left if gone.kind == "router"]
-
-
-def _planned_rows(request: GenerateRequest) -> dict[UnitKey, tuple[int, MediaItem]]:
-    """Maps each unit, in the order of the prompt, to its number of rows and its item. If several items have the same
-    hash, the item that was dispatched represents them. Raises ProtocolError if a placeholder names media that the
-    request does not have."""
-    rows: dict[UnitKey, tuple[int, MediaItem]] = {}
-    by_dispatch = {item.mm_hash: item for item in request.media if item.index in request.dispatched_items}
-    try:
-        for run in request.placeholders:
-            item = request.media[run.item]
-            unit = item.unit_keys()[run.unit]
-            rows.setdefault(unit, (item.unit_tokens[run.unit], by_dispatch.get(item.mm_hash, item)))
-    except IndexError:
-        raise ProtocolError("placeholders name media that the request does not have") from None
-    return rows

@@ -1,4 +1,12 @@
-"""Holds FIXME."""
+"""Turns the last hidden states of a step into tokens.
+
+`step_sampling` does it for a whole step: logits, constraints, draws, accepted drafts and log-probabilities.
+`distributions` changes the logits of single rows and draws from them. `grammar` compiles the grammars of structured
+outputs into guides, which say which tokens may come next.
+
+The runner calls `rows_to_finish` before the forward pass and `sample_step` after it; the service compiles grammars
+before it hands a request to the engine. This package knows nothing of KV pages, features and queues.
+"""
 
 from llm_workers.sampling.grammar import GrammarCompiler
 from llm_workers.sampling.step_sampling import rows_to_finish, sample_step

@@ -1,14 +1,15 @@
-"""Draws the next token: applies temperature, then min-p, then top-k, then top-p, and inverts the CDF.
+"""Changes the logits of single rows as their requests demand, and draws the next tokens from them.
 
-A draw depends on (seed, choice, index of the token) alone, so a preempted or migrated sequence draws the same tokens
-again. Greedy rows take the exact argmax, and the lowest id on a tie. This module knows nothing of sequences or steps.
-
-Changes logits before a token is drawn: it applies penalties, then logit bias, then bars tokens that are not allowed
-yet.
-
-All rows are changed together: the token ids of all rows are concatenated, and their logits are gathered, changed and
+First the logits are changed: penalties, then logit bias, and then the tokens are barred that are not allowed yet. All
+rows are changed together: the token ids of all rows are concatenated, and their logits are gathered, changed and
 scattered at once. The meaning is the same as in vLLM: repetition counts prompt and output, presence and frequency count
-the output only. This module knows nothing of sequences.
+the output only.
+
+Then tokens are drawn: temperature, then min-p, then top-k, then top-p are applied, and the CDF is inverted. A draw
+depends on (seed, choice, index of the token) alone, so a preempted or migrated sequence draws the same tokens again.
+Greedy rows take the exact argmax, and the lowest id on a tie.
+
+This module knows nothing of sequences or steps.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 
 from fabric.contracts import SamplingParams, uniform
 from llm_workers.scheduling import NOT_FINITE_TOKEN, SeenTokens, TokenCounts
+
+# ---------------------------------------------------------------- changes of the logits
 
 
 class Penalised(NamedTuple):
@@ -83,6 +86,8 @@ def _flat_indexes(logits: torch.Tensor, rows: Sequence[int], ids: Sequence[np.nd
     )
 
 
+# ---------------------------------------------------------------- draws
+
 HEAD = 1024
 """Sets how many of the most probable tokens are sorted first. Top-k and top-p usually leave fewer tokens of a trained
 model's distribution."""
@@ -110,34 +115,6 @@ def sample_tokens(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
             at = torch.tensor(chosen, device=logits.device)
             tokens.index_copy_(0, at, draw(logits.index_select(0, at), [draws[row] for row in chosen]))
     return torch.where(torch.isfinite(most), tokens, NOT_FINITE_TOKEN)
-
-
-def _weights(logits: torch.Tensor, draws: Sequence[Draw], most: torch.Tensor) -> torch.Tensor:
-    """Returns probabilities up to a factor per row, and 0 where min-p cuts. They are float64 with shape `(n, columns)`,
-    because a running sum in single precision loses the tail of a large vocabulary. `most` holds each row's largest
-    logit with shape `(n, 1)`; the weight of that logit is 1."""
-    numbers = torch.tensor(
-        [(params.temperature, params.min_p) for params, _, _ in draws], dtype=torch.float64, device=logits.device
-    )
-    weights = logits.double().sub_(most.double()).div_(numbers[:, :1]).exp_()
-    if any(params.min_p > 0 for params, _, _ in draws):
-        weights.masked_fill_(weights < numbers[:, 1:], 0.0)
-    return weights
-
-
-def _invert(weights: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Returns the first column whose running sum exceeds `u * total`, where `u` is a uniform random number, as int64
-    `(n,)`. It never returns a column of weight 0."""
-    numbers = [uniform(params.seed, choice, index) for params, choice, index in draws]
-    running = weights.cumsum(dim=-1)
-    targets = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None] * running[:, -1:]
-    columns = torch.searchsorted(running, targets, right=True)[:, 0]
-    num_columns = weights.shape[-1]
-    if bool((columns == num_columns).any()):
-        # Rounding has raised `u * total` to the total.
-        places = torch.arange(num_columns, device=weights.device)
-        columns = torch.minimum(columns, (weights > 0).long().mul_(places).amax(dim=-1))
-    return columns
 
 
 def _draw_plain(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
@@ -201,3 +178,31 @@ def _truncated(weights: torch.Tensor, draws: Sequence[Draw], totals: torch.Tenso
     is_beyond = shares.cumsum(dim=-1) - shares >= top_p[:, None]
     is_beyond[:, 0] = False
     return weights.masked_fill(is_beyond, 0.0)
+
+
+def _weights(logits: torch.Tensor, draws: Sequence[Draw], most: torch.Tensor) -> torch.Tensor:
+    """Returns probabilities up to a factor per row, and 0 where min-p cuts. They are float64 with shape `(n, columns)`,
+    because a running sum in single precision loses the tail of a large vocabulary. `most` holds each row's largest
+    logit with shape `(n, 1)`; the weight of that logit is 1."""
+    numbers = torch.tensor(
+        [(params.temperature, params.min_p) for params, _, _ in draws], dtype=torch.float64, device=logits.device
+    )
+    weights = logits.double().sub_(most.double()).div_(numbers[:, :1]).exp_()
+    if any(params.min_p > 0 for params, _, _ in draws):
+        weights.masked_fill_(weights < numbers[:, 1:], 0.0)
+    return weights
+
+
+def _invert(weights: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """Returns the first column whose running sum exceeds `u * total`, where `u` is a uniform random number, as int64
+    `(n,)`. It never returns a column of weight 0."""
+    numbers = [uniform(params.seed, choice, index) for params, choice, index in draws]
+    running = weights.cumsum(dim=-1)
+    targets = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None] * running[:, -1:]
+    columns = torch.searchsorted(running, targets, right=True)[:, 0]
+    num_columns = weights.shape[-1]
+    if bool((columns == num_columns).any()):
+        # Rounding has raised `u * total` to the total.
+        places = torch.arange(num_columns, device=weights.device)
+        columns = torch.minimum(columns, (weights > 0).long().mul_(places).amax(dim=-1))
+    return columns

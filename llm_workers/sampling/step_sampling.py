@@ -1,17 +1,13 @@
 """Turns hidden states into tokens: computes the logits of the requested rows, constrains them, draws tokens and
 verifies drafts.
 
-A chunk with drafts (guessed tokens) is drawn at the token before the drafts and at each draft, all in one call. A draw
-depends on (seed, choice, index) alone, so a draft is right exactly if it equals the draw at its place, at any
-temperature. This module knows nothing of the KV or of features.
+`sample_step` does all of this for one step. A chunk with drafts (guessed tokens) is drawn at the token before the
+drafts and at each draft, all in one call. A draw depends on (seed, choice, index) alone, so a draft is right exactly if
+it equals the draw at its place, at any temperature. `distributions` changes and draws from single rows; what is done
+for a step as a whole stands here: the masks of the grammars, and the log-probabilities of the drawn tokens.
 
-Sets the logits of tokens that a grammar forbids to -inf, for all rows at once. This module knows nothing of
-grammars.
-
-Computes log-probabilities of drawn tokens as the model gave them, before penalties, bias, temperature and
-truncation.
-
-This is also vLLM's default (`raw_logprobs`). This module knows nothing of sequences.
+This module knows nothing of the KV or of features, nor of how a grammar is written: a `Guide` sets the bits of its
+mask.
 """
 
 from __future__ import annotations
@@ -35,79 +31,7 @@ from llm_workers.sampling.distributions import (
 from llm_workers.scheduling import BROKEN_GRAMMAR_TOKEN, Chunk, Guide, StepPlan, StepResult
 from modalities.family import LanguageModel
 
-WORD_BITS = 32
-
-
-class Guided(NamedTuple):
-    """A `Guided` is a row of the logits and the guide of its sequence."""
-
-    row: int
-    guide: Guide
-
-
-def apply_masks(logits: torch.Tensor, guided: Sequence[Guided]) -> list[int]:
-    """Changes `logits` with shape `(n, vocab)` in place; the guides do not advance. Returns the rows whose grammar is
-    broken; tokens drawn from these rows have no meaning."""
-    if not guided:
-        return []
-    words = np.zeros((len(guided), -(-logits.shape[-1] // WORD_BITS)), dtype="<i4")
-    broken = [row for place, (row, guide) in enumerate(guided) if not guide.write_mask(words[place])]
-    packed = torch.from_numpy(words.view(np.uint8)).to(logits.device)
-    bits = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1
-    is_forbidden = bits.view(len(guided), -1)[:, : logits.shape[-1]] == 0
-    at = torch.tensor([row for row, _ in guided], device=logits.device)
-    logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(is_forbidden, float("-inf")))
-    return broken
-
-
-def token_logprobs(raw: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """Returns, for each row of `raw`, the log-probability of the drawn token and the `num_top` most probable tokens;
-    among equally probable tokens the lowest id comes first. `raw` holds float32 log-probabilities with shape
-    `(n, vocab)`."""
-    sampled = torch.tensor(token_ids, device=raw.device).clamp_(min=0)
-    logprobs = raw.gather(1, sampled[:, None])[:, 0].tolist()
-    return [TokenLogprobs(logprob, top) for logprob, top in zip(logprobs, _most_probable(raw, num_top), strict=True)]
-
-
-def _most_probable(raw: torch.Tensor, num_top: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
-    """Returns the most probable tokens of each row. It takes all tokens that are at least as probable as the last one
-    requested, sorts them and then cuts the list. So tokens of equal probability at the cut are selected by their id,
-    which `topk` alone does not guarantee."""
-    most = min(max(num_top, default=0), raw.shape[-1])
-    if most == 0:
-        return [()] * len(num_top)
-    asked = torch.tensor(num_top, device=raw.device).clamp_(max=raw.shape[-1])
-    last = raw.topk(most, dim=-1).values.gather(1, (asked - 1).clamp_(min=0)[:, None])
-    is_candidate = (raw >= last) & (asked > 0)[:, None]
-    rows, ids = (axis.cpu().numpy() for axis in is_candidate.nonzero(as_tuple=True))
-    values = raw[is_candidate].cpu().numpy()
-    order = np.lexsort((ids, -values, rows))
-    pairs = list(zip(ids[order].tolist(), values[order].tolist(), strict=True))
-    starts = np.searchsorted(rows, np.arange(len(num_top))).tolist()
-    return [tuple(pairs[start : start + count]) for start, count in zip(starts, asked.tolist(), strict=True)]
-
-
-class SampledChunk(NamedTuple):
-    """A `SampledChunk` is a chunk whose tokens are drawn from rows `[first, first + num_drafts + 1)` of the logits."""
-
-    chunk: Chunk
-    params: SamplingParams
-    first: int
-
-    @property
-    def rows(self) -> range:
-        return range(self.first, self.first + self.chunk.num_drafts + 1)
-
-
-def rows_to_finish(plan: StepPlan, starts: np.ndarray) -> npt.NDArray[np.int64]:
-    """Returns the rows of a step whose last hidden states `sample_step` needs. These are the rows of all `decodes` and
-    some rows of each of the `others`: the rows that tokens are drawn from, or the last row if no token is drawn. The
-    i-th of the `others` has the rows `[starts[i], starts[i + 1])`."""
-    ends = starts[1:]
-    if not any(chunk.num_drafts for chunk in plan.others):
-        return np.concatenate([np.arange(plan.num_decodes), ends - 1])
-    rows = [np.arange(end - _num_rows(chunk), end) for end, chunk in zip(ends, plan.others, strict=True)]
-    return np.concatenate([np.arange(plan.num_decodes), *rows])
+# ---------------------------------------------------------------- a step
 
 
 def sample_step(model: LanguageModel, hidden: torch.Tensor, plan: StepPlan) -> StepResult:
@@ -152,17 +76,27 @@ def sample_step(model: LanguageModel, hidden: torch.Tensor, plan: StepPlan) -> S
     return result
 
 
-def _draws(plan: StepPlan, sampled: Sequence[SampledChunk]) -> list[Draw]:
-    """Returns the parameters of all draws, in the order of the rows of the logits."""
-    decodes = plan.decodes
-    draws: list[Draw] = []
-    if decodes is not None:
-        choices = (sequence_id.choice for sequence_id in decodes.sequence_ids)
-        draws += zip(decodes.sampling, choices, decodes.draw_indexes.tolist(), strict=True)
-    for one in sampled:
-        index = one.chunk.draw_index - one.first
-        draws += ((one.params, one.chunk.sequence_id.choice, index + row) for row in one.rows)
-    return draws
+def rows_to_finish(plan: StepPlan, starts: np.ndarray) -> npt.NDArray[np.int64]:
+    """Returns the rows of a step whose last hidden states `sample_step` needs. These are the rows of all `decodes` and
+    some rows of each of the `others`: the rows that tokens are drawn from, or the last row if no token is drawn. The
+    i-th of the `others` has the rows `[starts[i], starts[i + 1])`."""
+    ends = starts[1:]
+    if not any(chunk.num_drafts for chunk in plan.others):
+        return np.concatenate([np.arange(plan.num_decodes), ends - 1])
+    rows = [np.arange(end - _num_rows(chunk), end) for end, chunk in zip(ends, plan.others, strict=True)]
+    return np.concatenate([np.arange(plan.num_decodes), *rows])
+
+
+class SampledChunk(NamedTuple):
+    """A `SampledChunk` is a chunk whose tokens are drawn from rows `[first, first + num_drafts + 1)` of the logits."""
+
+    chunk: Chunk
+    params: SamplingParams
+    first: int
+
+    @property
+    def rows(self) -> range:
+        return range(self.first, self.first + self.chunk.num_drafts + 1)
 
 
 def _num_rows(chunk: Chunk) -> int:
@@ -199,6 +133,19 @@ def _constrain(logits: torch.Tensor, sampled: Sequence[SampledChunk]) -> list[in
     return apply_masks(logits, [Guided(first, chunk.guide) for chunk, _, first in sampled if chunk.guide is not None])
 
 
+def _draws(plan: StepPlan, sampled: Sequence[SampledChunk]) -> list[Draw]:
+    """Returns the parameters of all draws, in the order of the rows of the logits."""
+    decodes = plan.decodes
+    draws: list[Draw] = []
+    if decodes is not None:
+        choices = (sequence_id.choice for sequence_id in decodes.sequence_ids)
+        draws += zip(decodes.sampling, choices, decodes.draw_indexes.tolist(), strict=True)
+    for one in sampled:
+        index = one.chunk.draw_index - one.first
+        draws += ((one.params, one.chunk.sequence_id.choice, index + row) for row in one.rows)
+    return draws
+
+
 def _score(raw: torch.Tensor, scored: Sequence[SampledChunk], result: StepResult) -> None:
     """Adds the log-probabilities of the accepted tokens to `result`. `raw` holds the rows of `scored`, one after the
     other."""
@@ -218,3 +165,62 @@ def _score(raw: torch.Tensor, scored: Sequence[SampledChunk], result: StepResult
         count = len(result.token_ids[one.chunk.sequence_id])
         result.logprobs[one.chunk.sequence_id] = tuple(scores[at : at + count])
         at += count
+
+
+# ---------------------------------------------------------------- masks of grammars
+
+WORD_BITS = 32
+
+
+class Guided(NamedTuple):
+    """A `Guided` is a row of the logits and the guide of its sequence."""
+
+    row: int
+    guide: Guide
+
+
+def apply_masks(logits: torch.Tensor, guided: Sequence[Guided]) -> list[int]:
+    """Sets the logits of the tokens that a grammar forbids to -inf, for all rows at once. Changes `logits` with shape
+    `(n, vocab)` in place; the guides do not advance. Returns the rows whose grammar is broken; tokens drawn from these
+    rows have no meaning."""
+    if not guided:
+        return []
+    words = np.zeros((len(guided), -(-logits.shape[-1] // WORD_BITS)), dtype="<i4")
+    broken = [row for place, (row, guide) in enumerate(guided) if not guide.write_mask(words[place])]
+    packed = torch.from_numpy(words.view(np.uint8)).to(logits.device)
+    bits = (packed[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=logits.device)) & 1
+    is_forbidden = bits.view(len(guided), -1)[:, : logits.shape[-1]] == 0
+    at = torch.tensor([row for row, _ in guided], device=logits.device)
+    logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(is_forbidden, float("-inf")))
+    return broken
+
+
+# ---------------------------------------------------------------- log-probabilities
+
+
+def token_logprobs(raw: torch.Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Returns, for each row of `raw`, the log-probability of the drawn token and the `num_top` most probable tokens;
+    among equally probable tokens the lowest id comes first. `raw` holds float32 log-probabilities with shape
+    `(n, vocab)` as the model gave them, before penalties, bias, temperature and truncation, which is also vLLM's
+    default (`raw_logprobs`)."""
+    sampled = torch.tensor(token_ids, device=raw.device).clamp_(min=0)
+    logprobs = raw.gather(1, sampled[:, None])[:, 0].tolist()
+    return [TokenLogprobs(logprob, top) for logprob, top in zip(logprobs, _most_probable(raw, num_top), strict=True)]
+
+
+def _most_probable(raw: torch.Tensor, num_top: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
+    """Returns the most probable tokens of each row. It takes all tokens that are at least as probable as the last one
+    requested, sorts them and then cuts the list. So tokens of equal probability at the cut are selected by their id,
+    which `topk` alone does not guarantee."""
+    most = min(max(num_top, default=0), raw.shape[-1])
+    if most == 0:
+        return [()] * len(num_top)
+    asked = torch.tensor(num_top, device=raw.device).clamp_(max=raw.shape[-1])
+    last = raw.topk(most, dim=-1).values.gather(1, (asked - 1).clamp_(min=0)[:, None])
+    is_candidate = (raw >= last) & (asked > 0)[:, None]
+    rows, ids = (axis.cpu().numpy() for axis in is_candidate.nonzero(as_tuple=True))
+    values = raw[is_candidate].cpu().numpy()
+    order = np.lexsort((ids, -values, rows))
+    pairs = list(zip(ids[order].tolist(), values[order].tolist(), strict=True))
+    starts = np.searchsorted(rows, np.arange(len(num_top))).tolist()
+    return [tuple(pairs[start : start + count]) for start, count in zip(starts, asked.tolist(), strict=True)]

@@ -1,8 +1,15 @@
 """Makes every decision of the engine: what to compute next, in which blocks, and from which features.
 
-The code here is pure. It follows one rule: the computed tokens of a sequence catch up with its total tokens.
-`Scheduler` is the entry point, and `plan` describes the steps that it hands out. This package knows nothing of tensors
-and sockets.
+The code here is pure and follows one rule: the computed tokens of a sequence catch up with its total tokens.
+`scheduler` is the entry point and runs the life of a step; `step_planner` chooses a step's work; `standings` knows the
+state of every sequence, with `prefill_queue` for the order of prompts and `decode_batch` for the sequences that decode
+plainly. `sequence` describes one choice of a request. `sequence_resources` gives it blocks of the pool in `blocks` and
+claims on features in `feature_references`. `step_plan` and `scheduler_events` are the values that go out: plans for the
+runner and events for the engine. `pool_sizes` computes what the pools take, before there is a worker.
+
+The engine drives the `Scheduler`; the runner and the sampling read `StepPlan` and answer with `StepResult`; the feature
+store exchanges `FeatureReference` with it; the deployment checks its sizes here. This package knows nothing of tensors,
+sockets and threads, and no time but the clock that it is given.
 """
 
 from llm_workers.scheduling.blocks import BlockPool

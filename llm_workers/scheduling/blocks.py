@@ -11,12 +11,9 @@ References are sets of sequence ids, so freeing twice is harmless. The free queu
 block first, and the tail of a sequence before its head: the parent of a findable block is always findable too (see
 `publish`). A findable block may carry named side tensors, which have the same block number and are evicted with it: a
 request that needs a name finds a chain only up to its first block without that name. Choices of one request share
-blocks even if these are not findable. This module knows nothing of tokens and tensors: a block is a number, and its
+blocks even if these are not findable. `BlockPool` records every change of what is findable in a `KvEventLog`, from
+which the routers keep their prefix index. This module knows nothing of tokens and tensors: a block is a number, and its
 content is a hash.
-
-Logs which KV blocks became findable and which were evicted, numbered without gaps, for the routers' prefix index.
-
-This module knows nothing of block ids and sequences: it handles hashes only.
 """
 
 from __future__ import annotations
@@ -29,59 +26,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fabric.contracts import BlockHash, BlocksRemoved, BlocksStored, KvEvent, SequenceId
-
-MAX_KEPT_EVENTS = 8192
-"""The log keeps at most this many events and drops the oldest ones beyond that: the receiver sees the gap in the
-numbers and asks for a snapshot."""
-
-
-class KvEventLog:
-    """Holds the events since the last drain. The first event of a worker's life has number 1."""
-
-    def __init__(self, max_kept: int = MAX_KEPT_EVENTS) -> None:
-        self._events: deque[KvEvent] = deque(maxlen=max_kept)
-        self._next_seq = 1
-
-    @property
-    def last_seq(self) -> int:
-        """Returns the number of the newest event, drained or not; it is 0 before the first event."""
-        return self._next_seq - 1
-
-    def append(self, event: KvEvent) -> None:
-        self._events.append(event)
-        self._next_seq += 1
-
-    def drain(self) -> tuple[int, list[KvEvent]]:
-        """Returns the number of the first event of the list, and the list, which the log then forgets. With an empty
-        list the number is that of the next event to come."""
-        events = list(self._events)
-        self._events.clear()
-        return self._next_seq - len(events), events
-
-
-def chains_of(hash_to_parent: Mapping[BlockHash, BlockHash | None]) -> list[BlocksStored]:
-    """Returns all blocks as chains, parents before children; a run of blocks without a fork is one chain. Blocks whose
-    parent is not among them can't be found by a walk from the root and are left out."""
-    children: dict[BlockHash | None, list[BlockHash]] = {}
-    for block, parent in hash_to_parent.items():
-        children.setdefault(parent, []).append(block)
-    chains: list[BlocksStored] = []
-    heads = deque(_heads(None, children))
-    while heads:
-        parent, block = heads.popleft()
-        run = [block]
-        while len(below := children.get(run[-1], [])) == 1:
-            run.append(below[0])
-        chains.append(BlocksStored(parent, tuple(run)))
-        heads.extend(_heads(run[-1], children))
-    return chains
-
-
-def _heads(
-    parent: BlockHash | None, children: Mapping[BlockHash | None, list[BlockHash]]
-) -> Iterable[tuple[BlockHash | None, BlockHash]]:
-    return [(parent, block) for block in children.get(parent, ())]
-
 
 NO_NAMES: frozenset[str] = frozenset()
 
@@ -338,3 +282,60 @@ class BlockPool:
         assert self._block_to_names.keys() <= set(self._hash_to_block.values()), "side tensors of what can't be found"
         for parent in self._hash_to_parent.values():
             assert parent is None or parent in self._hash_to_block, "a findable block lost its parent"
+
+
+# ---------------------------------------------------------------- events for the routers
+
+MAX_KEPT_EVENTS = 8192
+"""The log keeps at most this many events and drops the oldest ones beyond that: the receiver sees the gap in the
+numbers and asks for a snapshot."""
+
+
+class KvEventLog:
+    """Logs which KV blocks became findable and which were evicted, numbered without gaps, and holds the events since
+    the last drain. The first event of a worker's life has number 1. The log handles hashes only; it knows nothing of
+    block numbers and sequences."""
+
+    def __init__(self, max_kept: int = MAX_KEPT_EVENTS) -> None:
+        self._events: deque[KvEvent] = deque(maxlen=max_kept)
+        self._next_seq = 1
+
+    @property
+    def last_seq(self) -> int:
+        """Returns the number of the newest event, drained or not; it is 0 before the first event."""
+        return self._next_seq - 1
+
+    def append(self, event: KvEvent) -> None:
+        self._events.append(event)
+        self._next_seq += 1
+
+    def drain(self) -> tuple[int, list[KvEvent]]:
+        """Returns the number of the first event of the list, and the list, which the log then forgets. With an empty
+        list the number is that of the next event to come."""
+        events = list(self._events)
+        self._events.clear()
+        return self._next_seq - len(events), events
+
+
+def chains_of(hash_to_parent: Mapping[BlockHash, BlockHash | None]) -> list[BlocksStored]:
+    """Returns all blocks as chains, parents before children; a run of blocks without a fork is one chain. Blocks whose
+    parent is not among them can't be found by a walk from the root and are left out."""
+    children: dict[BlockHash | None, list[BlockHash]] = {}
+    for block, parent in hash_to_parent.items():
+        children.setdefault(parent, []).append(block)
+    chains: list[BlocksStored] = []
+    heads = deque(_heads(None, children))
+    while heads:
+        parent, block = heads.popleft()
+        run = [block]
+        while len(below := children.get(run[-1], [])) == 1:
+            run.append(below[0])
+        chains.append(BlocksStored(parent, tuple(run)))
+        heads.extend(_heads(run[-1], children))
+    return chains
+
+
+def _heads(
+    parent: BlockHash | None, children: Mapping[BlockHash | None, list[BlockHash]]
+) -> Iterable[tuple[BlockHash | None, BlockHash]]:
+    return [(parent, block) for block in children.get(parent, ())]

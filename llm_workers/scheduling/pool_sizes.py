@@ -1,9 +1,8 @@
 """Computes how much memory a worker's pools take, and whether they can hold the largest request that the limits allow.
 
-This is arithmetic on a model's shape and a config: it allocates nothing and loads nothing. It knows nothing of a
-device's size or of weights.
-
-Computes what one rank of a worker holds. The module is pure and knows nothing of devices.
+`shortfalls` compares the largest media with the pools, `worker_bytes` adds up what one replica holds, and
+`check_shares` and `kv_heads` say which KV heads one of several ranks holds. This is arithmetic on a model's shape and a
+config: it allocates nothing and loads nothing. It knows nothing of a device's size or of weights.
 """
 
 from __future__ import annotations
@@ -16,26 +15,10 @@ from fabric.transport import ALIGNMENT_BYTES, HEADER_BYTES
 from llm_workers.worker_config import WorkerConfig
 from modalities.family import ModelShape
 
-
-def check_shares(shape: ModelShape, num_ranks: int) -> None:
-    """Raises ConfigError if the KV heads can't be divided evenly among the ranks: a head is never split or kept
-    twice."""
-    if shape.num_kv_heads % num_ranks:
-        raise ConfigError(
-            f"workers.tensor_parallel is {num_ranks}, which does not divide the model's {shape.num_kv_heads} KV heads"
-        )
-
-
-def kv_heads(shape: ModelShape, num_ranks: int) -> tuple[int, int]:
-    """Returns (number of KV heads of one rank, size of a head), which give the shape of each rank's pages."""
-    return shape.num_kv_heads // num_ranks, shape.head_dim
-
+# ---------------------------------------------------------------- the largest request
 
 MIN_TEXT_TOKENS = 64
 """Leaves room for a chat template around one medium, a short question and the first tokens of an answer."""
-NUM_HIDDEN_WIDTHS = 16
-"""Counts the hidden-sized values per token that a decoder layer keeps alive at once: the residual and its norm, q, k, v
-and the attention's output (6), and the gate, up and product of an MLP of three to four hidden sizes (10)."""
 
 
 class LargestItem(NamedTuple):
@@ -51,46 +34,6 @@ class LargestItem(NamedTuple):
     """Holds the `cost` of the largest unit, which one forward pass must hold."""
     num_levels: int = 0
     """Counts the levels of the medium's features, as `MediaItem.num_levels` does; 0 means as many as the model has."""
-
-
-class WorkerBytes(NamedTuple):
-    """Holds byte counts: `workspace` is an estimate, and the others are what the worker allocates."""
-
-    kv: int
-    inbox: int
-    workspace: int
-
-
-def feature_bytes(shape: ModelShape, num_tokens: int, dtype: str, num_levels: int = 0) -> int:
-    """Returns the payload bytes of one unit of shape `(num_levels, num_tokens, hidden_size)`. A `num_levels` of 0 means
-    as many levels as the model has."""
-    return (num_levels or shape.num_levels) * num_tokens * shape.hidden_size * DTYPE_TO_BYTES[dtype]
-
-
-def slot_bytes(payload_bytes: int) -> int:
-    """Returns the bytes that a feature occupies in an arena, with its header and the padding
-    (`fabric.transport.feature_channel`)."""
-    return -(-(HEADER_BYTES + payload_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def arena_room(arena_bytes: int, unit_bytes: int) -> int:
-    """Returns how many units of that payload an empty arena holds."""
-    return arena_bytes // slot_bytes(unit_bytes)
-
-
-def worker_bytes(shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtype: str) -> WorkerBytes:
-    """Returns the bytes of one replica, or of rank 0 of a replica with several ranks."""
-    num_kv_heads, head_dim = kv_heads(shape, config.num_ranks)
-    per_layer = 2 * config.num_blocks * config.block_size * num_kv_heads * head_dim * DTYPE_TO_BYTES[dtype]
-    step_rows = config.max_step_tokens * shape.hidden_size * DTYPE_TO_BYTES[dtype]
-    rows = min(config.max_step_tokens, config.max_sequences * (1 + config.speculation.max_tokens))
-    logits = rows * shape.vocab_size * 4
-    # The workspace is the sum of activations, the features of a step that consists of features alone (copied and
-    # joined), logits with their sorted probabilities, the pages of one layer gathered for attention, and the mask of a
-    # chunk at the end of the longest context.
-    mask = config.max_step_tokens * min(shape.max_model_len, config.num_blocks * config.block_size) * 4
-    workspace = step_rows * (NUM_HIDDEN_WIDTHS + 2 * shape.num_levels) + 3 * logits + per_layer + mask
-    return WorkerBytes(shape.num_layers * per_layer, inbox_bytes, workspace)
 
 
 def shortfalls(
@@ -121,3 +64,64 @@ def arena_shortfall(name: str, shape: ModelShape, arena_bytes: int, dtype: str, 
     if arena_bytes - arena_bytes % ALIGNMENT_BYTES >= needed_bytes:
         return []
     return [f"{name} is {arena_bytes}; one feature of the largest {item.modality} takes {needed_bytes}"]
+
+
+def arena_room(arena_bytes: int, unit_bytes: int) -> int:
+    """Returns how many units of that payload an empty arena holds."""
+    return arena_bytes // slot_bytes(unit_bytes)
+
+
+def slot_bytes(payload_bytes: int) -> int:
+    """Returns the bytes that a feature occupies in an arena, with its header and the padding
+    (`fabric.transport.feature_channel`)."""
+    return -(-(HEADER_BYTES + payload_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def feature_bytes(shape: ModelShape, num_tokens: int, dtype: str, num_levels: int = 0) -> int:
+    """Returns the payload bytes of one unit of shape `(num_levels, num_tokens, hidden_size)`. A `num_levels` of 0 means
+    as many levels as the model has."""
+    return (num_levels or shape.num_levels) * num_tokens * shape.hidden_size * DTYPE_TO_BYTES[dtype]
+
+
+# ---------------------------------------------------------------- the memory of a worker
+
+NUM_HIDDEN_WIDTHS = 16
+"""Counts the hidden-sized values per token that a decoder layer keeps alive at once: the residual and its norm, q, k, v
+and the attention's output (6), and the gate, up and product of an MLP of three to four hidden sizes (10)."""
+
+
+class WorkerBytes(NamedTuple):
+    """Holds byte counts: `workspace` is an estimate, and the others are what the worker allocates."""
+
+    kv: int
+    inbox: int
+    workspace: int
+
+
+def worker_bytes(shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtype: str) -> WorkerBytes:
+    """Returns the bytes of one replica, or of rank 0 of a replica with several ranks."""
+    num_kv_heads, head_dim = kv_heads(shape, config.num_ranks)
+    per_layer = 2 * config.num_blocks * config.block_size * num_kv_heads * head_dim * DTYPE_TO_BYTES[dtype]
+    step_rows = config.max_step_tokens * shape.hidden_size * DTYPE_TO_BYTES[dtype]
+    rows = min(config.max_step_tokens, config.max_sequences * (1 + config.speculation.max_tokens))
+    logits = rows * shape.vocab_size * 4
+    # The workspace is the sum of activations, the features of a step that consists of features alone (copied and
+    # joined), logits with their sorted probabilities, the pages of one layer gathered for attention, and the mask of a
+    # chunk at the end of the longest context.
+    mask = config.max_step_tokens * min(shape.max_model_len, config.num_blocks * config.block_size) * 4
+    workspace = step_rows * (NUM_HIDDEN_WIDTHS + 2 * shape.num_levels) + 3 * logits + per_layer + mask
+    return WorkerBytes(shape.num_layers * per_layer, inbox_bytes, workspace)
+
+
+def check_shares(shape: ModelShape, num_ranks: int) -> None:
+    """Raises ConfigError if the KV heads can't be divided evenly among the ranks: a head is never split or kept
+    twice."""
+    if shape.num_kv_heads % num_ranks:
+        raise ConfigError(
+            f"workers.tensor_parallel is {num_ranks}, which does not divide the model's {shape.num_kv_heads} KV heads"
+        )
+
+
+def kv_heads(shape: ModelShape, num_ranks: int) -> tuple[int, int]:
+    """Returns (number of KV heads of one rank, size of a head), which give the shape of each rank's pages."""
+    return shape.num_kv_heads // num_ranks, shape.head_dim

@@ -2,27 +2,15 @@
 
     priority      the lowest number comes first, as in vLLM
     readiness     sequences that have all their media come before those that can only compute up to a missing medium
-    fairness      tenants take turns, by how much they were served (`fairness`)
+    fairness      tenants take turns, by how much they were served (`FairShare`)
     age           the oldest sequence of one tenant comes first
 
-Events keep the order up to date: a step pays for the sequences that it looks at, not for those that wait behind them.
+`PrefillQueue` keeps one `_Group` of sequences for each priority and readiness; in a group, `FairShare` says which
+tenant comes next. Events keep the order up to date: a step pays for the sequences that it looks at, not for those that
+wait behind them. `RankedHeap` and `RankedList` are the ordered collections of the scheduler, for waiting and for
+running items; they know nothing of what the items are.
+
 This module knows nothing of blocks and features; the caller says whether a sequence is ready.
-
-Provides two collections that stay in order: a heap for waiting items, and a list for running items.
-
-This module knows nothing of what the items are.
-
-Counts how much each tenant was served, so that many requests of one tenant do not starve the few of another.
-
-The module keeps virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): every
-computed token is counted for its tenant, and among prompts of equal rank the tenant with the smallest count goes first
-(`prefill_queue`). A tenant that does not wait accumulates no credit: when it comes back, its count is raised to the
-floor, which is the least count of the tenants that wait. The count of a tenant that gets all that it asks for is raised
-in the same way, step by step. While two tenants both have more to compute than they get, the amounts that they got
-differ by little more than a step's tokens, and every tenant that waits is served again and again.
-
-Counts and floor only grow, and each call costs the logarithm of the number of tenants. This module knows tenants and
-numbers of tokens; it knows nothing of prompts and blocks.
 """
 
 from __future__ import annotations
@@ -35,182 +23,13 @@ from typing import Any, Generic, TypeVar
 
 from llm_workers.scheduling.sequence import AgeKey, Sequence
 
-Item = TypeVar("Item", bound=Hashable)
-
-
-class RankedHeap(Generic[Item]):
-    """Holds items with one key each, the smallest key first. Adding, moving and removing an item costs the logarithm of
-    their number: an item that is moved or removed leaves its old entry in the heap, where it is skipped."""
-
-    def __init__(self) -> None:
-        self._entries: list[tuple[Any, int, Item]] = []
-        self._item_to_serial: dict[Item, int] = {}
-        """Holds the serial number of each item's valid entry; the number also orders items of equal key by the time
-        when they were added."""
-        self._next_serial = 0
-
-    def __len__(self) -> int:
-        return len(self._item_to_serial)
-
-    def __contains__(self, item: Item) -> bool:
-        return item in self._item_to_serial
-
-    def __iter__(self) -> Iterator[Item]:
-        """Yields the items in no particular order."""
-        return iter(self._item_to_serial)
-
-    def put(self, item: Item, key: Any) -> None:
-        """Adds the item, or gives it another key."""
-        self._item_to_serial[item] = self._next_serial
-        heappush(self._entries, (key, self._next_serial, item))
-        self._next_serial += 1
-        if len(self._entries) > 2 * len(self._item_to_serial) + 16:
-            self._entries = [one for one in self._entries if self._counts(one)]
-            heapify(self._entries)
-
-    def discard(self, item: Item) -> None:
-        """Removes the item if it is here."""
-        self._item_to_serial.pop(item, None)
-
-    def peek(self) -> tuple[Any, Item] | None:
-        """Returns the key and item that come first, or None."""
-        while self._entries:
-            key, _, item = self._entries[0]
-            if self._counts(self._entries[0]):
-                return key, item
-            heappop(self._entries)
-        return None
-
-    def pop(self) -> tuple[Any, Item]:
-        """Removes and returns the key and item that come first; there must be one."""
-        first = self.peek()
-        assert first is not None, "it is empty"
-        heappop(self._entries)
-        del self._item_to_serial[first[1]]
-        return first
-
-    def _counts(self, entry: tuple[Any, int, Item]) -> bool:
-        return self._item_to_serial.get(entry[2]) == entry[1]
-
-
-class RankedList(Generic[Item]):
-    """Holds items in the order of a rank that no two of them share and that never changes. It is meant for
-    running items, which are few, because adding one moves the items after it in memory."""
-
-    def __init__(self, rank: Callable[[Item], Any]) -> None:
-        self._rank = rank
-        self._items: list[Item] = []
-        self._members: set[Item] = set()
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __contains__(self, item: Item) -> bool:
-        return item in self._members
-
-    def __iter__(self) -> Iterator[Item]:
-        return iter(self._items)
-
-    def add(self, item: Item) -> None:
-        """Adds the item; nothing happens if it is here already."""
-        if item not in self._members:
-            self._members.add(item)
-            self._items.insert(self._place(item), item)
-
-    def discard(self, item: Item) -> None:
-        """Removes the item if it is here."""
-        if item in self._members:
-            self._members.remove(item)
-            del self._items[self._place(item)]
-
-    def has_below(self, item: Item) -> bool:
-        """Returns whether an item ranks behind `item`, which need not be here."""
-        return bool(self._items) and self._rank(self._items[-1]) > self._rank(item)
-
-    def below(self, item: Item) -> list[Item]:
-        """Returns the items that rank behind `item`, which need not be here; the lowest-ranked one is last."""
-        at = self._place(item)
-        return self._items[at + (item in self._members) :]
-
-    def _place(self, item: Item) -> int:
-        return bisect_left(self._items, self._rank(item), key=self._rank)
-
-
-_FEW_TENANTS = 64
-
-
-class FairShare:
-    def __init__(self) -> None:
-        self._tenant_to_served: dict[str, int] = {}
-        self._waiting: RankedHeap[str] = RankedHeap()
-        """Holds the waiting tenants, ordered by count. No count of a waiting tenant is below the floor."""
-        self._floor = 0
-        self._most = 0
-        """This is an upper bound of all counts."""
-        self._num_kept = 0
-        """Holds the number of counts that were left after the last removal of counts without meaning."""
-
-    def served(self, tenant: str) -> int:
-        """Returns the tenant's count. A count below the floor means the same as the floor."""
-        return self._tenant_to_served.get(tenant, 0)
-
-    def begin_waiting(self, tenant: str) -> None:
-        """Notes that the tenant has prompts that could be computed, from now on."""
-        if tenant not in self._waiting:
-            self._raise_floor()
-            self._set(tenant, self.raised(tenant))
-            self._waiting.put(tenant, self._tenant_to_served[tenant])
-
-    def end_waiting(self, tenant: str) -> None:
-        """Notes that the tenant has no such prompts any more, or gets all that it asks for. When no tenant waits, all
-        counts are forgotten, and all tenants are equal again."""
-        self._waiting.discard(tenant)
-        if not self._waiting:
-            self._forget()
-
-    def raised(self, tenant: str) -> int:
-        """Returns the tenant's count, raised to the floor; with this count the tenant would begin to wait."""
-        return max(self._floor, self.served(tenant))
-
-    def charge(self, tenant: str, num_tokens: int) -> None:
-        """Counts this many tokens as computed for the tenant, for any purpose."""
-        self._set(tenant, self.raised(tenant) + num_tokens)
-        if tenant in self._waiting:
-            self._waiting.put(tenant, self._tenant_to_served[tenant])
-
-    def begin_step(self) -> None:
-        """Raises the floor, and removes the counts that have no meaning any more once there are many of them."""
-        self._raise_floor()
-        if len(self._tenant_to_served) > 2 * self._num_kept + _FEW_TENANTS:
-            self._tenant_to_served = {
-                tenant: served
-                for tenant, served in self._tenant_to_served.items()
-                if served > self._floor or tenant in self._waiting
-            }
-            self._num_kept = len(self._tenant_to_served)
-
-    def _raise_floor(self) -> None:
-        least = self._waiting.peek()
-        if least is None:
-            self._forget()
-        else:
-            self._floor = max(self._floor, least[0])
-
-    def _forget(self) -> None:
-        self._floor = self._most
-        self._tenant_to_served.clear()
-        self._num_kept = 0
-
-    def _set(self, tenant: str, served: int) -> None:
-        self._tenant_to_served[tenant] = served
-        self._most = max(self._most, served)
-
-
 _GroupKey = tuple[int, bool]
 """Holds the priority, and whether media are missing."""
 
 
 class PrefillQueue:
+    """Holds the sequences that could compute tokens of their prompt, and yields them `in_turn`."""
+
     def __init__(self, max_step_tokens: int) -> None:
         self._max_step_tokens = max_step_tokens
         self._shares = FairShare()
@@ -393,3 +212,190 @@ class _Group:
             self._tenants.discard(tenant)
         else:
             self._tenants.put(tenant, (self._shares.raised(tenant), first[0]))
+
+
+# ---------------------------------------------------------------- fair shares of tenants
+
+_FEW_TENANTS = 64
+"""Counts without meaning are not removed before there are more tenants than this."""
+
+
+class FairShare:
+    """Counts how much each tenant was served, so that many requests of one tenant do not starve the few of another.
+
+    These are virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): every
+    computed token is counted for its tenant, and among prompts of equal rank the tenant with the smallest count goes
+    first. A tenant that does not wait accumulates no credit: when it comes back, its count is raised to the floor,
+    which is the least count of the tenants that wait. The count of a tenant that gets all that it asks for is raised in
+    the same way, step by step. While two tenants both have more to compute than they get, the amounts that they got
+    differ by little more than a step's tokens, and every tenant that waits is served again and again.
+
+    Counts and floor only grow, and each call costs the logarithm of the number of tenants."""
+
+    def __init__(self) -> None:
+        self._tenant_to_served: dict[str, int] = {}
+        self._waiting: RankedHeap[str] = RankedHeap()
+        """Holds the waiting tenants, ordered by count. No count of a waiting tenant is below the floor."""
+        self._floor = 0
+        self._most = 0
+        """This is an upper bound of all counts."""
+        self._num_kept = 0
+        """Holds the number of counts that were left after the last removal of counts without meaning."""
+
+    def served(self, tenant: str) -> int:
+        """Returns the tenant's count. A count below the floor means the same as the floor."""
+        return self._tenant_to_served.get(tenant, 0)
+
+    def begin_waiting(self, tenant: str) -> None:
+        """Notes that the tenant has prompts that could be computed, from now on."""
+        if tenant not in self._waiting:
+            self._raise_floor()
+            self._set(tenant, self.raised(tenant))
+            self._waiting.put(tenant, self._tenant_to_served[tenant])
+
+    def end_waiting(self, tenant: str) -> None:
+        """Notes that the tenant has no such prompts any more, or gets all that it asks for. When no tenant waits, all
+        counts are forgotten, and all tenants are equal again."""
+        self._waiting.discard(tenant)
+        if not self._waiting:
+            self._forget()
+
+    def raised(self, tenant: str) -> int:
+        """Returns the tenant's count, raised to the floor; with this count the tenant would begin to wait."""
+        return max(self._floor, self.served(tenant))
+
+    def charge(self, tenant: str, num_tokens: int) -> None:
+        """Counts this many tokens as computed for the tenant, for any purpose."""
+        self._set(tenant, self.raised(tenant) + num_tokens)
+        if tenant in self._waiting:
+            self._waiting.put(tenant, self._tenant_to_served[tenant])
+
+    def begin_step(self) -> None:
+        """Raises the floor, and removes the counts that have no meaning any more once there are many of them."""
+        self._raise_floor()
+        if len(self._tenant_to_served) > 2 * self._num_kept + _FEW_TENANTS:
+            self._tenant_to_served = {
+                tenant: served
+                for tenant, served in self._tenant_to_served.items()
+                if served > self._floor or tenant in self._waiting
+            }
+            self._num_kept = len(self._tenant_to_served)
+
+    def _raise_floor(self) -> None:
+        least = self._waiting.peek()
+        if least is None:
+            self._forget()
+        else:
+            self._floor = max(self._floor, least[0])
+
+    def _forget(self) -> None:
+        self._floor = self._most
+        self._tenant_to_served.clear()
+        self._num_kept = 0
+
+    def _set(self, tenant: str, served: int) -> None:
+        self._tenant_to_served[tenant] = served
+        self._most = max(self._most, served)
+
+
+# ---------------------------------------------------------------- ordered collections
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+class RankedHeap(Generic[Item]):
+    """Holds items with one key each, the smallest key first. Adding, moving and removing an item costs the logarithm of
+    their number: an item that is moved or removed leaves its old entry in the heap, where it is skipped."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Any, int, Item]] = []
+        self._item_to_serial: dict[Item, int] = {}
+        """Holds the serial number of each item's valid entry; the number also orders items of equal key by the time
+        when they were added."""
+        self._next_serial = 0
+
+    def __len__(self) -> int:
+        return len(self._item_to_serial)
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._item_to_serial
+
+    def __iter__(self) -> Iterator[Item]:
+        """Yields the items in no particular order."""
+        return iter(self._item_to_serial)
+
+    def put(self, item: Item, key: Any) -> None:
+        """Adds the item, or gives it another key."""
+        self._item_to_serial[item] = self._next_serial
+        heappush(self._entries, (key, self._next_serial, item))
+        self._next_serial += 1
+        if len(self._entries) > 2 * len(self._item_to_serial) + 16:
+            self._entries = [one for one in self._entries if self._counts(one)]
+            heapify(self._entries)
+
+    def discard(self, item: Item) -> None:
+        """Removes the item if it is here."""
+        self._item_to_serial.pop(item, None)
+
+    def peek(self) -> tuple[Any, Item] | None:
+        """Returns the key and item that come first, or None."""
+        while self._entries:
+            key, _, item = self._entries[0]
+            if self._counts(self._entries[0]):
+                return key, item
+            heappop(self._entries)
+        return None
+
+    def pop(self) -> tuple[Any, Item]:
+        """Removes and returns the key and item that come first; there must be one."""
+        first = self.peek()
+        assert first is not None, "it is empty"
+        heappop(self._entries)
+        del self._item_to_serial[first[1]]
+        return first
+
+    def _counts(self, entry: tuple[Any, int, Item]) -> bool:
+        return self._item_to_serial.get(entry[2]) == entry[1]
+
+
+class RankedList(Generic[Item]):
+    """Holds items in the order of a rank that no two of them share and that never changes. It is meant for
+    running items, which are few, because adding one moves the items after it in memory."""
+
+    def __init__(self, rank: Callable[[Item], Any]) -> None:
+        self._rank = rank
+        self._items: list[Item] = []
+        self._members: set[Item] = set()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._members
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._items)
+
+    def add(self, item: Item) -> None:
+        """Adds the item; nothing happens if it is here already."""
+        if item not in self._members:
+            self._members.add(item)
+            self._items.insert(self._place(item), item)
+
+    def discard(self, item: Item) -> None:
+        """Removes the item if it is here."""
+        if item in self._members:
+            self._members.remove(item)
+            del self._items[self._place(item)]
+
+    def has_below(self, item: Item) -> bool:
+        """Returns whether an item ranks behind `item`, which need not be here."""
+        return bool(self._items) and self._rank(self._items[-1]) > self._rank(item)
+
+    def below(self, item: Item) -> list[Item]:
+        """Returns the items that rank behind `item`, which need not be here; the lowest-ranked one is last."""
+        at = self._place(item)
+        return self._items[at + (item in self._members) :]
+
+    def _place(self, item: Item) -> int:
+        return bisect_left(self._items, self._rank(item), key=self._rank)

@@ -1,9 +1,8 @@
-"""Keeps the counters of one scheduler's life, which only grow. This module knows nothing of their readers.
+"""Defines what the scheduler reports to the engine: answers to `add`, events of a step, needed units, and counters.
 
-Defines what the scheduler reports to the engine: answers to `add`, events of a step, and counters.
-
-The types here are plain values. A sequence is "at its doorstep" while the feature of its next token has not landed, so
-that it can compute nothing. This module knows nothing of how the values come about.
+All of them are plain values, except for `SchedulerTally`, in which the scheduler counts and which becomes a part of
+`SchedulerStats`. A sequence is "at its doorstep" while the feature of its next token has not landed, so that it can
+compute nothing. This module knows nothing of how the values come about, and nothing of their readers.
 """
 
 from __future__ import annotations
@@ -13,67 +12,7 @@ from typing import NamedTuple
 
 from fabric.contracts import SequenceId, TokenLogprobs, UnitKey
 
-NOT_COVERED = "not_covered"
-PREEMPTED = "preempted"
-
-
-class SequenceTimes(NamedTuple):
-    """Holds durations in seconds. `queue_s` lasts from the sequence's arrival to the first step with a chunk of it.
-    `prefill_s` is the time of the steps that computed prompt tokens of it. `held_s` is the time at its doorstep.
-    `first_token_s` lasts from its arrival to its first new token (0 if there was none). `total_s` lasts from its
-    arrival until now, or until its end."""
-
-    queue_s: float
-    prefill_s: float
-    held_s: float
-    first_token_s: float
-    total_s: float = 0.0
-
-
-class SequenceTokens(NamedTuple):
-    """Holds the new tokens of one sequence. `first_index` counts generated tokens over all attempts."""
-
-    sequence_id: SequenceId
-    first_index: int
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """Holds one entry per token if the request wants log-probabilities, else none."""
-
-
-class FinishedSequence(NamedTuple):
-    sequence_id: SequenceId
-    finish_reason: str
-    """Is `stop` or `length`."""
-    num_tokens: int
-    """Counts the tokens generated over all attempts, the end-of-sequence token included."""
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    """Counts the prompt tokens that were found in the prefix cache before the sequence's first step."""
-    times: SequenceTimes
-
-
-class PrefillProgress(NamedTuple):
-    """Says that the prompt tokens `[start, end)` were computed."""
-
-    sequence_id: SequenceId
-    start: int
-    end: int
-
-
-class NextRead(NamedTuple):
-    """Says where an attempt needs a unit next. Values are ordered: of two reads of an attempt, the smaller one comes
-    first."""
-
-    choice: int
-    position: int
-    """This is the index of the first token of the run of placeholders."""
-
-
-class NeededUnit(NamedTuple):
-    sequence_id: SequenceId
-    unit: UnitKey
-    reason: str
+# ---------------------------------------------------------------- requests and steps
 
 
 class AdmittedSequences(NamedTuple):
@@ -93,12 +32,86 @@ class AdmittedSequences(NamedTuple):
 
 
 class StepEvents(NamedTuple):
+    """Holds what one committed step changed."""
+
     tokens: tuple[SequenceTokens, ...]
     finished: tuple[FinishedSequence, ...]
     prefill: tuple[PrefillProgress, ...]
     at_doorstep: tuple[SequenceId, ...]
     """Holds the sequences that arrived at their doorstep with this step."""
     preempted: tuple[SequenceId, ...]
+
+
+class SequenceTokens(NamedTuple):
+    """Holds the new tokens of one sequence. `first_index` counts generated tokens over all attempts."""
+
+    sequence_id: SequenceId
+    first_index: int
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """Holds one entry per token if the request wants log-probabilities, else none."""
+
+
+class FinishedSequence(NamedTuple):
+    """Describes a choice that has come to its end."""
+
+    sequence_id: SequenceId
+    finish_reason: str
+    """Is `stop` or `length`."""
+    num_tokens: int
+    """Counts the tokens generated over all attempts, the end-of-sequence token included."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Counts the prompt tokens that were found in the prefix cache before the sequence's first step."""
+    times: SequenceTimes
+
+
+class PrefillProgress(NamedTuple):
+    """Says that the prompt tokens `[start, end)` were computed."""
+
+    sequence_id: SequenceId
+    start: int
+    end: int
+
+
+class SequenceTimes(NamedTuple):
+    """Holds durations in seconds. `queue_s` lasts from the sequence's arrival to the first step with a chunk of it.
+    `prefill_s` is the time of the steps that computed prompt tokens of it. `held_s` is the time at its doorstep.
+    `first_token_s` lasts from its arrival to its first new token (0 if there was none). `total_s` lasts from its
+    arrival until now, or until its end."""
+
+    queue_s: float
+    prefill_s: float
+    held_s: float
+    first_token_s: float
+    total_s: float = 0.0
+
+
+# ---------------------------------------------------------------- features that are needed
+
+NOT_COVERED = "not_covered"
+PREEMPTED = "preempted"
+
+
+class NeededUnit(NamedTuple):
+    """Says that a sequence needs a unit again, and why."""
+
+    sequence_id: SequenceId
+    unit: UnitKey
+    reason: str
+
+
+class NextRead(NamedTuple):
+    """Says where an attempt needs a unit next. Values are ordered: of two reads of an attempt, the smaller one comes
+    first."""
+
+    choice: int
+    position: int
+    """This is the index of the first token of the run of placeholders."""
+
+
+# ---------------------------------------------------------------- counters
 
 
 class SchedulerStats(NamedTuple):
@@ -126,6 +139,8 @@ class SchedulerStats(NamedTuple):
 
 @dataclass(slots=True)
 class SchedulerTally:
+    """Holds the counters of one scheduler's life, which only grow."""
+
     steps: int = 0
     """Counts the committed steps."""
     tokens_generated: int = 0

@@ -1,25 +1,17 @@
-"""Turns a request into the sequences that serve it, and refuses a request that can never run before it takes anything.
+"""Describes one choice of one attempt as a `Sequence`, and turns a request into the sequences that serve it.
 
-All work that costs time in proportion to the prompt (arrays of its tokens, hashes of its blocks) is done here, so that
-it can run outside of the engine's thread: nothing here reads or changes what the engine owns. This module knows the
-limits of one worker; it knows nothing of the pool's state or the inbox.
+A `Sequence` holds the tokens of its choice, how far they are computed, and the blocks that hold the result. Prompt,
+generated and migrated tokens are one array; there is no prefill phase and no decode phase. Adding one token never costs
+time in proportion to the context. Everything that a sequence is made of stands here, because `prepare` builds it in one
+go: the `PromptLayout` says where media stand in the prompt, `finish_reason` says when the choice ends, and the
+`Stopwatch` measures its times.
 
-Decides when a choice ends by its ids and counts. It knows nothing of stop strings: the router, which has the text,
-handles those.
+`prepare` refuses a request that can never run before it takes anything. It does all work that costs time in proportion
+to the prompt (arrays of its tokens, hashes of its blocks), so that it can run outside of the engine's thread: it
+neither reads nor changes what the engine owns.
 
-Measures how long a sequence waited, was computed, and was at its doorstep (waiting for the feature of its next
-token). It reads no clock: every moment is passed in.
-
-Describes where media stand in a prompt: the runs of placeholder tokens, the units (separate parts of a medium's
-features) whose rows replace them, and which units must have landed.
-
-The choices of one request share one layout. It knows no state: the inbox knows which units are here.
-
-Holds one choice of one attempt: its tokens, how far they are computed, and the blocks that hold the result.
-
-Prompt, generated and migrated tokens are one array; there is no prefill phase and no decode phase. Adding one token
-never costs time in proportion to the context. This module knows nothing of the pool and the inbox: `sequence_resources`
-assigns blocks and takes them away.
+This module knows the limits of one worker, but nothing of the state of the block pool or of the references to features:
+`SequenceResources` assigns blocks and claims units, and takes both away. It reads no clock: every moment is passed in.
 """
 
 from __future__ import annotations
@@ -52,158 +44,7 @@ from llm_workers.scheduling.step_plan import NO_BLOCK, GrowingArray, Guide, Spli
 from llm_workers.worker_config import WorkerConfig
 from modalities.family import Positions
 
-
-def ending_ids(stop: StopConditions) -> tuple[int, ...]:
-    """Returns the ids that end a choice."""
-    return stop.stop_token_ids if stop.ignore_eos else (*stop.eos_token_ids, *stop.stop_token_ids)
-
-
-def finish_reason(stop: StopConditions, token_id: int, num_generated: int, is_context_full: bool) -> str | None:
-    """Returns the finish reason after `token_id` was drawn as generated token number `num_generated` (counted from 1),
-    or None while the choice goes on. Below `min_tokens` no id ends the choice; the counts always do."""
-    if num_generated >= stop.min_tokens:
-        if token_id in stop.eos_token_ids and not stop.ignore_eos:
-            return "stop"
-        if token_id in stop.stop_token_ids:
-            return "stop"
-    if num_generated >= stop.max_tokens or is_context_full:
-        return "length"
-    return None
-
-
-class Stopwatch:
-    """Adds up one sequence's durations. Moments are seconds of one clock that never goes back."""
-
-    def __init__(self, added_at_s: float) -> None:
-        self._added_at_s = added_at_s
-        self._queue_s: float | None = None
-        self._first_token_s = 0.0
-        self._prefill_s = 0.0
-        self._held_s = 0.0
-        self._held_since_s: float | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        return self._queue_s is not None
-
-    def begin(self, now_s: float) -> None:
-        """Notes that the first chunk was planned."""
-        self._queue_s = now_s - self._added_at_s
-
-    def add_prefill(self, seconds: float) -> None:
-        self._prefill_s += seconds
-
-    def first_token(self, now_s: float) -> None:
-        """Notes the moment of the first token; later calls change nothing."""
-        self._first_token_s = self._first_token_s or now_s - self._added_at_s
-
-    def hold(self, is_held: bool, now_s: float) -> None:
-        """Sets whether the sequence is at its doorstep from now on."""
-        if self._held_since_s is not None:
-            self._held_s += now_s - self._held_since_s
-        self._held_since_s = now_s if is_held else None
-
-    def times(self, now_s: float) -> SequenceTimes:
-        queue_s = now_s - self._added_at_s if self._queue_s is None else self._queue_s
-        held_s = self._held_s + (now_s - self._held_since_s if self._held_since_s is not None else 0.0)
-        return SequenceTimes(queue_s, self._prefill_s, held_s, self._first_token_s, now_s - self._added_at_s)
-
-
-class UnitSpan(NamedTuple):
-    """A `UnitSpan` is a unit and the end of its last run, over all occurrences in the prompt."""
-
-    unit: UnitKey
-    end: int
-
-
-class PromptLayout:
-    """Holds the runs of placeholders of one prompt. The constructor raises ProtocolError for placeholders that
-    contradict the prompt or its media, and FeatureMismatch if the request promises two sizes for one unit."""
-
-    def __init__(self, request: GenerateRequest) -> None:
-        self._runs = request.placeholders
-        self._media = request.media
-        self._cache_salt = request.cache_salt
-        _check_runs(self._runs, self._media, len(request.token_ids))
-        self._run_ends = [run.end for run in self._runs]
-        self._run_units = [UnitKey(self._media[run.item].mm_hash, run.unit) for run in self._runs]
-        self.unit_to_tokens = _unit_tokens(self._media, self._run_units)
-        spans: dict[UnitKey, UnitSpan] = {}
-        for run, unit in zip(self._runs, self._run_units, strict=True):
-            spans[unit] = UnitSpan(unit, run.end)
-        self._unit_to_runs: dict[UnitKey, list[PlaceholderRange]] = {}
-        for run, unit in zip(self._runs, self._run_units, strict=True):
-            self._unit_to_runs.setdefault(unit, []).append(run)
-        self._spans = tuple(spans.values())
-        self._spans_by_end = sorted(self._spans, key=lambda span: span.end)
-        self._span_ends = [span.end for span in self._spans_by_end]
-
-    def units_after(self, position: int) -> list[UnitKey]:
-        """Returns the units with a run that ends after `position`, in the order in which the prompt reaches them."""
-        return [span.unit for span in self._spans if span.end > position]
-
-    def next_read(self, unit: UnitKey, position: int) -> int:
-        """Returns the index at which the unit's first run that ends after `position` begins; there must be one."""
-        runs = self._unit_to_runs[unit]
-        return runs[bisect_right(runs, position, key=lambda run: run.end)].offset
-
-    def units_completed(self, start: int, end: int) -> list[UnitKey]:
-        """Returns the units whose last run ends in `(start, end]`."""
-        first = bisect_right(self._span_ends, start)
-        return [span.unit for span in self._spans_by_end[first : bisect_right(self._span_ends, end)]]
-
-    def runs_between(self, start: int, end: int) -> list[tuple[PlaceholderRange, UnitKey]]:
-        """Returns the runs that overlap `[start, end)`, in order, each with its unit."""
-        found = []
-        for index in range(bisect_right(self._run_ends, start), len(self._runs)):
-            if self._runs[index].offset >= end:
-                break
-            found.append((self._runs[index], self._run_units[index]))
-        return found
-
-    def splices(self, start: int, end: int) -> tuple[Splice, ...]:
-        """Returns the rows to splice into a chunk `[start, end)`."""
-        splices = []
-        for run, unit in self.runs_between(start, end):
-            first, last = max(start, run.offset), min(end, run.end)
-            splices.append(Splice(first - start, last - first, unit, run.row + first - run.offset))
-        return tuple(splices)
-
-    def block_keys(self, first: int, last: int, block_size: int) -> dict[int, list[bytes]]:
-        """Returns the extra keys of the hashes of blocks `[first, last)`, for those blocks that have any, by the
-        block's index counted from `first`. Looks only at the runs near these blocks."""
-        begin = bisect_right(self._run_ends, first * block_size)
-        if begin == len(self._runs) and first:
-            return {}  # All runs end before these blocks; this holds for all blocks of generated tokens.
-        end = bisect_left(self._runs, last * block_size, lo=begin, key=lambda run: run.offset)
-        return keys_of_blocks(first, last, block_size, self._runs[begin:end], self._media, self._cache_salt)
-
-
-def _check_runs(runs: tuple[PlaceholderRange, ...], media: tuple[MediaItem, ...], num_tokens: int) -> None:
-    end = 0
-    for run in runs:
-        if run.offset < end or run.length < 1 or run.end > num_tokens:
-            raise ProtocolError(f"placeholders [{run.offset}, {run.end}) overlap or leave the prompt of {num_tokens}")
-        if not 0 <= run.item < len(media) or media[run.item].index != run.item:
-            raise ProtocolError(
-                f"placeholders [{run.offset}, {run.end}) name media item {run.item}, which is not there"
-            )
-        units = media[run.item].unit_tokens
-        if not 0 <= run.unit < len(units) or run.row < 0 or run.row + run.length > units[run.unit]:
-            raise ProtocolError(f"placeholders [{run.offset}, {run.end}) take rows that item {run.item} has not")
-        end = run.end
-
-
-def _unit_tokens(media: tuple[MediaItem, ...], units: list[UnitKey]) -> dict[UnitKey, int]:
-    """Returns the promised number of rows of every unit that the prompt uses. Raises FeatureMismatch if one unit is
-    promised with two sizes."""
-    promised: dict[UnitKey, int] = {}
-    for item in media:
-        for unit, num_tokens in zip(item.unit_keys(), item.unit_tokens, strict=True):
-            if promised.setdefault(unit, num_tokens) != num_tokens:
-                raise FeatureMismatch(f"one medium with {promised[unit]} and with {num_tokens} tokens", param=item.part)
-    return {unit: promised[unit] for unit in units}
-
+# ---------------------------------------------------------------- a sequence
 
 AgeKey = tuple[float, str, int, int]
 """Defines a total order over all sequences: (wall time of admission, request id, attempt, choice)."""
@@ -365,10 +206,168 @@ class Sequence:
         self.hashes += block_hashes(self.hashes[-1] if self.hashes else None, content, 4 * block_size, keys)
 
 
-def max_total_tokens(config: WorkerConfig, max_model_len: int) -> int:
-    """Returns the length of the longest possible sequence, prompt and output together. The last token is drawn and
-    never computed, so it needs no block."""
-    return min(max_model_len, config.num_blocks * config.block_size + 1)
+def ending_ids(stop: StopConditions) -> tuple[int, ...]:
+    """Returns the ids that end a choice."""
+    return stop.stop_token_ids if stop.ignore_eos else (*stop.eos_token_ids, *stop.stop_token_ids)
+
+
+def finish_reason(stop: StopConditions, token_id: int, num_generated: int, is_context_full: bool) -> str | None:
+    """Returns the finish reason after `token_id` was drawn as generated token number `num_generated` (counted from 1),
+    or None while the choice goes on. Below `min_tokens` no id ends the choice; the counts always do. Ids and counts
+    alone decide: the router, which has the text, handles stop strings."""
+    if num_generated >= stop.min_tokens:
+        if token_id in stop.eos_token_ids and not stop.ignore_eos:
+            return "stop"
+        if token_id in stop.stop_token_ids:
+            return "stop"
+    if num_generated >= stop.max_tokens or is_context_full:
+        return "length"
+    return None
+
+
+class Stopwatch:
+    """Adds up how long one sequence waited, was computed, and was at its doorstep (waiting for the feature of its next
+    token). Moments are seconds of one clock that never goes back."""
+
+    def __init__(self, added_at_s: float) -> None:
+        self._added_at_s = added_at_s
+        self._queue_s: float | None = None
+        self._first_token_s = 0.0
+        self._prefill_s = 0.0
+        self._held_s = 0.0
+        self._held_since_s: float | None = None
+
+    @property
+    def has_begun(self) -> bool:
+        return self._queue_s is not None
+
+    def begin(self, now_s: float) -> None:
+        """Notes that the first chunk was planned."""
+        self._queue_s = now_s - self._added_at_s
+
+    def add_prefill(self, seconds: float) -> None:
+        self._prefill_s += seconds
+
+    def first_token(self, now_s: float) -> None:
+        """Notes the moment of the first token; later calls change nothing."""
+        self._first_token_s = self._first_token_s or now_s - self._added_at_s
+
+    def hold(self, is_held: bool, now_s: float) -> None:
+        """Sets whether the sequence is at its doorstep from now on."""
+        if self._held_since_s is not None:
+            self._held_s += now_s - self._held_since_s
+        self._held_since_s = now_s if is_held else None
+
+    def times(self, now_s: float) -> SequenceTimes:
+        queue_s = now_s - self._added_at_s if self._queue_s is None else self._queue_s
+        held_s = self._held_s + (now_s - self._held_since_s if self._held_since_s is not None else 0.0)
+        return SequenceTimes(queue_s, self._prefill_s, held_s, self._first_token_s, now_s - self._added_at_s)
+
+
+# ---------------------------------------------------------------- where media stand in a prompt
+
+
+class PromptLayout:
+    """Holds the runs of placeholder tokens of one prompt, the units (separate parts of a medium's features) whose rows
+    replace them, and so which units must have landed. All choices of a request share one layout. It has no state:
+    `FeatureReferences` knows which units can be read.
+
+    The constructor raises ProtocolError for placeholders that contradict the prompt or its media, and FeatureMismatch
+    if the request promises two sizes for one unit."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self._runs = request.placeholders
+        self._media = request.media
+        self._cache_salt = request.cache_salt
+        _check_runs(self._runs, self._media, len(request.token_ids))
+        self._run_ends = [run.end for run in self._runs]
+        self._run_units = [UnitKey(self._media[run.item].mm_hash, run.unit) for run in self._runs]
+        self.unit_to_tokens = _unit_tokens(self._media, self._run_units)
+        spans: dict[UnitKey, UnitSpan] = {}
+        for run, unit in zip(self._runs, self._run_units, strict=True):
+            spans[unit] = UnitSpan(unit, run.end)
+        self._unit_to_runs: dict[UnitKey, list[PlaceholderRange]] = {}
+        for run, unit in zip(self._runs, self._run_units, strict=True):
+            self._unit_to_runs.setdefault(unit, []).append(run)
+        self._spans = tuple(spans.values())
+        self._spans_by_end = sorted(self._spans, key=lambda span: span.end)
+        self._span_ends = [span.end for span in self._spans_by_end]
+
+    def units_after(self, position: int) -> list[UnitKey]:
+        """Returns the units with a run that ends after `position`, in the order in which the prompt reaches them."""
+        return [span.unit for span in self._spans if span.end > position]
+
+    def next_read(self, unit: UnitKey, position: int) -> int:
+        """Returns the index at which the unit's first run that ends after `position` begins; there must be one."""
+        runs = self._unit_to_runs[unit]
+        return runs[bisect_right(runs, position, key=lambda run: run.end)].offset
+
+    def units_completed(self, start: int, end: int) -> list[UnitKey]:
+        """Returns the units whose last run ends in `(start, end]`."""
+        first = bisect_right(self._span_ends, start)
+        return [span.unit for span in self._spans_by_end[first : bisect_right(self._span_ends, end)]]
+
+    def runs_between(self, start: int, end: int) -> list[tuple[PlaceholderRange, UnitKey]]:
+        """Returns the runs that overlap `[start, end)`, in order, each with its unit."""
+        found = []
+        for index in range(bisect_right(self._run_ends, start), len(self._runs)):
+            if self._runs[index].offset >= end:
+                break
+            found.append((self._runs[index], self._run_units[index]))
+        return found
+
+    def splices(self, start: int, end: int) -> tuple[Splice, ...]:
+        """Returns the rows to splice into a chunk `[start, end)`."""
+        splices = []
+        for run, unit in self.runs_between(start, end):
+            first, last = max(start, run.offset), min(end, run.end)
+            splices.append(Splice(first - start, last - first, unit, run.row + first - run.offset))
+        return tuple(splices)
+
+    def block_keys(self, first: int, last: int, block_size: int) -> dict[int, list[bytes]]:
+        """Returns the extra keys of the hashes of blocks `[first, last)`, for those blocks that have any, by the
+        block's index counted from `first`. Looks only at the runs near these blocks."""
+        begin = bisect_right(self._run_ends, first * block_size)
+        if begin == len(self._runs) and first:
+            return {}  # All runs end before these blocks; this holds for all blocks of generated tokens.
+        end = bisect_left(self._runs, last * block_size, lo=begin, key=lambda run: run.offset)
+        return keys_of_blocks(first, last, block_size, self._runs[begin:end], self._media, self._cache_salt)
+
+
+class UnitSpan(NamedTuple):
+    """A `UnitSpan` is a unit and the end of its last run, over all occurrences in the prompt."""
+
+    unit: UnitKey
+    end: int
+
+
+def _check_runs(runs: tuple[PlaceholderRange, ...], media: tuple[MediaItem, ...], num_tokens: int) -> None:
+    end = 0
+    for run in runs:
+        if run.offset < end or run.length < 1 or run.end > num_tokens:
+            raise ProtocolError(f"placeholders [{run.offset}, {run.end}) overlap or leave the prompt of {num_tokens}")
+        if not 0 <= run.item < len(media) or media[run.item].index != run.item:
+            raise ProtocolError(
+                f"placeholders [{run.offset}, {run.end}) name media item {run.item}, which is not there"
+            )
+        units = media[run.item].unit_tokens
+        if not 0 <= run.unit < len(units) or run.row < 0 or run.row + run.length > units[run.unit]:
+            raise ProtocolError(f"placeholders [{run.offset}, {run.end}) take rows that item {run.item} has not")
+        end = run.end
+
+
+def _unit_tokens(media: tuple[MediaItem, ...], units: list[UnitKey]) -> dict[UnitKey, int]:
+    """Returns the promised number of rows of every unit that the prompt uses. Raises FeatureMismatch if one unit is
+    promised with two sizes."""
+    promised: dict[UnitKey, int] = {}
+    for item in media:
+        for unit, num_tokens in zip(item.unit_keys(), item.unit_tokens, strict=True):
+            if promised.setdefault(unit, num_tokens) != num_tokens:
+                raise FeatureMismatch(f"one medium with {promised[unit]} and with {num_tokens} tokens", param=item.part)
+    return {unit: promised[unit] for unit in units}
+
+
+# ---------------------------------------------------------------- the arrival of a request
 
 
 class Arrival(NamedTuple):
@@ -416,6 +415,12 @@ def prepare(
         for sequence in sequences[1:]:
             sequence.hashes = sequences[0].hashes.copy()
     return Arrival(AttemptId(request.request_id, request.attempt), layout, sequences)
+
+
+def max_total_tokens(config: WorkerConfig, max_model_len: int) -> int:
+    """Returns the length of the longest possible sequence, prompt and output together. The last token is drawn and
+    never computed, so it needs no block."""
+    return min(max_model_len, config.num_blocks * config.block_size + 1)
 
 
 def _check_numbers(request: GenerateRequest, positions: Positions) -> None:

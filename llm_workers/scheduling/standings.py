@@ -1,5 +1,5 @@
-"""Tracks by events which state each live sequence is in, so that a step, a report and an arrival cost nothing for the
-other sequences.
+"""Tracks by events which sequences are alive and which state each of them is in, so that a step, a report and an
+arrival cost nothing for the other sequences.
 
     held           waits for a sibling (another choice of its request) that computes their prompt
     at doorstep    the unit of its next token is not here, so it can compute nothing
@@ -7,13 +7,10 @@ other sequences.
     decoding       only its last token is not computed: in `decodes`
 
 In addition, a sequence that has begun is in `holders`: only such sequences may hold blocks. A sequence that decodes
-plainly (see `decode_batch`) has a row in `batch`. `refresh` must be called after a change of a sequence's tokens,
-blocks or units that may change its state. This module knows nothing of steps.
+plainly (see `decode_batch`) has a row in `batch`. The `Roster` says which sequences are alive and which are held;
+`Standings` keeps the other states, and the backlog of open tokens that follows from them.
 
-Records which sequences are alive, by id and by attempt, and which of them wait for a sibling.
-
-Choices of one request share their prompt: one of them, the leader, computes it, and the others wait until then and take
-over its blocks. This module knows nothing of blocks or units.
+This module knows nothing of steps.
 """
 
 from __future__ import annotations
@@ -29,104 +26,13 @@ from llm_workers.scheduling.prefill_queue import PrefillQueue, RankedList
 from llm_workers.scheduling.sequence import Sequence
 from llm_workers.scheduling.sequence_resources import SequenceResources
 
-
-class Roster:
-    def __init__(self) -> None:
-        self._sequences: dict[SequenceId, Sequence] = {}
-        self._attempts: dict[AttemptId, list[Sequence]] = {}
-        self._led: dict[AttemptId, list[Sequence]] = {}
-        """Holds the attempts of several choices whose prompt no choice has computed yet; the first sequence is the
-        leader."""
-        self._held: set[SequenceId] = set()
-        self._released: list[Sequence] = []
-        """Holds the sequences that waited and lead now."""
-
-    def __len__(self) -> int:
-        return len(self._sequences)
-
-    def __contains__(self, attempt_id: AttemptId) -> bool:
-        return attempt_id in self._attempts
-
-    @property
-    def sequences(self) -> Collection[Sequence]:
-        """Returns all live sequences, in no particular order."""
-        return self._sequences.values()
-
-    def get(self, sequence_id: SequenceId) -> Sequence | None:
-        return self._sequences.get(sequence_id)
-
-    def of_attempt(self, attempt_id: AttemptId) -> list[Sequence]:
-        """Returns the attempt's live sequences, by choice; the list is empty for an unknown attempt."""
-        return list(self._attempts.get(attempt_id, ()))
-
-    def is_held(self, sequence: Sequence) -> bool:
-        """Returns whether the sequence waits for a sibling to compute the prompt and has claimed no unit. The answer
-        stays True after its leader has left until `take_released` is called."""
-        return sequence.sequence_id in self._held
-
-    def add(self, attempt_id: AttemptId, sequences: SequenceOf[Sequence]) -> None:
-        """Adds all choices of an attempt. Only the first one begins before the prompt is computed."""
-        if not sequences:
-            return
-        self._attempts[attempt_id] = list(sequences)
-        if len(sequences) > 1:
-            self._led[attempt_id] = list(sequences)
-            self._held.update(one.sequence_id for one in sequences[1:])
-        for sequence in sequences:
-            self._sequences[sequence.sequence_id] = sequence
-
-    def take_released(self) -> list[Sequence]:
-        """Returns, each once, the siblings that lead now because the former leader has left: they have to claim what
-        they need."""
-        released, self._released = self._released, []
-        live = [one for one in released if self._sequences.get(one.sequence_id) is one]
-        self._held.difference_update(one.sequence_id for one in live)
-        return live
-
-    def prompt_computed(self, attempt_id: AttemptId) -> list[Sequence]:
-        """Returns the siblings that may begin and that have to take over their leader's blocks; later calls return
-        none."""
-        siblings = self._led.pop(attempt_id, [])[1:]
-        self._held.difference_update(one.sequence_id for one in siblings)
-        return siblings
-
-    def remove(self, sequence: Sequence) -> None:
-        """Removes the sequence. If it led its siblings, the next one becomes the leader."""
-        attempt_id = sequence.sequence_id.attempt_id
-        del self._sequences[sequence.sequence_id]
-        self._held.discard(sequence.sequence_id)
-        was_leading = attempt_id in self._led and self._led[attempt_id][0] is sequence
-        for groups in (self._attempts, self._led):
-            if attempt_id in groups:
-                groups[attempt_id].remove(sequence)
-                if not groups[attempt_id]:
-                    del groups[attempt_id]
-        if was_leading and attempt_id in self._led:
-            self._released.append(self._led[attempt_id][0])
-
-
 _rank: Callable[[Sequence], object] = attrgetter("rank")
 
 
-class Backlog(NamedTuple):
-    """Counts the tokens that could be computed and are not yet, which is the work ahead of a request that arrives
-    now."""
-
-    num_tokens: int
-    weighted_tokens: float
-    """Counts the same tokens, weighted by their contexts (`fabric.contracts.learned_cost`)."""
-
-
-class _Open(NamedTuple):
-    """Holds what one sequence adds to the backlog, in whole numbers, so that sums stay exact."""
-
-    num_tokens: int
-    num_token_contexts: int
-    """Holds twice the sum, over these tokens, of the number of tokens before each, plus half a token for itself:
-    `n * (2 * context + n)`."""
-
-
 class Standings:
+    """Keeps the states of all live sequences. `refresh` must be called after a change of a sequence's tokens, blocks or
+    units that may change its state."""
+
     def __init__(
         self,
         roster: Roster,
@@ -239,3 +145,104 @@ class Standings:
             self._open[sequence] = opened
             self._num_tokens += opened.num_tokens
             self._num_token_contexts += opened.num_token_contexts
+
+
+class Backlog(NamedTuple):
+    """Counts the tokens that could be computed and are not yet, which is the work ahead of a request that arrives
+    now."""
+
+    num_tokens: int
+    weighted_tokens: float
+    """Counts the same tokens, weighted by their contexts (`fabric.contracts.learned_cost`)."""
+
+
+class _Open(NamedTuple):
+    """Holds what one sequence adds to the backlog, in whole numbers, so that sums stay exact."""
+
+    num_tokens: int
+    num_token_contexts: int
+    """Holds twice the sum, over these tokens, of the number of tokens before each, plus half a token for itself:
+    `n * (2 * context + n)`."""
+
+
+# ---------------------------------------------------------------- which sequences are alive
+
+
+class Roster:
+    """Records which sequences are alive, by id and by attempt, and which of them wait for a sibling.
+
+    Choices of one request share their prompt: one of them, the leader, computes it, and the others wait until then and
+    take over its blocks. A roster knows nothing of blocks or units."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self._attempts: dict[AttemptId, list[Sequence]] = {}
+        self._led: dict[AttemptId, list[Sequence]] = {}
+        """Holds the attempts of several choices whose prompt no choice has computed yet; the first sequence is the
+        leader."""
+        self._held: set[SequenceId] = set()
+        self._released: list[Sequence] = []
+        """Holds the sequences that waited and lead now."""
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __contains__(self, attempt_id: AttemptId) -> bool:
+        return attempt_id in self._attempts
+
+    @property
+    def sequences(self) -> Collection[Sequence]:
+        """Returns all live sequences, in no particular order."""
+        return self._sequences.values()
+
+    def get(self, sequence_id: SequenceId) -> Sequence | None:
+        return self._sequences.get(sequence_id)
+
+    def of_attempt(self, attempt_id: AttemptId) -> list[Sequence]:
+        """Returns the attempt's live sequences, by choice; the list is empty for an unknown attempt."""
+        return list(self._attempts.get(attempt_id, ()))
+
+    def is_held(self, sequence: Sequence) -> bool:
+        """Returns whether the sequence waits for a sibling to compute the prompt and has claimed no unit. The answer
+        stays True after its leader has left until `take_released` is called."""
+        return sequence.sequence_id in self._held
+
+    def add(self, attempt_id: AttemptId, sequences: SequenceOf[Sequence]) -> None:
+        """Adds all choices of an attempt. Only the first one begins before the prompt is computed."""
+        if not sequences:
+            return
+        self._attempts[attempt_id] = list(sequences)
+        if len(sequences) > 1:
+            self._led[attempt_id] = list(sequences)
+            self._held.update(one.sequence_id for one in sequences[1:])
+        for sequence in sequences:
+            self._sequences[sequence.sequence_id] = sequence
+
+    def take_released(self) -> list[Sequence]:
+        """Returns, each once, the siblings that lead now because the former leader has left: they have to claim what
+        they need."""
+        released, self._released = self._released, []
+        live = [one for one in released if self._sequences.get(one.sequence_id) is one]
+        self._held.difference_update(one.sequence_id for one in live)
+        return live
+
+    def prompt_computed(self, attempt_id: AttemptId) -> list[Sequence]:
+        """Returns the siblings that may begin and that have to take over their leader's blocks; later calls return
+        none."""
+        siblings = self._led.pop(attempt_id, [])[1:]
+        self._held.difference_update(one.sequence_id for one in siblings)
+        return siblings
+
+    def remove(self, sequence: Sequence) -> None:
+        """Removes the sequence. If it led its siblings, the next one becomes the leader."""
+        attempt_id = sequence.sequence_id.attempt_id
+        del self._sequences[sequence.sequence_id]
+        self._held.discard(sequence.sequence_id)
+        was_leading = attempt_id in self._led and self._led[attempt_id][0] is sequence
+        for groups in (self._attempts, self._led):
+            if attempt_id in groups:
+                groups[attempt_id].remove(sequence)
+                if not groups[attempt_id]:
+                    del groups[attempt_id]
+        if was_leading and attempt_id in self._led:
+            self._released.append(self._led[attempt_id][0])

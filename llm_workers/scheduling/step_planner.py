@@ -1,7 +1,7 @@
 """Chooses the work of one step: which sequences compute how many tokens. The phases run in this order:
 
     decodes    one token for each decoding sequence, by rank, so that none waits for a long prompt
-    prefills   prompt tokens up to the doorstep, as far as the budget goes, in the order of `prefill_queue`; a sequence
+    prefills   prompt tokens up to the doorstep, as far as the budget goes, in the order of `PrefillQueue`; a sequence
                that does not fit is passed over, but only a limited number of those that would begin
     drafts     guessed tokens, with the rest of the budget and of the free blocks, so that a guess takes no sequence's
                place; a sequence with a grammar has none, because the mask at each guess would have to be rolled back
@@ -9,15 +9,10 @@
 Rank is priority, then age. A sequence's doorstep is the first placeholder whose feature has not landed. Blocks are
 taken per chunk. When none is left, the sequences that rank last give their blocks up to one of higher rank, and never
 the other way round: so the first in rank that can compute always does, and no sequences wait for each other in a
-circle. A step looks at the sequences that run and at a bounded number of those that wait. This module knows nothing of
-tokens' values and of results.
+circle. A step looks at the sequences that run and at a bounded number of those that wait.
 
-Guesses by prompt lookup which tokens a sequence generates next, if it repeats text of its prompt or its output.
-
-The module searches the earlier tokens for the sequence's last tokens; the tokens that followed them there are the draft
-(Saxena, "Prompt Lookup Decoding", 2023). The longest match decides, and of several longest matches the last one. The
-search keeps no state and does no Python work per token: it makes a few passes of numpy over the ids, so a preempted or
-migrated sequence has drafts at once. This module knows nothing of blocks and budgets.
+`StepPlanner` runs the phases and collects what they choose in a `StepDraft`; `propose` makes the guesses by prompt
+lookup. This module knows nothing of results, and looks at the values of tokens for the guesses alone.
 """
 
 from __future__ import annotations
@@ -34,27 +29,6 @@ from llm_workers.scheduling.sequence_resources import SequenceResources
 from llm_workers.scheduling.standings import Standings
 from llm_workers.worker_config import WorkerConfig
 
-NOTHING: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-
-def propose(token_ids: npt.NDArray[np.int64], num_tokens: int, min_ngram: int, max_ngram: int) -> npt.NDArray[np.int64]:
-    """Returns `(num_tokens,)` ids that may follow `token_ids` `(n,)`, or an empty array. Where the match is so near the
-    end that fewer tokens follow it, the text repeats itself with that period, and so does the draft."""
-    if num_tokens < 1 or len(token_ids) <= min_ngram:
-        return NOTHING
-    ends = np.flatnonzero(token_ids[:-1] == token_ids[-1]) + 1
-    length = 1
-    while length < max_ngram and len(ends):
-        longer = ends[ends > length]
-        longer = longer[token_ids[longer - 1 - length] == token_ids[-1 - length]]
-        if not len(longer):
-            break
-        ends, length = longer, length + 1
-    if length < min_ngram or not len(ends):
-        return NOTHING
-    return np.resize(token_ids[ends[-1] :], num_tokens)
-
-
 MAX_PASSED_OVER = 8
 """A step looks at no more than this many sequences that can't begin for lack of blocks before it stops searching for a
 smaller one."""
@@ -62,80 +36,9 @@ _QUICK_VICTIMS = 8
 """This many sequences of the lowest ranks are checked one by one before the blocks of all lower ranks are counted."""
 
 
-class StepDraft:
-    """A `StepDraft` is a step while it is being chosen."""
-
-    def __init__(self, max_tokens: int, max_sequences: int) -> None:
-        self.num_tokens_left = max_tokens
-        self._num_places = max_sequences
-        self.chunks: dict[SequenceId, tuple[Sequence, int]] = {}
-        """Maps the sequence's id to the sequence and the end of its chunk."""
-        self.batch: DecodeBatch | None = None
-        """All rows of this batch decode in this step, in addition to the chunks."""
-        self.begun: set[SequenceId] = set()
-        """Holds the sequences whose first chunk this is, even those that were preempted again."""
-        self.preempted: dict[SequenceId, Sequence] = {}
-        self.covered_anew: list[tuple[Sequence, list[UnitKey]]] = []
-        """Holds the sequences that hit more or fewer blocks than at the last look, with the units that they now miss
-        because of it."""
-        self.drafts: dict[SequenceId, npt.NDArray[np.int64]] = {}
-        """Holds the guessed tokens that follow the end of a chunk."""
-        self.thrown_out: list[SequenceId] = []
-        """Holds those preempted sequences that had begun before this step."""
-        self._most: tuple[Rank, int] | None = None
-
-    @property
-    def is_full(self) -> bool:
-        return self.num_tokens_left <= 0 or self.num_sequences >= self._num_places
-
-    @property
-    def num_sequences(self) -> int:
-        """Counts the sequences that compute something in this step."""
-        return len(self.chunks) + (0 if self.batch is None else len(self.batch))
-
-    def has_room_for(self, num_decodes: int) -> bool:
-        return num_decodes <= min(self.num_tokens_left, self._num_places - self.num_sequences)
-
-    def take_batch(self, batch: DecodeBatch) -> None:
-        """Adds all rows of the batch to the step. The caller has checked that there is room for them."""
-        self.batch = batch
-        self.num_tokens_left -= len(batch)
-
-    def take(self, sequence: Sequence, end: int) -> None:
-        self.num_tokens_left -= end - sequence.num_computed
-        assert self.num_tokens_left >= 0
-        self.chunks[sequence.sequence_id] = (sequence, end)
-
-    def guess(self, sequence: Sequence, drafts: npt.NDArray[np.int64]) -> None:
-        self.num_tokens_left -= len(drafts)
-        assert self.num_tokens_left >= 0
-        self.drafts[sequence.sequence_id] = drafts
-
-    def drop(self, sequence: Sequence) -> None:
-        """Notes that the sequence is preempted: its chunk, if it had one, is removed and its tokens return to the
-        budget."""
-        planned = self.chunks.pop(sequence.sequence_id, None)
-        if planned:
-            self.num_tokens_left += planned[1] - sequence.num_computed
-        elif self.batch is not None and sequence in self.batch:
-            self.batch.discard(sequence)
-            self.num_tokens_left += 1
-        self.preempted[sequence.sequence_id] = sequence
-        if sequence.sequence_id not in self.begun:
-            self.thrown_out.append(sequence.sequence_id)
-
-    def note_most(self, sequence: Sequence, num_blocks: int) -> None:
-        """Notes that a sequence of this rank could have at most this many blocks. No later sequence of this step that
-        ranks behind it can have more, because the blocks that are free and those that lower ranks hold only become
-        fewer while a step is chosen."""
-        self._most = (sequence.rank, num_blocks)
-
-    def is_hopeless(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Returns whether it is known that the sequence can't have this many blocks."""
-        return self._most is not None and sequence.rank >= self._most[0] and num_blocks > self._most[1]
-
-
 class StepPlanner:
+    """Chooses one step at a time for the sequences in `standings`, with the blocks of `resources`."""
+
     def __init__(self, config: WorkerConfig, resources: SequenceResources, standings: Standings) -> None:
         self._config = config
         self._resources = resources
@@ -294,3 +197,106 @@ class StepPlanner:
         # The blocks of a sequence that only tries to begin become free again if it does not begin.
         draft.note_most(sequence, num_found + (0 if sequence.is_started else len(sequence.table)))
         return num_found >= num_blocks
+
+
+class StepDraft:
+    """A `StepDraft` is a step while it is being chosen."""
+
+    def __init__(self, max_tokens: int, max_sequences: int) -> None:
+        self.num_tokens_left = max_tokens
+        self._num_places = max_sequences
+        self.chunks: dict[SequenceId, tuple[Sequence, int]] = {}
+        """Maps the sequence's id to the sequence and the end of its chunk."""
+        self.batch: DecodeBatch | None = None
+        """All rows of this batch decode in this step, in addition to the chunks."""
+        self.begun: set[SequenceId] = set()
+        """Holds the sequences whose first chunk this is, even those that were preempted again."""
+        self.preempted: dict[SequenceId, Sequence] = {}
+        self.covered_anew: list[tuple[Sequence, list[UnitKey]]] = []
+        """Holds the sequences that hit more or fewer blocks than at the last look, with the units that they now miss
+        because of it."""
+        self.drafts: dict[SequenceId, npt.NDArray[np.int64]] = {}
+        """Holds the guessed tokens that follow the end of a chunk."""
+        self.thrown_out: list[SequenceId] = []
+        """Holds those preempted sequences that had begun before this step."""
+        self._most: tuple[Rank, int] | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_tokens_left <= 0 or self.num_sequences >= self._num_places
+
+    @property
+    def num_sequences(self) -> int:
+        """Counts the sequences that compute something in this step."""
+        return len(self.chunks) + (0 if self.batch is None else len(self.batch))
+
+    def has_room_for(self, num_decodes: int) -> bool:
+        return num_decodes <= min(self.num_tokens_left, self._num_places - self.num_sequences)
+
+    def take_batch(self, batch: DecodeBatch) -> None:
+        """Adds all rows of the batch to the step. The caller has checked that there is room for them."""
+        self.batch = batch
+        self.num_tokens_left -= len(batch)
+
+    def take(self, sequence: Sequence, end: int) -> None:
+        self.num_tokens_left -= end - sequence.num_computed
+        assert self.num_tokens_left >= 0
+        self.chunks[sequence.sequence_id] = (sequence, end)
+
+    def guess(self, sequence: Sequence, drafts: npt.NDArray[np.int64]) -> None:
+        self.num_tokens_left -= len(drafts)
+        assert self.num_tokens_left >= 0
+        self.drafts[sequence.sequence_id] = drafts
+
+    def drop(self, sequence: Sequence) -> None:
+        """Notes that the sequence is preempted: its chunk, if it had one, is removed and its tokens return to the
+        budget."""
+        planned = self.chunks.pop(sequence.sequence_id, None)
+        if planned:
+            self.num_tokens_left += planned[1] - sequence.num_computed
+        elif self.batch is not None and sequence in self.batch:
+            self.batch.discard(sequence)
+            self.num_tokens_left += 1
+        self.preempted[sequence.sequence_id] = sequence
+        if sequence.sequence_id not in self.begun:
+            self.thrown_out.append(sequence.sequence_id)
+
+    def note_most(self, sequence: Sequence, num_blocks: int) -> None:
+        """Notes that a sequence of this rank could have at most this many blocks. No later sequence of this step that
+        ranks behind it can have more, because the blocks that are free and those that lower ranks hold only become
+        fewer while a step is chosen."""
+        self._most = (sequence.rank, num_blocks)
+
+    def is_hopeless(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Returns whether it is known that the sequence can't have this many blocks."""
+        return self._most is not None and sequence.rank >= self._most[0] and num_blocks > self._most[1]
+
+
+# ---------------------------------------------------------------- guesses by prompt lookup
+
+NOTHING: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
+"""Stands for the draft of a sequence that has none."""
+
+
+def propose(token_ids: npt.NDArray[np.int64], num_tokens: int, min_ngram: int, max_ngram: int) -> npt.NDArray[np.int64]:
+    """Returns `(num_tokens,)` ids that may follow `token_ids` `(n,)`, or an empty array: the tokens that a sequence
+    generates next, if it repeats text of its prompt or its output.
+
+    The function searches the earlier tokens for the sequence's last tokens; the tokens that followed them there are the
+    draft (Saxena, "Prompt Lookup Decoding", 2023). The longest match decides, and of several longest matches the last
+    one. Where the match is so near the end that fewer tokens follow it, the text repeats itself with that period, and
+    so does the draft. The search keeps no state and does no Python work per token: it makes a few passes of numpy over
+    the ids, so a preempted or migrated sequence has drafts at once."""
+    if num_tokens < 1 or len(token_ids) <= min_ngram:
+        return NOTHING
+    ends = np.flatnonzero(token_ids[:-1] == token_ids[-1]) + 1
+    length = 1
+    while length < max_ngram and len(ends):
+        longer = ends[ends > length]
+        longer = longer[token_ids[longer - 1 - length] == token_ids[-1 - length]]
+        if not len(longer):
+            break
+        ends, length = longer, length + 1
+    if length < min_ngram or not len(ends):
+        return NOTHING
+    return np.resize(token_ids[ends[-1] :], num_tokens)

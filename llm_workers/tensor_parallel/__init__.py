@@ -2,7 +2,12 @@
 
 Rank 0 is the worker that all other components know: it has the scheduler, the inbox, the splice of features, sampling
 and the message plane. The other ranks, each in a rank process, hold their share of each layer's weights and KV heads
-and run the same forward pass.
+and run the same forward pass. `process_group` joins the ranks and defines what they send each other; `rank_group`
+starts the rank processes, announces steps to them and notices when one is gone; `rank_model` computes the forward
+passes on rank 0 and on the others.
+
+The deployment opens a `RankGroup` for a worker with several ranks and gives it a `ParallelLanguageModel`; it also runs
+`follow` in each rank process. This package knows nothing of requests, features and sampling.
 """
 
 from llm_workers.tensor_parallel.process_group import Invitation

@@ -1,16 +1,13 @@
-"""Manages torch's default process group for the ranks of one worker, and sends a step's tensors through it.
+"""Joins the ranks of one worker to torch's process group, and defines everything that they send each other.
+
+An `Invitation` says what a rank process must know to join. Each step begins with a message, `StepHeader`, which carries
+the data from which the attention's metadata is built and the sizes of the tensors to expect; the tensors follow through
+the process group (`send_step`, `receive_step`). The other messages say that a rank is ready, has failed or shall stop.
+Header and tensors must agree, so they stand together.
 
 The backend is gloo on CPU and nccl on CUDA. A process can be in one group only, because it is torch's default group.
-This module knows nothing of what a step computes.
-
-Defines what a rank process must know to join its group. An `Invitation` holds plain values, so that it can be passed
-to another process. It knows nothing of weights and models.
-
-Encodes the messages between rank 0 and the other ranks as bytes: one header per step, whose tensors follow in the
-process group.
-
-The header carries the data from which the attention's metadata is built, and the sizes of the tensors to expect. The
-module is pure and knows nothing of connections.
+This module knows nothing of weights, of what a step computes, and of the connections that carry the messages (`Link` in
+`rank_group`).
 """
 
 from __future__ import annotations
@@ -30,9 +27,14 @@ import torch.distributed as dist
 
 from fabric.contracts import ConfigError, ErrorInfo, ProtocolError
 
+# ---------------------------------------------------------------- the group
+
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
+    """Holds what a rank process must know to join its group, as plain values, so that it can be passed to another
+    process."""
+
     rank: int
     num_ranks: int
     host: str
@@ -46,108 +48,6 @@ class Invitation:
     step_timeout_s: float
     """One rank waits this long for the others in a step before it gives the group up."""
     start_timeout_s: float
-
-
-class RowsLike(NamedTuple):
-    """Describes one sequence's tokens of a step. `llm_workers.compute.paged_kv.SequenceRows` has the same fields."""
-
-    at: int
-    start: int
-    num_tokens: int
-    block_ids: npt.NDArray[np.int64]
-    copied_from: int = -1
-
-
-class _Span(msgspec.Struct, frozen=True, array_like=True):
-    at: int
-    start: int
-    num_tokens: int
-    num_blocks: int
-    copied_from: int
-
-
-class StepHeader(msgspec.Struct, frozen=True, array_like=True, tag="step"):
-    """Announces one forward pass. The tensors are broadcast in this order: embeddings `(num_tokens, hidden_size)`;
-    int64 positions `(num_axes, num_tokens)`, followed by the feature rows; feature levels `(num_levels,
-    num_feature_rows, hidden_size)` where there are any."""
-
-    num_tokens: int
-    hidden_size: int
-    num_axes: int
-    num_feature_rows: int | None
-    """None means that the step has no features at all."""
-    num_levels: int
-    spans: tuple[_Span, ...]
-    block_ids: bytes
-    """Holds the block ids of all spans one after the other, as int64, little endian."""
-
-
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """Says that a rank process has its weights."""
-
-
-class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """Says that a rank process ends, and why."""
-
-    error: ErrorInfo
-
-
-class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
-    """Says that rank 0 ends."""
-
-
-Message = StepHeader | Ready | RankFailed | Stop
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-
-
-def encode(message: Message) -> bytes:
-    return _ENCODER.encode(message)
-
-
-def decode(data: bytes) -> Message:
-    """Decodes a message. Raises ProtocolError if `data` is not a message."""
-    try:
-        return _DECODER.decode(data)
-    except msgspec.DecodeError as error:
-        raise ProtocolError(f"a rank sent what is no message: {error}") from error
-
-
-def step_header(
-    rows: Sequence[RowsLike], embeddings: tuple[int, int], num_axes: int, features: tuple[int, int] | None
-) -> StepHeader:
-    """Builds the header of a step. `embeddings` and `features` are shapes: (num_tokens, hidden_size) and (num_levels,
-    num_feature_rows)."""
-    tables = [np.ascontiguousarray(row.block_ids, dtype="<i8") for row in rows]
-    spans = [
-        _Span(int(r.at), int(r.start), int(r.num_tokens), len(t), r.copied_from)
-        for r, t in zip(rows, tables, strict=True)
-    ]
-    num_levels, num_feature_rows = features or (0, None)
-    block_ids = b"".join(table.tobytes() for table in tables)
-    return StepHeader(*embeddings, num_axes, num_feature_rows, num_levels, tuple(spans), block_ids)
-
-
-def rows_of(header: StepHeader) -> list[RowsLike]:
-    """Returns the rows of a step as rank 0 has them. Raises ProtocolError if the block tables do not fit the spans."""
-    block_ids = np.frombuffer(header.block_ids, dtype="<i8").astype(np.int64)
-    if len(block_ids) != sum(span.num_blocks for span in header.spans):
-        raise ProtocolError("a step's block tables do not fit its rows")
-    ends = np.cumsum([span.num_blocks for span in header.spans])
-    tables = [block_ids[end - span.num_blocks : end] for end, span in zip(ends, header.spans, strict=True)]
-    return [
-        RowsLike(s.at, s.start, s.num_tokens, table, s.copied_from)
-        for s, table in zip(header.spans, tables, strict=True)
-    ]
-
-
-class StepTensors(NamedTuple):
-    """Holds the tensors of one forward pass, as `LanguageModel.forward` takes them."""
-
-    embeddings: torch.Tensor
-    positions: torch.Tensor
-    feature_rows: torch.Tensor | None
-    feature_levels: torch.Tensor | None
 
 
 def open_store(host: str, num_ranks: int, timeout_s: float) -> dist.TCPStore:
@@ -196,6 +96,18 @@ def process_group(invitation: Invitation, store: dist.TCPStore | None = None) ->
         dist.destroy_process_group()
 
 
+# ---------------------------------------------------------------- the tensors of a step
+
+
+class StepTensors(NamedTuple):
+    """Holds the tensors of one forward pass, as `LanguageModel.forward` takes them."""
+
+    embeddings: torch.Tensor
+    positions: torch.Tensor
+    feature_rows: torch.Tensor | None
+    feature_levels: torch.Tensor | None
+
+
 def send_step(tensors: StepTensors) -> None:
     """Sends the tensors of a step from rank 0; the other ranks call `receive_step`. Raises RuntimeError if a rank is
     gone or too late."""
@@ -223,3 +135,99 @@ def receive_step(header: StepHeader, dtype: torch.dtype, device: torch.device) -
     if levels.numel():
         dist.broadcast(levels, src=0)
     return StepTensors(embeddings, positions, places[num_places:], levels)
+
+
+# ---------------------------------------------------------------- messages
+
+
+class StepHeader(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """Announces one forward pass. The tensors are broadcast in this order: embeddings `(num_tokens, hidden_size)`;
+    int64 positions `(num_axes, num_tokens)`, followed by the feature rows; feature levels `(num_levels,
+    num_feature_rows, hidden_size)` where there are any."""
+
+    num_tokens: int
+    hidden_size: int
+    num_axes: int
+    num_feature_rows: int | None
+    """None means that the step has no features at all."""
+    num_levels: int
+    spans: tuple[_Span, ...]
+    block_ids: bytes
+    """Holds the block ids of all spans one after the other, as int64, little endian."""
+
+
+class _Span(msgspec.Struct, frozen=True, array_like=True):
+    at: int
+    start: int
+    num_tokens: int
+    num_blocks: int
+    copied_from: int
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """Says that a rank process has its weights."""
+
+
+class RankFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """Says that a rank process ends, and why."""
+
+    error: ErrorInfo
+
+
+class Stop(msgspec.Struct, frozen=True, array_like=True, tag="stop"):
+    """Says that rank 0 ends."""
+
+
+Message = StepHeader | Ready | RankFailed | Stop
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _ENCODER.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """Decodes a message. Raises ProtocolError if `data` is not a message."""
+    try:
+        return _DECODER.decode(data)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a rank sent what is no message: {error}") from error
+
+
+class RowsLike(NamedTuple):
+    """Describes one sequence's tokens of a step. `llm_workers.compute.paged_kv.SequenceRows` has the same fields."""
+
+    at: int
+    start: int
+    num_tokens: int
+    block_ids: npt.NDArray[np.int64]
+    copied_from: int = -1
+
+
+def step_header(
+    rows: Sequence[RowsLike], embeddings: tuple[int, int], num_axes: int, features: tuple[int, int] | None
+) -> StepHeader:
+    """Builds the header of a step. `embeddings` and `features` are shapes: (num_tokens, hidden_size) and (num_levels,
+    num_feature_rows)."""
+    tables = [np.ascontiguousarray(row.block_ids, dtype="<i8") for row in rows]
+    spans = [
+        _Span(int(r.at), int(r.start), int(r.num_tokens), len(t), r.copied_from)
+        for r, t in zip(rows, tables, strict=True)
+    ]
+    num_levels, num_feature_rows = features or (0, None)
+    block_ids = b"".join(table.tobytes() for table in tables)
+    return StepHeader(*embeddings, num_axes, num_feature_rows, num_levels, tuple(spans), block_ids)
+
+
+def rows_of(header: StepHeader) -> list[RowsLike]:
+    """Returns the rows of a step as rank 0 has them. Raises ProtocolError if the block tables do not fit the spans."""
+    block_ids = np.frombuffer(header.block_ids, dtype="<i8").astype(np.int64)
+    if len(block_ids) != sum(span.num_blocks for span in header.spans):
+        raise ProtocolError("a step's block tables do not fit its rows")
+    ends = np.cumsum([span.num_blocks for span in header.spans])
+    tables = [block_ids[end - span.num_blocks : end] for end, span in zip(ends, header.spans, strict=True)]
+    return [
+        RowsLike(s.at, s.start, s.num_tokens, table, s.copied_from)
+        for s, table in zip(header.spans, tables, strict=True)
+    ]

@@ -1,11 +1,9 @@
-"""Runs a rank that is not the first: it joins the group, loads its share, and computes every step that rank 0
-announces.
+"""Computes the forward passes of a model that is shared among several ranks, on both sides of the group.
 
-A rank process keeps no state but weights and KV pages, and decides nothing. It ends when rank 0 says so, when rank 0 is
-gone, or when a step fails: the group ends with the first member that ends. It knows nothing of requests.
-
-Presents the text half of a model on several ranks to rank 0 as one `LanguageModel`. It knows nothing of requests and
-sampling.
+On rank 0, `ParallelLanguageModel` presents the text half of the model as one `LanguageModel`. In every other rank
+process, `follow` joins the group, loads its share, and computes every step that rank 0 announces. The two stand
+together because both must run the same forward pass with the same inputs, so that the sums after each layer agree. This
+module knows nothing of requests and sampling.
 """
 
 from __future__ import annotations
@@ -34,6 +32,11 @@ from llm_workers.tensor_parallel.process_group import (
 )
 from llm_workers.tensor_parallel.rank_group import Link, LinkClosed, RankGroup, knock
 from modalities.family import LanguageModel
+
+_LOG = logging.getLogger(__name__)
+
+
+# ---------------------------------------------------------------- rank 0
 
 
 class ParallelLanguageModel:
@@ -73,7 +76,7 @@ class ParallelLanguageModel:
         return self._share.logits(hidden)
 
 
-_LOG = logging.getLogger(__name__)
+# ---------------------------------------------------------------- the other ranks
 
 
 class Share(NamedTuple):
@@ -86,7 +89,10 @@ class Share(NamedTuple):
 
 def follow(invitation: Invitation, load: Callable[[], Share]) -> None:
     """Joins the group and computes its steps; returns when the group has ended. `load` is called inside the process
-    group."""
+    group.
+
+    A rank process keeps no state but weights and KV pages, and decides nothing. It ends when rank 0 says so, when rank
+    0 is gone, or when a step fails: the group ends with the first member that ends."""
     link = knock(invitation.host, invitation.door_port, invitation.token, invitation.start_timeout_s)
     try:
         with process_group(invitation):
