@@ -1,7 +1,7 @@
 """The router service takes chat requests, renews the router's leases at members, and keeps its view of the cluster.
 
-It runs in one event loop, without Ray and without HTTP. It makes no decisions itself: intake, planning and the
-requests' runs do.
+It runs in one event loop, without Ray and without HTTP. It makes no decisions itself: `PromptBuilder`, the planner and
+the requests' runs do.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RouterService:
         self,
         member_id: MemberId,
         config: RouterConfig,
-        intake: PromptBuilder,
+        prompt_builder: PromptBuilder,
         plane: Plane,
         pools: Pools,
         clock: Clock,
@@ -73,7 +73,7 @@ class RouterService:
         self.admission = Admission(config.max_in_flight, config.max_bodies_bytes, config.retry_after_s)
         shape = intake.family.shape
         self._codec = intake.codec
-        self._intake = intake
+        self._prompt_builder = intake
         self._runs: dict[RequestId, RequestRun] = {}
         self._heartbeats: asyncio.Task[None] | None = None
         self._context = RouterContext(
@@ -95,7 +95,7 @@ class RouterService:
 
     async def start(self) -> None:
         """Starts to receive messages and to renew the router's leases at members."""
-        await self._intake.start()
+        await self._prompt_builder.start()
         self._context.plane.start(self._handle)
         self._heartbeats = self._context.tasks.spawn(self._beat(), "router heartbeats")
 
@@ -117,7 +117,7 @@ class RouterService:
         for run in list(self._runs.values()):
             run.cancel()
         await self._context.tasks.cancel_all(STOP_TIMEOUT_S)
-        await self._intake.close()
+        await self._prompt_builder.close()
 
     def check_health(self) -> None:
         """Raises WeftError if the router can serve no more because its heartbeat has ended or its message plane has
@@ -148,7 +148,7 @@ class RouterService:
         encoder for each served modality. A router that drains is not ready."""
         encoders = self._context.of_kind("encoder")
         served = {modality for each in encoders for modality in each.modalities}
-        missing = sorted(set(self._intake.max_items) - served)
+        missing = sorted(set(self._prompt_builder.max_items) - served)
         num_workers = len(self._context.of_kind("worker"))
         is_draining = self.admission.is_closed
         is_ready = num_workers > 0 and not missing and not is_draining
@@ -185,7 +185,7 @@ class RouterService:
 
     async def parse(self, body: bytes) -> ChatRequest:
         """Parses a request's JSON. Raises InvalidRequest."""
-        return await self._intake.parse(body)
+        return await self._prompt_builder.parse(body)
 
     async def open(self, chat: ChatRequest, ticket: Ticket | None = None, label: str | None = None) -> RequestStream:
         """Starts a request. Raises Overloaded, Draining, or a RequestRefused; Busy or Unavailable if a medium can't be
@@ -198,8 +198,8 @@ class RouterService:
         admitted_at_s = self._context.clock.now()
         trace = self._trace(ticket.request_id, chat, label)
         try:
-            draft = await self._intake.read(chat)
-            prompt = await self._intake.plan(draft)
+            draft = await self._prompt_builder.read(chat)
+            prompt = await self._prompt_builder.plan(draft)
         except (Exception, asyncio.CancelledError) as error:
             # This is the top of a request that has no task yet; the HTTP server's loop logs what is not a WeftError.
             self._refused(trace, error)
@@ -213,7 +213,7 @@ class RouterService:
     def _launch(
         self, draft: Draft, prompt: Prompt, trace: RequestTrace, admitted_at_s: float, own: Ticket | None
     ) -> RequestStream:
-        request_id, intake = trace.request_id, self._intake
+        request_id, intake = trace.request_id, self._prompt_builder
         choices = [
             ChoiceOutput(IncrementalDetokenizer(self._codec), prompt.stop_strings, prompt.ending_token_ids)
             for _ in range(prompt.num_choices)

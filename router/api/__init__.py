@@ -1,5 +1,9 @@
-"""Holds OpenAI's HTTP formats: it reads requests, and writes responses, chunks and errors. It knows nothing of how
-requests are served.
+"""Holds OpenAI's HTTP formats, so that the rest of the router works on values of its own.
+
+`chat_request` reads and checks a request, `chat_response` writes answers and their chunks, and `http_errors` gives each
+error its status and its envelope. `router.prompt` makes prompts from what `parse_chat` and `parts_of` return,
+`router.run` collects a `Usage` and log-probabilities, and `router.edge` sends what `completion`, `ChunkWriter` and
+`http_error` write. The folder knows nothing of HTTP connections, or of how requests are served.
 """
 
 from router.api.chat_request import (

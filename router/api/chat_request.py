@@ -1,32 +1,14 @@
-"""Checks the limits of a chat request that cost nothing to check: names, counts, lengths. It knows nothing of media or
-tokens.
+"""Defines the chat completions request as OpenAI's clients send it, and reads and checks it. All parameters that Weft
+knows stand here: `ChatRequest` has those that it honours, and `PARAM_TO_NEUTRAL` those that it refuses.
 
-Counts how many values a JSON body holds before the body is parsed, because a parser makes an object of each value.
+`parse_chat` turns a body into a `ChatRequest`. Before it parses, `check_shape` counts the body's values; afterwards,
+`refuse_unsupported` refuses parameters that change the output and that Weft can't honour yet, and `check_media_kwargs`
+refuses options that contradict each other. Unknown fields are tolerated and listed (`ChatRequest.ignored_fields`).
+`parts_of` reads the content of a message, `video_options` applies the request's sampling of videos to the deployment's
+defaults, and `check_limits` and `check_context` check the limits that cost nothing to check: names, counts, lengths.
 
-Two bytes of a body (`0,` or `{}`) may become a hundred bytes of memory, and a microsecond with the interpreter's lock
-held, during which no other request is served. Media are long strings and cost little; only values count. The module is
-pure, and knows nothing of what the values mean.
-
-Refuses parameters that change the output and that Weft can't honour yet, unless their value asks for what happens
-anyway.
-
-To honour one, remove its row and add the field to `ChatRequest`. The module knows nothing of the parameters that are
-honoured.
-
-Reads `mm_processor_kwargs`, with which a request says how its media are sampled. The names are those of transformers
-and vLLM.
-
-It checks shape and range. The intake knows the deployment's defaults and what a medium becomes.
-
-Defines the chat completions request as OpenAI's clients send it, and checks its shape and the parameters that Weft
-can't honour.
-
-Unknown fields are tolerated and listed (`ignored_fields`). The intake checks an operator's limits, the model's name and
-the media.
-
-Reads the content of a message: text and media parts, each with its path in the request (`messages.0.content.1`).
-
-It checks shapes only. The medium's plugin checks what a medium holds, and the intake checks whether the model takes it.
+The module checks shapes, ranges and limits only. It does not know what a medium holds (the medium's plugin checks
+that), whether the model takes it, or how many tokens anything becomes (`router.prompt` finds out).
 """
 
 from __future__ import annotations
@@ -45,183 +27,20 @@ from fabric.contracts import ContextLengthExceeded, InvalidRequest, ModelNotFoun
 from modalities.family import MediaOptions
 from router.router_config import RouterConfig
 
-MAX_JSON_VALUES = 2**16
-"""Limits the values in one body: 4,096 messages of several parts fit, with room to spare. Parsing this many takes some
-20 ms."""
-PIECE_BYTES = 2**20
-"""A body is examined in pieces of this many bytes."""
-_QUOTE, _BACKSLASH = ord('"'), ord("\\")
-_SEPARATORS = b",:[{"
-"""Every JSON value except the first follows one of these bytes."""
-_IS_SEPARATOR: npt.NDArray[np.bool_] = np.isin(np.arange(256), list(_SEPARATORS))
-
-
-def check_shape(body: bytes) -> None:
-    """Raises InvalidRequest if the body has more values than a request may have. It does not check whether the body is
-    JSON at all."""
-    if num_separators(body) <= MAX_JSON_VALUES:  # Nearly every body passes here, with separators in strings counted.
-        return
-    if num_values(body, MAX_JSON_VALUES) > MAX_JSON_VALUES:
-        raise InvalidRequest(f"the body holds more than {MAX_JSON_VALUES} JSON values")
-
-
-def num_separators(body: bytes) -> int:
-    """Counts the separators in the whole body, including those in strings. It stops counting after the limit."""
-    count = 0
-    for begin in range(0, len(body), PIECE_BYTES):
-        count += sum(body.count(separator, begin, begin + PIECE_BYTES) for separator in _SEPARATORS)
-        if count > MAX_JSON_VALUES:
-            break
-    return count
-
-
-def num_values(body: bytes, most: int) -> int:
-    """Returns the number of separators outside of strings (RFC 8259). It stops counting after `most`. If the body is
-    JSON, it has at most one value more than separators; an empty array or object has a separator without a value in
-    it."""
-    count, is_inside, num_trailing = 0, False, 0
-    for begin in range(0, len(body), PIECE_BYTES):
-        piece = np.frombuffer(body, np.uint8, min(PIECE_BYTES, len(body) - begin), begin)
-        # A quote belongs to the text of a string if an odd number of backslashes stands before it.
-        before = -1 - num_trailing
-        others = np.where(piece == _BACKSLASH, before, np.arange(len(piece)))
-        last_other = np.concatenate([[before], np.maximum.accumulate(others)])
-        quotes = np.flatnonzero(piece == _QUOTE)
-        quotes = quotes[(quotes - 1 - last_other[quotes]) % 2 == 0]
-        separators = np.flatnonzero(_IS_SEPARATOR[piece])
-        num_quotes_before = np.searchsorted(quotes, separators) + is_inside
-        count += int(np.count_nonzero(num_quotes_before % 2 == 0))
-        is_inside = bool((len(quotes) + is_inside) % 2)
-        num_trailing = len(piece) - 1 - int(last_other[-1])
-        if count > most:
-            break
-    return count
-
-
-Neutral = Callable[[object], bool]
-
-
-def _is_empty(value: object) -> bool:
-    return value is None or value is False or value == [] or value == {} or value == ""
-
-
-def _equals(*neutral: object) -> Neutral:
-    def is_neutral(value: object) -> bool:
-        return value is None or any(type(value) is not bool and value == each for each in neutral)
-
-    return is_neutral
-
-
-def _is(neutral: bool) -> Neutral:
-    def is_neutral(value: object) -> bool:
-        return value is None or value is neutral
-
-    return is_neutral
-
-
-def _is_text_only(value: object) -> bool:
-    return value is None or value == ["text"]
-
-
-PARAM_TO_NEUTRAL: dict[str, Neutral] = {
-    # These parameters are OpenAI's.
-    "tools": _is_empty,
-    "tool_choice": _equals("none", "auto"),
-    "functions": _is_empty,
-    "function_call": _equals("none", "auto"),
-    "modalities": _is_text_only,
-    "audio": _is_empty,
-    "prediction": _is_empty,
-    "reasoning_effort": _equals("none"),
-    "verbosity": _equals("medium"),
-    "web_search_options": _is_empty,
-    # These parameters are vLLM's.
-    "length_penalty": _equals(1),
-    "best_of": _equals(1),
-    "use_beam_search": _is(False),
-    "bad_words": _is_empty,
-    "allowed_token_ids": _is_empty,
-    "prompt_logprobs": _is_empty,
-    "echo": _is(False),
-    "add_generation_prompt": _is(True),
-    "continue_final_message": _is(False),
-    "add_special_tokens": _is(False),
-    "skip_special_tokens": _is(True),
-    "include_stop_str_in_output": _is(False),
-    "truncate_prompt_tokens": _is_empty,
-    "documents": _is_empty,
-    "chat_template": _is_empty,
-    "chat_template_kwargs": _is_empty,
-    "media_io_kwargs": _is_empty,
-    "logits_processors": _is_empty,
-    "guided_grammar": _is_empty,
-}
-
-
-def refuse_unsupported(extra: Mapping[str, object]) -> None:
-    """Raises InvalidRequest naming the first unsupported field. `extra` holds the fields beyond those of
-    `ChatRequest`."""
-    for name, value in extra.items():
-        is_neutral = PARAM_TO_NEUTRAL.get(name)
-        if is_neutral is not None and not is_neutral(value):
-            raise InvalidRequest(f"{name} is not supported by this server", param=name)
-
-
-Sampling = Literal["fps", "uniform", "keyframe"]
-MAX_FRAMES = 16_384
-"""Limits the work per item; the token budget thins frames out long before this limit."""
-
-
-class MediaKwargs(BaseModel):
-    """Holds the options for all videos of a request. Unknown keys are refused, not ignored, because honouring them
-    would change the answer."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    fps: float | None = Field(None, gt=0, le=240)
-    num_frames: int | None = Field(None, ge=1, le=MAX_FRAMES)
-    """This is the number of frames, evenly spread over the video. There are fewer if the video or the model's own limit
-    has fewer, or if the budget is spent; the number is a multiple of what the model looks at together."""
-    max_frames: int | None = Field(None, ge=1, le=MAX_FRAMES)
-    sampling: Sampling | None = None
-    use_audio_in_video: bool | None = None
-    """Says whether the model gets the sound tracks of videos; by default it does if it can process sound."""
-
-
-def check_media_kwargs(kwargs: MediaKwargs) -> None:
-    """Raises InvalidRequest for two options that contradict each other."""
-    path = "mm_processor_kwargs"
-    if kwargs.num_frames is not None and kwargs.fps is not None:
-        raise InvalidRequest(f"{path}: num_frames and fps exclude each other", param=f"{path}.num_frames")
-    if kwargs.num_frames is not None and kwargs.max_frames is not None:
-        raise InvalidRequest(f"{path}: num_frames and max_frames exclude each other", param=f"{path}.num_frames")
-    if kwargs.fps is not None and kwargs.sampling not in (None, "fps"):
-        raise InvalidRequest(f"{path}: fps has no part in {kwargs.sampling} sampling", param=f"{path}.fps")
-
-
-def video_options(defaults: MediaOptions, kwargs: MediaKwargs | None) -> MediaOptions:
-    """Returns the deployment's defaults, changed by the request's options. A number of frames implies evenly spread
-    frames, and a rate implies sampling at that rate, unless the request names the sampling itself."""
-    if kwargs is None:
-        return defaults
-    implied = "uniform" if kwargs.num_frames is not None else "fps" if kwargs.fps is not None else defaults.sampling
-    return dataclasses.replace(
-        defaults,
-        sampling=kwargs.sampling or implied,
-        fps=defaults.fps if kwargs.fps is None else kwargs.fps,
-        max_frames=kwargs.num_frames or kwargs.max_frames or defaults.max_frames,
-    )
-
+# ------------------------------------------------------------ the request
 
 INT64_MAX = 2**63 - 1
 MAX_BIASED_TOKENS = 1024
 """Limits the work per step; OpenAI takes 300."""
 MAX_LISTED_FIELDS = 64
+MAX_FRAMES = 16_384
+"""Limits the work per item; the token budget thins frames out long before this limit."""
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+Sampling = Literal["fps", "uniform", "keyframe"]
 
 
 class ChatMessage(BaseModel):
-    """A `ChatMessage` is one message of the request. `api.content` reads `content` and names the offending part."""
+    """A `ChatMessage` is one message of the request. `parts_of` reads `content` and names the offending part."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -235,6 +54,22 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     include_usage: bool = False
+
+
+class MediaKwargs(BaseModel):
+    """Holds the options for all videos of a request (`mm_processor_kwargs`), under the names of transformers and vLLM.
+    Unknown keys are refused, not ignored, because honouring them would change the answer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    fps: float | None = Field(None, gt=0, le=240)
+    num_frames: int | None = Field(None, ge=1, le=MAX_FRAMES)
+    """This is the number of frames, evenly spread over the video. There are fewer if the video or the model's own limit
+    has fewer, or if the budget is spent; the number is a multiple of what the model looks at together."""
+    max_frames: int | None = Field(None, ge=1, le=MAX_FRAMES)
+    sampling: Sampling | None = None
+    use_audio_in_video: bool | None = None
+    """Says whether the model gets the sound tracks of videos; by default it does if it can process sound."""
 
 
 class ChatRequest(BaseModel):
@@ -356,6 +191,8 @@ def _quoted(step: int | str) -> str:
     return repr(step[:64])
 
 
+# ------------------------------------------------------------ the content of a message
+
 PART_TYPE_TO_MODALITY = {
     "image_url": "image",
     "input_audio": "audio",
@@ -365,16 +202,12 @@ PART_TYPE_TO_MODALITY = {
 }
 """Maps the part types that OpenAI and its users know to modalities. A type without a plugin is an unsupported modality,
 not an unknown part."""
-
-
 MAX_UUID_LENGTH = 256
+Detail = Literal["auto", "low", "high"]
 
 
 class TextPart(NamedTuple):
     text: str
-
-
-Detail = Literal["auto", "low", "high"]
 
 
 class MediaPart(NamedTuple):
@@ -388,13 +221,14 @@ class MediaPart(NamedTuple):
 Part = TextPart | MediaPart
 
 
-def _is_none(part_type: str) -> bool:
+def _never_media(part_type: str) -> bool:
     return False
 
 
-def parts_of(message: ChatMessage, index: int, is_media: Callable[[str], bool] = _is_none) -> str | list[Part]:
-    """Returns the content of the message with index `index`. `is_media` tells whether a part type beyond the common
-    ones has a parser. Raises InvalidRequest."""
+def parts_of(message: ChatMessage, index: int, is_media: Callable[[str], bool] = _never_media) -> str | list[Part]:
+    """Returns the content of the message with index `index`: its text, or its parts, each medium with its path in the
+    request (`messages.0.content.1`). `is_media` tells whether a part type beyond the common ones has a parser. Raises
+    InvalidRequest."""
     path = f"messages.{index}"
     if (message.model_extra or {}).get("tool_calls"):
         raise InvalidRequest("tool calls are not supported by this server", param=f"{path}.tool_calls")
@@ -458,6 +292,37 @@ def _check_uuid(part: Mapping[str, object], kind: str, param: str) -> None:
         raise InvalidRequest("a uuid can't stand in for a medium: its content must be sent", param=param)
 
 
+# ------------------------------------------------------------ how media are sampled
+
+
+def check_media_kwargs(kwargs: MediaKwargs) -> None:
+    """Raises InvalidRequest for two options that contradict each other."""
+    path = "mm_processor_kwargs"
+    if kwargs.num_frames is not None and kwargs.fps is not None:
+        raise InvalidRequest(f"{path}: num_frames and fps exclude each other", param=f"{path}.num_frames")
+    if kwargs.num_frames is not None and kwargs.max_frames is not None:
+        raise InvalidRequest(f"{path}: num_frames and max_frames exclude each other", param=f"{path}.num_frames")
+    if kwargs.fps is not None and kwargs.sampling not in (None, "fps"):
+        raise InvalidRequest(f"{path}: fps has no part in {kwargs.sampling} sampling", param=f"{path}.fps")
+
+
+def video_options(defaults: MediaOptions, kwargs: MediaKwargs | None) -> MediaOptions:
+    """Returns the deployment's defaults, changed by the request's options. A number of frames implies evenly spread
+    frames, and a rate implies sampling at that rate, unless the request names the sampling itself."""
+    if kwargs is None:
+        return defaults
+    implied = "uniform" if kwargs.num_frames is not None else "fps" if kwargs.fps is not None else defaults.sampling
+    return dataclasses.replace(
+        defaults,
+        sampling=kwargs.sampling or implied,
+        fps=defaults.fps if kwargs.fps is None else kwargs.fps,
+        max_frames=kwargs.num_frames or kwargs.max_frames or defaults.max_frames,
+    )
+
+
+# ------------------------------------------------------------ limits
+
+
 def check_limits(chat: ChatRequest, config: RouterConfig, vocab_size: int) -> None:
     """Raises ModelNotFound or InvalidRequest if the request exceeds a limit; `param` names the field."""
     if chat.model != config.model_name:
@@ -498,3 +363,135 @@ def check_context(num_prompt_tokens: int, chat: ChatRequest, max_model_len: int)
             f"({num_prompt_tokens} in the prompt, {wanted} to generate)",
             param="max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens",
         )
+
+
+# ------------------------------------------------------------ the size of a body
+
+MAX_JSON_VALUES = 2**16
+"""Limits the values in one body: 4,096 messages of several parts fit, with room to spare. Parsing this many takes some
+20 ms."""
+PIECE_BYTES = 2**20
+"""A body is examined in pieces of this many bytes."""
+_QUOTE, _BACKSLASH = ord('"'), ord("\\")
+_SEPARATORS = b",:[{"
+"""Every JSON value except the first follows one of these bytes."""
+_IS_SEPARATOR: npt.NDArray[np.bool_] = np.isin(np.arange(256), list(_SEPARATORS))
+
+
+def check_shape(body: bytes) -> None:
+    """Raises InvalidRequest if the body has more values than a request may have. It does not check whether the body is
+    JSON at all, nor what the values mean.
+
+    The values are counted before the body is parsed, because a parser makes an object of each value. Two bytes of a
+    body (`0,` or `{}`) may become a hundred bytes of memory, and a microsecond with the interpreter's lock held, during
+    which no other request is served. Media are long strings and cost little; only values count."""
+    if num_separators(body) <= MAX_JSON_VALUES:  # Nearly every body passes here, with separators in strings counted.
+        return
+    if num_values(body, MAX_JSON_VALUES) > MAX_JSON_VALUES:
+        raise InvalidRequest(f"the body holds more than {MAX_JSON_VALUES} JSON values")
+
+
+def num_separators(body: bytes) -> int:
+    """Counts the separators in the whole body, including those in strings. It stops counting after the limit."""
+    count = 0
+    for begin in range(0, len(body), PIECE_BYTES):
+        count += sum(body.count(separator, begin, begin + PIECE_BYTES) for separator in _SEPARATORS)
+        if count > MAX_JSON_VALUES:
+            break
+    return count
+
+
+def num_values(body: bytes, most: int) -> int:
+    """Returns the number of separators outside of strings (RFC 8259). It stops counting after `most`. If the body is
+    JSON, it has at most one value more than separators; an empty array or object has a separator without a value in
+    it."""
+    count, is_inside, num_trailing = 0, False, 0
+    for begin in range(0, len(body), PIECE_BYTES):
+        piece = np.frombuffer(body, np.uint8, min(PIECE_BYTES, len(body) - begin), begin)
+        # A quote belongs to the text of a string if an odd number of backslashes stands before it.
+        before = -1 - num_trailing
+        others = np.where(piece == _BACKSLASH, before, np.arange(len(piece)))
+        last_other = np.concatenate([[before], np.maximum.accumulate(others)])
+        quotes = np.flatnonzero(piece == _QUOTE)
+        quotes = quotes[(quotes - 1 - last_other[quotes]) % 2 == 0]
+        separators = np.flatnonzero(_IS_SEPARATOR[piece])
+        num_quotes_before = np.searchsorted(quotes, separators) + is_inside
+        count += int(np.count_nonzero(num_quotes_before % 2 == 0))
+        is_inside = bool((len(quotes) + is_inside) % 2)
+        num_trailing = len(piece) - 1 - int(last_other[-1])
+        if count > most:
+            break
+    return count
+
+
+# ------------------------------------------------------------ parameters that are not supported
+
+Neutral = Callable[[object], bool]
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or value is False or value == [] or value == {} or value == ""
+
+
+def _equals(*neutral: object) -> Neutral:
+    def is_neutral(value: object) -> bool:
+        return value is None or any(type(value) is not bool and value == each for each in neutral)
+
+    return is_neutral
+
+
+def _is(neutral: bool) -> Neutral:
+    def is_neutral(value: object) -> bool:
+        return value is None or value is neutral
+
+    return is_neutral
+
+
+def _is_text_only(value: object) -> bool:
+    return value is None or value == ["text"]
+
+
+PARAM_TO_NEUTRAL: dict[str, Neutral] = {
+    # These parameters are OpenAI's.
+    "tools": _is_empty,
+    "tool_choice": _equals("none", "auto"),
+    "functions": _is_empty,
+    "function_call": _equals("none", "auto"),
+    "modalities": _is_text_only,
+    "audio": _is_empty,
+    "prediction": _is_empty,
+    "reasoning_effort": _equals("none"),
+    "verbosity": _equals("medium"),
+    "web_search_options": _is_empty,
+    # These parameters are vLLM's.
+    "length_penalty": _equals(1),
+    "best_of": _equals(1),
+    "use_beam_search": _is(False),
+    "bad_words": _is_empty,
+    "allowed_token_ids": _is_empty,
+    "prompt_logprobs": _is_empty,
+    "echo": _is(False),
+    "add_generation_prompt": _is(True),
+    "continue_final_message": _is(False),
+    "add_special_tokens": _is(False),
+    "skip_special_tokens": _is(True),
+    "include_stop_str_in_output": _is(False),
+    "truncate_prompt_tokens": _is_empty,
+    "documents": _is_empty,
+    "chat_template": _is_empty,
+    "chat_template_kwargs": _is_empty,
+    "media_io_kwargs": _is_empty,
+    "logits_processors": _is_empty,
+    "guided_grammar": _is_empty,
+}
+"""Maps each parameter that is not supported to a test for the values that ask for what happens anyway; other values are
+refused. To honour a parameter, remove its row here and add the field to `ChatRequest`."""
+
+
+def refuse_unsupported(extra: Mapping[str, object]) -> None:
+    """Raises InvalidRequest naming the first unsupported field. `extra` holds the fields beyond those of
+    `ChatRequest`."""
+    for name, value in extra.items():
+        is_neutral = PARAM_TO_NEUTRAL.get(name)
+        if is_neutral is not None and not is_neutral(value):
+            raise InvalidRequest(f"{name} is not supported by this server", param=name)

@@ -1,10 +1,9 @@
-"""Formats log-probabilities as OpenAI does: the token's text, its bytes, and the most probable tokens at its position.
+"""Builds the answers of the API as JSON in OpenAI's shapes: whole completions, the chunks of a streamed one, their
+log-probabilities, and the model list. A whole answer (`completion`) and a streamed one (`ChunkWriter`) stand together
+because they consist of the same pieces: `Head`, `Usage`, the details of a choice, and the media that were degraded.
 
-There is one entry per token that counts, including the one that ended the choice (as in vLLM). The module knows nothing
-of requests.
-
-Builds chat completions, their chunks and the model list as JSON in OpenAI's shapes. It decides nothing, and knows
-nothing of how an answer is made.
+The module decides nothing, and knows nothing of requests or of how an answer is made. Errors have the shape that
+`router.api.http_errors` gives them.
 """
 
 from __future__ import annotations
@@ -18,10 +17,17 @@ from fabric.contracts import TokenLogprobs, WeftError
 from router.api.http_errors import error_object
 
 DONE = b"data: [DONE]\n\n"
-
-
 Degraded = Sequence[Mapping[str, object]]
 """Holds one object per medium that was reduced or removed."""
+
+
+class Head(NamedTuple):
+    """Holds what every object of one answer repeats."""
+
+    completion_id: str
+    created: int
+    """This is the Unix time in seconds."""
+    model: str
 
 
 class Usage(NamedTuple):
@@ -56,15 +62,6 @@ class ChoiceText(NamedTuple):
     finish_reason: str
     details: dict[str, object] | None = None
     """Holds further fields that the client asked for: `token_ids`, `logprobs`."""
-
-
-class Head(NamedTuple):
-    """Holds what every object of one answer repeats."""
-
-    completion_id: str
-    created: int
-    """This is the Unix time in seconds."""
-    model: str
 
 
 def completion(
@@ -136,6 +133,10 @@ def model_object(name: str, created: int, max_model_len: int) -> dict[str, objec
     return {"id": name, "object": "model", "created": created, "owned_by": "weft", "max_model_len": max_model_len}
 
 
+def _object(head: Head, kind: str) -> dict[str, object]:
+    return {"id": head.completion_id, "object": kind, "created": head.created, "model": head.model}
+
+
 def _ids(prompt_token_ids: Sequence[int] | None) -> dict[str, object]:
     return {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
 
@@ -145,17 +146,14 @@ def _weft(degraded: Degraded) -> dict[str, object]:
     return {"weft": {"degraded": list(degraded)}} if degraded else {}
 
 
-def _object(head: Head, kind: str) -> dict[str, object]:
-    return {"id": head.completion_id, "object": kind, "created": head.created, "model": head.model}
-
-
 def _event(payload: dict[str, object]) -> bytes:
     return b"data: " + msgspec.json.encode(payload) + b"\n\n"
 
 
+# ------------------------------------------------------------ log-probabilities
+
 LEAST = -9999.0
 """This number replaces minus infinity, which JSON does not have (it is OpenAI's own number)."""
-
 TokenBytes = Callable[[int], bytes]
 """A `TokenBytes` function returns the bytes of a token; for a control token it returns the bytes of the name."""
 
@@ -166,18 +164,20 @@ class ScoredToken(NamedTuple):
 
 
 def logprobs_object(tokens: Sequence[ScoredToken], bytes_of: TokenBytes) -> dict[str, object]:
-    """Returns the `logprobs` object of a choice, or of a chunk of it."""
+    """Returns the `logprobs` object of a choice, or of a chunk of it: for each token its text, its bytes, and the most
+    probable tokens at its position. There is one entry per token that counts, including the one that ended the choice
+    (as in vLLM)."""
     return {
         "content": [
-            _entry(token_id, logprobs.logprob, bytes_of)
-            | {"top_logprobs": [_entry(top_id, logprob, bytes_of) for top_id, logprob in logprobs.top]}
+            _token_entry(token_id, logprobs.logprob, bytes_of)
+            | {"top_logprobs": [_token_entry(top_id, logprob, bytes_of) for top_id, logprob in logprobs.top]}
             for token_id, logprobs in tokens
         ],
         "refusal": None,
     }
 
 
-def _entry(token_id: int, logprob: float, bytes_of: TokenBytes) -> dict[str, object]:
+def _token_entry(token_id: int, logprob: float, bytes_of: TokenBytes) -> dict[str, object]:
     """Returns the entry of one token. A token that is a part of a character has no readable text; its bytes then
     identify it."""
     data = bytes_of(token_id)

@@ -1,11 +1,10 @@
-"""Puts the router service behind HTTP: routes, headers, and OpenAI's formats. It makes no decisions.
+"""Puts the router service behind HTTP: `create_app` connects routes to the handlers of `HttpEdge`, which answer in
+OpenAI's formats, whole or as an `EventStream`. A whole answer and a streamed one stand together because they differ
+only after the service has opened the request: up to there, both share the ticket, the watch on the client, the headers
+and the refusals.
 
 The headers of a streamed answer wait for the first token or failure, so that an earlier failure gets its true status.
-
-Sends a streamed answer as server-sent events: role, content, finish, usage if the client asked for it, `[DONE]`.
-
-A slow reader delays only its own stream: while the socket is full, nothing is taken from the request's buffer. The
-module knows nothing of workers or attempts.
+The module makes no decisions, and knows nothing of workers or attempts.
 """
 
 from __future__ import annotations
@@ -45,94 +44,50 @@ from router.edge.connection import (
 from router.run import RequestStream, Ticket, TokenDetails
 from router.service import RouterService
 
-HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
-"""The header `x-accel-buffering` keeps proxies (nginx) from collecting the stream."""
-
-
-class EventStream(Response):
-    """Owns the request's stream, its ticket and the client watch. It closes all of them when the response ends, however
-    it ends."""
-
-    def __init__(
-        self,
-        stream: RequestStream,
-        writer: ChunkWriter,
-        details: TokenDetails,
-        headers: dict[str, str],
-        watch: ClientWatch,
-        ticket: Ticket,
-        write_timeout_s: float,
-    ) -> None:
-        super().__init__(headers=None)
-        self._stream = stream
-        self._writer = writer
-        self._details = details
-        self._sent_headers = HEADERS | headers
-        self._watch = watch
-        self._ticket = ticket
-        self._write_timeout_s = write_timeout_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            failure = await self._watch.race(self._write_all(send))
-        except (Aborted, OSError):
-            note_failure(scope, Aborted("the client left"))
-        else:
-            if failure is None:
-                note_answer(scope, self._stream)
-            else:
-                note_failure(scope, failure)
-        finally:
-            self._stream.close()
-            self._watch.close()
-            self._ticket.release()
-
-    async def _write_all(self, send: Send) -> WeftError | None:
-        """Writes the whole answer. Returns the error that ended the stream early, after sending it to the client, or
-        None."""
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._sent_headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
-        writer, details = self._writer, self._details
-        choices = range(len(self._stream.choices))
-        await self._write(send, b"".join(writer.role(choice, details.prompt_token_ids) for choice in choices))
-        degraded = [step.to_json() for step in self._stream.degraded]
-        try:
-            async for deltas in self._stream:
-                events: list[bytes] = []
-                for delta in deltas:
-                    if delta.text:
-                        events.append(writer.text(delta.choice, delta.text, details.fresh(delta.choice)))
-                    if delta.finish_reason is not None:
-                        fresh = details.fresh(delta.choice)
-                        events.append(writer.finish(delta.choice, delta.finish_reason, fresh, degraded))
-                await self._write(send, b"".join(events))
-        except WeftError as error:
-            await self._write(send, error_event(error), is_last=True)
-            return error
-        assert self._stream.usage is not None
-        usage = writer.usage(self._stream.usage, degraded) if writer.has_usage_chunk else b""
-        await self._write(send, usage + DONE, is_last=True)
-        return None
-
-    async def _write(self, send: Send, data: bytes, is_last: bool = False) -> None:
-        """Sends `data`, and waits while the socket is full. Raises Aborted if the client takes nothing for too long."""
-        if not data and not is_last:
-            return
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await send({"type": "http.response.body", "body": data, "more_body": not is_last})
-        except TimeoutError:
-            raise Aborted("the client reads nothing") from None
-
-
 CLIENT_LABEL = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
 """Matches a client's `x-request-id` that may be echoed: it has no spaces and no control characters."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ROUTE_CODES = {404: "not_found", 405: "method_not_allowed"}
+
+
+def create_app(service: RouterService) -> FastAPI:
+    """Returns the ASGI app of one router. It starts nothing: the owner of the service starts and stops it."""
+    edge = HttpEdge(service)
+    app = FastAPI(title="Weft", openapi_url=None, docs_url=None, redoc_url=None)
+    routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
+        ("POST", "/v1/chat/completions", edge.chat_completions),
+        ("GET", "/v1/models", edge.models),
+        ("GET", "/v1/models/{model_id:path}", edge.model),
+        ("GET", "/health", edge.live),
+        ("GET", "/health/live", edge.live),
+        ("GET", "/health/ready", edge.ready),
+        ("GET", "/metrics", edge.metrics),
+        ("GET", "/weft/members", edge.members),
+        ("GET", "/weft/requests/{request_id}", edge.trace),
+    ]
+    for method, path, handler in routes:
+        app.add_route(path, handler, methods=[method])
+    app.add_exception_handler(HTTPException, route_error)
+    app.add_exception_handler(Exception, internal_error)
+    app.add_middleware(AccessLog)
+    return app
+
+
+async def route_error(request: Request, error: Exception) -> Response:
+    """Answers unknown paths and methods in OpenAI's error envelope."""
+    assert isinstance(error, HTTPException)
+    code = ROUTE_CODES.get(error.status_code, "invalid_request")
+    message = f"{error.detail}: {request.method} {request.url.path[:256]}"
+    headers = dict(error.headers or {}) | echo(request)
+    body = envelope(message, error.status_code, code)
+    return Response(body, error.status_code, media_type="application/json", headers=headers)
+
+
+async def internal_error(request: Request, error: Exception) -> Response:
+    """Answers for a handler that failed. The server logs the trace; the client gets only the class of the error."""
+    answer = http_error(WeftError(f"internal error ({type(error).__name__})"))
+    headers = answer.headers | echo(request)
+    return Response(answer.body, answer.status, media_type="application/json", headers=headers)
 
 
 class HttpEdge:
@@ -259,46 +214,6 @@ class HttpEdge:
         return answer_json(request, trace.to_json())
 
 
-def create_app(service: RouterService) -> FastAPI:
-    """Returns the ASGI app of one router. It starts nothing: the owner of the service starts and stops it."""
-    edge = HttpEdge(service)
-    app = FastAPI(title="Weft", openapi_url=None, docs_url=None, redoc_url=None)
-    routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
-        ("POST", "/v1/chat/completions", edge.chat_completions),
-        ("GET", "/v1/models", edge.models),
-        ("GET", "/v1/models/{model_id:path}", edge.model),
-        ("GET", "/health", edge.live),
-        ("GET", "/health/live", edge.live),
-        ("GET", "/health/ready", edge.ready),
-        ("GET", "/metrics", edge.metrics),
-        ("GET", "/weft/members", edge.members),
-        ("GET", "/weft/requests/{request_id}", edge.trace),
-    ]
-    for method, path, handler in routes:
-        app.add_route(path, handler, methods=[method])
-    app.add_exception_handler(HTTPException, route_error)
-    app.add_exception_handler(Exception, internal_error)
-    app.add_middleware(AccessLog)
-    return app
-
-
-async def route_error(request: Request, error: Exception) -> Response:
-    """Answers unknown paths and methods in OpenAI's error envelope."""
-    assert isinstance(error, HTTPException)
-    code = ROUTE_CODES.get(error.status_code, "invalid_request")
-    message = f"{error.detail}: {request.method} {request.url.path[:256]}"
-    headers = dict(error.headers or {}) | echo(request)
-    body = envelope(message, error.status_code, code)
-    return Response(body, error.status_code, media_type="application/json", headers=headers)
-
-
-async def internal_error(request: Request, error: Exception) -> Response:
-    """Answers for a handler that failed. The server logs the trace; the client gets only the class of the error."""
-    answer = http_error(WeftError(f"internal error ({type(error).__name__})"))
-    headers = answer.headers | echo(request)
-    return Response(answer.body, answer.status, media_type="application/json", headers=headers)
-
-
 async def collect(stream: RequestStream, head: Head, details: TokenDetails) -> bytes:
     """Returns a whole answer as JSON, with the details that the client asked for. Raises the error that ended the
     request."""
@@ -334,3 +249,92 @@ def answer_json(request: Request, content: object, status: int = 200) -> Respons
 
 def elapsed_ms(since_s: float) -> str:
     return str(max(0, round((asyncio.get_running_loop().time() - since_s) * 1000)))
+
+
+# ------------------------------------------------------------ a streamed answer
+
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+"""The header `x-accel-buffering` keeps proxies (nginx) from collecting the stream."""
+
+
+class EventStream(Response):
+    """Sends a streamed answer as server-sent events: role, content, finish, usage if the client asked for it, `[DONE]`.
+    A slow reader delays only its own stream: while the socket is full, nothing is taken from the request's buffer.
+
+    It owns the request's stream, its ticket and the client watch, and closes all of them when the response ends,
+    however it ends."""
+
+    def __init__(
+        self,
+        stream: RequestStream,
+        writer: ChunkWriter,
+        details: TokenDetails,
+        headers: dict[str, str],
+        watch: ClientWatch,
+        ticket: Ticket,
+        write_timeout_s: float,
+    ) -> None:
+        super().__init__(headers=None)
+        self._stream = stream
+        self._writer = writer
+        self._details = details
+        self._sent_headers = HEADERS | headers
+        self._watch = watch
+        self._ticket = ticket
+        self._write_timeout_s = write_timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            failure = await self._watch.race(self._write_all(send))
+        except (Aborted, OSError):
+            note_failure(scope, Aborted("the client left"))
+        else:
+            if failure is None:
+                note_answer(scope, self._stream)
+            else:
+                note_failure(scope, failure)
+        finally:
+            self._stream.close()
+            self._watch.close()
+            self._ticket.release()
+
+    async def _write_all(self, send: Send) -> WeftError | None:
+        """Writes the whole answer. Returns the error that ended the stream early, after sending it to the client, or
+        None."""
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._sent_headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        writer, details = self._writer, self._details
+        choices = range(len(self._stream.choices))
+        await self._write(send, b"".join(writer.role(choice, details.prompt_token_ids) for choice in choices))
+        degraded = [step.to_json() for step in self._stream.degraded]
+        try:
+            async for deltas in self._stream:
+                events: list[bytes] = []
+                for delta in deltas:
+                    if delta.text:
+                        events.append(writer.text(delta.choice, delta.text, details.fresh(delta.choice)))
+                    if delta.finish_reason is not None:
+                        fresh = details.fresh(delta.choice)
+                        events.append(writer.finish(delta.choice, delta.finish_reason, fresh, degraded))
+                await self._write(send, b"".join(events))
+        except WeftError as error:
+            await self._write(send, error_event(error), is_last=True)
+            return error
+        assert self._stream.usage is not None
+        usage = writer.usage(self._stream.usage, degraded) if writer.has_usage_chunk else b""
+        await self._write(send, usage + DONE, is_last=True)
+        return None
+
+    async def _write(self, send: Send, data: bytes, is_last: bool = False) -> None:
+        """Sends `data`, and waits while the socket is full. Raises Aborted if the client takes nothing for too long."""
+        if not data and not is_last:
+            return
+        try:
+            async with asyncio.timeout(self._write_timeout_s):
+                await send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        except TimeoutError:
+            raise Aborted("the client reads nothing") from None

@@ -1,12 +1,10 @@
-"""Writes the router's log about requests: one line for each HTTP exchange, and one for each failure by its kind.
+"""Handles the client's end of one HTTP exchange, with ASGI only. `read_body` reads the body up to a limit,
+`LingeringResponse` refuses a body that is still arriving, and `ClientWatch` notices when the client leaves. `AccessLog`
+counts what is sent and writes the router's log about requests: one line for each exchange, and one for each failure by
+its kind (`note_failure`).
 
-Lines carry ids, counts and times. No line holds a body, a header or a query string, because prompts, media and keys
-travel in them. The module knows nothing of planning, workers or encoders.
-
-Handles the client's end of one HTTP exchange: it reads the body up to a limit, and watches whether the client is
-still there.
-
-It uses ASGI only, and knows nothing of the meaning of requests.
+Each of these wraps ASGI's `receive` or `send`, or leaves facts in its scope. The module knows nothing of the meaning of
+requests, or of planning, workers and encoders.
 """
 
 from __future__ import annotations
@@ -34,6 +32,10 @@ from router.api import status_of
 from router.run import RequestStream
 
 T = TypeVar("T")
+
+
+# ------------------------------------------------------------ the client's end
+
 MAX_LENGTH_DIGITS = 19
 """Limits the digits of a Content-Length; a number with this many digits is larger than any memory."""
 LINGER_S = 10.0
@@ -129,6 +131,8 @@ async def _until_disconnect(receive: Receive) -> None:
         pass
 
 
+# ------------------------------------------------------------ the access log
+
 logger = logging.getLogger("router.access_log")
 _FACTS = "weft.facts"
 MAX_PATH_CHARS = 256
@@ -138,7 +142,10 @@ CLIENT_LEFT_STATUS = 499
 
 
 class AccessLog:
-    """An `AccessLog` is ASGI middleware that logs one line at the end of each exchange, however the exchange ended."""
+    """An `AccessLog` is ASGI middleware that logs one line at the end of each exchange, however the exchange ended.
+
+    Lines carry ids, counts and times. No line holds a body, a header or a query string, because prompts, media and keys
+    travel in them."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

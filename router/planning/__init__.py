@@ -1,5 +1,16 @@
-"""Decides where a request goes, and why. Its decisions are pure functions of frozen views. Only `cluster` has a memory;
-nothing in this package has a clock, a socket or a random source of its own."""
+"""Decides where a request goes, and why. The choice itself is a pure function of frozen views; nothing in this folder
+has a clock, a socket or a random source of its own.
+
+`views` defines what the planner sees and answers, `route_plan` makes the choice, and `predictions` computes the times
+that it compares. Behind the views, `cluster_state` keeps the router's picture of the cluster: `member_state` keeps the
+part of one member, `member_costs` what a member's work costs, and `cost_learning` corrects these costs by results.
+`capacity_queue` orders the requests that no member can serve now. Only these five keep anything from one call to the
+next.
+
+A request's run plans its attempts with `plan_route` and `plan_encoding` and waits in a `CapacityQueue`; the router
+service passes the members' messages to `ClusterState`, whose accuracy the metrics export. The folder knows nothing of
+HTTP, of the contents of requests, or of the calls to members.
+"""
 
 from router.planning.capacity_queue import CapacityNeed, CapacityQueue, Supply, Waiter
 from router.planning.cluster_state import ClusterState, PlannerSettings

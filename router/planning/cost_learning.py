@@ -1,13 +1,11 @@
-"""Learns costs, per member and per link class, from the timings that each response carries.
+"""Learns costs, per member and per link class, from the timings that each response carries, and records how accurate
+the predictions were. `Learning` does both with the same numbers: it compares a timing with what was predicted
+(`Accuracy`), and corrects the cost behind the prediction. A planner that cannot predict is not trusted, so its error is
+a metric.
 
-A new member, of which nothing is known, costs what its kind costs in common (`ageing`), so that a default that fits no
-member neither keeps requests away from a new replica nor floods it. This module also records the accuracy of
-predictions. It knows nothing of queues or of the choice between members.
-
-Compares predicted with actual values, per stage: a planner that cannot predict is not trusted, so its error is a
-metric.
-
-It keeps sums only, so that a scraper can take rates of them. It knows nothing of how a prediction is made.
+A new member, of which nothing is known, costs what its kind costs in common (`member_costs`), so that a default that
+fits no member neither keeps requests away from a new replica nor floods it. The module knows nothing of queues, of the
+choice between members, or of how a prediction is made.
 """
 
 from __future__ import annotations
@@ -29,40 +27,6 @@ from fabric.contracts import (
 from router.planning.member_costs import CostDefaults, EncoderCost, LinearCost
 from router.planning.member_state import EncoderState, WorkerState
 from router.planning.views import EncoderCosts, ItemTerms, Line, LinkClass, RoutePlan, link_class
-
-
-@dataclass(frozen=True, slots=True)
-class StageError:
-    """A `StageError` holds one stage's sums since the start. `actual / predicted` is the bias, and `abs_error / actual`
-    is the relative error. The unit is seconds, except for the stages `prefix_tokens` (tokens) and `cached_items`
-    (items)."""
-
-    num_observations: int = 0
-    predicted: float = 0.0
-    actual: float = 0.0
-    abs_error: float = 0.0
-
-
-class Accuracy:
-    """Keeps a `StageError` for each stage. A worker has the stages `queue`, `prefill`, `held` and `ttft`; an encoder
-    has `encoder_wait`, `prepare` and `encode`. `transfer` is the time on a link. `lower_bound` compares the lower bound
-    with the actual TTFT, which shows how efficiently work overlaps. `prefix_tokens` and `cached_items` compare the hits
-    that the indexes promised with the hits that the members found."""
-
-    def __init__(self) -> None:
-        self._stage_to_error: dict[str, StageError] = {}
-
-    def note(self, stage: str, predicted: float, actual: float) -> None:
-        error = self._stage_to_error.get(stage, StageError())
-        self._stage_to_error[stage] = StageError(
-            error.num_observations + 1,
-            error.predicted + predicted,
-            error.actual + actual,
-            error.abs_error + abs(actual - predicted),
-        )
-
-    def stages(self) -> Mapping[str, StageError]:
-        return dict(self._stage_to_error)
 
 
 class Learning:
@@ -166,3 +130,42 @@ def _pulls(trace: Sequence[TraceEvent]) -> list[tuple[str, float]]:
             elif event.name == "unit_landed" and unit in unit_to_announced_s:
                 pulls.append((unit, event.at_s - unit_to_announced_s.pop(unit)))
     return pulls
+
+
+# ------------------------------------------------------------ the accuracy of predictions
+
+
+class Accuracy:
+    """Keeps a `StageError` for each stage. These are sums only, so that a scraper can take rates of them.
+
+    A worker has the stages `queue`, `prefill`, `held` and `ttft`; an encoder has `encoder_wait`, `prepare` and
+    `encode`. `transfer` is the time on a link. `lower_bound` compares the lower bound with the actual TTFT, which shows
+    how efficiently work overlaps. `prefix_tokens` and `cached_items` compare the hits that the indexes promised with
+    the hits that the members found."""
+
+    def __init__(self) -> None:
+        self._stage_to_error: dict[str, StageError] = {}
+
+    def note(self, stage: str, predicted: float, actual: float) -> None:
+        error = self._stage_to_error.get(stage, StageError())
+        self._stage_to_error[stage] = StageError(
+            error.num_observations + 1,
+            error.predicted + predicted,
+            error.actual + actual,
+            error.abs_error + abs(actual - predicted),
+        )
+
+    def stages(self) -> Mapping[str, StageError]:
+        return dict(self._stage_to_error)
+
+
+@dataclass(frozen=True, slots=True)
+class StageError:
+    """A `StageError` holds one stage's sums since the start. `actual / predicted` is the bias, and `abs_error / actual`
+    is the relative error. The unit is seconds, except for the stages `prefix_tokens` (tokens) and `cached_items`
+    (items)."""
+
+    num_observations: int = 0
+    predicted: float = 0.0
+    actual: float = 0.0
+    abs_error: float = 0.0

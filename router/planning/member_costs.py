@@ -1,25 +1,13 @@
-"""Keeps what an encoder costs, by modality: a patch of a video and a mel frame of a sound take different times.
+"""Keeps what the work of a member costs, as the router learns it. A `LinearCost` is a straight line `base_s +
+per_unit_s * x` that starts from an anchor (a default, or what the member measured itself and reports) and that
+responses correct. An `AgeingCost` adds the age of what was learned, and an `EncoderCost` holds ageing costs by
+modality, because a patch of a video and a mel frame of a sound take different times.
 
-A modality of which nothing is known yet costs what the encoder's work costs in general. Estimates age towards what
-encoders cost in common. This module is pure and knows nothing of queues.
+The longer ago the router learned the cost of a member, the less it trusts that cost, and the more it uses the common
+cost of the member's kind instead (`common_line`, `believed`). Differences between members that lie within the noise of
+measuring count as zero; otherwise one of two equal members would always get every request.
 
-Learns online what a stage costs. A cost is a straight line `base_s + per_unit_s * x`; there is one per member and
-stage.
-
-A line starts from an anchor (a default, or what the member measured itself and reports), and responses correct it. This
-module knows nothing of members, queues or the score.
-
-Estimates age: the longer ago the router learned the cost of a member, the less it trusts that cost, and the more it
-uses the common cost of the member's kind instead.
-
-Without ageing, a member that looked slow once would look slow for ever: it gets no requests as long as other members
-are idle, so nothing corrects its estimate. With ageing, its estimate approaches that of the others within some
-half-lives, it gets a request, and the result of that request counts. A member that really is slow is found slow again,
-and each time the estimate is trusted twice as long.
-
-Differences between members that lie within the noise of measuring count as zero; otherwise one of two equal members
-would always get every request. The caller passes the time in. This module knows nothing of members, queues or the
-score.
+The caller passes the time in. The module knows nothing of queues, of scores, or of the members themselves.
 """
 
 from __future__ import annotations
@@ -30,10 +18,6 @@ from typing import NamedTuple
 
 from fabric.contracts import EncoderReport, corrected
 from router.planning.views import EncoderCosts, Line, LinkClass
-
-LEARNING_RATE = 0.25
-MAX_CORRECTION = 1e4
-"""Limits the learned factor between an anchor and the line."""
 
 
 class CostDefaults(NamedTuple):
@@ -53,6 +37,157 @@ class CostDefaults(NamedTuple):
             LinkClass.SAME_HOST: self.same_host,
             LinkClass.NETWORK: self.network,
         }[link]
+
+
+# ------------------------------------------------------------ a cost and its age
+
+HALF_LIFE_S = 10.0
+"""This is the half-life of the trust in an estimate that nothing confirms. A machine is busy with other things for
+seconds or minutes."""
+MAX_HALF_LIFE_S = 160.0
+"""Limits the half-life; an estimate reaches this limit when it has been confirmed after each of four silences."""
+CONFIRMED = 1.5
+"""A new value confirms the old one if it is within this factor of it."""
+NOISE = 0.2
+"""This is the logarithm of a factor. A member whose cost differs from the common one by less than this factor counts as
+equal to its kind; from twice this logarithm on, its own cost counts in full."""
+_LEAST_TRUST = 1e-9
+"""The trust never falls below this value once there is evidence. So when all estimates are old, the least old ones
+still count most."""
+
+
+class AgeingCost:
+    """Keeps a member's cost line and its age.
+
+    Without ageing, a member that looked slow once would look slow for ever: it gets no requests as long as other
+    members are idle, so nothing corrects its estimate. With ageing, its estimate approaches that of the others within
+    some half-lives, it gets a request, and the result of that request counts. A member that really is slow is found
+    slow again, and each time the estimate is trusted twice as long."""
+
+    def __init__(self, start: Line) -> None:
+        self._cost = LinearCost(start)
+        self._age = Age()
+        self._reported: Line | None = None
+
+    @property
+    def line(self) -> Line:
+        """Returns the line as it was learned, however long ago that was."""
+        return self._cost.line
+
+    @property
+    def is_measured(self) -> bool:
+        return self._cost.is_measured
+
+    def estimate(self, now: float) -> Estimate:
+        return Estimate(self._cost.line, self._age.trust(now))
+
+    def observe(self, x: float, actual_s: float, now: float) -> None:
+        """Corrects the line by what a response reports. After a silence the response counts for more than the earlier
+        estimate."""
+        if not (actual_s > 0.0 and x >= 0.0):
+            return
+        predicted_s = self._cost.line.at(x)
+        is_confirmed = predicted_s > 0.0 and 1.0 / CONFIRMED <= actual_s / predicted_s <= CONFIRMED
+        gain = 1.0 - (1.0 - LEARNING_RATE) * self._age.trust(now)
+        self._cost.observe(x, actual_s, gain)
+        self._age.renew(now, is_confirmed)
+
+    def anchor(self, measured: Line, now: float) -> None:
+        """Takes the line that the member itself reports. A line that equals the one of its last report is no news and
+        is ignored."""
+        if measured == self._reported:
+            return
+        self._reported = measured
+        before = self._cost.line
+        self._cost.anchor(measured)
+        if self._cost.is_measured:
+            self._age.renew(now, _are_alike(before, self._cost.line))
+
+
+class Estimate(NamedTuple):
+    """An `Estimate` is a cost line with the trust in it, in [0, 1]."""
+
+    line: Line
+    trust: float
+
+
+class Age:
+    """Keeps the time of the last evidence about a member, and the half-life with which the trust in it falls."""
+
+    def __init__(self) -> None:
+        self._at_s: float | None = None
+        self._half_life_s = HALF_LIFE_S
+
+    def trust(self, now: float) -> float:
+        """Returns the trust, in [0, 1]. It is 0 before the first evidence and 1 at the moment of the last."""
+        if self._at_s is None:
+            return 0.0
+        return max(_LEAST_TRUST, exp2(-max(0.0, now - self._at_s) / self._half_life_s))
+
+    def renew(self, now: float, is_confirmed: bool) -> None:
+        """Records new evidence. If the trust had fallen below one half and the evidence confirms the estimate, the
+        half-life doubles; if the evidence contradicts the estimate, the half-life falls back to `HALF_LIFE_S`."""
+        if not is_confirmed:
+            self._half_life_s = HALF_LIFE_S
+        elif self._at_s is not None and self.trust(now) < 0.5:
+            self._half_life_s = min(2.0 * self._half_life_s, MAX_HALF_LIFE_S)
+        self._at_s = now if self._at_s is None else max(now, self._at_s)
+
+
+def _are_alike(before: Line, after: Line) -> bool:
+    """Returns whether both lines predict about the same cost for a small and for a large amount."""
+    return all(1.0 / CONFIRMED <= after.at(x) / before.at(x) <= CONFIRMED for x in (1.0, 1000.0))
+
+
+def common_line(estimates: Iterable[Estimate]) -> Line | None:
+    """Returns what a kind of member costs, or None without any evidence. It is the median of the members' lines, each
+    weighted by its trust, so that one slow member does not make the others look slow. If two values split the weight
+    equally, the lower one is taken."""
+    known = [estimate for estimate in estimates if estimate.trust > 0.0]
+    if not known:
+        return None
+    half = 0.5 * sum(estimate.trust for estimate in known)
+    return Line(
+        _median(sorted((line.base_s, trust) for line, trust in known), half),
+        _median(sorted((line.per_unit_s, trust) for line, trust in known), half),
+    )
+
+
+def _median(values: Sequence[tuple[float, float]], half: float) -> float:
+    """Returns the weighted median of (value, weight) pairs that are sorted by value; `half` is half of the sum of all
+    weights."""
+    below = 0.0
+    for value, weight in values:
+        below += weight
+        if below >= half:
+            return value
+    return values[-1][0]
+
+
+def believed(estimate: Estimate, common: Line | None) -> Line:
+    """Returns a line between the member's own and the common one, in proportion to the trust. Where the difference is
+    within the noise, it returns the common line."""
+    line, trust = estimate
+    if common is None:
+        return line
+    return Line(_drawn(line.base_s, common.base_s, trust), _drawn(line.per_unit_s, common.per_unit_s, trust))
+
+
+def _drawn(own: float, common: float, trust: float) -> float:
+    if own <= 0.0 or common <= 0.0:
+        return own
+    apart = log(own / common)
+    left = trust * abs(apart)
+    if left < 2.0 * NOISE:
+        left = max(0.0, 2.0 * (left - NOISE))
+    return common * exp(left if apart > 0.0 else -left)
+
+
+# ------------------------------------------------------------ the line and its correction
+
+LEARNING_RATE = 0.25
+MAX_CORRECTION = 1e4
+"""Limits the learned factor between an anchor and the line."""
 
 
 class LinearCost:
@@ -123,178 +258,15 @@ def _bounded(factor: float) -> float:
     return min(max(factor, 1.0 / MAX_CORRECTION), MAX_CORRECTION)
 
 
-HALF_LIFE_S = 10.0
-"""This is the half-life of the trust in an estimate that nothing confirms. A machine is busy with other things for
-seconds or minutes."""
-MAX_HALF_LIFE_S = 160.0
-"""Limits the half-life; an estimate reaches this limit when it has been confirmed after each of four silences."""
-CONFIRMED = 1.5
-"""A new value confirms the old one if it is within this factor of it."""
-NOISE = 0.2
-"""This is the logarithm of a factor. A member whose cost differs from the common one by less than this factor counts as
-equal to its kind; from twice this logarithm on, its own cost counts in full."""
-_LEAST_TRUST = 1e-9
-"""The trust never falls below this value once there is evidence. So when all estimates are old, the least old ones
-still count most."""
-
-
-class Age:
-    """Keeps the time of the last evidence about a member, and the half-life with which the trust in it falls."""
-
-    def __init__(self) -> None:
-        self._at_s: float | None = None
-        self._half_life_s = HALF_LIFE_S
-
-    def trust(self, now: float) -> float:
-        """Returns the trust, in [0, 1]. It is 0 before the first evidence and 1 at the moment of the last."""
-        if self._at_s is None:
-            return 0.0
-        return max(_LEAST_TRUST, exp2(-max(0.0, now - self._at_s) / self._half_life_s))
-
-    def renew(self, now: float, is_confirmed: bool) -> None:
-        """Records new evidence. If the trust had fallen below one half and the evidence confirms the estimate, the
-        half-life doubles; if the evidence contradicts the estimate, the half-life falls back to `HALF_LIFE_S`."""
-        if not is_confirmed:
-            self._half_life_s = HALF_LIFE_S
-        elif self._at_s is not None and self.trust(now) < 0.5:
-            self._half_life_s = min(2.0 * self._half_life_s, MAX_HALF_LIFE_S)
-        self._at_s = now if self._at_s is None else max(now, self._at_s)
-
-
-class Estimate(NamedTuple):
-    line: Line
-    trust: float
-
-
-class AgeingCost:
-    """Keeps a member's cost line and its age."""
-
-    def __init__(self, start: Line) -> None:
-        self._cost = LinearCost(start)
-        self._age = Age()
-        self._reported: Line | None = None
-
-    @property
-    def line(self) -> Line:
-        """Returns the line as it was learned, however long ago that was."""
-        return self._cost.line
-
-    @property
-    def is_measured(self) -> bool:
-        return self._cost.is_measured
-
-    def estimate(self, now: float) -> Estimate:
-        return Estimate(self._cost.line, self._age.trust(now))
-
-    def observe(self, x: float, actual_s: float, now: float) -> None:
-        """Corrects the line by what a response reports. After a silence the response counts for more than the earlier
-        estimate."""
-        if not (actual_s > 0.0 and x >= 0.0):
-            return
-        predicted_s = self._cost.line.at(x)
-        is_confirmed = predicted_s > 0.0 and 1.0 / CONFIRMED <= actual_s / predicted_s <= CONFIRMED
-        gain = 1.0 - (1.0 - LEARNING_RATE) * self._age.trust(now)
-        self._cost.observe(x, actual_s, gain)
-        self._age.renew(now, is_confirmed)
-
-    def anchor(self, measured: Line, now: float) -> None:
-        """Takes the line that the member itself reports. A line that equals the one of its last report is no news and
-        is ignored."""
-        if measured == self._reported:
-            return
-        self._reported = measured
-        before = self._cost.line
-        self._cost.anchor(measured)
-        if self._cost.is_measured:
-            self._age.renew(now, _are_alike(before, self._cost.line))
-
-
-def common_line(estimates: Iterable[Estimate]) -> Line | None:
-    """Returns what a kind of member costs, or None without any evidence. It is the median of the members' lines, each
-    weighted by its trust, so that one slow member does not make the others look slow. If two values split the weight
-    equally, the lower one is taken."""
-    known = [estimate for estimate in estimates if estimate.trust > 0.0]
-    if not known:
-        return None
-    half = 0.5 * sum(estimate.trust for estimate in known)
-    return Line(
-        _median(sorted((line.base_s, trust) for line, trust in known), half),
-        _median(sorted((line.per_unit_s, trust) for line, trust in known), half),
-    )
-
-
-def believed(estimate: Estimate, common: Line | None) -> Line:
-    """Returns a line between the member's own and the common one, in proportion to the trust. Where the difference is
-    within the noise, it returns the common line."""
-    line, trust = estimate
-    if common is None:
-        return line
-    return Line(_drawn(line.base_s, common.base_s, trust), _drawn(line.per_unit_s, common.per_unit_s, trust))
-
-
-def _median(values: Sequence[tuple[float, float]], half: float) -> float:
-    """Returns the weighted median of (value, weight) pairs that are sorted by value; `half` is half of the sum of all
-    weights."""
-    below = 0.0
-    for value, weight in values:
-        below += weight
-        if below >= half:
-            return value
-    return values[-1][0]
-
-
-def _drawn(own: float, common: float, trust: float) -> float:
-    if own <= 0.0 or common <= 0.0:
-        return own
-    apart = log(own / common)
-    left = trust * abs(apart)
-    if left < 2.0 * NOISE:
-        left = max(0.0, 2.0 * (left - NOISE))
-    return common * exp(left if apart > 0.0 else -left)
-
-
-def _are_alike(before: Line, after: Line) -> bool:
-    """Returns whether both lines predict about the same cost for a small and for a large amount."""
-    return all(1.0 / CONFIRMED <= after.at(x) / before.at(x) <= CONFIRMED for x in (1.0, 1000.0))
-
-
-class _Stages(NamedTuple):
-    prepare: AgeingCost
-    encode: AgeingCost
-
-    def estimates(self, now: float) -> StageEstimates:
-        return StageEstimates(self.prepare.estimate(now), self.encode.estimate(now))
-
-
-class StageEstimates(NamedTuple):
-    prepare: Estimate
-    encode: Estimate
-
-    def believed(self, common: CommonStages) -> EncoderCosts:
-        return EncoderCosts(believed(self.prepare, common.prepare), believed(self.encode, common.encode))
-
-
-class CommonStages(NamedTuple):
-    """Holds the cost lines of encoders in general; a line is None where nothing is known."""
-
-    prepare: Line | None = None
-    encode: Line | None = None
-
-    @classmethod
-    def of(cls, estimates: Iterable[StageEstimates]) -> CommonStages:
-        known = list(estimates)
-        return cls(common_line(each.prepare for each in known), common_line(each.encode for each in known))
-
+# ------------------------------------------------------------ the costs of one encoder
 
 GENERAL = ""
 """This is the key of the costs over all modalities, in the mix in which items came."""
 
-CommonCosts = Mapping[str, CommonStages]
-"""Maps each modality, and `GENERAL`, to the common cost lines."""
-
 
 class EncoderCost:
-    """Keeps the costs of one encoder; they start from defaults."""
+    """Keeps the costs of one encoder, by modality; they start from defaults. A modality of which nothing is known yet
+    costs what the encoder's work costs in general."""
 
     def __init__(self, defaults: EncoderCosts) -> None:
         self._modality_to_stages = {GENERAL: _stages(defaults)}
@@ -329,6 +301,42 @@ class EncoderCost:
         return self._modality_to_stages[modality]
 
 
+class _Stages(NamedTuple):
+    prepare: AgeingCost
+    encode: AgeingCost
+
+    def estimates(self, now: float) -> StageEstimates:
+        return StageEstimates(self.prepare.estimate(now), self.encode.estimate(now))
+
+
+def _stages(costs: EncoderCosts) -> _Stages:
+    return _Stages(AgeingCost(costs.prepare), AgeingCost(costs.encode))
+
+
+class StageEstimates(NamedTuple):
+    prepare: Estimate
+    encode: Estimate
+
+    def believed(self, common: CommonStages) -> EncoderCosts:
+        return EncoderCosts(believed(self.prepare, common.prepare), believed(self.encode, common.encode))
+
+
+class CommonStages(NamedTuple):
+    """Holds the cost lines of encoders in general; a line is None where nothing is known."""
+
+    prepare: Line | None = None
+    encode: Line | None = None
+
+    @classmethod
+    def of(cls, estimates: Iterable[StageEstimates]) -> CommonStages:
+        known = list(estimates)
+        return cls(common_line(each.prepare for each in known), common_line(each.encode for each in known))
+
+
+CommonCosts = Mapping[str, CommonStages]
+"""Maps each modality, and `GENERAL`, to the common cost lines."""
+
+
 def common_costs(encoders: Iterable[Mapping[str, StageEstimates]]) -> dict[str, CommonStages]:
     """Returns the common costs of several encoders, given the `estimates` of each."""
     name_to_estimates: dict[str, list[StageEstimates]] = {}
@@ -336,7 +344,3 @@ def common_costs(encoders: Iterable[Mapping[str, StageEstimates]]) -> dict[str, 
         for name, each in estimates.items():
             name_to_estimates.setdefault(name, []).append(each)
     return {name: CommonStages.of(each) for name, each in name_to_estimates.items()}
-
-
-def _stages(costs: EncoderCosts) -> _Stages:
-    return _Stages(AgeingCost(costs.prepare), AgeingCost(costs.encode))

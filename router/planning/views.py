@@ -1,10 +1,8 @@
-"""Defines what the planner sees and what it answers, as frozen values.
+"""Defines what the planner is asked, what it sees and what it answers, as frozen values: a `RouteQuery` and a
+`ClusterView` go in, and a `RoutePlan` with its `Explanation` comes out.
 
 Times are seconds, costs of media are patches, and lengths are tokens. Types of which many are made per request are
-NamedTuples. This module knows nothing of how the views come about (`cluster`) or of the formula (`score`).
-
-Derives the class of the link between two members from where they run. The planner costs links by class and never
-filters by it: a fitted alpha + beta * bytes says what a topology is worth, and a name does not.
+NamedTuples. The module knows nothing of how the views come about (`ClusterState`) or of the formulas that read them.
 """
 
 from __future__ import annotations
@@ -16,25 +14,6 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from fabric.contracts import AttemptId, BlockHash, MediaItem, MemberId, MmHash, PlaceholderRange
-
-
-class LinkClass(Enum):
-    SAME_PROCESS = "same_process"
-    SAME_HOST = "same_host"
-    NETWORK = "network"
-
-
-def link_class(host_a: str, host_b: str) -> LinkClass:
-    """Returns the class of the link between two hosts. `Member.host` is `machine`, or `machine/process` for members
-    that share a process with others."""
-    if host_a == host_b:
-        return LinkClass.SAME_PROCESS if "/" in host_a else LinkClass.SAME_HOST
-    return LinkClass.SAME_HOST if machine(host_a) == machine(host_b) else LinkClass.NETWORK
-
-
-def machine(host: str) -> str:
-    """Returns the machine of a `Member.host`."""
-    return host.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +34,25 @@ class RouteQuery:
     """Holds the members that this request must not try again."""
 
 
-class Line(NamedTuple):
-    """A `Line` is a cost of `base_s + per_unit_s * x` seconds."""
-
-    base_s: float
-    per_unit_s: float
-
-    def at(self, x: float) -> float:
-        return self.base_s + self.per_unit_s * x
+# ------------------------------------------------------------ what the planner sees
 
 
-class EncoderCosts(NamedTuple):
-    """Holds the costs of one encoder, per patch, or per mel frame for sounds: those of decoding and preprocessing an
-    item (on the CPU), and those of its forward pass."""
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """A `ClusterView` is the cluster at one moment, for one query."""
 
-    prepare: Line
-    encode: Line
+    block_size: int
+    workers: tuple[WorkerView, ...]
+    encoders: tuple[EncoderView, ...]
+    links: Mapping[LinkClass, Line]
+    """Maps each link class to the cost of a transfer of `x` bytes."""
+    context_scale_tokens: float = float("inf")
+    """This is the context at which a token's attention costs as much as the rest of the token."""
+    tie_break: float = 0.0
+    """This number in [0, 1) decides which of several near-equal choices is taken."""
+    tolerance: float = 0.02
+    """Workers are near-equal if they differ by less than this share of the request's own work on the worker where that
+    is least. It is less than one more request of the same kind in a queue, so near-equality never hides load."""
 
 
 class WorkerView(NamedTuple):
@@ -123,27 +105,103 @@ class EncoderView(NamedTuple):
         return self.modality_to_costs.get(modality, self.costs)
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterView:
-    """A `ClusterView` is the cluster at one moment, for one query."""
+class EncoderCosts(NamedTuple):
+    """Holds the costs of one encoder, per patch, or per mel frame for sounds: those of decoding and preprocessing an
+    item (on the CPU), and those of its forward pass."""
 
-    block_size: int
-    workers: tuple[WorkerView, ...]
-    encoders: tuple[EncoderView, ...]
-    links: Mapping[LinkClass, Line]
-    """Maps each link class to the cost of a transfer of `x` bytes."""
-    context_scale_tokens: float = float("inf")
-    """This is the context at which a token's attention costs as much as the rest of the token."""
-    tie_break: float = 0.0
-    """This number in [0, 1) decides which of several near-equal choices is taken."""
-    tolerance: float = 0.02
-    """Workers are near-equal if they differ by less than this share of the request's own work on the worker where that
-    is least. It is less than one more request of the same kind in a queue, so near-equality never hides load."""
+    prepare: Line
+    encode: Line
+
+
+class Line(NamedTuple):
+    """A `Line` is a cost of `base_s + per_unit_s * x` seconds."""
+
+    base_s: float
+    per_unit_s: float
+
+    def at(self, x: float) -> float:
+        return self.base_s + self.per_unit_s * x
+
+
+class LinkClass(Enum):
+    """A `LinkClass` says how far apart two members run. The planner costs links by class and never filters by it: a
+    fitted alpha + beta * bytes says what a topology is worth, and a name does not."""
+
+    SAME_PROCESS = "same_process"
+    SAME_HOST = "same_host"
+    NETWORK = "network"
+
+
+def link_class(host_a: str, host_b: str) -> LinkClass:
+    """Returns the class of the link between two hosts. `Member.host` is `machine`, or `machine/process` for members
+    that share a process with others."""
+    if host_a == host_b:
+        return LinkClass.SAME_PROCESS if "/" in host_a else LinkClass.SAME_HOST
+    return LinkClass.SAME_HOST if machine(host_a) == machine(host_b) else LinkClass.NETWORK
+
+
+def machine(host: str) -> str:
+    """Returns the machine of a `Member.host`."""
+    return host.partition("/")[0]
+
+
+# ------------------------------------------------------------ what the planner answers
+
+
+@dataclass(frozen=True, slots=True)
+class RoutePlan:
+    attempt_id: AttemptId
+    worker_id: MemberId
+    worker_address: str
+    assignments: tuple[Assignment, ...]
+    """Assigns every item that is not covered, in order of index."""
+    covered_items: tuple[int, ...]
+    """These items lie wholly inside the worker's cached KV."""
+    predicted_ttft_s: float
+    lower_bound_s: float
+    """This is the time to first token on this worker if every queue were empty."""
+    explanation: Explanation = field(repr=False)
+    planned_at_s: float = 0.0
+    """This is the time on the router's clock when the plan was made (the argument `now`)."""
 
 
 class Assignment(NamedTuple):
     item_index: int
     encoder_id: MemberId
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Explains a plan. `msgspec.to_builtins` turns it into JSON for the trace and the decision table."""
+
+    winner: CandidateTerms
+    runner_up: CandidateTerms | None
+    num_workers: int
+    num_scored: int
+    """Counts the workers that the bound could not rule out."""
+    num_near_equal: int
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateTerms:
+    """Holds one worker's prediction, with `queue_s + prefill_s + held_s + first_token_s == ttft_s`. In the terms that
+    the worker measures, `queue_s` ends when the first step with a part of the request begins, and the steps take
+    `prefill_s + first_token_s`."""
+
+    worker_id: MemberId
+    covered_tokens: int
+    num_prefill_tokens: int
+    queue_s: float
+    prefill_s: float
+    """This is the time for prompt tokens: those of the request, and those of other requests in its first step."""
+    held_s: float
+    """This is the time that the request waits for features at its doorstep, the first placeholder whose unit has not
+    arrived."""
+    first_token_s: float
+    """This is the time of the step that produces the first token, without its prompt tokens: the step's overhead and
+    the decoding of other sequences."""
+    ttft_s: float
+    items: tuple[ItemTerms, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,54 +228,3 @@ class ItemTerms:
     def load(self) -> int:
         """Counts the patches that the encoder really encodes."""
         return 0 if self.is_cached else self.cost
-
-
-@dataclass(frozen=True, slots=True)
-class CandidateTerms:
-    """Holds one worker's prediction, with `queue_s + prefill_s + held_s + first_token_s == ttft_s`. In the terms that
-    the worker measures, `queue_s` ends when the first step with a part of the request begins, and the steps take
-    `prefill_s + first_token_s`."""
-
-    worker_id: MemberId
-    covered_tokens: int
-    num_prefill_tokens: int
-    queue_s: float
-    prefill_s: float
-    """This is the time for prompt tokens: those of the request, and those of other requests in its first step."""
-    held_s: float
-    """This is the time that the request waits for features at its doorstep, the first placeholder whose unit has not
-    arrived."""
-    first_token_s: float
-    """This is the time of the step that produces the first token, without its prompt tokens: the step's overhead and
-    the decoding of other sequences."""
-    ttft_s: float
-    items: tuple[ItemTerms, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Explains a plan. `msgspec.to_builtins` turns it into JSON for the trace and the decision table."""
-
-    winner: CandidateTerms
-    runner_up: CandidateTerms | None
-    num_workers: int
-    num_scored: int
-    """Counts the workers that the bound could not rule out."""
-    num_near_equal: int
-
-
-@dataclass(frozen=True, slots=True)
-class RoutePlan:
-    attempt_id: AttemptId
-    worker_id: MemberId
-    worker_address: str
-    assignments: tuple[Assignment, ...]
-    """Assigns every item that is not covered, in order of index."""
-    covered_items: tuple[int, ...]
-    """These items lie wholly inside the worker's cached KV."""
-    predicted_ttft_s: float
-    lower_bound_s: float
-    """This is the time to first token on this worker if every queue were empty."""
-    explanation: Explanation = field(repr=False)
-    planned_at_s: float = 0.0
-    """This is the time on the router's clock when the plan was made (the argument `now`)."""

@@ -1,12 +1,11 @@
-"""Turns what a client asks for as structured output into one grammar in llguidance's notation, or refuses it with a 400
-that states the reason.
+"""Derives from a chat request how its tokens are drawn (`sampling_of`), when generation ends (`stop_conditions`), and
+what its output must match (`grammar_of`): all that a worker is told about generating, besides the prompt.
 
-It supports OpenAI's `response_format` and vLLM's `structured_outputs` and `guided_*`. The grammar is compiled here
-once, without a tokenizer, to check it; the worker compiles it again with one. The module knows nothing of tokens or
-sampling.
+`grammar_of` turns what a client asks for as structured output into one grammar in llguidance's notation, or refuses it
+with a 400 that states the reason. It supports OpenAI's `response_format` and vLLM's `structured_outputs` and
+`guided_*`. The grammar is compiled here once, without a tokenizer, to check it; the worker compiles it again with one.
 
-Derives from a chat request how its tokens are drawn and when generation ends. It knows nothing of media or
-prompts.
+The module knows nothing of media or prompts, and draws no tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +20,8 @@ from llguidance import LLMatcher, LLParserLimits
 
 from fabric.contracts import InvalidRequest, SamplingParams, StopConditions
 from router.api import ChatRequest
+
+# ------------------------------------------------------------ sampling and stops
 
 
 def sampling_of(chat: ChatRequest, vocab_size: int, grammar: str = "") -> SamplingParams:
@@ -69,6 +70,8 @@ def _biases(logit_bias: Mapping[str, float], vocab_size: int) -> dict[int, float
     return biases
 
 
+# ------------------------------------------------------------ structured output
+
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 64
 """Limits the nesting of objects and arrays in the schema's own JSON."""
@@ -94,7 +97,7 @@ def grammar_of(chat: ChatRequest) -> str:
     return grammar
 
 
-# ---------------------------------------------------------------- reading the request: param -> (kind, value)
+# ------------------------------------------------------------ reading the request: param -> (kind, value)
 
 Asked = dict[str, tuple[str, Any]]
 
@@ -133,7 +136,7 @@ def _of_guided(chat: ChatRequest) -> Asked:
     return {name: (name.removeprefix("guided_"), value) for name, value in given.items() if value is not None}
 
 
-# ---------------------------------------------------------------- one builder per kind
+# ------------------------------------------------------------ one builder per kind
 
 
 def _of_schema(schema: object, param: str) -> str:
@@ -173,7 +176,7 @@ def _of_choice(choices: object, param: str) -> str:
     return LLMatcher.grammar_from_lark(lark)
 
 
-# ---------------------------------------------------------------- limits
+# ------------------------------------------------------------ the limits of a grammar
 
 
 def _check_size(text: str, param: str) -> None:

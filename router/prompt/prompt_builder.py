@@ -1,12 +1,9 @@
-"""Turns a chat request into a prompt: the request is checked, its media are probed, and then it is planned, tokenised,
-expanded and hashed.
+"""Turns a chat request into a `Prompt`: `PromptBuilder` checks the request and has its media probed, which gives a
+`Draft`, and then plans, tokenises, expands and hashes it.
 
 The work is split in two, because the degradation policy plans a request again: `read` runs once, and `plan` runs again
 each time something has to be left out. Cheap checks come first; expensive work (JSON, base64, hashing, tokenising) runs
 in threads of its kind. The module decodes no pixels and knows nothing of workers.
-
-A prompt is a request as the cluster sees it: ids, media and stops. It is frozen, and is kept until the request's
-terminal event. It knows nothing of the client's format.
 """
 
 from __future__ import annotations
@@ -50,6 +47,9 @@ from router.router_config import RouterConfig
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
+    """A `Prompt` is a request as the cluster sees it: ids, media and stops. It is frozen, and is kept until the
+    request's terminal event. It knows nothing of the client's format."""
+
     token_ids: tuple[int, ...]
     """Holds one id per position, with placeholders expanded."""
     placeholders: tuple[PlaceholderRange, ...]
@@ -95,13 +95,6 @@ class Prompt:
         return dict(counts)
 
 
-PARSE_IN_THREAD_BYTES = 64 * 1024
-"""A body of at most this many bytes is parsed in the event loop, because that takes less time than changing threads."""
-MAX_FITTINGS = 3
-"""Limits how often the media are planned for one prompt. Each time after the first, videos get fewer frames, to make
-room for the text that a family writes between the frames."""
-
-
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A `Draft` is a request that was read: it holds everything from which the request's prompt is made, once or
@@ -116,6 +109,13 @@ class Draft:
     video_options: MediaOptions
     sampling: SamplingParams
     """This is drawn once, so that a prompt that is made again draws the same tokens."""
+
+
+PARSE_IN_THREAD_BYTES = 64 * 1024
+"""A body of at most this many bytes is parsed in the event loop, because that takes less time than changing threads."""
+MAX_FITTINGS = 3
+"""Limits how often the media are planned for one prompt. Each time after the first, videos get fewer frames, to make
+room for the text that a family writes between the frames."""
 
 
 class PromptBuilder:

@@ -1,27 +1,15 @@
-"""Turns probed media into items with plans that fit the context: items of fixed size come first, then the videos share
-what is left.
+"""Turns the media of a request into items with plans that fit the context. `MediaReader` reads the media as far as
+their headers: it counts, parses and probes them, and checks them against the limits. `MediaPlanner` then plans the
+probed media as items: items of fixed size come first, then the videos share what is left (`share_tokens`). Reading
+happens once per request, and planning again each time that the degradation policy has reduced or removed an item
+(`Losses`).
 
-A video may become two items, its pictures and its sound. Items that the degradation policy removed are left out here,
-and items that it reduced are planned smaller. The module decodes nothing; of a request it knows only the media and
-their options.
+`RequestThreads` holds the threads in which a router reads requests, media among them. Nothing that a client sends is
+read in the event loop's own executor: a few large media would fill it and delay the reading of every other request.
+Work that may take long for one file (such as a parser's) belongs in a helper process (`Prober`), not in these threads.
 
-Holds the threads in which a router reads requests: a few for each kind of work, so that no kind of work waits for
-another.
-
-Nothing that a client sends is read in the event loop's own executor: a few large media would fill it and delay the
-reading of every other request. Work that may take long for one file (such as a parser's) belongs in a helper process
-(`modalities.probing`), not here. The module knows nothing of what the work is.
-
-Reads the media of a request as far as their headers: it counts, parses and probes them, and checks them against the
-limits.
-
-Types and counts are checked first, before a byte is decoded. What the first bytes of a file do not say plainly is read
-in a separate process that may be killed, one file of a request at a time. So requests take turns there, and a request
-with many costly files does not hold up another. Of the model the module knows only what it takes (modality -> most
-items); it knows nothing of tokens.
-
-Shares the tokens that a request's videos may have together among the videos. It is pure, and knows nothing of
-requests or media.
+The module decodes nothing. Of a request it knows only the media and their options; of the model it knows what it takes
+(modality -> most items), and how a family plans an item.
 """
 
 from __future__ import annotations
@@ -43,39 +31,8 @@ from router.api import PART_TYPE_TO_MODALITY, MediaPart
 P = ParamSpec("P")
 T = TypeVar("T")
 
-NUM_THREADS = 2
-"""Each kind of work has this many threads. They share the interpreter's lock: with more threads, the event loop would
-wait for more of them."""
 
-
-class Work(Enum):
-    """`Work` lists the kinds of reading; each kind has threads of its own."""
-
-    BODY = "body"
-    """Parses JSON."""
-    MEDIA = "media"
-    """Decodes base64, reads the first bytes of files, and computes digests."""
-    PROMPT = "prompt"
-    """Renders templates, and makes tokens, plans and block hashes."""
-    GRAMMAR = "grammar"
-
-
-class RequestThreads:
-    """Holds `NUM_THREADS` threads for each kind of work. It lives as long as its router, until `close`."""
-
-    def __init__(self) -> None:
-        self._pools = {work: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=work.value) for work in Work}
-
-    async def run(self, work: Work, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs `function` in a thread for `work`, and returns its result."""
-        assert not kwargs, "positional arguments alone reach the thread"
-        return await asyncio.get_running_loop().run_in_executor(self._pools[work], function, *args)
-
-    def close(self) -> None:
-        """Closes without waiting: running work ends by itself, and waiting work is dropped."""
-        for pool in self._pools.values():
-            pool.shutdown(wait=False, cancel_futures=True)
-
+# ------------------------------------------------------------ reading the headers
 
 SOUND = "audio"
 """This is the modality of a video's sound track."""
@@ -84,50 +41,14 @@ LOW_DETAIL_PIXELS = 512 * 512
 names."""
 
 
-class Prober(Protocol):
-    """A `Prober` reads the headers of media; modalities.probing.ProbePool implements it."""
-
-    async def start(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-    async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
-        """Runs `ModalityPlugin.probe` in a separate process. Files that wait for a process are read in the order in
-        which they came. Raises InvalidMedia, NoCapacity if there is no process, Overloaded if none is free in time, and
-        MachineBusy if the read is not done in time."""
-        ...
-
-
-class ProbedMedium(NamedTuple):
-    """A `ProbedMedium` is one part of the request that is a medium."""
-
-    part: str
-    """This is the path of the part in the request, such as `messages.0.content.1`."""
-    modality: str
-    data: bytes
-    """Holds the encoded file."""
-    digest: bytes
-    """This is the digest of `data`, which is hashed once, however often the item is planned."""
-    header: MediaHeader
-    sound: AudioHeader | None
-    """This is the sound track of a video, if the model is to get it."""
-    probe_s: float
-    max_pixels: int = 0
-    """Limits the pixels of a picture, as `MediaOptions.max_pixels` does; 0 leaves the limit to the model."""
-
-
-class _File(NamedTuple):
-    """A `_File` is one part, decoded from its text."""
-
-    data: bytes
-    digest: bytes
-    header: MediaHeader | None
-    """This is the header if the first bytes of the file say it, otherwise None."""
-
-
 class MediaReader:
-    """A `MediaReader` has no state but the prober; each router has one. `max_items` maps a modality to the most items
-    of a request; a modality without a row, or with 0, is not served."""
+    """A `MediaReader` reads the media of a request as far as their headers. It has no state but the prober; each router
+    has one. `max_items` maps a modality to the most items of a request; a modality without a row, or with 0, is not
+    served.
+
+    Types and counts are checked first, before a byte is decoded. What the first bytes of a file do not say plainly is
+    read in a separate process that may be killed, one file of a request at a time. So requests take turns there, and a
+    request with many costly files does not hold up another."""
 
     def __init__(
         self,
@@ -230,25 +151,48 @@ class MediaReader:
         return sound
 
 
-def share_tokens(wanted: Sequence[int], budget: int) -> list[int]:
-    """Shares `budget` tokens max-min fairly: a video that wants less than an equal share gets what it wants, and the
-    other videos share what it leaves.
+class ProbedMedium(NamedTuple):
+    """A `ProbedMedium` is one part of the request that is a medium."""
 
-    `wanted` holds the tokens that each video wants. Returns the tokens of each video, never more than it wants, and
-    together at most `budget`. The remainder of a division is not given out, so that videos with equal wishes get equal
-    shares."""
-    shares = [0] * len(wanted)
-    left, order = max(0, budget), sorted(range(len(wanted)), key=lambda index: wanted[index])
-    for at, index in enumerate(order):
-        fair = left // (len(order) - at)
-        if wanted[index] > fair:
-            for other in order[at:]:
-                shares[other] = fair
-            break
-        shares[index] = wanted[index]
-        left -= wanted[index]
-    return shares
+    part: str
+    """This is the path of the part in the request, such as `messages.0.content.1`."""
+    modality: str
+    data: bytes
+    """Holds the encoded file."""
+    digest: bytes
+    """This is the digest of `data`, which is hashed once, however often the item is planned."""
+    header: MediaHeader
+    sound: AudioHeader | None
+    """This is the sound track of a video, if the model is to get it."""
+    probe_s: float
+    max_pixels: int = 0
+    """Limits the pixels of a picture, as `MediaOptions.max_pixels` does; 0 leaves the limit to the model."""
 
+
+class _File(NamedTuple):
+    """A `_File` is one part, decoded from its text."""
+
+    data: bytes
+    digest: bytes
+    header: MediaHeader | None
+    """This is the header if the first bytes of the file say it, otherwise None."""
+
+
+class Prober(Protocol):
+    """A `Prober` reads the headers of media; modalities.probing.ProbePool implements it."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
+        """Runs `ModalityPlugin.probe` in a separate process. Files that wait for a process are read in the order in
+        which they came. Raises InvalidMedia, NoCapacity if there is no process, Overloaded if none is free in time, and
+        MachineBusy if the read is not done in time."""
+        ...
+
+
+# ------------------------------------------------------------ planning the items
 
 VIDEO = "video"
 """This is the modality whose frames are thinned out to fit."""
@@ -274,25 +218,12 @@ class Losses:
 NOTHING_LOST = Losses()
 
 
-class PlannedItem(NamedTuple):
-    plan: ItemPlan
-    item: MediaItem
-    data: bytes
-
-
-class _Wanted(NamedTuple):
-    """Holds an item before it is planned."""
-
-    medium: ProbedMedium
-    modality: str
-    header: MediaHeader
-    options: MediaOptions
-    anchor: int
-
-
 class MediaPlanner:
-    """A `MediaPlanner` has no state; each router has one. The `video_options` of a call combine the deployment's
-    defaults with the request's wishes."""
+    """A `MediaPlanner` plans the items of a request. A video may become two items, its pictures and its sound. Items
+    that the degradation policy removed are left out, and items that it reduced are planned smaller.
+
+    It has no state; each router has one. The `video_options` of a call combine the deployment's defaults with the
+    request's wishes."""
 
     def __init__(self, family: Family) -> None:
         self._family = family
@@ -363,3 +294,76 @@ class MediaPlanner:
             medium.digest,
         )
         return PlannedItem(planned.plan, planned.item, medium.data)
+
+
+class PlannedItem(NamedTuple):
+    plan: ItemPlan
+    item: MediaItem
+    data: bytes
+
+
+class _Wanted(NamedTuple):
+    """Holds an item before it is planned."""
+
+    medium: ProbedMedium
+    modality: str
+    header: MediaHeader
+    options: MediaOptions
+    anchor: int
+
+
+def share_tokens(wanted: Sequence[int], budget: int) -> list[int]:
+    """Shares `budget` tokens max-min fairly: a video that wants less than an equal share gets what it wants, and the
+    other videos share what it leaves.
+
+    `wanted` holds the tokens that each video wants. Returns the tokens of each video, never more than it wants, and
+    together at most `budget`. The remainder of a division is not given out, so that videos with equal wishes get equal
+    shares."""
+    shares = [0] * len(wanted)
+    left, order = max(0, budget), sorted(range(len(wanted)), key=lambda index: wanted[index])
+    for at, index in enumerate(order):
+        fair = left // (len(order) - at)
+        if wanted[index] > fair:
+            for other in order[at:]:
+                shares[other] = fair
+            break
+        shares[index] = wanted[index]
+        left -= wanted[index]
+    return shares
+
+
+# ------------------------------------------------------------ the threads of a router
+
+NUM_THREADS = 2
+"""Each kind of work has this many threads. They share the interpreter's lock: with more threads, the event loop would
+wait for more of them."""
+
+
+class Work(Enum):
+    """`Work` lists the kinds of reading; each kind has threads of its own."""
+
+    BODY = "body"
+    """Parses JSON."""
+    MEDIA = "media"
+    """Decodes base64, reads the first bytes of files, and computes digests."""
+    PROMPT = "prompt"
+    """Renders templates, and makes tokens, plans and block hashes."""
+    GRAMMAR = "grammar"
+
+
+class RequestThreads:
+    """Holds `NUM_THREADS` threads for each kind of work, so that no kind of work waits for another. It lives as long as
+    its router, until `close`, and knows nothing of what the work is."""
+
+    def __init__(self) -> None:
+        self._pools = {work: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=work.value) for work in Work}
+
+    async def run(self, work: Work, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs `function` in a thread for `work`, and returns its result."""
+        assert not kwargs, "positional arguments alone reach the thread"
+        return await asyncio.get_running_loop().run_in_executor(self._pools[work], function, *args)
+
+    def close(self) -> None:
+        """Closes without waiting: running work ends by itself, and waiting work is dropped."""
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)

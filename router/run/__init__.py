@@ -1,4 +1,14 @@
-"""Holds FIXME."""
+"""Carries requests through the cluster, each from its prompt to its one terminal event.
+
+`request_run` is the task of one request, and `attempt` is one try at it: planned, dispatched, then ended or aborted.
+`encode_dispatcher` keeps the worker of an attempt supplied with features. `degradation` decides what failures mean for
+the request, `request_output` carries its tokens and text to the reader, and `context` holds what all requests of one
+router share.
+
+The router service creates the shared objects and starts a `RequestRun` for each request; `router.edge` reads the
+`RequestStream`. The folder reaches members only through `Pools` and the message plane, and takes its decisions about
+members from `router.planning`. It knows nothing of HTTP, and nothing of what a medium holds.
+"""
 
 from router.run.context import Admission, CapacityGate, Pools, RouterContext, Ticket
 from router.run.degradation import DegradationPolicy

@@ -1,28 +1,10 @@
-"""Holds what all requests of one router share. The service creates them once; the members in them change. The
-module knows nothing of single requests.
+"""Holds what all requests of one router share: `RouterContext` with the router's view of the cluster, its message
+plane, its clock and its `Tasks`; `Pools`, the calls to members; `Admission`, which limits what is in flight; and
+`CapacityGate`, where requests wait for members.
 
-Starts tasks that run on their own, outside the context of the request that started them.
-
-Two concurrent calls to one Ray Serve deployment from one HTTP request share an internal request id, which Serve keeps
-in a context variable; the second call then hangs. So every dispatch runs in an empty context. The module knows nothing
-of what the tasks do.
-
-Limits what may be in flight at once: the number of requests, and the bytes of their bodies. It refuses requests
-beyond the limits before any work is spent on them.
-
-It is pure, and knows nothing of HTTP or of workers.
-
-Defines calls to named replicas as the router sees them. `deploy` implements them in one process and over Ray Serve.
-
-Cancelling the task that awaits a call cancels the call; that is the abort. The module knows nothing of plans or
-attempts.
-
-Lets requests wait until a worker, or an encoder of the right kind, is there. It runs `planning.capacity` in the
-event loop.
-
-Nothing polls. A waiting request wakes when the members change, when an exclusion ends, or at its own deadline. Each
-turn of the loop releases one request, so that the plan of each counts the load of those released before it. The module
-knows nothing of plans, attempts or streams.
+These stand together because each of them exists once in a router, before any request, and all requests use it; the
+members change meanwhile. The module knows nothing of single requests (no prompt, plan, attempt or stream), and nothing
+of HTTP.
 """
 
 from __future__ import annotations
@@ -56,8 +38,12 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """Keeps tasks referenced until they end. A task whose outcome is not awaited ends without a warning: the code that
-    started it learns the outcome in another way, or has ended."""
+    """Starts tasks that run outside the context of the request that started them, and keeps them referenced until they
+    end. A task whose outcome is not awaited ends without a warning: the code that started it learns the outcome in
+    another way, or has ended.
+
+    Two concurrent calls to one Ray Serve deployment from one HTTP request share an internal request id, which Serve
+    keeps in a context variable; the second call then hangs. So every task runs in an empty context."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
@@ -86,28 +72,72 @@ class Tasks:
             task.exception()
 
 
-class Ticket:
-    """A `Ticket` is a place among the requests in flight. The request holds it until `release`, which may be called
-    twice."""
+@dataclass(frozen=True, slots=True)
+class RouterContext:
+    member_id: MemberId
+    config: RouterConfig
+    feature_row_bytes: int
+    """This is the number of bytes of one feature row on one level: `hidden_size * itemsize` of the model."""
+    cluster: ClusterState
+    plane: Plane
+    pools: Pools
+    clock: Clock
+    metrics: RouterMetrics
+    tasks: Tasks = field(default_factory=Tasks)
+    members: dict[MemberId, Member] = field(default_factory=dict)
+    """Holds the workers and encoders that are there."""
 
-    def __init__(self, admission: Admission, request_id: RequestId) -> None:
-        self.request_id = request_id
-        self.num_bytes = 0
-        self._admission: Admission | None = admission
+    def send(self, member_id: MemberId, message: PlaneMessage) -> bool:
+        """Sends a message to a member by its id; returns False if the member has left."""
+        member = self.members.get(member_id)
+        return member is not None and self.plane.send(member.address, message)
 
-    def grow(self, num_bytes: int) -> None:
-        """Counts `num_bytes` more bytes of body. Raises Overloaded if all bodies together exceed the budget."""
-        assert self._admission is not None, "the ticket was released"
-        self._admission.take_bytes(num_bytes)
-        self.num_bytes += num_bytes
+    def exclude(self, member_id: MemberId) -> None:
+        """Keeps plans from using the member for `exclusion_s` seconds."""
+        self.cluster.exclude(member_id, self.clock.now() + self.config.exclusion_s)
 
-    def release(self) -> None:
-        if self._admission is not None:
-            self._admission.give_back(self)
-            self._admission = None
+    def of_kind(self, kind: str) -> list[Member]:
+        return [member for member in self.members.values() if member.kind == kind]
+
+    def set_members(self, members: Iterable[Member]) -> None:
+        """Replaces the membership by the workers and encoders among `members`."""
+        self.members.clear()
+        self.members.update({each.member_id: each for each in members if each.kind in ("worker", "encoder")})
+
+
+# ------------------------------------------------------------ calls to members
+
+
+class Pools(NamedTuple):
+    """Holds the calls to named replicas as the router sees them. `deploy` implements them in one process and over Ray
+    Serve. To cancel the task that awaits a call cancels the call; that is the abort."""
+
+    workers: WorkerPool
+    encoders: EncoderPool
+
+
+class WorkerPool(Protocol):
+    async def generate(self, worker_id: MemberId, request: GenerateRequest) -> GenerateResult:
+        """Runs an attempt on a worker; the call stays open until the attempt's terminal event. Raises TargetGone (the
+        worker had left before the call), WorkerLost (it died during the call), or what the worker raised."""
+        ...
+
+
+class EncoderPool(Protocol):
+    async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+        """Encodes the items of a request; `media` is one encoded file per item. Raises TargetGone, EncoderLost, or what
+        the encoder raised (Overloaded when its queue is full, WorkerBackedUp when only the share of the request's
+        worker is full)."""
+        ...
+
+
+# ------------------------------------------------------------ admission
 
 
 class Admission:
+    """Limits what may be in flight at once: the number of requests, and the bytes of their bodies. It refuses requests
+    beyond the limits before any work is spent on them."""
+
     def __init__(self, max_in_flight: int, max_bodies_bytes: int, retry_after_s: float) -> None:
         self._max_in_flight = max_in_flight
         self._max_bodies_bytes = max_bodies_bytes
@@ -151,68 +181,36 @@ class Admission:
             self._when_empty.pop()()
 
 
-class WorkerPool(Protocol):
-    async def generate(self, worker_id: MemberId, request: GenerateRequest) -> GenerateResult:
-        """Runs an attempt on a worker; the call stays open until the attempt's terminal event. Raises TargetGone (the
-        worker had left before the call), WorkerLost (it died during the call), or what the worker raised."""
-        ...
+class Ticket:
+    """A `Ticket` is a place among the requests in flight. The request holds it until `release`, which may be called
+    twice."""
+
+    def __init__(self, admission: Admission, request_id: RequestId) -> None:
+        self.request_id = request_id
+        self.num_bytes = 0
+        self._admission: Admission | None = admission
+
+    def grow(self, num_bytes: int) -> None:
+        """Counts `num_bytes` more bytes of body. Raises Overloaded if all bodies together exceed the budget."""
+        assert self._admission is not None, "the ticket was released"
+        self._admission.take_bytes(num_bytes)
+        self.num_bytes += num_bytes
+
+    def release(self) -> None:
+        if self._admission is not None:
+            self._admission.give_back(self)
+            self._admission = None
 
 
-class EncoderPool(Protocol):
-    async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
-        """Encodes the items of a request; `media` is one encoded file per item. Raises TargetGone, EncoderLost, or what
-        the encoder raised (Overloaded when its queue is full, WorkerBackedUp when only the share of the request's
-        worker is full)."""
-        ...
-
-
-class Pools(NamedTuple):
-    workers: WorkerPool
-    encoders: EncoderPool
-
-
-class Wait:
-    """A `Wait` is one request's stay in the queue. Its owner awaits `ended`, and calls `leave` in any case, at the
-    latest when the first token is there."""
-
-    def __init__(self, gate: CapacityGate, waiter: Waiter) -> None:
-        self.waiter = waiter
-        self.waited_s = 0.0
-        self._gate = gate
-        self._began_s = gate.clock.now()
-        self._future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-
-    @property
-    def is_over(self) -> bool:
-        """Tells whether the request was released, or its time has passed."""
-        return self._future.done()
-
-    async def ended(self) -> bool:
-        """Waits for the end, and returns whether the members that the request needs are there; False means that its
-        deadline passed first. Records the time waited in the metrics."""
-        outcome = "left"
-        try:
-            is_served = await self._future
-            outcome = "served" if is_served else "expired"
-            return is_served
-        finally:
-            self.waited_s = self._gate.clock.now() - self._began_s
-            self._gate.metrics.capacity_wait.labels(outcome).observe(self.waited_s)
-
-    def end(self, is_served: bool) -> None:
-        """Ends the wait now with the outcome `is_served`, whether or not a member came. Has no effect once the wait is
-        over."""
-        if not self._future.done():
-            self._future.set_result(is_served)
-
-    def leave(self, has_arrived: bool = False) -> None:
-        """Gives up the place in the queue, or the place among released requests that have no token yet. `has_arrived`
-        says that the first token is there. The method is idempotent."""
-        self._gate.leave(self, has_arrived)
+# ------------------------------------------------------------ the wait for capacity
 
 
 class CapacityGate:
-    """A `CapacityGate` holds the queue of waiting requests. It belongs to the router's event loop."""
+    """A `CapacityGate` lets requests wait until a worker, or an encoder of the right kind, is there. It runs a
+    `CapacityQueue` in the router's event loop, to which it belongs.
+
+    Nothing polls. A waiting request wakes when the members change, when an exclusion ends, or at its own deadline. Each
+    turn of the loop releases one request, so that the plan of each counts the load of those released before it."""
 
     def __init__(self, supply: Supply, clock: Clock, metrics: RouterMetrics) -> None:
         self.clock, self.metrics = clock, metrics
@@ -274,34 +272,41 @@ class CapacityGate:
             self._timer = loop.call_later(max(0.0, at_s - now), self.changed)
 
 
-@dataclass(frozen=True, slots=True)
-class RouterContext:
-    member_id: MemberId
-    config: RouterConfig
-    feature_row_bytes: int
-    """This is the number of bytes of one feature row on one level: `hidden_size * itemsize` of the model."""
-    cluster: ClusterState
-    plane: Plane
-    pools: Pools
-    clock: Clock
-    metrics: RouterMetrics
-    tasks: Tasks = field(default_factory=Tasks)
-    members: dict[MemberId, Member] = field(default_factory=dict)
-    """Holds the workers and encoders that are there."""
+class Wait:
+    """A `Wait` is one request's stay in the queue. Its owner awaits `ended`, and calls `leave` in any case, at the
+    latest when the first token is there."""
 
-    def send(self, member_id: MemberId, message: PlaneMessage) -> bool:
-        """Sends a message to a member by its id; returns False if the member has left."""
-        member = self.members.get(member_id)
-        return member is not None and self.plane.send(member.address, message)
+    def __init__(self, gate: CapacityGate, waiter: Waiter) -> None:
+        self.waiter = waiter
+        self.waited_s = 0.0
+        self._gate = gate
+        self._began_s = gate.clock.now()
+        self._future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-    def exclude(self, member_id: MemberId) -> None:
-        """Keeps plans from using the member for `exclusion_s` seconds."""
-        self.cluster.exclude(member_id, self.clock.now() + self.config.exclusion_s)
+    @property
+    def is_over(self) -> bool:
+        """Tells whether the request was released, or its time has passed."""
+        return self._future.done()
 
-    def of_kind(self, kind: str) -> list[Member]:
-        return [member for member in self.members.values() if member.kind == kind]
+    async def ended(self) -> bool:
+        """Waits for the end, and returns whether the members that the request needs are there; False means that its
+        deadline passed first. Records the time waited in the metrics."""
+        outcome = "left"
+        try:
+            is_served = await self._future
+            outcome = "served" if is_served else "expired"
+            return is_served
+        finally:
+            self.waited_s = self._gate.clock.now() - self._began_s
+            self._gate.metrics.capacity_wait.labels(outcome).observe(self.waited_s)
 
-    def set_members(self, members: Iterable[Member]) -> None:
-        """Replaces the membership by the workers and encoders among `members`."""
-        self.members.clear()
-        self.members.update({each.member_id: each for each in members if each.kind in ("worker", "encoder")})
+    def end(self, is_served: bool) -> None:
+        """Ends the wait now with the outcome `is_served`, whether or not a member came. Has no effect once the wait is
+        over."""
+        if not self._future.done():
+            self._future.set_result(is_served)
+
+    def leave(self, has_arrived: bool = False) -> None:
+        """Gives up the place in the queue, or the place among released requests that have no token yet. `has_arrived`
+        says that the first token is there. The method is idempotent."""
+        self._gate.leave(self, has_arrived)

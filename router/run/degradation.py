@@ -1,18 +1,10 @@
-"""Records what has gone wrong for one request so far: members that failed it, attempts that were lost, and whether the
-request is to blame.
+"""Decides what failures mean for one request, over all its attempts. `DegradationPolicy` decides what happens when a
+medium could not be encoded: the medium is made smaller, then removed, or the request fails. `Setbacks` records what
+else has gone wrong (members that failed the request, attempts that were lost), whether the request itself is to blame,
+and so when the request is given up.
 
-All attempts of the request share it. It decides when a request is given up, and knows nothing of plans or calls.
-
-The degradation policy decides what happens to a request whose medium could not be encoded: the medium is made
-smaller, then removed, or the request fails. Each step down ends the attempt and plans a new prompt, and the answer
-reports the step.
-
-    on_encode_failure   steps
-    error               none: the failure is the answer (the default)
-    reduce              the item once at half its size (every other frame, half the side of a picture)
-    text_only           the same, and if that fails too, or can't be done, without the item
-
-It knows nothing of attempts or tokens; it asks the intake what an item would become.
+Both belong to one request, outlive its attempts, and turn errors into the choice between going on and giving up. The
+module makes no attempt and no call itself: it knows nothing of plans, calls or tokens.
 """
 
 from __future__ import annotations
@@ -36,6 +28,8 @@ from fabric.contracts import (
 from router.prompt import NOTHING_LOST, ItemKey, Losses, Prompt
 from router.router_config import Policy
 
+# ------------------------------------------------------------ the degradation policy
+
 REDUCED, REMOVED = "reduced", "removed"
 FAILURES = (EncodeFailed, DeadlineExceeded)
 """These are failures that an encoder may avoid with less work. A deadline is one that a silent encoder missed. A broken
@@ -43,27 +37,17 @@ medium, a lost member and an encoder that reports that it is busy are never amon
 MAX_REDUCTIONS = 1
 
 
-class StepDown(NamedTuple):
-    """A `StepDown` is one medium that the model did not get as the client sent it."""
-
-    key: ItemKey
-    action: str
-    """This is `reduced` or `removed`."""
-    reason: WeftError
-
-    def to_json(self) -> dict[str, object]:
-        return {
-            "part": self.key.part,
-            "modality": self.key.modality,
-            "action": self.action,
-            "reason": self.reason.code,
-            "message": self.reason.message,
-        }
-
-
 class DegradationPolicy:
-    """A `DegradationPolicy` serves one request. `is_reducible(item, times)` returns whether the item, already reduced
-    `times` times, could be reduced once more; `replan` makes the prompt without what was lost."""
+    """A `DegradationPolicy` decides for one request what happens to a medium that could not be encoded. Each step down
+    ends the attempt and plans a new prompt, and the answer reports the step.
+
+        on_encode_failure   steps
+        error               none: the failure is the answer (the default)
+        reduce              the item once at half its size (every other frame, half the side of a picture)
+        text_only           the same, and if that fails too, or can't be done, without the item
+
+    The policy asks its owner what an item would become: `is_reducible(item, times)` returns whether the item, already
+    reduced `times` times, could be reduced once more; `replan` makes the prompt without what was lost."""
 
     def __init__(
         self,
@@ -108,6 +92,26 @@ class DegradationPolicy:
         return Losses({**before.item_to_reduction, **reduced}, before.removed | removed)
 
 
+class StepDown(NamedTuple):
+    """A `StepDown` is one medium that the model did not get as the client sent it."""
+
+    key: ItemKey
+    action: str
+    """This is `reduced` or `removed`."""
+    reason: WeftError
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "part": self.key.part,
+            "modality": self.key.modality,
+            "action": self.action,
+            "reason": self.reason.code,
+            "message": self.reason.message,
+        }
+
+
+# ------------------------------------------------------------ the setbacks of a request
+
 NUM_WORKERS_TO_BLAME = 2
 """A request is considered the cause once this many workers were lost while serving it; its client then gets an error
 that says not to retry."""
@@ -119,7 +123,8 @@ EXCLUSION_GRID_S = 0.25
 
 
 class Setbacks:
-    """A `Setbacks` belongs to one request, over all its attempts."""
+    """A `Setbacks` records what has gone wrong for one request so far: members that failed it, attempts that were lost,
+    and whether the request is to blame. All attempts of the request share it."""
 
     def __init__(self, exclusion_s: float) -> None:
         """Starts without setbacks. For `exclusion_s` seconds the request does not use a member that failed it."""

@@ -1,21 +1,11 @@
-"""Provides what a client may ask for besides the text: token ids and log-probabilities, each given out once per choice.
-It knows nothing of HTTP.
-
-Puts the tokens of one choice in order over all attempts: it drops duplicates and holds tokens behind a gap.
-
-Indexes count generated tokens from 0 over all attempts: a migrated attempt continues where the former one stopped.
-Tokens of a former attempt are as good as those of the new one, because a draw depends on (seed, choice, index) alone.
-The module knows nothing of text or stops.
-
-Builds the text of one choice: it takes tokens in order, detokenises them, and cuts the text at the first stop.
-
-It works token by token, so that the count is exact up to the token that completed a stop string, however the tokens
-were split into frames. It is synchronous and pure, and knows nothing of requests or attempts.
-
-A stream connects a request's attempts, which write as tokens come, with one reader, which takes text when it can.
+"""Carries the output of one request from the attempts, which write as tokens come, to one reader, which takes text when
+it can. Tokens pass through it in this order: a `TokenOrder` puts the tokens of one choice in order, a `ChoiceOutput`
+makes the choice's text of them and cuts it at the first stop, and the `RequestStream` hands the text of all choices to
+the reader. `TokenDetails` gives out what a client may ask for besides the text: token ids and log-probabilities.
 
 A slow reader delays nothing else: text that it has not taken is joined, so the buffer is one text per choice, no longer
-than the choice itself. Exactly one call of `finish` or `fail` ends a stream. The module knows nothing of HTTP.
+than the choice itself. The module knows nothing of HTTP, of members, or of how attempts are made; a request's attempts
+appear here only as frames that may repeat, overlap or leave gaps.
 """
 
 from __future__ import annotations
@@ -30,180 +20,7 @@ from modalities.text import StopStrings
 from router.api import ChatRequest, ScoredToken, TokenBytes, Usage, logprobs_object
 from router.run.degradation import StepDown
 
-
-class Ending(NamedTuple):
-    """An `Ending` is the point at which a choice ends, as the worker reports it."""
-
-    num_tokens: int
-    reason: str
-
-
-class TokenOrder:
-    """A `TokenOrder` holds the tokens of one choice. The caller checks which attempt a frame belongs to."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        """Holds the token ids that are contiguous from index 0."""
-        self.logprobs: list[TokenLogprobs] = []
-        """Holds one entry per token, if the worker sends log-probabilities."""
-        self._held: dict[int, tuple[int, TokenLogprobs | None]] = {}
-        self._ending: Ending | None = None
-
-    def push(self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[int]:
-        """Takes a frame and returns the tokens that it made contiguous. Drops tokens after the ending."""
-        for index, (token_id, scored) in enumerate(zip_longest(token_ids, logprobs), first_index):
-            if index >= len(self.token_ids) and index not in self._held and not self._is_beyond(index):
-                self._held[index] = token_id, scored
-        fresh: list[int] = []
-        while len(self.token_ids) in self._held:
-            token_id, scored = self._held.pop(len(self.token_ids))
-            self.token_ids.append(token_id)
-            if scored is not None:
-                self.logprobs.append(scored)
-            fresh.append(token_id)
-        return fresh
-
-    def end(self, num_tokens: int, reason: str) -> None:
-        """Sets the ending that a frame or the terminal event reports. Repeating it is harmless."""
-        self._ending = Ending(num_tokens, reason)
-
-    def restart(self) -> None:
-        """Prepares for a new attempt: drops tokens that are held behind a gap, and an ending that was never reached."""
-        self._held.clear()
-        self._ending = None
-
-    @property
-    def reached(self) -> Ending | None:
-        """Returns the ending once every token up to it is there, otherwise None."""
-        ending = self._ending
-        return ending if ending is not None and len(self.token_ids) >= ending.num_tokens else None
-
-    @property
-    def num_missing(self) -> int:
-        """Counts the tokens that are known to exist but have not arrived; it is 0 without an ending or a gap."""
-        last = max(self._held, default=-1) + 1
-        if self._ending is not None:
-            last = max(last, self._ending.num_tokens)
-        return max(0, last - len(self.token_ids) - len(self._held))
-
-    def _is_beyond(self, index: int) -> bool:
-        return self._ending is not None and index >= self._ending.num_tokens
-
-
-class Detokenizer(Protocol):
-    """A `Detokenizer` turns token ids into text piece by piece; modalities.text.detokenizer.IncrementalDetokenizer
-    implements it."""
-
-    def push(self, token_ids: Sequence[int]) -> str: ...
-
-    def flush(self) -> str: ...
-
-
-class ChoiceOutput:
-    """A `ChoiceOutput` collects the tokens and the text of one choice. `stop_token_ids` are the ids that end a choice
-    (end of sequence included); the id that ends it is counted but adds no text."""
-
-    def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str], stop_token_ids: frozenset[int]) -> None:
-        self.order = TokenOrder()
-        self.finish_reason: str | None = None
-        self.num_tokens = 0
-        """Counts the tokens up to the stop."""
-        self.is_cut = False
-        """This is True if a stop string ended the choice; the worker does not know of this end."""
-        self._detokenizer = detokenizer
-        self._stops = StopStrings(stop_strings)
-        self._stop_token_ids = stop_token_ids
-        self._withheld: int | None = None
-
-    def push(
-        self,
-        first_index: int,
-        token_ids: Sequence[int],
-        finish_reason: str | None,
-        logprobs: Sequence[TokenLogprobs] = (),
-    ) -> str:
-        """Takes a frame and returns the new text. A frame that comes after the finish changes nothing."""
-        if self.is_finished:
-            return ""
-        if finish_reason is not None and finish_reason != "abort":
-            self.order.end(first_index + len(token_ids), finish_reason)
-        return self._advance(self.order.push(first_index, token_ids, logprobs))
-
-    def end(self, num_tokens: int, reason: str) -> str:
-        """Takes the end that the terminal event names. Returns the rest of the text if every token up to that end is
-        there."""
-        if self.is_finished:
-            return ""
-        self.order.end(num_tokens, reason)
-        return self._advance(())
-
-    @property
-    def is_finished(self) -> bool:
-        return self.finish_reason is not None
-
-    @property
-    def emitted(self) -> tuple[int, ...]:
-        """Returns the tokens that a new attempt continues from."""
-        return self.emitted_from(0)
-
-    def emitted_from(self, start: int) -> tuple[int, ...]:
-        """Returns the tokens from index `start` on, without those after a cut."""
-        return tuple(self.order.token_ids[start : self.num_tokens if self.is_cut else None])
-
-    def scored_from(self, start: int) -> list[ScoredToken]:
-        """Returns the same tokens as `emitted_from`, each with its log-probabilities. It may be called only if the
-        worker was asked for log-probabilities."""
-        token_ids = self.emitted_from(start)
-        logprobs = self.order.logprobs[start : start + len(token_ids)]
-        return [ScoredToken(*pair) for pair in zip(token_ids, logprobs, strict=True)]
-
-    def _advance(self, fresh: Sequence[int]) -> str:
-        text = ""
-        for token_id in fresh:
-            text += self._take(token_id)
-            if self.is_cut:
-                return text
-        ending = self.order.reached
-        if ending is None:
-            return text
-        text += self._finish(ending.reason)
-        return text
-
-    def _take(self, token_id: int) -> str:
-        """Takes one token and returns its text. Withholds a stop id, because only what follows shows whether it was the
-        end or a token of the text (an ignored stop id, or one that came too early)."""
-        text = self._release()
-        if self.is_cut:
-            return text
-        self.num_tokens += 1
-        if token_id in self._stop_token_ids:
-            self._withheld = token_id
-            return text
-        return text + self._filtered(self._detokenizer.push((token_id,)))
-
-    def _release(self) -> str:
-        if self._withheld is None:
-            return ""
-        token_id, self._withheld = self._withheld, None
-        return self._filtered(self._detokenizer.push((token_id,)))
-
-    def _filtered(self, text: str) -> str:
-        result = self._stops.push(text)
-        if result.hit is not None:
-            self.is_cut = True
-            self.finish_reason = "stop"
-        return result.text
-
-    def _finish(self, reason: str) -> str:
-        if reason == "stop":
-            self._withheld = None
-        text = self._release()
-        if not self.is_cut:
-            text += self._filtered(self._detokenizer.flush())
-        if not self.is_cut:
-            text += self._stops.flush()
-            self.finish_reason = reason
-        return text
+# ------------------------------------------------------------ the stream of a request
 
 
 class Delta(NamedTuple):
@@ -214,19 +31,10 @@ class Delta(NamedTuple):
     finish_reason: str | None
 
 
-class _Pending:
-    """Holds what the reader has not taken yet of one choice."""
-
-    __slots__ = ("finish_reason", "texts")
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.finish_reason: str | None = None
-
-
 class RequestStream:
-    """A `RequestStream` is read with `async for deltas in stream`, which ends after the terminal event; `usage` is set
-    then. A failure is raised after everything that came before it was read."""
+    """A `RequestStream` connects a request's attempts with one reader. It is read with `async for deltas in stream`,
+    which ends after the terminal event; `usage` is set then. A failure is raised after everything that came before it
+    was read. Exactly one call of `finish` or `fail` ends a stream."""
 
     def __init__(
         self,
@@ -345,8 +153,209 @@ class RequestStream:
         return deltas
 
 
+class _Pending:
+    """Holds what the reader has not taken yet of one choice."""
+
+    __slots__ = ("finish_reason", "texts")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.finish_reason: str | None = None
+
+
+# ------------------------------------------------------------ one choice
+
+
+class Detokenizer(Protocol):
+    """A `Detokenizer` turns token ids into text piece by piece; modalities.text.detokenizer.IncrementalDetokenizer
+    implements it."""
+
+    def push(self, token_ids: Sequence[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class ChoiceOutput:
+    """A `ChoiceOutput` builds the text of one choice: it takes tokens in order, detokenises them, and cuts the text at
+    the first stop. `stop_token_ids` are the ids that end a choice (end of sequence included); the id that ends it is
+    counted but adds no text.
+
+    It works token by token, so that the count is exact up to the token that completed a stop string, however the tokens
+    were split into frames. It is synchronous and pure."""
+
+    def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str], stop_token_ids: frozenset[int]) -> None:
+        self.order = TokenOrder()
+        self.finish_reason: str | None = None
+        self.num_tokens = 0
+        """Counts the tokens up to the stop."""
+        self.is_cut = False
+        """This is True if a stop string ended the choice; the worker does not know of this end."""
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stop_strings)
+        self._stop_token_ids = stop_token_ids
+        self._withheld: int | None = None
+
+    def push(
+        self,
+        first_index: int,
+        token_ids: Sequence[int],
+        finish_reason: str | None,
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> str:
+        """Takes a frame and returns the new text. A frame that comes after the finish changes nothing."""
+        if self.is_finished:
+            return ""
+        if finish_reason is not None and finish_reason != "abort":
+            self.order.end(first_index + len(token_ids), finish_reason)
+        return self._advance(self.order.push(first_index, token_ids, logprobs))
+
+    def end(self, num_tokens: int, reason: str) -> str:
+        """Takes the end that the terminal event names. Returns the rest of the text if every token up to that end is
+        there."""
+        if self.is_finished:
+            return ""
+        self.order.end(num_tokens, reason)
+        return self._advance(())
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def emitted(self) -> tuple[int, ...]:
+        """Returns the tokens that a new attempt continues from."""
+        return self.emitted_from(0)
+
+    def emitted_from(self, start: int) -> tuple[int, ...]:
+        """Returns the tokens from index `start` on, without those after a cut."""
+        return tuple(self.order.token_ids[start : self.num_tokens if self.is_cut else None])
+
+    def scored_from(self, start: int) -> list[ScoredToken]:
+        """Returns the same tokens as `emitted_from`, each with its log-probabilities. It may be called only if the
+        worker was asked for log-probabilities."""
+        token_ids = self.emitted_from(start)
+        logprobs = self.order.logprobs[start : start + len(token_ids)]
+        return [ScoredToken(*pair) for pair in zip(token_ids, logprobs, strict=True)]
+
+    def _advance(self, fresh: Sequence[int]) -> str:
+        text = ""
+        for token_id in fresh:
+            text += self._take(token_id)
+            if self.is_cut:
+                return text
+        ending = self.order.reached
+        if ending is None:
+            return text
+        text += self._finish(ending.reason)
+        return text
+
+    def _take(self, token_id: int) -> str:
+        """Takes one token and returns its text. Withholds a stop id, because only what follows shows whether it was the
+        end or a token of the text (an ignored stop id, or one that came too early)."""
+        text = self._release()
+        if self.is_cut:
+            return text
+        self.num_tokens += 1
+        if token_id in self._stop_token_ids:
+            self._withheld = token_id
+            return text
+        return text + self._filtered(self._detokenizer.push((token_id,)))
+
+    def _release(self) -> str:
+        if self._withheld is None:
+            return ""
+        token_id, self._withheld = self._withheld, None
+        return self._filtered(self._detokenizer.push((token_id,)))
+
+    def _filtered(self, text: str) -> str:
+        result = self._stops.push(text)
+        if result.hit is not None:
+            self.is_cut = True
+            self.finish_reason = "stop"
+        return result.text
+
+    def _finish(self, reason: str) -> str:
+        if reason == "stop":
+            self._withheld = None
+        text = self._release()
+        if not self.is_cut:
+            text += self._filtered(self._detokenizer.flush())
+        if not self.is_cut:
+            text += self._stops.flush()
+            self.finish_reason = reason
+        return text
+
+
+class TokenOrder:
+    """A `TokenOrder` puts the tokens of one choice in order over all attempts: it drops duplicates and holds tokens
+    behind a gap. The caller checks which attempt a frame belongs to.
+
+    Indexes count generated tokens from 0 over all attempts: a migrated attempt continues where the former one stopped.
+    Tokens of a former attempt are as good as those of the new one, because a draw depends on (seed, choice, index)
+    alone."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        """Holds the token ids that are contiguous from index 0."""
+        self.logprobs: list[TokenLogprobs] = []
+        """Holds one entry per token, if the worker sends log-probabilities."""
+        self._held: dict[int, tuple[int, TokenLogprobs | None]] = {}
+        self._ending: Ending | None = None
+
+    def push(self, first_index: int, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] = ()) -> list[int]:
+        """Takes a frame and returns the tokens that it made contiguous. Drops tokens after the ending."""
+        for index, (token_id, scored) in enumerate(zip_longest(token_ids, logprobs), first_index):
+            if index >= len(self.token_ids) and index not in self._held and not self._is_beyond(index):
+                self._held[index] = token_id, scored
+        fresh: list[int] = []
+        while len(self.token_ids) in self._held:
+            token_id, scored = self._held.pop(len(self.token_ids))
+            self.token_ids.append(token_id)
+            if scored is not None:
+                self.logprobs.append(scored)
+            fresh.append(token_id)
+        return fresh
+
+    def end(self, num_tokens: int, reason: str) -> None:
+        """Sets the ending that a frame or the terminal event reports. Repeating it is harmless."""
+        self._ending = Ending(num_tokens, reason)
+
+    def restart(self) -> None:
+        """Prepares for a new attempt: drops tokens that are held behind a gap, and an ending that was never reached."""
+        self._held.clear()
+        self._ending = None
+
+    @property
+    def reached(self) -> Ending | None:
+        """Returns the ending once every token up to it is there, otherwise None."""
+        ending = self._ending
+        return ending if ending is not None and len(self.token_ids) >= ending.num_tokens else None
+
+    @property
+    def num_missing(self) -> int:
+        """Counts the tokens that are known to exist but have not arrived; it is 0 without an ending or a gap."""
+        last = max(self._held, default=-1) + 1
+        if self._ending is not None:
+            last = max(last, self._ending.num_tokens)
+        return max(0, last - len(self.token_ids) - len(self._held))
+
+    def _is_beyond(self, index: int) -> bool:
+        return self._ending is not None and index >= self._ending.num_tokens
+
+
+class Ending(NamedTuple):
+    """An `Ending` is the point at which a choice ends, as the worker reports it."""
+
+    num_tokens: int
+    reason: str
+
+
+# ------------------------------------------------------------ what a client may ask for besides the text
+
+
 class TokenDetails:
-    """A `TokenDetails` serves one answer, streamed or whole. It gives nothing if the client asked for nothing."""
+    """A `TokenDetails` gives out the token ids and log-probabilities of one answer, streamed or whole, each once per
+    choice. It gives nothing if the client asked for nothing."""
 
     def __init__(self, stream: RequestStream, chat: ChatRequest, bytes_of: TokenBytes) -> None:
         self._stream = stream
