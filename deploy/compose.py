@@ -284,5 +284,5 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         timeout_s=media.probe_timeout_s,
     )
     prober = probing.ProbePool(media.probe_processes, limits)
-    intake = PromptBuilder(router_config, model.family, TextCodec.load(model.directory), REGISTRY, prober)
-    return RouterService(member_id, router_config, intake, plane, pools, SystemClock())
+    prompt_builder = PromptBuilder(router_config, model.family, TextCodec.load(model.directory), REGISTRY, prober)
+    return RouterService(member_id, router_config, prompt_builder, plane, pools, SystemClock())

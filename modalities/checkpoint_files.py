@@ -1,17 +1,16 @@
-"""Reads from a checkpoint's config.json how its weights are quantised. This module is pure: it knows nothing of
-tensors.
+"""Reads the JSON files of a checkpoint directory: sections of its config, the options of its processors, and how its
+weights are stored.
+
+`read_json`, `section` and the functions next to them serve all families. Loaders need two more facts that hold for all
+families: to which part of the model a weight belongs, which follows from its name (`names_of_others`), and how the
+weights are quantised (`read_quantisation`).
 
 Weft computes in the model's own dtype: float8 weights are multiplied by their scales when they are read
 (`modalities.checkpoint_tensors`). Any other scheme is refused by its name, since its weights are useless without
 special kernels or unpacking. The known forms of `quantization_config` are transformers' `FineGrainedFP8Config`
 (DeepSeek, Qwen), vLLM's `fp8`, and compressed-tensors' `QuantizationConfig` (llm-compressor).
 
-Reads JSON files of a checkpoint directory, and sections of them. This module knows nothing of models.
-
-Says to which part of a checkpoint a weight belongs. This follows from the weight's name, for all families. This
-module is pure.
-
-A loader takes one part and leaves out the names of the other parts. A name that belongs to no part is never left out.
+This module is pure: it knows nothing of tensors and of particular models.
 """
 
 from __future__ import annotations
@@ -49,6 +48,11 @@ def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return found
 
 
+def model_id(model_dir: Path, config: bytes) -> str:
+    """Returns `NAME@DIGEST`: the name of the directory, and a digest of 8 bytes of `config`, its config.json."""
+    return f"{model_dir.resolve().name}@{blake3.blake3(config).hexdigest(length=8)}"
+
+
 def read_image_processor(model_dir: Path) -> Mapping[str, Any]:
     """Returns the image processor's options: those nested in processor_config.json, or else preprocessor_config.json
     (transformers' order). Raises ConfigError if the files can't be read."""
@@ -73,11 +77,6 @@ def read_video_processor(model_dir: Path) -> tuple[Mapping[str, Any], bool]:
     return read_json(model_dir / "preprocessor_config.json")[1], False
 
 
-def model_id(model_dir: Path, config: bytes) -> str:
-    """Returns `NAME@DIGEST`: the name of the directory, and a digest of 8 bytes of `config`, its config.json."""
-    return f"{model_dir.resolve().name}@{blake3.blake3(config).hexdigest(length=8)}"
-
-
 def _read_processor(model_dir: Path, name: str) -> Mapping[str, Any]:
     nested = _nested_processor(model_dir, name)
     return nested if nested is not None else read_json(model_dir / "preprocessor_config.json")[1]
@@ -90,6 +89,8 @@ def _nested_processor(model_dir: Path, name: str) -> Mapping[str, Any] | None:
     nested = read_json(path)[1].get(name) if path.exists() else None
     return nested if isinstance(nested, Mapping) else None
 
+
+# ------------------------------------------------------------ the parts of a model
 
 Part = Literal["vision", "sound", "projector", "text", "speech"]
 
@@ -105,9 +106,12 @@ _PART_TO_PATTERN: dict[Part, str] = {
 
 
 def names_of_others(*own: Part) -> tuple[str, ...]:
-    """Returns patterns of the names that belong to other parts than `own`."""
+    """Returns patterns of the names that belong to other parts than `own`. A loader takes one part and leaves out the
+    names of the other parts. A name that belongs to no part is never left out."""
     return tuple(pattern for part, pattern in _PART_TO_PATTERN.items() if part not in own)
 
+
+# ------------------------------------------------------------ quantisation
 
 SUPPORTED = "float8 (e4m3) weights with scales per tensor, per channel or per block (fp8, compressed-tensors)"
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
@@ -140,7 +144,7 @@ def read_quantisation(model_dir: Path) -> Quantisation | None:
     """Returns the quantisation of a checkpoint, or None if its config has none. Raises ConfigError if the file is
     missing or broken, and if Weft can't load the scheme, which the error names."""
     _, config = read_json(model_dir / "config.json")
-    found = {json.dumps(section, sort_keys=True): section for section in _sections(config)}
+    found = {json.dumps(section, sort_keys=True): section for section in _quantised_sections(config)}
     if len(found) > 1:
         raise ConfigError(f"{model_dir}: the parts of the model are quantised in different ways; supported: one way")
     for section in found.values():
@@ -148,7 +152,7 @@ def read_quantisation(model_dir: Path) -> Quantisation | None:
     return None
 
 
-def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _quantised_sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yields the sections of a config that describe a quantisation: at the top level, or in the part of the model that
     is quantised."""
     for key in ("quantization_config", "compression_config"):
@@ -156,7 +160,7 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield config[key]
     for key in ("thinker_config", "text_config", "vision_config", "audio_config"):
         if isinstance(config.get(key), Mapping):
-            yield from _sections(config[key])
+            yield from _quantised_sections(config[key])
 
 
 def _parsed(section: Mapping[str, Any], model_dir: Path) -> Quantisation:

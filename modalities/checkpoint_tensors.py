@@ -1,18 +1,16 @@
-"""Loads the weights of one rank of a tensor-parallel worker, through transformers' own tensor-parallel plan.
+"""Reads the weights of one part of a checkpoint, and loads them into a model of transformers, whole or as a rank's
+share.
 
-Inside `shard_weights(n)` every part that a family loads becomes this process's share of it. The plan of the model's
-config (`base_model_tp_plan`: column-wise, row-wise, packed, experts) cuts the weights as they are read, so no rank ever
-holds a whole layer, and sums the ranks' parts after each row-wise layer. Embeddings and head stay whole because only
-rank 0 uses them. This module knows nothing of steps, KV or the identity of the other ranks, which torch's default
-process group knows.
+`open_tensors` gives access by name to the tensors of a part, and each tensor is read when it is used. Weights that are
+stored as float8 are multiplied by their scales slice by slice, and the result is float32. `load_pretrained` passes
+these slices to transformers. Inside `shard_weights(n)`, it loads this process's share of the part instead: the plan of
+the model's config (`base_model_tp_plan`: column-wise, row-wise, packed, experts) cuts the weights as they are read, so
+no rank ever holds a whole layer, and sums the ranks' parts after each row-wise layer. So a rank reads and multiplies
+only its own share, and the result equals that of a checkpoint that was dequantised as a whole beforehand. Embeddings
+and head stay whole because only rank 0 uses them.
 
-Gives access by name to the tensors of a checkpoint that belong to one part of its model, and reads each tensor when
-it is used. It imports torch.
-
-Weights that are stored as float8 are multiplied by their scales slice by slice, and the result is float32. So a rank of
-a tensor-parallel worker reads and multiplies only its own share, and the result equals that of a checkpoint that was
-dequantised as a whole beforehand. This module knows nothing of models: the names that belong to other parts are an
-argument.
+This module imports torch. It knows nothing of particular models (the names that belong to other parts are an argument),
+of steps and KV, or of the identity of the other ranks, which torch's default process group knows.
 """
 
 from __future__ import annotations
@@ -32,43 +30,11 @@ from fabric.contracts import ConfigError
 from modalities.checkpoint_files import ACTIVATION_SUFFIXES, SCALE_SUFFIXES, SUPPORTED, Quantisation, read_json
 from modalities.torch_dtypes import dtype_name
 
+# ------------------------------------------------------------ the tensors of a part
+
 _INDEX = ".index.json"
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"})
 _FLOAT8 = "F8_E4M3"
-
-
-class FloatSlice:
-    """A `FloatSlice` is a float8 weight with its scales. It has the interface of the file slices that transformers
-    reads: a shape, and values by index."""
-
-    def __init__(self, weight: Any, scales: torch.Tensor, name: str, block: tuple[int, int] | None) -> None:
-        """Takes `weight`, a slice of a safetensors file of shape `(..., rows, columns)`. Raises ConfigError if the
-        scales do not fit the weight."""
-        self._weight = weight
-        self._shape = tuple(weight.get_shape())
-        self._scales, self._block = _grid(scales.float(), self._shape, name, block)
-
-    def get_shape(self) -> list[int]:
-        return list(self._shape)
-
-    def get_dtype(self) -> str:
-        return "F32"
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """Returns the values at `index` in float32. `index` is an ellipsis, a slice, or a tuple of slices for the first
-        axes."""
-        found = index if isinstance(index, tuple) else () if index is Ellipsis else (index,)
-        spans = [
-            range(*one.indices(size))
-            for one, size in zip([*found, *[slice(None)] * (len(self._shape) - len(found))], self._shape, strict=True)
-        ]
-        values: torch.Tensor = self._weight[tuple(slice(span.start, span.stop, span.step) for span in spans)].float()
-        scales = self._scales
-        for axis, span in enumerate(spans):
-            if scales.shape[axis] > 1:
-                side = self._block[axis - len(spans) + 2] if axis >= len(spans) - 2 else 1
-                scales = scales.index_select(axis, torch.tensor(span) // side)
-        return values.mul_(scales)
 
 
 @contextmanager
@@ -153,6 +119,40 @@ def _dtype(value: Any) -> str:
     return names.get(value.dtype, dtype_name(value.dtype))
 
 
+class FloatSlice:
+    """A `FloatSlice` is a float8 weight with its scales. It has the interface of the file slices that transformers
+    reads: a shape, and values by index."""
+
+    def __init__(self, weight: Any, scales: torch.Tensor, name: str, block: tuple[int, int] | None) -> None:
+        """Takes `weight`, a slice of a safetensors file of shape `(..., rows, columns)`. Raises ConfigError if the
+        scales do not fit the weight."""
+        self._weight = weight
+        self._shape = tuple(weight.get_shape())
+        self._scales, self._block = _grid(scales.float(), self._shape, name, block)
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """Returns the values at `index` in float32. `index` is an ellipsis, a slice, or a tuple of slices for the first
+        axes."""
+        found = index if isinstance(index, tuple) else () if index is Ellipsis else (index,)
+        spans = [
+            range(*one.indices(size))
+            for one, size in zip([*found, *[slice(None)] * (len(self._shape) - len(found))], self._shape, strict=True)
+        ]
+        values: torch.Tensor = self._weight[tuple(slice(span.start, span.stop, span.step) for span in spans)].float()
+        scales = self._scales
+        for axis, span in enumerate(spans):
+            if scales.shape[axis] > 1:
+                side = self._block[axis - len(spans) + 2] if axis >= len(spans) - 2 else 1
+                scales = scales.index_select(axis, torch.tensor(span) // side)
+        return values.mul_(scales)
+
+
 def _grid(
     scales: torch.Tensor, shape: tuple[int, ...], name: str, block: tuple[int, int] | None
 ) -> tuple[torch.Tensor, tuple[int, int]]:
@@ -169,6 +169,34 @@ def _grid(
     of_blocks = f" in blocks of {block[0]}x{block[1]}" if block else ""
     raise ConfigError(f"{name}: scales of shape {tuple(scales.shape)} do not fit {shape}{of_blocks}")
 
+
+# ------------------------------------------------------------ loading a part
+
+
+def load_pretrained(
+    kind: type[PreTrainedModel], tensors: Mapping[str, Any], **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Returns a model of class `kind` with the weights `tensors`, and the loading info. `tensors` maps names to tensors
+    or to slices of a file, of which only the needed values are read. The model is whole, or inside `shard_weights` it
+    is this rank's share, as plain tensors. `options` are those of `from_pretrained`, including the part's `config`.
+    Raises the errors of `from_pretrained`, and ValueError if the plan can't be followed."""
+    options |= {"output_loading_info": True, "state_dict": dict(tensors)}
+    num_ranks = _NUM_RANKS.get()
+    if num_ranks == 1:
+        whole: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(None, **options)
+        return whole
+    from transformers.distributed import DistributedConfig
+
+    has_plan = bool(options["config"].base_model_tp_plan)
+    plan = {**({} if has_plan else _DENSE_PLAN), **dict.fromkeys(_WHOLE, "replicate")}
+    config = DistributedConfig(tp_size=num_ranks, tp_plan=plan)
+    part, info = _on_our_ranks(kind).from_pretrained(None, distributed_config=config, **options)
+    check_plan(part.tp_plan)
+    _keep_local(part)
+    return part, info
+
+
+# ------------------------------------------------------------ shares
 
 _NUM_RANKS: ContextVar[int] = ContextVar("num_ranks", default=1)
 _WHOLE = ("model.embed_tokens", "lm_head")
@@ -202,29 +230,6 @@ def shard_weights(num_ranks: int) -> Iterator[None]:
 def is_sharding() -> bool:
     """Returns whether parts that are loaded now become shares."""
     return _NUM_RANKS.get() > 1
-
-
-def load_pretrained(
-    kind: type[PreTrainedModel], tensors: Mapping[str, Any], **options: Any
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Returns a model of class `kind` with the weights `tensors`, and the loading info. `tensors` maps names to tensors
-    or to slices of a file, of which only the needed values are read. The model is whole, or inside `shard_weights` it
-    is this rank's share, as plain tensors. `options` are those of `from_pretrained`, including the part's `config`.
-    Raises the errors of `from_pretrained`, and ValueError if the plan can't be followed."""
-    options |= {"output_loading_info": True, "state_dict": dict(tensors)}
-    num_ranks = _NUM_RANKS.get()
-    if num_ranks == 1:
-        whole: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(None, **options)
-        return whole
-    from transformers.distributed import DistributedConfig
-
-    has_plan = bool(options["config"].base_model_tp_plan)
-    plan = {**({} if has_plan else _DENSE_PLAN), **dict.fromkeys(_WHOLE, "replicate")}
-    config = DistributedConfig(tp_size=num_ranks, tp_plan=plan)
-    part, info = _on_our_ranks(kind).from_pretrained(None, distributed_config=config, **options)
-    check_plan(part.tp_plan)
-    _keep_local(part)
-    return part, info
 
 
 def check_plan(plan: Mapping[str, str]) -> None:

@@ -1,21 +1,20 @@
-"""Defines the waveforms that the decode process hands to an encoder whose device makes spectrograms, and the interface
-to this device.
+"""Defines the interface of a model family, which is the contract between a checkpoint and the rest of Weft, and what
+all families share.
 
-A family need not offer `MelOnDevice`; without it, the process that decodes a sound also makes its spectrogram. This
-module knows nothing of particular families. It is pure.
+The values come first: what a file says about a medium, how the medium is sampled, and what it becomes. `Family` uses
+them: the router calls its pure half (`plan`, `expand`), encoders call `preprocess` and `load_encoder`, and workers call
+`positions` and `load_language_model`. The loaders return an `EncoderModel` and a `LanguageModel`.
 
-Defines the interface of a model family, which is the contract between a checkpoint and the rest of Weft.
+A family may offer two things in addition. With `StreamsUnits` it yields units (the parts of an item that are encoded on
+their own) one by one, so the first part of a long video is encoded while the rest is still being decoded. With
+`MelOnDevice` an encoder's device makes the spectrograms of its sounds; without it, the process that decodes a sound
+also makes its spectrogram.
 
-The router uses the pure half (`plan`, `expand`), encoders use `preprocess` and `load_encoder`, and workers use
-`positions` and `load_language_model`. Nothing here imports torch: the torch types appear in annotations only. This
-module knows nothing of a particular model or file format.
+The functions at the end expand the placeholders of a prompt to one position for each row of features, with tokens
+between the rows where a family writes some.
 
-Expands the placeholders of a prompt to one position for each row of features, with tokens between the rows where a
-family writes some. This module knows nothing of models or text.
-
-Yields units (the parts of an item that are encoded on their own) one by one, from families that can preprocess them
-in this way. The first part of a long video is then encoded while the rest is still being decoded. This module knows
-nothing of particular families.
+This module is pure. It does not import torch, whose types appear in annotations only, and it knows nothing of a
+particular model, of a file format or of text.
 """
 
 from __future__ import annotations
@@ -34,6 +33,9 @@ from fabric.contracts import InvalidRequest, MediaItem, PlaceholderRange, Unsupp
 
 if TYPE_CHECKING:
     import torch
+
+
+# ------------------------------------------------------------ what a medium is
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,9 @@ class MediaOptions:
 DEFAULT_OPTIONS = MediaOptions()
 
 
+# ------------------------------------------------------------ what a medium becomes
+
+
 @dataclass(frozen=True, slots=True)
 class ItemPlan:
     """Holds what a medium becomes, as known before it is decoded. The encoder's output matches it exactly."""
@@ -196,6 +201,9 @@ class EncoderInput:
         return len(self.pixels) * self.patches_per_row
 
 
+# ------------------------------------------------------------ the family and its models
+
+
 class ModelShape(NamedTuple):
     """Holds the few numbers from which memory is planned."""
 
@@ -208,52 +216,6 @@ class ModelShape(NamedTuple):
     head_dim: int
     vocab_size: int
     max_model_len: int
-
-
-class EncoderModel(Protocol):
-    """An `EncoderModel` is an encoder with weights on a device. It has the weights of the requested modalities only."""
-
-    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
-        """Runs one forward pass over packed units of one modality. Returns for each unit its feature of shape
-        `(num_levels, num_tokens, hidden)`, with as many levels as planned, in the model's dtype, contiguous, on the
-        encoder's device."""
-        ...
-
-
-class LanguageModel(Protocol):
-    """A `LanguageModel` is the text half of a model on a device. Its attention uses Weft's paged attention."""
-
-    dtype: torch.dtype
-    device: torch.device
-
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings `(num_tokens, hidden)` of the int64 tokens `(num_tokens,)`."""
-        ...
-
-    def forward(
-        self,
-        embeddings: torch.Tensor,
-        positions: torch.Tensor,
-        attention: Any,
-        feature_rows: torch.Tensor | None,
-        feature_levels: torch.Tensor | None,
-        wanted_rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Runs one step over the packed tokens of many sequences. Returns the last hidden states
-        `(num_tokens, hidden)`, or with `wanted_rows` (int64, ascending, not empty) only those of these tokens:
-        `(len(wanted_rows), hidden)`. The keys and values of all tokens are written in both cases.
-
-        `embeddings` has shape `(num_tokens, hidden)`, and level 0 of the features is already spliced in. `positions`
-        has shape `(num_axes, num_tokens)`. `attention` is passed on to the registered attention function as the keyword
-        `weft`, or the layers themselves call it: `attend(layer, q, k, v, scaling)`, where q, k and v have shape
-        `(num_tokens, heads, dim)`. `feature_rows` holds the int64 indexes of the tokens that have DeepStack levels, in
-        ascending order. `feature_levels` holds these levels and has shape
-        `(num_levels - 1, len(feature_rows), hidden)`."""
-        ...
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the logits, float32 `(n, vocab)`, of the hidden states `(n, hidden)`."""
-        ...
 
 
 class Family(Protocol):
@@ -316,10 +278,117 @@ class Family(Protocol):
         ...
 
 
+class EncoderModel(Protocol):
+    """An `EncoderModel` is an encoder with weights on a device. It has the weights of the requested modalities only."""
+
+    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        """Runs one forward pass over packed units of one modality. Returns for each unit its feature of shape
+        `(num_levels, num_tokens, hidden)`, with as many levels as planned, in the model's dtype, contiguous, on the
+        encoder's device."""
+        ...
+
+
+class LanguageModel(Protocol):
+    """A `LanguageModel` is the text half of a model on a device. Its attention uses Weft's paged attention."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Returns the embeddings `(num_tokens, hidden)` of the int64 tokens `(num_tokens,)`."""
+        ...
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        positions: torch.Tensor,
+        attention: Any,
+        feature_rows: torch.Tensor | None,
+        feature_levels: torch.Tensor | None,
+        wanted_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Runs one step over the packed tokens of many sequences. Returns the last hidden states
+        `(num_tokens, hidden)`, or with `wanted_rows` (int64, ascending, not empty) only those of these tokens:
+        `(len(wanted_rows), hidden)`. The keys and values of all tokens are written in both cases.
+
+        `embeddings` has shape `(num_tokens, hidden)`, and level 0 of the features is already spliced in. `positions`
+        has shape `(num_axes, num_tokens)`. `attention` is passed on to the registered attention function as the keyword
+        `weft`, or the layers themselves call it: `attend(layer, q, k, v, scaling)`, where q, k and v have shape
+        `(num_tokens, heads, dim)`. `feature_rows` holds the int64 indexes of the tokens that have DeepStack levels, in
+        ascending order. `feature_levels` holds these levels and has shape
+        `(num_levels - 1, len(feature_rows), hidden)`."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the logits, float32 `(n, vocab)`, of the hidden states `(n, hidden)`."""
+        ...
+
+
 def check_modality(family: Family, modality: str) -> None:
     """Raises UnsupportedModality for a modality that the family does not take."""
     if modality not in family.max_items:
         raise UnsupportedModality(f"the model takes no {modality}")
+
+
+# ------------------------------------------------------------ what a family may offer in addition
+
+
+@runtime_checkable
+class StreamsUnits(Protocol):
+    """Preprocesses an item unit by unit. A family may offer this in addition to `Family.preprocess`."""
+
+    def preprocess_units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
+        """Preprocesses like `preprocess`, but yields each unit as soon as it is ready. An error may follow the first
+        units."""
+        ...
+
+
+def stream_units(family: Family, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
+    """Yields the units of `item` in order. They all arrive at the end if the family only offers `preprocess`. Raises
+    the same errors as `Family.preprocess`."""
+    if isinstance(family, StreamsUnits):
+        yield from family.preprocess_units(data, item)
+    else:
+        yield from family.preprocess(data, item)
+
+
+@runtime_checkable
+class MelOnDevice(Protocol):
+    """Splits the preprocessing of sounds between a decode process and an encoder's device. A family may offer this in
+    addition to `Family.preprocess`."""
+
+    def decode_waveform(self, data: bytes, item: MediaItem) -> Waveform:
+        """Decodes the sound, which is the first half of `preprocess`. Raises InvalidMedia in the same cases."""
+        ...
+
+    def load_spectrograms(self, device: str) -> Spectrograms:
+        """Loads the other half of `preprocess`, which makes spectrograms. `device` is named as in torch."""
+        ...
+
+
+class Spectrograms(Protocol):
+    """Makes the spectrograms of one family on one device. One thread, which owns the device, uses it."""
+
+    def units(self, waveforms: Sequence[Waveform]) -> list[list[EncoderInput]]:
+        """Returns for each sound the units that `Family.preprocess` returns, equal to within 1e-4. All are computed in
+        one batch, and they are in host memory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Waveform:
+    """A `Waveform` is a decoded sound, which the decode process hands to an encoder whose device makes spectrograms.
+    `rate` is the family's rate, or a rate that `modalities.media.Resampling` allows for devices."""
+
+    samples: npt.NDArray[np.float32]
+    """Holds the mean of the channels. Has shape `(num_found,)`."""
+    rate: int
+    num_samples: int
+    """Counts the planned samples at the family's rate. Samples beyond this number are dropped, and silence replaces
+    missing ones."""
+
+
+# ------------------------------------------------------------ the expansion of placeholders
 
 
 def expand_placeholders(
@@ -408,57 +477,3 @@ def _runs(plan: ItemPlan, rows: FeatureRows, offset: int) -> Iterator[Placeholde
             yield PlaceholderRange(offset=offset, length=length, item=rows.item, unit=unit, row=first - begin)
             offset, first = offset + length, first + length
         begin += num_tokens
-
-
-@runtime_checkable
-class StreamsUnits(Protocol):
-    """A family may offer this in addition to `Family.preprocess`."""
-
-    def preprocess_units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
-        """Preprocesses like `preprocess`, but yields each unit as soon as it is ready. An error may follow the first
-        units."""
-        ...
-
-
-def stream_units(family: Family, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
-    """Yields the units of `item` in order. They all arrive at the end if the family only offers `preprocess`. Raises
-    the same errors as `Family.preprocess`."""
-    if isinstance(family, StreamsUnits):
-        yield from family.preprocess_units(data, item)
-    else:
-        yield from family.preprocess(data, item)
-
-
-@dataclass(frozen=True, slots=True)
-class Waveform:
-    """A `Waveform` is a decoded sound. `rate` is the family's rate, or a rate that `resampling.Resampling` allows for
-    devices."""
-
-    samples: npt.NDArray[np.float32]
-    """Holds the mean of the channels. Has shape `(num_found,)`."""
-    rate: int
-    num_samples: int
-    """Counts the planned samples at the family's rate. Samples beyond this number are dropped, and silence replaces
-    missing ones."""
-
-
-class Spectrograms(Protocol):
-    """Makes the spectrograms of one family on one device. One thread, which owns the device, uses it."""
-
-    def units(self, waveforms: Sequence[Waveform]) -> list[list[EncoderInput]]:
-        """Returns for each sound the units that `Family.preprocess` returns, equal to within 1e-4. All are computed in
-        one batch, and they are in host memory."""
-        ...
-
-
-@runtime_checkable
-class MelOnDevice(Protocol):
-    """A family may offer this for its sounds, in addition to `Family.preprocess`."""
-
-    def decode_waveform(self, data: bytes, item: MediaItem) -> Waveform:
-        """Decodes the sound, which is the first half of `preprocess`. Raises InvalidMedia in the same cases."""
-        ...
-
-    def load_spectrograms(self, device: str) -> Spectrograms:
-        """Loads the other half of `preprocess`, which makes spectrograms. `device` is named as in torch."""
-        ...

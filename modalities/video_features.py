@@ -1,6 +1,5 @@
-"""Selects and averages the feature rows of a video's unit, as `modalities.media.frame_sampling` counts them. It imports
-torch, and knows nothing of models.
-"""
+"""Selects and averages the feature rows of a video's unit, as `VideoRows` of `modalities.media.frame_sampling` counts
+them. It imports torch, and knows nothing of models."""
 
 from __future__ import annotations
 

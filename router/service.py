@@ -67,13 +67,13 @@ class RouterService:
         wall_time: Callable[[], float] = time.time,
     ) -> None:
         self.config = config
-        self.family = intake.family
+        self.family = prompt_builder.family
         self.traces = TraceRing(config.max_traces)
         self.wall_time = wall_time
         self.admission = Admission(config.max_in_flight, config.max_bodies_bytes, config.retry_after_s)
-        shape = intake.family.shape
-        self._codec = intake.codec
-        self._prompt_builder = intake
+        shape = prompt_builder.family.shape
+        self._codec = prompt_builder.codec
+        self._prompt_builder = prompt_builder
         self._runs: dict[RequestId, RequestRun] = {}
         self._heartbeats: asyncio.Task[None] | None = None
         self._context = RouterContext(
@@ -213,7 +213,7 @@ class RouterService:
     def _launch(
         self, draft: Draft, prompt: Prompt, trace: RequestTrace, admitted_at_s: float, own: Ticket | None
     ) -> RequestStream:
-        request_id, intake = trace.request_id, self._prompt_builder
+        request_id, prompt_builder = trace.request_id, self._prompt_builder
         choices = [
             ChoiceOutput(IncrementalDetokenizer(self._codec), prompt.stop_strings, prompt.ending_token_ids)
             for _ in range(prompt.num_choices)
@@ -221,8 +221,8 @@ class RouterService:
         stream = RequestStream(request_id, choices, lambda: run.cancel(), prompt.token_ids)
         degradation = DegradationPolicy(
             draft.chat.on_encode_failure or self.config.on_encode_failure,
-            lambda item, reduction: intake.is_reducible(draft, item, reduction),
-            lambda losses: intake.plan(draft, losses),
+            lambda item, reduction: prompt_builder.is_reducible(draft, item, reduction),
+            lambda losses: prompt_builder.plan(draft, losses),
         )
         age = (self.wall_time(), str(request_id))
         run = RequestRun(self._context, prompt, stream, age, trace, degradation, self._gate)

@@ -1,9 +1,10 @@
 """Adds a model family to Weft from outside: Mistral, whose layers are those of Llama.
 
 A family says what a checkpoint takes and how its parts are loaded (`modalities/family.py`). This one takes text alone,
-so `modalities/causal_lm/` does most of the work; two things are left. `MistralFamily` reads the model's sizes from
-config.json and refuses what Weft would compute wrongly, and `load_language_model` loads the weights as transformers'
-own class, whose attention Weft replaces by its own. The family in `examples/own_modality/` has an encoder too.
+so `modalities/families/causal_lm/` does most of the work; two things are left. `MistralFamily` reads the model's sizes
+from config.json and refuses what Weft would compute wrongly, and `load_language_model` loads the weights as
+transformers' own class, whose attention Weft replaces by its own. The family in `examples/own_modality/` has an encoder
+too.
 
 Install the package where the cluster runs, write a tiny random checkpoint, and start a cluster on it:
 
@@ -56,12 +57,12 @@ class MistralFamily(TextFamily):
         """Loads the weights. Raises ConfigError if one is missing or left over."""
         from transformers import MistralForCausalLM
 
-        from modalities.families.causal_lm.language_model import CausalLM, PartNames, load_part, read_pretrained_config
+        from modalities.families.causal_lm.language_model import PartNames, TextModel, load_part, read_pretrained_config
 
         config = read_pretrained_config(model_dir)
         # The checkpoint's names are those of the class, and the checkpoint has no other part.
         names = PartNames(own={}, others=())
-        return CausalLM(load_part(MistralForCausalLM, model_dir, config, names, (device, dtype), attention_name))
+        return TextModel(load_part(MistralForCausalLM, model_dir, config, names, (device, dtype), attention_name))
 
 
 def register(registry: Registry) -> None:

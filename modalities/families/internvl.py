@@ -50,11 +50,6 @@ _START, _END, _CONTEXT, _VIDEO = "<img>", "</img>", "<IMG_CONTEXT>", "<video>"
 
 
 def load(model_dir: Path) -> Family:
-    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
-    return load_family(model_dir)
-
-
-def load_family(model_dir: Path) -> Family:
     """Returns the family. It reads only config files and the tokenizer's added tokens. Raises ConfigError if Weft can't
     use them."""
     config, files = read_tiled_config(model_dir, ("image_token_id", 151667), _VISION_DEFAULTS, "qwen2")

@@ -40,12 +40,8 @@ _PROCESSORS = ("CLIPImageProcessor", "LlavaImageProcessor")
 
 
 def load(model_dir: Path) -> Family:
-    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
-    return load_family(model_dir)
-
-
-def load_family(model_dir: Path) -> Family:
-    """Returns the family. It reads only config files. Raises ConfigError if Weft can't use them."""
+    """Returns the family of the checkpoint in `model_dir`. It reads only config files. Raises ConfigError if Weft can't
+    use them."""
     config, files = read_tiled_config(model_dir, ("image_token_index", 32000), _VISION_DEFAULTS, "llama")
     strategy = files.model.get("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):

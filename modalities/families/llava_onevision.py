@@ -50,12 +50,8 @@ _DEFAULT_RESOLUTIONS = [[height, width] for height in _STEPS for width in _STEPS
 
 
 def load(model_dir: Path) -> Family:
-    """Returns the family of the checkpoint in `model_dir`. Raises ConfigError if Weft can't use its config files."""
-    return load_family(model_dir)
-
-
-def load_family(model_dir: Path) -> Family:
-    """Returns the family. It reads only config files. Raises ConfigError if Weft can't use them."""
+    """Returns the family of the checkpoint in `model_dir`. It reads only config files. Raises ConfigError if Weft can't
+    use them."""
     config, files = read_tiled_config(model_dir, ("image_token_index", 151646), _VISION_DEFAULTS, "qwen2")
     _refuse_unsupported(files, config.tile_size)
     aspect_ratio = re.fullmatch(r"anyres_max_(\d+)", str(files.model.get("vision_aspect_ratio", "anyres_max_9")))

@@ -83,9 +83,9 @@ def load(model_dir: Path) -> Family:
 
 
 def _load_sound(model_dir: Path, audio: PreTrainedConfig, config: QwenVLConfig, place: tuple[str, str]) -> EncoderModel:
-    from modalities.families.audio_towers import qwen2_5_omni_tower as qwen2_5_omni
+    from modalities.families.audio_towers import qwen2_5_omni_tower
 
-    return qwen2_5_omni.load_encoder(model_dir, audio, place)
+    return qwen2_5_omni_tower.load_encoder(model_dir, audio, place)
 
 
 def _checkpoint() -> Checkpoint:

@@ -80,10 +80,10 @@ def read_config(model_dir: Path) -> QwenVLConfig:
 
 
 def _load_sound(model_dir: Path, audio: PreTrainedConfig, config: QwenVLConfig, place: tuple[str, str]) -> EncoderModel:
-    from modalities.families.audio_towers import qwen3_omni_tower as qwen3_omni
+    from modalities.families.audio_towers import qwen3_omni_tower
 
     assert config.sound is not None
-    return qwen3_omni.load_encoder(model_dir, audio, config.sound, place)
+    return qwen3_omni_tower.load_encoder(model_dir, audio, config.sound, place)
 
 
 def _checkpoint() -> Checkpoint:

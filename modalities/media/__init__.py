@@ -1,4 +1,15 @@
-"""Holds FIXME."""
+"""Reads media: images, videos and sounds, from the part of a request to pixels, samples and spectrograms.
+
+`plugin` defines the interface of a modality and the rules that all formats share; `image`, `video` and `audio`
+implement it and decode. `image_header` reads the size of an ordinary picture without a library's parser, `containers`
+opens the files of videos and sounds and counts their packets, and `mpeg_audio` repairs MP3 files that FFmpeg does not
+take. `frame_sampling` chooses the frames of a video and the rows that remain of them, and `spectrograms` computes
+log-mel spectrograms.
+
+The router parses and probes parts through the plugins and calls `plan_media`; the families call the rest from their
+plans and from `preprocess`, which runs in an encoder's decode processes. The folder knows no model: sizes, rates and
+normalisation are arguments. It imports no torch.
+"""
 
 from modalities.media.audio import (
     BETA,

@@ -1,18 +1,17 @@
-"""Defines which feature rows of a video remain, for all families: it keeps some rows of each step, averages them over
-several steps, and divides steps into units. This module is pure, and knows nothing of tensors.
+"""Chooses the frames of a video that the model sees, and the rows of their features that remain, before any frame is
+decoded.
 
-A *step* is a temporal patch or a frame: the rows that an encoder makes at once and independently of other steps. So a
-video may be cut into units (the parts that are encoded on their own) between any two steps.
+The number of frames is a contract: the plan counts tokens by it. The arguments of `sample_frames` say how a family's
+reference processor counts (`sample_frames` of transformers' `Qwen2VLVideoProcessor` and `Qwen3VLVideoProcessor`). These
+processors treat a video as a number of frames at a constant rate. A file of variable rate is sampled as if it had been
+converted to a constant rate first (`Timeline`). So frames are spread evenly over time, and the times that the model
+receives are true (docs/adr/0032-variable-frame-rates.md).
 
-Chooses the frames of a video that the model sees, before any of them is decoded. This module is pure.
+`VideoRows` keeps some rows of each step and averages them over several steps. A *step* is a temporal patch or a frame:
+the rows that an encoder makes at once and independently of other steps. So `unit_steps` may cut a video into units (the
+parts that are encoded on their own) between any two steps.
 
-The number of frames is a contract: the plan counts tokens by it. This module knows nothing of families: the
-arguments of its functions say how a family's reference processor counts (`sample_frames` of transformers'
-`Qwen2VLVideoProcessor` and `Qwen3VLVideoProcessor`).
-
-These processors treat a video as a number of frames at a constant rate. A file of variable rate is sampled as if it had
-been converted to a constant rate first (`Timeline`). So frames are spread evenly over time, and the times that the
-model receives are true (docs/adr/0032-variable-frame-rates.md).
+This module is pure, and knows nothing of families, pixels or tensors.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ import numpy.typing as npt
 from fabric.contracts import InvalidMedia
 from modalities.family import DEFAULT_OPTIONS, MediaOptions, VideoHeader
 
-CUT_DIFFERENCE = 30.0
-"""If the grey levels of two neighbouring probed frames differ by more than this on average, the later one is a key
-frame (the article on multimodal routing in Dynamo, docs/references.md)."""
-NUM_PROBES = 200
-"""Counts approximately the frames that are compared to find key frames."""
+# ------------------------------------------------------------ the frames of a video
 
 Spacing = Literal["stride", "ends"]
 
@@ -138,6 +133,15 @@ def _between_ends(num_frames: int, count: int) -> list[int]:
     return indices
 
 
+# ------------------------------------------------------------ key frames
+
+CUT_DIFFERENCE = 30.0
+"""If the grey levels of two neighbouring probed frames differ by more than this on average, the later one is a key
+frame (the article on multimodal routing in Dynamo, docs/references.md)."""
+NUM_PROBES = 200
+"""Counts approximately the frames that are compared to find key frames."""
+
+
 def probed_frames(header: VideoHeader) -> tuple[int, ...]:
     """Returns the frames that are compared to find cuts, in ascending order and without repeats."""
     timeline = Timeline.of(header)
@@ -180,6 +184,8 @@ def choose_keyframes(
         add_gap(middle, end)
     return padded(sorted(chosen), count)
 
+
+# ------------------------------------------------------------ the rows that remain
 
 UNIT_PATCHES = 1024
 """Limits the patches of a unit, approximately: it is about a picture of 512 x 512. A unit is encoded while the next is

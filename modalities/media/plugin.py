@@ -1,32 +1,16 @@
-"""Turns a probed medium into the item that is sent to encoders and workers: the family plans it, and its content
-identifies it. This module knows nothing of file formats.
+"""Defines the interface of a modality, and the rules that the plugins of all modalities share.
 
-Defines how far a decoded medium may be from its planned length. A medium within the tolerance is padded or trimmed,
-and one beyond it is refused.
+A `ModalityPlugin` reads a medium from a part of a request into bytes, and says what the file's first bytes mean. It
+knows file formats and limits, and nothing of models: the family decides what a medium becomes (`modalities.family`).
+`plan_media` joins the two. It turns a probed medium into the item that is sent to encoders and workers: the family
+plans the medium, and its content identifies it.
 
-Containers with correct headers are exact, but encoders' delays, variable frame rates and broken indexes are not. This
-module is pure: it knows nothing of formats.
+The other parts stand here because the plugins and the decoders of all formats must agree on them: how a payload is
+decoded, how much memory decoding takes at most, how far a decoded medium may be from its plan, how the time of decoding
+is measured, and what a refused file seems to be.
 
-Measures how much of the preprocessing time is decoding: decoders note their time here, separately for each thread.
-
-This module knows nothing of formats or families. It is pure.
-
-Guesses for the error message what a refused file is: clients mix up fields, and forward error pages.
-
-It uses the file's first bytes alone, and decides nothing. This module knows nothing of plugins.
-
-Defines the interface of a modality: how a medium is read from a part of a request into bytes, and what its first
-bytes say.
-
-A plugin knows file formats and limits. It knows nothing of models: the family decides what a medium becomes
-(`modalities.family`).
-
-Estimates from a medium's header how much memory decoding it takes at most. A decode process may use this much for
-the medium.
-
-The numbers are measured with Pillow 13 and PyAV 18 (`docs/adr/0031-decoding-within-budgets.md`) and rounded up. A file
-that takes more is not what its header says, and is refused. This module is pure: it knows nothing of processes and
-decodes nothing.
+This module decodes no medium. Of file formats it knows only the sizes that decoders need and the signatures that error
+messages name, and it knows nothing of particular models and of processes.
 """
 
 from __future__ import annotations
@@ -52,121 +36,6 @@ from modalities.family import (
     MediaOptions,
     VideoHeader,
 )
-
-FRAMES = 1
-"""Limits the frames of a video that may be missing at its end (the last one is repeated) or be left over (they are
-dropped)."""
-AUDIO_S = 0.1
-"""Limits the seconds of sound that may be missing (silence replaces them) or left over (they are dropped). It equals a
-few windows of the mel spectrogram."""
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-_thread = threading.local()
-
-
-def take_decode_s() -> float:
-    """Returns the seconds that this thread has decoded since the last call."""
-    seconds: float = getattr(_thread, "seconds", 0.0)
-    _thread.seconds = 0.0
-    return seconds
-
-
-def decoding(decode: Callable[P, T]) -> Callable[P, T]:
-    """Wraps `decode` to note the time of each call."""
-
-    @functools.wraps(decode)
-    def timed(*arguments: P.args, **options: P.kwargs) -> T:
-        started_s = time.perf_counter()
-        try:
-            return decode(*arguments, **options)
-        finally:
-            _note(started_s)
-
-    return timed
-
-
-def decoding_piecewise(decode: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
-    """Wraps `decode` to note the time that each item takes to arrive, without the time that the caller spends between
-    items."""
-
-    @functools.wraps(decode)
-    def timed(*arguments: P.args, **options: P.kwargs) -> Iterator[T]:
-        pieces = decode(*arguments, **options)
-        while True:
-            started_s = time.perf_counter()
-            try:
-                piece = next(pieces)
-            except StopIteration:
-                return
-            finally:
-                _note(started_s)
-            yield piece
-
-    return timed
-
-
-def _note(started_s: float) -> None:
-    _thread.seconds = getattr(_thread, "seconds", 0.0) + time.perf_counter() - started_s
-
-
-_SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
-    (0, b"\x89PNG\r\n\x1a\n", "a PNG image"),
-    (0, b"\xff\xd8\xff", "a JPEG image"),
-    (0, b"GIF8", "a GIF image"),
-    (8, b"WEBP", "a WEBP image"),
-    (0, b"BM", "a BMP image"),
-    (0, b"II*\x00", "a TIFF image"),
-    (0, b"MM\x00*", "a TIFF image"),
-    (4, b"ftypavif", "an AVIF image"),
-    (4, b"ftypavis", "an AVIF image"),
-    (4, b"ftypheic", "a HEIC image"),
-    (4, b"ftypheix", "a HEIC image"),
-    (4, b"ftypmif1", "a HEIF image"),
-    (0, b"\x00\x00\x01\x00", "an icon"),
-    (8, b"WAVE", "a WAV file"),
-    (8, b"AVI ", "an AVI file"),
-    (4, b"ftyp", "an MP4 file"),
-    (0, b"\x1a\x45\xdf\xa3", "a Matroska or WebM file"),
-    (0, b"OggS", "an Ogg file"),
-    (0, b"fLaC", "a FLAC file"),
-    (0, b"ID3", "an MP3 file"),
-    (0, b"%PDF", "a PDF document"),
-    (0, b"PK\x03\x04", "a ZIP archive, or a document that is one"),
-    (0, b"\x1f\x8b", "a gzip archive"),
-)
-"""Lists tuples of an offset, the bytes at this offset, and a name, as the formats' specifications define them."""
-_MARKUP = ((b"<svg", "an SVG drawing"), (b"<!doctype html", "an HTML page"), (b"<html", "an HTML page"))
-_NUM_BYTES = 512
-
-
-def seeming(data: bytes) -> str:
-    """Returns text to append to a refusal, e.g. `; it seems to be a PNG image`. Returns an empty string if the file is
-    unknown."""
-    name = _name(data)
-    return f"; it {name}" if name else ""
-
-
-def _name(data: bytes) -> str:
-    if not data:
-        return "is empty"
-    for offset, signature, name in _SIGNATURES:
-        if data.startswith(signature, offset):
-            return f"seems to be {name}"
-    head = data[:_NUM_BYTES].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    for start, name in _MARKUP:
-        if head.startswith(start) or (head.startswith(b"<?xml") and start in head):
-            return f"seems to be {name}"
-    is_text = not any(byte < 9 or 13 < byte < 32 for byte in data[:_NUM_BYTES]) and data[:_NUM_BYTES].isascii()
-    return "seems to be text" if is_text else ""
-
-
-_SCHEME, _BASE64 = "data:", ";base64"
-PIECE_CHARS = 2**18
-"""Counts the base64 characters that are decoded in one call, which takes about half a millisecond. It is a multiple of
-4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +97,14 @@ class ReadsFirstBytes(Protocol):
         ...
 
 
+# ------------------------------------------------------------ the payload of a part
+
+_SCHEME, _BASE64 = "data:", ";base64"
+PIECE_CHARS = 2**18
+"""Counts the base64 characters that are decoded in one call, which takes about half a millisecond. It is a multiple of
+4."""
+
+
 def part_url(part: Mapping[str, object], field: str, param: str) -> str:
     """Returns the URL of a part: `{field: {"url": ...}}`, or a plain string instead of the object. Raises
     InvalidRequest if there is no URL."""
@@ -281,45 +158,7 @@ def _decoded_pieces(payload: str) -> Iterator[bytes]:
         yield piece
 
 
-BASE_BYTES = 64 * 2**20
-"""Covers the buffers whose size is constant, and the memory that the allocator keeps."""
-COST_BYTES = 16 * 2**10
-"""Counts the bytes for each patch (or mel frame): a patch of 16 x 16 is gathered through indexes of 8 bytes per
-value."""
-FILE_COPIES = 3
-"""Counts the copies of the file: the received one, the one that the decoder reads, and one between them."""
-
-_MODE_TO_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2}
-"""Maps a mode to the bytes per pixel that Pillow stores; all other modes take 4."""
-_FORMAT_TO_BYTES = {"PNG": 0, "BMP": 0, "GIF": 1, "JPEG": 6, "TIFF": 8, "WEBP": 13}
-"""Maps a format to the bytes per pixel that the decoder uses in addition to its result: the coefficients of a
-progressive JPEG, WebP's two canvases and their copy, a TIFF of one strip."""
-_OTHER_FORMAT_BYTES = 16
-_COPY_BYTES = 2 * 4
-"""Counts the bytes per pixel of two copies: one that is rotated or has other colours, and one that is scaled."""
-_FRAME_BYTES = 48
-"""Counts the bytes per pixel of a video frame: 16 frames that other frames refer to, and one frame during its
-conversion to RGB."""
-_VIDEO_BYTES = 256 * 2**20
-"""Covers FFmpeg's own memory, of which most is only reserved."""
-_SAMPLE_BYTES = 8
-"""Counts the bytes per sample: one float32 in the list of blocks and one in the joined array. The samples of other
-channels and rates are already freed by then."""
-
-
-def decode_bytes(header: MediaHeader, num_file_bytes: int, cost: int) -> int:
-    """Returns the bytes of data that a process takes at most, in addition to what it has, to decode a file of
-    `num_file_bytes` bytes and preprocess it to `cost` patches or mel frames."""
-    nbytes = BASE_BYTES + FILE_COPIES * num_file_bytes + COST_BYTES * cost
-    if isinstance(header, ImageHeader):
-        stored = _MODE_TO_BYTES.get(header.mode, 4)
-        per_pixel = stored + _FORMAT_TO_BYTES.get(header.format, _OTHER_FORMAT_BYTES) + _COPY_BYTES
-        nbytes += header.width * header.height * per_pixel
-    elif isinstance(header, VideoHeader):
-        nbytes += _VIDEO_BYTES + header.width * header.height * _FRAME_BYTES
-    elif isinstance(header, AudioHeader):
-        nbytes += header.num_samples * _SAMPLE_BYTES
-    return nbytes
+# ------------------------------------------------------------ from a header to an item
 
 
 class PlannedMedium(NamedTuple):
@@ -369,3 +208,172 @@ def plan_media(
         decode_bytes=decode_bytes(header, len(data), plan.cost),
     )
     return PlannedMedium(plan, item)
+
+
+# ------------------------------------------------------------ the memory that decoding takes
+
+BASE_BYTES = 64 * 2**20
+"""Covers the buffers whose size is constant, and the memory that the allocator keeps."""
+COST_BYTES = 16 * 2**10
+"""Counts the bytes for each patch (or mel frame): a patch of 16 x 16 is gathered through indexes of 8 bytes per
+value."""
+FILE_COPIES = 3
+"""Counts the copies of the file: the received one, the one that the decoder reads, and one between them."""
+
+_MODE_TO_BYTES = {"1": 1, "L": 1, "P": 1, "I;16": 2}
+"""Maps a mode to the bytes per pixel that Pillow stores; all other modes take 4."""
+_FORMAT_TO_BYTES = {"PNG": 0, "BMP": 0, "GIF": 1, "JPEG": 6, "TIFF": 8, "WEBP": 13}
+"""Maps a format to the bytes per pixel that the decoder uses in addition to its result: the coefficients of a
+progressive JPEG, WebP's two canvases and their copy, a TIFF of one strip."""
+_OTHER_FORMAT_BYTES = 16
+_COPY_BYTES = 2 * 4
+"""Counts the bytes per pixel of two copies: one that is rotated or has other colours, and one that is scaled."""
+_FRAME_BYTES = 48
+"""Counts the bytes per pixel of a video frame: 16 frames that other frames refer to, and one frame during its
+conversion to RGB."""
+_VIDEO_BYTES = 256 * 2**20
+"""Covers FFmpeg's own memory, of which most is only reserved."""
+_SAMPLE_BYTES = 8
+"""Counts the bytes per sample: one float32 in the list of blocks and one in the joined array. The samples of other
+channels and rates are already freed by then."""
+
+
+def decode_bytes(header: MediaHeader, num_file_bytes: int, cost: int) -> int:
+    """Returns the bytes of data that a process takes at most, in addition to what it has, to decode a file of
+    `num_file_bytes` bytes and preprocess it to `cost` patches or mel frames. A decode process may use this much for the
+    medium.
+
+    The numbers are measured with Pillow 13 and PyAV 18 (`docs/adr/0031-decoding-within-budgets.md`) and rounded up. A
+    file that takes more is not what its header says, and is refused."""
+    nbytes = BASE_BYTES + FILE_COPIES * num_file_bytes + COST_BYTES * cost
+    if isinstance(header, ImageHeader):
+        stored = _MODE_TO_BYTES.get(header.mode, 4)
+        per_pixel = stored + _FORMAT_TO_BYTES.get(header.format, _OTHER_FORMAT_BYTES) + _COPY_BYTES
+        nbytes += header.width * header.height * per_pixel
+    elif isinstance(header, VideoHeader):
+        nbytes += _VIDEO_BYTES + header.width * header.height * _FRAME_BYTES
+    elif isinstance(header, AudioHeader):
+        nbytes += header.num_samples * _SAMPLE_BYTES
+    return nbytes
+
+
+# ------------------------------------------------------------ the tolerance
+
+# A medium within this tolerance of its planned length is padded or trimmed, and one beyond it is refused. Containers
+# with correct headers are exact, but encoders' delays, variable frame rates and broken indexes are not.
+FRAMES = 1
+"""Limits the frames of a video that may be missing at its end (the last one is repeated) or be left over (they are
+dropped)."""
+AUDIO_S = 0.1
+"""Limits the seconds of sound that may be missing (silence replaces them) or left over (they are dropped). It equals a
+few windows of the mel spectrogram."""
+
+
+# ------------------------------------------------------------ the time of decoding
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_thread = threading.local()
+
+
+def decoding(decode: Callable[P, T]) -> Callable[P, T]:
+    """Wraps `decode` to note the time of each call, separately for each thread. The notes say how much of the
+    preprocessing time is decoding (`take_decode_s`)."""
+
+    @functools.wraps(decode)
+    def timed(*arguments: P.args, **options: P.kwargs) -> T:
+        started_s = time.perf_counter()
+        try:
+            return decode(*arguments, **options)
+        finally:
+            _note(started_s)
+
+    return timed
+
+
+def decoding_piecewise(decode: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
+    """Wraps `decode` to note the time that each item takes to arrive, without the time that the caller spends between
+    items."""
+
+    @functools.wraps(decode)
+    def timed(*arguments: P.args, **options: P.kwargs) -> Iterator[T]:
+        pieces = decode(*arguments, **options)
+        while True:
+            started_s = time.perf_counter()
+            try:
+                piece = next(pieces)
+            except StopIteration:
+                return
+            finally:
+                _note(started_s)
+            yield piece
+
+    return timed
+
+
+def _note(started_s: float) -> None:
+    _thread.seconds = getattr(_thread, "seconds", 0.0) + time.perf_counter() - started_s
+
+
+def take_decode_s() -> float:
+    """Returns the seconds that this thread has decoded since the last call."""
+    seconds: float = getattr(_thread, "seconds", 0.0)
+    _thread.seconds = 0.0
+    return seconds
+
+
+# ------------------------------------------------------------ what a refused file seems to be
+
+_SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
+    (0, b"\x89PNG\r\n\x1a\n", "a PNG image"),
+    (0, b"\xff\xd8\xff", "a JPEG image"),
+    (0, b"GIF8", "a GIF image"),
+    (8, b"WEBP", "a WEBP image"),
+    (0, b"BM", "a BMP image"),
+    (0, b"II*\x00", "a TIFF image"),
+    (0, b"MM\x00*", "a TIFF image"),
+    (4, b"ftypavif", "an AVIF image"),
+    (4, b"ftypavis", "an AVIF image"),
+    (4, b"ftypheic", "a HEIC image"),
+    (4, b"ftypheix", "a HEIC image"),
+    (4, b"ftypmif1", "a HEIF image"),
+    (0, b"\x00\x00\x01\x00", "an icon"),
+    (8, b"WAVE", "a WAV file"),
+    (8, b"AVI ", "an AVI file"),
+    (4, b"ftyp", "an MP4 file"),
+    (0, b"\x1a\x45\xdf\xa3", "a Matroska or WebM file"),
+    (0, b"OggS", "an Ogg file"),
+    (0, b"fLaC", "a FLAC file"),
+    (0, b"ID3", "an MP3 file"),
+    (0, b"%PDF", "a PDF document"),
+    (0, b"PK\x03\x04", "a ZIP archive, or a document that is one"),
+    (0, b"\x1f\x8b", "a gzip archive"),
+)
+"""Lists tuples of an offset, the bytes at this offset, and a name, as the formats' specifications define them."""
+_MARKUP = ((b"<svg", "an SVG drawing"), (b"<!doctype html", "an HTML page"), (b"<html", "an HTML page"))
+_NUM_BYTES = 512
+
+
+def seeming(data: bytes) -> str:
+    """Returns text to append to a refusal, e.g. `; it seems to be a PNG image`. Returns an empty string if the file is
+    unknown.
+
+    The guess uses the file's first bytes alone, and nothing is decided by it. It helps because clients mix up fields,
+    and forward error pages."""
+    name = _seeming_kind(data)
+    return f"; it {name}" if name else ""
+
+
+def _seeming_kind(data: bytes) -> str:
+    if not data:
+        return "is empty"
+    for offset, signature, name in _SIGNATURES:
+        if data.startswith(signature, offset):
+            return f"seems to be {name}"
+    head = data[:_NUM_BYTES].lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    for start, name in _MARKUP:
+        if head.startswith(start) or (head.startswith(b"<?xml") and start in head):
+            return f"seems to be {name}"
+    is_text = not any(byte < 9 or 13 < byte < 32 for byte in data[:_NUM_BYTES]) and data[:_NUM_BYTES].isascii()
+    return "seems to be text" if is_text else ""

@@ -1,4 +1,12 @@
-"""Holds FIXME."""
+"""Converts text to token ids and back, without torch or transformers.
+
+`codec` renders conversations with a checkpoint's chat template and tokenises them, so that text from a client never
+becomes a control token. `detokenizer` turns the generated ids into text as they arrive, and ends the text at a stop
+string. `tokenizer_files` reads the files from which both are built.
+
+The router renders prompts and streams text with them, and workers use the bytes of tokens for structured output. The
+folder knows nothing of media, in whose place a prompt has one placeholder token each, and nothing of requests.
+"""
 
 from modalities.text.codec import TextCodec
 from modalities.text.detokenizer import IncrementalDetokenizer, StopStrings, token_bytes

@@ -1,10 +1,9 @@
-"""Builds a `tokenizers.Tokenizer` from a checkpoint: tokenizer.json, or Qwen's vocab.json and merges.txt.
+"""Reads a checkpoint's files for text: its tokenizer, its chat template, the names of its special tokens, and its
+end-of-turn ids.
 
-It knows nothing of chat templates.
-
-Reads a checkpoint's settings for text: the chat template, the names of special tokens, the end-of-turn ids.
-
-It knows nothing of tokenizers or Jinja. Each function raises ConfigError for a file that can't be used.
+The tokenizer is a `tokenizers.Tokenizer`, built from tokenizer.json or from Qwen's vocab.json and merges.txt. The chat
+template is returned as source, and this module knows nothing of Jinja. Each function raises ConfigError for a file that
+can't be used.
 """
 
 from __future__ import annotations
@@ -17,6 +16,61 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from fabric.contracts import ConfigError
+
+
+def load_tokenizer(model_dir: Path) -> Tokenizer:
+    """Loads the tokenizer and switches off truncation and padding, which a file may ask for. Raises ConfigError if it
+    can't be loaded."""
+    file = model_dir / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else _from_vocabulary(model_dir)
+    except ConfigError:
+        raise
+    except Exception as error:  # The library raises Exception itself, nothing narrower.
+        raise ConfigError(f"{model_dir.name}: the tokenizer can't be loaded: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _from_vocabulary(model_dir: Path) -> Tokenizer:
+    """Builds the tokenizer of a Qwen checkpoint that has no tokenizer.json. Raises ConfigError for other
+    checkpoints."""
+    config = read_json(model_dir / "tokenizer_config.json")
+    if config.get("tokenizer_class") not in QWEN_CLASSES:
+        raise ConfigError(f"{model_dir.name}: no tokenizer.json, and tokenizer_class is not one of {QWEN_CLASSES}")
+    model = BPE.from_file(str(model_dir / "vocab.json"), str(model_dir / "merges.txt"))
+    tokenizer = qwen_tokenizer(model)
+    added = config.get("added_tokens_decoder")
+    for token_id, entry in sorted((added if isinstance(added, Mapping) else {}).items(), key=lambda item: int(item[0])):
+        tokenizer.add_tokens([AddedToken(**{key: entry[key] for key in ADDED_TOKEN_FIELDS if key in entry})])
+        if tokenizer.token_to_id(entry["content"]) != int(token_id):
+            raise ConfigError(f"{model_dir.name}: {entry['content']} can't take the id {token_id}")
+    return tokenizer
+
+
+# ------------------------------------------------------------ Qwen's tokenizer
+
+QWEN_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
+# This is PRETOKENIZE_REGEX of transformers/models/qwen2/tokenization_qwen2.py.
+QWEN_SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def qwen_tokenizer(model: BPE) -> Tokenizer:
+    """Returns a tokenizer with Qwen's normaliser, pre-tokenizer and decoder around a BPE model."""
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(QWEN_SPLIT_PATTERN), behavior="isolated", invert=False)
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, letters])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+# ------------------------------------------------------------ the settings
 
 
 def chat_template(model_dir: Path) -> str:
@@ -77,53 +131,3 @@ def read_json(path: Path) -> dict[str, object]:
     if not isinstance(content, dict):
         raise ConfigError(f"{path.name} is not a JSON object")
     return content
-
-
-QWEN_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
-# This is PRETOKENIZE_REGEX of transformers/models/qwen2/tokenization_qwen2.py.
-QWEN_SPLIT_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-
-
-def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """Loads the tokenizer and switches off truncation and padding, which a file may ask for. Raises ConfigError if it
-    can't be loaded."""
-    file = model_dir / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else _from_vocabulary(model_dir)
-    except ConfigError:
-        raise
-    except Exception as error:  # The library raises Exception itself, nothing narrower.
-        raise ConfigError(f"{model_dir.name}: the tokenizer can't be loaded: {error}") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def qwen_tokenizer(model: BPE) -> Tokenizer:
-    """Returns a tokenizer with Qwen's normaliser, pre-tokenizer and decoder around a BPE model."""
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(QWEN_SPLIT_PATTERN), behavior="isolated", invert=False)
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, letters])
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
-def _from_vocabulary(model_dir: Path) -> Tokenizer:
-    """Builds the tokenizer of a Qwen checkpoint that has no tokenizer.json. Raises ConfigError for other
-    checkpoints."""
-    config = read_json(model_dir / "tokenizer_config.json")
-    if config.get("tokenizer_class") not in QWEN_CLASSES:
-        raise ConfigError(f"{model_dir.name}: no tokenizer.json, and tokenizer_class is not one of {QWEN_CLASSES}")
-    model = BPE.from_file(str(model_dir / "vocab.json"), str(model_dir / "merges.txt"))
-    tokenizer = qwen_tokenizer(model)
-    added = config.get("added_tokens_decoder")
-    for token_id, entry in sorted((added if isinstance(added, Mapping) else {}).items(), key=lambda item: int(item[0])):
-        tokenizer.add_tokens([AddedToken(**{key: entry[key] for key in ADDED_TOKEN_FIELDS if key in entry})])
-        if tokenizer.token_to_id(entry["content"]) != int(token_id):
-            raise ConfigError(f"{model_dir.name}: {entry['content']} can't take the id {token_id}")
-    return tokenizer

@@ -132,7 +132,7 @@ async def test_a_broken_video_is_named_beside_good_ones(broken: dict[str, object
 async def test_what_is_kept_for_planning_again_holds_no_text_of_media() -> None:
     asked_for = chat([text("see"), video(sound=SOUND)])
     async with media_cluster() as cluster:
-        draft = await cluster.service._intake.read(asked_for)
+        draft = await cluster.service._prompt_builder.read(asked_for)
         (medium,) = draft.media
         assert medium.data.startswith(b"video 64x32")
         assert draft.contents == ([TextPart("see"), MediaPart("video_url", {}, "messages.0.content.1")],)

@@ -73,7 +73,7 @@ async def test_a_medium_is_hashed_once_however_often_it_is_planned(monkeypatch: 
         (data,) = cluster.encoders[0].media
         family = cluster.service.family
         monkeypatch.undo()
-        (wanted,) = (await cluster.service._intake.read(chat([video(frames=900, seconds=30.0)]))).media
+        (wanted,) = (await cluster.service._prompt_builder.read(chat([video(frames=900, seconds=30.0)]))).media
         assert wanted.digest == content_digest(data)
         planned = identify.plan_media(
             family, data, wanted.header, 0, item.part, options=identify.MediaOptions.decode(item.options)
@@ -83,7 +83,7 @@ async def test_a_medium_is_hashed_once_however_often_it_is_planned(monkeypatch: 
 
 async def test_a_text_that_fits_nowhere_is_refused_before_it_is_tokenised_whole() -> None:
     async with media_cluster(MediaFamily(max_model_len=100)) as cluster:
-        codec = cluster.service._intake.codec
+        codec = cluster.service._prompt_builder.codec
         seen: list[int] = []
         token_ids = codec._token_ids
         codec._token_ids = lambda piece: seen.append(len(piece)) or token_ids(piece)

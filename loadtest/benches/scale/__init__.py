@@ -1,8 +1,9 @@
 """Runs `weft bench scale`, which shows that the cost of one event does not grow with what is stored or waiting.
 
-Each module of this folder other than `case` holds the cases of one part of the project in a tuple `CASES`. A case is
+Each module of this folder other than `scale_case`, which defines what a case is, holds the cases of one part of the
+project in a tuple `CASES`: `encoder_pool_cases`, `receiver_cases`, `router_cases` and `scheduling_cases`. A case is
 prepared at two sizes ten times apart, and the two are measured in turn for several rounds; the bar is the ratio of the
-medians.
+medians. The folder knows nothing of whole requests.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def run(options: Sequence[str] = ()) -> BenchResult:
 
 def _all_cases() -> Iterator[ScaleCase]:
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda module: module.name):
-        if module.name != "case":
+        if module.name != "scale_case":
             yield from importlib.import_module(f"{__name__}.{module.name}").CASES
 
 

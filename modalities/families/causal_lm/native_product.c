@@ -3,7 +3,7 @@
  * the product, because a product of few rows takes as long as reading its weights.
  *
  * The code runs on any processor: the vectors are the compiler's own (GCC's and Clang's vector extensions).
- * `native_product.py` compiles it at first use and checks every precondition. A row's result does not depend on the
+ * `projection.py` compiles it at first use and checks every precondition. A row's result does not depend on the
  * other rows. The code knows nothing of models.
  */
 #include <stdlib.h>

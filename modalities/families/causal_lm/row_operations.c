@@ -1,5 +1,5 @@
 /* Computes RMS norm and rotary positions over rows of bfloat16, each in one pass, on processors with AVX512-BF16.
- * `row_operations.py` compiles this file at first use and checks every precondition. The code knows nothing of
+ * `fused_layers.py` compiles this file at first use and checks every precondition. The code knows nothing of
  * models. */
 #include <immintrin.h>
 #include <math.h>

@@ -1,5 +1,5 @@
 /* Computes RMS norm and rotary positions over rows of float32, each in one pass, on any processor, with the compiler's
- * own vectors (GCC's and Clang's). `row_operations.py` compiles this file at first use and checks every precondition.
+ * own vectors (GCC's and Clang's). `fused_layers.py` compiles this file at first use and checks every precondition.
  * The code knows nothing of models. */
 #include <math.h>
 #include <stdint.h>

@@ -88,6 +88,20 @@ def _rows_of_step(plan: ItemPlan) -> int:
 
 # ------------------------------------------------------------ positions
 
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Holds the positions of all rows of an item, as if it began at 0."""
+
+    ids: npt.NDArray[np.int64]
+    """Holds the positions on the axes time, height and width. Has shape `(3, num_tokens)`."""
+    span: int | None = None
+    """The text continues at this distance after the start of the block; with None it continues after the largest
+    position of the last run."""
+    is_parted: bool = False
+    """Says whether each run is a block of its own, which starts where the text before it ends."""
+
+
 BlockPositions = Callable[[MediaItem], Block]
 
 
@@ -173,19 +187,6 @@ def _rows(item: MediaItem, run: PlaceholderRange) -> slice:
 
 
 # ------------------------------------------------------------ the positions of one medium
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Block:
-    """Holds the positions of all rows of an item, as if it began at 0."""
-
-    ids: npt.NDArray[np.int64]
-    """Holds the positions on the axes time, height and width. Has shape `(3, num_tokens)`."""
-    span: int | None = None
-    """The text continues at this distance after the start of the block; with None it continues after the largest
-    position of the last run."""
-    is_parted: bool = False
-    """Says whether each run is a block of its own, which starts where the text before it ends."""
 
 
 def image_block(config: QwenVLConfig, item: MediaItem) -> Block:

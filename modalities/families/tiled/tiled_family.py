@@ -64,6 +64,13 @@ LoadEncoder = Callable[[Path, str, str], EncoderModel]
 """A `LoadEncoder` takes (model_dir, device, dtype) and returns the encoder."""
 
 
+class Wrapping(NamedTuple):
+    """Holds the token ids that the reference's processor puts before and after a picture's rows."""
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
 class TiledFamily:
     """A `TiledFamily` stands for one checkpoint directory. It is immutable and thread-safe."""
 
@@ -230,13 +237,6 @@ class Videos(NamedTuple):
     token_id: int
     row_token_id: int
     """The prompt has this token at each row of a video's features."""
-
-
-class Wrapping(NamedTuple):
-    """Holds the token ids that the reference's processor puts before and after a picture's rows."""
-
-    before: tuple[int, ...] = ()
-    after: tuple[int, ...] = ()
 
 
 # ------------------------------------------------------------ videos
