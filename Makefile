@@ -39,11 +39,12 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# A module of parity, e2e or fault stays in one process, because its tests share models or a cluster. Clusters need the
-# cores themselves, so e2e and fault run two modules at a time. The tests of gpu run alone.
+# A module of parity or fault stays in one process, because its tests share models or a cluster. Those of fault start one
+# cluster at a time in each process. Those of e2e have up to three clusters at once in one process, and Ray gives up a
+# node that does not start within 30 s. The tests of gpu run alone.
 unit property contract: SPREAD = $(PARALLEL) --dist worksteal
 parity: SPREAD = $(PARALLEL) --dist loadfile
-e2e fault: SPREAD = -n logical --maxprocesses=2 --dist loadfile
+fault: SPREAD = -n logical --maxprocesses=2 --dist loadfile
 
 unit property contract parity e2e fault gpu: install
 	$(BIN)/python -m pytest tests/$@ -q $(SPREAD)
