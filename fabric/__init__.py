@@ -1,6 +1,8 @@
-"""Holds contracts and transport: what every part of Weft shares, and nothing of what any single part does.
+"""Holds what every part of Weft shares, and nothing of what any single part does.
 
-The contracts are `ids`, `messages`, `errors`, `digest` and `clock`. The transport is `arena`, `channel` (features) and
-`plane` (messages). `sandbox` runs code on a client's bytes in a process that may be killed. The package knows nothing
-of models, of the meaning of requests, of Ray or of HTTP.
+`contracts` defines what the parts tell each other: ids, calls, messages, errors, clocks and the arithmetic of costs.
+`transport` moves it: features through the feature channel, messages through the message plane, and the leases that say
+who is a member. `sandbox` runs code on a client's bytes in a process that may be killed. `c_library` compiles and loads
+the C sources of other packages, which include `vectors.h`. The package knows nothing of models, of the meaning of
+requests, of Ray or of HTTP.
 """

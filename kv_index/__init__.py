@@ -1,5 +1,11 @@
-"""Records which worker holds which prefix of KV blocks, and which encoder holds which features. It is pure and knows
-nothing of any policy."""
+"""Records what the caches of the cluster hold: which worker holds which prefix of KV blocks, and which encoder holds
+which features.
+
+`block_hashing` computes the identity of KV blocks, in the same way on the worker that fills them and on the router that
+looks them up. `holder_index` keeps the two indexes, which the members' own events fill. Routers ask the indexes when
+they plan a route. The package is pure: it knows nothing of any policy, of models, or of how events and snapshots
+travel.
+"""
 
 from kv_index.block_hashing import keys_of_blocks, prompt_block_hashes
 from kv_index.holder_index import ApplyResult, FeatureIndex, IndexStats, PrefixIndex

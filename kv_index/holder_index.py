@@ -1,32 +1,15 @@
-"""Records which encoder still holds the features of a media item, from the encoders' own events.
+"""Records, from the members' own events, which worker holds which prefix of KV blocks (`PrefixIndex`) and which encoder
+holds the features of which media item (`FeatureIndex`).
 
-It orders events in the same way as the prefix index; the key is the item's `mm_hash`. Like the prefix index it is only
-a hint: an encoder that has evicted the item in the meantime encodes it again. Within a message, `stored` precede
-`removed`, and each hash is one event. This module knows nothing of how a snapshot is fetched.
+Both indexes stand on the same two parts. An `EventFeed` for each source puts the source's events in order, and a
+`HolderMasks` keeps one bit per member for each key. An index adds only what a key and an event mean.
 
-Keeps the events of one source in order: epochs, sequence numbers, gaps, and the wait for a snapshot.
+Both indexes are hints, because a member may have evicted a key when a request reaches it: the worker itself finds out
+at admission what it really holds, and an encoder that has evicted an item encodes it again. Both are bounded, and
+neither evicts a key to make room for another.
 
-Events of a source (a worker's KV events, an encoder's feature events) are numbered without holes inside an epoch. After
-a gap, or from an epoch not seen before, no event can be applied until a snapshot says where to start; the feed keeps
-the events that arrive meanwhile and applies them on top of the snapshot. This module knows nothing of what an event
-means, and it has no clock: the caller decides when to ask for the snapshot again.
-
-Records which of many members hold a key: it keeps one bit per member in one integer per key, in a plain dict.
-
-The dict is bounded. A key that would exceed `max_keys` is refused (and counted), and no other key is evicted for it:
-a key that its holders evict is removed by their own events, and an old key is as likely a shared system prompt as
-garbage. Forgetting a member costs nothing at once: its bit is retired, and swept out later, when room or bits are
-short. This module knows nothing of chains of blocks.
-
-Records which worker holds which prefix of KV blocks, from the workers' own events.
-
-The index is a hint: only the worker itself knows what it really hits, at admission. Still, `lookup` is exact about the
-events that it received: it counts a worker's leading blocks up to the first block that the worker lacks. A stored block
-usually implies its ancestors (workers free tails first), and a bisection along the chain would need fewer look-ups. But
-two sequences that compute one prefix at the same time can leave a child cached without its parent. Bisection then
-promises KV that no request can use, and an image that seems covered is encoded late. So `lookup` walks the chain, in
-C-speed pieces that grow while any worker still holds the blocks: a miss costs one small piece. This module knows
-nothing of any clock or policy, or of how a snapshot is fetched.
+This module knows nothing of any clock or policy, of how a snapshot is fetched, or of what a block or a feature
+contains.
 """
 
 from __future__ import annotations
@@ -49,7 +32,9 @@ from fabric.contracts import (
     MmHash,
 )
 
-EventT = TypeVar("EventT")
+# ------------------------------------------------------------ the two indexes
+
+MAX_BUFFERED_EVENTS = 4096
 
 
 class ApplyResult(Enum):
@@ -63,193 +48,6 @@ class ApplyResult(Enum):
     """The message belongs to an older epoch, or is a snapshot older than the known state; it was dropped."""
 
 
-class _Batch(NamedTuple):
-    first_seq: int
-    events: Sequence[object]
-
-
-class EventFeed(Generic[EventT]):
-    """Returns the events of one source in order, each once.
-
-    `max_buffered` limits the events that are kept while a snapshot is awaited. Beyond it the oldest are dropped, which
-    costs at worst another snapshot.
-    """
-
-    def __init__(self, max_buffered: int) -> None:
-        self.epoch = -1
-        self.is_in_step = False
-        self._next_seq = 0
-        self._buffer: deque[_Batch] = deque()
-        self._num_buffered = 0
-        self._max_buffered = max_buffered
-
-    @property
-    def num_buffered(self) -> int:
-        return self._num_buffered
-
-    def is_newer(self, epoch: int) -> bool:
-        """Returns whether the epoch makes everything known of the source void."""
-        return epoch > self.epoch
-
-    def offer(self, epoch: int, first_seq: int, events: Sequence[EventT]) -> tuple[ApplyResult, list[EventT]]:
-        """Takes in a message. Returns the result, and the events that may be applied now, in order."""
-        if epoch < self.epoch:
-            return ApplyResult.STALE, []
-        if epoch > self.epoch:
-            self._enter(epoch)
-        if self.is_in_step and first_seq <= self._next_seq:
-            fresh = list(events[self._next_seq - first_seq :])
-            self._next_seq += len(fresh)
-            return ApplyResult.OK, fresh
-        self.is_in_step = False
-        self._keep(_Batch(first_seq, events))
-        return ApplyResult.GAP, []
-
-    def restart(self, epoch: int, last_seq: int) -> ApplyResult:
-        """Records that a snapshot as of event `last_seq` has come. It returns STALE if the caller must drop the
-        snapshot, and OK if the caller must load it and then apply `resume()`."""
-        if epoch < self.epoch or (epoch == self.epoch and self.is_in_step and last_seq < self._next_seq - 1):
-            return ApplyResult.STALE
-        if epoch > self.epoch:
-            self._enter(epoch)
-        self._next_seq = last_seq + 1
-        self.is_in_step = True
-        return ApplyResult.OK
-
-    def resume(self) -> Iterator[EventT]:
-        """Yields the kept events that follow the snapshot. At a hole among them it ends early, keeps the events after
-        the hole, and the feed is out of step."""
-        for batch in sorted(self._drain(), key=lambda batch: batch.first_seq):
-            if batch.first_seq > self._next_seq:
-                self.is_in_step = False
-            if not self.is_in_step:
-                self._keep(batch)
-                continue
-            fresh = batch.events[self._next_seq - batch.first_seq :]
-            self._next_seq += len(fresh)
-            yield from fresh  # type: ignore[misc]
-
-    def _enter(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.is_in_step = False
-        self._drain()
-
-    def _drain(self) -> list[_Batch]:
-        batches = list(self._buffer)
-        self._buffer.clear()
-        self._num_buffered = 0
-        return batches
-
-    def _keep(self, batch: _Batch) -> None:
-        self._buffer.append(batch)
-        self._num_buffered += len(batch.events)
-        while self._num_buffered > self._max_buffered and self._buffer:
-            self._num_buffered -= len(self._buffer.popleft().events)
-
-
-KeyT = TypeVar("KeyT", bound=Hashable)
-
-_MIN_RETIRED_TO_SWEEP = 16
-
-
-class HolderMasks(Generic[KeyT]):
-    """Maps keys to members. `key_to_mask` is open to fast readers; they must ignore bits outside `live_mask`."""
-
-    def __init__(self, max_keys: int) -> None:
-        self.key_to_mask: dict[KeyT, int] = {}
-        self.live_mask = 0
-        self.num_refused = 0
-        self.max_keys = max_keys
-        self._member_to_bit: dict[MemberId, int] = {}
-        self._slot_to_member: list[MemberId | None] = []
-        self._free_slots: list[int] = []
-        self._retired_mask = 0
-
-    def add(self, member_id: MemberId, key: KeyT) -> bool:
-        """Records that the member holds the key. Returns False if there is no room for one more key."""
-        bit = self._member_to_bit.get(member_id) or self._join(member_id)
-        mask = self.key_to_mask.get(key)
-        if mask is None:
-            if len(self.key_to_mask) >= self.max_keys and not self._make_room():
-                self.num_refused += 1
-                return False
-            mask = 0
-        self.key_to_mask[key] = mask | bit
-        return True
-
-    def discard(self, member_id: MemberId, key: KeyT) -> None:
-        """Records that the member no longer holds the key. It does nothing if the member does not hold it."""
-        bit = self._member_to_bit.get(member_id, 0)
-        mask = self.key_to_mask.get(key, 0) & ~bit
-        if mask:
-            self.key_to_mask[key] = mask
-        else:
-            self.key_to_mask.pop(key, None)
-
-    def forget(self, member_id: MemberId) -> None:
-        """Records that the member holds nothing any more. It takes O(1), amortised."""
-        bit = self._member_to_bit.pop(member_id, 0)
-        if not bit:
-            return
-        self._slot_to_member[bit.bit_length() - 1] = None
-        self.live_mask &= ~bit
-        self._retired_mask |= bit
-        num_retired = self._retired_mask.bit_count()
-        if num_retired >= max(_MIN_RETIRED_TO_SWEEP, len(self._member_to_bit)):
-            self._sweep()
-
-    def members(self, mask: int) -> Iterator[MemberId]:
-        """Yields the members whose bits are set, except retired ones."""
-        mask &= self.live_mask
-        while mask:
-            low = mask & -mask
-            member_id = self._slot_to_member[low.bit_length() - 1]
-            assert member_id is not None, "a live bit has its member"
-            yield member_id
-            mask ^= low
-
-    def num_keys(self) -> int:
-        """Counts the keys that take room, including retired ones; there are never more than `max_keys`."""
-        return len(self.key_to_mask)
-
-    def _join(self, member_id: MemberId) -> int:
-        if self._free_slots:
-            slot = self._free_slots.pop()
-            self._slot_to_member[slot] = member_id
-        else:
-            slot = len(self._slot_to_member)
-            self._slot_to_member.append(member_id)
-        bit = 1 << slot
-        self._member_to_bit[member_id] = bit
-        self.live_mask |= bit
-        return bit
-
-    def _make_room(self) -> bool:
-        if self._retired_mask:
-            self._sweep()
-        return len(self.key_to_mask) < self.max_keys
-
-    def _sweep(self) -> None:
-        """Clears retired bits in all keys, so that their slots may be given out again. It takes O(keys).
-
-        It changes the dict in place, because readers and callers keep references to it.
-        """
-        keep, retired = ~self._retired_mask, self._retired_mask
-        for key in [key for key, mask in self.key_to_mask.items() if mask & retired]:
-            mask = self.key_to_mask[key] & keep
-            if mask:
-                self.key_to_mask[key] = mask
-            else:
-                del self.key_to_mask[key]
-        self._free_slots += [slot for slot in range(len(self._slot_to_member)) if retired >> slot & 1]
-        self._retired_mask = 0
-
-
-MAX_BUFFERED_EVENTS = 4096
-FIRST_PIECE_BLOCKS = 8
-MAX_PIECE_BLOCKS = 256
-
-
 class IndexStats(NamedTuple):
     num_keys: int
     max_keys: int
@@ -260,8 +58,21 @@ class IndexStats(NamedTuple):
     """Counts the keys that found no room since the start; the index is too small when this grows."""
 
 
+FIRST_PIECE_BLOCKS = 8
+MAX_PIECE_BLOCKS = 256
+
+
 class PrefixIndex:
-    """Keeps at most `max_blocks` different block hashes. Each takes about 150 bytes, however many workers hold it."""
+    """Records which worker holds which prefix of KV blocks.
+
+    It keeps at most `max_blocks` different block hashes. Each takes about 150 bytes, however many workers hold it.
+    `lookup` is exact about the events that the index received: it counts a worker's leading blocks up to the first
+    block that the worker lacks. A stored block usually implies its ancestors (workers free tails first), and a
+    bisection along the chain would need fewer look-ups. But two sequences that compute one prefix at the same time can
+    leave a child cached without its parent. Bisection then promises KV that no request can use, and an image that seems
+    covered is encoded late. So `lookup` walks the chain, in C-speed pieces that grow while any worker still holds the
+    blocks: a miss costs one small piece.
+    """
 
     def __init__(self, max_blocks: int) -> None:
         self._masks: HolderMasks[BlockHash] = HolderMasks(max_blocks)
@@ -356,7 +167,11 @@ class _Change(NamedTuple):
 
 
 class FeatureIndex:
-    """Keeps at most `max_items` different items, however many encoders hold them."""
+    """Records which encoders hold the features of a media item, by the item's `mm_hash`.
+
+    It keeps at most `max_items` different items, however many encoders hold them. Within a message, `stored` precede
+    `removed`, and each hash is one event.
+    """
 
     def __init__(self, max_items: int) -> None:
         self._masks: HolderMasks[MmHash] = HolderMasks(max_items)
@@ -416,3 +231,200 @@ class FeatureIndex:
             self._masks.add(encoder_id, change.mm_hash)
         else:
             self._masks.discard(encoder_id, change.mm_hash)
+
+
+# ------------------------------------------------------------ the events of one source, in order
+
+EventT = TypeVar("EventT")
+
+
+class _Batch(NamedTuple):
+    first_seq: int
+    events: Sequence[object]
+
+
+class EventFeed(Generic[EventT]):
+    """Puts the events of one source (a worker's KV events, an encoder's feature events) in order, each once.
+
+    Events are numbered without holes inside an epoch. After a gap, or from an epoch not seen before, no event can be
+    applied until a snapshot says where to start; the feed keeps the events that arrive meanwhile and yields them after
+    the snapshot. It does not know what an event means, and it has no clock: the caller decides when to ask for the
+    snapshot again. `max_buffered` limits the events that are kept while a snapshot is awaited. Beyond it the oldest are
+    dropped, which costs at worst another snapshot.
+    """
+
+    def __init__(self, max_buffered: int) -> None:
+        self.epoch = -1
+        self.is_in_step = False
+        self._next_seq = 0
+        self._buffer: deque[_Batch] = deque()
+        self._num_buffered = 0
+        self._max_buffered = max_buffered
+
+    @property
+    def num_buffered(self) -> int:
+        return self._num_buffered
+
+    def is_newer(self, epoch: int) -> bool:
+        """Returns whether the epoch makes everything known of the source void."""
+        return epoch > self.epoch
+
+    def offer(self, epoch: int, first_seq: int, events: Sequence[EventT]) -> tuple[ApplyResult, list[EventT]]:
+        """Takes in a message. Returns the result, and the events that may be applied now, in order."""
+        if epoch < self.epoch:
+            return ApplyResult.STALE, []
+        if epoch > self.epoch:
+            self._enter(epoch)
+        if self.is_in_step and first_seq <= self._next_seq:
+            fresh = list(events[self._next_seq - first_seq :])
+            self._next_seq += len(fresh)
+            return ApplyResult.OK, fresh
+        self.is_in_step = False
+        self._keep(_Batch(first_seq, events))
+        return ApplyResult.GAP, []
+
+    def restart(self, epoch: int, last_seq: int) -> ApplyResult:
+        """Records that a snapshot as of event `last_seq` has come. It returns STALE if the caller must drop the
+        snapshot, and OK if the caller must load it and then apply `resume()`."""
+        if epoch < self.epoch or (epoch == self.epoch and self.is_in_step and last_seq < self._next_seq - 1):
+            return ApplyResult.STALE
+        if epoch > self.epoch:
+            self._enter(epoch)
+        self._next_seq = last_seq + 1
+        self.is_in_step = True
+        return ApplyResult.OK
+
+    def resume(self) -> Iterator[EventT]:
+        """Yields the kept events that follow the snapshot. At a hole among them it ends early, keeps the events after
+        the hole, and the feed is out of step."""
+        for batch in sorted(self._drain(), key=lambda batch: batch.first_seq):
+            if batch.first_seq > self._next_seq:
+                self.is_in_step = False
+            if not self.is_in_step:
+                self._keep(batch)
+                continue
+            fresh = batch.events[self._next_seq - batch.first_seq :]
+            self._next_seq += len(fresh)
+            yield from fresh  # type: ignore[misc]
+
+    def _enter(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.is_in_step = False
+        self._drain()
+
+    def _drain(self) -> list[_Batch]:
+        batches = list(self._buffer)
+        self._buffer.clear()
+        self._num_buffered = 0
+        return batches
+
+    def _keep(self, batch: _Batch) -> None:
+        self._buffer.append(batch)
+        self._num_buffered += len(batch.events)
+        while self._num_buffered > self._max_buffered and self._buffer:
+            self._num_buffered -= len(self._buffer.popleft().events)
+
+
+# ------------------------------------------------------------ the holders of each key
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+_MIN_RETIRED_TO_SWEEP = 16
+
+
+class HolderMasks(Generic[KeyT]):
+    """Maps each key to the members that hold it, as one bit per member in one integer per key, in a plain dict.
+
+    The dict is bounded. A key that would exceed `max_keys` is refused (and counted), and no other key is evicted for
+    it: a key that its holders evict is removed by their own events, and an old key is as likely a shared system prompt
+    as garbage. To forget a member costs nothing at once: its bit is retired, and swept out later, when room or bits are
+    short. `key_to_mask` is open to fast readers; they must ignore bits outside `live_mask`.
+    """
+
+    def __init__(self, max_keys: int) -> None:
+        self.key_to_mask: dict[KeyT, int] = {}
+        self.live_mask = 0
+        self.num_refused = 0
+        self.max_keys = max_keys
+        self._member_to_bit: dict[MemberId, int] = {}
+        self._slot_to_member: list[MemberId | None] = []
+        self._free_slots: list[int] = []
+        self._retired_mask = 0
+
+    def add(self, member_id: MemberId, key: KeyT) -> bool:
+        """Records that the member holds the key. Returns False if there is no room for one more key."""
+        bit = self._member_to_bit.get(member_id) or self._join(member_id)
+        mask = self.key_to_mask.get(key)
+        if mask is None:
+            if len(self.key_to_mask) >= self.max_keys and not self._make_room():
+                self.num_refused += 1
+                return False
+            mask = 0
+        self.key_to_mask[key] = mask | bit
+        return True
+
+    def discard(self, member_id: MemberId, key: KeyT) -> None:
+        """Records that the member no longer holds the key. It does nothing if the member does not hold it."""
+        bit = self._member_to_bit.get(member_id, 0)
+        mask = self.key_to_mask.get(key, 0) & ~bit
+        if mask:
+            self.key_to_mask[key] = mask
+        else:
+            self.key_to_mask.pop(key, None)
+
+    def forget(self, member_id: MemberId) -> None:
+        """Records that the member holds nothing any more. It takes O(1), amortised."""
+        bit = self._member_to_bit.pop(member_id, 0)
+        if not bit:
+            return
+        self._slot_to_member[bit.bit_length() - 1] = None
+        self.live_mask &= ~bit
+        self._retired_mask |= bit
+        num_retired = self._retired_mask.bit_count()
+        if num_retired >= max(_MIN_RETIRED_TO_SWEEP, len(self._member_to_bit)):
+            self._sweep()
+
+    def members(self, mask: int) -> Iterator[MemberId]:
+        """Yields the members whose bits are set, except retired ones."""
+        mask &= self.live_mask
+        while mask:
+            low = mask & -mask
+            member_id = self._slot_to_member[low.bit_length() - 1]
+            assert member_id is not None, "a live bit has its member"
+            yield member_id
+            mask ^= low
+
+    def num_keys(self) -> int:
+        """Counts the keys that take room, including retired ones; there are never more than `max_keys`."""
+        return len(self.key_to_mask)
+
+    def _join(self, member_id: MemberId) -> int:
+        if self._free_slots:
+            slot = self._free_slots.pop()
+            self._slot_to_member[slot] = member_id
+        else:
+            slot = len(self._slot_to_member)
+            self._slot_to_member.append(member_id)
+        bit = 1 << slot
+        self._member_to_bit[member_id] = bit
+        self.live_mask |= bit
+        return bit
+
+    def _make_room(self) -> bool:
+        if self._retired_mask:
+            self._sweep()
+        return len(self.key_to_mask) < self.max_keys
+
+    def _sweep(self) -> None:
+        """Clears retired bits in all keys, so that their slots may be given out again. It takes O(keys).
+
+        It changes the dict in place, because readers and callers keep references to it.
+        """
+        keep, retired = ~self._retired_mask, self._retired_mask
+        for key in [key for key, mask in self.key_to_mask.items() if mask & retired]:
+            mask = self.key_to_mask[key] & keep
+            if mask:
+                self.key_to_mask[key] = mask
+            else:
+                del self.key_to_mask[key]
+        self._free_slots += [slot for slot in range(len(self._slot_to_member)) if retired >> slot & 1]
+        self._retired_mask = 0

@@ -1,4 +1,13 @@
-"""Holds FIXME."""
+"""Defines what the parts of Weft tell each other, so that no part needs to import another one.
+
+`identity` names requests, members, media and KV blocks. `calls` defines what the router sends to workers and encoders
+and what they answer. `messages` defines what travels one way between members. `errors` holds the tree of all failures
+that reach a client or another process. `clock` provides clocks that callers pass as arguments. `learned_cost` holds the
+arithmetic by which workers measure and routers predict. `dtypes` names the dtypes in which features travel.
+
+Every other package uses these names. The folder knows nothing of how anything is transported or served, and it imports
+neither torch nor ray.
+"""
 
 from fabric.contracts.calls import (
     ChoiceResult,

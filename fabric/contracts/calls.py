@@ -1,11 +1,12 @@
-"""Defines what the two calls carry: a prompt with its media to a worker, media to an encoder, and the
-results.
+"""Defines what the two calls carry, as msgspec structs: a prompt with its media to a worker, media to an encoder, and
+the results.
+
+`Wire` and `PlaneWire` say how every struct of the contracts looks on the wire: immutable and positional, so fields are
+only ever appended. They stand here because the calls are the lowest module that needs them; `messages` builds on both.
+Then come a request's media and its sampling options, and then the calls themselves.
 
 Calls go through Ray Serve, or directly in one process. Draining counts open calls, and cancelling ends them. This
 module knows nothing of how a call is served.
-
-Defines how structs look on the wire. They are immutable and positional, so fields are only ever appended. The module
-knows nothing of what the structs mean.
 """
 
 from __future__ import annotations

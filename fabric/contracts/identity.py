@@ -1,16 +1,15 @@
-"""Keeps, for the lines of the log, the member from which a line comes and the request that it is about. The
-running code can read both without passing them on as arguments.
+"""Defines how requests, members, media and KV blocks are identified in every process alike.
 
-Both follow tasks and `asyncio.to_thread`. A separate thread knows only the member of its process, and must name the
-request itself (`extra={"request_id": ...}`). This module knows nothing of how lines are written.
+The router creates the ids of requests; a client never does. Members create their own ids. Contents are identified by
+stable digests and never by Python's `hash()`, which differs between processes: every input is length-framed and every
+digest is namespaced, so no two different inputs give the same bytes to hash. Digests have 128 bits: at a billion items
+a collision is rarer than a memory error.
 
-Defines the ids of the things that travel between parts. The router creates the ids of requests; a client never does.
-The module knows nothing of what the things contain.
+Two context variables keep the request and the member for which the running code works, so that a line of the log names
+them and no function passes them on as arguments. Both follow tasks and `asyncio.to_thread`. A separate thread knows
+only the member of its process, and must name the request itself (`extra={"request_id": ...}`).
 
-Computes stable digests. It never uses Python's `hash()`, which differs between processes.
-
-Every input is length-framed and every digest is namespaced, so no two different inputs give the same bytes to hash.
-Digests have 128 bits: at a billion items a collision is rarer than a memory error. The module knows nothing of caches.
+This module knows nothing of what the identified things contain, of caches, or of how lines of a log are written.
 """
 
 from __future__ import annotations
@@ -24,6 +23,8 @@ from typing import NamedTuple, NewType
 
 import blake3
 import xxhash
+
+# ------------------------------------------------------------ ids
 
 RequestId = NewType("RequestId", str)
 """Identifies one client request. A client's `x-request-id` is only an additional label."""
@@ -71,6 +72,9 @@ def mint_request_id() -> RequestId:
 def mint_member_id(kind: str) -> MemberId:
     """Returns a fresh id like `worker-3fa9c1d2`; `kind` is `router`, `encoder` or `worker`."""
     return MemberId(f"{kind}-{secrets.token_hex(4)}")
+
+
+# ------------------------------------------------------------ digests
 
 
 def frame(parts: Iterable[bytes]) -> bytes:
@@ -141,6 +145,8 @@ def uniform(seed: int, choice: int, index: int) -> float:
     bits = xxhash.xxh3_64_intdigest(struct.pack("<qqq", seed, choice, index), seed=0x5745_4654)
     return (bits >> 11) * 2.0**-53
 
+
+# ------------------------------------------------------------ the request and the member of the running code
 
 _REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 _MEMBER_ID: ContextVar[str] = ContextVar("member_id", default="")

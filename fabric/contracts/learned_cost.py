@@ -1,22 +1,41 @@
-"""Defines the weighted token: what a token costs after a context, in tokens without a context. It is the unit
-in which workers measure their steps and routers predict them.
+"""Holds the arithmetic of costs that workers and routers share: the weighted token, in which both count work, and the
+correction of a predicted time by the time that the work took.
 
-The arithmetic is a module of its own, so that workers and routers use the same one. It knows nothing of a model except
-its hidden size.
-
-Corrects the predicted cost of a stage by the time that it took: seconds = sum of coefficient * amount.
+A weighted token is what a token costs after a context, in tokens without a context. Workers measure their steps in it,
+and routers predict them in it. A stage's time is predicted as the sum of coefficient * amount.
 
 One correction is a gradient step on the squared error of the logarithm, in the logarithms of the coefficients. The step
 does not depend on scale, keeps all coefficients positive, and corrects each in proportion to its share of the
 prediction, so the estimate follows a machine that became slower, for any amounts. `Memory` says how far one observation
-may move an estimate, by the time between observations. This module knows nothing of what the amounts are; the caller
-passes the time in.
+may move an estimate, by the time between observations.
+
+This module knows nothing of a model except its hidden size, or of what the amounts are; the caller passes the time in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import exp, exp2, inf, log
+
+# ------------------------------------------------------------ weighted tokens
+
+_LINEAR_TO_ATTENTION = 6
+"""Per layer, a token's linear parts cost about 24 * hidden^2 FLOP, and its attention costs 4 * hidden FLOP per token of
+context, so the two are equal at a context of 6 * hidden."""
+
+
+def context_scale_tokens(hidden_size: int) -> float:
+    """Returns the context at which a token's attention costs as much as its linear layers."""
+    return float(_LINEAR_TO_ATTENTION * hidden_size)
+
+
+def weighted_tokens(num_tokens: int, context: int, scale_tokens: float) -> float:
+    """Returns how many tokens at context 0 take as long as `num_tokens` after `context` computed ones: attention makes
+    a token dearer by `context / scale_tokens`. The result is additive over a split."""
+    return num_tokens * (1.0 + (context + 0.5 * num_tokens) / scale_tokens)
+
+
+# ------------------------------------------------------------ correction by observed times
 
 MAX_SURPRISE = 4.0
 """One observation counts as at most this many times the prediction, and as at least the inverse. So a pause of seconds
@@ -64,19 +83,3 @@ class Memory:
         kept = self._weight * exp2(-max(0.0, now_s - self._at_s) / self._half_life_s)
         self._weight, self._at_s = min(kept + 1.0, self._max_weight), now_s
         return 1.0 / max(self._weight, 2.0)
-
-
-_LINEAR_TO_ATTENTION = 6
-"""Per layer, a token's linear parts cost about 24 * hidden^2 FLOP, and its attention costs 4 * hidden FLOP per token of
-context, so the two are equal at a context of 6 * hidden."""
-
-
-def context_scale_tokens(hidden_size: int) -> float:
-    """Returns the context at which a token's attention costs as much as its linear layers."""
-    return float(_LINEAR_TO_ATTENTION * hidden_size)
-
-
-def weighted_tokens(num_tokens: int, context: int, scale_tokens: float) -> float:
-    """Returns how many tokens at context 0 take as long as `num_tokens` after `context` computed ones: attention makes
-    a token dearer by `context / scale_tokens`. The result is additive over a split."""
-    return num_tokens * (1.0 + (context + 0.5 * num_tokens) / scale_tokens)

@@ -1,15 +1,15 @@
-"""Defines what travels between parts, as msgspec structs. Shapes and units are part of the contract.
+"""Defines the messages that members send each other one way on the message plane, as msgspec structs. Shapes and units
+are part of the contract.
 
-Two planes carry the structs. *Calls* (`fabric.contracts.calls`, also exported here) are `EncodeRequest`/`EncodeResult`
-and `GenerateRequest`/`GenerateResult`. *Messages* (`fabric.transport.message_plane`, one way, by address) are
-everything in `PlaneMessage`, including the members' reports (`fabric.contracts.messages`). This module knows nothing of
-what receivers do with a message.
+The module begins with the reports of workers and encoders to routers, sent several times a second and on change. A
+router keeps the newest report; times are in seconds, memory is in bytes, and `seq` only grows within one `epoch`, the
+member's life. `Member` is the record of a process in the directory. Then come the other messages: tokens, heartbeats,
+tickets and announcements of features, aborts, and the events of caches with their snapshots. `PlaneMessage` names
+everything that may travel alone, and `encode_message` and `decode_message` are its wire form. The calls, which wait for
+an answer, are in `fabric.contracts.calls`.
 
-Defines the reports of members to routers, sent several times a second and on change. A router keeps the
-newest report.
-
-Times are in seconds and memory is in bytes. `seq` only grows within one `epoch`, the member's life. The module knows
-nothing of how a router uses the numbers.
+This module knows nothing of what a receiver does with a message, or of how a message travels
+(`fabric.transport.message_plane`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,14 @@
-"""Holds FIXME."""
+"""Moves features and messages between members, and keeps which members there are.
+
+`feature_channel` defines how a worker pulls features out of an encoder's memory; `local_channel` implements it inside
+one process and `nixl_channel` between processes, both with the sink of `pulling`. `arena` decides where slots lie in
+the memory of both sides. `message_plane` defines how members send each other small messages and implements it inside
+one process; `zmq_plane` implements it between processes. `membership` keeps leases, the directory of all members, and
+the routers to which a member listens.
+
+Routers, workers and encoders use the contracts, and `deploy` chooses the implementations. The folder knows nothing of
+what a feature or a message means, and it imports neither torch nor ray.
+"""
 
 from fabric.transport.arena import ArenaUsage
 from fabric.transport.feature_channel import (

@@ -1,29 +1,23 @@
-"""Decides where slots lie in one block of memory: it is a best-fit allocator over offsets.
+"""Decides where slots lie in one block of memory: an `Arena` is a best-fit allocator over offsets.
 
-It is pure bookkeeping: it knows nothing of the memory itself, of threads (the owner locks), or of what is stored. Every
-byte is in exactly one of four states. It is free, busy, idle (in use, but its owner would give it up for another
-allocation) or quarantined (given up by its owner, but a transfer may still write there, so it must not be handed out).
+Every byte of an arena is in exactly one of four states. It is free, busy, idle (in use, but its owner would give it up
+for another allocation) or quarantined (given up by its owner, but a transfer may still write there, so it must not be
+handed out).
 
     | busy | idle | free | idle | busy | free | idle | idle | quarantined | ...
            <----- open ----->      <----- open ----->
 
 A request that no free range can hold succeeds exactly if it fits an open range: the idle and free memory between two
-slots that must stay. `victims` says which idle slots to give up for it, and names none that would not help. No
-operation's time grows with the number of slots (`docs/adr/0029-arena-by-ranges.md`).
+slots that must stay. `victims` says which idle slots to give up for it, and names none that would not help. For a
+request that fits no open range, one range may be *claimed*: nothing else is placed there, so it becomes free once the
+slots that lie there have been freed.
 
-For a request that fits no open range, one range may be *claimed*: nothing else is placed there, so it becomes free once
-the slots that lie there have been freed.
+The arena keeps its free memory and its open memory as `Ranges`, which find a range by its place and by its size. These
+in turn stand on `OrderedIntegers`, a sorted set of numbers. So no operation's time grows with the number of slots
+(`docs/adr/0029-arena-by-ranges.md`).
 
-Keeps a sorted set of integers and finds the member nearest to a number, in a time that does not grow
-with the number of members.
-
-The set is a tree of bitmaps, with 512 children to a node, held sparsely in one dict per level (the idea of van Emde
-Boas trees, with fixed fan-out). Its depth follows from the largest allowed member, which is known beforehand. The
-module knows nothing of what the integers stand for.
-
-Keeps a set of numbers as ranges `[start, end)` that never touch, and finds them by place and by size.
-
-It knows nothing of what the numbers are; the arena keeps its free memory and its reclaimable memory in this form.
+This module is pure bookkeeping: it knows nothing of the memory itself, of threads (the owner locks), or of what is
+stored.
 """
 
 from __future__ import annotations
@@ -35,161 +29,7 @@ from typing import NamedTuple
 
 from fabric.contracts import ArenaFull, UnitTooLarge
 
-_BITS = 9
-_MASK = (1 << _BITS) - 1
-
-
-class OrderedIntegers:
-    """Keeps members in `[0, largest]`. Each operation looks at one node per level: 3 levels for 2**27, and 6 for
-    2**54."""
-
-    def __init__(self, largest: int) -> None:
-        num_levels = max(1, -(-largest.bit_length() // _BITS))
-        self._levels: list[dict[int, int]] = [{} for _ in range(num_levels)]
-        """Level 0 maps the upper bits of a member to a bitmap of its lowest bits. In the same way, each further level
-        says which nodes of the level below contain members."""
-
-    def add(self, member: int) -> None:
-        """Adds a member. It does nothing for a member that is in the set."""
-        for level in self._levels:
-            node, bit = member >> _BITS, member & _MASK
-            bitmap = level.get(node, 0)
-            level[node] = bitmap | 1 << bit
-            if bitmap:
-                return
-            member = node
-
-    def discard(self, member: int) -> None:
-        """Removes a member. It does nothing for a member that is not in the set."""
-        for level in self._levels:
-            node, bit = member >> _BITS, member & _MASK
-            bitmap = level.get(node, 0) & ~(1 << bit)
-            if bitmap:
-                level[node] = bitmap
-                return
-            level.pop(node, None)
-            member = node
-
-    def at_least(self, number: int) -> int | None:
-        """Returns the smallest member that is `number` or more, or None."""
-        for height, level in enumerate(self._levels):
-            node, bit = number >> _BITS, number & _MASK
-            rest = level.get(node, 0) >> bit
-            if rest:
-                return self._descend(height, number + _lowest(rest), is_lowest=True)
-            number = node + 1
-        return None
-
-    def at_most(self, number: int) -> int | None:
-        """Returns the largest member that is `number` or less, or None."""
-        for height, level in enumerate(self._levels):
-            if number < 0:
-                return None
-            node, bit = number >> _BITS, number & _MASK
-            rest = level.get(node, 0) & ((2 << bit) - 1)
-            if rest:
-                return self._descend(height, (node << _BITS) + rest.bit_length() - 1, is_lowest=False)
-            number = node - 1
-        return None
-
-    def _descend(self, height: int, node: int, *, is_lowest: bool) -> int:
-        """Returns the lowest or highest member below a node of the level under `height`."""
-        for level in reversed(self._levels[:height]):
-            bitmap = level[node]
-            node = (node << _BITS) + (_lowest(bitmap) if is_lowest else bitmap.bit_length() - 1)
-        return node
-
-
-def _lowest(bitmap: int) -> int:
-    return (bitmap & -bitmap).bit_length() - 1
-
-
-class Ranges:
-    """Keeps ranges over `[0, total)`; the set is empty at first. No operation's time grows with the number of
-    ranges."""
-
-    def __init__(self, total: int) -> None:
-        self._span = total + 1
-        self._start_to_end: dict[int, int] = {}
-        self._end_to_start: dict[int, int] = {}
-        self._starts = OrderedIntegers(total)
-        self._sizes = OrderedIntegers(total * self._span + total)
-        """Holds `size * span + start` of each range, so the ranges are ordered by size and then by place."""
-
-    def add(self, start: int, end: int) -> None:
-        """Adds a range and joins it with the neighbours that it touches. No part of it may be in the set."""
-        before = self._end_to_start.get(start)
-        if before is not None:
-            self._drop(before, start)
-            start = before
-        after = self._start_to_end.get(end)
-        if after is not None:
-            self._drop(end, after)
-            end = after
-        self._put(start, end)
-
-    def remove(self, start: int, end: int) -> None:
-        """Removes a range, all of which must be in the set. The rest of the range that contained it stays, in one or
-        two pieces."""
-        outer_start, outer_end = self.around(start)
-        assert end <= outer_end, f"[{start}, {end}) is not in [{outer_start}, {outer_end})"
-        self._drop(outer_start, outer_end)
-        if outer_start < start:
-            self._put(outer_start, start)
-        if end < outer_end:
-            self._put(end, outer_end)
-
-    def around(self, number: int) -> tuple[int, int]:
-        """Returns the range that contains a number of the set."""
-        start = self._starts.at_most(number)
-        assert start is not None
-        assert number < self._start_to_end[start], f"{number} is not in the set"
-        return start, self._start_to_end[start]
-
-    def starting_at(self, start: int) -> int | None:
-        """Returns the end of the range that starts at `start`, or None."""
-        return self._start_to_end.get(start)
-
-    def ending_at(self, end: int) -> int | None:
-        """Returns the start of the range that ends at `end`, or None."""
-        return self._end_to_start.get(end)
-
-    def best_fit(self, size: int) -> tuple[int, int] | None:
-        """Returns the smallest range of at least that size, the first of equal ones, or None."""
-        found = self._sizes.at_least(size * self._span)
-        if found is None:
-            return None
-        start = found % self._span
-        return start, self._start_to_end[start]
-
-    def largest(self) -> tuple[int, int] | None:
-        """Returns the largest range, the last of equal ones, or None if the set is empty."""
-        found = self._sizes.at_most(self._span * self._span - 1)
-        if found is None:
-            return None
-        start = found % self._span
-        return start, self._start_to_end[start]
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Iterates over the ranges in order of place. It is for checks, and walks all ranges."""
-        return iter(sorted(self._start_to_end.items()))
-
-    def _put(self, start: int, end: int) -> None:
-        self._start_to_end[start] = end
-        self._end_to_start[end] = start
-        self._starts.add(start)
-        self._sizes.add((end - start) * self._span + start)
-
-    def _drop(self, start: int, end: int) -> None:
-        del self._start_to_end[start]
-        del self._end_to_start[end]
-        self._starts.discard(start)
-        self._sizes.discard((end - start) * self._span + start)
-
-
-NUM_OLDEST = 16
-"""Limits how many of the least recently used slots `victims` looks at for a place; it also looks at no more than about
-an eighth of all idle slots. If no such slot suits, it takes any place that is large enough."""
+# ------------------------------------------------------------ slots in an arena
 
 
 class ArenaUsage(NamedTuple):
@@ -208,6 +48,11 @@ class Slot(NamedTuple):
     offset: int
     nbytes: int
     generation: int
+
+
+NUM_OLDEST = 16
+"""Limits how many of the least recently used slots `victims` looks at for a place; it also looks at no more than about
+an eighth of all idle slots. If no such slot suits, it takes any place that is large enough."""
 
 
 class Arena:
@@ -515,3 +360,165 @@ class Arena:
     def _place(self, slot: Slot) -> tuple[int, int]:
         start = slot.offset // self.alignment
         return start, start + self._num_units(slot.nbytes)
+
+
+# ------------------------------------------------------------ ranges by place and by size
+
+
+class Ranges:
+    """Keeps a set of numbers in `[0, total)` as ranges `[start, end)` that never touch, and finds them by place and by
+    size. The set is empty at first. No operation's time grows with the number of ranges."""
+
+    def __init__(self, total: int) -> None:
+        self._span = total + 1
+        self._start_to_end: dict[int, int] = {}
+        self._end_to_start: dict[int, int] = {}
+        self._starts = OrderedIntegers(total)
+        self._sizes = OrderedIntegers(total * self._span + total)
+        """Holds `size * span + start` of each range, so the ranges are ordered by size and then by place."""
+
+    def add(self, start: int, end: int) -> None:
+        """Adds a range and joins it with the neighbours that it touches. No part of it may be in the set."""
+        before = self._end_to_start.get(start)
+        if before is not None:
+            self._drop(before, start)
+            start = before
+        after = self._start_to_end.get(end)
+        if after is not None:
+            self._drop(end, after)
+            end = after
+        self._put(start, end)
+
+    def remove(self, start: int, end: int) -> None:
+        """Removes a range, all of which must be in the set. The rest of the range that contained it stays, in one or
+        two pieces."""
+        outer_start, outer_end = self.around(start)
+        assert end <= outer_end, f"[{start}, {end}) is not in [{outer_start}, {outer_end})"
+        self._drop(outer_start, outer_end)
+        if outer_start < start:
+            self._put(outer_start, start)
+        if end < outer_end:
+            self._put(end, outer_end)
+
+    def around(self, number: int) -> tuple[int, int]:
+        """Returns the range that contains a number of the set."""
+        start = self._starts.at_most(number)
+        assert start is not None
+        assert number < self._start_to_end[start], f"{number} is not in the set"
+        return start, self._start_to_end[start]
+
+    def starting_at(self, start: int) -> int | None:
+        """Returns the end of the range that starts at `start`, or None."""
+        return self._start_to_end.get(start)
+
+    def ending_at(self, end: int) -> int | None:
+        """Returns the start of the range that ends at `end`, or None."""
+        return self._end_to_start.get(end)
+
+    def best_fit(self, size: int) -> tuple[int, int] | None:
+        """Returns the smallest range of at least that size, the first of equal ones, or None."""
+        found = self._sizes.at_least(size * self._span)
+        if found is None:
+            return None
+        start = found % self._span
+        return start, self._start_to_end[start]
+
+    def largest(self) -> tuple[int, int] | None:
+        """Returns the largest range, the last of equal ones, or None if the set is empty."""
+        found = self._sizes.at_most(self._span * self._span - 1)
+        if found is None:
+            return None
+        start = found % self._span
+        return start, self._start_to_end[start]
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Iterates over the ranges in order of place. It is for checks, and walks all ranges."""
+        return iter(sorted(self._start_to_end.items()))
+
+    def _put(self, start: int, end: int) -> None:
+        self._start_to_end[start] = end
+        self._end_to_start[end] = start
+        self._starts.add(start)
+        self._sizes.add((end - start) * self._span + start)
+
+    def _drop(self, start: int, end: int) -> None:
+        del self._start_to_end[start]
+        del self._end_to_start[end]
+        self._starts.discard(start)
+        self._sizes.discard((end - start) * self._span + start)
+
+
+# ------------------------------------------------------------ a sorted set of integers
+
+_BITS = 9
+_MASK = (1 << _BITS) - 1
+
+
+class OrderedIntegers:
+    """Keeps a sorted set of integers in `[0, largest]` and finds the member nearest to a number.
+
+    The set is a tree of bitmaps, with 512 children to a node, held sparsely in one dict per level (the idea of van Emde
+    Boas trees, with fixed fan-out). Its depth follows from the largest allowed member, which is known beforehand. Each
+    operation looks at one node per level, 3 levels for 2**27 and 6 for 2**54, so its time does not grow with the number
+    of members.
+    """
+
+    def __init__(self, largest: int) -> None:
+        num_levels = max(1, -(-largest.bit_length() // _BITS))
+        self._levels: list[dict[int, int]] = [{} for _ in range(num_levels)]
+        """Level 0 maps the upper bits of a member to a bitmap of its lowest bits. In the same way, each further level
+        says which nodes of the level below contain members."""
+
+    def add(self, member: int) -> None:
+        """Adds a member. It does nothing for a member that is in the set."""
+        for level in self._levels:
+            node, bit = member >> _BITS, member & _MASK
+            bitmap = level.get(node, 0)
+            level[node] = bitmap | 1 << bit
+            if bitmap:
+                return
+            member = node
+
+    def discard(self, member: int) -> None:
+        """Removes a member. It does nothing for a member that is not in the set."""
+        for level in self._levels:
+            node, bit = member >> _BITS, member & _MASK
+            bitmap = level.get(node, 0) & ~(1 << bit)
+            if bitmap:
+                level[node] = bitmap
+                return
+            level.pop(node, None)
+            member = node
+
+    def at_least(self, number: int) -> int | None:
+        """Returns the smallest member that is `number` or more, or None."""
+        for height, level in enumerate(self._levels):
+            node, bit = number >> _BITS, number & _MASK
+            rest = level.get(node, 0) >> bit
+            if rest:
+                return self._descend(height, number + _lowest(rest), is_lowest=True)
+            number = node + 1
+        return None
+
+    def at_most(self, number: int) -> int | None:
+        """Returns the largest member that is `number` or less, or None."""
+        for height, level in enumerate(self._levels):
+            if number < 0:
+                return None
+            node, bit = number >> _BITS, number & _MASK
+            rest = level.get(node, 0) & ((2 << bit) - 1)
+            if rest:
+                return self._descend(height, (node << _BITS) + rest.bit_length() - 1, is_lowest=False)
+            number = node - 1
+        return None
+
+    def _descend(self, height: int, node: int, *, is_lowest: bool) -> int:
+        """Returns the lowest or highest member below a node of the level under `height`."""
+        for level in reversed(self._levels[:height]):
+            bitmap = level[node]
+            node = (node << _BITS) + (_lowest(bitmap) if is_lowest else bitmap.bit_length() - 1)
+        return node
+
+
+def _lowest(bitmap: int) -> int:
+    return (bitmap & -bitmap).bit_length() - 1

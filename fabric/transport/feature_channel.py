@@ -1,11 +1,9 @@
-"""Keeps a source's arena: slots with generations, and the tickets that say where they lie. Every source has
-one.
+"""Defines the contract of the feature channel, which moves the bytes of encoded features from an encoder's arena into a
+worker's inbox, and the memory in which both sides keep them.
 
-It knows nothing of the transport: a reader finds the payload and the generation word at the ticket's addresses.
-
-Defines the contract of the feature channel, which moves the bytes of encoded features from an encoder's arena
-into a worker's inbox. `channel_local` (one process) and `channel_nixl` (NIXL READ) implement it, and one suite of tests
-checks both.
+`FeatureSource` is the encoder's side and `FeatureSink` is the worker's side. `local_channel` (one process) and
+`nixl_channel` (NIXL READ) implement them, and one suite of tests checks both. Every source keeps its slots and their
+tickets in a `SourceMemory`; sources and sinks alike cut their memory into slots with a `SlotMemory`.
 
 The receiver pulls, so nothing remote writes into memory that an aborted request gave back. The channel does not
 announce features: tickets travel on the message plane. Two facts of NIXL shape the contract: releasing a transfer
@@ -13,15 +11,9 @@ handle does not stop the transfer, and bytes of a frozen peer may land later. So
 after its transfer has ended (DONE or ERR). Otherwise it is quarantined until the transfer has ended. The death of the
 peer's process ends the transfer; the end of the peer's lease does not, because the peer may be frozen and wake up. A
 source slot carries a generation, which the source raises before it reuses the slot. The reader reads the generation
-again after the payload; a mismatch is LeaseLost. This module knows nothing of what a feature means.
+again after the payload; a mismatch is LeaseLost.
 
-Cuts memory into slots, each with a header and a payload. The sources' and the sinks' sides share it.
-
-    slot.offset                    + HEADER_BYTES
-    | generation word (8 bytes) ...| payload, `nbytes` as asked for, 64-byte aligned ... |
-
-A source keeps the slot's generation in the header; a sink has room there into which it reads a copy of the generation.
-This module knows nothing of which component reads or writes, or of any transport.
+This module knows nothing of any transport, or of what a feature means.
 """
 
 from __future__ import annotations
@@ -37,6 +29,8 @@ import numpy.typing as npt
 
 from fabric.contracts import DTYPE_TO_BYTES, FeatureTicket, LeaseLost
 from fabric.transport.arena import Arena, ArenaUsage, Slot
+
+# ------------------------------------------------------------ the contract
 
 
 class SourceSlot(NamedTuple):
@@ -138,21 +132,92 @@ class FeatureSink(Protocol):
     def close(self) -> None: ...
 
 
+# ------------------------------------------------------------ the memory of sources and sinks
+
+
+class SourceMemory:
+    """Keeps the slots of one source, with their generations, and writes the tickets that say where they lie. It is
+    thread-safe. A reader finds the payload and the generation word at the ticket's addresses.
+
+    Generations start at a random number: what a later, larger slot writes over an old word matches an old ticket with
+    probability 2**-62, and no client can produce such a match on purpose.
+    """
+
+    def __init__(self, name: str, total_bytes: int) -> None:
+        self.name = name
+        self.slots = SlotMemory(total_bytes, first_generation=1 + secrets.randbits(62))
+        self._slot_id_to_slot: dict[int, Slot] = {}
+
+    def allocate(self, nbytes: int, *, is_claimed: bool = False) -> SourceSlot:
+        """Returns a new slot, which takes 64 bytes more than its payload. Raises ArenaFull or UnitTooLarge."""
+        slot = self.slots.reserve(nbytes, is_claimed=is_claimed)
+        self.slots.set_word(slot, slot.generation)
+        self._slot_id_to_slot[slot.slot_id] = slot
+        return SourceSlot(slot.slot_id, slot.generation, nbytes, self.slots.payload(slot))
+
+    def ticket(
+        self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float, metadata: bytes
+    ) -> FeatureTicket:
+        """Returns the ticket of a slot. Raises ValueError when shape and dtype do not make the slot's bytes, and
+        LeaseLost when the slot was freed."""
+        if feature_nbytes(shape, dtype) != slot.nbytes:
+            raise ValueError(f"shape {shape} of {dtype} is not {slot.nbytes} bytes")
+        held = self._slot_id_to_slot.get(slot.slot_id)
+        if held is None:
+            raise LeaseLost(f"slot {slot.slot_id} of {self.name} was freed")
+        address = self.slots.address + held.offset
+        return FeatureTicket(
+            source=self.name,
+            metadata=metadata,
+            address=address + HEADER_BYTES,
+            generation_address=address,
+            nbytes=slot.nbytes,
+            generation=slot.generation,
+            shape=shape,
+            dtype=dtype,
+            lease_s=lease_s,
+        )
+
+    def free(self, slot: SourceSlot) -> None:
+        """Raises the generation word before the memory becomes reusable. A second call does nothing."""
+        held = self._slot_id_to_slot.pop(slot.slot_id, None)
+        if held is not None:
+            self.slots.retire(held)
+
+    def set_idle(self, slot: SourceSlot) -> None:
+        self.slots.set_idle(slot.slot_id)
+
+    def set_busy(self, slot: SourceSlot) -> None:
+        self.slots.set_busy(slot.slot_id)
+
+    def victims(self, nbytes: int) -> list[int] | None:
+        return self.slots.victims(nbytes)
+
+    def claim(self, nbytes: int) -> list[int] | None:
+        return self.slots.claim(nbytes)
+
+    def unclaim(self) -> None:
+        self.slots.unclaim()
+
+    def usage(self) -> ArenaUsage:
+        return self.slots.usage()
+
+
 ALIGNMENT_BYTES = 64
 HEADER_BYTES = ALIGNMENT_BYTES
 WORD_BYTES = 8
 
 
-def feature_nbytes(shape: tuple[int, int, int], dtype: str) -> int:
-    """Returns the bytes of a C-contiguous feature. Raises ValueError for an unknown dtype or a dimension below one."""
-    if dtype not in DTYPE_TO_BYTES or min(shape) < 1:
-        raise ValueError(f"not a feature: shape {shape}, dtype {dtype!r}")
-    return math.prod(shape) * DTYPE_TO_BYTES[dtype]
-
-
 class SlotMemory:
-    """A `SlotMemory` is an arena with its bytes. It is thread-safe, except that a payload's bytes belong to its holder
-    alone."""
+    """A `SlotMemory` is an arena with its bytes; it cuts them into slots, each with a header and a payload.
+
+        slot.offset                    + HEADER_BYTES
+        | generation word (8 bytes) ...| payload, `nbytes` as asked for, 64-byte aligned ... |
+
+    A source keeps the slot's generation in the header; a sink has room there into which it reads a copy of the
+    generation. The memory does not know which component reads or writes. It is thread-safe, except that a payload's
+    bytes belong to its holder alone.
+    """
 
     def __init__(self, total_bytes: int, first_generation: int = 1) -> None:
         self._lock = threading.Lock()
@@ -239,68 +304,8 @@ class SlotMemory:
             self._arena.check_invariants()
 
 
-class SourceMemory:
-    """Keeps the slots of one source. It is thread-safe.
-
-    Generations start at a random number: what a later, larger slot writes over an old word matches an old ticket with
-    probability 2**-62, and no client can produce such a match on purpose.
-    """
-
-    def __init__(self, name: str, total_bytes: int) -> None:
-        self.name = name
-        self.slots = SlotMemory(total_bytes, first_generation=1 + secrets.randbits(62))
-        self._slot_id_to_slot: dict[int, Slot] = {}
-
-    def allocate(self, nbytes: int, *, is_claimed: bool = False) -> SourceSlot:
-        """Returns a new slot, which takes 64 bytes more than its payload. Raises ArenaFull or UnitTooLarge."""
-        slot = self.slots.reserve(nbytes, is_claimed=is_claimed)
-        self.slots.set_word(slot, slot.generation)
-        self._slot_id_to_slot[slot.slot_id] = slot
-        return SourceSlot(slot.slot_id, slot.generation, nbytes, self.slots.payload(slot))
-
-    def ticket(
-        self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float, metadata: bytes
-    ) -> FeatureTicket:
-        """Returns the ticket of a slot. Raises ValueError when shape and dtype do not make the slot's bytes, and
-        LeaseLost when the slot was freed."""
-        if feature_nbytes(shape, dtype) != slot.nbytes:
-            raise ValueError(f"shape {shape} of {dtype} is not {slot.nbytes} bytes")
-        held = self._slot_id_to_slot.get(slot.slot_id)
-        if held is None:
-            raise LeaseLost(f"slot {slot.slot_id} of {self.name} was freed")
-        address = self.slots.address + held.offset
-        return FeatureTicket(
-            source=self.name,
-            metadata=metadata,
-            address=address + HEADER_BYTES,
-            generation_address=address,
-            nbytes=slot.nbytes,
-            generation=slot.generation,
-            shape=shape,
-            dtype=dtype,
-            lease_s=lease_s,
-        )
-
-    def free(self, slot: SourceSlot) -> None:
-        """Raises the generation word before the memory becomes reusable. A second call does nothing."""
-        held = self._slot_id_to_slot.pop(slot.slot_id, None)
-        if held is not None:
-            self.slots.retire(held)
-
-    def set_idle(self, slot: SourceSlot) -> None:
-        self.slots.set_idle(slot.slot_id)
-
-    def set_busy(self, slot: SourceSlot) -> None:
-        self.slots.set_busy(slot.slot_id)
-
-    def victims(self, nbytes: int) -> list[int] | None:
-        return self.slots.victims(nbytes)
-
-    def claim(self, nbytes: int) -> list[int] | None:
-        return self.slots.claim(nbytes)
-
-    def unclaim(self) -> None:
-        self.slots.unclaim()
-
-    def usage(self) -> ArenaUsage:
-        return self.slots.usage()
+def feature_nbytes(shape: tuple[int, int, int], dtype: str) -> int:
+    """Returns the bytes of a C-contiguous feature. Raises ValueError for an unknown dtype or a dimension below one."""
+    if dtype not in DTYPE_TO_BYTES or min(shape) < 1:
+        raise ValueError(f"not a feature: shape {shape}, dtype {dtype!r}")
+    return math.prod(shape) * DTYPE_TO_BYTES[dtype]

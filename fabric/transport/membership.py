@@ -1,19 +1,14 @@
-"""Keeps the routers that a member (an encoder or a worker) listens to: their leases, which heartbeats renew, and their
-addresses, to which messages for all routers go.
+"""Keeps who belongs to the cluster at the moment: every membership is a lease that heartbeats renew and that ends by
+itself.
 
-This module knows nothing of requests or of what the messages mean. It returns the routers whose lease has expired, and
-the member ends what belongs to them.
+A `Directory` holds all members, for the whole cluster. A `RouterTable` belongs to one encoder or worker and holds the
+routers to which that member listens. A `LeaseTable` keeps any keys with deadlines; the router table stands on it, and
+encoders use it for the leases under which workers read features. Because leases end by themselves, a dead peer needs no
+call that gives anything back.
 
-Keeps leases, that is, keys with a deadline that end by themselves. A dead peer's leases end without any
-call that gives them back.
-
-It knows nothing of what a key stands for, and it never acts: the owner asks which leases have expired.
-
-Keeps a directory of the cluster's members with leases. It is pure; `deploy` decides where it runs and which
-code calls it.
-
-It knows nothing of what members do. A member that stops its heartbeats leaves the directory when its lease ends. A
-member that comes back after that joins again, which readers see as a leave and a join.
+This module returns what has expired, and the owner ends what belongs to it. The directory is pure: `deploy` decides
+where it runs and which code calls it. The module knows nothing of what members do, of requests, or of what messages
+mean.
 """
 
 from __future__ import annotations
@@ -26,50 +21,7 @@ from typing import Generic, NamedTuple, TypeVar
 from fabric.contracts import Clock, Member, MemberId, PlaneMessage, RouterHeartbeat
 from fabric.transport.message_plane import Plane
 
-Key = TypeVar("Key", bound=Hashable)
-
-
-class LeaseTable(Generic[Key]):
-    """Keeps leases by key. It is not thread-safe. A lease of `lease_s` taken at `t` has expired at `t + lease_s`, and
-    not before."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._key_to_deadline_s: dict[Key, float] = {}
-        self._heap: list[tuple[float, int, Key]] = []
-        """Holds deadlines, the oldest first; an entry is void unless the map still holds the same deadline."""
-        self._order = count()
-
-    def renew(self, key: Key, lease_s: float) -> None:
-        """Takes or renews a lease: it ends `lease_s` from now, which may be later or earlier than before."""
-        deadline_s = self._clock.now() + lease_s
-        self._key_to_deadline_s[key] = deadline_s
-        heapq.heappush(self._heap, (deadline_s, next(self._order), key))
-
-    def drop(self, key: Key) -> bool:
-        """Ends a lease without reporting it as expired. Returns False for an unknown key."""
-        return self._key_to_deadline_s.pop(key, None) is not None
-
-    def expired(self) -> list[Key]:
-        """Removes and returns the keys whose lease has expired, in order of their deadlines; each key is reported
-        once."""
-        now_s = self._clock.now()
-        gone: list[Key] = []
-        while self._heap and self._heap[0][0] <= now_s:
-            deadline_s, _, key = heapq.heappop(self._heap)
-            if self._key_to_deadline_s.get(key) == deadline_s:
-                del self._key_to_deadline_s[key]
-                gone.append(key)
-        return gone
-
-    def __contains__(self, key: Key) -> bool:
-        """Returns whether a lease is running now. It is False from the deadline on, even before `expired` is called."""
-        deadline_s = self._key_to_deadline_s.get(key)
-        return deadline_s is not None and deadline_s > self._clock.now()
-
-    def __len__(self) -> int:
-        """Counts the leases that are not yet dropped or reported, expired or not."""
-        return len(self._key_to_deadline_s)
+# ------------------------------------------------------------ the members of the cluster
 
 
 class View(NamedTuple):
@@ -81,7 +33,9 @@ class View(NamedTuple):
 
 
 class Directory:
-    """Keeps the members and their leases. It is not thread-safe."""
+    """Keeps the members of the cluster and their leases. It is not thread-safe. A member that stops its heartbeats
+    leaves the directory when its lease ends. A member that comes back after that joins again, which readers see as a
+    leave and a join."""
 
     def __init__(self, clock: Clock, lease_s: float) -> None:
         self._clock = clock
@@ -127,13 +81,16 @@ class Directory:
             self._version += 1
 
 
+# ------------------------------------------------------------ the routers of one member
+
 FIRST_HEARTBEAT_S = 30.0
 """Limits how long a router may take to send its first heartbeat after its first call, because it may have died in
 between."""
 
 
 class RouterTable:
-    """Holds the lease and the address of each router. It lives in the event loop of a member."""
+    """Holds the lease and the address of each router to which a member listens. Heartbeats renew the leases, and
+    messages for all routers go to the addresses. The table lives in the event loop of the member."""
 
     def __init__(self, plane: Plane, clock: Clock) -> None:
         self._plane = plane
@@ -178,3 +135,51 @@ class RouterTable:
 
     def __len__(self) -> int:
         return len(self._addresses)
+
+
+# ------------------------------------------------------------ leases by key
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class LeaseTable(Generic[Key]):
+    """Keeps leases by key and says which have expired; it does not know what a key stands for. It is not thread-safe. A
+    lease of `lease_s` taken at `t` has expired at `t + lease_s`, and not before."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._key_to_deadline_s: dict[Key, float] = {}
+        self._heap: list[tuple[float, int, Key]] = []
+        """Holds deadlines, the oldest first; an entry is void unless the map still holds the same deadline."""
+        self._order = count()
+
+    def renew(self, key: Key, lease_s: float) -> None:
+        """Takes or renews a lease: it ends `lease_s` from now, which may be later or earlier than before."""
+        deadline_s = self._clock.now() + lease_s
+        self._key_to_deadline_s[key] = deadline_s
+        heapq.heappush(self._heap, (deadline_s, next(self._order), key))
+
+    def drop(self, key: Key) -> bool:
+        """Ends a lease without reporting it as expired. Returns False for an unknown key."""
+        return self._key_to_deadline_s.pop(key, None) is not None
+
+    def expired(self) -> list[Key]:
+        """Removes and returns the keys whose lease has expired, in order of their deadlines; each key is reported
+        once."""
+        now_s = self._clock.now()
+        gone: list[Key] = []
+        while self._heap and self._heap[0][0] <= now_s:
+            deadline_s, _, key = heapq.heappop(self._heap)
+            if self._key_to_deadline_s.get(key) == deadline_s:
+                del self._key_to_deadline_s[key]
+                gone.append(key)
+        return gone
+
+    def __contains__(self, key: Key) -> bool:
+        """Returns whether a lease is running now. It is False from the deadline on, even before `expired` is called."""
+        deadline_s = self._key_to_deadline_s.get(key)
+        return deadline_s is not None and deadline_s > self._clock.now()
+
+    def __len__(self) -> int:
+        """Counts the leases that are not yet dropped or reported, expired or not."""
+        return len(self._key_to_deadline_s)

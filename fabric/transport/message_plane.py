@@ -1,17 +1,13 @@
-"""Implements the message plane inside one process. Messages pass through their wire form, so what works here also
-works between processes: the same types arrive, and what cannot be encoded fails at the sender. It knows nothing of what
-the messages mean.
+"""Defines the contract of the message plane, which carries small typed messages, one way, by address, and implements it
+inside one process.
 
-Defines the contract of the message plane, which carries small typed messages, one way, by address.
-`plane_local` and `plane_zmq` implement it.
+Each member owns one endpoint, a `Plane`. The endpoint has an address at which other members reach it, and it sends to
+the addresses of others. Messages between one pair arrive in order. No message is acknowledged, and a dead peer loses
+what was on its way (leases and terminal events cover that). `LocalPlane` is the endpoint inside one process, and
+`zmq_plane` implements the one between processes; one suite of tests checks both. In both, a `Mailbox` takes messages on
+their last step, from any thread into one event loop.
 
-Each member owns one endpoint. The endpoint has an address at which other members reach it, and it sends to the
-addresses of others. Messages between one pair arrive in order. No message is acknowledged, and a dead peer loses what
-was on its way (leases and terminal events cover that). This module knows nothing of what the messages mean.
-
-Takes messages on their last step: from any thread into one event loop, in order. Both planes end in it.
-
-It knows nothing of addresses or of how a message arrived.
+This module knows nothing of what the messages mean.
 """
 
 from __future__ import annotations
@@ -24,6 +20,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from fabric.contracts import PlaneMessage, decode_message, encode_message
+
+_LOG = logging.getLogger(__name__)
+
+
+# ------------------------------------------------------------ the contract
 
 Handler = Callable[[PlaneMessage], None]
 
@@ -65,7 +66,98 @@ class Plane(Protocol):
         ...
 
 
-_LOG = logging.getLogger(__name__)
+# ------------------------------------------------------------ the plane inside one process
+
+
+class LocalPlane:
+    """A `LocalPlane` is a `Plane` on a hub. Messages pass through their wire form, so what works here also works
+    between processes: the same types arrive, and what cannot be encoded fails at the sender."""
+
+    def __init__(self, hub: LocalHub, address: str) -> None:
+        self._hub = hub
+        self._address = address
+        self._mailbox = hub.bind(address)
+        self._lock = threading.Lock()
+        self._num_dropped = 0
+        self._is_closed = False
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def start(self, handler: Handler) -> None:
+        self._mailbox.open(handler)
+
+    def send(self, address: str, message: PlaneMessage) -> bool:
+        received = decode_message(encode_message(message))
+        if not self._is_closed and self._hub.put(address, received):
+            return True
+        with self._lock:
+            self._num_dropped += 1
+        return False
+
+    def forget(self, address: str) -> None:
+        self._hub.forget(address)
+
+    @property
+    def num_dropped(self) -> int:
+        return self._num_dropped
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._is_closed
+
+    def close(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._mailbox.close()
+        self._hub.unbind(self._address)
+
+
+class LocalHub:
+    """A `LocalHub` lets the endpoints of one process find each other. As with sockets, a sender may come before its
+    receiver; the hub keeps what it sends, up to `max_messages` per receiver."""
+
+    def __init__(self, max_messages: int = 10_000) -> None:
+        self._max_messages = max_messages
+        self._lock = threading.Lock()
+        self._address_to_mailbox: dict[str, Mailbox] = {}
+        self._bound: set[str] = set()
+
+    def bind(self, address: str) -> Mailbox:
+        """Returns the mailbox of a new endpoint. Raises ValueError when the address is taken."""
+        with self._lock:
+            if address in self._bound:
+                raise ValueError(f"address {address!r} is taken")
+            self._bound.add(address)
+            return self._mailbox(address)
+
+    def unbind(self, address: str) -> None:
+        """Removes an endpoint. Messages that arrive from now on wait for a new endpoint of that address, until `forget`
+        drops them."""
+        with self._lock:
+            self._bound.discard(address)
+            self._address_to_mailbox.pop(address, None)
+
+    def put(self, address: str, message: PlaneMessage) -> bool:
+        with self._lock:
+            mailbox = self._mailbox(address)
+        return mailbox.put(message)
+
+    def forget(self, address: str) -> None:
+        """Drops the messages that wait for an address without an endpoint."""
+        with self._lock:
+            if address not in self._bound:
+                self._address_to_mailbox.pop(address, None)
+
+    def _mailbox(self, address: str) -> Mailbox:
+        return self._address_to_mailbox.setdefault(address, Mailbox(self._max_messages))
+
+
+# ------------------------------------------------------------ the last step of both planes
+
 _MESSAGES_PER_TURN = 256
 """Limits the messages that one turn of the loop delivers; other callbacks run before the next turn."""
 
@@ -75,7 +167,8 @@ def _nothing() -> None:
 
 
 class Mailbox:
-    """A `Mailbox` is a bounded queue with one reader. It keeps messages that arrive before `open`."""
+    """A `Mailbox` is a bounded queue with one reader. It takes messages from any thread and delivers them in one event
+    loop, in order. It keeps messages that arrive before `open`. It does not know how a message arrived."""
 
     def __init__(self, max_messages: int, on_room: Callable[[], None] = _nothing) -> None:
         """Creates a closed mailbox. `on_room` is called (in the loop) when a full mailbox has become empty again."""
@@ -151,89 +244,3 @@ class Mailbox:
                 self._was_full = False
         if has_room_again:
             self._on_room()
-
-
-class LocalHub:
-    """A `LocalHub` lets the endpoints of one process find each other. As with sockets, a sender may come before its
-    receiver; the hub keeps what it sends, up to `max_messages` per receiver."""
-
-    def __init__(self, max_messages: int = 10_000) -> None:
-        self._max_messages = max_messages
-        self._lock = threading.Lock()
-        self._address_to_mailbox: dict[str, Mailbox] = {}
-        self._bound: set[str] = set()
-
-    def bind(self, address: str) -> Mailbox:
-        """Returns the mailbox of a new endpoint. Raises ValueError when the address is taken."""
-        with self._lock:
-            if address in self._bound:
-                raise ValueError(f"address {address!r} is taken")
-            self._bound.add(address)
-            return self._mailbox(address)
-
-    def unbind(self, address: str) -> None:
-        """Removes an endpoint. Messages that arrive from now on wait for a new endpoint of that address, until `forget`
-        drops them."""
-        with self._lock:
-            self._bound.discard(address)
-            self._address_to_mailbox.pop(address, None)
-
-    def put(self, address: str, message: PlaneMessage) -> bool:
-        with self._lock:
-            mailbox = self._mailbox(address)
-        return mailbox.put(message)
-
-    def forget(self, address: str) -> None:
-        """Drops the messages that wait for an address without an endpoint."""
-        with self._lock:
-            if address not in self._bound:
-                self._address_to_mailbox.pop(address, None)
-
-    def _mailbox(self, address: str) -> Mailbox:
-        return self._address_to_mailbox.setdefault(address, Mailbox(self._max_messages))
-
-
-class LocalPlane:
-    """A `LocalPlane` is an endpoint on a hub; it implements `fabric.transport.message_plane.Plane`."""
-
-    def __init__(self, hub: LocalHub, address: str) -> None:
-        self._hub = hub
-        self._address = address
-        self._mailbox = hub.bind(address)
-        self._lock = threading.Lock()
-        self._num_dropped = 0
-        self._is_closed = False
-
-    @property
-    def address(self) -> str:
-        return self._address
-
-    def start(self, handler: Handler) -> None:
-        self._mailbox.open(handler)
-
-    def send(self, address: str, message: PlaneMessage) -> bool:
-        received = decode_message(encode_message(message))
-        if not self._is_closed and self._hub.put(address, received):
-            return True
-        with self._lock:
-            self._num_dropped += 1
-        return False
-
-    def forget(self, address: str) -> None:
-        self._hub.forget(address)
-
-    @property
-    def num_dropped(self) -> int:
-        return self._num_dropped
-
-    @property
-    def is_alive(self) -> bool:
-        return not self._is_closed
-
-    def close(self) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
-        self._mailbox.close()
-        self._hub.unbind(self._address)
