@@ -1,8 +1,12 @@
-"""Defines the cluster's configuration: it parses YAML into one frozen tree and refuses unknown keys. Nothing reads the
-configuration from the environment. `compose.py` hands each part what it needs as a small config of that part.
+"""Defines the cluster's configuration: one frozen tree of sections, parsed from YAML.
 
-Parses YAML together with the place of every key, so that a message about a wrong value can name its line. It refuses
-duplicate keys and knows nothing of what the keys mean.
+`ClusterConfig` is the whole tree, and each section says in its fields what a key means and states limits; defaults come
+from the config class of the part that uses the key (`default_of`). `load_config` and `check_config` read a file, refuse
+unknown and duplicate keys, and list every problem with its line. For that the last part of the module parses YAML
+together with the place of every key; it stands here because nothing else reads YAML.
+
+Nothing reads the configuration from the environment. The module knows nothing of how a cluster is built: `compose.py`
+hands each part what it needs as a small config of that part.
 """
 
 from __future__ import annotations
@@ -24,59 +28,6 @@ from modalities.probing import ProbeLimits
 from modalities.registry import REGISTRY
 from router.planning import PlannerSettings
 from router.router_config import RouterConfig
-
-
-class Mark(NamedTuple):
-    """A `Mark` is a place in a file; line and column count from 1."""
-
-    line: int
-    column: int
-
-
-KeyPath = tuple[str | int, ...]
-
-
-def parse_with_marks(text: str) -> tuple[object, dict[KeyPath, Mark]]:
-    """Returns the data, and the mark of every key and list element by its path. Raises yaml.MarkedYAMLError if the text
-    is not valid YAML or has a duplicate key."""
-    loader = yaml.SafeLoader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None, {}
-        marks: dict[KeyPath, Mark] = {}
-        _collect(node, (), marks)
-        return loader.construct_document(node), marks
-    finally:
-        loader.dispose()
-
-
-def _collect(node: yaml.Node, path: KeyPath, marks: dict[KeyPath, Mark]) -> None:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            inner = (*path, str(key.value))
-            if inner in marks:
-                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
-            marks[inner] = _mark(key)
-            _collect(value, inner, marks)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            marks[(*path, index)] = _mark(value)
-            _collect(value, (*path, index), marks)
-
-
-def _mark(node: yaml.Node) -> Mark:
-    return Mark(node.start_mark.line + 1, node.start_mark.column + 1)
-
-
-def locate(path: KeyPath, marks: dict[KeyPath, Mark]) -> Mark | None:
-    """Returns the mark of a path, or that of the nearest mapping or list around it. Returns None if there is none."""
-    while path:
-        if path in marks:
-            return marks[path]
-        path = path[:-1]
-    return None
-
 
 PROBE_LIMITS = ProbeLimits()
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -115,6 +66,9 @@ def default_of(owner: type, name: str) -> Any:
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+# ------------------------------------------------------------ sections
 
 
 class ModelSection(_Section):
@@ -396,6 +350,18 @@ class ClusterConfig(_Section):
         return self
 
 
+# ------------------------------------------------------------ reading a file
+
+KeyPath = tuple[str | int, ...]
+
+
+class Mark(NamedTuple):
+    """A `Mark` is a place in a file; line and column count from 1."""
+
+    line: int
+    column: int
+
+
 class Problem(_Section):
     """A `Problem` is one thing that is wrong with a config file, and where it is."""
 
@@ -406,6 +372,20 @@ class Problem(_Section):
     def __str__(self) -> str:
         where = f"line {self.mark.line}, column {self.mark.column}: " if self.mark else ""
         return f"{where}{self.key or '(file)'}: {self.message}"
+
+
+def load_config(path: Path | None) -> ClusterConfig:
+    """Loads the config from a file, or the laptop default if `path` is None. Raises ConfigError that lists every
+    problem."""
+    path = path or Path(__file__).parent / "configs" / "laptop.yaml"
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    config, problems = check_config(text)
+    if config is None:
+        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
+    return config
 
 
 def check_config(text: str) -> tuple[ClusterConfig | None, list[Problem]]:
@@ -449,15 +429,43 @@ def _unknown_key(location: tuple[str | int, ...]) -> str:
     return f"unknown key{hint}"
 
 
-def load_config(path: Path | None) -> ClusterConfig:
-    """Loads the config from a file, or the laptop default if `path` is None. Raises ConfigError that lists every
-    problem."""
-    path = path or Path(__file__).parent / "configs" / "laptop.yaml"
+def parse_with_marks(text: str) -> tuple[object, dict[KeyPath, Mark]]:
+    """Returns the data, and the mark of every key and list element by its path. Raises yaml.MarkedYAMLError if the text
+    is not valid YAML or has a duplicate key."""
+    loader = yaml.SafeLoader(text)
     try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    config, problems = check_config(text)
-    if config is None:
-        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
-    return config
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        marks: dict[KeyPath, Mark] = {}
+        _collect(node, (), marks)
+        return loader.construct_document(node), marks
+    finally:
+        loader.dispose()
+
+
+def _collect(node: yaml.Node, path: KeyPath, marks: dict[KeyPath, Mark]) -> None:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            inner = (*path, str(key.value))
+            if inner in marks:
+                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+            marks[inner] = _mark(key)
+            _collect(value, inner, marks)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            marks[(*path, index)] = _mark(value)
+            _collect(value, (*path, index), marks)
+
+
+def _mark(node: yaml.Node) -> Mark:
+    return Mark(node.start_mark.line + 1, node.start_mark.column + 1)
+
+
+def locate(path: KeyPath, marks: dict[KeyPath, Mark]) -> Mark | None:
+    """Returns the mark of a path, or that of the nearest mapping or list around it. Returns None if there is none."""
+    while path:
+        if path in marks:
+            return marks[path]
+        path = path[:-1]
+    return None

@@ -2,7 +2,7 @@
 ranks; each other rank has a process of its own, and the module contains what this process runs.
 
 The caller decides where rank processes run: this module starts them on this machine, and
-`serving/followers.py` starts them as Ray actors.
+`deploy/ray/serve_app.py` starts them as Ray actors.
 """
 
 from __future__ import annotations

@@ -1,20 +1,12 @@
-"""Loads and tests the part of a family that turns sounds into units on the encoder's device. It knows nothing of
-requests.
+"""Tests and measures a family's encoder when a replica starts, with short synthetic media.
 
-Sounds with more mel frames than a batch may cost stay with the decode processes, because work on the device can't be
-stopped and nothing else is encoded meanwhile.
+`calibrate` runs forward passes, to learn the shape of features and a first estimate of the cost of a pass.
+`load_spectrograms` and `try_spectrograms` do the same start work for the part of a family that turns sounds into units
+on the encoder's device. Both use the samples of this module: small and ordinary media of each modality, made as
+ordinary files. They go through the family's own plan and preprocessing, so nothing is assumed about how a family
+processes them.
 
-Makes short synthetic media to calibrate an encoder with: one small and one ordinary medium of each modality.
-
-They are ordinary files, so nothing is assumed about how a family processes them. The module knows nothing of any
-particular family.
-
-Runs short synthetic forward passes at start, to learn the shape of features and a first estimate of the cost of a
-pass.
-
-Two sizes of a modality separate the overhead of a pass from the price of a patch. A model with fixed tiles makes one
-size of every input, so a pass over two units stands for the second size there. The media go through the family's own
-plan and preprocessing, so nothing is assumed about patches. The module knows nothing of requests.
+The module knows nothing of requests or of any particular family.
 """
 
 from __future__ import annotations
@@ -49,79 +41,16 @@ from modalities.torch_dtypes import dtype_name
 FPS = 4
 NUM_FRAMES = 8
 SAMPLE_RATE = 16_000
-
-
-class CalibrationSample(NamedTuple):
-    header: MediaHeader
-    data: bytes
-
-
-def image_sample(edge: int) -> CalibrationSample:
-    """Makes a grey PNG of `edge` x `edge` pixels."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (edge, edge), (127, 127, 127)).save(buffer, "PNG")
-    return CalibrationSample(ImageHeader("PNG", edge, edge, "RGB"), buffer.getvalue())
-
-
-def video_sample(edge: int) -> CalibrationSample:
-    """Makes an MP4 of two seconds, `edge` x `edge` pixels, that grows brighter."""
-    import av
-
-    buffer = io.BytesIO()
-    with av.open(buffer, "w", format="mp4") as container:
-        stream = container.add_stream("mpeg4", rate=FPS)
-        stream.width = stream.height = edge
-        stream.pix_fmt = "yuv420p"
-        for number in range(NUM_FRAMES):
-            pixels = np.full((edge, edge, 3), 255 * number // NUM_FRAMES, np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
-        container.mux(stream.encode())
-    return CalibrationSample(VideoHeader("mp4", edge, edge, NUM_FRAMES, NUM_FRAMES / FPS), buffer.getvalue())
-
-
-def audio_sample(seconds: int, rate: int = SAMPLE_RATE) -> CalibrationSample:
-    """Makes a WAV of one channel: a tone of 440 Hz."""
-    num_samples = seconds * rate
-    tone = 8000 * np.sin(2 * np.pi * 440 / rate * np.arange(num_samples))
-    buffer = io.BytesIO()
-    with wave.open(buffer, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(rate)
-        file.writeframes(tone.astype("<i2").tobytes())
-    return CalibrationSample(AudioHeader("wav", rate, 1, num_samples), buffer.getvalue())
-
-
-def sample_item(family: Family, sample: CalibrationSample, modality: str) -> MediaItem:
-    """Plans a sample as a router would."""
-    plan = family.plan(sample.header)
-    return MediaItem(
-        index=0,
-        modality=modality,
-        mm_hash=MmHash("calibration"),
-        grid=plan.grid,
-        unit_tokens=plan.unit_tokens,
-        cost=plan.cost,
-        part="calibration",
-        row_seconds=plan.row_seconds,
-        num_levels=plan.num_levels,
-    )
-
-
-MODALITY_TO_SAMPLES: dict[str, tuple[Callable[[int], CalibrationSample], tuple[int, ...]]] = {
-    "image": (image_sample, (64, 448)),
-    "video": (video_sample, (64, 224)),
-    "audio": (audio_sample, (2, 10)),
-}
-"""Maps a modality to the function that makes its samples, and to their edges in pixels or lengths in seconds. The two
-sizes are far enough apart to separate slope and overhead."""
-
-
+RATES = (SAMPLE_RATE, 48_000)
+"""Lists the sample rates of the test sounds: one needs no resampling, and one does."""
 NUM_RUNS = 2
 
 
 def calibrate(family: Family, model: EncoderModel, modality: str, costs: ForwardCosts, delay_s: float) -> FeatureSpec:
     """Runs `model` on two sizes of one modality and records the times in `costs`. Blocks for a few forward passes.
+
+    Two sizes of a modality separate the overhead of a pass from the price of a patch. A model with fixed tiles makes
+    one size of every input, so a pass over two units stands for the second size there.
 
     `delay_s` is the injected pause, which each real pass will take too. Raises ConfigError if the model's features do
     not have the family's shape or a known dtype, or are not finite, or if there is no sample for `modality`.
@@ -169,13 +98,16 @@ def _forward(model: EncoderModel, inputs: list[EncoderInput]) -> tuple[list[torc
     return features, time.perf_counter() - started_s
 
 
-RATES = (SAMPLE_RATE, 48_000)
-"""Lists the sample rates of the test sounds: one needs no resampling, and one does."""
+# ------------------------------------------------------------ spectrograms on the device
 
 
 def load_spectrograms(config: EncoderConfig, family: Family) -> Spectrograms | None:
     """Loads the spectrograms of the family. Returns None if the config names no device for them, if no sounds are
-    encoded here, or if the family supports only `preprocess`."""
+    encoded here, or if the family supports only `preprocess`.
+
+    Sounds with more mel frames than a batch may cost stay with the decode processes even so, because work on the device
+    can't be stopped and nothing else is encoded meanwhile.
+    """
     if not config.mel_device or "audio" not in config.modalities or not isinstance(family, MelOnDevice):
         return None
     return family.load_spectrograms(config.mel_device)
@@ -193,3 +125,72 @@ def try_spectrograms(family: Family, spectrograms: Spectrograms) -> None:
             check_inputs(inputs, item)
     except WeftError as error:
         raise ConfigError(f"spectrograms on the device: {error.message}") from error
+
+
+# ------------------------------------------------------------ samples
+
+
+class CalibrationSample(NamedTuple):
+    header: MediaHeader
+    data: bytes
+
+
+def sample_item(family: Family, sample: CalibrationSample, modality: str) -> MediaItem:
+    """Plans a sample as a router would."""
+    plan = family.plan(sample.header)
+    return MediaItem(
+        index=0,
+        modality=modality,
+        mm_hash=MmHash("calibration"),
+        grid=plan.grid,
+        unit_tokens=plan.unit_tokens,
+        cost=plan.cost,
+        part="calibration",
+        row_seconds=plan.row_seconds,
+        num_levels=plan.num_levels,
+    )
+
+
+def image_sample(edge: int) -> CalibrationSample:
+    """Makes a grey PNG of `edge` x `edge` pixels."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (edge, edge), (127, 127, 127)).save(buffer, "PNG")
+    return CalibrationSample(ImageHeader("PNG", edge, edge, "RGB"), buffer.getvalue())
+
+
+def video_sample(edge: int) -> CalibrationSample:
+    """Makes an MP4 of two seconds, `edge` x `edge` pixels, that grows brighter."""
+    import av
+
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=FPS)
+        stream.width = stream.height = edge
+        stream.pix_fmt = "yuv420p"
+        for number in range(NUM_FRAMES):
+            pixels = np.full((edge, edge, 3), 255 * number // NUM_FRAMES, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    return CalibrationSample(VideoHeader("mp4", edge, edge, NUM_FRAMES, NUM_FRAMES / FPS), buffer.getvalue())
+
+
+def audio_sample(seconds: int, rate: int = SAMPLE_RATE) -> CalibrationSample:
+    """Makes a WAV of one channel: a tone of 440 Hz."""
+    num_samples = seconds * rate
+    tone = 8000 * np.sin(2 * np.pi * 440 / rate * np.arange(num_samples))
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(tone.astype("<i2").tobytes())
+    return CalibrationSample(AudioHeader("wav", rate, 1, num_samples), buffer.getvalue())
+
+
+MODALITY_TO_SAMPLES: dict[str, tuple[Callable[[int], CalibrationSample], tuple[int, ...]]] = {
+    "image": (image_sample, (64, 448)),
+    "video": (video_sample, (64, 224)),
+    "audio": (audio_sample, (2, 10)),
+}
+"""Maps a modality to the function that makes its samples, and to their edges in pixels or lengths in seconds. The two
+sizes are far enough apart to separate slope and overhead."""

@@ -1,16 +1,15 @@
 """Decodes media bytes into encoder inputs outside of the serving process, in sandboxes (`fabric/sandbox/`) that can
 fail on hostile files and slow codecs.
 
+`Decoder` is the interface that the pipeline uses, and `DecodePool` implements it with decode processes. A `ByteBudget`
+keeps the items that are decoded at the same time within a budget of memory, as estimated from their headers.
+
 A file that kills its process fails alone, and is tried once more (the kernel may have been short of memory). A file
 that takes too much processor time or memory is refused. A file that is late because the machine was too busy may be
-sent again. Items that are decoded at the same time never take more memory than a budget, as estimated from their
-headers. When no request waits for an item any more, its process is killed, unless the item is done very soon. The
-module knows nothing of batching, features or requests.
+sent again. When no request waits for an item any more, its process is killed, unless the item is done very soon.
 
-Shares a fixed number of bytes among many takers. A taker that finds too few bytes left waits; takers are served in
-order of arrival.
-
-The budget lives in one event loop. It knows nothing of what the bytes are for.
+The module lives in one event loop. It knows nothing of batching, features or requests; `decode_process` contains what
+runs inside the processes.
 """
 
 from __future__ import annotations
@@ -29,67 +28,7 @@ from fabric.contracts import EncodeFailed, InvalidMedia, MachineBusy, MediaItem,
 from fabric.sandbox import Death, JobLimits, NotStarted, SandboxDied, SandboxProcess
 from modalities.family import EncoderInput, Family
 
-
-class Hold:
-    """A `Hold` is a number of taken bytes. `release` returns them and may be called twice."""
-
-    def __init__(self, budget: ByteBudget, num_bytes: int) -> None:
-        self._budget: ByteBudget | None = budget
-        self._num_bytes = num_bytes
-
-    def release(self) -> None:
-        budget, self._budget = self._budget, None
-        if budget is not None:
-            budget.give_back(self._num_bytes)
-
-
-class ByteBudget:
-    """A `ByteBudget` hands out at most `num_bytes` bytes at a time."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.num_taken = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-
-    async def take(self, num_bytes: int) -> Hold:
-        """Waits until `num_bytes` are left and no earlier taker waits, then takes them. Callers must not ask for more
-        than the whole budget. A cancelled call has taken nothing."""
-        assert num_bytes <= self.num_bytes, "it would wait for ever"
-        if self._waiting or not self._fits(num_bytes):
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append((num_bytes, turn))
-            try:
-                await turn  # `_serve` has already taken the bytes for this call
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self.num_taken -= num_bytes
-                else:
-                    with contextlib.suppress(ValueError):  # `_serve` may already have removed it
-                        self._waiting.remove((num_bytes, turn))
-                self._serve()
-                raise
-        else:
-            self.num_taken += num_bytes
-        return Hold(self, num_bytes)
-
-    def give_back(self, num_bytes: int) -> None:
-        """Returns bytes to the budget; only holds call it."""
-        self.num_taken -= num_bytes
-        self._serve()
-
-    def _fits(self, num_bytes: int) -> bool:
-        return self.num_taken + num_bytes <= self.num_bytes
-
-    def _serve(self) -> None:
-        while self._waiting and self._fits(self._waiting[0][0]):
-            num_bytes, turn = self._waiting.popleft()
-            if not turn.cancelled():
-                self.num_taken += num_bytes
-                turn.set_result(None)
-
-
 logger = logging.getLogger(__name__)
-
 NUM_THREADS = 2
 """This many threads decode where there are no processes; there are two so that a long item does not delay a short
 one."""
@@ -102,11 +41,6 @@ meanwhile."""
 MAX_FAILURES = 10
 """The pool is reported as dead after this many failures in a row, either of starts or of processes that died idle. It
 still keeps trying."""
-
-
-class DecodeBroke(Exception):
-    """Means that the process died while it decoded this item. The error is transient: the process may have been short
-    of memory through no fault of the item."""
 
 
 class Decoder(Protocol):
@@ -127,6 +61,11 @@ class Decoder(Protocol):
         done in time), EncodeFailed (this program failed on it), or DecodeBroke (the item may be tried once more).
         """
         ...
+
+
+class DecodeBroke(Exception):
+    """Means that the process died while it decoded this item. The error is transient: the process may have been short
+    of memory through no fault of the item."""
 
 
 class DecodePool:
@@ -303,3 +242,65 @@ class DecodePool:
             raise EncodeFailed(f"a decode process {error}") from error
         self._num_failed_starts = 0
         self._idle.put_nowait(process)
+
+
+# ------------------------------------------------------------ the budget of memory
+
+
+class ByteBudget:
+    """A `ByteBudget` shares a fixed number of bytes among many takers. A taker that finds too few bytes left waits;
+    takers are served in order of arrival. The budget knows nothing of what the bytes are for."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.num_taken = 0
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, num_bytes: int) -> Hold:
+        """Waits until `num_bytes` are left and no earlier taker waits, then takes them. Callers must not ask for more
+        than the whole budget. A cancelled call has taken nothing."""
+        assert num_bytes <= self.num_bytes, "it would wait for ever"
+        if self._waiting or not self._fits(num_bytes):
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append((num_bytes, turn))
+            try:
+                await turn  # `_serve` has already taken the bytes for this call
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self.num_taken -= num_bytes
+                else:
+                    with contextlib.suppress(ValueError):  # `_serve` may already have removed it
+                        self._waiting.remove((num_bytes, turn))
+                self._serve()
+                raise
+        else:
+            self.num_taken += num_bytes
+        return Hold(self, num_bytes)
+
+    def give_back(self, num_bytes: int) -> None:
+        """Returns bytes to the budget; only holds call it."""
+        self.num_taken -= num_bytes
+        self._serve()
+
+    def _fits(self, num_bytes: int) -> bool:
+        return self.num_taken + num_bytes <= self.num_bytes
+
+    def _serve(self) -> None:
+        while self._waiting and self._fits(self._waiting[0][0]):
+            num_bytes, turn = self._waiting.popleft()
+            if not turn.cancelled():
+                self.num_taken += num_bytes
+                turn.set_result(None)
+
+
+class Hold:
+    """A `Hold` is a number of taken bytes. `release` returns them and may be called twice."""
+
+    def __init__(self, budget: ByteBudget, num_bytes: int) -> None:
+        self._budget: ByteBudget | None = budget
+        self._num_bytes = num_bytes
+
+    def release(self) -> None:
+        budget, self._budget = self._budget, None
+        if budget is not None:
+            budget.give_back(self._num_bytes)

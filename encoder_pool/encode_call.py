@@ -1,8 +1,10 @@
-"""Keeps one encode call while it is open: its waiters (the items that wait for their units), its results and its
-trace. It knows nothing of how items are encoded.
+"""Keeps one encode call while it is open, and announces its units to the worker that waits for them.
 
-Announces to a worker that a unit can be pulled, with a lease, a ticket and one message. It knows nothing of queues
-or models.
+A `Call` holds the call's waiters (the items that wait for their units), its results and its trace. An `Announcer` tells
+the worker of a waiter that a unit can be pulled: it takes a lease, makes a ticket and sends one message. Together they
+are the two outputs of an encode call, the answer to the router and the announcements to the worker.
+
+The module knows nothing of how items are encoded, of queues or of models.
 """
 
 from __future__ import annotations
@@ -30,32 +32,6 @@ from fabric.transport import FeatureSource, Plane
 PROMISED_SHARE = 0.9
 """The lease that a worker is promised lasts this share of the encoder's own lease. The worker counts from receipt, so
 the promised lease must end before the encoder's lease does."""
-
-
-class Announcer:
-    def __init__(
-        self, encoder_id: MemberId, plane: Plane, source: FeatureSource, table: FeatureTable, lease_s: float
-    ) -> None:
-        self._encoder_id = encoder_id
-        self._plane = plane
-        self._source = source
-        self._table = table
-        self._promised_s = lease_s * PROMISED_SHARE
-
-    def announce(self, waiter: EncodeWaiter, unit: UnitKey, spec: FeatureSpec) -> bool:
-        """Leases a ready unit to the worker of `waiter`, an item that waits for the unit, and sends `UnitReady`.
-        Returns False if the message could not be queued; then nothing stays leased."""
-        worker_id, address = waiter.destination.worker_id, waiter.destination.address
-        key = LeaseKey(worker_id, waiter.attempt_id, unit)
-        slot = self._table.lease(key, waiter.router_id)
-        shape = spec.shape(waiter.item.unit_tokens[unit.unit], waiter.item.num_levels)
-        ticket = self._source.ticket(slot, shape, spec.dtype, self._promised_s)
-        request_id, attempt = waiter.attempt_id
-        message = UnitReady(self._encoder_id, self._plane.address, request_id, attempt, unit, ticket)
-        if self._plane.send(address, message):
-            return True
-        self._table.release(key, slot.generation)
-        return False
 
 
 @dataclass(slots=True, eq=False)
@@ -123,3 +99,31 @@ class Call:
         self._index_to_result[result.index] = result
         if len(self._index_to_result) == len(self.request.items) and not self.done.done():
             self.done.set_result(None)
+
+
+class Announcer:
+    """Announces to a worker that a unit can be pulled, with a lease, a ticket and one message."""
+
+    def __init__(
+        self, encoder_id: MemberId, plane: Plane, source: FeatureSource, table: FeatureTable, lease_s: float
+    ) -> None:
+        self._encoder_id = encoder_id
+        self._plane = plane
+        self._source = source
+        self._table = table
+        self._promised_s = lease_s * PROMISED_SHARE
+
+    def announce(self, waiter: EncodeWaiter, unit: UnitKey, spec: FeatureSpec) -> bool:
+        """Leases a ready unit to the worker of `waiter`, an item that waits for the unit, and sends `UnitReady`.
+        Returns False if the message could not be queued; then nothing stays leased."""
+        worker_id, address = waiter.destination.worker_id, waiter.destination.address
+        key = LeaseKey(worker_id, waiter.attempt_id, unit)
+        slot = self._table.lease(key, waiter.router_id)
+        shape = spec.shape(waiter.item.unit_tokens[unit.unit], waiter.item.num_levels)
+        ticket = self._source.ticket(slot, shape, spec.dtype, self._promised_s)
+        request_id, attempt = waiter.attempt_id
+        message = UnitReady(self._encoder_id, self._plane.address, request_id, attempt, unit, ticket)
+        if self._plane.send(address, message):
+            return True
+        self._table.release(key, slot.generation)
+        return False

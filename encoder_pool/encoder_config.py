@@ -1,7 +1,8 @@
-"""Holds the settings of one encoder replica. They are arguments only: nothing here reads the environment.
+"""Holds the settings of one encoder replica: `EncoderConfig`, and in it `DecodeLimits`, the limits of decoding for one
+item in its decode process and for all items together.
 
-Holds the limits of decoding: for one item in its decode process, and for all items together. These are settings
-only; `decode_process`, `decode` and the pipeline enforce them.
+They are settings only, and arguments only: nothing here reads the environment. The decode processes, `DecodePool` and
+the pipeline enforce them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Sends gauges and cache events to the routers that the encoder listens to. It lives in the event loop.
+"""Sends gauges and cache events to the routers that the encoder listens to.
 
-It knows nothing of what the numbers mean; the service passes them in.
+`EncoderReporter` sends and numbers the messages, in the event loop. `encoder_report` builds one report of the encoder's
+state from its parts: the pipeline, the feature table and the tally. The service calls the second to feed the first.
 
-Builds one report of an encoder's state from its parts. It knows nothing of the readers of the report.
+The module knows nothing of what routers do with the numbers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,42 @@ from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning import CostEstimate, FeatureLog, FeatureTable
 from fabric.contracts import AttemptId, EncodeCost, EncoderReport, MemberId
 from fabric.transport import Plane, RouterTable
+
+
+class EncoderReporter:
+    """Sends one encoder's reports, and the changes of its cache, to all routers that it knows. It knows nothing of what
+    the numbers mean; the service passes them in."""
+
+    def __init__(self, plane: Plane, log: FeatureLog, routers: RouterTable) -> None:
+        self._plane = plane
+        self._log = log
+        self._routers = routers
+        self._ended: list[AttemptId] = []
+        self.seq = 0
+        """Holds the sequence number of the last report that was sent."""
+
+    def attempt_ended(self, attempt_id: AttemptId) -> None:
+        """Makes the next report acknowledge the attempt once more: its work is then included in the numbers, whether it
+        succeeded or not."""
+        self._ended.append(attempt_id)
+
+    def acknowledged(self, live: Iterable[AttemptId]) -> tuple[AttemptId, ...]:
+        return tuple(dict.fromkeys([*live, *self._ended]))
+
+    def send_snapshot(self, address: str) -> None:
+        """Sends everything that is cached now, after the events that led to it."""
+        self.publish_events()
+        self._plane.send(address, self._log.snapshot())
+
+    def publish_events(self) -> None:
+        """Sends what the cache has gained and lost since the last call."""
+        for message in self._log.drain():
+            self._routers.broadcast(message)
+
+    def publish_report(self, report: EncoderReport) -> None:
+        self._ended.clear()
+        self.seq = report.seq
+        self._routers.broadcast(report)
 
 
 def encoder_report(
@@ -74,36 +111,3 @@ def encoder_report(
 
 def _encode_cost(modality: str, estimate: CostEstimate) -> EncodeCost:
     return EncodeCost(modality, estimate.seconds_per_cost, estimate.overhead_s)
-
-
-class EncoderReporter:
-    def __init__(self, plane: Plane, log: FeatureLog, routers: RouterTable) -> None:
-        self._plane = plane
-        self._log = log
-        self._routers = routers
-        self._ended: list[AttemptId] = []
-        self.seq = 0
-        """Holds the sequence number of the last report that was sent."""
-
-    def attempt_ended(self, attempt_id: AttemptId) -> None:
-        """Makes the next report acknowledge the attempt once more: its work is then included in the numbers, whether it
-        succeeded or not."""
-        self._ended.append(attempt_id)
-
-    def acknowledged(self, live: Iterable[AttemptId]) -> tuple[AttemptId, ...]:
-        return tuple(dict.fromkeys([*live, *self._ended]))
-
-    def send_snapshot(self, address: str) -> None:
-        """Sends everything that is cached now, after the events that led to it."""
-        self.publish_events()
-        self._plane.send(address, self._log.snapshot())
-
-    def publish_events(self) -> None:
-        """Sends what the cache has gained and lost since the last call."""
-        for message in self._log.drain():
-            self._routers.broadcast(message)
-
-    def publish_report(self, report: EncoderReport) -> None:
-        self._ended.clear()
-        self.seq = report.seq
-        self._routers.broadcast(report)

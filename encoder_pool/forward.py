@@ -35,8 +35,8 @@ Job = Callable[[], None]
 
 
 class ForwardThread:
-    """Implements `planning.forward_job.Forward` in one thread, one batch at a time. It calls `done` in that thread, so
-    `done` must only pass the result on and not work. Without `spectrograms` the thread takes no sounds."""
+    """Implements `planning.Forward` in one thread, one batch at a time. It calls `done` in that thread, so `done`
+    must only pass the result on and not work. Without `spectrograms` the thread takes no sounds."""
 
     def __init__(self, model: EncoderModel, delay_s: float, spectrograms: Spectrograms | None = None) -> None:
         self._model = model

@@ -4,7 +4,7 @@ loop.
 A *job* is one medium on its way through the encoder, and its *waiters* are the items of calls that wait for it.
 Every change ends in `pump`, which starts what can start: decoding if a decoder is free, and the forward pass if the
 device is idle. The pipeline has no timer: its owner calls `end_overdue` for the calls whose time is over. `planning/`
-contains the decision of each step; `decode` and `forward` contain the work.
+contains the decision of each step; `decoder` and `forward` contain the work.
 
 The pipeline knows nothing of routers' subscriptions or of membership (the service handles those).
 """

@@ -1,11 +1,12 @@
 """Implements `weft demo`: asks a running cluster ten questions about media that it draws, and prints how many answers
 were right.
 
-The module knows the cluster by its HTTP API alone. It asks about a video and a sound if the cluster takes them; if not,
-it says so and asks about pictures instead.
+`run_demo` draws the questions, sends each as an OpenAI client does, and compares the answers word for word. It asks
+about a video and a sound if the cluster takes them; if not, it says so and asks about pictures instead. The last part
+of the module encodes a conversation for the HTTP API: PNG pictures and MP4 clips as data URLs, and WAV sounds in
+base64. Tests and load tests use this encoding too.
 
-Encodes a conversation of the demo as an OpenAI client sends it: PNG pictures and MP4 clips as data URLs, and WAV
-sounds in base64. It knows no cluster.
+The module knows the cluster by its HTTP API alone.
 """
 
 from __future__ import annotations
@@ -33,75 +34,6 @@ from deploy.demo.drawing.sounds import silence
 from deploy.demo.tasks.catalogue import LEARNED, TASKS
 from fabric.contracts import Unavailable
 
-VIDEO_BIT_RATE = 4_000_000
-"""This rate is high enough that a few small frames lose nothing that a question asks for."""
-
-
-def messages(sample: Sample) -> list[dict[str, Any]]:
-    """Returns the `messages` of a chat completion. The content of a turn that has only text is a string."""
-    return [
-        {"role": turn.role, "content": str(turn.parts[0]) if _is_text(turn.parts) else [_part(p) for p in turn.parts]}
-        for turn in sample.turns
-    ]
-
-
-def png(picture: Picture) -> bytes:
-    is_written, data = cv2.imencode(".png", picture.pixels[:, :, ::-1])
-    assert is_written
-    return data.tobytes()
-
-
-def wav(sound: Sound) -> bytes:
-    """Encodes a sound as WAV: mono, 16 bits."""
-    buffer = io.BytesIO()
-    with wave.open(buffer, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(SAMPLE_RATE)
-        file.writeframes(np.round(sound.samples * (2**15 - 1)).astype("<i2").tobytes())
-    return buffer.getvalue()
-
-
-def mp4(clip: Clip) -> bytes:
-    """Encodes a clip as MP4: MPEG-4 pictures, and AAC if there is a sound track."""
-    _, height, width, _ = clip.frames.shape
-    file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as container:
-        pictures = container.add_stream("mpeg4", rate=Fraction(clip.fps))
-        # Video encoders need even sides.
-        pictures.width, pictures.height, pictures.pix_fmt = width - width % 2, height - height % 2, "yuv420p"
-        pictures.bit_rate = VIDEO_BIT_RATE
-        track = None if clip.sound is None else container.add_stream("aac", rate=SAMPLE_RATE, layout="mono")
-        for pixels in clip.frames:
-            even = np.ascontiguousarray(pixels[: pictures.height, : pictures.width])
-            container.mux(pictures.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
-        container.mux(pictures.encode())
-        if track is not None and clip.sound is not None:
-            heard = av.AudioFrame.from_ndarray(clip.sound.samples[None], format="fltp", layout="mono")
-            heard.sample_rate = SAMPLE_RATE
-            container.mux(track.encode(heard))
-            container.mux(track.encode())
-    return file.getvalue()
-
-
-def _is_text(parts: tuple[Part, ...]) -> bool:
-    return len(parts) == 1 and isinstance(parts[0], str)
-
-
-def _part(part: Part) -> dict[str, Any]:
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    if isinstance(part, Picture):
-        return {"type": "image_url", "image_url": {"url": _data_url("image/png", png(part))}}
-    if isinstance(part, Sound):
-        return {"type": "input_audio", "input_audio": {"data": base64.b64encode(wav(part)).decode(), "format": "wav"}}
-    return {"type": "video_url", "video_url": {"url": _data_url("video/mp4", mp4(part))}}
-
-
-def _data_url(media_type: str, data: bytes) -> str:
-    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
-
-
 LEAST_RIGHT = 9
 QUESTIONS = (
     ("image", "colour"),
@@ -121,6 +53,8 @@ CLIP_SECONDS = 3.0
 CLIP_FPS = 8.0
 MAX_TOKENS = 32
 TIMEOUT_S = 120.0
+VIDEO_BIT_RATE = 4_000_000
+"""This rate is high enough that a few small frames lose nothing that a question asks for."""
 
 
 class Answer(NamedTuple):
@@ -160,23 +94,6 @@ def run_demo(url: str, seed: int) -> int:
             names = " and ".join(PLURAL[kind] for kind in kinds)
             print(f"Left out: {names}, which {reason}; pictures were asked about instead.")
     return status
-
-
-def questions(seed: int, refused: Sequence[str] = ()) -> list[Question]:
-    """Returns ten questions, the same for the same arguments. Questions about pictures replace those of `refused`
-    modalities."""
-    rng = np.random.default_rng(seed)
-    stand_ins = iter(STAND_INS)
-    return [_question(rng, next(stand_ins) if modality in refused else task) for modality, task in QUESTIONS]
-
-
-def _question(rng: Rng, task: str) -> Question:
-    if task == "direction":
-        story = clips.moving(rng)
-        clip = clips.film(rng, story, CLIP_SECONDS, CLIP_FPS)
-        return Question(task, conversation(rng, task, [clip], [story.facts[0]]))
-    draw = next(entry.draw for entry in TASKS if entry.name == task)
-    return Question(task, draw(rng, int(rng.integers(3))))
 
 
 def _takes(client: httpx.Client, model: str, modality: str) -> bool:
@@ -232,6 +149,91 @@ def ask(client: httpx.Client, model: str, sample: Sample) -> Answer:
                     first_token_s = time.perf_counter() - started
                 text += piece
     return Answer(text, first_token_s)
+
+
+def questions(seed: int, refused: Sequence[str] = ()) -> list[Question]:
+    """Returns ten questions, the same for the same arguments. Questions about pictures replace those of `refused`
+    modalities."""
+    rng = np.random.default_rng(seed)
+    stand_ins = iter(STAND_INS)
+    return [_question(rng, next(stand_ins) if modality in refused else task) for modality, task in QUESTIONS]
+
+
+def _question(rng: Rng, task: str) -> Question:
+    if task == "direction":
+        story = clips.moving(rng)
+        clip = clips.film(rng, story, CLIP_SECONDS, CLIP_FPS)
+        return Question(task, conversation(rng, task, [clip], [story.facts[0]]))
+    draw = next(entry.draw for entry in TASKS if entry.name == task)
+    return Question(task, draw(rng, int(rng.integers(3))))
+
+
+# ------------------------------------------------------------ a conversation on the wire
+
+
+def messages(sample: Sample) -> list[dict[str, Any]]:
+    """Returns the `messages` of a chat completion. The content of a turn that has only text is a string."""
+    return [
+        {"role": turn.role, "content": str(turn.parts[0]) if _is_text(turn.parts) else [_part(p) for p in turn.parts]}
+        for turn in sample.turns
+    ]
+
+
+def _is_text(parts: tuple[Part, ...]) -> bool:
+    return len(parts) == 1 and isinstance(parts[0], str)
+
+
+def _part(part: Part) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if isinstance(part, Picture):
+        return {"type": "image_url", "image_url": {"url": _data_url("image/png", png(part))}}
+    if isinstance(part, Sound):
+        return {"type": "input_audio", "input_audio": {"data": base64.b64encode(wav(part)).decode(), "format": "wav"}}
+    return {"type": "video_url", "video_url": {"url": _data_url("video/mp4", mp4(part))}}
+
+
+def _data_url(media_type: str, data: bytes) -> str:
+    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+
+
+def png(picture: Picture) -> bytes:
+    is_written, data = cv2.imencode(".png", picture.pixels[:, :, ::-1])
+    assert is_written
+    return data.tobytes()
+
+
+def wav(sound: Sound) -> bytes:
+    """Encodes a sound as WAV: mono, 16 bits."""
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(SAMPLE_RATE)
+        file.writeframes(np.round(sound.samples * (2**15 - 1)).astype("<i2").tobytes())
+    return buffer.getvalue()
+
+
+def mp4(clip: Clip) -> bytes:
+    """Encodes a clip as MP4: MPEG-4 pictures, and AAC if there is a sound track."""
+    _, height, width, _ = clip.frames.shape
+    file = io.BytesIO()
+    with av.open(file, "w", format="mp4") as container:
+        pictures = container.add_stream("mpeg4", rate=Fraction(clip.fps))
+        # Video encoders need even sides.
+        pictures.width, pictures.height, pictures.pix_fmt = width - width % 2, height - height % 2, "yuv420p"
+        pictures.bit_rate = VIDEO_BIT_RATE
+        track = None if clip.sound is None else container.add_stream("aac", rate=SAMPLE_RATE, layout="mono")
+        for pixels in clip.frames:
+            even = np.ascontiguousarray(pixels[: pictures.height, : pictures.width])
+            container.mux(pictures.encode(av.VideoFrame.from_ndarray(even, format="rgb24")))
+        container.mux(pictures.encode())
+        if track is not None and clip.sound is not None:
+            heard = av.AudioFrame.from_ndarray(clip.sound.samples[None], format="fltp", layout="mono")
+            heard.sample_rate = SAMPLE_RATE
+            container.mux(track.encode(heard))
+            container.mux(track.encode())
+    return file.getvalue()
 
 
 if __name__ == "__main__":

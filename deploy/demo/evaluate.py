@@ -1,11 +1,10 @@
 """Measures how often the demo model is right, per task, on fresh samples: `python -m deploy.demo.evaluate --seed N`.
 
-An answer counts as right if greedy decoding produces it word for word: at every position the model's best token is that
-of the answer, the end of the turn included.
+`evaluate` draws the samples of each task, lets the model answer them, and returns one `Score` per task. `report` and
+`model_card` write the measured scores in Markdown. An answer counts as right if greedy decoding produces it word for
+word: at every position the model's best token is that of the answer, the end of the turn included.
 
-Defines what a measurement is: a task, a number of samples, and how many of them are right. It knows no model.
-
-Writes the report on the demo model in Markdown from measured numbers. It measures nothing itself.
+The module runs the model directly, with transformers, and knows no cluster. It does not know how the model was trained.
 """
 
 from __future__ import annotations
@@ -29,9 +28,11 @@ from deploy.demo.training.batches import collate, forward, prepare_model
 from deploy.demo.training.encoding import SampleEncoder
 
 GOAL = 0.97
+NUM_SAMPLES = 500
 SCALE_SHARES = (0.6, 0.25, 0.15)
 """Gives the share of each scale of picture sizes in a measurement. With these shares 40 % of the pictures are larger
 than most pictures of training."""
+_BATCH_SIZE = 50
 _KEY = 0x5EED
 
 
@@ -45,6 +46,31 @@ class Score(NamedTuple):
         return self.num_right / self.num_samples
 
 
+def evaluate(model: Any, encoder: SampleEncoder, tasks: Sequence[Task], num_samples: int, seed: int) -> list[Score]:
+    scores = []
+    for task in tqdm(tasks, desc="tasks"):
+        samples = list(fresh_samples(task, num_samples, seed))
+        chunks = [samples[at : at + _BATCH_SIZE] for at in range(0, num_samples, _BATCH_SIZE)]
+        scores.append(Score(task, num_samples, sum(sum(are_right(model, encoder, chunk)) for chunk in chunks)))
+    return scores
+
+
+@torch.inference_mode()
+def are_right(model: Any, encoder: SampleEncoder, samples: Sequence[Sample]) -> list[bool]:
+    """Returns for each sample whether the model's answer is right."""
+    batch = collate([encoder.encode(sample) for sample in samples])
+    is_wrong = forward(model, batch).argmax(-1) != batch.targets
+    wrong = set(batch.samples[is_wrong].tolist())
+    return [index not in wrong for index in range(batch.num_samples)]
+
+
+def load_model(model_dir: Path) -> Any:
+    """Loads a model in float32, as the cluster runs it on a CPU."""
+    model = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()
+    prepare_model(model)
+    return model
+
+
 def fresh_samples(task: Task, num_samples: int, seed: int) -> Iterator[Sample]:
     """Yields samples that are the same for the same arguments. No seed gives samples of training, because these streams
     have another key."""
@@ -52,6 +78,8 @@ def fresh_samples(task: Task, num_samples: int, seed: int) -> Iterator[Sample]:
     for _ in range(num_samples):
         yield task.draw(rng, int(rng.choice(3, p=SCALE_SHARES)))
 
+
+# ------------------------------------------------------------ the report
 
 _HEAD = """# How often the demo model is right
 
@@ -94,33 +122,7 @@ def table(scores: Sequence[Score]) -> str:
     return "".join(rows)
 
 
-NUM_SAMPLES = 500
-_BATCH_SIZE = 50
-
-
-def load_model(model_dir: Path) -> Any:
-    """Loads a model in float32, as the cluster runs it on a CPU."""
-    model = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(model_dir, dtype=torch.float32).eval()
-    prepare_model(model)
-    return model
-
-
-@torch.inference_mode()
-def are_right(model: Any, encoder: SampleEncoder, samples: Sequence[Sample]) -> list[bool]:
-    """Returns for each sample whether the model's answer is right."""
-    batch = collate([encoder.encode(sample) for sample in samples])
-    is_wrong = forward(model, batch).argmax(-1) != batch.targets
-    wrong = set(batch.samples[is_wrong].tolist())
-    return [index not in wrong for index in range(batch.num_samples)]
-
-
-def evaluate(model: Any, encoder: SampleEncoder, tasks: Sequence[Task], num_samples: int, seed: int) -> list[Score]:
-    scores = []
-    for task in tqdm(tasks, desc="tasks"):
-        samples = list(fresh_samples(task, num_samples, seed))
-        chunks = [samples[at : at + _BATCH_SIZE] for at in range(0, num_samples, _BATCH_SIZE)]
-        scores.append(Score(task, num_samples, sum(sum(are_right(model, encoder, chunk)) for chunk in chunks)))
-    return scores
+# ------------------------------------------------------------ the command
 
 
 def main() -> None:

@@ -1,12 +1,11 @@
-"""Trains and writes the demo's tokenizer: a small byte-level BPE in the style of Qwen's, trained on the text of
-`corpus.py`.
+"""Trains and writes the demo's tokenizer: a small byte-level BPE in the style of Qwen's.
+
+`write_text_files` writes the tokenizer's files into a checkpoint, and `train_tokenizer` trains it on `sentences`. The
+second part of the module generates these sentences from word lists and templates: sentences about shapes, colours,
+motion and sound, and the words of the demo's own questions and answers. They stand here because no other code uses
+them. The same seed gives the same text and the same tokenizer.
 
 The module does not know the model. It needs `tokenizers` only: no torch and no transformers.
-
-Generates the text that the demo's tokenizer is trained on: sentences about shapes, colours, motion and sound.
-
-The module does not know how the text is tokenised. The same seed gives the same text. It needs the standard library
-only.
 """
 
 from __future__ import annotations
@@ -22,6 +21,117 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
 from modalities.text import qwen_tokenizer
+
+NUM_BPE_TOKENS = 2038
+NUM_SENTENCES = 20_000
+END_OF_TEXT = "<|endoftext|>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+
+
+# These stand in the order of Qwen3-Omni's own ids.
+SPECIAL_TOKENS = (
+    END_OF_TEXT,
+    TURN_START,
+    TURN_END,
+    "<|audio_start|>",
+    "<|audio_end|>",
+    "<|audio_pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+
+
+# Qwen3OmniMoeProcessor reads these attributes from its tokenizer.
+NAME_TO_TOKEN = {
+    "image_token": "<|image_pad|>",
+    "audio_token": "<|audio_pad|>",
+    "video_token": "<|video_pad|>",
+    "vision_bos_token": "<|vision_start|>",
+    "vision_eos_token": "<|vision_end|>",
+    "audio_bos_token": "<|audio_start|>",
+    "audio_eos_token": "<|audio_end|>",
+}
+CHAT_TEMPLATE_FILE = Path(__file__).with_name("chat_template.jinja")
+
+
+class Vocabulary(NamedTuple):
+    num_tokens: int
+    special_token_to_id: dict[str, int]
+    user_token_id: int
+    """Holds the id of the word `user`; the model's config contains it."""
+
+
+def write_text_files(out_dir: Path, seed: int) -> Vocabulary:
+    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja into `out_dir`."""
+    tokenizer = train_tokenizer(seed)
+    tokenizer.save(str(out_dir / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "processor_class": "Qwen3OmniMoeProcessor",
+        "model_max_length": 8192,
+        "add_prefix_space": False,
+        "clean_up_tokenization_spaces": False,
+        "errors": "replace",
+        "split_special_tokens": False,
+        "bos_token": None,
+        "unk_token": None,
+        "eos_token": TURN_END,
+        "pad_token": END_OF_TEXT,
+        "extra_special_tokens": NAME_TO_TOKEN,
+    }
+    (out_dir / "tokenizer_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    (out_dir / "chat_template.jinja").write_text(CHAT_TEMPLATE_FILE.read_text(encoding="utf-8"), encoding="utf-8")
+    token_to_id = tokenizer.get_vocab(with_added_tokens=True)
+    ids = {token: token_to_id[token] for token in SPECIAL_TOKENS}
+    user_token_id = tokenizer.encode("user").ids[0]
+    return Vocabulary(tokenizer.get_vocab_size(with_added_tokens=True), ids, user_token_id)
+
+
+def train_tokenizer(seed: int) -> Tokenizer:
+    """Returns a tokenizer trained on the corpus of `seed`. The special tokens take the ids after the learned ones."""
+    tokenizer = qwen_tokenizer(BPE(fuse_unk=False, byte_fallback=False))
+    trainer = BpeTrainer(
+        vocab_size=NUM_BPE_TOKENS,
+        min_frequency=2,
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    tokenizer.train_from_iterator(sentences(NUM_SENTENCES, seed), trainer=trainer)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    return tokenizer
+
+
+# ------------------------------------------------------------ the text that the tokenizer is trained on
+
+SLOT = re.compile(r"<(\w+)>")
+
+
+def sentences(num_sentences: int, seed: int) -> list[str]:
+    """Returns sentences made from the templates, with a new random word in each slot."""
+    rng = random.Random(seed)
+    slots = {
+        "colour": COLOURS,
+        "shape": SHAPES,
+        "place": PLACES,
+        "size": SIZES,
+        "motion": MOTIONS,
+        "sound": SOUNDS,
+        "number": NUMBERS,
+        "word": WORDS,
+        "said": ANSWERS,
+        "demo": DEMO_SENTENCES,
+        "answer": ("Yes", "No"),
+        "digit": tuple("0123456789"),
+    }
+    return [_filled(rng.choice(TEMPLATES), slots, rng) for _ in range(num_sentences)]
+
+
+def _filled(template: str, slots: dict[str, tuple[str, ...]], rng: random.Random) -> str:
+    return SLOT.sub(lambda match: rng.choice(slots[match.group(1)]), template)
+
 
 COLOURS = ("red", "green", "blue", "yellow", "orange", "purple", "pink", "brown", "black", "white", "grey", "cyan")
 SHAPES = ("circle", "square", "triangle", "rectangle", "star", "cross", "ring", "diamond", "hexagon", "line")
@@ -43,7 +153,6 @@ SIZES = ("small", "large", "tiny", "huge", "wide", "narrow", "tall", "short")
 MOTIONS = ("moves", "turns", "grows", "shrinks", "falls", "rises", "jumps", "waits", "blinks", "spins", "leaves")
 SOUNDS = ("beep", "hum", "click", "chime", "whistle", "noise", "drum", "silence", "tone", "voice")
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-
 WORD_LIST = """
     about above across after again air all almost along also always among and animal another answer any apple are area
     around ask away back ball bank base beach bear because become bed before begin being bell best better between big
@@ -74,6 +183,7 @@ WORD_LIST = """
     world would write yard year yes yesterday yet you young your
 """
 WORDS = tuple(WORD_LIST.split())
+
 
 # These are the words that the demo model reads in questions and writes in answers; the tokenizer gives each word of an
 # answer one or two tokens.
@@ -156,7 +266,6 @@ DEMO_SENTENCES = (
     "Which number do you hear? Which colour do you hear? Which word is spoken? You hear the number. "
     "The tone is. The shape",
 )
-
 TEMPLATES = (
     "What is in the picture? A <size> <colour> <shape> on the <place>.",
     "How many <shape>s are there? There are <number>.",
@@ -176,107 +285,3 @@ TEMPLATES = (
     "<demo> <demo>\n",
     "x = <digit><digit>.<digit>; y = (<digit> + <digit>) * <digit>\n",
 )
-SLOT = re.compile(r"<(\w+)>")
-
-
-def sentences(num_sentences: int, seed: int) -> list[str]:
-    """Returns sentences made from the templates, with a new random word in each slot."""
-    rng = random.Random(seed)
-    slots = {
-        "colour": COLOURS,
-        "shape": SHAPES,
-        "place": PLACES,
-        "size": SIZES,
-        "motion": MOTIONS,
-        "sound": SOUNDS,
-        "number": NUMBERS,
-        "word": WORDS,
-        "said": ANSWERS,
-        "demo": DEMO_SENTENCES,
-        "answer": ("Yes", "No"),
-        "digit": tuple("0123456789"),
-    }
-    return [_filled(rng.choice(TEMPLATES), slots, rng) for _ in range(num_sentences)]
-
-
-def _filled(template: str, slots: dict[str, tuple[str, ...]], rng: random.Random) -> str:
-    return SLOT.sub(lambda match: rng.choice(slots[match.group(1)]), template)
-
-
-NUM_BPE_TOKENS = 2038
-NUM_SENTENCES = 20_000
-
-END_OF_TEXT = "<|endoftext|>"
-TURN_START = "<|im_start|>"
-TURN_END = "<|im_end|>"
-# These stand in the order of Qwen3-Omni's own ids.
-SPECIAL_TOKENS = (
-    END_OF_TEXT,
-    TURN_START,
-    TURN_END,
-    "<|audio_start|>",
-    "<|audio_end|>",
-    "<|audio_pad|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
-# Qwen3OmniMoeProcessor reads these attributes from its tokenizer.
-NAME_TO_TOKEN = {
-    "image_token": "<|image_pad|>",
-    "audio_token": "<|audio_pad|>",
-    "video_token": "<|video_pad|>",
-    "vision_bos_token": "<|vision_start|>",
-    "vision_eos_token": "<|vision_end|>",
-    "audio_bos_token": "<|audio_start|>",
-    "audio_eos_token": "<|audio_end|>",
-}
-CHAT_TEMPLATE_FILE = Path(__file__).with_name("chat_template.jinja")
-
-
-class Vocabulary(NamedTuple):
-    num_tokens: int
-    special_token_to_id: dict[str, int]
-    user_token_id: int
-    """Holds the id of the word `user`; the model's config contains it."""
-
-
-def train_tokenizer(seed: int) -> Tokenizer:
-    """Returns a tokenizer trained on the corpus of `seed`. The special tokens take the ids after the learned ones."""
-    tokenizer = qwen_tokenizer(BPE(fuse_unk=False, byte_fallback=False))
-    trainer = BpeTrainer(
-        vocab_size=NUM_BPE_TOKENS,
-        min_frequency=2,
-        show_progress=False,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )
-    tokenizer.train_from_iterator(sentences(NUM_SENTENCES, seed), trainer=trainer)
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
-    return tokenizer
-
-
-def write_text_files(out_dir: Path, seed: int) -> Vocabulary:
-    """Writes tokenizer.json, tokenizer_config.json and chat_template.jinja into `out_dir`."""
-    tokenizer = train_tokenizer(seed)
-    tokenizer.save(str(out_dir / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "Qwen2Tokenizer",
-        "processor_class": "Qwen3OmniMoeProcessor",
-        "model_max_length": 8192,
-        "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False,
-        "errors": "replace",
-        "split_special_tokens": False,
-        "bos_token": None,
-        "unk_token": None,
-        "eos_token": TURN_END,
-        "pad_token": END_OF_TEXT,
-        "extra_special_tokens": NAME_TO_TOKEN,
-    }
-    (out_dir / "tokenizer_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    (out_dir / "chat_template.jinja").write_text(CHAT_TEMPLATE_FILE.read_text(encoding="utf-8"), encoding="utf-8")
-    token_to_id = tokenizer.get_vocab(with_added_tokens=True)
-    ids = {token: token_to_id[token] for token in SPECIAL_TOKENS}
-    user_token_id = tokenizer.encode("user").ids[0]
-    return Vocabulary(tokenizer.get_vocab_size(with_added_tokens=True), ids, user_token_id)

@@ -1,10 +1,10 @@
 """Trains the demo model from new weights: `python -m deploy.demo.train OUT`. The same seed on the same machine gives
 the same result.
 
-The towers learn first and alone (`vision_tower`, `audio_tower`). Then the whole model learns conversations, with the
-loss on the assistant's words alone. Two processes learn, each from its half of every batch (see
-`deploy.demo.training.optimizers`); each takes one core, or a GPU where there is one. The module does not know how good
-the model is: `deploy.demo.evaluate` measures that.
+The towers learn first and alone (`training/vision_tower_lessons.py`, `training/audio_tower_lessons.py`). Then the whole
+model learns conversations, with the loss on the assistant's words alone. Two processes learn, each from its half of
+every batch (see `deploy.demo.training.optimizers`); each takes one core, or a GPU where there is one. The module does
+not know how good the model is: `deploy.demo.evaluate` measures that.
 """
 
 from __future__ import annotations

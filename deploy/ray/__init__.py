@@ -1,2 +1,11 @@
 """Runs Weft on Ray Serve: it contains thin deployments around services that also run without Ray, and makes no
-decisions."""
+decisions.
+
+`runtime` starts Ray and Serve for `weft serve` and stops them, and `removal` removes what an earlier cluster left on a
+Ray that goes on running. `serve_app` defines the deployments of encoders, workers
+and routers. `directory` tells the members of a cluster about each other. `ray_pools` calls one named replica through
+Serve.
+
+`weft serve` and the load tests run a cluster through `runtime`; nothing else imports this folder, so a cluster in one
+process (`deploy/local.py`) needs no Ray. The folder knows nothing of how a service does its work.
+"""

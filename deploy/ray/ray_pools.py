@@ -1,19 +1,11 @@
-"""Calls a named replica through Serve handles: the module implements the router's `WorkerPool` and `EncoderPool` on
-Ray.
+"""Calls a named replica through Serve handles: it implements the router's `WorkerPool` and `EncoderPool` on Ray.
 
-Serve counts the open call, so draining waits for it. Cancelling the awaiting task cancels the call, which aborts the
-request.
+Weft's planner has already chosen the replica when a call is made. `call_pinned` names it as the `session_id` of the
+handle, and `PinnedRequestRouter`, which replaces Serve's own choice of a replica, routes the call there. Serve remains
+responsible for placing, health checks and draining. Serve counts the open call, so draining waits for it. Cancelling
+the awaiting task cancels the call, which aborts the request.
 
-Replaces Serve's choice of a replica: a call goes to the replica that its `session_id` names.
-
-Weft's planner has already chosen the replica. Serve remains responsible for placing, health checks and draining. Ray
-2.60 has two traps, and each was seen to hang the router. First, an empty list of candidates makes it wait for ever, so
-a call to a replica that has gone fails the future of its request and returns the candidates. Second, `should_backoff`
-must be set, or a full replica makes the loop spin.
-
-A replica is in Weft's directory as soon as it has started, a little before Serve reports it to its callers. So a call
-to a replica that was never seen waits for a few seconds. A call to one that was seen earlier and is missing now fails
-at once.
+The module knows nothing of what is called or of why the planner chose a replica.
 """
 
 from __future__ import annotations
@@ -44,68 +36,9 @@ from fabric.contracts import (
     WorkerLost,
 )
 
-
-class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]  # mypy does not follow Ray
-    """Routes each request to the replica whose unique id is the handle's `session_id`, or to any replica if the handle
-    has no `session_id`."""
-
-    def initialize_state(self, unknown_grace_s: float = 5.0) -> None:
-        """Initialises the state of this router. Serve calls it with the `request_router_kwargs`."""
-        self._unknown_grace_s = unknown_grace_s
-        self._seen: set[str] = set()
-
-    def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        self._seen.update(replica.replica_id.unique_id for replica in replicas)
-        super().update_replicas(replicas)
-
-    async def choose_replicas(
-        self,
-        candidate_replicas: list[RunningReplica],
-        pending_request: PendingRequest | None = None,
-    ) -> list[list[RunningReplica]]:
-        if pending_request is None:
-            return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True
-        target = pending_request.metadata.session_id
-        if not target:
-            return [candidate_replicas]
-        pinned = [replica for replica in candidate_replicas if replica.replica_id.unique_id == target]
-        if pinned:
-            return [pinned]
-        if target not in self._seen and time.time() - pending_request.created_at < self._unknown_grace_s:
-            return []  # Serve backs off and asks again.
-        if not pending_request.future.done():
-            pending_request.future.set_exception(TargetGone(f"replica {target} is gone"))
-        return [candidate_replicas]
-
-
 INLINE_BYTES = 64 * 1024
 """Calls carry media up to this size. Larger media are passed by reference through Ray's object store, which keeps one
 copy for all processes of a host."""
-
-
-async def call_pinned(handle: DeploymentHandle, member_id: MemberId, lost: type[Unavailable], *args: Any) -> Any:
-    """Calls the replica `member_id` once and returns its result. Raises TargetGone, `lost`, or the WeftError that the
-    replica raised.
-
-    The call starts in an empty context: two concurrent calls to one deployment from one HTTP request would share
-    Serve's internal request id, and one of them would hang."""
-    pinned = handle.options(session_id=str(member_id))
-    response = contextvars.Context().run(pinned.remote, *args)
-    try:
-        return await response
-    except asyncio.CancelledError:
-        response.cancel()
-        raise
-    except RayTaskError as error:
-        cause = error.cause
-        if isinstance(cause, WeftError):
-            raise type(cause)(cause.message, param=cause.param, retry_after_s=cause.retry_after_s) from error
-        raise lost(f"{member_id} failed ({type(cause).__name__})") from error
-    except (RayActorError, TaskCancelledError) as error:
-        raise lost(f"{member_id} is gone") from error
-    except (RayError, RayServeException) as error:
-        raise lost(f"{member_id} can't be reached ({type(error).__name__})") from error
 
 
 class RayWorkerPool:
@@ -137,3 +70,73 @@ class NoEncoders:
 
     async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
         raise NoCapacity("this cluster has no encoders")
+
+
+async def call_pinned(handle: DeploymentHandle, member_id: MemberId, lost: type[Unavailable], *args: Any) -> Any:
+    """Calls the replica `member_id` once and returns its result. Raises TargetGone, `lost`, or the WeftError that the
+    replica raised.
+
+    The call starts in an empty context: two concurrent calls to one deployment from one HTTP request would share
+    Serve's internal request id, and one of them would hang."""
+    pinned = handle.options(session_id=str(member_id))
+    response = contextvars.Context().run(pinned.remote, *args)
+    try:
+        return await response
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, WeftError):
+            raise type(cause)(cause.message, param=cause.param, retry_after_s=cause.retry_after_s) from error
+        raise lost(f"{member_id} failed ({type(cause).__name__})") from error
+    except (RayActorError, TaskCancelledError) as error:
+        raise lost(f"{member_id} is gone") from error
+    except (RayError, RayServeException) as error:
+        raise lost(f"{member_id} can't be reached ({type(error).__name__})") from error
+
+
+# ------------------------------------------------------------ the choice of a replica
+
+
+class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]  # mypy does not follow Ray
+    """Routes each request to the replica whose unique id is the handle's `session_id`, or to any replica if the handle
+    has no `session_id`.
+
+    Ray 2.60 has two traps, and each was seen to hang the router. First, an empty list of candidates makes it wait for
+    ever, so a call to a replica that has gone fails the future of its request and returns the candidates. Second,
+    `should_backoff` must be set, or a full replica makes the loop spin.
+
+    A replica is in Weft's directory as soon as it has started, a little before Serve reports it to its callers. So a
+    call to a replica that was never seen waits for a few seconds. A call to one that was seen earlier and is missing
+    now fails at once.
+    """
+
+    def initialize_state(self, unknown_grace_s: float = 5.0) -> None:
+        """Initialises the state of this router. Serve calls it with the `request_router_kwargs`."""
+        self._unknown_grace_s = unknown_grace_s
+        self._seen: set[str] = set()
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        self._seen.update(replica.replica_id.unique_id for replica in replicas)
+        super().update_replicas(replicas)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True
+        target = pending_request.metadata.session_id
+        if not target:
+            return [candidate_replicas]
+        pinned = [replica for replica in candidate_replicas if replica.replica_id.unique_id == target]
+        if pinned:
+            return [pinned]
+        if target not in self._seen and time.time() - pending_request.created_at < self._unknown_grace_s:
+            return []  # Serve backs off and asks again.
+        if not pending_request.future.done():
+            pending_request.future.set_exception(TargetGone(f"replica {target} is gone"))
+        return [candidate_replicas]

@@ -1,7 +1,11 @@
 """Starts Ray and Serve for `weft serve`, waits until the cluster is ready, and stops what it started.
 
-The module imports Ray inside its functions, because Ray reads its switches once, when it is imported. It knows nothing
-of what is served.
+`run_cluster` runs a cluster for the duration of a `with` block, on a Ray of its own or on one that is there already.
+Replicas belong to Serve and outlive the process that started them. So on a Ray that goes on running, a cluster that was
+ended at once leaves its Serve application behind; `remove_left` removes it, and so does the next cluster with that
+name. The directory needs no removal: it belongs to the process that serves and ends with it (`directory.claim_name`).
+
+The module knows nothing of what is served.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Defines the Serve application: three deployments, each a thin shell around one service.
 
-A shell builds the service in the replica's event loop, keeps its heartbeat with the directory, and forwards calls,
-health checks and the stop to the service. Serve calls `__del__` after draining, so `__del__` stops the service.
+A shell (`EncoderReplica`, `WorkerReplica`, `RouterReplica`) builds the service in the replica's event loop, keeps its
+heartbeat with the directory, and forwards calls, health checks and the stop to the service. Serve calls `__del__` after
+draining, so `__del__` stops the service. `build_app` connects the three. A worker with several ranks is rank 0 itself
+and starts its other rank processes as Ray actors (`launch_actor`), in the placement group that its deployment asks for.
 
-Starts a worker's rank processes (for its ranks other than rank 0) as Ray actors, in the placement group of the
-replica that is rank 0. It knows nothing of what a rank computes.
+The module knows nothing of what a service, or a rank, computes.
 """
 
 from __future__ import annotations
@@ -35,52 +36,6 @@ from llm_workers.tensor_parallel import Invitation
 if TYPE_CHECKING:
     from llm_workers.tensor_parallel import RankProcess
 
-_CPU_SHARE = 0.001
-"""Each bundle asks for this share of a CPU, because a bundle must ask for some resource and Weft's replicas ask for no
-CPU."""
-
-
-def rank_bundles(config: ClusterConfig) -> list[dict[str, float]]:
-    """Returns one bundle of resources per rank; the first is for rank 0, the replica itself."""
-    bundle = {"CPU": _CPU_SHARE}
-    if config.workers.gpus_per_replica:
-        bundle["GPU"] = config.workers.gpus_per_replica
-    return [dict(bundle) for _ in range(config.workers.tensor_parallel)]
-
-
-@ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
-class RankActor:
-    """Runs one rank process. The actor ends with the replica that created it, because Ray ends an actor together with
-    its owner."""
-
-    def run(self, config: ClusterConfig, model_dir: Path, invitation: Invitation) -> None:
-        run_rank(config, model_dir, invitation)
-
-
-class RayRank:
-    """A `RayRank` is a `RankProcess` that runs as a Ray actor."""
-
-    def __init__(self, actor: Any, running: Any) -> None:
-        self._actor, self._running = actor, running
-
-    def is_alive(self) -> bool:
-        done, _ = ray.wait([self._running], timeout=0)
-        return not done
-
-    def end(self) -> None:
-        ray.kill(self._actor)
-
-
-def launch_actor(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> RankProcess:
-    """Starts a rank process in the bundle of its rank. It must run in the replica's process."""
-    strategy = PlacementGroupSchedulingStrategy(
-        placement_group=ray.util.get_current_placement_group(), placement_group_bundle_index=invitation.rank
-    )
-    actor = RankActor.options(  # type: ignore[attr-defined]
-        scheduling_strategy=strategy, num_gpus=config.workers.gpus_per_replica
-    ).remote()
-    return RayRank(actor, actor.run.remote(config, model_dir, invitation))
-
 
 UNBOUNDED = 1_000_000
 """Turns Serve's limit on requests off. A full replica would queue inside Serve and block the calls behind it, so Weft
@@ -89,21 +44,35 @@ STOP_S = 15.0
 """Serve gives a replica this many seconds to stop, in addition to the time to drain."""
 
 
-def replica_id() -> MemberId:
-    """Returns Serve's unique id of this replica, by which `PinnedRequestRouter` finds it."""
-    return MemberId(serve.get_replica_context().replica_id.unique_id)
+def build_app(config: ClusterConfig, model_dir: Path) -> Application:
+    """Returns the application graph: router -> workers, encoders."""
+    workers = _deployment(WorkerReplica, "worker", config, config.workers.replicas, config.workers.gpus_per_replica)
+    if config.workers.tensor_parallel > 1:
+        workers = workers.options(placement_group_bundles=rank_bundles(config), placement_group_strategy="PACK")
+    encoders = _deployment(
+        EncoderReplica, "encoder", config, config.encoders.replicas, config.encoders.gpus_per_replica
+    )
+    router = _deployment(RouterReplica, "router", config, config.router.replicas, 0)
+    directory = str(model_dir)
+    bound_encoders = encoders.bind(config, directory) if config.encoders.replicas else None
+    return router.bind(config, directory, workers.bind(config, directory), bound_encoders)
 
 
-def node_address(config: ClusterConfig) -> str:
-    """Returns the address at which this node's members reach each other: loopback if Weft started Ray itself, on this
-    machine alone."""
-    return "127.0.0.1" if config.ray.address is None else str(ray.util.get_node_ip_address())
+def _deployment(replica: type, name: str, config: ClusterConfig, num_replicas: int, num_gpus: float) -> Any:
+    return serve.deployment(
+        replica,
+        name=name,
+        num_replicas=max(num_replicas, 1),
+        max_ongoing_requests=UNBOUNDED,
+        graceful_shutdown_timeout_s=config.server.drain_s + STOP_S,
+        health_check_period_s=2.0,
+        health_check_timeout_s=30.0,
+        ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": actor_environment(config)},
+        request_router_config=RequestRouterConfig(request_router_class=PinnedRequestRouter),
+    )
 
 
-def actor_environment(config: ClusterConfig) -> dict[str, Any]:
-    """Returns Ray's `runtime_env` of every actor of Weft. It is empty for a Ray that Weft started itself: such a Ray
-    inherits the environment, and starts actors without a `runtime_env` sooner."""
-    return {} if config.ray.address is None else {"env_vars": switches_of_actors()}
+# ------------------------------------------------------------ replicas
 
 
 class EncoderReplica:
@@ -235,29 +204,67 @@ class RouterReplica:
         self._plane.close()
 
 
-def build_app(config: ClusterConfig, model_dir: Path) -> Application:
-    """Returns the application graph: router -> workers, encoders."""
-    workers = _deployment(WorkerReplica, "worker", config, config.workers.replicas, config.workers.gpus_per_replica)
-    if config.workers.tensor_parallel > 1:
-        workers = workers.options(placement_group_bundles=rank_bundles(config), placement_group_strategy="PACK")
-    encoders = _deployment(
-        EncoderReplica, "encoder", config, config.encoders.replicas, config.encoders.gpus_per_replica
-    )
-    router = _deployment(RouterReplica, "router", config, config.router.replicas, 0)
-    directory = str(model_dir)
-    bound_encoders = encoders.bind(config, directory) if config.encoders.replicas else None
-    return router.bind(config, directory, workers.bind(config, directory), bound_encoders)
+def replica_id() -> MemberId:
+    """Returns Serve's unique id of this replica, by which `PinnedRequestRouter` finds it."""
+    return MemberId(serve.get_replica_context().replica_id.unique_id)
 
 
-def _deployment(replica: type, name: str, config: ClusterConfig, num_replicas: int, num_gpus: float) -> Any:
-    return serve.deployment(
-        replica,
-        name=name,
-        num_replicas=max(num_replicas, 1),
-        max_ongoing_requests=UNBOUNDED,
-        graceful_shutdown_timeout_s=config.server.drain_s + STOP_S,
-        health_check_period_s=2.0,
-        health_check_timeout_s=30.0,
-        ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": actor_environment(config)},
-        request_router_config=RequestRouterConfig(request_router_class=PinnedRequestRouter),
+def node_address(config: ClusterConfig) -> str:
+    """Returns the address at which this node's members reach each other: loopback if Weft started Ray itself, on this
+    machine alone."""
+    return "127.0.0.1" if config.ray.address is None else str(ray.util.get_node_ip_address())
+
+
+def actor_environment(config: ClusterConfig) -> dict[str, Any]:
+    """Returns Ray's `runtime_env` of every actor of Weft. It is empty for a Ray that Weft started itself: such a Ray
+    inherits the environment, and starts actors without a `runtime_env` sooner."""
+    return {} if config.ray.address is None else {"env_vars": switches_of_actors()}
+
+
+# ------------------------------------------------------------ ranks of a worker
+
+_CPU_SHARE = 0.001
+"""Each bundle asks for this share of a CPU, because a bundle must ask for some resource and Weft's replicas ask for no
+CPU."""
+
+
+def rank_bundles(config: ClusterConfig) -> list[dict[str, float]]:
+    """Returns one bundle of resources per rank; the first is for rank 0, the replica itself."""
+    bundle = {"CPU": _CPU_SHARE}
+    if config.workers.gpus_per_replica:
+        bundle["GPU"] = config.workers.gpus_per_replica
+    return [dict(bundle) for _ in range(config.workers.tensor_parallel)]
+
+
+@ray.remote(num_cpus=0, max_restarts=0, max_task_retries=0)
+class RankActor:
+    """Runs one rank process. The actor ends with the replica that created it, because Ray ends an actor together with
+    its owner."""
+
+    def run(self, config: ClusterConfig, model_dir: Path, invitation: Invitation) -> None:
+        run_rank(config, model_dir, invitation)
+
+
+class RayRank:
+    """A `RayRank` is a `RankProcess` that runs as a Ray actor."""
+
+    def __init__(self, actor: Any, running: Any) -> None:
+        self._actor, self._running = actor, running
+
+    def is_alive(self) -> bool:
+        done, _ = ray.wait([self._running], timeout=0)
+        return not done
+
+    def end(self) -> None:
+        ray.kill(self._actor)
+
+
+def launch_actor(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> RankProcess:
+    """Starts a rank process in the bundle of its rank. It must run in the replica's process."""
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=ray.util.get_current_placement_group(), placement_group_bundle_index=invitation.rank
     )
+    actor = RankActor.options(  # type: ignore[attr-defined]
+        scheduling_strategy=strategy, num_gpus=config.workers.gpus_per_replica
+    ).remote()
+    return RayRank(actor, actor.run.remote(config, model_dir, invitation))

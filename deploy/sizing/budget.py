@@ -1,14 +1,12 @@
-"""Computes the memory of each process from the config and the model: it builds a table for people, and refuses a config
-that is too small when a cluster starts.
+"""Computes the memory of each process from the config and the model.
 
-The module reads config files and the headers of weight files; it allocates nothing on any device.
+`plan_budget` adds up the pools of an encoder and of a worker. `budget_lines` makes a table of them for people, and
+`refuse_if_too_small` refuses a config that is too small when a cluster starts. `arena_bytes` and `inbox_bytes` say how
+large the arenas for features are, which the plan counts and the replicas allocate: what the config says, and otherwise
+a published budget, limited by the memory of the machine.
 
-Computes how large the arenas for features are where the config does not say: published budgets, limited by the
-memory of the machine.
-
-The OmniConnector article (docs/references.md) sets 16 GB of host memory for encoded features, and 4 GB for features
-staged to language models, for all processes on a machine together. The module reads the size of the
-machine's memory and allocates nothing.
+The module reads config files, the headers of weight files and the size of the machine's memory. It allocates nothing
+and knows nothing of processes that run.
 """
 
 from __future__ import annotations
@@ -32,39 +30,6 @@ from llm_workers.scheduling import (
     worker_bytes,
 )
 from modalities.family import Family
-
-FEATURES_BYTES = 16 * 10**9
-STAGING_BYTES = 4 * 10**9
-FEATURES_SHARE, STAGING_SHARE = 8, 16
-"""A budget takes at most one part in this many of the machine's memory, because weights, KV blocks and decoded media
-need room too."""
-
-
-def machine_bytes() -> int:
-    """Returns the physical memory of this machine, or the limit of the process's control group if that is lower."""
-    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/sys/fs/cgroup/memory.max") as limit:
-            return min(total_bytes, int(limit.read()))
-    except (OSError, ValueError):  # There is no such group, or the limit is "max".
-        return total_bytes
-
-
-def arena_bytes(config: ClusterConfig) -> int:
-    """Returns the size of each encoder's arena for features."""
-    section = config.encoders
-    return section.arena_bytes or _share(FEATURES_BYTES, FEATURES_SHARE, section.replicas)
-
-
-def inbox_bytes(config: ClusterConfig) -> int:
-    """Returns the size of each worker's inbox, its arena for features."""
-    section = config.workers
-    return section.inbox_bytes or _share(STAGING_BYTES, STAGING_SHARE, section.replicas)
-
-
-def _share(budget_bytes: int, share: int, replicas: int) -> int:
-    return min(budget_bytes, machine_bytes() // share) // max(replicas, 1)
-
 
 PATCH_BYTES = 6 * 1024
 """Estimates the size of a decoded patch: float32, 3 colours, 2 frames, 16 x 16 pixels."""
@@ -130,6 +95,8 @@ def check_budget(config: ClusterConfig) -> tuple[Budget | None, str]:
         return None, error.message
     return plan_budget(config, model, read_stored_weights(model.directory)), ""
 
+
+# ------------------------------------------------------------ processes
 
 # ---------------------------------------------------------------- processes
 
@@ -209,6 +176,45 @@ def _room(family: Family, arena_bytes: int, dtype: str, largest: Sequence[Larges
         rooms.append(f"room for {count} {units}of the largest {item.modality}")
     return ", ".join(rooms)
 
+
+# ------------------------------------------------------------ arenas for features
+
+FEATURES_BYTES = 16 * 10**9
+STAGING_BYTES = 4 * 10**9
+"""The OmniConnector article (docs/references.md) sets 16 GB of host memory for encoded features, and 4 GB for features
+staged to language models, for all processes on a machine together."""
+FEATURES_SHARE, STAGING_SHARE = 8, 16
+"""A budget takes at most one part in this many of the machine's memory, because weights, KV blocks and decoded media
+need room too."""
+
+
+def arena_bytes(config: ClusterConfig) -> int:
+    """Returns the size of each encoder's arena for features."""
+    section = config.encoders
+    return section.arena_bytes or _share(FEATURES_BYTES, FEATURES_SHARE, section.replicas)
+
+
+def inbox_bytes(config: ClusterConfig) -> int:
+    """Returns the size of each worker's inbox, its arena for features."""
+    section = config.workers
+    return section.inbox_bytes or _share(STAGING_BYTES, STAGING_SHARE, section.replicas)
+
+
+def machine_bytes() -> int:
+    """Returns the physical memory of this machine, or the limit of the process's control group if that is lower."""
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit:
+            return min(total_bytes, int(limit.read()))
+    except (OSError, ValueError):  # There is no such group, or the limit is "max".
+        return total_bytes
+
+
+def _share(budget_bytes: int, share: int, replicas: int) -> int:
+    return min(budget_bytes, machine_bytes() // share) // max(replicas, 1)
+
+
+# ------------------------------------------------------------ the table
 
 # ---------------------------------------------------------------- the table
 

@@ -1,12 +1,15 @@
 """Makes every decision of the encoder pool, without torch, Ray or a clock of its own.
 
-`admission` decides which items are refused. `encode_job` and `encode_jobs` merge requests for the same medium, so that
-it is encoded once. `turns` ranks calls and `call_queue` keeps them in order of rank. `decode_line` chooses what is
-decoded next, and `batcher` chooses what goes into a forward pass. `shares` limits what one worker may hold.
-`forward_job` describes one forward pass. `features` and `lease_book` keep features, leases and eviction, and
-`lifecycle` lists the states of a feature. `cost` predicts how long a forward pass takes, `sizes` estimates how much
-memory decoded inputs take, `tally` keeps sums for reports, and `feature_log` numbers the changes of the cache that are
-sent to routers.
+`encode_job` defines the values that the others work on: jobs, waiters, ranks, the interface of the forward pass, and
+the states of a feature. `encode_jobs` merges requests for the same medium, so that it is encoded once, and ranks the
+calls that wait for it. `call_queue` keeps calls in order of rank and limits what one worker may hold. `decode_line`
+refuses items that can't be encoded and chooses what is decoded next. `batcher` chooses what goes into a forward pass
+and predicts how long the pass takes. `feature_table` keeps features, leases and eviction, and numbers the changes of
+the cache that are sent to routers.
+
+The rest of the encoder pool drives these classes from one event loop, and benchmarks and tests drive them without
+processes, messages or a model. The folder knows nothing of decoders, of how an encoder computes, of messages, or of
+what a router does with features.
 """
 
 from encoder_pool.planning.batcher import (

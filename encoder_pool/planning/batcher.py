@@ -1,28 +1,18 @@
-"""Chooses which units go into the next forward pass: the first unit in the queue, and the units that are worth adding
-to it.
+"""Chooses which units go into the next forward pass, and predicts from measured passes how long one takes.
+
+`choose_batch` takes the first unit in the queue and the units that are worth adding to it; `choose_sounds` does the
+same for sounds whose units the device makes. Whether adding a unit is worthwhile depends on the fixed overhead of a
+pass, which `ForwardCosts` fits to the passes measured so far. `InputSizes` estimates how much memory decoded inputs
+take, by the same unit of cost (a patch, or a mel frame).
 
 A unit is the part of an item that one forward pass encodes as a whole. An idle encoder starts at once, and the units
 that arrive during a pass share the next one. The OmniConnector article (docs/references.md) reports 3.8 times the
 images per second at 8 images per pass from this alone. Units of different requests are fused into one pass wherever a
 pass has a fixed overhead. Where the measured overhead is zero (one picture keeps a CPU fully busy), the first unit does
 not wait for the others. Units of one request are fused only if that saves more time than it adds to the first unit,
-because the language model can process an early feature while the encoder computes the next one. When all recent passes
-had one size, they say nothing about the overhead of a pass, so the next batch that can have another size gets one.
+because the language model can process an early feature while the encoder computes the next one.
 
-This module knows nothing of clocks, memory or models.
-
-Estimates how much memory decoded inputs take: a patch takes some KiB of float32, and a frame of a mel spectrogram
-takes half a KiB.
-
-This module knows nothing of units, budgets or files.
-
-Predicts how long a forward pass takes: seconds = overhead + slope * patches, fitted to measured passes, with the
-newest weighted most.
-
-The fit is least squares with exponential forgetting, by the number of passes and by time. Each modality has its own two
-numbers, because a patch and a mel frame do not cost the same. Passes of one size do not separate overhead from slope,
-so the last line that was fitted to different sizes keeps its shape until other sizes come
-(`docs/adr/0028-worn-estimates.md`). This module knows nothing of models, and callers pass the time in.
+The module has no clock, so callers pass the time in. It knows nothing of models, files, budgets or the arena.
 """
 
 from __future__ import annotations
@@ -34,24 +24,139 @@ from typing import NamedTuple
 from encoder_pool.planning.encode_job import Rank
 from fabric.contracts import MemberId, MmHash, UnitKey
 
+# ------------------------------------------------------------ the choice of a batch
 
-class InputSizes:
-    """Keeps the bytes per unit of cost for each modality, as measured on the newest input of that modality."""
+LOOK_AHEAD = 64
+"""Limits how many units may be passed over while a batch is chosen; the search then ends. This bounds the time of one
+choice."""
+MIN_GAIN = 0.02
+"""Units of different requests are fused only if a separate forward pass has an overhead of at least this share of the
+unit's own work. A smaller overhead is noise of the measurement."""
 
-    def __init__(self) -> None:
-        self._modality_to_bytes: dict[str, float] = {}
 
-    def observe(self, modality: str, cost: int, nbytes: int) -> None:
-        """Records that an input of `cost` takes `nbytes`."""
-        self._modality_to_bytes[modality] = nbytes / max(cost, 1)
+class QueuedUnit(NamedTuple):
+    """A `QueuedUnit` is a decoded unit that waits for its forward pass. Its `cost` is counted in patches, or in mel
+    frames for a sound."""
 
-    def in_patches(self, modality: str, cost: int) -> float:
-        """Converts the memory of inputs of that cost into units of cost of the modality with the largest bytes per unit
-        of cost. Returns `cost` unchanged until an input of the modality was observed."""
-        if modality not in self._modality_to_bytes:
-            return cost
-        return cost * self._modality_to_bytes[modality] / max(self._modality_to_bytes.values())
+    rank: Rank
+    key: UnitKey
+    modality: str
+    cost: int
+    num_tokens: int
+    place: tuple[float, int] = (0.0, 0)
+    """Holds the share of the item's rows that precede this unit, and the item's index. Sorting by it makes the units of
+    a video and of its sound track take turns."""
+    worker_id: MemberId = MemberId("")
+    """Names the worker of the call that has `rank`."""
 
+
+def place_in_line(unit: QueuedUnit) -> tuple[Rank, tuple[float, int], int, MmHash]:
+    """Returns the key by which units are ordered."""
+    return unit.rank, unit.place, unit.key.unit, unit.key.mm_hash
+
+
+class QueuedSound(NamedTuple):
+    """A `QueuedSound` is a decoded sound from which the device has yet to make units. Its `cost` is counted in mel
+    frames."""
+
+    rank: Rank
+    mm_hash: MmHash
+    cost: int
+
+
+def choose_batch(
+    units: Iterable[QueuedUnit], max_cost: int, estimate: Callable[[str], CostEstimate]
+) -> list[QueuedUnit]:
+    """Returns the batch of the next forward pass: the first of `units`, which are in order, and the later ones that fit
+    with it into `max_cost`. `estimate` returns the cost estimate of a modality.
+
+    All units of a batch have one modality, because a pass is packed from the inputs of one encoder. A unit that is too
+    large for the rest of the batch is passed over. It does not starve, because the first unit is taken even if it costs
+    more than `max_cost`. Where units of one video share a pass, that pass takes less than twice as long as a pass over
+    one of them. When all recent passes had one size, they say nothing about the overhead of a pass, so the next batch
+    that can have another size gets one.
+    """
+    line = iter(units)
+    first = next(line, None)
+    if first is None:
+        return []
+    batch, passed_over = [first], list[QueuedUnit]()
+    line_of_forward = estimate(first.modality)
+    requests = {first.rank.age}
+    # `along_cost` sums the units that follow another unit of their own request in this batch.
+    cost, along_cost = first.cost, 0
+    while cost < max_cost and len(passed_over) < LOOK_AHEAD and (unit := next(line, None)) is not None:
+        is_same_request = unit.rank.age in requests
+        weighed = along_cost + unit.cost if is_same_request else unit.cost
+        if (
+            unit.modality != first.modality
+            or cost + unit.cost > max_cost
+            or not is_fusing_worthwhile(line_of_forward, weighed, is_same_request=is_same_request)
+        ):
+            passed_over.append(unit)
+            continue
+        along_cost = weighed if is_same_request else along_cost
+        batch.append(unit)
+        requests.add(unit.rank.age)
+        cost += unit.cost
+    if is_alike(cost, line_of_forward.worn_cost):
+        return _other_size(batch, passed_over, max_cost)
+    return batch
+
+
+def is_fusing_worthwhile(estimate: CostEstimate, cost: int, *, is_same_request: bool) -> bool:
+    """Returns whether a unit of `cost` should join a forward pass with a unit that is ahead of it.
+
+    In a separate pass the unit adds `overhead_s` for itself and for every unit behind it. In the same pass it delays
+    the earlier unit's feature by the time that its own patches take. That delay counts fully if both units are of one
+    request, because the request gains from receiving one feature before the other. `cost` is then the sum over all
+    units of that request that join, because the first unit waits for each of them, and so may a picture that arrives
+    meanwhile. Returns True while nothing is measured.
+    """
+    share = 1.0 if is_same_request else MIN_GAIN
+    return estimate.overhead_s >= share * estimate.seconds_per_cost * cost
+
+
+def _other_size(batch: list[QueuedUnit], passed_over: list[QueuedUnit], max_cost: int) -> list[QueuedUnit]:
+    """Returns a batch of a different size: half of a batch of several units, or a single unit with the next unit that
+    fits with it. Returns the batch unchanged if neither is possible."""
+    if len(batch) > 1:
+        return batch[: len(batch) // 2]
+    (first,) = batch
+    for unit in passed_over:
+        if unit.modality == first.modality and first.cost + unit.cost <= max_cost:
+            return [first, unit]
+    return batch
+
+
+def choose_sounds(sounds: Iterable[QueuedSound], max_cost: int) -> list[QueuedSound]:
+    """Returns the sounds whose units are made together: the first in order, and the later ones that fit with it into
+    `max_cost`. Adding sounds is always worthwhile, because no unit of a sound can be encoded before its spectrogram
+    exists, and a batch of sounds takes hardly longer than one sound."""
+    batch: list[QueuedSound] = []
+    cost, num_passed_over = 0, 0
+    for sound in sounds:
+        if not batch or cost + sound.cost <= max_cost:
+            batch.append(sound)
+            cost += sound.cost
+        else:
+            num_passed_over += 1
+        if cost >= max_cost or num_passed_over == LOOK_AHEAD:
+            break
+    return batch
+
+
+def split_cost(cost: int, unit_tokens: tuple[int, ...]) -> list[int]:
+    """Splits an item's patches over its units in proportion to their rows. Returns whole numbers that sum to `cost`."""
+    num_tokens = sum(unit_tokens)
+    ends, done = [], 0
+    for tokens in unit_tokens:
+        done += tokens
+        ends.append(cost * done // num_tokens)
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
+# ------------------------------------------------------------ the cost of a forward pass
 
 FORGETTING = 0.97
 """Multiplies the weight of an observation with each later one, so about the last 30 passes count."""
@@ -77,9 +182,50 @@ class CostEstimate(NamedTuple):
     """Holds the size that all recent passes had if a pass of another size should be tried, and 0 otherwise."""
 
 
+class ForwardCosts:
+    """Predicts how long a forward pass takes. It keeps one line for each modality, because a patch and a mel frame do
+    not cost the same, and one line over all modalities for callers that do not name one."""
+
+    def __init__(self) -> None:
+        self._modality_to_cost: dict[str, ForwardCost] = {}
+        self._mixed = ForwardCost()
+
+    @property
+    def modalities(self) -> Iterable[str]:
+        """Returns the modalities that were observed."""
+        return self._modality_to_cost.keys()
+
+    def observe(self, modality: str, cost: int, seconds: float, now_s: float | None = None) -> None:
+        """Records one forward pass over units of `modality`, which ended at `now_s`."""
+        self._modality_to_cost.setdefault(modality, ForwardCost()).observe(cost, seconds, now_s)
+        self._mixed.observe(cost, seconds, now_s)
+
+    def estimate(self, modality: str) -> CostEstimate:
+        """Returns the line of a modality; both numbers are zero until a pass of that modality was observed."""
+        cost = self._modality_to_cost.get(modality)
+        return cost.estimate() if cost else CostEstimate(0.0, 0.0)
+
+    def has_spread(self, modality: str) -> bool:
+        """Returns whether recent passes of that modality had different sizes."""
+        return modality in self._modality_to_cost and self._modality_to_cost[modality].has_spread
+
+    def mixed(self) -> CostEstimate:
+        return self._mixed.estimate()
+
+    def work_s(self, modality: str, cost: int) -> float:
+        """Returns the seconds that units of that cost add to a forward pass."""
+        return self.estimate(modality).seconds_per_cost * cost
+
+
 class ForwardCost:
-    """Fits the line of one kind of forward pass. Both numbers stay non-negative. Until two sizes differ, the whole time
-    counts as slope."""
+    """Fits the line of one kind of forward pass: seconds = overhead + slope * patches, with the newest passes weighted
+    most. The fit is least squares with exponential forgetting, by the number of passes and by time. Both numbers stay
+    non-negative.
+
+    Passes of one size do not separate overhead from slope. Until two sizes differ, the whole time counts as slope, and
+    later the last line that was fitted to different sizes keeps its shape until other sizes come
+    (`docs/adr/0028-worn-estimates.md`).
+    """
 
     def __init__(self) -> None:
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
@@ -158,164 +304,24 @@ def is_alike(cost: float, other: float) -> bool:
     return 0.0 < other < inf and abs(cost - other) <= LEAST_SPREAD * other
 
 
-class ForwardCosts:
-    """Keeps one line for each modality, and one line over all modalities for callers that do not name one."""
+# ------------------------------------------------------------ the memory of decoded inputs
+
+
+class InputSizes:
+    """Estimates how much memory decoded inputs take: a patch takes some KiB of float32, and a frame of a mel
+    spectrogram takes half a KiB. It keeps the bytes per unit of cost for each modality, as measured on the newest input
+    of that modality."""
 
     def __init__(self) -> None:
-        self._modality_to_cost: dict[str, ForwardCost] = {}
-        self._mixed = ForwardCost()
+        self._modality_to_bytes: dict[str, float] = {}
 
-    @property
-    def modalities(self) -> Iterable[str]:
-        """Returns the modalities that were observed."""
-        return self._modality_to_cost.keys()
+    def observe(self, modality: str, cost: int, nbytes: int) -> None:
+        """Records that an input of `cost` takes `nbytes`."""
+        self._modality_to_bytes[modality] = nbytes / max(cost, 1)
 
-    def observe(self, modality: str, cost: int, seconds: float, now_s: float | None = None) -> None:
-        """Records one forward pass over units of `modality`, which ended at `now_s`."""
-        self._modality_to_cost.setdefault(modality, ForwardCost()).observe(cost, seconds, now_s)
-        self._mixed.observe(cost, seconds, now_s)
-
-    def estimate(self, modality: str) -> CostEstimate:
-        """Returns the line of a modality; both numbers are zero until a pass of that modality was observed."""
-        cost = self._modality_to_cost.get(modality)
-        return cost.estimate() if cost else CostEstimate(0.0, 0.0)
-
-    def has_spread(self, modality: str) -> bool:
-        """Returns whether recent passes of that modality had different sizes."""
-        return modality in self._modality_to_cost and self._modality_to_cost[modality].has_spread
-
-    def mixed(self) -> CostEstimate:
-        return self._mixed.estimate()
-
-    def work_s(self, modality: str, cost: int) -> float:
-        """Returns the seconds that units of that cost add to a forward pass."""
-        return self.estimate(modality).seconds_per_cost * cost
-
-
-class QueuedUnit(NamedTuple):
-    """A `QueuedUnit` is a decoded unit that waits for its forward pass. Its `cost` is counted in patches, or in mel
-    frames for a sound."""
-
-    rank: Rank
-    key: UnitKey
-    modality: str
-    cost: int
-    num_tokens: int
-    place: tuple[float, int] = (0.0, 0)
-    """Holds the share of the item's rows that precede this unit, and the item's index. Sorting by it makes the units of
-    a video and of its sound track take turns."""
-    worker_id: MemberId = MemberId("")
-    """Names the worker of the call that has `rank`."""
-
-
-def place_in_line(unit: QueuedUnit) -> tuple[Rank, tuple[float, int], int, MmHash]:
-    """Returns the key by which units are ordered."""
-    return unit.rank, unit.place, unit.key.unit, unit.key.mm_hash
-
-
-class QueuedSound(NamedTuple):
-    """A `QueuedSound` is a decoded sound from which the device has yet to make units. Its `cost` is counted in mel
-    frames."""
-
-    rank: Rank
-    mm_hash: MmHash
-    cost: int
-
-
-LOOK_AHEAD = 64
-"""Limits how many units may be passed over while a batch is chosen; the search then ends. This bounds the time of one
-choice."""
-MIN_GAIN = 0.02
-"""Units of different requests are fused only if a separate forward pass has an overhead of at least this share of the
-unit's own work. A smaller overhead is noise of the measurement."""
-
-
-def is_fusing_worthwhile(estimate: CostEstimate, cost: int, *, is_same_request: bool) -> bool:
-    """Returns whether a unit of `cost` should join a forward pass with a unit that is ahead of it.
-
-    In a separate pass the unit adds `overhead_s` for itself and for every unit behind it. In the same pass it delays
-    the earlier unit's feature by the time that its own patches take. That delay counts fully if both units are of one
-    request, because the request gains from receiving one feature before the other. `cost` is then the sum over all
-    units of that request that join, because the first unit waits for each of them, and so may a picture that arrives
-    meanwhile. Returns True while nothing is measured.
-    """
-    share = 1.0 if is_same_request else MIN_GAIN
-    return estimate.overhead_s >= share * estimate.seconds_per_cost * cost
-
-
-def choose_batch(
-    units: Iterable[QueuedUnit], max_cost: int, estimate: Callable[[str], CostEstimate]
-) -> list[QueuedUnit]:
-    """Returns the batch of the next forward pass: the first of `units`, which are in order, and the later ones that fit
-    with it into `max_cost`. `estimate` returns the cost estimate of a modality.
-
-    All units of a batch have one modality, because a pass is packed from the inputs of one encoder. A unit that is too
-    large for the rest of the batch is passed over. It does not starve, because the first unit is taken even if it costs
-    more than `max_cost`. Where units of one video share a pass, that pass takes less than twice as long as a pass over
-    one of them.
-    """
-    line = iter(units)
-    first = next(line, None)
-    if first is None:
-        return []
-    batch, passed_over = [first], list[QueuedUnit]()
-    line_of_forward = estimate(first.modality)
-    requests = {first.rank.age}
-    # `along_cost` sums the units that follow another unit of their own request in this batch.
-    cost, along_cost = first.cost, 0
-    while cost < max_cost and len(passed_over) < LOOK_AHEAD and (unit := next(line, None)) is not None:
-        is_same_request = unit.rank.age in requests
-        weighed = along_cost + unit.cost if is_same_request else unit.cost
-        if (
-            unit.modality != first.modality
-            or cost + unit.cost > max_cost
-            or not is_fusing_worthwhile(line_of_forward, weighed, is_same_request=is_same_request)
-        ):
-            passed_over.append(unit)
-            continue
-        along_cost = weighed if is_same_request else along_cost
-        batch.append(unit)
-        requests.add(unit.rank.age)
-        cost += unit.cost
-    if is_alike(cost, line_of_forward.worn_cost):
-        return _other_size(batch, passed_over, max_cost)
-    return batch
-
-
-def _other_size(batch: list[QueuedUnit], passed_over: list[QueuedUnit], max_cost: int) -> list[QueuedUnit]:
-    """Returns a batch of a different size: half of a batch of several units, or a single unit with the next unit that
-    fits with it. Returns the batch unchanged if neither is possible."""
-    if len(batch) > 1:
-        return batch[: len(batch) // 2]
-    (first,) = batch
-    for unit in passed_over:
-        if unit.modality == first.modality and first.cost + unit.cost <= max_cost:
-            return [first, unit]
-    return batch
-
-
-def choose_sounds(sounds: Iterable[QueuedSound], max_cost: int) -> list[QueuedSound]:
-    """Returns the sounds whose units are made together: the first in order, and the later ones that fit with it into
-    `max_cost`. Adding sounds is always worthwhile, because no unit of a sound can be encoded before its spectrogram
-    exists, and a batch of sounds takes hardly longer than one sound."""
-    batch: list[QueuedSound] = []
-    cost, num_passed_over = 0, 0
-    for sound in sounds:
-        if not batch or cost + sound.cost <= max_cost:
-            batch.append(sound)
-            cost += sound.cost
-        else:
-            num_passed_over += 1
-        if cost >= max_cost or num_passed_over == LOOK_AHEAD:
-            break
-    return batch
-
-
-def split_cost(cost: int, unit_tokens: tuple[int, ...]) -> list[int]:
-    """Splits an item's patches over its units in proportion to their rows. Returns whole numbers that sum to `cost`."""
-    num_tokens = sum(unit_tokens)
-    ends, done = [], 0
-    for tokens in unit_tokens:
-        done += tokens
-        ends.append(cost * done // num_tokens)
-    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    def in_patches(self, modality: str, cost: int) -> float:
+        """Converts the memory of inputs of that cost into units of cost of the modality with the largest bytes per unit
+        of cost. Returns `cost` unchanged until an input of the modality was observed."""
+        if modality not in self._modality_to_bytes:
+            return cost
+        return cost * self._modality_to_bytes[modality] / max(self._modality_to_bytes.values())

@@ -1,15 +1,17 @@
-"""Chooses what is decoded next: which item is first in order, which item fits next to the items that are already
-decoded, and which decoded item gives way. A *job* is one item on its way through the encoder.
+"""Decides which items an encoder accepts, and in which order the accepted ones are decoded.
+
+`refusal` and `check_budget` turn items away before any work is spent on them: items that this encoder can never encode,
+and calls that would exceed the budget of the queue. `DecodeLine` orders what was accepted: which item is first, which
+item fits next to the items that are already decoded, and which decoded item gives way. Both answer the same question,
+whether there is room for an item, once for the whole queue and once for the items that lie decoded. A *job* is one item
+on its way through the encoder.
 
 A worker that takes no features cannot hold up other workers here. It has a limited share of the room. While its units
 cannot be encoded, only one of its items is decoded ahead. An item that finds no room for long, and that is within the
 share of its own worker, gets the room of items that are decoded for workers whose share of the arena is used up; those
 are decoded again later.
 
-The module is pure, and callers pass the time in. It knows nothing of processes, files or the arena.
-
-Decides which items are refused before any work is spent on them. It knows nothing of the state of memory, processes
-or messages.
+The module is pure, and callers pass the time in. It knows nothing of processes, files, messages or the arena.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from fabric.contracts import (
     WeftError,
     WorkerBackedUp,
 )
+
+# ------------------------------------------------------------ before an item is accepted
 
 
 def refusal(
@@ -85,6 +89,8 @@ def check_budget(
         message = f"{held_cost} patches wait for {sharing_worker_id}; {new_cost} more would pass its share"
         raise WorkerBackedUp(message)
 
+
+# ------------------------------------------------------------ accepted items
 
 IsBlocked = Callable[[MemberId], bool]
 """Returns whether a worker's decoded units can't be encoded now because its share of the arena is used up."""
@@ -240,7 +246,7 @@ class DecodeLine:
 
     def _has_room(self, taken: _Taken, job: EncodeJob) -> bool:
         """Returns whether a job can be decoded next to what others take. A job alone always fits, because
-        admission refuses items that do not."""
+        `refusal` turns away items that do not."""
         room = self._room
         max_cost = room.max_long_cost if job.is_long else room.max_cost
         return (

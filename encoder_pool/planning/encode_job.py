@@ -1,42 +1,14 @@
-"""Keeps sums over an encoder's life, for reports: items received, items decoded, time in forward passes. It has no
-clock.
+"""Defines the values that the modules of `planning/` work on: jobs and the requests that wait for them, the rank of a
+call, the forward pass as an interface, the states of a feature, and sums for reports.
 
-Ranks calls at one encoder: by priority, then by shortest remaining work, with aging.
+A *job* (`EncodeJob`) is one medium on its way through the encoder, and its *waiters* (`EncodeWaiter`) are the items of
+encode calls that wait for its units. `CallTurn` ranks the calls among each other, `EncodeJobTotals` sums over all jobs,
+and `DecodeRoom` limits what may lie decoded. `Forward` is the interface between the planning and the thread that owns
+the model: tests drive the pipeline through it, one forward pass at a time. The definitions stand together because every
+other module of the folder needs several of them, and because none of them acts by itself: `EncodeJobs` moves jobs from
+phase to phase, and `FeatureTable` moves features from state to state.
 
-A call is one encode request that a router sends to this encoder. Priority (the lowest number first) is strict, as it is
-in the worker that waits for the features. Otherwise a request of high priority would wait in the worker for features
-that are queued here behind others.
-
-Among calls of equal priority, the rank is `waiting since + patience * remaining encoding time`, and the lowest rank
-goes first. So the shorter call goes first, and a call is overtaken only by calls that arrive within `patience` times
-its own encoding time. No call starves, and no timer is needed. The encoder serves units rather than whole calls, so a
-long video gives way to a picture between two of its units. Two rules keep this true at every moment of the video's
-life:
-
-- Time in the forward pass does not count as waiting, and each second of the call's own work takes `patience` seconds
-  off the wait that has accumulated. So a video that is served continuously never looks old, and a video that had to
-  wait spends its accumulated wait on the service that it gets.
-- A call never counts as shorter than half of its original work. Otherwise the last units of a video would count as
-  shorter than a picture, and the picture would wait for all of them.
-
-This module knows nothing of clocks, memory, models or units.
-
-Defines the life of one unit's feature on its encoder, as a checked state machine.
-
-    ENCODING ──> ENCODED <──> STAGED        The design has ENCODING -> ENCODED -> STAGED -> MERGED -> PREFILLED ->
-        │           │                       DISCARDED. MERGED and PREFILLED are states of the worker; here a feature
-        v           v                       that every worker has released is ENCODED again: it is cached and may be
-      FAILED    DISCARDED                   evicted.
-
-The module knows nothing of memory or leases.
-
-Defines what goes to the device and what comes back. This is the interface between the planning and the thread that
-owns the model.
-
-The module knows nothing of torch; tests drive the pipeline through this interface, one forward pass at a time.
-
-Defines the state that `encode_jobs` keeps: one medium on its way through an encoder, the requests that wait for it,
-and sums over such media.
+The module has no clock, so callers pass the time in. It knows nothing of torch, memory, leases or messages.
 """
 
 from __future__ import annotations
@@ -53,106 +25,7 @@ import numpy.typing as npt
 from fabric.contracts import AttemptId, Destination, EncodeRequest, MediaItem, MemberId, WeftError
 from modalities.family import EncoderInput, Waveform
 
-
-class Rank(NamedTuple):
-    """A `Rank` orders calls and items; the smaller rank goes first. The age order of the requests breaks ties, then the
-    item's place in its request."""
-
-    priority: int
-    virtual_s: float
-    age: tuple[float, str]
-    item_index: int
-
-
-@dataclass(slots=True, eq=False)
-class CallTurn:
-    """A `CallTurn` records how long one call has waited and how much forward time it has received. It is mutable, and
-    all items of the call share it."""
-
-    call: int
-    """Identifies the call on this encoder."""
-    age: tuple[float, str]
-    waiting_since_s: float
-    done_s: float = 0.0
-    """Sums the predicted forward time of the units that the call has already received."""
-    priority: int = 0
-
-    def served(self, seconds: float, worth_s: float, now_s: float, patience: float) -> None:
-        """Records a forward pass that ended at `now_s`, took `seconds`, and made units of this call that were predicted
-        to take `worth_s`."""
-        self.done_s += worth_s
-        self.waiting_since_s = min(now_s, self.waiting_since_s + seconds + patience * min(worth_s, seconds))
-
-    def rank(self, remaining_s: float, patience: float, item_index: int) -> Rank:
-        """Returns the rank of one item of this call while all items of the call together need `remaining_s` on this
-        encoder."""
-        needed_s = max(remaining_s, (remaining_s + self.done_s) / 2)
-        return Rank(self.priority, self.waiting_since_s + patience * needed_s, self.age, item_index)
-
-
-class FeatureState(Enum):
-    ENCODING = "encoding"
-    """The feature's memory is reserved and is being written."""
-    ENCODED = "encoded"
-    """The feature is complete and no worker holds a lease, so it is cached."""
-    STAGED = "staged"
-    """The feature is announced and at least one worker holds a lease."""
-    DISCARDED = "discarded"
-    FAILED = "failed"
-
-
-NEXT_STATES: dict[FeatureState, frozenset[FeatureState]] = {
-    FeatureState.ENCODING: frozenset({FeatureState.ENCODED, FeatureState.FAILED}),
-    FeatureState.ENCODED: frozenset({FeatureState.STAGED, FeatureState.DISCARDED}),
-    FeatureState.STAGED: frozenset({FeatureState.ENCODED}),
-    FeatureState.DISCARDED: frozenset(),
-    FeatureState.FAILED: frozenset(),
-}
-
-
-def advance(state: FeatureState, target: FeatureState) -> FeatureState:
-    """Returns the target if the state machine permits the step. Any other step is a bug in this program, hence an
-    assertion."""
-    assert target in NEXT_STATES[state], f"a feature can't go from {state.value} to {target.value}"
-    return target
-
-
-class ForwardUnit(NamedTuple):
-    input: EncoderInput
-    num_tokens: int
-    """Counts the planned rows of the feature."""
-    buffer: npt.NDArray[np.uint8]
-    """Views the bytes of the unit's slot in the arena, with shape `(nbytes,)`."""
-    num_levels: int = 0
-    """Has the meaning of `MediaItem.num_levels`."""
-
-
-class ForwardResult(NamedTuple):
-    errors: list[WeftError | None]
-    """Holds one entry per unit, in order. None means that the unit's bytes are complete in its slot."""
-    seconds: float
-
-
-class SoundJob(NamedTuple):
-    waveform: Waveform
-    item: MediaItem
-
-
-class SoundResult(NamedTuple):
-    outcomes: list[list[EncoderInput] | WeftError]
-    """Holds the planned units of each sound, in order, or the error that prevented them."""
-    seconds: float
-
-
-class Forward(Protocol):
-    def submit(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
-        """Encodes a batch of one modality into the units' buffers. Calls `done` once, in any thread."""
-        ...
-
-    def submit_sounds(self, sounds: Sequence[SoundJob], done: Callable[[SoundResult], None]) -> None:
-        """Resamples sounds and makes units of their spectrograms, all in one batch. Calls `done` once, in any thread.
-        It is only used where sounds arrive as waveforms."""
-        ...
+# ------------------------------------------------------------ jobs
 
 
 class Phase(Enum):
@@ -164,50 +37,6 @@ class Phase(Enum):
     DECODING = "decoding"
     DECODED = "decoded"
     ENCODING = "encoding"
-
-
-@dataclass(slots=True, eq=False)
-class EncodeWaiter:
-    """An `EncodeWaiter` is one item of one encode call that waits for its units. It is mutable: `missing`
-    shrinks as units are announced."""
-
-    turn: CallTurn
-    """Holds the turn of the call; all items of the call share it."""
-    attempt_id: AttemptId
-    router_id: MemberId
-    destination: Destination
-    item: MediaItem
-    data: bytes
-    received_s: float
-    missing: set[int]
-    """Holds the units that are not announced yet."""
-    num_retries_left: int = 1
-    decode_s: float = 0.0
-    preprocess_s: float = 0.0
-    encode_s: float = 0.0
-    """Sums the time of all forward passes that made units of the item."""
-    batch_items: int = 0
-    """Holds the number of units in the largest of these passes."""
-    batch_cost: int = 0
-    """Sums the cost of all these passes."""
-
-    @property
-    def call(self) -> int:
-        return self.turn.call
-
-
-def waiter_of(request: EncodeRequest, turn: CallTurn, item: MediaItem, data: bytes, now_s: float) -> EncodeWaiter:
-    """Makes the waiter for one item of a call that arrived at `now_s`."""
-    return EncodeWaiter(
-        turn=turn,
-        attempt_id=AttemptId(request.request_id, request.attempt),
-        router_id=request.router_id,
-        destination=request.destination,
-        item=item,
-        data=data,
-        received_s=now_s,
-        missing=set(range(len(item.unit_tokens))),
-    )
 
 
 class JobStage(NamedTuple):
@@ -283,6 +112,50 @@ class EncodeJob:
         self.unit_to_input.pop(unit, None)
 
 
+@dataclass(slots=True, eq=False)
+class EncodeWaiter:
+    """An `EncodeWaiter` is one item of one encode call that waits for its units. It is mutable: `missing`
+    shrinks as units are announced."""
+
+    turn: CallTurn
+    """Holds the turn of the call; all items of the call share it."""
+    attempt_id: AttemptId
+    router_id: MemberId
+    destination: Destination
+    item: MediaItem
+    data: bytes
+    received_s: float
+    missing: set[int]
+    """Holds the units that are not announced yet."""
+    num_retries_left: int = 1
+    decode_s: float = 0.0
+    preprocess_s: float = 0.0
+    encode_s: float = 0.0
+    """Sums the time of all forward passes that made units of the item."""
+    batch_items: int = 0
+    """Holds the number of units in the largest of these passes."""
+    batch_cost: int = 0
+    """Sums the cost of all these passes."""
+
+    @property
+    def call(self) -> int:
+        return self.turn.call
+
+
+def waiter_of(request: EncodeRequest, turn: CallTurn, item: MediaItem, data: bytes, now_s: float) -> EncodeWaiter:
+    """Makes the waiter for one item of a call that arrived at `now_s`."""
+    return EncodeWaiter(
+        turn=turn,
+        attempt_id=AttemptId(request.request_id, request.attempt),
+        router_id=request.router_id,
+        destination=request.destination,
+        item=item,
+        data=data,
+        received_s=now_s,
+        missing=set(range(len(item.unit_tokens))),
+    )
+
+
 @dataclass(slots=True)
 class EncodeJobTotals:
     """Keeps sums over jobs. Callers update them with `count` before and after each change of a job."""
@@ -333,9 +206,150 @@ class DecodeRoom(NamedTuple):
     occupying decode processes."""
 
 
+# ------------------------------------------------------------ the order of calls
+
+
+@dataclass(slots=True, eq=False)
+class CallTurn:
+    """A `CallTurn` records how long one call has waited and how much forward time it has received, and ranks the call
+    by that. It is mutable, and all items of the call share it.
+
+    A call is one encode request that a router sends to this encoder. Priority (the lowest number first) is strict, as
+    it is in the worker that waits for the features. Otherwise a request of high priority would wait in the worker for
+    features that are queued here behind others.
+
+    Calls of equal priority are ordered by shortest remaining work, with aging: the rank is `waiting since + patience *
+    remaining encoding time`, and the lowest rank goes first. So the shorter call goes first, and a call is overtaken
+    only by calls that arrive within `patience` times its own encoding time. No call starves, and no timer is needed.
+    The encoder serves units rather than whole calls, so a long video gives way to a picture between two of its units.
+    Two rules keep this true at every moment of the video's life:
+
+    - Time in the forward pass does not count as waiting, and each second of the call's own work takes `patience`
+      seconds off the wait that has accumulated. So a video that is served continuously never looks old, and a video
+      that had to wait spends its accumulated wait on the service that it gets.
+    - A call never counts as shorter than half of its original work. Otherwise the last units of a video would count as
+      shorter than a picture, and the picture would wait for all of them.
+    """
+
+    call: int
+    """Identifies the call on this encoder."""
+    age: tuple[float, str]
+    waiting_since_s: float
+    done_s: float = 0.0
+    """Sums the predicted forward time of the units that the call has already received."""
+    priority: int = 0
+
+    def served(self, seconds: float, worth_s: float, now_s: float, patience: float) -> None:
+        """Records a forward pass that ended at `now_s`, took `seconds`, and made units of this call that were predicted
+        to take `worth_s`."""
+        self.done_s += worth_s
+        self.waiting_since_s = min(now_s, self.waiting_since_s + seconds + patience * min(worth_s, seconds))
+
+    def rank(self, remaining_s: float, patience: float, item_index: int) -> Rank:
+        """Returns the rank of one item of this call while all items of the call together need `remaining_s` on this
+        encoder."""
+        needed_s = max(remaining_s, (remaining_s + self.done_s) / 2)
+        return Rank(self.priority, self.waiting_since_s + patience * needed_s, self.age, item_index)
+
+
+class Rank(NamedTuple):
+    """A `Rank` orders calls and items; the smaller rank goes first. The age order of the requests breaks ties, then the
+    item's place in its request."""
+
+    priority: int
+    virtual_s: float
+    age: tuple[float, str]
+    item_index: int
+
+
+# ------------------------------------------------------------ the forward pass
+
+
+class Forward(Protocol):
+    """A `Forward` computes one batch at a time on the device; `ForwardThread` implements it."""
+
+    def submit(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
+        """Encodes a batch of one modality into the units' buffers. Calls `done` once, in any thread."""
+        ...
+
+    def submit_sounds(self, sounds: Sequence[SoundJob], done: Callable[[SoundResult], None]) -> None:
+        """Resamples sounds and makes units of their spectrograms, all in one batch. Calls `done` once, in any thread.
+        It is only used where sounds arrive as waveforms."""
+        ...
+
+
+class ForwardUnit(NamedTuple):
+    input: EncoderInput
+    num_tokens: int
+    """Counts the planned rows of the feature."""
+    buffer: npt.NDArray[np.uint8]
+    """Views the bytes of the unit's slot in the arena, with shape `(nbytes,)`."""
+    num_levels: int = 0
+    """Has the meaning of `MediaItem.num_levels`."""
+
+
+class ForwardResult(NamedTuple):
+    errors: list[WeftError | None]
+    """Holds one entry per unit, in order. None means that the unit's bytes are complete in its slot."""
+    seconds: float
+
+
+class SoundJob(NamedTuple):
+    waveform: Waveform
+    item: MediaItem
+
+
+class SoundResult(NamedTuple):
+    outcomes: list[list[EncoderInput] | WeftError]
+    """Holds the planned units of each sound, in order, or the error that prevented them."""
+    seconds: float
+
+
+# ------------------------------------------------------------ the states of a feature
+
+
+class FeatureState(Enum):
+    """Lists the states of one unit's feature on its encoder; `advance` permits only the steps of this picture.
+
+    ENCODING ──> ENCODED <──> STAGED        The design has ENCODING -> ENCODED -> STAGED -> MERGED -> PREFILLED ->
+        │           │                       DISCARDED. MERGED and PREFILLED are states of the worker; here a
+        v           v                       feature that every worker has released is ENCODED again: it is cached
+      FAILED    DISCARDED                   and may be evicted.
+    """
+
+    ENCODING = "encoding"
+    """The feature's memory is reserved and is being written."""
+    ENCODED = "encoded"
+    """The feature is complete and no worker holds a lease, so it is cached."""
+    STAGED = "staged"
+    """The feature is announced and at least one worker holds a lease."""
+    DISCARDED = "discarded"
+    FAILED = "failed"
+
+
+NEXT_STATES: dict[FeatureState, frozenset[FeatureState]] = {
+    FeatureState.ENCODING: frozenset({FeatureState.ENCODED, FeatureState.FAILED}),
+    FeatureState.ENCODED: frozenset({FeatureState.STAGED, FeatureState.DISCARDED}),
+    FeatureState.STAGED: frozenset({FeatureState.ENCODED}),
+    FeatureState.DISCARDED: frozenset(),
+    FeatureState.FAILED: frozenset(),
+}
+
+
+def advance(state: FeatureState, target: FeatureState) -> FeatureState:
+    """Returns the target if the state machine permits the step. Any other step is a bug in this program, hence an
+    assertion."""
+    assert target in NEXT_STATES[state], f"a feature can't go from {state.value} to {target.value}"
+    return target
+
+
+# ------------------------------------------------------------ sums for reports
+
+
 @dataclass(slots=True)
 class EncoderTally:
-    """Keeps counters that only grow. Seconds are of wall time."""
+    """Keeps sums over an encoder's life, for reports: items received, items decoded, time in forward passes. The sums
+    only grow. Seconds are of wall time."""
 
     num_items: int = 0
     """Counts the items that calls ask for; a content that occurs several times in one call counts once."""

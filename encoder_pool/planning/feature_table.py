@@ -1,26 +1,15 @@
 """Keeps the feature table: which units are in the arena, which workers hold leases on them, and which may be evicted.
 
+`FeatureTable` owns the slots of the arena and decides about eviction, `LeaseBook` records which worker may read which
+unit and until when, and `FeatureLog` numbers the changes of the cache for routers. They stand together because one
+event changes several of them: the end of a lease makes a feature evictable, and an eviction is an event for routers.
+
 A feature that a worker may still read is never evicted. When the arena is full of leased features, the next feature
 waits (back-pressure). Where there are several workers, none may hold more than what it leaves free
-(`planning/shares.py`). Cached features have no lease. They are idle slots of the arena, and the arena names those that
+(`is_within_share`). Cached features have no lease. They are idle slots of the arena, and the arena names those that
 must be evicted for a new one.
 
-A unit that waits for long for room in one piece claims a range of the arena. Features in that range are evicted, or
-*set aside* if a worker may still read them. A feature that is set aside can no longer be found, so it gets no new
-lease, and its memory is freed with its last lease. A lease ends by release, by expiry, or with its worker, attempt or
-router.
-
-The time of an operation does not grow with the number of stored features, except that the time of a claim grows with
-the features in its range. The table is not thread-safe. It lives in the service's event loop, and another thread writes
-only the bytes of a reserved slot. The module knows nothing of models, the contents of requests or the message plane.
-
-Records how the feature cache changes, for routers: items stored and removed, numbered without gaps.
-
-An item counts as stored while every one of its units is ready. The module knows nothing of routers or memory.
-
-Records which worker holds which lease on a feature, until when, and for which attempt and router.
-
-The module knows nothing of memory or of what a unit is.
+The module knows nothing of models, the contents of requests, queues or the message plane.
 """
 
 from __future__ import annotations
@@ -36,159 +25,7 @@ from encoder_pool.planning.encode_job import FeatureState, advance
 from fabric.contracts import DTYPE_TO_BYTES, ArenaFull, AttemptId, Clock, FeatureEvents, MemberId, MmHash, UnitKey
 from fabric.transport import FeatureSource, LeaseTable, SourceSlot
 
-
-class FeatureLog:
-    """Keeps the events that routers have yet to receive. It is not thread-safe. Sequence numbers begin at 1 in each
-    epoch."""
-
-    def __init__(self, encoder_id: MemberId, epoch: int) -> None:
-        self._encoder_id = encoder_id
-        self._epoch = epoch
-        self._item_to_ready: dict[MmHash, set[int]] = {}
-        self._stored: dict[MmHash, None] = {}
-        """Holds the items that are stored now, oldest first."""
-        self._pending: list[tuple[bool, MmHash]] = []
-        """Holds the events that are not yet drained as (is_stored, item), oldest first."""
-        self._last_seq = 0
-
-    def unit_ready(self, unit: UnitKey, num_units: int) -> None:
-        """Records that one of the item's `num_units` units can be read; the last unit of an item makes an event."""
-        ready = self._item_to_ready.setdefault(unit.mm_hash, set())
-        ready.add(unit.unit)
-        if len(ready) == num_units and unit.mm_hash not in self._stored:
-            self._stored[unit.mm_hash] = None
-            self._note(True, unit.mm_hash)
-
-    def unit_gone(self, unit: UnitKey) -> None:
-        """Records that the unit was discarded; this makes an event if the item was complete."""
-        ready = self._item_to_ready[unit.mm_hash]
-        ready.remove(unit.unit)
-        if not ready:
-            del self._item_to_ready[unit.mm_hash]
-        if unit.mm_hash in self._stored:
-            del self._stored[unit.mm_hash]
-            self._note(False, unit.mm_hash)
-
-    def drain(self) -> list[FeatureEvents]:
-        """Takes the events since the last call. Each message holds either stored or removed items, so the order within
-        a message does not matter."""
-        messages: list[FeatureEvents] = []
-        seq = self._last_seq - len(self._pending) + 1
-        for is_stored, run in groupby(self._pending, key=lambda event: event[0]):
-            items = tuple(item for _, item in run)
-            stored, removed = (items, ()) if is_stored else ((), items)
-            messages.append(FeatureEvents(self._encoder_id, self._epoch, seq, stored, removed))
-            seq += len(items)
-        self._pending.clear()
-        return messages
-
-    def snapshot(self) -> FeatureEvents:
-        """Returns every stored item, as of the last event, whether that event is drained or not."""
-        return FeatureEvents(self._encoder_id, self._epoch, self._last_seq, tuple(self._stored), is_snapshot=True)
-
-    def _note(self, is_stored: bool, item: MmHash) -> None:
-        self._last_seq += 1
-        self._pending.append((is_stored, item))
-
-
-Holder = AttemptId | MemberId
-
-
-class LeaseKey(NamedTuple):
-    """A `LeaseKey` names one worker's right to read one unit for one attempt."""
-
-    worker_id: MemberId
-    attempt_id: AttemptId
-    unit: UnitKey
-
-
-class _LeaseHolder(NamedTuple):
-    router_id: MemberId
-    since_s: float
-
-
-class LeaseBook:
-    """Keeps all leases and finds them by attempt, by worker and by router. It is not thread-safe. Ids of workers and of
-    routers are never the same."""
-
-    def __init__(self, clock: Clock, lease_s: float) -> None:
-        self._clock = clock
-        self._lease_s = lease_s
-        self._deadlines: LeaseTable[LeaseKey] = LeaseTable(clock)
-        self._key_to_reader: dict[LeaseKey, _LeaseHolder] = {}
-        self._holder_to_keys: dict[Holder, dict[LeaseKey, None]] = {}
-        """Keeps the keys of each holder, oldest first."""
-
-    def __len__(self) -> int:
-        return len(self._key_to_reader)
-
-    def keys(self) -> KeysView[LeaseKey]:
-        return self._key_to_reader.keys()
-
-    def take(self, key: LeaseKey, router_id: MemberId) -> None:
-        """Adds a lease or renews it; a renewed lease becomes the newest."""
-        if key in self._key_to_reader:
-            self._forget(key)
-        self._key_to_reader[key] = _LeaseHolder(router_id, self._clock.now())
-        for holder in (key.attempt_id, key.worker_id, router_id):
-            self._holder_to_keys.setdefault(holder, {})[key] = None
-        self._deadlines.renew(key, self._lease_s)
-
-    def drop(self, key: LeaseKey) -> float:
-        """Ends a lease; returns the seconds since it was taken or renewed."""
-        self._deadlines.drop(key)
-        return self._clock.now() - self._forget(key).since_s
-
-    def expired(self) -> list[LeaseKey]:
-        """Returns leases that have run out, in order of their deadlines. Each is returned once and stays in the book
-        until it is dropped."""
-        return self._deadlines.expired()
-
-    def held_by(self, holder: Holder) -> list[LeaseKey]:
-        """Returns the leases of one attempt, one worker or one router, oldest first."""
-        return list(self._holder_to_keys.get(holder, ()))
-
-    def check_invariants(self) -> None:
-        assert len(self._deadlines) == len(self._key_to_reader)
-        found: dict[Holder, set[LeaseKey]] = {}
-        for key, reader in self._key_to_reader.items():
-            for holder in (key.attempt_id, key.worker_id, reader.router_id):
-                found.setdefault(holder, set()).add(key)
-        assert found == {holder: set(keys) for holder, keys in self._holder_to_keys.items()}
-
-    def _forget(self, key: LeaseKey) -> _LeaseHolder:
-        reader = self._key_to_reader.pop(key)
-        for holder in (key.attempt_id, key.worker_id, reader.router_id):
-            keys = self._holder_to_keys[holder]
-            del keys[key]
-            if not keys:
-                del self._holder_to_keys[holder]
-        return reader
-
-
-class TableUsage(NamedTuple):
-    used_bytes: int
-    """Counts the bytes that are being written or are leased."""
-    cached_bytes: int
-    """Counts the bytes of features that are complete and have no lease; these may be evicted."""
-    total_bytes: int
-    num_leases: int
-    num_encoding: int
-    encoding_bytes: int
-    """Counts the part of `used_bytes` that is being written."""
-    num_cached: int
-    num_staged: int
-
-
-class TableSums(NamedTuple):
-    """Keeps sums over the table's life."""
-
-    num_transfers: int = 0
-    """Counts the leases that their worker released."""
-    transfer_s: float = 0.0
-    """Sums the time from lease to release over these leases."""
-    num_evictions: int = 0
-    evicted_bytes: int = 0
+# ------------------------------------------------------------ the table
 
 
 class FeatureSpec(NamedTuple):
@@ -207,24 +44,18 @@ class FeatureSpec(NamedTuple):
         return (num_levels or self.num_levels) * num_tokens * self.hidden_size * DTYPE_TO_BYTES[self.dtype]
 
 
-@dataclass(slots=True)
-class FeatureEntry:
-    """A `FeatureEntry` is one unit in the arena. Its references are sets of leases, so that ending a lease twice is
-    harmless."""
-
-    slot: SourceSlot
-    num_units: int
-    state: FeatureState = FeatureState.ENCODING
-    leases: set[LeaseKey] = field(default_factory=set)
-    worker_to_num_leases: Counter[MemberId] = field(default_factory=Counter)
-    made_for: MemberId | None = None
-    """Names the worker whose share the memory was reserved from. It is cleared when that worker leases the unit, or
-    when all requests that wait for the unit have been informed."""
-    is_set_aside: bool = False
-
-
 class FeatureTable:
-    """Owns every slot of `source`."""
+    """Owns every slot of `source`.
+
+    A unit that waits for long for room in one piece claims a range of the arena. Features in that range are evicted, or
+    *set aside* if a worker may still read them. A feature that is set aside can no longer be found, so it gets no new
+    lease, and its memory is freed with its last lease. A lease ends by release, by expiry, or with its worker, attempt
+    or router.
+
+    The time of an operation does not grow with the number of stored features, except that the time of a claim grows
+    with the features in its range. The table is not thread-safe. It lives in the service's event loop, and another
+    thread writes only the bytes of a reserved slot.
+    """
 
     def __init__(self, source: FeatureSource, clock: Clock, lease_s: float, log: FeatureLog) -> None:
         self._source = source
@@ -524,3 +355,180 @@ class FeatureTable:
     def _count(self, entry: FeatureEntry, sign: int) -> None:
         self._state_to_bytes[entry.state] += sign * entry.slot.nbytes
         self._state_to_count[entry.state] += sign
+
+
+@dataclass(slots=True)
+class FeatureEntry:
+    """A `FeatureEntry` is one unit in the arena. Its references are sets of leases, so that ending a lease twice is
+    harmless."""
+
+    slot: SourceSlot
+    num_units: int
+    state: FeatureState = FeatureState.ENCODING
+    leases: set[LeaseKey] = field(default_factory=set)
+    worker_to_num_leases: Counter[MemberId] = field(default_factory=Counter)
+    made_for: MemberId | None = None
+    """Names the worker whose share the memory was reserved from. It is cleared when that worker leases the unit, or
+    when all requests that wait for the unit have been informed."""
+    is_set_aside: bool = False
+
+
+class TableUsage(NamedTuple):
+    used_bytes: int
+    """Counts the bytes that are being written or are leased."""
+    cached_bytes: int
+    """Counts the bytes of features that are complete and have no lease; these may be evicted."""
+    total_bytes: int
+    num_leases: int
+    num_encoding: int
+    encoding_bytes: int
+    """Counts the part of `used_bytes` that is being written."""
+    num_cached: int
+    num_staged: int
+
+
+class TableSums(NamedTuple):
+    """Keeps sums over the table's life."""
+
+    num_transfers: int = 0
+    """Counts the leases that their worker released."""
+    transfer_s: float = 0.0
+    """Sums the time from lease to release over these leases."""
+    num_evictions: int = 0
+    evicted_bytes: int = 0
+
+
+# ------------------------------------------------------------ leases
+
+Holder = AttemptId | MemberId
+
+
+class LeaseKey(NamedTuple):
+    """A `LeaseKey` names one worker's right to read one unit for one attempt."""
+
+    worker_id: MemberId
+    attempt_id: AttemptId
+    unit: UnitKey
+
+
+class LeaseBook:
+    """Records which worker holds which lease on a feature, until when, and for which attempt and router; it finds
+    leases by attempt, by worker and by router. Ids of workers and of routers are never the same. The book knows nothing
+    of memory or of what a unit is. It is not thread-safe."""
+
+    def __init__(self, clock: Clock, lease_s: float) -> None:
+        self._clock = clock
+        self._lease_s = lease_s
+        self._deadlines: LeaseTable[LeaseKey] = LeaseTable(clock)
+        self._key_to_reader: dict[LeaseKey, _LeaseHolder] = {}
+        self._holder_to_keys: dict[Holder, dict[LeaseKey, None]] = {}
+        """Keeps the keys of each holder, oldest first."""
+
+    def __len__(self) -> int:
+        return len(self._key_to_reader)
+
+    def keys(self) -> KeysView[LeaseKey]:
+        return self._key_to_reader.keys()
+
+    def take(self, key: LeaseKey, router_id: MemberId) -> None:
+        """Adds a lease or renews it; a renewed lease becomes the newest."""
+        if key in self._key_to_reader:
+            self._forget(key)
+        self._key_to_reader[key] = _LeaseHolder(router_id, self._clock.now())
+        for holder in (key.attempt_id, key.worker_id, router_id):
+            self._holder_to_keys.setdefault(holder, {})[key] = None
+        self._deadlines.renew(key, self._lease_s)
+
+    def drop(self, key: LeaseKey) -> float:
+        """Ends a lease; returns the seconds since it was taken or renewed."""
+        self._deadlines.drop(key)
+        return self._clock.now() - self._forget(key).since_s
+
+    def expired(self) -> list[LeaseKey]:
+        """Returns leases that have run out, in order of their deadlines. Each is returned once and stays in the book
+        until it is dropped."""
+        return self._deadlines.expired()
+
+    def held_by(self, holder: Holder) -> list[LeaseKey]:
+        """Returns the leases of one attempt, one worker or one router, oldest first."""
+        return list(self._holder_to_keys.get(holder, ()))
+
+    def check_invariants(self) -> None:
+        assert len(self._deadlines) == len(self._key_to_reader)
+        found: dict[Holder, set[LeaseKey]] = {}
+        for key, reader in self._key_to_reader.items():
+            for holder in (key.attempt_id, key.worker_id, reader.router_id):
+                found.setdefault(holder, set()).add(key)
+        assert found == {holder: set(keys) for holder, keys in self._holder_to_keys.items()}
+
+    def _forget(self, key: LeaseKey) -> _LeaseHolder:
+        reader = self._key_to_reader.pop(key)
+        for holder in (key.attempt_id, key.worker_id, reader.router_id):
+            keys = self._holder_to_keys[holder]
+            del keys[key]
+            if not keys:
+                del self._holder_to_keys[holder]
+        return reader
+
+
+class _LeaseHolder(NamedTuple):
+    router_id: MemberId
+    since_s: float
+
+
+# ------------------------------------------------------------ events for routers
+
+
+class FeatureLog:
+    """Records how the feature cache changes, as events that routers have yet to receive: items stored and removed,
+    numbered without gaps. An item counts as stored while every one of its units is ready. Sequence numbers begin at 1
+    in each epoch. The log is not thread-safe."""
+
+    def __init__(self, encoder_id: MemberId, epoch: int) -> None:
+        self._encoder_id = encoder_id
+        self._epoch = epoch
+        self._item_to_ready: dict[MmHash, set[int]] = {}
+        self._stored: dict[MmHash, None] = {}
+        """Holds the items that are stored now, oldest first."""
+        self._pending: list[tuple[bool, MmHash]] = []
+        """Holds the events that are not yet drained as (is_stored, item), oldest first."""
+        self._last_seq = 0
+
+    def unit_ready(self, unit: UnitKey, num_units: int) -> None:
+        """Records that one of the item's `num_units` units can be read; the last unit of an item makes an event."""
+        ready = self._item_to_ready.setdefault(unit.mm_hash, set())
+        ready.add(unit.unit)
+        if len(ready) == num_units and unit.mm_hash not in self._stored:
+            self._stored[unit.mm_hash] = None
+            self._note(True, unit.mm_hash)
+
+    def unit_gone(self, unit: UnitKey) -> None:
+        """Records that the unit was discarded; this makes an event if the item was complete."""
+        ready = self._item_to_ready[unit.mm_hash]
+        ready.remove(unit.unit)
+        if not ready:
+            del self._item_to_ready[unit.mm_hash]
+        if unit.mm_hash in self._stored:
+            del self._stored[unit.mm_hash]
+            self._note(False, unit.mm_hash)
+
+    def drain(self) -> list[FeatureEvents]:
+        """Takes the events since the last call. Each message holds either stored or removed items, so the order within
+        a message does not matter."""
+        messages: list[FeatureEvents] = []
+        seq = self._last_seq - len(self._pending) + 1
+        for is_stored, run in groupby(self._pending, key=lambda event: event[0]):
+            items = tuple(item for _, item in run)
+            stored, removed = (items, ()) if is_stored else ((), items)
+            messages.append(FeatureEvents(self._encoder_id, self._epoch, seq, stored, removed))
+            seq += len(items)
+        self._pending.clear()
+        return messages
+
+    def snapshot(self) -> FeatureEvents:
+        """Returns every stored item, as of the last event, whether that event is drained or not."""
+        return FeatureEvents(self._encoder_id, self._epoch, self._last_seq, tuple(self._stored), is_snapshot=True)
+
+    def _note(self, is_stored: bool, item: MmHash) -> None:
+        self._last_seq += 1
+        self._pending.append((is_stored, item))

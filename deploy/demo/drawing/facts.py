@@ -1,8 +1,10 @@
-"""Builds what one can ask about a medium: questions in several wordings, and the answer as a word and as a sentence. It
-knows no model.
+"""Defines the values that a conversation of the demo consists of, and builds conversations of them.
 
-Defines the values that a conversation of the demo consists of: pictures, sounds, clips and turns. The module draws
-none of them.
+A `Sample` is a conversation with its one right answer; its turns contain text and media (`Picture`, `Sound`, `Clip`). A
+`Fact` is what one can ask about a medium: questions in several wordings, and the answer as a word and as a sentence.
+`conversation` puts media and facts together into a sample.
+
+The module draws no media and knows no model.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+Rng = np.random.Generator
 SAMPLE_RATE = 16_000
+
+
+# ------------------------------------------------------------ conversations
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +71,36 @@ class Sample:
                     yield part
 
 
-Rng = np.random.Generator
+def conversation(rng: Rng, task: str, media: Sequence[Part], facts: Sequence[Fact], manner: str = "free") -> Sample:
+    """Returns a conversation with a question for each fact, the last one not yet answered. The media stand in the first
+    user turn, before or after its question."""
+    turns: list[ChatTurn] = list(system_turn(rng, manner))
+    for index, fact in enumerate(facts):
+        question = pick(rng, fact.questions)
+        if index == 0:
+            is_media_first = rng.random() < 0.7
+            turns.append(ChatTurn("user", (*media, question) if is_media_first else (question, *media)))
+        else:
+            turns.append(ChatTurn("user", (question,)))
+        turns.append(ChatTurn("assistant", (fact.sentence if manner == "sentence" else fact.word,)))
+    answer = turns.pop().parts[0]
+    assert isinstance(answer, str)
+    return Sample(task, tuple(turns), answer)
+
+
+def system_turn(rng: Rng, manner: str) -> tuple[ChatTurn, ...]:
+    """Returns the system turn for a manner of answering. `manner` is `word`, `sentence`, or `free` (no system prompt,
+    which means a word)."""
+    if manner == "free":
+        return ()
+    return (ChatTurn("system", (pick(rng, WORD_PROMPTS if manner == "word" else SENTENCE_PROMPTS),)),)
+
+
+def any_manner(rng: Rng) -> str:
+    return str(rng.choice(["free", "word", "sentence"], p=[0.6, 0.15, 0.25]))
+
+
+# ------------------------------------------------------------ facts
 
 NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 ORDINALS = ("first", "second", "third")
@@ -94,32 +129,3 @@ def are(count: int) -> str:
 def pick(rng: Rng, options: Sequence[str]) -> str:
     """Returns one of the options, drawn at random."""
     return options[int(rng.integers(len(options)))]
-
-
-def system_turn(rng: Rng, manner: str) -> tuple[ChatTurn, ...]:
-    """Returns the system turn for a manner of answering. `manner` is `word`, `sentence`, or `free` (no system prompt,
-    which means a word)."""
-    if manner == "free":
-        return ()
-    return (ChatTurn("system", (pick(rng, WORD_PROMPTS if manner == "word" else SENTENCE_PROMPTS),)),)
-
-
-def any_manner(rng: Rng) -> str:
-    return str(rng.choice(["free", "word", "sentence"], p=[0.6, 0.15, 0.25]))
-
-
-def conversation(rng: Rng, task: str, media: Sequence[Part], facts: Sequence[Fact], manner: str = "free") -> Sample:
-    """Returns a conversation with a question for each fact, the last one not yet answered. The media stand in the first
-    user turn, before or after its question."""
-    turns: list[ChatTurn] = list(system_turn(rng, manner))
-    for index, fact in enumerate(facts):
-        question = pick(rng, fact.questions)
-        if index == 0:
-            is_media_first = rng.random() < 0.7
-            turns.append(ChatTurn("user", (*media, question) if is_media_first else (question, *media)))
-        else:
-            turns.append(ChatTurn("user", (question,)))
-        turns.append(ChatTurn("assistant", (fact.sentence if manner == "sentence" else fact.word,)))
-    answer = turns.pop().parts[0]
-    assert isinstance(answer, str)
-    return Sample(task, tuple(turns), answer)

@@ -1,14 +1,11 @@
-"""Runs two processes that train one model: each computes gradients from its half of a batch, then both apply the mean.
+"""Updates the demo model's weights: `Optimizers` applies the gradients, and two processes compute them together.
 
-Every process holds all weights and updates them in the same way, so the weights stay equal bit for bit. The result
-depends on the number of processes but not on the number of cores. The module does not know what the model learns.
+`Optimizers` uses Muon for the layers' matrices, AdamW for the rest, and one cycle of the learning rate. `run_together`
+starts the processes, the learners: each computes gradients from its half of a batch, `average_gradients` gives both the
+mean, and each applies it. Every process holds all weights and updates them in the same way, so the weights stay equal
+bit for bit. The result depends on the number of processes but not on the number of cores.
 
-Updates the demo model's weights: Muon for the layers' matrices, AdamW for the rest, and one cycle of the learning
-rate.
-
-Muon learned the same in fewer steps than AdamW alone. Convolutions have thousands of correlated inputs, so they learn
-at a tenth of the rate: at the full rate the first layer of the vision tower learned nothing but colour. The module
-knows no data.
+The module knows no data and does not know what the model learns.
 """
 
 from __future__ import annotations
@@ -35,7 +32,11 @@ CONVOLUTION_RATE = 0.1
 
 class Optimizers:
     """Holds the optimizers of a module. `part_to_rate` maps a part of a parameter's name to the learning rate of such
-    parameters, as a share of the rate of the others."""
+    parameters, as a share of the rate of the others.
+
+    Muon learned the same in fewer steps than AdamW alone. Convolutions have thousands of correlated inputs, so they
+    learn at a tenth of the rate: at the full rate the first layer of the vision tower learned nothing but colour.
+    """
 
     def __init__(self, module: nn.Module, peak_rate: float, num_steps: int, part_to_rate: Mapping[str, float]) -> None:
         matrices: list[dict[str, Any]] = []
@@ -77,6 +78,8 @@ def _by_rate(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"params": parameters, "lr": rate} for rate, parameters in rate_to_parameters.items()]
 
 
+# ------------------------------------------------------------ two processes that train one model
+
 NUM_LEARNERS = 2
 PATIENCE = timedelta(minutes=5)
 """Each process waits at most this long for the other. Then it ends with an error."""
@@ -96,6 +99,14 @@ def run_together(learn: Callable[..., None], arguments: Sequence[Any], scratch: 
         # Torch leaves these files in the folder for temporary files.
         for name in learners.error_files:
             Path(name).unlink(missing_ok=True)
+
+
+def _join(learner: int, learn: Callable[..., None], meeting: Path, *arguments: Any) -> None:
+    dist.init_process_group("gloo", f"file://{meeting}", rank=learner, world_size=NUM_LEARNERS, timeout=PATIENCE)
+    try:
+        learn(learner, *arguments)
+    finally:
+        dist.destroy_process_group()
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
@@ -133,11 +144,3 @@ def to_device(shown: Any, device: torch.device) -> Any:
     if isinstance(shown, (list, tuple)):
         return type(shown)(to_device(value, device) for value in shown)
     return shown
-
-
-def _join(learner: int, learn: Callable[..., None], meeting: Path, *arguments: Any) -> None:
-    dist.init_process_group("gloo", f"file://{meeting}", rank=learner, world_size=NUM_LEARNERS, timeout=PATIENCE)
-    try:
-        learn(learner, *arguments)
-    finally:
-        dist.destroy_process_group()
