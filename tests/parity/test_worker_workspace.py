@@ -74,14 +74,16 @@ def test_larger_steps_take_more_and_the_estimate_is_not_far_below() -> None:
         assert estimate >= found.num_bytes // 2
 
 
-def test_where_the_system_does_not_say_what_is_left_the_whole_memory_counts(monkeypatch) -> None:
+def test_where_the_system_does_not_say_what_is_left_the_whole_memory_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cpu = torch.device("cpu")
     left = workspace.bytes_left(cpu)
     monkeypatch.setattr(workspace, "_read_number", lambda path, name="": 0)
     assert workspace.bytes_left(cpu) >= machine_bytes() >= left > 0
 
 
-async def test_a_worker_without_room_for_its_largest_step_does_not_start(monkeypatch) -> None:
+async def test_a_worker_without_room_for_its_largest_step_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "bytes_left", lambda device: MIB)
     with pytest.raises(ConfigError, match=r"a step takes \d+ bytes \(measured\), cpu has 1048576 left"):
         async with rig(is_workspace_measured=True, max_step_tokens=128):

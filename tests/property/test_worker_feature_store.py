@@ -68,7 +68,7 @@ class Store(RuleBasedStateMachine):
     # ------------------------------------------------------------ attempts
 
     @rule(indices=st.lists(st.integers(0, 3), min_size=1, max_size=3, unique=True), priority=st.integers(0, 1))
-    def expect(self, indices, priority):
+    def expect(self, indices: list[int], priority: int) -> None:
         attempt = AttemptId(RequestId(f"r{self.num_attempts}"), 0)
         rank = (priority, float(self.num_attempts), attempt.request_id)
         self.num_attempts += 1
@@ -79,7 +79,7 @@ class Store(RuleBasedStateMachine):
 
     @precondition(lambda self: self.attempts)
     @rule(number=numbers, mask=st.integers(0, 7))
-    def admit(self, number, mask):
+    def admit(self, number: int, mask: int) -> None:
         attempt, known = self._attempt(number)
         if known.is_admitted:
             return
@@ -91,7 +91,7 @@ class Store(RuleBasedStateMachine):
 
     @precondition(lambda self: self.attempts)
     @rule(number=numbers, place=numbers)
-    def need(self, number, place):
+    def need(self, number: int, place: int) -> None:
         """The engine needs a unit again, because its blocks were evicted."""
         attempt, known = self._attempt(number)
         unit = known.units[place % len(known.units)]
@@ -102,7 +102,7 @@ class Store(RuleBasedStateMachine):
 
     @precondition(lambda self: self.attempts)
     @rule(number=numbers)
-    def end(self, number):
+    def end(self, number: int) -> None:
         attempt, _ = self._attempt(number)
         self.store.end(attempt)
         self.store.end(attempt)
@@ -111,7 +111,7 @@ class Store(RuleBasedStateMachine):
     # ------------------------------------------------------------ announcements and pulls
 
     @rule(index=st.integers(0, 3), number=numbers)
-    def announce(self, index, number):
+    def announce(self, index: int, number: int) -> None:
         """An encoder announces a unit for an attempt that is open, has ended, or has not arrived."""
         ticket = FeatureTicket("e", b"", 0, 0, NUM_BYTES, len(self.announced), SHAPE, "float32", 60.0)
         request_id = RequestId(f"r{number % (self.num_attempts + 2)}")
@@ -120,7 +120,7 @@ class Store(RuleBasedStateMachine):
         self.store.announce(ready)
 
     @rule()
-    def pull(self):
+    def pull(self) -> None:
         ready = self.store.next_pull()
         wanted = {one.unit for one in self.announced if self._is_wanted(one.unit)}
         assert (ready is not None) == bool(wanted - self.memory.keys() - set(self.pulling) - set(self.kept))
@@ -132,7 +132,7 @@ class Store(RuleBasedStateMachine):
 
     @precondition(lambda self: self.pulling)
     @rule(number=numbers)
-    def land(self, number):
+    def land(self, number: int) -> None:
         unit = self.pulling.pop(number % len(self.pulling))
         self.num_slots += 1
         ticket = FeatureTicket("e", b"", 0, 0, NUM_BYTES, 1, SHAPE, "float32", 60.0)
@@ -142,7 +142,7 @@ class Store(RuleBasedStateMachine):
 
     @precondition(lambda self: self.attempts)
     @rule(number=numbers, place=numbers)
-    def bring(self, number, place):
+    def bring(self, number: int, place: int) -> None:
         """An admitted attempt needs a unit, which is announced and pulled at once, and lands unless other units come
         first. Without this rule, references are rare."""
         attempt, known = self._attempt(number)
@@ -157,12 +157,12 @@ class Store(RuleBasedStateMachine):
 
     @precondition(lambda self: self.pulling)
     @rule(number=numbers)
-    def fail(self, number):
+    def fail(self, number: int) -> None:
         unit = self.pulling.pop(number % len(self.pulling))
         self.store.fail_pull(unit, "lease_lost")
 
     @rule()
-    def drop_source(self):
+    def drop_source(self) -> None:
         self.store.drop_source("e")
         self.announced.clear()
 
@@ -170,7 +170,7 @@ class Store(RuleBasedStateMachine):
 
     @precondition(lambda self: self.references)
     @rule(number=numbers, count=st.integers(1, 3))
-    def give_back(self, number, count):
+    def give_back(self, number: int, count: int) -> None:
         """The engine gives back some references to one unit, held or given back long ago, or of an older landing."""
         unit = self.references[number % len(self.references)].unit
         every = [one for one in self.references if one.unit == unit]
@@ -179,7 +179,7 @@ class Store(RuleBasedStateMachine):
 
     @precondition(lambda self: self.memory)
     @rule(number=numbers)
-    def release(self, number):
+    def release(self, number: int) -> None:
         """The engine gives back every reference to a unit, twice."""
         unit = sorted(self.memory)[number % len(self.memory)]
         held = list(self.memory[unit].references)
@@ -188,7 +188,7 @@ class Store(RuleBasedStateMachine):
 
     @precondition(lambda self: self.memory)
     @rule(number=numbers)
-    def evict(self, number):
+    def evict(self, number: int) -> None:
         """A unit is evicted, and the admitted attempts that contain it miss it."""
         unit = sorted(self.memory)[number % len(self.memory)]
         memory = self.memory[unit]
@@ -199,7 +199,7 @@ class Store(RuleBasedStateMachine):
             self._release(unit, list(memory.references), missed_by)
 
     @rule(number=numbers)
-    def make_room(self, number):
+    def make_room(self, number: int) -> None:
         """The store's own choice of a victim is read later than the unit that it makes room for."""
         unit = UNITS[number % len(UNITS)]
         victim = self.store.victim(unit)
@@ -212,7 +212,7 @@ class Store(RuleBasedStateMachine):
             self.memory[victim].is_evicting = True
 
     @rule(index=st.integers(0, 3))
-    def distrust(self, index):
+    def distrust(self, index: int) -> None:
         unit = UNITS[index]
         self.store.distrust([unit])
         self.kept = [one for one in self.kept if one != unit]
@@ -222,7 +222,7 @@ class Store(RuleBasedStateMachine):
     # ------------------------------------------------------------ decisions
 
     @rule()
-    def free(self):
+    def free(self) -> None:
         expected = [unit for unit, memory in self.memory.items() if self._is_freeable(unit, memory)]
         slots = {memory.feature.slot_id: unit for unit in expected if not (memory := self.memory[unit]).is_lent}
         freed = [feature.slot_id for feature in self.store.take_unneeded()]
@@ -245,7 +245,7 @@ class Store(RuleBasedStateMachine):
             self.kept.sort(key=list(self.store.host_cache._features).index)
 
     @rule()
-    def lend(self):
+    def lend(self) -> None:
         lendable = self.store.take_lendable()
         assert set(lendable) == {unit for unit in self.kept if self._is_wanted(unit)}
         for unit in lendable:
@@ -256,7 +256,7 @@ class Store(RuleBasedStateMachine):
             self._land(unit, feature, reference, is_lent=True)
 
     @rule(seconds=st.sampled_from([0.0, 4.0, 6.0]))
-    def give_announcements_back(self, seconds):
+    def give_announcements_back(self, seconds: float) -> None:
         self.clock.advance(seconds)
         for ready in self.store.take_releasable():
             known = self.attempts.get(AttemptId(ready.request_id, ready.attempt))
@@ -269,7 +269,7 @@ class Store(RuleBasedStateMachine):
             assert not is_open or known.wants(ready.unit), "it is of no use"
 
     @rule()
-    def ask(self):
+    def ask(self) -> None:
         announced = {ready.unit for ready in self.announced}
         for attempt, unit, _ in self.store.take_needed():
             assert unit in self.attempts[attempt].missing
@@ -278,7 +278,7 @@ class Store(RuleBasedStateMachine):
     # ------------------------------------------------------------ checks
 
     @invariant()
-    def agrees(self):
+    def agrees(self) -> None:
         self.store.check_invariants()
         announced = {ready.unit for ready in self.announced}
         for unit in UNITS:
@@ -299,7 +299,7 @@ class Store(RuleBasedStateMachine):
         assert self.store.num_held == len(self.announced) + len(self.pulling) + len(self.memory)
         assert self.store.num_attempts == len(self.attempts)
 
-    def teardown(self):
+    def teardown(self) -> None:
         """Ends everything: every slot is freed once, and nothing is left but what is kept."""
         for attempt in list(self.attempts):
             self.store.end(attempt)

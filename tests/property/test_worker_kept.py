@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from test_worker_receiver import ACTIONS, finish, play, requests
 from worker_world import ROW_BYTES, World, request_of, unit_of
 
-from fabric.contracts import AttemptId, FeatureTicket, RequestId
+from fabric.contracts import AttemptId, FeatureTicket, GenerateRequest, RequestId
 from fabric.transport import LandedFeature
 from llm_workers.features import HostCache
 from llm_workers.features.host_cache import NO_SLOT
@@ -38,7 +38,7 @@ class Cache(RuleBasedStateMachine):
         self.num_hits = 0
 
     @rule(name=names, value=st.integers(0, 255), nbytes=st.integers(1, 12))
-    def put(self, name, value, nbytes):
+    def put(self, name: str, value: int, nbytes: int) -> None:
         if any(one[0] == name for one in (*self.free, *self.lent)):
             return
         feature = landed(value, nbytes)
@@ -52,7 +52,7 @@ class Cache(RuleBasedStateMachine):
         assert dropped == expected
 
     @rule(name=names)
-    def drop(self, name):
+    def drop(self, name: str) -> None:
         if all(one[0] != name for one in self.lent):
             self.cache.drop(unit_of(name))
             self.free = [one for one in self.free if one[0] != name]
@@ -76,7 +76,7 @@ class Cache(RuleBasedStateMachine):
         self.free.append(one)
 
     @invariant()
-    def agrees(self):
+    def agrees(self) -> None:
         self.cache.check_invariants()
         assert [name for name in "abcdef" if unit_of(name) in self.cache] == sorted(one[0] for one in self.free)
         assert [name for name in "abcdef" if self.cache.is_lent(unit_of(name))] == sorted(one[0] for one in self.lent)
@@ -99,8 +99,10 @@ def keeping(mode: str, kept_rows: int, is_prefix_cached: bool) -> WorkerConfig:
 
 @settings(deadline=None, max_examples=100)
 @given(requests(), ACTIONS, st.sampled_from([4, 5, 7]), st.integers(1, 12), st.sampled_from(["always", "auto"]))
-def test_every_interleaving_serves_all_and_keeps_within_its_budget(waiting, actions, inbox_rows, kept_rows, mode):
-    async def scenario():
+def test_every_interleaving_serves_all_and_keeps_within_its_budget(
+    waiting: list[GenerateRequest], actions: list[tuple[str, int]], inbox_rows: int, kept_rows: int, mode: str
+) -> None:
+    async def scenario() -> None:
         world = World(inbox_rows * ROW_BYTES, keeping(mode, kept_rows, False))
         for request in waiting:
             world.will_announce(request)
@@ -136,7 +138,7 @@ async def serve(world: World, name: str, age: float) -> None:
 def asked(mode: str, is_prefix_cached: bool, num_requests: int) -> tuple[int, World]:
     """Returns how often the picture was encoded and announced for this many requests in a row, and the world."""
 
-    async def scenario():
+    async def scenario() -> tuple[int, World]:
         world = World(100 * ROW_BYTES, keeping(mode, 100, is_prefix_cached))
         for number in range(num_requests):
             await serve(world, f"r{number}", float(number))

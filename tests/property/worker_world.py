@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -32,11 +34,21 @@ from fabric.contracts import (
 from fabric.transport import ArenaUsage, LandedFeature
 from llm_workers.features import FeatureEndpoint, FeatureStore, Listener, Receiver
 from llm_workers.features.feature_entries import ReadTurn, UnitState
-from llm_workers.features.feature_store import LOST
-from llm_workers.scheduling import FeatureReference, NextRead, ReleasedFeature
+from llm_workers.features.feature_store import LOST, MissingUnit
+from llm_workers.scheduling import FeatureReference, NextRead, Reads, ReleasedFeature
 from llm_workers.worker_config import WorkerConfig
 
 NUM_LEVELS, HIDDEN, ROW_BYTES = 2, 4, 2 * 4 * 4
+
+AttemptUnits = tuple[AttemptId, list[UnitKey]]
+EngineCommand = (
+    tuple[Literal["add"], AttemptId, list[UnitKey]]
+    | tuple[Literal["abort"], AttemptId]
+    | tuple[Literal["hold"], FeatureReference]
+    | tuple[Literal["evict"], UnitKey]
+)
+TurnUpdate = tuple[list[ReleasedFeature], Reads, list[AttemptUnits], list[tuple[AttemptId, UnitKey]], list[AttemptId]]
+"""Holds what a turn released, read, admitted (with the units that are missing), needs again, and ended."""
 
 
 def unit_of(name: str) -> UnitKey:
@@ -120,8 +132,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.sink = Sink(self.total_bytes)
-        self.commands: deque = deque()
-        self.updates: deque = deque()
+        self.commands: deque[EngineCommand] = deque()
+        self.updates: deque[TurnUpdate] = deque()
         self.coming: list[tuple[AttemptId, UnitKey]] = []
         """Holds the announcements that encoders will make."""
         self.rows: dict[UnitKey, int] = {}
@@ -153,7 +165,7 @@ class World:
     def evict_feature(self, unit: UnitKey) -> None:
         self.commands.append(("evict", unit))
 
-    def _needed(self, needs) -> None:
+    def _needed(self, needs: Sequence[MissingUnit]) -> None:
         for attempt, unit, reason in needs:
             if (attempt, unit) not in self.coming:
                 self.coming.append((attempt, unit))
@@ -204,7 +216,10 @@ class World:
     def turn(self, preempt: int | None = None) -> None:
         """Runs one turn: it obeys commands, releases units, preempts an attempt if asked, reads one unit for every
         attempt that can read, and releases units again."""
-        released, admitted, needed, ended = [], [], [], []
+        released: list[ReleasedFeature] = []
+        admitted: list[AttemptUnits] = []
+        needed: list[tuple[AttemptId, UnitKey]] = []
+        ended: list[AttemptId] = []
         while self.commands:
             self._obey(self.commands.popleft(), released, admitted)
         self._release_unneeded(released)
@@ -229,7 +244,7 @@ class World:
             is_lent = self.receiver.store.host_cache.is_lent(unit)
             assert is_lent or reference.feature.slot_id in self.sink.slots
 
-    def _changed_reads(self) -> dict[UnitKey, dict[AttemptId, NextRead | None]]:
+    def _changed_reads(self) -> Reads:
         """Returns the reads that differ from those of the last update."""
         reads = {(unit, key): read for key, one in self.reading.items() for unit, read in one.next_reads().items()}
         changed: dict[UnitKey, dict[AttemptId, NextRead | None]] = {}
@@ -239,20 +254,22 @@ class World:
         self.told = reads
         return changed
 
-    def _obey(self, command: tuple, released: list, admitted: list) -> None:
-        kind, subject = command[:2]
-        if kind == "add":
-            self.reading[subject] = Reading(command[2])
-            admitted.append((subject, [unit for unit in dict.fromkeys(command[2]) if unit not in self.held]))
-        elif kind == "abort":
-            self.reading.pop(subject, None)
-        elif kind == "hold":
-            self.held.setdefault(subject.unit, []).append(subject)
-        elif subject in self.held:
-            missed = tuple(attempt for attempt, one in self.reading.items() if subject in one.units[one.at :])
-            released.append(ReleasedFeature(subject, tuple(self.held.pop(subject)), missed))
+    def _obey(
+        self, command: EngineCommand, released: list[ReleasedFeature], admitted: list[AttemptUnits]
+    ) -> None:
+        match command:
+            case ("add", attempt, units):
+                self.reading[attempt] = Reading(units)
+                admitted.append((attempt, [unit for unit in dict.fromkeys(units) if unit not in self.held]))
+            case ("abort", attempt):
+                self.reading.pop(attempt, None)
+            case ("hold", reference):
+                self.held.setdefault(reference.unit, []).append(reference)
+            case ("evict", unit) if unit in self.held:
+                missed = tuple(attempt for attempt, one in self.reading.items() if unit in one.units[one.at :])
+                released.append(ReleasedFeature(unit, tuple(self.held.pop(unit)), missed))
 
-    def _release_unneeded(self, released: list) -> None:
+    def _release_unneeded(self, released: list[ReleasedFeature]) -> None:
         needed = {unit for one in self.reading.values() for unit in one.units[one.at :]}
         unneeded = [unit for unit in self.held if unit not in needed]
         released.extend(ReleasedFeature(unit, tuple(self.held.pop(unit))) for unit in unneeded)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from scheduling_cases import attempt_id, reference, sequence_id, unit
 
-from fabric.contracts import FeatureMismatch
+from fabric.contracts import FeatureMismatch, UnitKey
 from llm_workers.scheduling import FeatureReferences, NextRead
 from llm_workers.scheduling.feature_references import ReadLog
 
@@ -14,7 +14,7 @@ A, A2, B = sequence_id("a"), sequence_id("a", choice=1), sequence_id("b")
 U, V = unit("u"), unit("v")
 
 
-def released(references: FeatureReferences) -> list:
+def released(references: FeatureReferences) -> list[UnitKey]:
     return [one.unit for one in references.take_unneeded()]
 
 

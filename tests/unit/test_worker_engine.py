@@ -29,7 +29,15 @@ from fabric.contracts import (
 )
 from llm_workers.engine import MAX_FAILED_STEPS, PROBE_ID, Engine, is_device_error, probe_plan
 from llm_workers.engine_updates import Update
-from llm_workers.scheduling import BROKEN_GRAMMAR_TOKEN, Scheduler, Splice, StepPlan, StepResult
+from llm_workers.scheduling import (
+    BROKEN_GRAMMAR_TOKEN,
+    FeatureReference,
+    ReleasedFeature,
+    Scheduler,
+    Splice,
+    StepPlan,
+    StepResult,
+)
 from llm_workers.worker_config import WorkerConfig
 from modalities.family import Positions
 
@@ -129,10 +137,10 @@ class Watched:
     def deaths(self) -> list[WeftError]:
         return [u.death for u in self.seen if u.death]
 
-    def released(self):
+    def released(self) -> list[ReleasedFeature]:
         return [released for u in self.seen for released in u.released]
 
-    def given_back(self):
+    def given_back(self) -> list[FeatureReference]:
         return [reference for released in self.released() for reference in released.references]
 
 
@@ -396,7 +404,7 @@ def test_a_refused_request_is_answered(watched: Watched) -> None:
     assert list(watched.failed()) == ["a"]
 
 
-def test_every_reference_is_given_back_once(watched):
+def test_every_reference_is_given_back_once(watched: Watched) -> None:
     engine, references = watched.engine, [reference(UNIT) for _ in range(4)]
     engine.hold_feature(references[0])
     watched.until(watched.released)

@@ -32,7 +32,7 @@ def predicted_s(costs: StepCosts, work: StepWork) -> float:
     return sum(cost * amount for cost, amount in zip(numbers(costs), work.amounts, strict=True))
 
 
-def test_unknown_until_a_step_was_seen():
+def test_unknown_until_a_step_was_seen() -> None:
     assert numbers(StepCosts()) == (0.0, 0.0, 0.0)
 
 
