@@ -117,7 +117,8 @@ def run_unfused(
         last_rows=last_rows,
         **deepstack,
     )
-    return output.last_hidden_state[0]
+    hidden: torch.Tensor = output.last_hidden_state[0]
+    return hidden
 
 
 def _position_ids(positions: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,8 @@ class TextModel:
 
     def layer(self, index: int) -> torch.nn.Module:
         """Returns a decoder layer, whose output is the residual stream `(1, num_tokens, hidden)`."""
-        return self._part.model.layers[index]
+        found: torch.nn.Module = self._part.model.layers[index]
+        return found
 
     @torch.no_grad()
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
