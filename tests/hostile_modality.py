@@ -70,7 +70,7 @@ class HostilePlugin:
 
 def pipe_of_this_process() -> Connection:
     """Returns the pipe through which this helper answers."""
-    pipe: Connection = multiprocessing.current_process()._args[0]  # type: ignore[attr-defined]
+    pipe: Connection = multiprocessing.current_process()._args[0]
     return pipe
 
 

@@ -4,7 +4,7 @@ commands of `HostilePlugin`."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from hostile_modality import HostilePlugin, hostile_registry
@@ -25,8 +25,7 @@ class SandboxUser(Protocol):
     """Has one process, which reads files."""
 
     @property
-    def processes(self) -> Sequence[SandboxProcess]:  # type: ignore[type-arg]
-        ...
+    def processes(self) -> Sequence[SandboxProcess[Any]]: ...
 
     async def start(self) -> None: ...
 
@@ -62,7 +61,7 @@ class HostileFamily:
 
 
 def enter_hostile_decoding() -> RunJob[DecodeJob]:
-    return decoding_with(HostileFamily())  # type: ignore[arg-type]
+    return decoding_with(HostileFamily())
 
 
 class DecodeUser:
@@ -70,7 +69,7 @@ class DecodeUser:
 
     def __init__(self, cpu_s: float, timeout_s: float) -> None:
         limits = DEFAULT_LIMITS.__class__({"hostile": cpu_s}, {"hostile": timeout_s}, MEMORY_BYTES)
-        self._pool = DecodePool(HostileFamily(), "", 1, limits)  # type: ignore[arg-type]
+        self._pool = DecodePool(HostileFamily(), "", 1, limits)
         self.start, self.close = self._pool.start, self._pool.close
         self.processes = self._pool._processes
         for process in self.processes:

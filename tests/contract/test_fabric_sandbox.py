@@ -40,7 +40,8 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 # (command, limits, the prober's error, the decoder's error, words of both messages, whether the process is replaced)
-ENDS = [
+End = tuple[bytes, dict[str, float], type[Exception], type[Exception], str, bool]
+ENDS: list[End] = [
     (b"burn", {"cpu_s": 0.3}, InvalidMedia, InvalidMedia, "more than 0.3 s of processor time", True),
     (b"grow", {}, InvalidMedia, InvalidMedia, "memory", False),
     (b"hang", {"timeout_s": 1.5}, MachineBusy, MachineBusy, "too busy", True),
@@ -57,7 +58,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize("row", ENDS, ids=lambda row: row[0].decode())
-async def test_what_a_file_does_to_its_process_is_told_apart_and_ends_with_it(name: str, row: tuple) -> None:  # type: ignore[type-arg]
+async def test_what_a_file_does_to_its_process_is_told_apart_and_ends_with_it(name: str, row: End) -> None:
     data, limits, probe_error, decode_error, words, is_replaced = row
     async with running(name, **limits) as user:
         pid, _ = await user.read(b"hello")

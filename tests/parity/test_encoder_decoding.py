@@ -398,7 +398,7 @@ async def test_processes_that_start_well_and_always_die_idle_are_seen_in_health(
 
         async def die_and_ask(process: SandboxProcess[DecodeJob], *given: object) -> None:
             kill(pool)
-            await ask(process, *given)  # type: ignore[arg-type]
+            await ask(process, *given)
 
         with monkeypatch.context() as patch:
             patch.setattr(SandboxProcess, "run", die_and_ask)

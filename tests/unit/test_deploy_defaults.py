@@ -77,7 +77,7 @@ def test_the_three_that_differed() -> None:
     encoder = compose.EncoderConfig(("image",), model_dir="m")
     assert defaults.encoders.decode_processes == encoder.num_decode_processes == 2
     with pytest.raises(TypeError, match="modalities"):
-        compose.EncoderConfig()  # type: ignore[call-arg]
+        compose.EncoderConfig()  # type: ignore[call-arg]  # The missing argument is the test.
 
 
 def test_every_budget_has_a_key() -> None:

@@ -26,7 +26,7 @@ class RecordingPlane:
 
 def table() -> tuple[RouterTable, RecordingPlane, ManualClock]:
     plane, clock = RecordingPlane(), ManualClock()
-    return RouterTable(plane, clock), plane, clock  # type: ignore[arg-type]
+    return RouterTable(plane, clock), plane, clock
 
 
 def heartbeat(router_id: MemberId, address: str, lease_s: float = 2.0) -> RouterHeartbeat:
