@@ -238,9 +238,9 @@ class FeatureIndex:
 EventT = TypeVar("EventT")
 
 
-class _Batch(NamedTuple):
+class _Batch(NamedTuple, Generic[EventT]):
     first_seq: int
-    events: Sequence[object]
+    events: Sequence[EventT]
 
 
 class EventFeed(Generic[EventT]):
@@ -257,7 +257,7 @@ class EventFeed(Generic[EventT]):
         self.epoch = -1
         self.is_in_step = False
         self._next_seq = 0
-        self._buffer: deque[_Batch] = deque()
+        self._buffer: deque[_Batch[EventT]] = deque()
         self._num_buffered = 0
         self._max_buffered = max_buffered
 
@@ -305,20 +305,20 @@ class EventFeed(Generic[EventT]):
                 continue
             fresh = batch.events[self._next_seq - batch.first_seq :]
             self._next_seq += len(fresh)
-            yield from fresh  # type: ignore[misc]
+            yield from fresh
 
     def _enter(self, epoch: int) -> None:
         self.epoch = epoch
         self.is_in_step = False
         self._drain()
 
-    def _drain(self) -> list[_Batch]:
+    def _drain(self) -> list[_Batch[EventT]]:
         batches = list(self._buffer)
         self._buffer.clear()
         self._num_buffered = 0
         return batches
 
-    def _keep(self, batch: _Batch) -> None:
+    def _keep(self, batch: _Batch[EventT]) -> None:
         self._buffer.append(batch)
         self._num_buffered += len(batch.events)
         while self._num_buffered > self._max_buffered and self._buffer:
