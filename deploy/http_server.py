@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections.abc import Generator
 from typing import Any
 
 import h11
@@ -106,7 +107,7 @@ class _Server(uvicorn.Server):
     tasks."""
 
     @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
+    def capture_signals(self) -> Generator[None, None, None]:
         yield
 
 

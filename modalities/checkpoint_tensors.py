@@ -159,7 +159,7 @@ def _grid(
     """Returns the scales with as many axes as the weight's `shape`, and the rows and columns that one scale covers.
     Raises ConfigError if the scales do not fit the weight."""
     if scales.numel() == 1:
-        return scales.reshape((1,) * len(shape)), shape[-2:] if len(shape) > 1 else (1, shape[0])  # type: ignore[return-value]
+        return scales.reshape((1,) * len(shape)), (shape[-2], shape[-1]) if len(shape) > 1 else (1, shape[0])
     if len(shape) > 1:
         rows, columns = shape[-2:]
         if block is not None and tuple(scales.shape) == (*shape[:-2], -(-rows // block[0]), -(-columns // block[1])):

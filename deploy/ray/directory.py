@@ -59,7 +59,7 @@ def claim_name(cluster: str, patience_s: float = CLAIM_S) -> ray.actor.ActorHand
     deadline_s = time.monotonic() + patience_s
     while True:
         try:
-            return DirectoryActor.options(  # type: ignore[attr-defined]
+            return DirectoryActor.options(  # type: ignore[attr-defined]  # added by ray.remote
                 name=f"{cluster}-directory", namespace=NAMESPACE
             ).remote(LEASE_S, PlaneKeys.make())
         except ValueError as error:  # The name is taken.

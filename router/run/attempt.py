@@ -145,7 +145,7 @@ class Attempt:
                 raise ended
             if ended is self._generate:
                 return self._answered(self._generate)
-            self._dispatcher.take(ended)  # type: ignore[arg-type]
+            self._dispatcher.take(ended)  # type: ignore[arg-type]  # Every other task is a call to an encoder.
 
     def _answered(self, task: asyncio.Task[GenerateResult]) -> GenerateResult:
         assert self.plan is not None

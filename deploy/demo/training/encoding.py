@@ -7,6 +7,7 @@ no torch model; it uses transformers for the spectrogram alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -56,7 +57,7 @@ class SampleEncoder:
         self._tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
         self._options: ImageOptions = read_config(model_dir).image
         self._model_dir = model_dir
-        self._mel: object = None
+        self._mel: Callable[..., Mapping[str, Floats]] | None = None
         self._pieces = lru_cache(20_000)(self._encode)
 
     def encode(self, sample: Sample) -> Encoded:
@@ -112,7 +113,7 @@ class SampleEncoder:
             from transformers import WhisperFeatureExtractor
 
             self._mel = WhisperFeatureExtractor.from_pretrained(self._model_dir)
-        features = self._mel(samples, sampling_rate=SAMPLE_RATE, padding=True, return_tensors="np")  # type: ignore[operator]
+        features = self._mel(samples, sampling_rate=SAMPLE_RATE, padding=True, return_tensors="np")
         return np.asarray(features["input_features"][0], dtype=np.float32)
 
     def _picture(self, out: Encoded, picture: Picture) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from fabric.contracts import (
     ArenaFull,
     AttemptId,
+    BlockHash,
     FeatureTicket,
     GenerateRequest,
     ManualClock,
@@ -256,8 +257,8 @@ def _prepare_rest(num_blocks: int) -> Callable[[], int]:
     """Prepares a worker that becomes idle with a pool of `num_blocks` cached blocks."""
     pool, holder = BlockPool(num_blocks), SequenceId(RequestId("r"), 0, 0)
     blocks = pool.allocate(holder, num_blocks)
-    hashes = [number.to_bytes(16, "little") for number in range(num_blocks)]
-    pool.publish(holder, None, blocks, hashes)  # type: ignore[arg-type]
+    hashes = [BlockHash(number.to_bytes(16, "little")) for number in range(num_blocks)]
+    pool.publish(holder, None, blocks, hashes)
     pool.free(holder, blocks)
 
     def run() -> int:

@@ -183,7 +183,7 @@ def text_half_of(text_model: type[PreTrainedModel]) -> type[PreTrainedModel]:
     # The base class is the family's PreTrainedModel, which knows the initial weights and the supported attention.
     (family,) = text_model.__bases__
 
-    class TextHalf(family):  # type: ignore[misc, valid-type]
+    class TextHalf(family):  # type: ignore[misc, valid-type]  # The base class is known at run time only.
         config_class = text_model.config_class
         input_modalities = ("text",)
         _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (transformers' attribute)
