@@ -264,7 +264,7 @@ def launch_actor(config: ClusterConfig, model_dir: Path, invitation: Invitation)
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=ray.util.get_current_placement_group(), placement_group_bundle_index=invitation.rank
     )
-    actor = RankActor.options(  # type: ignore[attr-defined]
+    actor = RankActor.options(  # type: ignore[attr-defined]  # added by ray.remote
         scheduling_strategy=strategy, num_gpus=config.workers.gpus_per_replica
     ).remote()
     return RayRank(actor, actor.run.remote(config, model_dir, invitation))

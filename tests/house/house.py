@@ -94,7 +94,7 @@ def names_used_twice() -> dict[str, list[str]]:
 
 def request_path() -> RequestPath:
     """Runs a cluster in this process, asks it about a picture, and counts the files that the request enters."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "rigs")]
     prefix = str(ROOT) + "/"
     files: set[str] = set()
     steps: Counter[tuple[str, str]] = Counter()

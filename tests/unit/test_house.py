@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "house"))
-
 from house import LONGEST_MODULE, ROOT, docstrings, names_used_twice, source_files
 from sentences import is_sentence
 

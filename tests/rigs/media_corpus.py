@@ -78,7 +78,7 @@ STORED = ("hevc.mp4", "av1.mp4")
 """Names the files in the folder `media`, each with 12 frames of 128x96 at 10 frames per second. They are stored because
 their encoders write to the terminal, and one of them corrupts the heap of its process on small pictures (x265 4.1,
 48x32)."""
-_FOLDER = Path(__file__).parent / "media"
+_FOLDER = Path(__file__).parents[1] / "media"
 
 
 def frame_pixels(index: int, width: int, height: int) -> Pixels:
