@@ -100,7 +100,7 @@ def make_mutants() -> None:
 
     set_mutant_under_test("mutant_generation")
     Path("mutants").mkdir(exist_ok=True)
-    for source in config().source_paths:
+    for source in (*config().source_paths, Path("tests")):
         _forget_stale_copies(source)
     copy_src_dir()
     copy_also_copy_files()

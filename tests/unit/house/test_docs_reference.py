@@ -12,7 +12,7 @@ import pytest
 from router_chats import chat, image, read
 from router_fakes import fake_cluster
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs" / "hooks"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "docs" / "hooks"))
 
 import reference_tables
 import site_pages

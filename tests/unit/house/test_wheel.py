@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from setuptools import Distribution  # type: ignore[import-untyped]  # setuptools ships no types
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PRODUCT = ("fabric", "modalities", "kv_index", "encoder_pool", "llm_workers", "router", "deploy", "loadtest")
 
 
