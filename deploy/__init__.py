@@ -7,6 +7,6 @@ signals; `local` runs them in one process. `ranks` starts the rank processes of 
 router's HTTP API. `process_setup` and `logs` prepare each process. `demo/` draws, trains, measures and asks the demo
 model.
 
-No other package imports this one, except tests and load tests. The package reads the environment so that no other needs
-to. It knows nothing of how a service does its work.
+The parts that a cluster consists of do not import this package; tests, load tests and examples do. The package knows
+nothing of how a service does its work.
 """

@@ -1,7 +1,7 @@
 """Sends gauges and cache events to the routers that the encoder listens to.
 
-`EncoderReporter` sends and numbers the messages, in the event loop. `encoder_report` builds one report of the encoder's
-state from its parts: the pipeline, the feature table and the tally. The service calls the second to feed the first.
+`EncoderReporter` sends the messages, in the event loop. `encoder_report` builds one report of the encoder's state from
+its parts, the pipeline and the feature table. The service passes what the second returns to the first.
 
 The module knows nothing of what routers do with the numbers.
 """

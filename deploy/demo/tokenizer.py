@@ -2,8 +2,8 @@
 
 `write_text_files` writes the tokenizer's files into a checkpoint, and `train_tokenizer` trains it on `sentences`. The
 second part of the module generates these sentences from word lists and templates: sentences about shapes, colours,
-motion and sound, and the words of the demo's own questions and answers. They stand here because no other code uses
-them. The same seed gives the same text and the same tokenizer.
+motion and sound, and the words of the demo's own questions and answers. They stand here because nothing else in
+the demo uses them. The same seed gives the same text and the same tokenizer.
 
 The module does not know the model. It needs `tokenizers` only: no torch and no transformers.
 """
