@@ -8,7 +8,8 @@ This module knows nothing of file formats or architectures. It can be imported w
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
@@ -111,6 +112,16 @@ class Registry:
                 return self._architecture_to_loader[name](model_dir)
         known = ", ".join(self._architecture_to_loader)
         raise ConfigError(f"unsupported architecture {', '.join(names) or 'none'} in {model_dir}; supported: {known}")
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Forgets at its end what was registered meanwhile, for tests that register a plugin by a call."""
+        self._call_plugins()
+        before = dict(self._modality_to_plugin), dict(self._part_type_to_plugin), dict(self._architecture_to_loader)
+        try:
+            yield
+        finally:
+            self._modality_to_plugin, self._part_type_to_plugin, self._architecture_to_loader = before
 
     def _call_plugins(self) -> None:
         if self._plugins is None:

@@ -7,31 +7,17 @@ a picture's placeholder for a drawing. A model of your own has both from the sta
 """
 
 import argparse
-import json
 from pathlib import Path
 
 from weft_drawings import ARCHITECTURE, DRAWING
 
-from deploy.demo.build import demo_checkpoint
+from deploy.testing import write_demo_variant
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Writes a model directory whose model takes drawings.")
     parser.add_argument("directory", type=Path, help="a directory that does not exist yet")
-    directory = parser.parse_args().directory
-    directory.mkdir()
-    for file in demo_checkpoint().iterdir():
-        (directory / file.name).symlink_to(file)
-
-    config = json.loads((directory / "config.json").read_text()) | {"architectures": [ARCHITECTURE]}
-    (directory / "config.json").unlink()
-    (directory / "config.json").write_text(json.dumps(config))
-
-    template = (directory / "chat_template.jinja").read_text()
-    (directory / "chat_template.jinja").unlink()
-    pictures = "('image', 'image_url')"
-    assert pictures in template
-    (directory / "chat_template.jinja").write_text(template.replace(pictures, f"('image', 'image_url', '{DRAWING}')"))
+    directory = write_demo_variant(parser.parse_args().directory, ARCHITECTURE, DRAWING)
     print(f"The model is in {directory}.")
 
 

@@ -8,11 +8,13 @@ The router renders prompts and streams text with them, and workers use the bytes
 folder knows nothing of media, in whose place a prompt has one placeholder token each, and nothing of requests.
 """
 
-from modalities.text.codec import TextCodec
-from modalities.text.detokenizer import IncrementalDetokenizer, StopStrings, token_bytes
+from modalities.text.codec import ChatTemplate, TextCodec
+from modalities.text.detokenizer import LETTER_TO_BYTE, IncrementalDetokenizer, StopStrings, token_bytes
 from modalities.text.tokenizer_files import qwen_tokenizer
 
 __all__ = [
+    "LETTER_TO_BYTE",
+    "ChatTemplate",
     "IncrementalDetokenizer",
     "StopStrings",
     "TextCodec",

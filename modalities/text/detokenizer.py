@@ -64,6 +64,7 @@ def _letter_to_byte() -> dict[str, int]:
 
 
 LETTER_TO_BYTE = _letter_to_byte()
+"""Maps each letter of a byte-level vocabulary to the byte for which it stands."""
 
 
 class StopStrings:

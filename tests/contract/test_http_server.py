@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 from router_chats import chat_body
-from router_fakes import fake_cluster, settled
 
 import deploy.http_server
 from deploy.config import ClusterConfig
 from deploy.http_server import HttpServer, bind, check_port
 from deploy.local import serving
+from deploy.testing import fake_cluster, settled
 from fabric.contracts import ConfigError
 from router.edge import create_app
 

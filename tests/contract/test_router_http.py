@@ -14,10 +14,10 @@ import openai
 import pytest
 from chat_media import data_url, picture, png
 from router_chats import chat_body, expected
-from router_fakes import MODEL, FakeCluster, fake_cluster
 
 from deploy.demo.build import write_all_but_weights
 from deploy.http_server import MAX_HEADER_BYTES, HttpServer
+from deploy.testing import TINY_MODEL, FakeCluster, fake_cluster
 from fabric.contracts import EngineFailed
 from modalities.registry import REGISTRY
 from modalities.text import TextCodec
@@ -47,7 +47,7 @@ TEXT = {"type": "text", "text": "what is this?"}
 
 async def test_openai_client_reads_an_answer_about_an_image() -> None:
     async with serving() as (cluster, client, _):
-        answer = await client.chat.completions.create(model=MODEL, messages=question(TEXT, IMAGE), seed=7)
+        answer = await client.chat.completions.create(model=TINY_MODEL, messages=question(TEXT, IMAGE), seed=7)
         assert answer.choices[0].message.content == expected(cluster)
         assert answer.choices[0].finish_reason == "stop"
         assert answer.usage is not None
@@ -60,7 +60,7 @@ async def test_openai_client_reads_an_answer_about_an_image() -> None:
 async def test_openai_client_reads_a_stream_with_usage() -> None:
     async with serving() as (cluster, client, _):
         stream = await client.chat.completions.create(
-            model=MODEL, messages=question(TEXT), seed=7, stream=True, stream_options={"include_usage": True}
+            model=TINY_MODEL, messages=question(TEXT), seed=7, stream=True, stream_options={"include_usage": True}
         )
         chunks = [chunk async for chunk in stream]
         assert chunks[0].choices[0].delta.role == "assistant"
@@ -77,14 +77,14 @@ async def test_openai_client_raises_by_status() -> None:
         assert missing.value.code == "model_not_found"
         broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.chat.completions.create(model=MODEL, messages=question(TEXT, broken))
+            await client.chat.completions.create(model=TINY_MODEL, messages=question(TEXT, broken))
         assert (caught.value.code, caught.value.param) == ("invalid_media", "messages.0.content.1")
 
 
 async def test_openai_client_raises_on_a_failure_in_mid_stream() -> None:
     async with serving() as (cluster, client, _):
         cluster.workers[0].script.error, cluster.workers[0].script.die_at = EngineFailed("the step broke"), 5
-        stream = await client.chat.completions.create(model=MODEL, messages=question(TEXT), stream=True)
+        stream = await client.chat.completions.create(model=TINY_MODEL, messages=question(TEXT), stream=True)
         with pytest.raises(openai.APIError, match="the step broke"):
             [chunk async for chunk in stream]
 
@@ -111,7 +111,7 @@ async def test_refusal_of_a_large_body_can_be_read_while_it_is_sent() -> None:
         )
         assert json.loads(await reader.readexactly(length))["error"]["code"] == "body_too_large"
         writer.close()
-        await client.chat.completions.create(model=MODEL, messages=question(TEXT))
+        await client.chat.completions.create(model=TINY_MODEL, messages=question(TEXT))
         assert len(cluster.workers[0].requests) == 1
 
 
@@ -120,7 +120,7 @@ async def test_a_reader_that_dawdles_is_given_everything_and_delays_nobody() -> 
         body = chat_body(stream=True, ignore_eos=True, max_tokens=20_000)
         reader, writer = await send(port, body, receive_buffer=4096)
         await settled_slowly(lambda: bool(cluster.workers[0].requests))
-        fast = await client.chat.completions.create(model=MODEL, messages=question(TEXT))
+        fast = await client.chat.completions.create(model=TINY_MODEL, messages=question(TEXT))
         assert fast.choices[0].finish_reason == "stop"
         data = await asyncio.wait_for(reader.readuntil(b"[DONE]"), 120)
         lines = [line for line in data.split(b"\n") if line.startswith(b"data: {")]
@@ -134,7 +134,7 @@ async def test_demo_model_renders_plans_and_answers(tmp_path: Path) -> None:
     family, codec = REGISTRY.load_family(tmp_path), TextCodec.load(tmp_path)
     async with serving(model=(family, codec)) as (cluster, client, _):
         spelled = {"type": "text", "text": "is <|image_pad|> a picture?"}
-        answer = await client.chat.completions.create(model=MODEL, messages=question(IMAGE, spelled), seed=7)
+        answer = await client.chat.completions.create(model=TINY_MODEL, messages=question(IMAGE, spelled), seed=7)
         request = cluster.workers[0].requests[0]
         assert answer.choices[0].message.content == expected(cluster)
         (item,) = request.media
@@ -179,4 +179,4 @@ async def test_a_huge_header_is_refused_while_it_is_read() -> None:
             status = await reader.readline()
         assert status.split()[1] == b"400", "its end is not waited for"
         writer.close()
-        assert (await client.models.list()).data[0].id == MODEL
+        assert (await client.models.list()).data[0].id == TINY_MODEL

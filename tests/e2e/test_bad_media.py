@@ -20,7 +20,8 @@ from media_corpus import sound_file, video_file
 from PIL import Image
 
 from deploy.config import ClusterConfig
-from deploy.local import LocalCluster, running
+from deploy.local import LocalCluster
+from deploy.testing import in_process_cluster
 
 pytestmark = pytest.mark.torch
 
@@ -116,10 +117,7 @@ async def serving() -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
             "media": {"probe_processes": 1},
         }
     )
-    async with (
-        running(config) as cluster,
-        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=60) as client,
-    ):
+    async with in_process_cluster(config) as (cluster, client):
         yield cluster, client
 
 

@@ -15,7 +15,8 @@ from chat_media import data_url, image_part, user
 from media_corpus import sound_file, video_file
 
 from deploy.config import ClusterConfig
-from deploy.local import LocalCluster, running
+from deploy.local import LocalCluster
+from deploy.testing import in_process_cluster
 from modalities.family import EncoderInput, EncoderModel
 
 pytestmark = pytest.mark.torch
@@ -52,10 +53,7 @@ async def serving() -> AsyncIterator[tuple[LocalCluster, TightEncoder, httpx.Asy
             "media": {"probe_processes": 0, "max_frames": 8, "encode_timeout_ms": {"audio": 500}},
         }
     )
-    async with (
-        running(config) as cluster,
-        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=60) as client,
-    ):
+    async with in_process_cluster(config) as (cluster, client):
         (encoder,) = cluster.encoders.services.values()
         tight = encoder._forward._model = TightEncoder(encoder._forward._model)
         encoder._forward._probe_inputs = ()  # it has less memory than any device that has started

@@ -3,6 +3,7 @@ cluster and change the answer, without any change to Weft."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +11,25 @@ import httpx
 import numpy as np
 import pytest
 from chat_media import user
-from point_cloud import POINTS, register, write_model
+from point_cloud import ARCHITECTURE, POINTS, register
 
 from deploy.config import ClusterConfig
-from deploy.local import running
-from encoder_pool import calibration as samples
+from deploy.testing import in_process_cluster, registered, small_config, write_demo_variant
+from encoder_pool.calibration import MODALITY_TO_SAMPLES
 from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch
 
 
 @pytest.fixture
-def model_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Registers the modality for the time of the test and returns the folder of its model."""
-    for name in ("_modality_to_plugin", "_part_type_to_plugin", "_architecture_to_loader"):
-        monkeypatch.setattr(REGISTRY, name, dict(getattr(REGISTRY, name)))
-    monkeypatch.setattr(samples, "MODALITY_TO_SAMPLES", samples.MODALITY_TO_SAMPLES)
-    monkeypatch.setitem(samples.MODALITY_TO_SAMPLES, POINTS, None)  # the fixture removes it at the end
-    register(REGISTRY)
-    return write_model(tmp_path)
+def config(tmp_path: Path) -> Iterator[ClusterConfig]:
+    """Registers the modality for the time of the test."""
+    with registered(register):
+        yield small_config(
+            model={"path": str(write_demo_variant(tmp_path, ARCHITECTURE, POINTS))},
+            encoders={"modalities": [POINTS]},
+            media={"limit_mm_per_prompt": {POINTS: 1}},
+        )
 
 
 def cloud(seed: int, num_points: int = 40) -> dict[str, Any]:
@@ -36,19 +37,18 @@ def cloud(seed: int, num_points: int = 40) -> dict[str, Any]:
     return {"type": "point_cloud", "points": points.tolist()}
 
 
-async def test_a_cloud_of_points_is_heard_of_by_registration_alone(model_dir: Path) -> None:
-    config = ClusterConfig.model_validate(
-        {
-            "model": {"path": str(model_dir)},
-            "encoders": {"modalities": [POINTS], "decode_processes": 0},
-            "workers": {"replicas": 1, "num_blocks": 128},
-            "media": {"limit_mm_per_prompt": {POINTS: 1}},
-        }
-    )
-    async with (
-        running(config) as cluster,
-        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=60) as client,
-    ):
+def test_a_registration_ends_with_its_test() -> None:
+    before = REGISTRY.modalities, REGISTRY.architectures, dict(MODALITY_TO_SAMPLES)
+    with registered(register):
+        assert REGISTRY.modality_of_part("point_cloud") is REGISTRY.modality(POINTS)
+        assert ARCHITECTURE in REGISTRY.architectures
+        assert POINTS in MODALITY_TO_SAMPLES
+    assert (REGISTRY.modalities, REGISTRY.architectures, MODALITY_TO_SAMPLES) == before
+    assert REGISTRY.modality_of_part("point_cloud") is None
+
+
+async def test_a_cloud_of_points_is_heard_of_by_registration_alone(config: ClusterConfig) -> None:
+    async with in_process_cluster(config) as (cluster, client):
 
         async def post(*parts: dict[str, Any] | str) -> httpx.Response:
             options = {"temperature": 0, "max_tokens": 3, "logprobs": True, "ignore_eos": True}

@@ -11,7 +11,7 @@ import pytest
 from chat_media import image_part, user
 
 from deploy.config import ClusterConfig
-from deploy.local import running
+from deploy.testing import in_process_cluster
 
 pytestmark = pytest.mark.torch
 
@@ -24,10 +24,7 @@ async def test_slow_encoder_delays_only_what_needs_it() -> None:
         }
     )
     order: list[str] = []
-    async with (
-        running(config) as cluster,
-        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=120) as client,
-    ):
+    async with in_process_cluster(config) as (_, client):
 
         async def ask(label: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
             body = {"model": "weft-demo", "messages": messages, "temperature": 0, "max_tokens": 4, "ignore_eos": True}

@@ -7,14 +7,13 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 from chat_media import image_part, user
 from reference_model import Comparison, ReferenceModel
 
 from deploy.config import ClusterConfig
 from deploy.demo.build import demo_checkpoint
-from deploy.local import running
+from deploy.testing import in_process_cluster
 
 pytestmark = pytest.mark.torch
 
@@ -48,10 +47,7 @@ async def test_greedy_tokens_equal_transformers(
 ) -> None:
     workers = {"replicas": 1, "max_step_tokens": max_step_tokens, "prefix_cache": prefix_cache, "num_blocks": 512}
     config = ClusterConfig.model_validate({"workers": workers, "encoders": {"decode_processes": 0}})
-    async with (
-        running(config) as cluster,
-        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=120) as client,
-    ):
+    async with in_process_cluster(config) as (_, client):
 
         async def ask(index: int) -> None:
             body = {

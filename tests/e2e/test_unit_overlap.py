@@ -3,14 +3,13 @@ encoded."""
 
 from __future__ import annotations
 
-import httpx
 import numpy as np
 import pytest
 from chat_media import data_url, user
 from media_corpus import Clip, encode_video
 
 from deploy.config import ClusterConfig
-from deploy.local import running
+from deploy.testing import in_process_cluster
 from modalities.media import frame_sampling as video_rows
 
 pytestmark = pytest.mark.torch
@@ -39,10 +38,7 @@ async def test_the_first_unit_is_prefilled_before_the_last_is_encoded(monkeypatc
             "media": {"probe_processes": 0},
         }
     )
-    async with (
-        running(config) as cluster,
-        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=120) as client,
-    ):
+    async with in_process_cluster(config) as (_, client):
         body = {
             "model": "weft-demo",
             "messages": user({"type": "video_url", "video_url": {"url": data_url(film(), "video/mp4")}}, "What moves?"),

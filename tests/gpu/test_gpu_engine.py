@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from chat_media import image_part, user
@@ -12,7 +11,7 @@ from reference_model import Comparison, ReferenceModel
 
 from deploy.config import ClusterConfig
 from deploy.demo.build import demo_checkpoint
-from deploy.local import running
+from deploy.testing import in_process_cluster
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -34,10 +33,7 @@ async def test_greedy_tokens_on_cuda_equal_transformers(max_step_tokens: int) ->
         }
     )
     reference, comparison = ReferenceModel(demo_checkpoint()), Comparison()
-    async with (
-        running(config) as cluster,
-        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=120) as client,
-    ):
+    async with in_process_cluster(config) as (_, client):
         for messages in PROMPTS:
             body = {"model": "weft-demo", "messages": messages, "temperature": 0, "max_tokens": 12}
             response = await client.post("/v1/chat/completions", json={**body, "return_token_ids": True})

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from chat_media import image_part, user
@@ -13,7 +12,7 @@ from reference_model import Comparison, ReferenceModel
 
 from deploy.config import ClusterConfig
 from deploy.demo.build import demo_checkpoint
-from deploy.local import running
+from deploy.testing import in_process_cluster
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")]
 
@@ -29,10 +28,7 @@ async def test_greedy_tokens_of_two_devices_equal_transformers() -> None:
     workers = {"replicas": 1, "tensor_parallel": 2, "num_blocks": 256, "max_step_tokens": 32, **device}
     config = ClusterConfig.model_validate({"workers": workers, "encoders": {"decode_processes": 0, **device}})
     reference, comparison = ReferenceModel(demo_checkpoint()), Comparison()
-    async with (
-        running(config) as cluster,
-        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=120) as client,
-    ):
+    async with in_process_cluster(config) as (_, client):
         for messages in PROMPTS:
             body = {"model": "weft-demo", "messages": messages, "temperature": 0, "max_tokens": 12}
             response = await client.post("/v1/chat/completions", json={**body, "return_token_ids": True})

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 from reference_model import Comparison, ReferenceModel
@@ -22,7 +21,7 @@ from deploy.demo.build import demo_checkpoint
 from deploy.demo.drawing.facts import Sample
 from deploy.demo.evaluate import GOAL, fresh_samples
 from deploy.demo.tasks.catalogue import TASKS
-from deploy.local import running
+from deploy.testing import in_process_cluster
 
 pytestmark = pytest.mark.torch
 
@@ -74,10 +73,7 @@ async def test_the_cluster_answers_the_same(
     workers = {"replicas": 1, "max_step_tokens": max_step_tokens, "prefix_cache": prefix_cache}
     config = ClusterConfig.model_validate({"workers": workers, "encoders": {"decode_processes": 0}})
     comparison, turnstile = Comparison(), asyncio.Semaphore(num_at_once)
-    async with (
-        running(config) as cluster,
-        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=120) as client,
-    ):
+    async with in_process_cluster(config) as (_, client):
 
         async def ask(sample: Sample) -> int:
             messages = wire.messages(sample)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 
-import httpx
 import numpy as np
 import pytest
 from demo_reference import DemoReference, as_on_file, lossless_messages
@@ -18,7 +17,7 @@ from deploy.demo.drawing.facts import Sample
 from deploy.demo.drawing.speech import has_speech
 from deploy.demo.evaluate import fresh_samples
 from deploy.demo.tasks.catalogue import TASKS
-from deploy.local import running
+from deploy.testing import in_process_cluster
 
 pytestmark = pytest.mark.torch
 
@@ -51,10 +50,7 @@ async def test_the_cluster_answers_the_same(modality: str, max_step_tokens: int,
     workers = {"replicas": 1, "max_step_tokens": max_step_tokens, "prefix_cache": True}
     config = ClusterConfig.model_validate({"workers": workers, "encoders": {"decode_processes": 0}})
     comparison, turnstile = Comparison(), asyncio.Semaphore(16)
-    async with (
-        running(config) as cluster,
-        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=120) as client,
-    ):
+    async with in_process_cluster(config) as (_, client):
 
         async def ask(sample: Sample) -> bool:
             body = {

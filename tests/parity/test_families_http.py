@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from chat_media import image_part, picture, png, user
@@ -24,7 +23,7 @@ from transformers import AutoTokenizer
 
 from deploy.config import ClusterConfig
 from deploy.demo.build import demo_checkpoint
-from deploy.local import running
+from deploy.testing import in_process_cluster
 
 pytestmark = pytest.mark.torch
 
@@ -127,10 +126,7 @@ async def test_chats_over_http_equal_transformers(served: Served) -> None:
             "encoders": {"replicas": int(bool(served.row.modalities)), "decode_processes": 0},
         }
     )
-    async with (
-        running(config) as cluster,
-        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=120) as client,
-    ):
+    async with in_process_cluster(config) as (_, client):
 
         async def ask(messages: list[dict[str, Any]], pictures: list[Image.Image]) -> None:
             body = {

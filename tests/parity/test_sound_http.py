@@ -21,7 +21,7 @@ from transformers import AutoTokenizer, Qwen2AudioProcessor
 
 from deploy.config import ClusterConfig
 from deploy.demo.build import demo_checkpoint
-from deploy.local import running
+from deploy.testing import in_process_cluster
 
 pytestmark = pytest.mark.torch
 
@@ -115,10 +115,7 @@ async def test_chats_over_http_equal_transformers(directory: Path) -> None:
             "encoders": {"replicas": 1, "decode_processes": 0},
         }
     )
-    async with (
-        running(config) as cluster,
-        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=120) as client,
-    ):
+    async with in_process_cluster(config) as (_, client):
 
         async def ask(messages: list[dict[str, Any]]) -> httpx.Response:
             body = {

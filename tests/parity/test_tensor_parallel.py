@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 import torch
@@ -29,8 +28,9 @@ from worker_rig import Rig, rig
 from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.demo.build import demo_checkpoint
-from deploy.local import LocalCluster, running
+from deploy.local import LocalCluster
 from deploy.ranks import load_share, spawn_rank
+from deploy.testing import in_process_cluster
 from fabric.contracts import ConfigError, SamplingParams, WeftError, WorkerLost
 from llm_workers.compute import register_attention
 from llm_workers.scheduling import check_shares
@@ -300,10 +300,7 @@ async def test_one_process_serves_with_ranks_of_its_own() -> None:
     messages = user("What is in this picture?", image_part(21))
     body = {"model": "weft-demo", "messages": messages, "temperature": 0, "max_tokens": 8, "return_token_ids": True}
     before = set(psutil.Process().children())
-    async with (
-        running(config) as cluster,
-        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=60) as client,
-    ):
+    async with in_process_cluster(config) as (cluster, client):
         answered = (await client.post("/v1/chat/completions", json=body)).json()
         comparison = Comparison()
         expected = ReferenceModel(demo_checkpoint()).answer(messages, 8)

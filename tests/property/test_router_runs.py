@@ -10,8 +10,8 @@ from collections.abc import Callable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_chats import chat, expected, image, read, text
-from router_fakes import FakeCluster, FakeWorker, fake_cluster
 
+from deploy.testing import FakeCluster, FakeWorker, fake_cluster
 from fabric.contracts import TokenFrame, WorkerLost
 
 

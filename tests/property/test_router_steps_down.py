@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_chats import chat, expected, read, text
-from router_fakes import FakeCluster
 from router_media_fakes import SOUND, audio, image, media_cluster, video
 
+from deploy.testing import FakeCluster
 from fabric.contracts import EncodeFailed, ErrorInfo, GenerateRequest, MediaItem
 from modalities.family import MediaOptions
 from router.prompt import Prompt as RouterPrompt

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from router_fakes import EOS, tiny_codec
 
+from deploy.testing import tiny_codec
+from deploy.testing.tiny_family import EOS
 from fabric.contracts import TokenLogprobs
 from modalities.text import IncrementalDetokenizer
 from router.run import ChoiceOutput

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
-from router_fakes import EOS, SPECIALS, tiny_codec
 
+from deploy.testing import tiny_codec
+from deploy.testing.tiny_family import EOS, SPECIALS
 from fabric.contracts import InvalidRequest
 from llm_workers.sampling import GrammarCompiler
 from llm_workers.sampling.grammar import MAX_CACHED, GrammarGuide

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 from chat_media import user
 
-from deploy.config import ClusterConfig
-from deploy.local import LocalCluster, running
+from deploy.local import LocalCluster
+from deploy.testing import in_process_cluster, small_config
 
 WORDS = "Write a long story about a fox."
 
@@ -18,16 +18,8 @@ WORDS = "Write a long story about a fox."
 @asynccontextmanager
 async def serving(**workers: Any) -> AsyncIterator[tuple[LocalCluster, httpx.AsyncClient]]:
     """Starts a cluster and a client of it. `workers` are fields of that section of the config."""
-    config = ClusterConfig.model_validate(
-        {
-            "workers": {"replicas": 1, "num_blocks": 256} | workers,
-            "encoders": {"decode_processes": 0, "modalities": ["image"]},
-        }
-    )
-    async with (
-        running(config) as cluster,
-        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=60) as client,
-    ):
+    config = small_config(workers=workers, encoders={"modalities": ["image"]})
+    async with in_process_cluster(config) as (cluster, client):
         yield cluster, client
 
 

@@ -131,19 +131,5 @@ def register(registry: Registry) -> None:
     MODALITY_TO_SAMPLES[POINTS] = (_sample, (64, 1024))
 
 
-def write_model(model_dir: Path) -> Path:
-    """Links the demo's files into `model_dir`, changes the architecture's name and the template's part for a cloud, and
-    returns the directory."""
-    for file in demo_checkpoint().iterdir():
-        (model_dir / file.name).symlink_to(file)
-    template = (model_dir / "chat_template.jinja").read_text()
-    config = (model_dir / "config.json").read_text()
-    for name in ("chat_template.jinja", "config.json"):
-        (model_dir / name).unlink()
-    (model_dir / "chat_template.jinja").write_text(template.replace("('image', 'image_url')", f"('{POINTS}',)"))
-    (model_dir / "config.json").write_text(config.replace("Qwen3OmniMoeThinkerForConditionalGeneration", ARCHITECTURE))
-    return model_dir
-
-
 def _sample(num_points: int) -> CalibrationSample:
     return CalibrationSample(PointHeader(num_points), np.zeros((num_points, 3), np.float32).tobytes())

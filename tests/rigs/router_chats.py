@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 
 from chat_media import data_url, picture, png
-from router_fakes import MODEL, FakeCluster, reply_text
 
+from deploy.testing import TINY_MODEL, FakeCluster, reply_text
 from router.api import ChatRequest, Usage, parse_chat
 from router.run import RequestStream
 
 
 def chat_body(content: object = "hello", **fields: object) -> bytes:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "seed": 7}
+    body = {"model": TINY_MODEL, "messages": [{"role": "user", "content": content}], "seed": 7}
     return json.dumps(body | fields).encode()
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 
 from router_chats import image
-from router_fakes import AUDIO, IMAGE, VIDEO, FakeCluster, TinyFamily, fake_cluster, tiny_codec
 
+from deploy.testing import FakeCluster, TinyFamily, fake_cluster, tiny_codec
+from deploy.testing.tiny_family import AUDIO, IMAGE, VIDEO
 from fabric.contracts import InvalidMedia, PlaceholderRange
 from modalities.family import (
     DEFAULT_OPTIONS,

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from router_fakes import FakePools
 
 from deploy.compose import build_router, load_model
 from deploy.config import ClusterConfig, check_config
 from deploy.demo.build import write_all_but_weights
+from deploy.testing import FakePools
 from fabric.contracts import MemberId
 from fabric.transport import LocalHub, LocalPlane
 from router.router_config import RouterConfig

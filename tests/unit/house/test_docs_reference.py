@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from router_chats import chat, image, read
-from router_fakes import fake_cluster
+
+from deploy.testing import fake_cluster
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "docs" / "hooks"))
 

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 import httpx
 import pytest
 from router_chats import chat_body, image, text
-from router_fakes import FakeCluster, fake_cluster
 
+from deploy.testing import FakeCluster, fake_cluster
 from fabric.contracts import EngineFailed
 from router.edge import create_app
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from asgi_exchange import Exchange
 from router_chats import chat_body, expected, image, text
-from router_fakes import MODEL, FakeCluster, fake_cluster, settled
 
+from deploy.testing import TINY_MODEL, FakeCluster, fake_cluster, settled
 from fabric.contracts import EngineFailed, ErrorInfo, InvalidMedia, WorkerLost
 from router.edge import create_app
 
@@ -49,7 +49,7 @@ async def test_completion() -> None:
         assert response.status_code == 200
         assert body["choices"][0]["message"] == {"role": "assistant", "content": expected(cluster), "refusal": None}
         assert body["choices"][0]["finish_reason"] == "stop"
-        assert body["model"] == MODEL
+        assert body["model"] == TINY_MODEL
         assert body["usage"]["prompt_tokens"] == len(cluster.workers[0].requests[0].token_ids)
         assert body["usage"]["completion_tokens"] == len(expected(cluster).encode()) + 1
         assert response.headers["x-request-id"] == cluster.workers[0].requests[0].request_id
@@ -98,8 +98,8 @@ async def test_label_is_echoed_if_it_is_fit_and_never_becomes_an_id() -> None:
 async def test_models() -> None:
     async with served() as (_, client):
         listed = (await client.get("/v1/models")).json()
-        assert [model["id"] for model in listed["data"]] == [MODEL]
-        assert (await client.get(f"/v1/models/{MODEL}")).json()["object"] == "model"
+        assert [model["id"] for model in listed["data"]] == [TINY_MODEL]
+        assert (await client.get(f"/v1/models/{TINY_MODEL}")).json()["object"] == "model"
         missing = await client.get("/v1/models/org/other")
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 from router_chats import chat, expected, image, read
-from router_fakes import FakeCluster, TinyFamily, fake_cluster, settled, tiny_codec
 
+from deploy.testing import FakeCluster, TinyFamily, fake_cluster, settled, tiny_codec
 from fabric.contracts import (
     BlockHash,
     BlocksStored,

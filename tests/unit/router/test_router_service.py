@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 from router_chats import chat, expected, image, read, text
-from router_fakes import BLOCK_SIZE, FakeEncoder, FakeWorker, fake_cluster, settled
 
+from deploy.testing import FakeEncoder, FakeWorker, fake_cluster, settled
+from deploy.testing.fake_members import BLOCK_SIZE
 from fabric.contracts import (
     AbortAttempt,
     Aborted,

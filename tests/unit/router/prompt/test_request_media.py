@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 from router_chats import chat, expected, read, text
-from router_fakes import AUDIO, VIDEO, settled
 from router_media_fakes import SOUND, MediaFamily, PlainPlugin, audio, image, media_cluster, media_registry, video
 
+from deploy.testing import settled
+from deploy.testing.tiny_family import AUDIO, VIDEO
 from fabric.contracts import (
     ContextLengthExceeded,
     GenerateRequest,

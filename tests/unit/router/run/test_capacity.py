@@ -7,8 +7,8 @@ import asyncio
 
 import pytest
 from router_chats import chat, expected, image, read, text
-from router_fakes import FakeCluster, FakeEncoder, fake_cluster, reply_text, settled
 
+from deploy.testing import FakeCluster, FakeEncoder, fake_cluster, reply_text, settled
 from fabric.contracts import (
     AbortAttempt,
     Aborted,

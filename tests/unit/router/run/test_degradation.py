@@ -12,9 +12,10 @@ import pytest
 from chat_media import data_url, png
 from PIL import Image
 from router_chats import chat, chat_body, expected, read, text
-from router_fakes import AUDIO, IMAGE, VIDEO, FakeCluster, settled
 from router_media_fakes import SOUND, audio, image, media_cluster, video
 
+from deploy.testing import FakeCluster, settled
+from deploy.testing.tiny_family import AUDIO, IMAGE, VIDEO
 from fabric.contracts import (
     DeadlineExceeded,
     EncodeFailed,

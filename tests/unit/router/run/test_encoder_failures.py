@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 from router_chats import chat, expected, image, read, text
-from router_fakes import FakeCluster, fake_cluster, settled
 
+from deploy.testing import FakeCluster, fake_cluster, settled
 from fabric.contracts import (
     Aborted,
     ArenaFull,

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 from router_chats import chat, expected, image, read
-from router_fakes import FakeCluster, FakeWorker, fake_cluster, settled
 
+from deploy.testing import FakeCluster, FakeWorker, fake_cluster, settled
 from fabric.contracts import (
     AbortAttempt,
     DeadlineExceeded,

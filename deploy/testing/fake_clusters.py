@@ -1,17 +1,18 @@
-"""Provides a cluster for tests of the router: fake members around a real service, planner and plane.
+"""Provides a cluster of fake members around a real router service, with its planner and its message plane.
 
-The codec is the real one, with a vocabulary of bytes."""
+A test of a plugin uses it with the plugin's own family and registry: requests are parsed, planned, dispatched and
+streamed as in a cluster, but no model runs. This module imports no torch.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from datetime import datetime
+from typing import Any
 
-from router_fake_members import BLOCK_SIZE, FakeEncoder, FakeWorker, Script, reply_text
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
+from deploy.testing.fake_members import BLOCK_SIZE, FakeEncoder, FakeWorker
+from deploy.testing.tiny_family import TinyFamily, tiny_codec
 from fabric.contracts import (
     Clock,
     EncodeRequest,
@@ -26,45 +27,16 @@ from fabric.contracts import (
     TargetGone,
 )
 from fabric.transport import LocalHub, LocalPlane
-from modalities.family import (
-    DEFAULT_OPTIONS,
-    ExpandedPrompt,
-    Family,
-    ImageHeader,
-    ItemPlan,
-    MediaHeader,
-    MediaOptions,
-    ModelShape,
-    expand_placeholders,
-)
+from modalities.family import Family, MediaHeader
 from modalities.registry import REGISTRY, Registry
 from modalities.text import TextCodec
-from modalities.text.codec import ChatTemplate
-from modalities.text.detokenizer import LETTER_TO_BYTE
 from router.prompt import PromptBuilder
 from router.router_config import RouterConfig
 from router.run import Pools
 from router.service import RouterService
 
-SPECIALS = ("<|eos|>", "<|image|>", "<|turn|>", "<|end|>", "<|video|>", "<|audio|>")
-EOS, IMAGE, VIDEO, AUDIO = 256, 257, 260, 261
-TEMPLATE = (
-    "{% for m in messages %}<|turn|>{{ m.role }}\n"
-    "{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for p in m.content %}{% if p.type == 'image' %}<|image|>{% elif p.type == 'video' %}<|video|>"
-    "{% elif p.type == 'audio' %}<|audio|>{% else %}{{ p.text }}{% endif %}{% endfor %}"
-    "{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
-)
-MODEL = "tiny"
-
-
-def tiny_codec() -> TextCodec:
-    """Returns a codec with bytes 0 to 255 as ids 0 to 255, followed by the special tokens."""
-    tokenizer = Tokenizer(models.BPE(vocab=dict(LETTER_TO_BYTE), merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
-    return TextCodec(tokenizer, ChatTemplate(TEMPLATE, {}, datetime.now), (EOS,))
+TINY_MODEL = "tiny"
+"""This is the name under which a fake cluster serves its model."""
 
 
 class NoProber:
@@ -78,45 +50,6 @@ class NoProber:
 
     async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
         raise InvalidMedia(f"{param}: not plainly a {modality}", param=param)
-
-
-class TinyFamily:
-    """Takes images and turns them into one row per 32 x 32 pixels."""
-
-    name = "tiny"
-    model_id = "tiny-0"
-    max_items: Mapping[str, int] = {"image": 4}
-
-    def __init__(self, max_model_len: int = 2048) -> None:
-        self.shape = ModelShape(
-            hidden_size=8,
-            num_levels=1,
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=8,
-            vocab_size=256 + len(SPECIALS),
-            max_model_len=max_model_len,
-        )
-
-    def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
-        assert isinstance(header, ImageHeader)
-        grid = (1, -(-header.height // 32), -(-header.width // 32))
-        rows = grid[1] * grid[2]
-        return ItemPlan("image", grid, (rows,), rows * 4, (header.width, header.height))
-
-    def placeholder_text(self, modality: str) -> str:
-        return "<|image|>"
-
-    def expand(
-        self,
-        token_ids: Sequence[int],
-        plans: Sequence[ItemPlan],
-        tokenize: Callable[[str], Sequence[int]] | None = None,
-    ) -> ExpandedPrompt:
-        return expand_placeholders(token_ids, {"image": IMAGE}, plans)
-
-    def options(self, modality: str) -> str:
-        return "{}"
 
 
 class FakePools:
@@ -169,8 +102,8 @@ class FakeCluster:
 
     @property
     def members(self) -> list[Member]:
-        present = [*self.pools.workers.values(), *self.pools.encoders.values()]
-        return [each.member for each in present]
+        workers, encoders = self.pools.workers.values(), self.pools.encoders.values()
+        return [worker.member for worker in workers] + [encoder.member for encoder in encoders]
 
     def publish(self) -> None:
         self.service.update_members(self.members)
@@ -209,20 +142,21 @@ async def fake_cluster(
     registry: Registry = REGISTRY,
     encoder_modalities: tuple[str, ...] = ("image",),
     clock: Clock | None = None,
-    **settings: object,
+    **settings: Any,
 ) -> AsyncIterator[FakeCluster]:
     """Starts a cluster whose members the router knows, and asserts at the end that no request is in flight. `model`
     replaces the tiny family and codec; `settings` are fields of RouterConfig."""
     waits = {"gap_timeout_s": 0.2, "settle_timeout_s": 0.2, "capacity_wait_s": 0.2}
-    defaults: dict[str, object] = {"block_size": BLOCK_SIZE, "heartbeat_s": 60.0, **waits}
-    config = RouterConfig(model_name=MODEL, **(defaults | settings))
+    defaults: dict[str, Any] = {"block_size": BLOCK_SIZE, "heartbeat_s": 60.0, **waits}
+    config = RouterConfig(model_name=TINY_MODEL, **(defaults | settings))
     family, codec = model or (TinyFamily(max_model_len), tiny_codec())
     clock = clock or SystemClock()
     cluster = FakeCluster(num_workers, num_encoders, config, family, codec, registry, clock)
     for encoder in cluster.encoders:
         encoder.modalities = encoder_modalities
-    for each in (*cluster.workers, *cluster.encoders):
-        each.plane.start(each.handle)
+        encoder.plane.start(encoder.handle)
+    for worker in cluster.workers:
+        worker.plane.start(worker.handle)
     await cluster.service.start()
     cluster.publish()
     try:
@@ -231,7 +165,8 @@ async def fake_cluster(
         assert cluster.service.admission.bodies_bytes == 0
     finally:
         await cluster.service.stop()
-        for plane in (cluster.plane, *(each.plane for each in (*cluster.workers, *cluster.encoders))):
+        workers, encoders = cluster.workers, cluster.encoders
+        for plane in (cluster.plane, *(each.plane for each in workers), *(each.plane for each in encoders)):
             plane.close()
 
 
@@ -241,17 +176,3 @@ async def settled(condition: Callable[[], bool], timeout_s: float = 5.0) -> None
         while not condition():  # noqa: ASYNC110 - a fake sets no event for this condition
             await asyncio.sleep(0)
 
-
-__all__ = [
-    "BLOCK_SIZE",
-    "EOS",
-    "MODEL",
-    "FakeCluster",
-    "FakeEncoder",
-    "FakeWorker",
-    "Script",
-    "fake_cluster",
-    "reply_text",
-    "settled",
-    "tiny_codec",
-]

@@ -59,7 +59,7 @@ def reply_text(token_ids: Sequence[int], seed: int, choice: int) -> str:
 
 
 @dataclass
-class Script:
+class WorkerScript:
     """Holds a test's instructions for a fake worker. Tokens are counted per attempt."""
 
     die_at: int | None = None
@@ -80,7 +80,7 @@ class FakeWorker:
     def __init__(self, hub: LocalHub, name: str, codec: TextCodec) -> None:
         self.member_id = MemberId(name)
         self.plane = LocalPlane(hub, f"local://{name}")
-        self.script = Script()
+        self.script = WorkerScript()
         self.requests: list[GenerateRequest] = []
         self.aborted: list[AbortAttempt] = []
         self.heartbeats: list[RouterHeartbeat] = []

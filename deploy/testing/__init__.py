@@ -1,0 +1,38 @@
+"""Contains what the author of a plugin or of an integration needs for tests. Weft's own tests use the same.
+
+There are two clusters. `in_process_cluster` is a real one, with a model, behind its HTTP API in the test's process; use
+it with `registered`, `small_config` and `write_demo_variant`. `fake_cluster` is a real router over fake workers and
+encoders. It needs no model and no torch, and a test can script its members: they pause, fail, lose messages or leave.
+The clock and the transports are for tests of single parts.
+"""
+
+from deploy.testing.fake_clusters import TINY_MODEL, FakeCluster, FakePools, fake_cluster, settled
+from deploy.testing.fake_members import FakeEncoder, FakeWorker, WorkerScript, reply_text
+from deploy.testing.in_process import in_process_cluster, registered, small_config, write_demo_variant
+from deploy.testing.tiny_family import TinyFamily, tiny_codec
+from fabric.contracts import ManualClock
+from fabric.transport import LocalChannelHub, LocalFeatureSink, LocalFeatureSource, LocalHub, LocalPlane
+
+__all__ = [
+    "TINY_MODEL",
+    "FakeCluster",
+    "FakeEncoder",
+    "FakePools",
+    "FakeWorker",
+    "LocalChannelHub",
+    "LocalFeatureSink",
+    "LocalFeatureSource",
+    "LocalHub",
+    "LocalPlane",
+    "ManualClock",
+    "TinyFamily",
+    "WorkerScript",
+    "fake_cluster",
+    "in_process_cluster",
+    "registered",
+    "reply_text",
+    "settled",
+    "small_config",
+    "tiny_codec",
+    "write_demo_variant",
+]
