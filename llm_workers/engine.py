@@ -35,7 +35,7 @@ from fabric.contracts import (
     WeftError,
     WorkerLost,
 )
-from llm_workers.engine_updates import AbortedSequence, Admitted, BlockSnapshot, FailedAttempt, Update
+from llm_workers.engine_interface import AbortedSequence, Admitted, BlockSnapshot, FailedAttempt, Update
 from llm_workers.scheduling import (
     BROKEN_GRAMMAR_TOKEN,
     NO_BLOCK,

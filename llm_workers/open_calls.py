@@ -33,7 +33,7 @@ from fabric.contracts import (
     WeftError,
 )
 from fabric.transport import Plane
-from llm_workers.engine_updates import Update
+from llm_workers.engine_interface import Update
 from llm_workers.features import MissingUnit
 from llm_workers.scheduling import AdmittedSequences, FinishedSequence, SequenceTimes, SequenceTokens, StepEvents
 

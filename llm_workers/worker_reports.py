@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from fabric.contracts import AttemptId, MemberId, WorkerReport
 from fabric.transport import FeatureSink
-from llm_workers.engine_updates import Update
+from llm_workers.engine_interface import Update
 from llm_workers.features import HostCache
 from llm_workers.scheduling import SchedulerStats, StepCosts
 from llm_workers.worker_config import WorkerConfig

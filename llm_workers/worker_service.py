@@ -49,7 +49,7 @@ from llm_workers.compute import (
     with_graphs,
 )
 from llm_workers.engine import Engine, StepTimes
-from llm_workers.engine_updates import Update
+from llm_workers.engine_interface import Update
 from llm_workers.features import FeatureEndpoint, Listener, Peers, Receiver
 from llm_workers.open_calls import OpenAttempt, OpenCalls
 from llm_workers.sampling import GrammarCompiler

@@ -30,7 +30,7 @@ from fabric.contracts import (
 from fabric.transport import LocalChannelHub, LocalFeatureSink
 from llm_workers.compute import PagedKV, ReferencedFeatures, Runner, calibrate, select_backend
 from llm_workers.engine import Engine
-from llm_workers.engine_updates import Update
+from llm_workers.engine_interface import Update
 from llm_workers.features import HostCache
 from llm_workers.scheduling import FeatureReferences, Scheduler, SequenceTimes, StepPlan
 from llm_workers.worker_config import WorkerConfig

@@ -40,7 +40,7 @@ from fabric.contracts import (
 )
 from fabric.transport import LocalChannelHub, LocalFeatureSink, LocalFeatureSource, LocalHub, LocalPlane
 from llm_workers.engine import Engine
-from llm_workers.engine_updates import Update
+from llm_workers.engine_interface import Update
 from llm_workers.features import FeatureEndpoint, Listener, Receiver
 from llm_workers.open_calls import OpenCalls
 from llm_workers.scheduling import FeatureReferences, Scheduler, StepPlan, StepResult

@@ -30,7 +30,7 @@ from fabric.contracts import (
     UnitReady,
 )
 from fabric.transport import ArenaUsage, LandedFeature
-from llm_workers.engine_updates import Update
+from llm_workers.engine_interface import Update
 from llm_workers.features import FeatureEndpoint, FeatureStore, Listener, Receiver
 from llm_workers.open_calls import OpenCalls
 from llm_workers.scheduling import (

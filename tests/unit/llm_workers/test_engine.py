@@ -28,7 +28,7 @@ from fabric.contracts import (
     WorkerLost,
 )
 from llm_workers.engine import MAX_FAILED_STEPS, PROBE_ID, Engine, is_device_error, probe_plan
-from llm_workers.engine_updates import Update
+from llm_workers.engine_interface import Update
 from llm_workers.scheduling import (
     BROKEN_GRAMMAR_TOKEN,
     FeatureReference,
