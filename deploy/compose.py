@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -198,8 +199,9 @@ def build_worker(
     sink: FeatureSink,
     wrap: Callable[[LanguageModel], LanguageModel] | None = None,
 ) -> WorkerService:
-    """Builds a worker; it loads the language model. `wrap` may put a layer around the model (a bench's clocks, other
-    ranks)."""
+    """Builds a worker around Weft's own engine; it loads the language model. `wrap` may put a layer around the model (a
+    bench's clocks, other ranks)."""
+    from llm_workers.own_engine import OwnEngine
     from llm_workers.sampling import GrammarCompiler
     from llm_workers.worker_service import WorkerService
 
@@ -207,9 +209,9 @@ def build_worker(
     if wrap is not None:
         language_model = wrap(language_model)
     grammars = GrammarCompiler(TextCodec.load(model.directory), model.family.shape.vocab_size)
-    return WorkerService(
-        member_id, worker_config(config), model.family, language_model, plane, sink, SystemClock(), grammars
-    )
+    settings, clock = worker_config(config), SystemClock()
+    make_engine = partial(OwnEngine, settings, model.family, language_model, clock)
+    return WorkerService(member_id, settings, model.family, make_engine, plane, sink, clock, grammars)
 
 
 def media_limits(config: ClusterConfig) -> MediaLimits:

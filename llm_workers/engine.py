@@ -45,6 +45,7 @@ from llm_workers.scheduling import (
     FeatureReference,
     Guide,
     Scheduler,
+    SchedulerStats,
     StepPlan,
     StepResult,
 )
@@ -80,6 +81,11 @@ class Engine:
 
     def start(self) -> None:
         self._thread.start()
+
+    def stats(self) -> SchedulerStats:
+        """Returns the scheduler's numbers. Call it before `start` only; afterwards the scheduler belongs to the engine
+        thread, and the updates deliver the numbers."""
+        return self._scheduler.stats()
 
     def stop(self) -> None:
         """Ends the engine after the current step and joins the thread. The call is idempotent."""

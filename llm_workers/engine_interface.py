@@ -1,24 +1,89 @@
-"""Defines what one turn of the engine reports to the owner of its updates. This module contains values only and knows
-nothing of their use; the engine does not change them after it has handed them over.
+"""Defines what the worker's service knows of an engine: the calls that the service makes (`WorkerEngine`) and what one
+turn of the engine reports (`Update`).
+
+Weft's own engine (`llm_workers.own_engine`) is one implementation. Another engine can take its place, because the
+service, the open calls and the reports depend on this module and on no engine. This module contains a Protocol and
+values only; it knows nothing of how an engine computes, or of what the updates are used for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from fabric.contracts import AttemptId, BlocksStored, KvEvent, SequenceId, UnitKey, WeftError
+from fabric.contracts import AttemptId, BlocksStored, GenerateRequest, KvEvent, SequenceId, UnitKey, WeftError
+from llm_workers.features import FeatureEngine
 from llm_workers.scheduling import (
     AdmittedSequences,
+    Guide,
     NeededUnit,
     Reads,
     ReleasedFeature,
     SchedulerStats,
     SequenceTimes,
+    StepCosts,
     StepEvents,
     StepWork,
 )
+from modalities.family import Positions
+
+
+class WorkerEngine(FeatureEngine, Protocol):
+    """A `WorkerEngine` computes the requests of one worker and reports each turn in an `Update`.
+
+    The service calls `prepare` once, then `start` once, then the other methods, and `stop` at the end. Except for
+    `prepare` and `stop`, the methods never block and are thread-safe. The engine calls the receiver of its updates in a
+    thread of its own, and never before `start`.
+    """
+
+    async def prepare(self, costs: StepCosts) -> None:
+        """Makes the engine ready for its first step and fits `costs` to the time that steps take on this machine.
+        Raises ConfigError if the engine can't compute with this model and config on this machine."""
+        ...
+
+    def start(self) -> None:
+        """Begins to compute. Requests that were added before are computed now."""
+        ...
+
+    def stop(self) -> None:
+        """Ends the engine after its current step, and blocks until then. No update follows. The call is idempotent."""
+        ...
+
+    def check_health(self) -> None:
+        """Raises WorkerLost if the engine has died, and EngineFailed if it was stopped."""
+        ...
+
+    def add(self, request: GenerateRequest, positions: Positions, guide: Guide | None = None) -> None:
+        """Adds a request. `guide` stands at the beginning of the request's grammar, if it has one, and belongs to the
+        engine from this call on. An update answers: with an `Admitted`, or with a `FailedAttempt` if the request can't
+        be computed."""
+        ...
+
+    def abort(self, attempt: AttemptId, choices: Sequence[int] = ()) -> None:
+        """Ends the named choices of an attempt, or all of them if none is named. An update answers with the sequences
+        that ended. An attempt that the engine does not know is ignored."""
+        ...
+
+    def request_snapshot(self, address: str) -> None:
+        """Asks for the blocks in the prefix cache, on behalf of the router at `address`. An update answers with a
+        `BlockSnapshot`, and it delivers all earlier events of the cache."""
+        ...
+
+    def stats(self) -> SchedulerStats:
+        """Returns the engine's numbers before its first turn; call it before `start` only. Later numbers come with the
+        updates."""
+        ...
+
+    def seconds_by_part(self) -> Mapping[str, float]:
+        """Returns how many seconds since the start the engine has spent in each part of its steps, for benchmarks. The
+        names of the parts are the engine's own."""
+        ...
+
+
+EngineFactory = Callable[[Callable[["Update"], None]], WorkerEngine]
+"""Builds an engine that hands every update to the given function. The engine calls this function in a thread of its
+own."""
 
 
 class Admitted(NamedTuple):

@@ -1,9 +1,9 @@
-"""Runs one LLM worker: it takes requests and sends token frames. It connects the engine thread, the receiver and the
-table of the routers.
+"""Runs one LLM worker: it takes requests and sends token frames. It connects the engine, the receiver and the table of
+the routers.
 
 The service runs in one event loop, where the updates of the engine arrive with one call per turn. It makes no
-decisions: the scheduler decides what to compute, and the feature store decides what to pull. It runs with or without
-Ray, and this module knows nothing of Ray.
+decisions: the engine decides what to compute, and the feature store decides what to pull. It knows the engine only by
+the Protocol `WorkerEngine`, so this module imports no torch. It runs with or without Ray, and knows nothing of Ray.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from fabric.contracts import (
     AbortAttempt,
@@ -34,29 +34,18 @@ from fabric.contracts import (
     WeftError,
     WorkerLost,
     WorkerReport,
-    context_scale_tokens,
 )
 from fabric.transport import FeatureSink, Plane, RouterTable
-from llm_workers.compute import (
-    PagedKV,
-    ReferencedFeatures,
-    Runner,
-    RunTimes,
-    calibrate,
-    make_side_rows,
-    measure_workspace,
-    select_backend,
-    with_graphs,
-)
-from llm_workers.engine import Engine, StepTimes
-from llm_workers.engine_interface import Update
+from llm_workers.engine_interface import EngineFactory, Update
 from llm_workers.features import FeatureEndpoint, Listener, Peers, Receiver
 from llm_workers.open_calls import OpenAttempt, OpenCalls
-from llm_workers.sampling import GrammarCompiler
-from llm_workers.scheduling import Guide, Scheduler, kv_heads
+from llm_workers.scheduling import Guide
 from llm_workers.worker_config import WorkerConfig
 from llm_workers.worker_reports import WorkerReporter
-from modalities.family import Family, LanguageModel
+from modalities.family import Family
+
+if TYPE_CHECKING:
+    from llm_workers.sampling import GrammarCompiler
 
 _LOG = logging.getLogger(__name__)
 
@@ -70,33 +59,24 @@ class WorkerService:
         member_id: MemberId,
         config: WorkerConfig,
         family: Family,
-        model: LanguageModel,
+        make_engine: EngineFactory,
         plane: Plane,
         sink: FeatureSink,
         clock: Clock,
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """Allocates the KV pages on the model's device. Without `grammars`, the worker refuses structured output."""
+        """Makes the worker's engine. Without `grammars`, the worker refuses structured output."""
         self._grammars = grammars
         self._member_id, self._config, self._family, self._clock = member_id, config, family, clock
         self._plane, self._sink = plane, sink
-        shape = family.shape
-        heads = kv_heads(shape, config.num_ranks)
-        kv = PagedKV(shape.num_layers, config.num_blocks, config.block_size, heads, model.dtype, model.device)
-        scheduler = Scheduler(config, shape.max_model_len, clock, context_scale_tokens(shape.hidden_size))
-        backend = select_backend("auto", kv)
-        self._measure = partial(measure_workspace, model, kv, backend, family, config)
-        if config.cuda_graphs == "auto" and config.num_ranks == 1 and not config.side_layers:
-            model = with_graphs(model, kv, shape.max_model_len)
-        features = ReferencedFeatures(scheduler.references)
-        self._runner = Runner(model, kv, features, backend, make_side_rows(model, kv, config.side_layers))
-        self._engine = Engine(scheduler, self._runner, clock, self._post)
+        self._engine = make_engine(self._post)
         self._calls = OpenCalls(member_id, plane, clock)
         endpoint = FeatureEndpoint(member_id, plane, sink, clock)
         listener = Listener(self._calls.unit_event, self._calls.needed, self._fail)
-        self._receiver = Receiver(endpoint, config, (shape.num_levels, shape.hidden_size), self._engine, listener)
+        levels = (family.shape.num_levels, family.shape.hidden_size)
+        self._receiver = Receiver(endpoint, config, levels, self._engine, listener)
         self._routers = RouterTable(plane, clock)
-        self._reporter = WorkerReporter(member_id, config, scheduler.stats(), sink, self._receiver.store.host_cache)
+        self._reporter = WorkerReporter(member_id, config, self._engine.stats(), sink, self._receiver.store.host_cache)
         self._peers = Peers(plane, sink, self._receiver)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -110,13 +90,10 @@ class WorkerService:
     # ------------------------------------------------------------ life
 
     async def start(self) -> None:
-        """Calibrates with a few forward passes in a separate thread, then takes requests. Raises ConfigError if the
-        model's numbers are not finite or if there is no room for the largest step."""
+        """Prepares the engine, then takes requests. Raises ConfigError if the engine can't compute with this model and
+        config on this machine."""
         self._loop = asyncio.get_running_loop()
-        await asyncio.to_thread(calibrate, self._runner, self._family, self._config, self._reporter.costs, self._clock)
-        if self._config.is_workspace_measured:
-            # This runs in the thread that imported torch, because torch's profiler complains in other threads.
-            self._measure()
+        await self._engine.prepare(self._reporter.costs)
         self._receiver.start()
         self._engine.start()
         self._plane.start(self._on_message)
@@ -167,15 +144,9 @@ class WorkerService:
         is one separately encoded part of a media item."""
         return self._receiver.store.num_held
 
-    @property
-    def step_times(self) -> StepTimes:
-        """Returns how the engine has spent its time since the start."""
-        return self._engine.times
-
-    @property
-    def run_times(self) -> RunTimes:
-        """Returns how the execution time of the engine is divided."""
-        return self._runner.times
+    def seconds_by_part(self) -> Mapping[str, float]:
+        """Returns how many seconds since the start the engine has spent in each part of its steps."""
+        return self._engine.seconds_by_part()
 
     # ------------------------------------------------------------ calls
 

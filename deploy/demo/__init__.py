@@ -6,6 +6,6 @@ folder draws itself, so that a cluster can be tried and tested without downloadi
 `build` make the checkpoint's files; `checkpoint/` holds the trained one. `ask` asks a running cluster about media
 (`weft demo`).
 
-The cluster uses only the checkpoint (`build.demo_checkpoint`) and treats it like any other model. Tests and load tests
-draw media from here too. The folder knows nothing of how the cluster serves the model.
+The cluster uses only the checkpoint (`build.demo_checkpoint`) and treats it like any other model. Tests draw
+media from here too. The folder knows nothing of how the cluster serves the model.
 """

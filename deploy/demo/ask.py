@@ -4,7 +4,7 @@ were right.
 `run_demo` draws the questions, sends each as an OpenAI client does, and compares the answers word for word. It asks
 about a video and a sound if the cluster takes them; if not, it says so and asks about pictures instead. The last part
 of the module encodes a conversation for the HTTP API: PNG pictures and MP4 clips as data URLs, and WAV sounds in
-base64. Tests and load tests use this encoding too.
+base64. Tests use this encoding too.
 
 The module knows the cluster by its HTTP API alone.
 """

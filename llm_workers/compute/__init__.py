@@ -14,14 +14,13 @@ from llm_workers.compute.attention import Backend, register_attention, select_ba
 from llm_workers.compute.boot_measurements import calibrate, measure_workspace
 from llm_workers.compute.cuda_graphs import with_graphs
 from llm_workers.compute.paged_kv import PagedKV, SequenceRows, copy_blocks, make_side_rows
-from llm_workers.compute.runner import PlacedSplice, ReferencedFeatures, Runner, RunTimes, splice_features
+from llm_workers.compute.runner import PlacedSplice, ReferencedFeatures, Runner, splice_features
 
 __all__ = [
     "Backend",
     "PagedKV",
     "PlacedSplice",
     "ReferencedFeatures",
-    "RunTimes",
     "Runner",
     "SequenceRows",
     "calibrate",

@@ -13,7 +13,7 @@ import argparse
 import asyncio
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,7 +43,7 @@ SPLICE_BAR_S, SPLICE_BAR_RATIO = 0.3e-3, 4 / 0.3
 """Holds the targets for the splice of a prompt of 5,000 tokens. They come from the OmniConnector article
 (docs/references.md), which compares with 4 ms in a loop and does not say how wide the rows are."""
 
-Split = dict[str, float]
+Split = Mapping[str, float]
 
 
 def default_device() -> str:
@@ -136,14 +136,14 @@ async def _run(chosen: argparse.Namespace, model_dir: Path, peers: Sequence[Peer
             await run_load(worker, load._replace(output_tokens=4), VOCAB, seed=0)
             for peer in peers:
                 await asyncio.to_thread(peer.run, load._replace(output_tokens=4), 0)
-            before = seconds_so_far(worker)
+            before = worker.seconds_by_part()
             for number in range(1, chosen.rounds + 1):
                 ours.append(await run_load(worker, load, VOCAB, seed=number))
                 for peer in peers:
                     rates[peer.name].append(await asyncio.to_thread(peer.run, load, number))
             split = shares_since(before, worker)
             await run_load(worker, MANY, VOCAB, seed=0)
-            before = seconds_so_far(worker)
+            before = worker.seconds_by_part()
             await run_load(worker, MANY, VOCAB, seed=1)
             many = shares_since(before, worker)
     finally:
@@ -183,21 +183,8 @@ def _config(chosen: argparse.Namespace, model_dir: Path, load: BenchLoad) -> Clu
     return ClusterConfig.model_validate({"model": model, "workers": workers, "threads_per_replica": chosen.threads})
 
 
-def seconds_so_far(worker: WorkerService) -> Split:
-    """Returns the seconds spent in each part of a step, in the order of the parts."""
-    step, run = worker.step_times, worker.run_times
-    return {
-        "schedule": step.schedule_s,
-        "inputs": run.inputs_s,
-        "splice": run.splice_s,
-        "forward": run.forward_s,
-        "sample": run.sample_s,
-        "output": step.commit_s,
-    }
-
-
 def shares_since(before: Split, worker: WorkerService) -> Split:
-    taken = {name: seconds - before[name] for name, seconds in seconds_so_far(worker).items()}
+    taken = {name: seconds - before[name] for name, seconds in worker.seconds_by_part().items()}
     total = sum(taken.values())
     return {name: seconds / total for name, seconds in taken.items()}
 

@@ -43,6 +43,7 @@ from fabric.contracts import (
 )
 from fabric.transport import LocalChannelHub, LocalFeatureSink, LocalFeatureSource, LocalHub, LocalPlane
 from llm_workers.compute import register_attention
+from llm_workers.own_engine import OwnEngine
 from llm_workers.worker_config import WorkerConfig
 from llm_workers.worker_service import WorkerService
 from modalities.family import EncoderInput
@@ -190,7 +191,8 @@ class Rig:
         self.worker_plane = LocalPlane(self.hub, "local://worker")
         self.source = LocalFeatureSource(self.channel, "encoder", 1 << 22)
         self.sink = LocalFeatureSink(self.channel, "worker", inbox_bytes)
-        self.service = WorkerService(WORKER, config, parts.family, parts.model, self.worker_plane, self.sink, clock)
+        make_engine = functools.partial(OwnEngine, config, parts.family, parts.model, clock)
+        self.service = WorkerService(WORKER, config, parts.family, make_engine, self.worker_plane, self.sink, clock)
         self._ids = itertools.count()
         self.slots = {}
 

@@ -1,0 +1,76 @@
+"""Builds Weft's own engine on a device: KV pages, scheduler, runner and the thread that drives them.
+
+`llm_workers.engine` runs the turns and is free of torch. This module adds what needs torch: it allocates the pages,
+chooses the attention and the CUDA graphs, and measures the device before the first request. It knows nothing of calls,
+planes or routers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from fabric.contracts import Clock, context_scale_tokens
+from llm_workers.compute import (
+    PagedKV,
+    ReferencedFeatures,
+    Runner,
+    calibrate,
+    make_side_rows,
+    measure_workspace,
+    select_backend,
+    with_graphs,
+)
+from llm_workers.engine import Engine
+from llm_workers.engine_interface import Update
+from llm_workers.scheduling import Scheduler, StepCosts, kv_heads
+from llm_workers.worker_config import WorkerConfig
+from modalities.family import Family, LanguageModel
+
+
+class OwnEngine(Engine):
+    """An `OwnEngine` is Weft's own `WorkerEngine`: the engine thread with a runner on the model's device."""
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        family: Family,
+        model: LanguageModel,
+        clock: Clock,
+        on_update: Callable[[Update], None],
+    ) -> None:
+        """Allocates the KV pages on the model's device. The engine calls `on_update` in its own thread."""
+        shape = family.shape
+        heads = kv_heads(shape, config.num_ranks)
+        kv = PagedKV(shape.num_layers, config.num_blocks, config.block_size, heads, model.dtype, model.device)
+        scheduler = Scheduler(config, shape.max_model_len, clock, context_scale_tokens(shape.hidden_size))
+        backend = select_backend("auto", kv)
+        self._measure = partial(measure_workspace, model, kv, backend, family, config)
+        if config.cuda_graphs == "auto" and config.num_ranks == 1 and not config.side_layers:
+            model = with_graphs(model, kv, shape.max_model_len)
+        features = ReferencedFeatures(scheduler.references)
+        self._runner = Runner(model, kv, features, backend, make_side_rows(model, kv, config.side_layers))
+        self._config, self._family = config, family
+        super().__init__(scheduler, self._runner, clock, on_update)
+
+    async def prepare(self, costs: StepCosts) -> None:
+        """Fits `costs` to a few forward passes, which run in a separate thread, and measures the largest step if the
+        config asks for it. Raises ConfigError if the model's numbers are not finite or if there is no room for the
+        largest step."""
+        await asyncio.to_thread(calibrate, self._runner, self._family, self._config, costs, self._clock)
+        if self._config.is_workspace_measured:
+            # This runs in the thread that imported torch, because torch's profiler complains in other threads.
+            self._measure()
+
+    def seconds_by_part(self) -> Mapping[str, float]:
+        """Returns the seconds since the start by the part of a step, in the order of the parts."""
+        step, run = self.times, self._runner.times
+        return {
+            "schedule": step.schedule_s,
+            "inputs": run.inputs_s,
+            "splice": run.splice_s,
+            "forward": run.forward_s,
+            "sample": run.sample_s,
+            "output": step.commit_s,
+        }
