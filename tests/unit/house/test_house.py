@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
 from house import LONGEST_MODULE, ROOT, docstrings, names_used_twice, source_files
 from sentences import is_sentence
+
+UNIT = ROOT / "tests" / "unit"
 
 
 def test_every_docstring_is_a_sentence() -> None:
@@ -20,6 +25,17 @@ def test_every_class_of_the_product_has_a_name_of_its_own() -> None:
 def test_no_module_is_too_long() -> None:
     lengths = {str(path): len((ROOT / path).read_text().splitlines()) for path in source_files()}
     assert {path: length for path, length in lengths.items() if length > LONGEST_MODULE} == {}
+
+
+def test_unit_tests_stand_in_the_folders_of_what_they_test() -> None:
+    folders = {path.parent.relative_to(UNIT) for path in UNIT.rglob("test_*.py")}
+    assert [str(folder) for folder in folders if folder == Path() or not (ROOT / folder).is_dir()] == ["house"]
+
+
+def test_every_test_and_rig_has_a_name_of_its_own() -> None:
+    """pytest and the tests import them by the bare name."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.mark.parametrize(
