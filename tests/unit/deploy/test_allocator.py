@@ -14,7 +14,7 @@ from deploy.process_setup import freeze_what_lives, keep_freed_memory
 
 FAULTS = """
 import ctypes, resource
-from deploy.allocator import keep_freed_memory
+from deploy.process_setup import keep_freed_memory
 if {keeps}: assert keep_freed_memory()
 libc = ctypes.CDLL(None)
 PR_SET_THP_DISABLE = 41  # of linux/prctl.h: where all memory lies in large pages, far fewer are counted
