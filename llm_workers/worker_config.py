@@ -62,7 +62,7 @@ class WorkerConfig:
     speculation: Speculation = Speculation()
     cuda_graphs: str = "off"
     """Selects CUDA graphs: with `auto`, decode steps are recorded where device, torch and block size allow it (see the
-    module `cuda_graphs`); `off` records none."""
+    module `compute.cuda_graphs`); `off` records none."""
     is_workspace_measured: bool = False
     """Says whether the largest step runs once at boot. The worker then refuses to start if the device has no room for
     that step."""

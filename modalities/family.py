@@ -335,7 +335,8 @@ def check_modality(family: Family, modality: str) -> None:
 
 @runtime_checkable
 class StreamsUnits(Protocol):
-    """Preprocesses an item unit by unit. A family may offer this in addition to `Family.preprocess`."""
+    """A `StreamsUnits` preprocesses an item unit by unit. A family may offer this in addition to
+    `Family.preprocess`."""
 
     def preprocess_units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
         """Preprocesses like `preprocess`, but yields each unit as soon as it is ready. An error may follow the first

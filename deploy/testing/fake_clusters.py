@@ -175,4 +175,3 @@ async def settled(condition: Callable[[], bool], timeout_s: float = 5.0) -> None
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - a fake sets no event for this condition
             await asyncio.sleep(0)
-

@@ -254,9 +254,7 @@ class World:
         self.told = reads
         return changed
 
-    def _obey(
-        self, command: EngineCommand, released: list[ReleasedFeature], admitted: list[AttemptUnits]
-    ) -> None:
+    def _obey(self, command: EngineCommand, released: list[ReleasedFeature], admitted: list[AttemptUnits]) -> None:
         match command:
             case ("add", attempt, units):
                 self.reading[attempt] = Reading(units)
