@@ -5,7 +5,7 @@
 where encoders, workers and routers meet. `ray/` runs the services on Ray Serve, with `supervisor` around it to receive
 signals; `local` runs them in one process. `ranks` starts the rank processes of a worker, and `http_server` serves a
 router's HTTP API. `process_setup` and `logs` prepare each process. `demo/` draws, trains, measures and asks the demo
-model.
+model, and `testing/` has what the tests of a plugin need.
 
 The parts that a cluster consists of do not import this package; tests, load tests and examples do. The package knows
 nothing of how a service does its work.
