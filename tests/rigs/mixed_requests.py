@@ -34,7 +34,7 @@ KIND_TO_TASKS = {
 MAX_TOKENS = 32
 TIMEOUT_S = 300.0
 NUM_AT_ONCE_AGAIN = 4
-FROZEN_S = 0.3
+FROZEN_S = 1.0
 ITEMS_ENCODED = "weft_encoder_items_encoded_total"
 LEAST_RIGHT = 0.95
 """At least this share of the answers must be right; otherwise the model has changed."""
