@@ -194,7 +194,7 @@ async def test_steps_do_not_use_up_attempts_and_draw_the_same() -> None:
     ids=["picture", "pictures", "sound", "video", "film-and-picture"],
 )
 async def test_a_call_has_the_time_of_its_items_together(content: list[object], limit_s: float) -> None:
-    """By default these are 10 s for a picture, 20 s for a sound and 60 s for a video, as the documentation says. The
+    """A call has 10 s for a picture, 20 s for a sound and 60 s for a video by default, as the documentation says. The
     call states to the encoder how much time there is."""
     async with media_cluster() as cluster:
         await answered(cluster, content)
