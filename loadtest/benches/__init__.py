@@ -5,7 +5,7 @@ Five modules or folders run one bench each: `path_bench`, `engine_bench`, `encod
 `bench_result` defines what a bench returns, and where it goes. `engine_parts`, `engine_host` and `engine_pictures`
 measure parts of the engine bench; `encoder_towers`, `encoder_wait` and `encoder_batching` do so for the encoder bench.
 `chat_load` puts load on a worker or a server, `synthetic` makes checkpoints of a given size, and `peer_process` runs
-the alternatives to Weft, whose scripts are in `peers`.
+the alternatives to Weft, whose scripts are in `peers`. `commit_comparison` runs one of the benches on two commits.
 
 The command line imports `run_benches` alone, and a bench's own module is imported when it runs. The folder knows
 nothing of how Weft is deployed beyond what `deploy` offers.
@@ -54,12 +54,19 @@ def _scale(options: Sequence[str]) -> BenchResult:
     return run(options)
 
 
+def _compare(options: Sequence[str]) -> BenchResult:
+    from loadtest.benches.commit_comparison import run
+
+    return run(options)
+
+
 BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {
     "path": _path,
     "engine": _engine,
     "encoder": _encoder,
     "memory": _memory,
     "scale": _scale,
+    "compare": _compare,
 }
 
 
@@ -79,12 +86,12 @@ def _standard_output_to_error() -> Iterator[None]:
 
 
 def run_benches(name: str, *, as_json: bool, options: Sequence[str] = ()) -> int:
-    """Runs one bench, or all with their defaults. Returns 0 even when a bar is missed, because a miss is a result.
-    Raises ConfigError for an unknown name."""
+    """Runs one bench, or all but `compare` with their defaults. Returns 0 even when a bar is missed, because a miss is
+    a result. Raises ConfigError for an unknown name."""
     if name == "list":
         print("\n".join(BENCHES))
         return 0
-    chosen = list(BENCHES) if name == "all" else [name]
+    chosen = [each for each in BENCHES if each != "compare"] if name == "all" else [name]
     for each in chosen:
         if each not in BENCHES:
             raise ConfigError(f"no bench {each!r}; there are: {', '.join(BENCHES)}, all")

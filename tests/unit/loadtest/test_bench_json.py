@@ -20,7 +20,7 @@ def run(_):
     return bench_result.BenchResult([["a", "b"], ["1", "2"]], [bench_result.Bar("speed", 2.0, 1.0, "x")], ["a note"])
 
 bench_result.RESULTS = Path(sys.argv[1])
-benches.BENCHES = {"one": run, "two": run}
+benches.BENCHES = {"one": run, "two": run, "compare": run}
 benches.run_benches("all", as_json=sys.argv[2] == "json")
 """
 
@@ -31,6 +31,7 @@ def outputs(folder: Path, form: str) -> tuple[str, str]:
 
 
 def test_json_alone_is_on_standard_output(tmp_path: Path) -> None:
+    """`compare` needs options, so it is no part of `all`."""
     out, err = outputs(tmp_path, "json")
     lines = [json.loads(line) for line in out.splitlines()]
     assert [(line["bench"], line["bars"][0]["value"]) for line in lines] == [("one", 2.0), ("two", 2.0)]
