@@ -22,9 +22,8 @@ from deploy.process_setup import ask_for_large_pages, keep_freed_memory
 from encoder_pool.encoder_config import MODALITY_TO_CPU_S, MODALITY_TO_TIMEOUT_S, DecodeLimits, EncoderConfig
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, Member, MemberId, SystemClock
 from fabric.transport import FeatureSink, FeatureSource, Plane
-from llm_workers.scheduling import check_shares
 from llm_workers.worker_config import Speculation, WorkerConfig
-from modalities.family import Family, LanguageModel, MediaOptions
+from modalities.family import Family, LanguageModel, MediaOptions, ModelShape
 from modalities.media import MediaLimits
 from modalities.registry import REGISTRY
 from modalities.text import TextCodec
@@ -80,6 +79,15 @@ def load_model(config: ClusterConfig, directory: Path) -> Model:
     family = REGISTRY.load_family(directory)
     check_shares(family.shape, config.workers.tensor_parallel)
     return Model(directory, name, family)
+
+
+def check_shares(shape: ModelShape, num_ranks: int) -> None:
+    """Raises ConfigError if the KV heads can't be divided evenly among the ranks: a head is never split or kept
+    twice."""
+    if shape.num_kv_heads % num_ranks:
+        raise ConfigError(
+            f"workers.tensor_parallel is {num_ranks}, which does not divide the model's {shape.num_kv_heads} KV heads"
+        )
 
 
 def member(kind: str, member_id: MemberId, address: str, host: str, modalities: tuple[str, ...] = ()) -> Member:

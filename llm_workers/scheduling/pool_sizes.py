@@ -1,8 +1,9 @@
 """Computes how much memory a worker's pools take, and whether they can hold the largest request that the limits allow.
 
-`shortfalls` compares the largest media with the pools, `worker_bytes` adds up what one replica holds, and
-`check_shares` and `kv_heads` say which KV heads one of several ranks holds. This is arithmetic on a model's shape and a
-config: it allocates nothing and loads nothing. It knows nothing of a device's size or of weights.
+`shortfalls` compares the largest media with the pools, `worker_bytes` adds up what one replica holds, and `kv_heads`
+says how many KV heads the pages of one of several ranks hold. This is arithmetic on a model's shape and a config: it
+allocates nothing and loads nothing. It knows nothing of a device's size or of weights, and expects that the ranks
+divide the KV heads evenly.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fabric.contracts import DTYPE_TO_BYTES, ConfigError
+from fabric.contracts import DTYPE_TO_BYTES
 from fabric.transport import ALIGNMENT_BYTES, HEADER_BYTES
 from llm_workers.worker_config import WorkerConfig
 from modalities.family import ModelShape
@@ -111,15 +112,6 @@ def worker_bytes(shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtyp
     mask = config.max_step_tokens * min(shape.max_model_len, config.num_blocks * config.block_size) * 4
     workspace = step_rows * (NUM_HIDDEN_WIDTHS + 2 * shape.num_levels) + 3 * logits + per_layer + mask
     return WorkerBytes(shape.num_layers * per_layer, inbox_bytes, workspace)
-
-
-def check_shares(shape: ModelShape, num_ranks: int) -> None:
-    """Raises ConfigError if the KV heads can't be divided evenly among the ranks: a head is never split or kept
-    twice."""
-    if shape.num_kv_heads % num_ranks:
-        raise ConfigError(
-            f"workers.tensor_parallel is {num_ranks}, which does not divide the model's {shape.num_kv_heads} KV heads"
-        )
 
 
 def kv_heads(shape: ModelShape, num_ranks: int) -> tuple[int, int]:

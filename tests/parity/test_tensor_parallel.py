@@ -33,7 +33,6 @@ from deploy.ranks import load_share, spawn_rank
 from deploy.testing import in_process_cluster
 from fabric.contracts import ConfigError, SamplingParams, WeftError, WorkerLost
 from llm_workers.compute import register_attention
-from llm_workers.scheduling import check_shares
 from llm_workers.tensor_parallel import Invitation, ParallelLanguageModel, RankGroup, RankProcess
 from llm_workers.worker_service import WorkerService
 from modalities.checkpoint_tensors import check_plan
@@ -282,7 +281,7 @@ def test_a_rank_that_fails_to_load_says_why(qwen2: LoadedFamily, tmp_path: Path)
 def test_heads_that_can_not_be_shared_are_refused(qwen2: LoadedFamily) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel is 3, .* 2 KV heads"):
         compose.load_model(config_of(qwen2.directory, tensor_parallel=3), qwen2.directory)
-    check_shares(qwen2.family.shape, 2)
+    compose.check_shares(qwen2.family.shape, 2)
 
 
 async def healthy_until_error(service: WorkerService) -> None:

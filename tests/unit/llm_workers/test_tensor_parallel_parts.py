@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabric.contracts import ConfigError, ErrorInfo, ProtocolError
-from llm_workers.scheduling import check_shares, kv_heads, worker_bytes
+from fabric.contracts import ErrorInfo, ProtocolError
+from llm_workers.scheduling import worker_bytes
 from llm_workers.tensor_parallel.process_group import (
     RankFailed,
     Ready,
@@ -112,18 +112,6 @@ def test_a_door_to_which_nobody_comes_is_not_waited_at() -> None:
     door.close()
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", door.port), 5.0)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 6])
-def test_heads_are_shared_evenly(num_ranks: int) -> None:
-    check_shares(SHAPE, num_ranks)
-    assert kv_heads(SHAPE, num_ranks) == (6 // num_ranks, 16)
-
-
-@pytest.mark.parametrize("num_ranks", [4, 5, 12])
-def test_heads_that_would_be_split_are_refused(num_ranks: int) -> None:
-    with pytest.raises(ConfigError, match=f"tensor_parallel is {num_ranks}"):
-        check_shares(SHAPE, num_ranks)
 
 
 def test_the_budget_counts_one_ranks_pages() -> None:
