@@ -3,7 +3,7 @@ the same result.
 
 The towers learn first and alone (`training/vision_tower_lessons.py`, `training/audio_tower_lessons.py`). Then the whole
 model learns conversations, with the loss on the assistant's words alone. Two processes learn, each from its half of
-every batch (see `deploy.demo.training.optimizers`); each takes one core, or a GPU where there is one. The module does
+every batch (see `deploy.demo.training.learners`); each takes one core, or a GPU where there is one. The module does
 not know how good the model is: `deploy.demo.evaluate` measures that.
 """
 
@@ -30,14 +30,8 @@ from deploy.demo.tasks.catalogue import AUDIO_TOWER_STAGE, STAGES, VISION_TOWER_
 from deploy.demo.training.audio_tower_lessons import AudioTowerTrainer, SoundBatches
 from deploy.demo.training.batches import Batch, collate, forward, prepare_model
 from deploy.demo.training.encoding import SampleEncoder
-from deploy.demo.training.optimizers import (
-    NUM_LEARNERS,
-    Optimizers,
-    average_gradients,
-    learners_device,
-    run_together,
-    to_device,
-)
+from deploy.demo.training.learners import NUM_LEARNERS, average_gradients, learners_device, run_together, to_device
+from deploy.demo.training.optimizers import Optimizers
 from deploy.demo.training.vision_tower_lessons import CROWDED, VisionBatch, VisionBatches, VisionTowerTrainer
 from deploy.demo.weights import load_trainable, save_trained
 from deploy.process_setup import ask_for_large_pages, keep_freed_memory

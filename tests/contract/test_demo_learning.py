@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from deploy.demo.training.batches import Batch, make_groups
-from deploy.demo.training.optimizers import run_together, to_device
+from deploy.demo.training.learners import run_together, to_device
 
 pytestmark = pytest.mark.torch
 

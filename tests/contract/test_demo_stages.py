@@ -18,7 +18,7 @@ from deploy.demo.drawing.facts import SAMPLE_RATE
 from deploy.demo.tasks.catalogue import AUDIO_TOWER_STAGE, TASKS, VISION_TOWER_STAGE
 from deploy.demo.train import ALL_STAGES, _lesson
 from deploy.demo.training.batches import prepare_model
-from deploy.demo.training.optimizers import to_device
+from deploy.demo.training.learners import to_device
 from deploy.demo.weights import load_trainable
 
 pytestmark = pytest.mark.torch

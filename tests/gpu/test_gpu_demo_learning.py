@@ -13,7 +13,7 @@ from deploy.demo.build import write_all_but_weights
 from deploy.demo.tasks.catalogue import STAGES
 from deploy.demo.train import Conversations
 from deploy.demo.training.batches import forward, prepare_model
-from deploy.demo.training.optimizers import to_device
+from deploy.demo.training.learners import to_device
 from deploy.demo.weights import load_trainable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

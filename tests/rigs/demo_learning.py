@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from deploy.demo.training.optimizers import average_gradients
+from deploy.demo.training.learners import average_gradients
 
 
 def descend(learner: int, out_dir: Path) -> None:
