@@ -4,7 +4,7 @@ measure speed.
 Five modules or folders run one bench each: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench` and `scale`.
 `bench_result` defines what a bench returns, and where it goes. `engine_parts`, `engine_host` and `engine_pictures`
 measure parts of the engine bench; `encoder_towers`, `encoder_wait` and `encoder_batching` do so for the encoder bench.
-`chat_load` puts load on a worker or a server, `synthetic` makes checkpoints of a given size, and `peer_process` runs
+`chat_load` puts load on a worker or a server, `synthetic` makes their models and media, and `peer_process` runs
 the alternatives to Weft, whose scripts are in `peers`. `commit_comparison` runs one of the benches on two commits.
 
 The command line imports `run_benches` alone, and a bench's own module is imported when it runs. The folder knows

@@ -41,7 +41,7 @@ from fabric.contracts import (
     UnitRelease,
 )
 from fabric.transport import LocalChannelHub, LocalFeatureSource, LocalHub, LocalPlane
-from loadtest.benches.encoder_batching import NUM_FRAMES, another, film, model_of_long_films, picture
+from loadtest.benches.synthetic import NUM_FRAMES, another, film, model_of_long_films, picture
 from modalities.family import EncoderInput, EncoderModel, Family, MediaOptions
 from modalities.media import plan_media
 from modalities.registry import REGISTRY

@@ -1,19 +1,29 @@
-"""Makes random checkpoints of a given size, for speed only: the weights are meaningless, and shapes and dtypes are
-real.
+"""Makes the models and the media that benches use.
+
+The checkpoints of a given size are random and serve speed only: the weights are meaningless, and shapes and dtypes are
+real. One more checkpoint is the demo model with a limit of frames that covers a whole video. The videos and pictures
+differ, so that no cache has them. The module knows nothing of what is measured.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 VOCAB = 32_000
 IMAGE_SIDE = 448
 IMAGE_TOKENS = 256
+NUM_FRAMES = 120
+"""A film has this many frames."""
 _PATCH = 28
 _IMAGE_ID = 2_048
 """The token `<image>` has this id, the first one after the demo tokenizer's own tokens."""
@@ -40,6 +50,9 @@ _TEMPLATE = """{%- for message in messages -%}
 """
 
 
+# ------------------------------------------------------------ checkpoints
+
+
 def qwen2_180m() -> Path:
     """Makes a Qwen2 of about 180M random parameters in bfloat16, with the demo model's tokenizer. The checkpoint is
     seeded and cached."""
@@ -64,6 +77,56 @@ def qwen2_5_vl_180m() -> Path:
     picture of 448 pixels is 1,024 patches and 256 tokens. vLLM's own server runs it too. The checkpoint
     is seeded and cached."""
     return _cached("bench-qwen2.5-vl-180m-1", _write_qwen2_5_vl)
+
+
+def model_of_long_films(directory: Path) -> Path:
+    """Makes a copy of the demo checkpoint in `directory`, by links, that uses up to 120 frames of a video; the demo's
+    own limit is 32."""
+    from deploy.demo.build import demo_checkpoint
+
+    for file in demo_checkpoint().iterdir():
+        if file.name == "video_preprocessor_config.json":
+            settings = json.loads(file.read_text()) | {"max_frames": NUM_FRAMES}
+            (directory / file.name).write_text(json.dumps(settings))
+        else:
+            (directory / file.name).symlink_to(file)
+    return directory
+
+
+# ------------------------------------------------------------ media
+
+
+def picture(seed: int) -> bytes:
+    """Makes a PNG of noise, 96 x 96."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (96, 96, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def film() -> bytes:
+    """Makes an MP4 of 120 frames of 256 x 256, at 30 frames per second."""
+    import av
+
+    frames = np.random.default_rng(0).integers(0, 256, (4, 256, 256, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=30)
+        stream.width = stream.height = 256
+        stream.pix_fmt = "yuv420p"
+        for number in range(NUM_FRAMES):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frames[number % 4], format="rgb24")))
+        container.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def another(film: bytes, number: int) -> bytes:
+    """Returns the same video as a different file, which no cache has: a box of free space follows (ISO 14496-12,
+    8.1.2)."""
+    return film + struct.pack(">I4sQ", 16, b"free", number)
+
+
+# ------------------------------------------------------------ writing checkpoints
 
 
 def _cached(name: str, write: Callable[[Path], None]) -> Path:

@@ -1,10 +1,10 @@
-"""Tests the files of the encoder bench: every frame of a film is planned, and no two files are the same to a cache."""
+"""Tests the synthetic videos of benches: every frame of a film is planned, and no two files are the same to a cache."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from loadtest.benches.encoder_batching import NUM_FRAMES, another, film, model_of_long_films
+from loadtest.benches.synthetic import NUM_FRAMES, another, film, model_of_long_films
 from modalities.family import MediaOptions
 from modalities.media import plan_media
 from modalities.registry import REGISTRY
