@@ -2,7 +2,8 @@
 Sounds from which the device makes units share the same queue.
 
 The device runs one batch at a time, and a running batch can't be stopped. A *job* is one medium on its way through
-the encoder; its units wait here after they are decoded. The device queue lives in the pipeline's event loop. It knows
+the encoder; its units wait here after they are decoded. The device queue lives in the pipeline's event loop.
+`DeviceTally` sums what the device has done, and `BusyTime` measures how much of the time it is busy. The module knows
 nothing of calls: the pipeline informs the calls that wait for a unit or a sound.
 """
 
@@ -10,15 +11,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 from math import inf
 
 from encoder_pool.encoder_config import EncoderConfig
 from encoder_pool.planning import (
-    BusyTime,
     EncodeJob,
     EncodeJobs,
-    EncoderTally,
     FeatureSpec,
     FeatureTable,
     FirstRefused,
@@ -54,7 +54,6 @@ class DeviceQueue:
         table: FeatureTable,
         forward: Forward,
         clock: Clock,
-        tally: EncoderTally,
         ended: tuple[UnitEnded, SoundEnded],
     ) -> None:
         self._max_batch_cost = config.max_batch_cost
@@ -63,7 +62,6 @@ class DeviceQueue:
         self._table = table
         self._forward = forward
         self._clock = clock
-        self._tally = tally
         self._unit_ended, self._sound_ended = ended
         self._is_busy = False
         self.spec: FeatureSpec | None = None
@@ -71,6 +69,7 @@ class DeviceQueue:
         """Holds the units that are in the forward pass now; it is empty when there is none."""
         self.costs = ForwardCosts()
         self.busy = BusyTime()
+        self.tally = DeviceTally()
 
     @property
     def forward_s(self) -> float:
@@ -112,7 +111,7 @@ class DeviceQueue:
 
     def _sound_batch_ended(self, jobs: list[EncodeJob], result: SoundResult, done: Callable[[], None]) -> None:
         self._end()
-        self._tally.preprocess_s += result.seconds
+        self.tally.preprocess_s += result.seconds
         for job, outcome in zip(jobs, result.outcomes, strict=True):
             self._sound_ended(job, outcome, result.seconds)
         done()
@@ -215,7 +214,7 @@ class DeviceQueue:
         self.batch = []
         self._end()
         cost = sum(unit.cost for unit in batch)
-        self._tally.batch_ended(len(batch), cost, result.seconds)
+        self.tally.batch_ended(len(batch), cost, result.seconds)
         if not any(result.errors):
             self.costs.observe(batch[0].modality, cost, result.seconds, self._clock.now())
         keys = [unit.key for unit in batch]
@@ -231,3 +230,61 @@ class DeviceQueue:
                 waiter.batch_cost += cost
             self._unit_ended(unit.key, error)
         done()
+
+
+# ------------------------------------------------------------ what the device has done
+
+
+@dataclass(slots=True)
+class DeviceTally:
+    """Keeps sums over the life of a device queue, for reports. The sums only grow. Seconds are of wall time."""
+
+    num_batches: int = 0
+    """Counts the forward passes."""
+    num_units: int = 0
+    """Counts the units that went through a forward pass."""
+    encoded_cost: int = 0
+    """Sums the cost of these units."""
+    forward_s: float = 0.0
+    preprocess_s: float = 0.0
+    """Sums the time in which the device made units of sounds."""
+
+    def batch_ended(self, num_units: int, cost: int, seconds: float) -> None:
+        self.num_batches += 1
+        self.num_units += num_units
+        self.encoded_cost += cost
+        self.forward_s += seconds
+
+
+class BusyTime:
+    """Measures how much of the time the forward pass keeps the device busy. Callers pass the time in."""
+
+    def __init__(self, window_s: float = 1.0) -> None:
+        self._window_s = window_s
+        self._done_s = 0.0
+        self._since_s: float | None = None
+        self._window: tuple[float, float] | None = None
+        """Holds the time when the window began, and how long the device had been busy by then."""
+        self.fraction = 0.0
+        """Holds the busy share of the last complete window."""
+
+    def started(self, now_s: float) -> None:
+        self._since_s = now_s
+
+    def ended(self, now_s: float) -> None:
+        assert self._since_s is not None
+        self._done_s += now_s - self._since_s
+        self._since_s = None
+
+    def current_s(self, now_s: float) -> float:
+        """Returns for how long the present forward pass has run; returns 0 if there is none."""
+        return 0.0 if self._since_s is None else now_s - self._since_s
+
+    def roll(self, now_s: float) -> None:
+        """Begins a new window if the last one is over. Callers must call it often."""
+        busy_s = self._done_s + (now_s - self._since_s if self._since_s is not None else 0.0)
+        if self._window is None:
+            self._window = (now_s, busy_s)
+        elif now_s - self._window[0] >= self._window_s:
+            self.fraction = (busy_s - self._window[1]) / (now_s - self._window[0])
+            self._window = (now_s, busy_s)

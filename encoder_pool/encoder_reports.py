@@ -62,7 +62,8 @@ def encoder_report(
     max_in_flight: int,
 ) -> EncoderReport:
     """Returns the report and changes nothing. Its sums cover the whole life of the parts."""
-    usage, jobs, tally = table.usage(), pipeline.jobs, pipeline.tally
+    usage, jobs = table.usage(), pipeline.jobs
+    items, device = pipeline.tally, pipeline.device_queue.tally
     costs, mixed = pipeline.costs, pipeline.costs.mixed()
     return EncoderReport(
         encoder_id=encoder_id,
@@ -76,9 +77,9 @@ def encoder_report(
         arena_bytes_cached=usage.cached_bytes,
         arena_bytes_total=usage.total_bytes,
         num_leases=usage.num_leases,
-        items_encoded=tally.num_items_encoded,
-        batches=tally.num_batches,
-        cache_hits=tally.num_cache_hits,
+        items_encoded=items.num_items_encoded,
+        batches=device.num_batches,
+        cache_hits=items.num_cache_hits,
         encode_s_per_cost=mixed.seconds_per_cost,
         batch_overhead_s=mixed.overhead_s,
         costs=tuple(_encode_cost(modality, costs.estimate(modality)) for modality in costs.modalities),
@@ -93,19 +94,19 @@ def encoder_report(
         num_features_cached=usage.num_cached,
         num_features_staged=usage.num_staged,
         arena_bytes_encoding=usage.encoding_bytes,
-        items_received=tally.num_items,
-        items_failed=tally.num_items_failed,
-        items_decoded=tally.num_decoded,
-        decode_s=tally.decode_s,
-        forward_s=tally.forward_s,
-        batch_units=tally.num_units,
-        batch_cost=tally.encoded_cost,
+        items_received=items.num_items,
+        items_failed=items.num_items_failed,
+        items_decoded=items.num_decoded,
+        decode_s=items.decode_s,
+        forward_s=device.forward_s,
+        batch_units=device.num_units,
+        batch_cost=device.encoded_cost,
         transfers=table.sums.num_transfers,
         transfer_s=table.sums.transfer_s,
-        cache_hit_bytes=tally.cache_hit_bytes,
+        cache_hit_bytes=items.cache_hit_bytes,
         evictions=table.sums.num_evictions,
         evicted_bytes=table.sums.evicted_bytes,
-        preprocess_s=tally.preprocess_s,
+        preprocess_s=items.preprocess_s + device.preprocess_s,
     )
 
 

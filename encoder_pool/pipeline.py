@@ -15,6 +15,7 @@ import asyncio
 import heapq
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
@@ -28,7 +29,6 @@ from encoder_pool.planning import (
     DecodeRoom,
     EncodeJob,
     EncodeJobs,
-    EncoderTally,
     EncodeWaiter,
     FeatureSpec,
     FeatureTable,
@@ -96,9 +96,9 @@ class Pipeline:
         """Holds, by worker, the waiters with a ready unit whose lease would exceed the worker's share of the
         arena."""
         self.jobs = EncodeJobs(config.patience, lambda modality, cost: self.costs.work_s(modality, cost))
-        self.tally = EncoderTally()
+        self.tally = ItemTally()
         ended = (self._unit_ended, self._sound_ended)
-        self.device_queue = DeviceQueue(config, self.jobs, table, forward, clock, self.tally, ended)
+        self.device_queue = DeviceQueue(config, self.jobs, table, forward, clock, ended)
         room = DecodeRoom(
             max_cost=config.max_decoded_cost,
             max_items=config.max_items_in_flight,
@@ -445,3 +445,20 @@ class Pipeline:
 
     def _trace(self, call: Call, name: str, detail: dict[str, object]) -> None:
         call.trace.append(TraceEvent(self._clock.now(), self._encoder_id, name, detail))
+
+
+@dataclass(slots=True)
+class ItemTally:
+    """Keeps sums over the items of a pipeline's life, for reports. The sums only grow. Seconds are of wall time."""
+
+    num_items: int = 0
+    """Counts the items that calls ask for; a content that occurs several times in one call counts once."""
+    num_items_encoded: int = 0
+    num_items_failed: int = 0
+    """Counts the failed items, refused ones included; an item counts once for each call that asks for it."""
+    num_cache_hits: int = 0
+    cache_hit_bytes: int = 0
+    num_decoded: int = 0
+    decode_s: float = 0.0
+    preprocess_s: float = 0.0
+    """Sums the preprocessing time in decode processes."""

@@ -1,7 +1,7 @@
 """Makes every decision of the encoder pool, without torch, Ray or a clock of its own.
 
 `encode_job` defines the values that the others work on: jobs, waiters, ranks, the interface of the forward pass, and
-the states of a feature. `encode_jobs` merges requests for the same medium, so that it is encoded once, and ranks the
+the shape of features. `encode_jobs` merges requests for the same medium, so that it is encoded once, and ranks the
 calls that wait for it. `call_queue` keeps calls in order of rank and limits what one worker may hold. `decode_line`
 refuses items that can't be encoded and chooses what is decoded next. `batcher` chooses what goes into a forward pass
 and predicts how long the pass takes. `feature_table` keeps features, leases and eviction, and numbers the changes of
@@ -24,12 +24,11 @@ from encoder_pool.planning.batcher import (
 from encoder_pool.planning.call_queue import FirstRefused
 from encoder_pool.planning.decode_line import DecodeLine, check_budget, refusal
 from encoder_pool.planning.encode_job import (
-    BusyTime,
     CallTurn,
     DecodeRoom,
     EncodeJob,
-    EncoderTally,
     EncodeWaiter,
+    FeatureSpec,
     Forward,
     ForwardResult,
     ForwardUnit,
@@ -38,10 +37,9 @@ from encoder_pool.planning.encode_job import (
     waiter_of,
 )
 from encoder_pool.planning.encode_jobs import EncodeJobs
-from encoder_pool.planning.feature_table import FeatureLog, FeatureSpec, FeatureTable, LeaseKey
+from encoder_pool.planning.feature_table import FeatureLog, FeatureTable, LeaseKey
 
 __all__ = [
-    "BusyTime",
     "CallTurn",
     "CostEstimate",
     "DecodeLine",
@@ -49,7 +47,6 @@ __all__ = [
     "EncodeJob",
     "EncodeJobs",
     "EncodeWaiter",
-    "EncoderTally",
     "FeatureLog",
     "FeatureSpec",
     "FeatureTable",

@@ -22,9 +22,8 @@ from typing import NamedTuple
 
 from encoder_pool.planning.batcher import split_cost
 from encoder_pool.planning.call_queue import FirstRefused, is_within_share
-from encoder_pool.planning.encode_job import DecodeRoom, EncodeJob, Phase
+from encoder_pool.planning.encode_job import DecodeRoom, EncodeJob, FeatureSpec, Phase
 from encoder_pool.planning.encode_jobs import EncodeJobs
-from encoder_pool.planning.feature_table import FeatureSpec
 from fabric.contracts import (
     InvalidMedia,
     MediaItem,

@@ -1,12 +1,12 @@
 """Defines the values that the modules of `planning/` work on: jobs and the requests that wait for them, the rank of a
-call, the forward pass as an interface, the states of a feature, and sums for reports.
+call, the forward pass as an interface, and the shape of features.
 
 A *job* (`EncodeJob`) is one medium on its way through the encoder, and its *waiters* (`EncodeWaiter`) are the items of
 encode calls that wait for its units. `CallTurn` ranks the calls among each other, `EncodeJobTotals` sums over all jobs,
 and `DecodeRoom` limits what may lie decoded. `Forward` is the interface between the planning and the thread that owns
-the model: tests drive the pipeline through it, one forward pass at a time. The definitions stand together because every
-other module of the folder needs several of them, and because none of them acts by itself: `EncodeJobs` moves jobs from
-phase to phase, and `FeatureTable` moves features from state to state.
+the model: tests drive the pipeline through it, one forward pass at a time, and a `FeatureSpec` gives the shape of what
+it makes. The definitions stand together because every other module of the folder needs several of them, and because
+none of them acts by itself: `EncodeJobs` moves jobs from phase to phase.
 
 The module has no clock, so callers pass the time in. It knows nothing of torch, memory, leases or messages.
 """
@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fabric.contracts import AttemptId, Destination, EncodeRequest, MediaItem, MemberId, WeftError
+from fabric.contracts import DTYPE_TO_BYTES, AttemptId, Destination, EncodeRequest, MediaItem, MemberId, WeftError
 from modalities.family import EncoderInput, Waveform
 
 # ------------------------------------------------------------ jobs
@@ -305,106 +305,17 @@ class SoundResult(NamedTuple):
     seconds: float
 
 
-# ------------------------------------------------------------ the states of a feature
+class FeatureSpec(NamedTuple):
+    """A `FeatureSpec` describes every feature of one model: it is C-contiguous, with shape `(num_levels, num_tokens,
+    hidden_size)`, of `dtype`. An item may have fewer levels than the model; the argument `num_levels` of the methods is
+    `MediaItem.num_levels`, and 0 stands for the levels of the model."""
 
+    num_levels: int
+    hidden_size: int
+    dtype: str
 
-class FeatureState(Enum):
-    """Lists the states of one unit's feature on its encoder; `advance` permits only the steps of this picture.
+    def shape(self, num_tokens: int, num_levels: int = 0) -> tuple[int, int, int]:
+        return (num_levels or self.num_levels, num_tokens, self.hidden_size)
 
-    ENCODING ──> ENCODED <──> STAGED        The design has ENCODING -> ENCODED -> STAGED -> MERGED -> PREFILLED ->
-        │           │                       DISCARDED. MERGED and PREFILLED are states of the worker; here a
-        v           v                       feature that every worker has released is ENCODED again: it is cached
-      FAILED    DISCARDED                   and may be evicted.
-    """
-
-    ENCODING = "encoding"
-    """The feature's memory is reserved and is being written."""
-    ENCODED = "encoded"
-    """The feature is complete and no worker holds a lease, so it is cached."""
-    STAGED = "staged"
-    """The feature is announced and at least one worker holds a lease."""
-    DISCARDED = "discarded"
-    FAILED = "failed"
-
-
-NEXT_STATES: dict[FeatureState, frozenset[FeatureState]] = {
-    FeatureState.ENCODING: frozenset({FeatureState.ENCODED, FeatureState.FAILED}),
-    FeatureState.ENCODED: frozenset({FeatureState.STAGED, FeatureState.DISCARDED}),
-    FeatureState.STAGED: frozenset({FeatureState.ENCODED}),
-    FeatureState.DISCARDED: frozenset(),
-    FeatureState.FAILED: frozenset(),
-}
-
-
-def advance(state: FeatureState, target: FeatureState) -> FeatureState:
-    """Returns the target if the state machine permits the step. Any other step is a bug in this program, hence an
-    assertion."""
-    assert target in NEXT_STATES[state], f"a feature can't go from {state.value} to {target.value}"
-    return target
-
-
-# ------------------------------------------------------------ sums for reports
-
-
-@dataclass(slots=True)
-class EncoderTally:
-    """Keeps sums over an encoder's life, for reports: items received, items decoded, time in forward passes. The sums
-    only grow. Seconds are of wall time."""
-
-    num_items: int = 0
-    """Counts the items that calls ask for; a content that occurs several times in one call counts once."""
-    num_items_encoded: int = 0
-    num_items_failed: int = 0
-    """Counts the failed items, refused ones included; an item counts once for each call that asks for it."""
-    num_cache_hits: int = 0
-    cache_hit_bytes: int = 0
-    num_decoded: int = 0
-    decode_s: float = 0.0
-    preprocess_s: float = 0.0
-    """Sums preprocessing time in decode processes and on the device."""
-    num_batches: int = 0
-    num_units: int = 0
-    """Counts the units that went through a forward pass."""
-    encoded_cost: int = 0
-    """Sums the cost of these units."""
-    forward_s: float = 0.0
-
-    def batch_ended(self, num_units: int, cost: int, seconds: float) -> None:
-        self.num_batches += 1
-        self.num_units += num_units
-        self.encoded_cost += cost
-        self.forward_s += seconds
-
-
-class BusyTime:
-    """Measures how much of the time the forward pass keeps the device busy. Callers pass the time in."""
-
-    def __init__(self, window_s: float = 1.0) -> None:
-        self._window_s = window_s
-        self._done_s = 0.0
-        self._since_s: float | None = None
-        self._window: tuple[float, float] | None = None
-        """Holds the time when the window began, and how long the device had been busy by then."""
-        self.fraction = 0.0
-        """Holds the busy share of the last complete window."""
-
-    def started(self, now_s: float) -> None:
-        self._since_s = now_s
-
-    def ended(self, now_s: float) -> None:
-        assert self._since_s is not None
-        self._done_s += now_s - self._since_s
-        self._since_s = None
-
-    def current_s(self, now_s: float) -> float:
-        """Returns for how long the present forward pass has run; returns 0 if there is none."""
-        return 0.0 if self._since_s is None else now_s - self._since_s
-
-    def roll(self, now_s: float) -> None:
-        """Begins a new window if the last one is over. Callers must call it often."""
-        busy_s = self._done_s + (now_s - self._since_s if self._since_s is not None else 0.0)
-        if self._window is None:
-            self._window = (now_s, busy_s)
-        elif now_s - self._window[0] >= self._window_s:
-            self.fraction = (busy_s - self._window[1]) / (now_s - self._window[0])
-            self._window = (now_s, busy_s)
+    def nbytes(self, num_tokens: int, num_levels: int = 0) -> int:
+        return (num_levels or self.num_levels) * num_tokens * self.hidden_size * DTYPE_TO_BYTES[self.dtype]

@@ -1,8 +1,9 @@
 """Keeps the feature table: which units are in the arena, which workers hold leases on them, and which may be evicted.
 
-`FeatureTable` owns the slots of the arena and decides about eviction, `LeaseBook` records which worker may read which
-unit and until when, and `FeatureLog` numbers the changes of the cache for routers. They stand together because one
-event changes several of them: the end of a lease makes a feature evictable, and an eviction is an event for routers.
+`FeatureTable` owns the slots of the arena, moves each feature from state to state (`FeatureState`) and decides about
+eviction, `LeaseBook` records which worker may read which unit and until when, and `FeatureLog` numbers the changes of
+the cache for routers. They stand together because one event changes several of them: the end of a lease makes a feature
+evictable, and an eviction is an event for routers.
 
 A feature that a worker may still read is never evicted. When the arena is full of leased features, the next feature
 waits (back-pressure). Where there are several workers, none may hold more than what it leaves free
@@ -17,31 +18,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import KeysView
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import groupby
 from typing import NamedTuple
 
 from encoder_pool.planning.call_queue import is_within_share
-from encoder_pool.planning.encode_job import FeatureState, advance
-from fabric.contracts import DTYPE_TO_BYTES, ArenaFull, AttemptId, Clock, FeatureEvents, MemberId, MmHash, UnitKey
+from fabric.contracts import ArenaFull, AttemptId, Clock, FeatureEvents, MemberId, MmHash, UnitKey
 from fabric.transport import FeatureSource, LeaseTable, SourceSlot
-
-# ------------------------------------------------------------ the table
-
-
-class FeatureSpec(NamedTuple):
-    """A `FeatureSpec` describes every feature of one model: it is C-contiguous, with shape `(num_levels, num_tokens,
-    hidden_size)`, of `dtype`. An item may have fewer levels than the model; the argument `num_levels` of the methods is
-    `MediaItem.num_levels`, and 0 stands for the levels of the model."""
-
-    num_levels: int
-    hidden_size: int
-    dtype: str
-
-    def shape(self, num_tokens: int, num_levels: int = 0) -> tuple[int, int, int]:
-        return (num_levels or self.num_levels, num_tokens, self.hidden_size)
-
-    def nbytes(self, num_tokens: int, num_levels: int = 0) -> int:
-        return (num_levels or self.num_levels) * num_tokens * self.hidden_size * DTYPE_TO_BYTES[self.dtype]
 
 
 class FeatureTable:
@@ -357,22 +340,6 @@ class FeatureTable:
         self._state_to_count[entry.state] += sign
 
 
-@dataclass(slots=True)
-class FeatureEntry:
-    """A `FeatureEntry` is one unit in the arena. Its references are sets of leases, so that ending a lease twice is
-    harmless."""
-
-    slot: SourceSlot
-    num_units: int
-    state: FeatureState = FeatureState.ENCODING
-    leases: set[LeaseKey] = field(default_factory=set)
-    worker_to_num_leases: Counter[MemberId] = field(default_factory=Counter)
-    made_for: MemberId | None = None
-    """Names the worker whose share the memory was reserved from. It is cleared when that worker leases the unit, or
-    when all requests that wait for the unit have been informed."""
-    is_set_aside: bool = False
-
-
 class TableUsage(NamedTuple):
     used_bytes: int
     """Counts the bytes that are being written or are leased."""
@@ -396,6 +363,60 @@ class TableSums(NamedTuple):
     """Sums the time from lease to release over these leases."""
     num_evictions: int = 0
     evicted_bytes: int = 0
+
+
+# ------------------------------------------------------------ the states of a feature
+
+
+class FeatureState(Enum):
+    """Lists the states of one unit's feature on its encoder; `advance` permits only the steps of this picture.
+
+    ENCODING ──> ENCODED <──> STAGED        The design has ENCODING -> ENCODED -> STAGED -> MERGED -> PREFILLED ->
+        │           │                       DISCARDED. MERGED and PREFILLED are states of the worker; here a
+        v           v                       feature that every worker has released is ENCODED again: it is cached
+      FAILED    DISCARDED                   and may be evicted.
+    """
+
+    ENCODING = "encoding"
+    """The feature's memory is reserved and is being written."""
+    ENCODED = "encoded"
+    """The feature is complete and no worker holds a lease, so it is cached."""
+    STAGED = "staged"
+    """The feature is announced and at least one worker holds a lease."""
+    DISCARDED = "discarded"
+    FAILED = "failed"
+
+
+NEXT_STATES: dict[FeatureState, frozenset[FeatureState]] = {
+    FeatureState.ENCODING: frozenset({FeatureState.ENCODED, FeatureState.FAILED}),
+    FeatureState.ENCODED: frozenset({FeatureState.STAGED, FeatureState.DISCARDED}),
+    FeatureState.STAGED: frozenset({FeatureState.ENCODED}),
+    FeatureState.DISCARDED: frozenset(),
+    FeatureState.FAILED: frozenset(),
+}
+
+
+def advance(state: FeatureState, target: FeatureState) -> FeatureState:
+    """Returns the target if the state machine permits the step. Any other step is a bug in this program, hence an
+    assertion."""
+    assert target in NEXT_STATES[state], f"a feature can't go from {state.value} to {target.value}"
+    return target
+
+
+@dataclass(slots=True)
+class FeatureEntry:
+    """A `FeatureEntry` is one unit in the arena. Its references are sets of leases, so that ending a lease twice is
+    harmless."""
+
+    slot: SourceSlot
+    num_units: int
+    state: FeatureState = FeatureState.ENCODING
+    leases: set[LeaseKey] = field(default_factory=set)
+    worker_to_num_leases: Counter[MemberId] = field(default_factory=Counter)
+    made_for: MemberId | None = None
+    """Names the worker whose share the memory was reserved from. It is cleared when that worker leases the unit, or
+    when all requests that wait for the unit have been informed."""
+    is_set_aside: bool = False
 
 
 # ------------------------------------------------------------ leases

@@ -11,14 +11,12 @@ import pytest
 from encoder_pool.decode_process import check_inputs
 from encoder_pool.encoder_config import EncoderConfig
 from encoder_pool.planning import (
-    BusyTime,
     CallTurn,
     CostEstimate,
     DecodeLine,
     DecodeRoom,
     EncodeJob,
     EncodeJobs,
-    EncoderTally,
     FeatureLog,
     FeatureSpec,
     ForwardCosts,
@@ -29,7 +27,8 @@ from encoder_pool.planning import (
     waiter_of,
 )
 from encoder_pool.planning.batcher import ForwardCost, InputSizes
-from encoder_pool.planning.encode_job import FeatureState, Phase, advance
+from encoder_pool.planning.encode_job import Phase
+from encoder_pool.planning.feature_table import FeatureState, advance
 from fabric.contracts import (
     ConfigError,
     Destination,
@@ -183,20 +182,6 @@ class TestForwardCosts:
         assert not costs.has_spread("video")
 
 
-class TestBusyTime:
-    def test_a_fraction_of_each_window(self) -> None:
-        busy = BusyTime(window_s=1.0)
-        busy.roll(10.0)
-        busy.started(10.5)
-        busy.roll(10.9)
-        assert busy.fraction == 0.0
-        busy.roll(11.0)
-        assert busy.fraction == pytest.approx(0.5)
-        busy.ended(11.25)
-        busy.roll(12.0)
-        assert busy.fraction == pytest.approx(0.25)
-
-
 class TestFeatureLog:
     def test_an_item_is_stored_with_its_last_unit_and_gone_with_its_first(self) -> None:
         log = FeatureLog(ENCODER, 3)
@@ -229,14 +214,6 @@ class TestFeatureSpec:
     def test_an_item_has_the_models_levels_unless_it_says_how_many(self) -> None:
         assert (SPEC.shape(5), SPEC.nbytes(5)) == ((2, 5, 8), 2 * 5 * 8 * 4)
         assert (SPEC.shape(5, 1), SPEC.nbytes(5, 1)) == ((1, 5, 8), 5 * 8 * 4)
-
-
-class TestTally:
-    def test_forwards_are_summed(self) -> None:
-        tally = EncoderTally()
-        tally.batch_ended(num_units=3, cost=100, seconds=0.5)
-        tally.batch_ended(num_units=1, cost=20, seconds=0.25)
-        assert (tally.num_batches, tally.num_units, tally.encoded_cost, tally.forward_s) == (2, 4, 120, 0.75)
 
 
 class TestAdmission:
