@@ -12,20 +12,20 @@ least one. A KEPT feature is a copy in host memory that no attempt uses. A unit 
 
 A `UnitEntry` holds all of this for one unit. Its `UnitReaders` sort the attempts by the turns in which they read the
 unit: by the rank of the attempts, and by the place of each read in its attempt. The store has queues of units in the
-same order (`TurnQueue`), which decides what is pulled next and what is evicted first.
+same order, which decides what is pulled next and what is evicted first.
 
 This module makes no decisions: `FeatureStore` moves the entries from state to state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from heapq import heapify, heappop, heappush
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from fabric.contracts import AttemptId, UnitKey, UnitReady
+from fabric.ranked_heap import RankedHeap
 from fabric.transport import LandedFeature
 from llm_workers.scheduling import FeatureReference, NextRead
 
@@ -89,52 +89,6 @@ class Backwards(NamedTuple):
         return other[0] > self.turn
 
 
-Key = TypeVar("Key", AttemptId, UnitKey)
-Order = TypeVar("Order", ReadTurn, Backwards)
-SPARE = 16
-"""Limits the forgotten entries that may always stay in the heap."""
-
-
-class TurnQueue(Generic[Key, Order]):
-    """Holds each key once, with its order. Among equal orders the smaller key comes first.
-
-    `first` finds the first key in logarithmic time. The queue is a heap that forgets late: a changed or discarded entry
-    stays in the heap until it would come first, or until more than half of the heap consists of such entries."""
-
-    def __init__(self) -> None:
-        self._orders: dict[Key, Order] = {}
-        self._heap: list[tuple[Order, Key]] = []
-
-    def __len__(self) -> int:
-        return len(self._orders)
-
-    def __iter__(self) -> Iterator[Key]:
-        """Iterates over the keys in no particular order."""
-        return iter(self._orders)
-
-    def put(self, key: Key, order: Order) -> None:
-        """Adds a key, or changes the order of a key that is present."""
-        if self._orders.get(key) == order:
-            return
-        self._orders[key] = order
-        if len(self._heap) > 2 * len(self._orders) + SPARE:
-            self._heap = [(order, key) for key, order in self._orders.items()]
-            heapify(self._heap)
-        else:
-            heappush(self._heap, (order, key))
-
-    def discard(self, key: Key) -> None:
-        """Removes a key. A key that is not present is ignored."""
-        self._orders.pop(key, None)
-
-    def first(self) -> tuple[Order, Key] | None:
-        """Returns the first key with its order, without removing it. Returns None if the queue is empty."""
-        heap = self._heap
-        while heap and self._orders.get(heap[0][1]) != heap[0][0]:
-            heappop(heap)
-        return heap[0] if heap else None
-
-
 # ---------------------------------------------------------------- attempts and units
 
 Shape = tuple[int, int, int]
@@ -179,11 +133,11 @@ class UnitReaders:
     named: dict[AttemptId, NextRead] = field(default_factory=dict)
     """Holds the latest report of the engine: the attempts that have to read the unit, and where each reads it next. It
     may contain attempts that have already ended here."""
-    wanting: TurnQueue[AttemptId, ReadTurn] = field(default_factory=TurnQueue)
+    wanting: RankedHeap[AttemptId, ReadTurn] = field(default_factory=RankedHeap)
     """Holds the attempts that want the unit to be pulled."""
-    reading: TurnQueue[AttemptId, ReadTurn] = field(default_factory=TurnQueue)
+    reading: RankedHeap[AttemptId, ReadTurn] = field(default_factory=RankedHeap)
     """Holds the attempts that are in `named` or that are not admitted yet."""
-    silent: TurnQueue[AttemptId, ReadTurn] = field(default_factory=TurnQueue)
+    silent: RankedHeap[AttemptId, ReadTurn] = field(default_factory=RankedHeap)
     """Holds the admitted attempts that are not in `named`."""
 
     def place(self, attempt: AttemptId, unit: UnitKey) -> None:
@@ -209,14 +163,14 @@ class UnitReaders:
 
     def first_pull(self) -> ReadTurn | None:
         """Returns the earliest turn among the attempts that want the unit, or None if no attempt wants it."""
-        first = self.wanting.first()
+        first = self.wanting.peek()
         return first and first[0]
 
     def first_use(self) -> ReadTurn | None:
         """Returns the earliest turn among the attempts that still have to read the unit, or None if there is none. If
         the engine has not reported any reader of the unit, all attempts that contain it count as readers."""
         queues = (self.reading,) if self.named else (self.reading, self.silent)
-        return min((first[0] for queue in queues if (first := queue.first()) is not None), default=None)
+        return min((first[0] for queue in queues if (first := queue.peek()) is not None), default=None)
 
 
 @dataclass(slots=True, eq=False)

@@ -25,6 +25,7 @@ from itertools import count, islice
 from typing import NamedTuple, TypeVar
 
 from fabric.contracts import AttemptId, Clock, UnitKey, UnitReady
+from fabric.ranked_heap import RankedHeap
 from fabric.transport import LandedFeature
 from llm_workers.features.feature_entries import (
     ALLOWED,
@@ -37,7 +38,6 @@ from llm_workers.features.feature_entries import (
     Rank,
     ReadTurn,
     Shape,
-    TurnQueue,
     UnitEntry,
     UnitState,
 )
@@ -85,9 +85,9 @@ class FeatureStore:
         self._spent: OrderedDict[tuple[AttemptId, UnitKey], None] = OrderedDict()
         self._seen: OrderedDict[UnitKey, None] = OrderedDict()
         # Every event keeps these queues up to date.
-        self._to_pull: TurnQueue[UnitKey, ReadTurn] = TurnQueue()
+        self._to_pull: RankedHeap[UnitKey, ReadTurn] = RankedHeap()
         """Holds the ANNOUNCED units that some attempt wants."""
-        self._to_evict: TurnQueue[UnitKey, Backwards] = TurnQueue()
+        self._to_evict: RankedHeap[UnitKey, Backwards] = RankedHeap()
         """Holds the units that take room in the inbox and that some attempt reads; the unit that is read last comes
         first."""
         # The next call of a `take_*` method examines these entries.
@@ -291,7 +291,7 @@ class FeatureStore:
         """Returns an announcement of the unit whose next read comes first, by the rank of the attempts and the order of
         the reads. If the unit has several announcements, returns the newest, whose lease runs longest. Returns None if
         there is nothing to pull."""
-        first = self._to_pull.first()
+        first = self._to_pull.peek()
         return None if first is None else next(reversed(self._entries[first[1]].announced)).ready
 
     def victim(self, unit: UnitKey) -> UnitKey | None:
@@ -300,7 +300,7 @@ class FeatureStore:
         Returns None if there is no such unit or if an eviction is under way; the pull must then wait."""
         if self._num_evicting or self.state(unit) in HELD or unit not in self._entries:
             return None
-        limit, last = self._entries[unit].readers.first_pull(), self._to_evict.first()
+        limit, last = self._entries[unit].readers.first_pull(), self._to_evict.peek()
         if limit is None or last is None or last[0].turn <= limit:
             return None
         return last[1]

@@ -8,21 +8,23 @@ arrival cost nothing for the other sequences.
 
 In addition, a sequence that has begun is in `holders`: only such sequences may hold blocks. A sequence that decodes
 plainly (see `decode_batch`) has a row in `batch`. The `Roster` says which sequences are alive and which are held;
-`Standings` keeps the other states, and the backlog of open tokens that follows from them.
+`Standings` keeps the other states, and the backlog of open tokens that follows from them. A `RankedList` keeps
+sequences in the order of their ranks.
 
 This module knows nothing of steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Container, Hashable, Iterator
 from collections.abc import Sequence as SequenceOf
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from fabric.contracts import AttemptId, SequenceId
 from llm_workers.scheduling.decode_batch import DecodeBatch
-from llm_workers.scheduling.prefill_queue import PrefillQueue, RankedList
+from llm_workers.scheduling.prefill_queue import PrefillQueue
 from llm_workers.scheduling.sequence import Sequence
 from llm_workers.scheduling.sequence_resources import SequenceResources
 
@@ -246,3 +248,51 @@ class Roster:
                     del groups[attempt_id]
         if was_leading and attempt_id in self._led:
             self._released.append(self._led[attempt_id][0])
+
+
+# ---------------------------------------------------------------- running sequences by rank
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+class RankedList(Generic[Item]):
+    """Holds items in the order of a rank that no two of them share and that never changes. It is meant for
+    running items, which are few, because adding one moves the items after it in memory."""
+
+    def __init__(self, rank: Callable[[Item], Any]) -> None:
+        self._rank = rank
+        self._items: list[Item] = []
+        self._members: set[Item] = set()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._members
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._items)
+
+    def add(self, item: Item) -> None:
+        """Adds the item; nothing happens if it is here already."""
+        if item not in self._members:
+            self._members.add(item)
+            self._items.insert(self._place(item), item)
+
+    def discard(self, item: Item) -> None:
+        """Removes the item if it is here."""
+        if item in self._members:
+            self._members.remove(item)
+            del self._items[self._place(item)]
+
+    def has_below(self, item: Item) -> bool:
+        """Returns whether an item ranks behind `item`, which need not be here."""
+        return bool(self._items) and self._rank(self._items[-1]) > self._rank(item)
+
+    def below(self, item: Item) -> list[Item]:
+        """Returns the items that rank behind `item`, which need not be here; the lowest-ranked one is last."""
+        at = self._place(item)
+        return self._items[at + (item in self._members) :]
+
+    def _place(self, item: Item) -> int:
+        return bisect_left(self._items, self._rank(item), key=self._rank)

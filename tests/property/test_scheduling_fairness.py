@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from llm_workers.scheduling.prefill_queue import FairShare, PrefillQueue, RankedHeap, RankedList
+from llm_workers.scheduling.prefill_queue import FairShare, PrefillQueue
+from llm_workers.scheduling.standings import RankedList
 
 STEP_TOKENS = 32
 TENANTS = ("a", "b", "c")
@@ -270,23 +271,6 @@ class QueueMachine(RuleBasedStateMachine):
 
 QueueMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 TestQueueMachine = QueueMachine.TestCase
-
-
-@given(st.lists(st.tuples(st.integers(0, 6), st.none() | st.integers(0, 9)), max_size=120))
-def test_a_ranked_heap_is_a_sorted_dict(changes: list[tuple[int, int | None]]) -> None:
-    heap, keys = RankedHeap(), {}
-    for item, key in changes:
-        if key is None:
-            heap.discard(item)
-            keys.pop(item, None)
-        else:
-            heap.put(item, key)
-            keys[item] = key
-        first = heap.peek()
-        assert (len(heap), set(heap)) == (len(keys), set(keys))
-        assert first is None if not keys else first[0] == keys[first[1]] == min(keys.values())
-        assert len(heap._entries) <= 2 * len(keys) + 17
-    assert [heap.pop()[0] for _ in range(len(heap))] == sorted(keys.values())
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=80), st.integers(-1, 13))
