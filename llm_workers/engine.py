@@ -103,13 +103,12 @@ class Engine:
     def add(self, request: GenerateRequest, positions: Positions, guide: Guide | None = None) -> None:
         """Adds a request. `guide` stands at the beginning of the request's grammar, if it has one, and belongs to the
         engine from this call on. The waiting time of the request starts with this call, even while a step is running.
-        Work that takes time in proportion to the prompt is done here, in the caller's thread."""
-        attempt = AttemptId(request.request_id, request.attempt)
+        Work that takes time in proportion to the prompt is done here, in the caller's thread. An update answers a
+        request that the scheduler refuses; an error that is no WeftError reaches the caller."""
         try:
             arrival = self._scheduler.prepare(request, positions, guide)
-        except Exception as error:
-            # An update answers this failure, as it answers every failure.
-            failed = FailedAttempt(attempt, _admission_error(attempt, error))
+        except WeftError as error:
+            failed = FailedAttempt(AttemptId(request.request_id, request.attempt), error)
             self._commands.put(lambda update: update.failed.append(failed))
         else:
             self._commands.put(lambda update: self._add(arrival, update))
@@ -137,7 +136,7 @@ class Engine:
             while self._turn():
                 pass
         except Exception as error:
-            # This is the top of the thread; the owner of the updates ends every request.
+            # This is the loop of the engine's thread; the owner of the updates ends every request.
             _LOG.exception("the engine has died")
             died = WorkerLost(f"the engine has died: {type(error).__name__}")
             self._death = error if isinstance(error, WorkerLost) else died
@@ -195,13 +194,18 @@ class Engine:
     # ------------------------------------------------------------ commands
 
     def _add(self, arrival: Arrival, update: Update) -> None:
+        attempt = arrival.attempt_id
         try:
-            update.admitted.append(Admitted(arrival.attempt_id, self._scheduler.add(arrival)))
+            update.admitted.append(Admitted(attempt, self._scheduler.add(arrival)))
+        except WeftError as error:  # Nothing has changed in the scheduler.
+            update.failed.append(FailedAttempt(attempt, error))
         except Exception as error:
-            # Wrong numbers in one request must not end the other requests.
-            if not isinstance(error, WeftError):
-                self._scheduler.abort(arrival.attempt_id)
-            update.failed.append(FailedAttempt(arrival.attempt_id, _admission_error(arrival.attempt_id, error)))
+            # This is one command of the thread's loop: wrong numbers in one request must not end the other requests.
+            name = attempt.request_id
+            _LOG.exception("request %s could not be admitted", name, extra={"request_id": name})
+            self._scheduler.abort(attempt)
+            reason = f"the request could not be admitted: {type(error).__name__}"
+            update.failed.append(FailedAttempt(attempt, EngineFailed(reason)))
 
     def _abort(self, attempt: AttemptId, choices: Sequence[int], update: Update) -> None:
         times = self._scheduler.times_of(attempt)
@@ -252,13 +256,9 @@ class Engine:
     def _execute(self, plan: StepPlan) -> tuple[StepResult, dict[AttemptId, WeftError]]:
         """Returns the result, and the error of each attempt that failed. Raises WorkerLost if the device fails."""
         failed: dict[AttemptId, WeftError] = {}
-        try:
-            result = self._executor.execute(plan)
-        except WorkerLost:
-            raise
-        except Exception:
+        result = self._try(plan)
+        if isinstance(result, Exception):
             # Running each sequence alone shows which sequence caused the failure.
-            _LOG.exception("step %d failed; its %d sequences run alone", plan.step, len(plan.chunks))
             result = StepResult({})
             for chunk in plan.chunks:
                 alone = self._execute_alone(plan, chunk, failed)
@@ -275,21 +275,17 @@ class Engine:
         return result, failed
 
     def _execute_alone(self, plan: StepPlan, chunk: Chunk, failed: dict[AttemptId, WeftError]) -> StepResult:
-        """Executes one chunk alone, as a second attempt. Raises WorkerLost if the device causes the failure."""
-        try:
-            return self._executor.execute(StepPlan(plan.step, (chunk,)))
-        except WorkerLost:
-            raise
-        except Exception as error:
-            # Either this request spoils its step, or the device fails.
-            name = chunk.sequence_id.request_id
-            _LOG.exception("request %s failed alone", name, extra={"request_id": name})
-            reason = ErrorInfo.of(error).message
-            if is_device_error(error):
-                raise WorkerLost(f"the device fails: {reason}") from error
-            self._probe(plan, chunk)
-            failed[chunk.sequence_id.attempt_id] = EngineFailed(f"the step of this request failed: {reason}")
-            return StepResult({})
+        """Executes one chunk alone, as a second attempt. If it fails again, either its request spoils the step, or the
+        device fails. Raises WorkerLost if the device causes the failure."""
+        result = self._try(StepPlan(plan.step, (chunk,)))
+        if not isinstance(result, Exception):
+            return result
+        reason = ErrorInfo.of(result).message
+        if is_device_error(result):
+            raise WorkerLost(f"the device fails: {reason}") from result
+        self._probe(plan, chunk)
+        failed[chunk.sequence_id.attempt_id] = EngineFailed(f"the step of this request failed: {reason}")
+        return StepResult({})
 
     def _probe(self, plan: StepPlan, chunk: Chunk) -> None:
         """Raises WorkerLost if the device can't compute even one harmless token, which runs in place of `chunk`.
@@ -297,15 +293,26 @@ class Engine:
         block = self._scheduler.empty_block()
         if block is None:
             return
+        result = self._try(probe_plan(plan, chunk, block))
+        if isinstance(result, Exception):
+            # The probe contains nothing of a request, so the device is the cause.
+            raise WorkerLost(f"the device fails every step: {ErrorInfo.of(result).message}") from result
+        if result.not_finite or any(tokens[-1] == NOT_FINITE_TOKEN for tokens in result.token_ids.values()):
+            raise WorkerLost("the device gives numbers that are not finite, whatever it computes")
+
+    def _try(self, plan: StepPlan) -> StepResult | Exception:
+        """Executes a plan once, and returns its result or the error with which it failed. Raises WorkerLost if the
+        executor does."""
         try:
-            result = self._executor.execute(probe_plan(plan, chunk, block))
+            return self._executor.execute(plan)
         except WorkerLost:
             raise
         except Exception as error:
-            # The probe contains nothing of a request, so the device is the cause.
-            raise WorkerLost(f"the device fails every step: {ErrorInfo.of(error).message}") from error
-        if result.not_finite or any(tokens[-1] == NOT_FINITE_TOKEN for tokens in result.token_ids.values()):
-            raise WorkerLost("the device gives numbers that are not finite, whatever it computes")
+            # This is one step of the thread's loop: the callers find the request that caused the failure, and end it.
+            names = list(dict.fromkeys(chunk.sequence_id.request_id for chunk in plan.chunks))
+            alone = {"request_id": names[0]} if len(names) == 1 else {}
+            _LOG.exception("step %d failed (requests: %s)", plan.step, ", ".join(names), extra=alone)
+            return error
 
     def _count_failures(self, plan: StepPlan, failed: dict[AttemptId, WeftError], is_probed: bool) -> None:
         """Raises WorkerLost if no request of a step could be computed and the device is the cause, or if this happened
@@ -338,15 +345,6 @@ class StepTimes:
     num_tokens: int = 0
     schedule_s: float = 0.0
     commit_s: float = 0.0
-
-
-def _admission_error(attempt: AttemptId, error: Exception) -> WeftError:
-    """Returns the error of an attempt that could not be admitted."""
-    if isinstance(error, WeftError):
-        return error
-    name = attempt.request_id
-    _LOG.error("request %s could not be admitted", name, exc_info=error, extra={"request_id": name})
-    return EngineFailed(f"the request could not be admitted: {type(error).__name__}")
 
 
 # ---------------------------------------------------------------- the causes of a failed step

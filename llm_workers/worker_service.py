@@ -19,6 +19,7 @@ from fabric.contracts import (
     Aborted,
     AttemptId,
     Clock,
+    EngineFailed,
     GenerateRequest,
     GenerateResult,
     InvalidRequest,
@@ -166,6 +167,11 @@ class WorkerService:
         except asyncio.CancelledError:
             self._engine.abort(attempt_id)
             raise
+        except Exception as error:
+            # This is the top of a call's task: a bug that one request meets must end this request and no other.
+            _LOG.exception("request %s broke", attempt_id.request_id, extra={"request_id": attempt_id.request_id})
+            self._fail(attempt_id, EngineFailed(f"the request could not be admitted: {type(error).__name__}"))
+            return await call.future
         finally:
             self._calls.close(attempt_id)
             self._receiver.end(attempt_id)

@@ -4,6 +4,7 @@ scheduler nor a model."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -195,6 +196,32 @@ async def test_a_cancelled_call_is_aborted_in_the_engine(served: Served) -> None
     with pytest.raises(asyncio.CancelledError):
         await call
     assert served.engine.open == []
+
+
+@pytest.mark.parametrize("place", ["positions", "add"])
+async def test_a_bug_that_one_request_meets_ends_this_request_and_no_other(
+    served: Served, place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: object) -> None:
+        raise IndexError("a bug")
+
+    with monkeypatch.context() as patch:
+        if place == "positions":
+            patch.setattr(TextFamily, "positions", staticmethod(fails))
+        else:
+            patch.setattr(served.engine, "add", fails)
+        result = await served.service.generate(request("a", 4, 5, 6))
+    assert result.error is not None
+    assert (result.error.code, result.error.message) == (
+        "engine_failed",
+        "the request could not be admitted: IndexError",
+    )
+    assert result.choices == ()
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert (record.getMessage(), record.request_id) == ("request a broke", "a")
+    assert record.exc_info is not None
+    assert served.of(TokenFrames) == []
+    assert (await served.service.generate(request("a", 4, 5, 6))).error is None, "nothing of it stays open"
 
 
 async def test_the_death_of_any_engine_ends_its_calls(served: Served) -> None:

@@ -19,6 +19,7 @@ from fabric.contracts import (
     MemberId,
     MmHash,
     PlaceholderRange,
+    ProtocolError,
     RequestId,
     SamplingParams,
     StopConditions,
@@ -31,6 +32,8 @@ from llm_workers.engine import MAX_FAILED_STEPS, PROBE_ID, Engine, is_device_err
 from llm_workers.engine_interface import Update
 from llm_workers.scheduling import (
     BROKEN_GRAMMAR_TOKEN,
+    AdmittedSequences,
+    Arrival,
     FeatureReference,
     ReleasedFeature,
     Scheduler,
@@ -330,6 +333,91 @@ def test_a_fault_of_the_books_loses_the_worker_too(watched: Watched) -> None:
     watched.engine.add(request("a"), POSITIONS)
     watched.until(watched.deaths)
     assert type(watched.deaths()[0]) is WorkerLost
+
+
+def of_request(caplog: pytest.LogCaptureFixture, name: str) -> list[str]:
+    """Returns the messages of the lines that carry the id of the request. Each of these lines has a traceback."""
+    found = [record for record in caplog.records if getattr(record, "request_id", None) == name]
+    assert all(record.exc_info for record in found)
+    return [record.getMessage() for record in found]
+
+
+def test_a_failed_step_is_logged_with_its_requests(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched()
+    watched.executor.broken = {"b"}
+    for name in "ab":
+        watched.engine.add(request(name), POSITIONS)
+    watched.engine.start()
+    watched.until(lambda: watched.finished() and watched.failed())
+    watched.engine.stop()
+    first = caplog.records[0].getMessage()
+    assert first.endswith("failed (requests: a, b)"), "the whole step comes first"
+    assert of_request(caplog, "a") == [], "it succeeds alone"
+    assert of_request(caplog, "b") == [first.replace("a, b", "b")]
+    assert len([failed for u in watched.seen for failed in u.failed]) == 1, "it ends once"
+
+
+def test_a_request_whose_admission_breaks_ends_alone_and_once(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    add = watched.engine._scheduler.add
+
+    def fails(arrival: Arrival) -> AdmittedSequences:
+        admission = add(arrival)
+        if arrival.attempt_id.request_id == "a":
+            raise IndexError("a bug")
+        return admission
+
+    watched.engine._scheduler.add = fails
+    for name in "ab":
+        watched.engine.add(request(name), POSITIONS)
+    watched.until(lambda: "b" in watched.finished())
+    (failed,) = [failed for u in watched.seen for failed in u.failed]
+    assert failed.attempt == AttemptId(RequestId("a"), 0)
+    assert type(failed.error) is EngineFailed
+    assert failed.error.message == "the request could not be admitted: IndexError"
+    assert of_request(caplog, "a") == ["request a could not be admitted"]
+    assert [a.attempt.request_id for u in watched.seen for a in u.admitted] == ["b"]
+    assert watched.tokens("a") == []
+    assert watched.seen[-1].stats.kv_blocks_used == 0, "nothing of it stays"
+    watched.engine.check_health()
+
+
+def test_a_refused_admission_changes_nothing_and_is_no_fault_of_the_worker(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched()
+    for _ in range(2):
+        watched.engine.add(request("a"), POSITIONS)
+    watched.engine.start()
+    watched.until(watched.finished)
+    watched.engine.stop()
+    (failed,) = [failed for u in watched.seen for failed in u.failed]
+    assert type(failed.error) is ProtocolError
+    assert watched.tokens("a") == [100, 101, 102], "the one that is here goes on"
+    assert caplog.records == []
+
+
+def test_a_bug_before_a_request_reaches_the_engine_is_the_callers(watched: Watched) -> None:
+    def fails(*_: object) -> None:
+        raise IndexError("a bug")
+
+    watched.engine._scheduler.prepare = fails
+    with pytest.raises(IndexError, match="a bug"):
+        watched.engine.add(request("a"), POSITIONS)
+    watched.engine.request_snapshot("local://router")
+    watched.until(lambda: watched.seen and watched.seen[-1].snapshots)
+    assert watched.failed() == {}
+    watched.engine.check_health()
+
+
+def test_the_end_of_the_engine_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    watched = Watched()
+    watched.executor.fails = raising(WorkerLost("a rank is gone"))
+    watched.engine.add(request("a"), POSITIONS)
+    watched.engine.start()
+    watched.until(watched.deaths)
+    watched.engine.stop()
+    assert [record.getMessage() for record in caplog.records] == ["the engine has died"]
+    assert [death.message for death in watched.deaths()] == ["a rank is gone"]
 
 
 @pytest.mark.parametrize(
