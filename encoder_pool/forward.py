@@ -101,12 +101,14 @@ class ForwardThread:
         return [self.loss for _ in batch]
 
     def _probe(self) -> None:
-        """Raises EncoderLost if the device can't encode the inputs that it could encode at the start."""
-        try:
-            if self._probe_inputs:
-                self._features(self._probe_inputs)
-        except Exception as error:  # this runs in the loop of a thread, and these inputs contain nothing of a request
-            raise EncoderLost(f"the encoder's device fails every forward ({type(error).__name__})") from error
+        """Raises EncoderLost if the device can't encode the inputs that it could encode at the start. They contain
+        nothing of a request."""
+        if not self._probe_inputs:
+            return
+        batch = [self._probe_inputs]
+        (outcome,) = fail_alone(lambda samples: [*map(self._features, samples)], batch, lambda _: "a harmless sample")
+        if isinstance(outcome, WeftError):
+            raise EncoderLost(f"the encoder's device fails every forward ({outcome.message})") from outcome
 
     def _encode(self, units: Sequence[ForwardUnit]) -> list[WeftError | None]:
         features = self._features([unit.input for unit in units])
@@ -177,7 +179,9 @@ def fail_alone(
         logger.warning("a batch of %d ran out of memory, split: %s", len(batch), error)
         half = len(batch) // 2
         return fail_alone(work, batch[:half], name, probe) + fail_alone(work, batch[half:], name, probe)
-    except Exception as error:  # this runs in the loop of a thread: one bad element must not affect the others
+    except Exception as error:
+        # This is one batch of the loop of the forward thread: one bad element must not affect the others. The error in
+        # its place ends the items of the requests that wait for it.
         if len(batch) == 1:
             logger.exception("%s failed in the encoder", name(batch[0]))
             if not isinstance(error, WeftError):
