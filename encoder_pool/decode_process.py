@@ -70,7 +70,9 @@ def decode_item(family: Family, data: bytes, item: MediaItem, on_units: OnUnits,
         raise
     except MemoryError as error:
         raise _too_large(item) from error
-    except Exception as error:  # this runs in the loop of a decode process: a bug on one file must not affect others
+    except Exception as error:
+        # This is one job of the loop of a decode process, which knows no requests: a bug on one file must not affect
+        # others. The error ends the item in every request that waits for it.
         logger.exception("preprocessing of %s failed", item.mm_hash)
         raise EncodeFailed(f"preprocessing failed ({type(error).__name__})") from error
     decode_s = take_decode_s()

@@ -360,8 +360,10 @@ class Pipeline:
             self._retry(job)
         except WeftError as error:
             self._fail_job(job, error)
-        except Exception as error:  # this is the top of an item's task: otherwise the waiters would wait for ever
-            logger.exception("decoding of %s failed", job.item.mm_hash)
+        except Exception as error:
+            # This is the top of a job's task: without it the waiters would wait for ever.
+            names = ", ".join(dict.fromkeys(waiter.attempt_id.request_id for waiter in job.waiters))
+            logger.exception("decoding of %s failed", job.item.mm_hash, extra={"request_id": names})
             self._fail_job(job, EncodeFailed(f"decoding failed ({type(error).__name__})"))
         else:
             self.tally.num_decoded += 1

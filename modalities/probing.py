@@ -246,6 +246,8 @@ def _probe(plugin: ModalityPlugin, data: bytes, param: str) -> MediaHeader:
         raise
     except MemoryError as error:
         raise InvalidMedia(f"{param}: reading it takes more memory than it may", param=param) from error
-    except Exception as error:  # This runs in the loop of a helper process: a bug on one file must not end the loop.
+    except Exception as error:
+        # This is one job of the loop of a helper process, which knows no requests: a bug on one file must not end the
+        # loop. The error ends the request that asks for the header.
         logger.exception("probing a file of %d bytes (%s) failed", len(data), plugin.modality)
         raise InvalidMedia(f"{param}: the file could not be read", param=param) from error

@@ -234,8 +234,10 @@ class Mailbox:
                 message = self._messages.popleft()
             try:
                 self._handler(message)
-            except Exception:  # This loop runs as long as the process, so one bad message must not end it.
-                _LOG.exception("handler failed on %s", type(message).__name__)
+            except Exception:
+                # This loop runs as long as the process, so one bad message must not end it.
+                concerned = {"request_id": getattr(message, "request_id", None)}
+                _LOG.exception("handler failed on %s", type(message).__name__, extra=concerned)
         with self._lock:
             self._is_scheduled = False
             self._schedule()

@@ -158,7 +158,7 @@ class PullingSink:
                 self._pulls = [pull for pull in self._pulls if not self._advance(pull)]
                 self._disconnect_dead()
                 self._num_idle_rounds = 0 if len(self._pulls) < before else self._num_idle_rounds + 1
-        except Exception:  # This is the thread's main loop; the code below ends all open pulls.
+        except Exception:  # This is the loop of the transfer thread; the code below ends every open pull.
             _LOG.exception("the transfer thread failed; its sink is closed")
         finally:
             self._shut_down()

@@ -153,7 +153,7 @@ class ZmqPlane:
                     addresses = [address for address, queue in self._outgoing.items() if queue]
                 for address in addresses:
                     self._flush(address)
-        except Exception:  # This is the thread's main loop; the code below closes the endpoint.
+        except Exception:  # This is the loop of the I/O thread; the code below closes the endpoint.
             _LOG.exception("the I/O thread of %s failed; the endpoint is closed", self._address)
         finally:
             self._shut_down()

@@ -156,9 +156,9 @@ class RankGroup:
             for link in self._links:
                 link.send(header)
             yield
-        # This is a step of the engine's loop. After any error the ranks are out of step, and no later result could be
-        # right.
         except Exception as error:
+            # This is one step of the engine's loop. After any error the ranks are out of step, and no later result can
+            # be right. The engine's thread logs the error and ends every request.
             self._lose(f"a step of the worker's ranks failed ({type(error).__name__})")
             raise WorkerLost(self._lost or "a rank is gone") from error
 

@@ -101,7 +101,8 @@ def follow(invitation: Invitation, load: Callable[[], Share]) -> None:
             _serve(link, share)
     except LinkClosed:
         _LOG.info("rank %d: rank 0 is gone", invitation.rank)
-    except Exception as error:  # This is the loop of a process: it reports the error to rank 0, which ends the group.
+    except Exception as error:
+        # This is the loop of a rank process: it reports the error to rank 0, which ends the group and every request.
         _LOG.exception("rank %d ends", invitation.rank)
         with suppress(LinkClosed):
             link.send(RankFailed(ErrorInfo.of(error)))

@@ -26,7 +26,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else _from_vocabulary(model_dir)
     except ConfigError:
         raise
-    except Exception as error:  # The library raises Exception itself, nothing narrower.
+    except Exception as error:  # The library `tokenizers` raises Exception itself, nothing narrower.
         raise ConfigError(f"{model_dir.name}: the tokenizer can't be loaded: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()

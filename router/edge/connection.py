@@ -166,7 +166,7 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, counted)
-        except Exception:  # This is the top of an HTTP exchange; the server's loop logs the error and answers it.
+        except Exception:  # This is the top of an HTTP exchange; the server's loop answers the error and logs it.
             facts["status"] = 500
             raise
         finally:

@@ -99,7 +99,16 @@ class RequestRun:
     # ------------------------------------------------------------ incoming messages
 
     def on_frame(self, worker_id: MemberId, frame: TokenFrame) -> None:
-        """Takes a frame of new tokens. Drops frames of another attempt, another worker or an unknown choice."""
+        """Takes a frame of new tokens. Drops frames of another attempt, another worker or an unknown choice. A bug that
+        a frame meets ends this request."""
+        try:
+            self._take_frame(worker_id, frame)
+        except Exception as error:
+            # This is one frame in the loop of the message plane: the same message has frames of other requests.
+            self._break(error)
+            self.cancel()
+
+    def _take_frame(self, worker_id: MemberId, frame: TokenFrame) -> None:
         attempt = self._attempt
         if (
             attempt is None
@@ -165,10 +174,16 @@ class RequestRun:
             self.stream.fail(Aborted("the request was cancelled"))
             raise
         except Exception as error:  # This is the top of a request's task.
-            logger.exception("request %s broke", self.stream.request_id)
-            self.stream.fail(WeftError(f"internal error ({type(error).__name__})"))
+            self._break(error)
         finally:
             self._conclude()
+
+    def _break(self, error: Exception) -> None:
+        """Logs an error that no part of the router expects, and ends the stream with it. Call it where the error was
+        caught."""
+        name = self.stream.request_id
+        logger.exception("request %s broke", name, extra={"request_id": name})
+        self.stream.fail(WeftError(f"internal error ({type(error).__name__})"))
 
     def _conclude(self) -> None:
         """Ends everything that the request holds, once, however its task ended: also if the task was cancelled before

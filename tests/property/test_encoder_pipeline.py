@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import pytest
 from encoder_doubles import HandDecoder, HandForward, OpenDecode, RecordingPlane
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -372,7 +373,7 @@ def test_units_evicted_before_a_waiter_came_are_made_again() -> None:
     machine.teardown()
 
 
-def test_a_bug_in_decoding_fails_whoever_wants_the_content_and_no_later_call() -> None:
+def test_a_bug_in_decoding_fails_whoever_wants_the_content_and_no_later_call(caplog: pytest.LogCaptureFixture) -> None:
     machine = PipelineMachine()
     machine.build(0.01)
     machine.call([("clip", 0)], "worker-1")
@@ -382,6 +383,9 @@ def test_a_bug_in_decoding_fails_whoever_wants_the_content_and_no_later_call() -
         error = call.task.result().items[0].error
         assert error is not None
         assert (error.code, "ValueError" in error.message) == ("encode_failed", True)
+    (record,) = caplog.records
+    assert record.request_id == ", ".join(call.request.request_id for call in machine.calls)
+    assert record.exc_info is not None
     machine.call([("clip", 0)], "worker-1")
     machine.work_well(4)
     assert machine.calls[-1].task.result().items[0].error is None

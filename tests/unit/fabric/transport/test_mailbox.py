@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from fabric.contracts import AbortAttempt, PlaneMessage, RequestId
+import pytest
+
+from fabric.contracts import AbortAttempt, MemberId, PlaneMessage, RequestId, TokenFrames
 from fabric.transport.message_plane import Mailbox
 
 NUM_MESSAGES = 600
@@ -31,3 +33,30 @@ def test_a_burst_takes_turns_with_other_callbacks() -> None:
     received, num_after_a_turn = asyncio.run(deliver())
     assert 0 < num_after_a_turn <= NUM_MESSAGES // 2
     assert received == [message(number) for number in range(NUM_MESSAGES)]
+
+
+@pytest.mark.parametrize(
+    ("bad", "request_id"),
+    [(message(1), "1"), (TokenFrames(MemberId("worker-0"), ()), None)],
+    ids=["of one request", "of several requests"],
+)
+async def test_a_message_that_its_handler_fails_on_is_logged_and_the_next_is_delivered(
+    bad: PlaneMessage, request_id: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    received: list[PlaneMessage] = []
+
+    def handle(one: PlaneMessage) -> None:
+        if one is bad:
+            raise IndexError("a bug")
+        received.append(one)
+
+    mailbox = Mailbox(NUM_MESSAGES)
+    mailbox.open(handle)
+    for one in (message(0), bad, message(2)):
+        mailbox.put(one)
+    await asyncio.sleep(0)
+    assert received == [message(0), message(2)]
+    (record,) = caplog.records
+    assert record.getMessage() == f"handler failed on {type(bad).__name__}"
+    assert record.request_id == request_id
+    assert record.exc_info is not None

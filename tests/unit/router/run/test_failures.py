@@ -4,6 +4,7 @@ there is one terminal event."""
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import msgspec
@@ -19,7 +20,9 @@ from fabric.contracts import (
     GenerateResult,
     Overloaded,
     TokenFrame,
+    TokenFrames,
     TransferFailed,
+    WeftError,
     WorkerLost,
 )
 from router.run import RequestStream
@@ -131,6 +134,32 @@ async def test_failure_after_tokens_comes_after_their_text() -> None:
         with pytest.raises(EngineFailed):
             await collect_into(received, stream)
         assert "".join(received) == expected(cluster)[:4]
+
+
+async def test_a_bug_that_a_frame_meets_ends_its_request_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    """The frames of both requests may come in one message."""
+    async with fake_cluster() as cluster:
+        worker = cluster.workers[0]
+        worker.script.pause_at = 4
+        broken, healthy = await cluster.service.open(chat()), await cluster.service.open(chat())
+        await settled(lambda: broken.choices[0].num_tokens == healthy.choices[0].num_tokens == 4)
+
+        def fails(*_: object) -> str:
+            raise IndexError("a bug")
+
+        broken.choices[0].push = fails  # type: ignore[method-assign]
+        frames = [TokenFrame(stream.request_id, 0, 0, 4, (ord("x"),)) for stream in (broken, healthy)]
+        cluster.service._handle(TokenFrames(worker.member_id, tuple(frames)))
+        assert healthy.choices[0].num_tokens == 5, "the frame behind the broken one arrives"
+        with pytest.raises(WeftError, match="internal error \\(IndexError\\)"):
+            await read(broken)
+        await settled(lambda: AbortAttempt(broken.request_id, 0) in worker.aborted)
+        (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+        assert record.getMessage() == f"request {broken.request_id} broke"
+        assert record.request_id == broken.request_id
+        assert not healthy.is_ended
+        healthy.close()
+        await settled(lambda: cluster.service.admission.num_in_flight == 0)
 
 
 async def test_lost_frames_are_drawn_again() -> None:
