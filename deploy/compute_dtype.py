@@ -8,7 +8,6 @@ cluster needs none.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from deploy.config import ClusterConfig
 from fabric.contracts import DTYPE_TO_BYTES
+from modalities.checkpoint_files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def with_dtype(config: ClusterConfig, model_dir: Path) -> ClusterConfig:
     one."""
     if config.model.dtype != "auto":
         return config
-    stored = stored_dtype(json.loads((model_dir / "config.json").read_text()))
+    stored = stored_dtype(read_json(model_dir / "config.json")[1])
     devices = {section.device for section in (config.workers, config.encoders) if section.replicas}
     flags = processor_flags(CPUINFO)
     is_emulated = devices <= {"cpu"} and stored in DTYPE_TO_FLAGS and not DTYPE_TO_FLAGS[stored] & flags

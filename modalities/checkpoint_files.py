@@ -40,6 +40,12 @@ def read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
     return raw, value
 
 
+def read_json_if_present(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in the file, which is empty if there is no such file. Raises ConfigError if the file
+    can't be read or holds no object."""
+    return read_json(path)[1] if path.exists() else {}
+
+
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Returns the object `name` of config.json. Raises ConfigError if there is none."""
     found = config.get(name)
@@ -85,8 +91,7 @@ def _read_processor(model_dir: Path, name: str) -> Mapping[str, Any]:
 def _nested_processor(model_dir: Path, name: str) -> Mapping[str, Any] | None:
     """Returns the options `name` in processor_config.json, or None if there are none. Raises ConfigError if the file
     can't be read."""
-    path = model_dir / "processor_config.json"
-    nested = read_json(path)[1].get(name) if path.exists() else None
+    nested = read_json_if_present(model_dir / "processor_config.json").get(name)
     return nested if isinstance(nested, Mapping) else None
 
 

@@ -7,14 +7,13 @@ This module knows nothing of file formats or architectures. It can be imported w
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from fabric.contracts import ConfigError, UnsupportedModality
-from modalities.checkpoint_files import read_quantisation
+from modalities.checkpoint_files import read_json, read_quantisation
 from modalities.families import (
     causal_lm,
     internvl,
@@ -144,10 +143,7 @@ def read_architectures(model_dir: Path) -> list[str]:
     """Returns the `architectures` in config.json. Raises ConfigError if the file can't be read or they are not a list
     of names."""
     path = model_dir / "config.json"
-    try:
-        names = json.loads(path.read_bytes()).get("architectures") or []
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"can't read {path}: {error}") from error
+    names = read_json(path)[1].get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"`architectures` of {path} must be a list of names")
     return names

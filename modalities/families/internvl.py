@@ -16,14 +16,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
 from fabric.contracts import ConfigError
-from modalities.checkpoint_files import read_json
+from modalities.checkpoint_files import read_json_if_present
 from modalities.families.tiled.tiled_family import (
     ConfigFiles,
     Cut,
@@ -109,8 +108,7 @@ def _added_tokens(model_dir: Path) -> dict[str, int]:
     ConfigError for broken files."""
     found: dict[str, int] = {}
     for name in ("tokenizer_config.json", "tokenizer.json"):
-        path = model_dir / name
-        content: Mapping[str, Any] = read_json(path)[1] if path.exists() else {}
+        content = read_json_if_present(model_dir / name)
         for token_id, token in content.get("added_tokens_decoder", {}).items():
             found.setdefault(str(token["content"]), int(token_id))
         for token in content.get("added_tokens", ()):

@@ -8,7 +8,6 @@ can't be used.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from fabric.contracts import ConfigError
+from modalities.checkpoint_files import read_json_if_present
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
@@ -36,7 +36,7 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
 def _from_vocabulary(model_dir: Path) -> Tokenizer:
     """Builds the tokenizer of a Qwen checkpoint that has no tokenizer.json. Raises ConfigError for other
     checkpoints."""
-    config = read_json(model_dir / "tokenizer_config.json")
+    config = read_json_if_present(model_dir / "tokenizer_config.json")
     if config.get("tokenizer_class") not in QWEN_CLASSES:
         raise ConfigError(f"{model_dir.name}: no tokenizer.json, and tokenizer_class is not one of {QWEN_CLASSES}")
     model = BPE.from_file(str(model_dir / "vocab.json"), str(model_dir / "merges.txt"))
@@ -80,7 +80,7 @@ def chat_template(model_dir: Path) -> str:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     for name in ("chat_template.json", "tokenizer_config.json"):
-        template = read_json(model_dir / name).get("chat_template")
+        template = read_json_if_present(model_dir / name).get("chat_template")
         if isinstance(template, list):  # An older form is a list of named templates.
             template = {named["name"]: named["template"] for named in template}.get("default")
         if isinstance(template, str):
@@ -90,7 +90,7 @@ def chat_template(model_dir: Path) -> str:
 
 def special_token_names(model_dir: Path) -> dict[str, str]:
     """Returns the special tokens of tokenizer_config.json: a mapping from names such as `eos_token` to their texts."""
-    config = read_json(model_dir / "tokenizer_config.json")
+    config = read_json_if_present(model_dir / "tokenizer_config.json")
     extra = config.get("extra_special_tokens")
     named = {**config, **(extra if isinstance(extra, Mapping) else {})}
     names = {}
@@ -104,8 +104,8 @@ def special_token_names(model_dir: Path) -> dict[str, str]:
 def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
     """Returns the end-of-turn ids without repeats. They come from generation_config.json or else from config.json (its
     top level, then the text model's part)."""
-    config = read_json(model_dir / "config.json")
-    for source in (read_json(model_dir / "generation_config.json"), config, *_text_configs(config)):
+    config = read_json_if_present(model_dir / "config.json")
+    for source in (read_json_if_present(model_dir / "generation_config.json"), config, *_text_configs(config)):
         ids = source.get("eos_token_id")
         if isinstance(ids, int):
             return (ids,)
@@ -118,16 +118,3 @@ def _text_configs(config: Mapping[str, object]) -> list[Mapping[str, object]]:
     thinker = config.get("thinker_config")
     owners = [config, *([thinker] if isinstance(thinker, Mapping) else [])]
     return [text for owner in owners if isinstance(text := owner.get("text_config"), Mapping)]
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """Returns the JSON object in the file, which is empty if the file is absent."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path.name} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path.name} is not a JSON object")
-    return content
