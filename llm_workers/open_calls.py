@@ -87,10 +87,6 @@ class OpenCalls:
         if call := self._calls.get(attempt_id):
             call.end(error)
 
-    def fail_all(self, error: WeftError) -> None:
-        for call in self._calls.values():
-            call.end(error)
-
     # ------------------------------------------------------------ news of the receiver
 
     def unit_event(self, attempt_id: AttemptId, name: str, unit: UnitKey) -> None:

@@ -83,6 +83,8 @@ class WorkerService:
         self._ticker: asyncio.Task[None] | None = None
         self._is_report_due = False
         self._is_stopping = False
+        self._loss: WeftError | None = None
+        """Holds the reason for which the worker is lost, if it is."""
         self._on_loss: Callable[[], None] = lambda: None
         self._aborts_before_admission: dict[AttemptId, list[Sequence[int]]] = {}
         """Holds aborts of attempts whose grammar is still being compiled, because the engine does not know these
@@ -118,21 +120,26 @@ class WorkerService:
         """Registers `call`, which runs once in the event loop when the worker is lost, or at once if the worker is
         already lost. The owner uses it to remove the worker from the directory."""
         self._on_loss = call
-        if self._reporter.is_lost:
+        if self._loss is not None:
             call()
 
     def lose(self, error: WeftError) -> None:
-        """Marks the worker as lost: it computes nothing any more. Its calls end with `error`, its reports say that it
-        is lost, and its owner is notified. A second call has no further effect."""
-        self._calls.fail_all(error)
-        if not self._reporter.is_lost:
+        """Marks the worker as lost: it computes nothing any more. Its calls end with `error`, later calls and health
+        checks fail with it, its reports say that it is lost, and its owner is notified. A second call has no further
+        effect."""
+        for attempt_id in self._calls.attempts():
+            self._fail(attempt_id, error)
+        if self._loss is None:
+            self._loss = error
             self._reporter.is_lost = True
             self._report()
             self._on_loss()
 
     def check_health(self) -> None:
-        """Raises WorkerLost if the engine, the message plane or the feature channel has died, and EngineFailed if the
-        engine was stopped."""
+        """Raises the error with which the worker was lost, WorkerLost if the engine, the message plane or the feature
+        channel has died, and EngineFailed if the engine was stopped."""
+        if self._loss is not None:
+            raise self._loss
         self._engine.check_health()
         if not self._plane.is_alive:
             raise WorkerLost("the message plane has died")
@@ -193,6 +200,8 @@ class WorkerService:
         try:
             if self._is_stopping:
                 raise WorkerLost("the worker is stopping")
+            if self._loss is not None:
+                raise self._loss
             if self._calls.is_refused(attempt_id):
                 raise Aborted("the attempt was aborted before it came")
             self._engine.check_health()
@@ -262,11 +271,20 @@ class WorkerService:
             loop.call_soon_threadsafe(self._apply, update)
 
     def _apply(self, update: Update) -> None:
-        """Applies an update in the order in which its events happened: an attempt that was admitted after the release
-        of a unit may miss that unit."""
         if update.death is not None:
             self.lose(update.death)
             return
+        try:
+            self._apply_turn(update)
+        except Exception:
+            # This is the top of a callback of the event loop. What is left of the update is lost, so the calls that it
+            # would have ended would never end.
+            _LOG.exception("an update of the engine can't be applied")
+            self.lose(WorkerLost("an update of the engine can't be applied"))
+
+    def _apply_turn(self, update: Update) -> None:
+        """Applies an update in the order in which its events happened: an attempt that was admitted after the release
+        of a unit may miss that unit."""
         self._receiver.distrust(update.distrusted)
         for released in update.released:
             self._receiver.release(released)
@@ -293,22 +311,19 @@ class WorkerService:
     # ------------------------------------------------------------ time
 
     async def _tick(self) -> None:
-        """Checks leases, releases announcements that no request claims, and sends reports at regular intervals."""
+        """Checks leases, releases announcements that no request claims, and sends reports at regular intervals. Loses
+        the worker if the feature store contradicts itself, because it may then free what the engine reads."""
         while True:
             await asyncio.sleep(self._config.report_interval_s)
             for router_id in self._routers.take_expired():
                 self._router_gone(router_id)
-            self._receiver.settle()
-            self._check_at_rest()
+            try:
+                self._receiver.settle()
+                self._receiver.check_at_rest()
+            except AssertionError:
+                _LOG.exception("the feature store is inconsistent")
+                self.lose(WorkerLost("the feature store is inconsistent"))
             self._report()
-
-    def _check_at_rest(self) -> None:
-        """Loses the worker if the feature store contradicts itself, because it may then free what the engine reads."""
-        try:
-            self._receiver.check_at_rest()
-        except AssertionError:
-            _LOG.exception("the feature store is inconsistent")
-            self.lose(WorkerLost("the feature store is inconsistent"))
 
     def _report_soon(self) -> None:
         """Schedules a report. It sends at most one report per turn of the event loop, regardless of the number of

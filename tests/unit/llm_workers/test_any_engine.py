@@ -232,6 +232,46 @@ async def test_the_death_of_any_engine_ends_its_calls(served: Served) -> None:
     assert served.service.report().is_lost
 
 
+async def test_a_lost_worker_is_ill_and_takes_no_request_although_its_engine_lives(served: Served) -> None:
+    """The owner replaces a lost worker when its health checks fail; a loss must not depend on the engine for that."""
+    losses: list[str] = []
+    served.service.on_lost(lambda: losses.append("lost"))
+    call = asyncio.ensure_future(served.service.generate(request("a")))
+    await served.until(lambda: served.engine.open)
+    served.service.lose(WorkerLost("the feature store is inconsistent"))
+    assert (await call).error.message == "the feature store is inconsistent"
+    assert served.engine.open == [], "the engine computes nothing any more"
+    with pytest.raises(WorkerLost, match="the feature store is inconsistent"):
+        served.service.check_health()
+    refused = await served.service.generate(request("b", 4))
+    assert (refused.error.code, refused.choices) == ("worker_lost", ())
+    served.service.lose(WorkerLost("again"))
+    assert losses == ["lost"]
+
+
+async def test_an_update_that_can_not_be_applied_ends_every_call(served: Served) -> None:
+    call = asyncio.ensure_future(served.service.generate(request("a")))
+    await served.until(lambda: served.engine.open)
+    served.engine.on_update(Update(aborted=[AbortedSequence(SequenceId(RequestId("a"), 0, 0), None)]))
+    async with asyncio.timeout(10.0):
+        assert (await call).error.code == "worker_lost"
+    assert served.service.report().is_lost
+
+
+async def test_a_contradiction_in_the_feature_store_loses_the_worker_and_its_reports_go_on(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def contradict() -> None:
+        raise AssertionError("counted wrong")
+
+    monkeypatch.setattr(served.service._receiver, "settle", contradict)
+    await served.until(lambda: any(report.is_lost for report in served.of(WorkerReport)))
+    num_reports = len(served.of(WorkerReport))
+    await served.until(lambda: len(served.of(WorkerReport)) > num_reports + 1)
+    with pytest.raises(WorkerLost, match="the feature store is inconsistent"):
+        served.service.check_health()
+
+
 async def test_the_service_prepares_starts_and_stops_its_engine_once(served: Served) -> None:
     assert served.engine.calls == ["prepare", "start"]
     await served.service.stop()
