@@ -268,16 +268,19 @@ class FeatureStore:
                     entry.readers.place(attempt, unit)
             self._refresh(entry)
 
-    def distrust(self, units: Iterable[UnitKey]) -> None:
+    def distrust(self, units: Iterable[UnitKey]) -> list[UnitKey]:
         """Distrusts units whose bytes may be wrong. Kept ones are dropped at once; the others are freed, and not kept,
-        as soon as every reference has come back."""
+        as soon as every reference has come back. Returns the units to which the engine holds a reference."""
+        read: list[UnitKey] = []
         for entry in [self._entries[unit] for unit in units if unit in self._entries]:
             if entry.state is UnitState.KEPT:
                 self.host_cache.drop(entry.unit)
                 self._forget_kept(entry.unit)
             elif entry.state in IN_MEMORY:
                 entry.is_distrusted = True
-                self.begin_eviction(entry.unit)
+                if self.begin_eviction(entry.unit):
+                    read.append(entry.unit)
+        return read
 
     # ------------------------------------------------------------ decisions
 

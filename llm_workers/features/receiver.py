@@ -127,7 +127,9 @@ class Receiver:
     def distrust(self, units: Iterable[UnitKey]) -> None:
         """Distrusts units whose bytes may be wrong. As soon as the engine has released them, they are freed and not
         kept. An attempt that misses such a unit gets another copy."""
-        self.store.distrust(units)
+        # The engine has given up the references that it held, but another one may be on its way to it.
+        for unit in self.store.distrust(units):
+            self._engine.evict_feature(unit)
 
     def update_reads(self, reads: Reads) -> None:
         """Records changes in the engine's reports of which attempt still has to read which unit, and where the next

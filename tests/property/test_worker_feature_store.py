@@ -214,9 +214,10 @@ class Store(RuleBasedStateMachine):
     @rule(index=st.integers(0, 3))
     def distrust(self, index: int) -> None:
         unit = UNITS[index]
-        self.store.distrust([unit])
+        memory = self.memory.get(unit)
+        assert self.store.distrust([unit]) == ([unit] if memory is not None and memory.references else [])
         self.kept = [one for one in self.kept if one != unit]
-        if (memory := self.memory.get(unit)) is not None:
+        if memory is not None:
             memory.is_evicting = memory.is_distrusted = True
 
     # ------------------------------------------------------------ decisions

@@ -17,13 +17,8 @@ from llm_workers.features.feature_entries import UnitState
 
 NAMES = "abcd"
 ROWS = {"a": 1, "b": 2, "c": 3, "d": 4}
-ACTIONS = st.lists(
-    st.tuples(
-        st.sampled_from(["begin", "announce", "pull", "lose", "turn", "preempt", "deliver", "abort", "wait"]),
-        st.integers(0, 99),
-    ),
-    max_size=120,
-)
+KINDS = ("begin", "announce", "pull", "lose", "turn", "preempt", "distrust", "deliver", "abort", "wait")
+ACTIONS = st.lists(st.tuples(st.sampled_from(KINDS), st.integers(0, 99)), max_size=120)
 
 
 @st.composite
@@ -49,6 +44,8 @@ async def play(world: World, waiting: list[GenerateRequest], actions: list[tuple
             world.turn()
         elif action == "preempt":
             world.turn(preempt=number)
+        elif action == "distrust":
+            world.turn(distrust=number)
         elif action == "deliver" and world.updates:
             world.deliver()
         elif action == "abort" and world.live and number < 20:
@@ -222,6 +219,30 @@ def test_what_was_lost_on_the_way_is_asked_for_again_and_again() -> None:
         world.coming.clear()
         world.receiver.settle()
         assert world.coming == [(attempt, unit_of("b"))], "a is here, only not read yet"
+
+    run(scenario)
+
+
+def test_a_reference_that_meets_a_distrusted_unit_on_its_way_is_given_back() -> None:
+    """The engine distrusts a unit while another reference to it is on its way, for a request that reads it after
+    another unit, for which there is no room. If the engine kept this reference, no eviction could make room."""
+
+    async def scenario() -> None:
+        world = World(2 * ROW_BYTES)
+        first, second = request_of("first", 0.0, [("a", 1)], [0]), request_of("second", 1.0, [("b", 2), ("a", 1)], [])
+        world.will_announce(first)
+        world.begin(first)
+        world.turn()
+        world.deliver()
+        world.announce(0)
+        world.begin(second)
+        world.turn()  # the engine misses both units of the second request, and nobody knows it yet
+        await world.end_pull(0, is_lost=False)
+        world.turn(distrust=0)
+        world.deliver()
+        assert [kind for kind, *_ in world.commands] == ["hold"], "for the second request"
+        world.deliver()
+        await finish(world, [])
 
     run(scenario)
 

@@ -47,8 +47,15 @@ EngineCommand = (
     | tuple[Literal["hold"], FeatureReference]
     | tuple[Literal["evict"], UnitKey]
 )
-TurnUpdate = tuple[list[ReleasedFeature], Reads, list[AttemptUnits], list[tuple[AttemptId, UnitKey]], list[AttemptId]]
-"""Holds what a turn released, read, admitted (with the units that are missing), needs again, and ended."""
+TurnUpdate = tuple[
+    list[UnitKey],
+    list[ReleasedFeature],
+    Reads,
+    list[AttemptUnits],
+    list[tuple[AttemptId, UnitKey]],
+    list[AttemptId],
+]
+"""Holds what a turn distrusts, released, read, admitted (with the units that are missing), needs again, and ended."""
 
 
 def unit_of(name: str) -> UnitKey:
@@ -213,9 +220,10 @@ class World:
 
     # ------------------------------------------------------------ the engine's turn
 
-    def turn(self, preempt: int | None = None) -> None:
-        """Runs one turn: it obeys commands, releases units, preempts an attempt if asked, reads one unit for every
-        attempt that can read, and releases units again."""
+    def turn(self, preempt: int | None = None, distrust: int | None = None) -> None:
+        """Runs one turn: it obeys commands, releases units, preempts an attempt or distrusts a unit if asked, reads one
+        unit for every attempt that can read, and releases units again."""
+        distrusted: list[UnitKey] = []
         released: list[ReleasedFeature] = []
         admitted: list[AttemptUnits] = []
         needed: list[tuple[AttemptId, UnitKey]] = []
@@ -227,6 +235,9 @@ class World:
             attempt = list(self.reading)[preempt % len(self.reading)]
             self.reading[attempt].at = 0
             needed = [(attempt, unit) for unit in dict.fromkeys(self.reading[attempt].units) if unit not in self.held]
+        if distrust is not None and self.held:
+            distrusted = [list(self.held)[distrust % len(self.held)]]
+            self._obey(("evict", distrusted[0]), released, admitted)
         for attempt, one in list(self.reading.items()):
             if one.at < len(one.units) and one.units[one.at] in self.held:
                 self._read(one.units[one.at])
@@ -235,7 +246,7 @@ class World:
                 del self.reading[attempt]
                 ended.append(attempt)
         self._release_unneeded(released)
-        self.updates.append((released, self._changed_reads(), admitted, needed, ended))
+        self.updates.append((distrusted, released, self._changed_reads(), admitted, needed, ended))
 
     def _read(self, unit: UnitKey) -> None:
         """Checks that what every reference to the unit leads to is still in memory."""
@@ -274,7 +285,8 @@ class World:
 
     def deliver(self) -> None:
         """Applies one update of the engine to the receiver."""
-        released, reads, admitted, needed, ended = self.updates.popleft()
+        distrusted, released, reads, admitted, needed, ended = self.updates.popleft()
+        self.receiver.distrust(distrusted)
         for each in released:
             self.receiver.release(each)
         self.receiver.update_reads(reads)
