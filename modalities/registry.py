@@ -52,10 +52,12 @@ class Registry:
     afterwards.
 
     The first look-up calls the functions of `plugins`, in the order of the plugins' names. They are not called earlier,
-    because a plugin's module imports this one. That look-up raises ConfigError if a plugin fails."""
+    because a plugin's module imports this one. If a plugin fails, that look-up and every later one raise ConfigError:
+    a process that goes on must not serve without what the plugin registers."""
 
     def __init__(self, plugins: Callable[[], Iterable[EntryPoint]] = tuple) -> None:
         self._plugins: Callable[[], Iterable[EntryPoint]] | None = plugins
+        self._plugin_failure: str | None = None
         self._modality_to_plugin: dict[str, ModalityPlugin] = {}
         self._part_type_to_plugin: dict[str, ModalityPlugin] = {}
         self._architecture_to_loader: dict[str, FamilyLoader] = {}
@@ -123,6 +125,8 @@ class Registry:
             self._modality_to_plugin, self._part_type_to_plugin, self._architecture_to_loader = before
 
     def _call_plugins(self) -> None:
+        if self._plugin_failure is not None:
+            raise ConfigError(self._plugin_failure)
         if self._plugins is None:
             return
         plugins, self._plugins = self._plugins, None  # A plugin may look something up while it registers.
@@ -131,7 +135,8 @@ class Registry:
                 plugin.load()(self)
             except Exception as error:  # Whatever a stranger's code raises, the message has to name the plugin.
                 kind = type(error).__name__
-                raise ConfigError(f"the plugin {plugin.name!r} ({plugin.value}) failed: {kind}: {error}") from error
+                self._plugin_failure = f"the plugin {plugin.name!r} ({plugin.value}) failed: {kind}: {error}"
+                raise ConfigError(self._plugin_failure) from error
 
 
 def installed_plugins() -> Iterable[EntryPoint]:

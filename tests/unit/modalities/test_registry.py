@@ -124,6 +124,18 @@ def test_a_plugin_that_fails_is_named(function: str) -> None:
         Registry(lambda: [plugin_of(function)]).has_modality("image")
 
 
+def test_a_registry_whose_plugin_failed_answers_no_later_look_up() -> None:
+    registry = builtin_registry(lambda: [plugin_of("refuse_to_register"), plugin_of("register_sketches")])
+    with pytest.raises(ConfigError):
+        registry.has_modality("image")
+    with pytest.raises(
+        ConfigError, match=r"the plugin 'refuse_to_register' .* failed: ZeroDivisionError: no such luck"
+    ):
+        registry.modality("image")
+    with pytest.raises(ConfigError, match="refuse_to_register"):
+        _ = registry.architectures
+
+
 def test_names_are_registered_once() -> None:
     registry = builtin_registry()
     with pytest.raises(ConfigError, match="image"):
