@@ -86,7 +86,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         with contextlib.suppress(OSError):
             os.rmdir(TEMP_DIR)
         return
-    folders = [Path(TEMP_DIR), *Path(TEMP_DIR).glob("[0-9]*/")]
+    folders = [Path(TEMP_DIR), *(path for path in Path(TEMP_DIR).iterdir() if path.name.isdigit())]
     found = [path for folder in folders for path in folder.iterdir() if path not in folders]
     left = sorted(path.name for path in found if not path.name.startswith("pytest-of-"))
     shutil.rmtree(TEMP_DIR, ignore_errors=True)

@@ -11,7 +11,6 @@ event loop. The package knows the engine only as a `FeatureEngine`, which is han
 them back, and knows nothing of torch.
 """
 
-from llm_workers.features.feature_entries import UnitState
 from llm_workers.features.feature_store import FeatureStore, MissingUnit
 from llm_workers.features.host_cache import HostCache
 from llm_workers.features.receiver import FeatureEndpoint, FeatureEngine, Listener, Peers, Receiver
@@ -25,5 +24,4 @@ __all__ = [
     "MissingUnit",
     "Peers",
     "Receiver",
-    "UnitState",
 ]

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from loadtest.benches.bench_result import Bar, BenchResult
 from loadtest.benches.scale.scale_case import ScaleCase
 
-__all__ = ["ScaleCase", "run"]
+__all__ = ["run"]
 
 GROWTH = 10
 """The large size is this many times the small one."""
