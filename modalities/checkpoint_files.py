@@ -36,7 +36,7 @@ def read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't read {path}: {error}") from error
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
+        raise ConfigError(f"{path} must contain a JSON object, not a value of type {type(value).__name__}")
     return raw, value
 
 
@@ -50,7 +50,7 @@ def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Returns the object `name` of config.json. Raises ConfigError if there is none."""
     found = config.get(name)
     if not isinstance(found, Mapping):
-        raise ConfigError(f"config.json has no {name}")
+        raise ConfigError(f"config.json has no object `{name}`")
     return found
 
 
@@ -151,7 +151,10 @@ def read_quantisation(model_dir: Path) -> Quantisation | None:
     _, config = read_json(model_dir / "config.json")
     found = {json.dumps(section, sort_keys=True): section for section in _quantised_sections(config)}
     if len(found) > 1:
-        raise ConfigError(f"{model_dir}: the parts of the model are quantised in different ways; supported: one way")
+        raise ConfigError(
+            f"{model_dir}: the parts of the model are quantised in {len(found)} different ways; "
+            "Weft supports one way for the whole model"
+        )
     for section in found.values():
         return _parsed(section, model_dir)
     return None
@@ -183,7 +186,7 @@ def _parsed(section: Mapping[str, Any], model_dir: Path) -> Quantisation:
 def _unnamed(section: Mapping[str, Any]) -> str:
     if section.get("load_in_4bit") or section.get("load_in_8bit"):
         return "bitsandbytes"
-    return "compressed-tensors" if "config_groups" in section else "without a quant_method"
+    return "compressed-tensors" if "config_groups" in section else "a method that quant_method does not name"
 
 
 def _fine_grained(section: Mapping[str, Any]) -> Quantisation:
@@ -210,9 +213,8 @@ def _compressed(section: Mapping[str, Any]) -> Quantisation:
             raise _refusal(f"{name} of {values} ({form})")
         strategy = str(weights.get("strategy") or "tensor")
         if strategy not in _STRATEGIES or not weights.get("symmetric", True):
-            raise _refusal(
-                f"{name} of {values} per {strategy}{'' if weights.get('symmetric', True) else ', asymmetric'}"
-            )
+            form = "symmetric" if weights.get("symmetric", True) else "asymmetric"
+            raise _refusal(f"{name} with {form} {values} per {strategy}")
         if strategy == "block":
             blocks.add(_block(weights.get("block_structure")))
     if not groups or len(blocks) > 1:
@@ -229,7 +231,7 @@ def _block(found: Any) -> tuple[int, int] | None:
         found = found.split("x")
     rows, columns = (int(side) for side in found)
     if rows < 1 or columns < 1:
-        raise ValueError(f"blocks of {rows}x{columns}")
+        raise ValueError(f"a block must have at least one row and one column, not {rows}x{columns}")
     return rows, columns
 
 
@@ -240,4 +242,4 @@ def _covers(pattern: str, module: str) -> bool:
 
 
 def _refusal(scheme: str) -> ConfigError:
-    return ConfigError(f"checkpoints quantised by {scheme} are not supported; supported: {SUPPORTED}")
+    return ConfigError(f"Weft does not support checkpoints that are quantised by {scheme}; it supports {SUPPORTED}")

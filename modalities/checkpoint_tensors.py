@@ -64,9 +64,11 @@ def _weight_files(model_dir: Path) -> list[Path]:
         if index.is_file():
             parts = read_json(index)[1].get("weight_map")
             if not isinstance(parts, Mapping) or not all(isinstance(part, str) for part in parts.values()):
-                raise ConfigError(f"{index} has no weight_map")
+                raise ConfigError(f"{index} must have a `weight_map` from the names of weights to the names of files")
             return [model_dir / part for part in sorted(set(parts.values()))]
-    raise ConfigError(f"can't load {model_dir}: no model.safetensors, no pytorch_model.bin, no index of several")
+    raise ConfigError(
+        f"can't load {model_dir}: it contains neither model.safetensors nor pytorch_model.bin, and no index of either"
+    )
 
 
 def _tensors(path: Path, files: ExitStack) -> Iterator[tuple[str, Any]]:
@@ -100,13 +102,19 @@ def _plain(part: Mapping[str, Any], quantisation: Quantisation | None) -> Iterat
             yield name, value
             continue
         if dtype != _FLOAT8:
-            raise ConfigError(f"{name} is stored as {dtype}, which is not supported; supported: {SUPPORTED}")
+            raise ConfigError(
+                f"the weight {name} is stored as {dtype}; Weft supports {', '.join(sorted(_PLAIN))}, and {SUPPORTED}"
+            )
         if quantisation is None:
-            raise ConfigError(f"{name} is stored as {dtype}, but config.json has no quantization_config")
+            raise ConfigError(f"the weight {name} is stored as {dtype}, but config.json has no quantization_config")
         if quantisation.is_plain(name):
-            raise ConfigError(f"{name} is stored as {dtype}, but the quantization_config says it is not quantised")
+            raise ConfigError(
+                f"the weight {name} is stored as {dtype}, but the quantization_config says that it is not quantised"
+            )
         if name not in weight_to_scale:
-            raise ConfigError(f"{name} is stored as {dtype}, and its scales are missing ({name}{SCALE_SUFFIXES[0]})")
+            raise ConfigError(
+                f"the weight {name} is stored as {dtype}, but its scales are missing ({name}{SCALE_SUFFIXES[0]})"
+            )
         yield name, FloatSlice(value, part[weight_to_scale[name]][...], name, quantisation.block)
 
 
@@ -167,7 +175,9 @@ def _grid(
         if tuple(scales.shape) in (shape[:-1], (*shape[:-1], 1)):
             return scales.reshape(*shape[:-1], 1), (1, columns)
     of_blocks = f" in blocks of {block[0]}x{block[1]}" if block else ""
-    raise ConfigError(f"{name}: scales of shape {tuple(scales.shape)} do not fit {shape}{of_blocks}")
+    raise ConfigError(
+        f"the scales of {name} have shape {tuple(scales.shape)}, which does not fit its shape {shape}{of_blocks}"
+    )
 
 
 # ------------------------------------------------------------ loading a part
@@ -236,10 +246,14 @@ def check_plan(plan: Mapping[str, str]) -> None:
     """Raises ValueError if the plan would leave the KV heads whole on every rank, or cuts in a way that Weft does not
     run."""
     if unknown := sorted(set(plan.values()) - _STYLES):
-        raise ValueError(f"the model's tensor-parallel plan asks for {', '.join(unknown)}, which Weft does not run")
+        raise ValueError(
+            f"the model's tensor-parallel plan uses {', '.join(unknown)}; Weft supports {', '.join(sorted(_STYLES))}"
+        )
     for name in ("k_proj", "v_proj"):
         if not any(key.endswith(f"self_attn.{name}") and style == "colwise" for key, style in plan.items()):
-            raise ValueError(f"the model's tensor-parallel plan does not share out {name}")
+            raise ValueError(
+                f"the model's tensor-parallel plan must split {name} by columns; otherwise each rank holds all KV heads"
+            )
 
 
 def _on_our_ranks(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:

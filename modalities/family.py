@@ -327,7 +327,8 @@ class LanguageModel(Protocol):
 def check_modality(family: Family, modality: str) -> None:
     """Raises UnsupportedModality for a modality that the family does not take."""
     if modality not in family.max_items:
-        raise UnsupportedModality(f"the model takes no {modality}")
+        known = ", ".join(family.max_items) or "only text"
+        raise UnsupportedModality(f"the model does not accept {modality}; it accepts {known}")
 
 
 # ------------------------------------------------------------ what a family may offer in addition
@@ -406,7 +407,9 @@ def expand_placeholders(
         raise InvalidRequest(f"the prompt has {len(at)} placeholders for {len(plans)} media items")
     for index, (found, plan) in enumerate(zip(ids[at].tolist(), plans, strict=True)):
         if found != placeholder_token_ids.get(plan.modality):
-            raise InvalidRequest(f"media item {index} is {plan.modality}, its placeholder is of another modality")
+            raise InvalidRequest(
+                f"media item {index} is {plan.modality}, but its placeholder is that of another modality"
+            )
     counts = np.ones(len(ids), dtype=np.int64)
     counts[at] = [sum(plan.unit_tokens) for plan in plans]
     starts = np.cumsum(counts) - counts
@@ -458,7 +461,7 @@ def expand_pieces(
         index = next(waiting)
         if token != modality_to_token.get(plans[index].modality):
             raise InvalidRequest(
-                f"media item {index} is {plans[index].modality}, its placeholder is of another modality"
+                f"media item {index} is {plans[index].modality}, but its placeholder is that of another modality"
             )
         for piece in pieces_of(index):
             if not isinstance(piece, FeatureRows):

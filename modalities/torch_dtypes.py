@@ -12,7 +12,7 @@ _NAME_TO_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in
 def torch_dtype(name: str) -> torch.dtype:
     """Returns the dtype with this name. Raises ConfigError for a name that Weft does not know."""
     if name not in _NAME_TO_DTYPE:
-        raise ConfigError(f"unknown dtype {name!r}; known: {', '.join(_NAME_TO_DTYPE)}")
+        raise ConfigError(f"the dtype {name!r} is not supported; Weft supports {', '.join(_NAME_TO_DTYPE)}")
     return _NAME_TO_DTYPE[name]
 
 

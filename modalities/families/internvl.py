@@ -34,10 +34,10 @@ from modalities.families.tiled.tiled_family import (
     TiledFamily,
     Videos,
     Wrapping,
+    check_tile_size,
     read_frame_pixels,
     read_pixel_options,
     read_tiled_config,
-    square,
 )
 from modalities.family import EncoderModel, Family
 from modalities.media import normalise
@@ -52,10 +52,7 @@ def load(model_dir: Path) -> Family:
     """Returns the family. It reads only config files and the tokenizer's added tokens. Raises ConfigError if Weft can't
     use them."""
     config, files = read_tiled_config(model_dir, ("image_token_id", 151667), _VISION_DEFAULTS, "qwen2")
-    if square(files.processor.get("size", 384), "size") != config.tile_size:
-        raise ConfigError(
-            f"the vision tower takes {config.tile_size} pixels, the processor's tiles are of another size"
-        )
+    check_tile_size(files.processor, config.tile_size)
     tiling = GridOfTiles(
         pixels=read_pixel_options(files.processor, _PROCESSORS),
         tile_size=config.tile_size,
@@ -95,11 +92,17 @@ def _tokens_per_tile(config: TiledConfig, files: ConfigFiles) -> int:
     ratio = float(model.get("downsample_ratio", 0.5))
     side = config.patches_per_side * ratio
     if not side or side != int(side):
-        raise ConfigError(f"{config.patches_per_side} patches a side are not divisible by downsample_ratio {ratio}")
-    if model.get("vision_feature_select_strategy", "default") != "default":
-        raise ConfigError("InternVL must drop the class token (vision_feature_select_strategy `default`)")
-    if not isinstance(model.get("vision_feature_layer", -1), int):
-        raise ConfigError("InternVL takes the features of one layer")
+        raise ConfigError(
+            f"downsample_ratio {ratio} must reduce the {config.patches_per_side} patches of a side to a whole number"
+        )
+    if (strategy := model.get("vision_feature_select_strategy", "default")) != "default":
+        raise ConfigError(
+            f"InternVL must drop the class token: vision_feature_select_strategy must be `default`, not {strategy!r}"
+        )
+    if not isinstance(layer := model.get("vision_feature_layer", -1), int):
+        raise ConfigError(
+            f"InternVL uses the features of one layer: vision_feature_layer must be a number, not {layer!r}"
+        )
     return int(side) ** 2
 
 

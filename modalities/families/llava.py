@@ -45,7 +45,7 @@ def load(model_dir: Path) -> Family:
     config, files = read_tiled_config(model_dir, ("image_token_index", 32000), _VISION_DEFAULTS, "llama")
     strategy = files.model.get("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
-        raise ConfigError(f"vision_feature_select_strategy {strategy!r} is not known")
+        raise ConfigError(f"vision_feature_select_strategy must be `default` or `full`, not {strategy!r}")
     tiling = CentreCrop(
         pixels=read_pixel_options(files.processor, _PROCESSORS),
         shortest_edge=_shortest_edge(files.processor, config.tile_size),
@@ -59,12 +59,17 @@ def _shortest_edge(processor: Mapping[str, Any], tile_size: int) -> int:
     """Returns the length to which the processor scales the shortest edge of a picture. Raises ConfigError for a
     processor whose pictures the vision tower does not take."""
     if not processor.get("do_center_crop", True) or processor.get("do_pad", False):
-        raise ConfigError("the image processor must crop the centre, and not pad")
+        raise ConfigError(
+            "the image processor must crop the centre and must not pad: do_center_crop must be true, and do_pad false"
+        )
     crop = square(processor.get("crop_size", 224), "crop_size")
     size = processor.get("size", 224)
     edge = square(size.get("shortest_edge") if isinstance(size, Mapping) else size, "size.shortest_edge")
     if crop != tile_size or edge < crop:
-        raise ConfigError(f"the vision tower takes {tile_size} pixels; the processor scales to {edge}, crops to {crop}")
+        raise ConfigError(
+            f"the vision tower reads pictures of {tile_size}x{tile_size} pixels, but the image processor scales to "
+            f"{edge} and crops to {crop} pixels"
+        )
     return edge
 
 
@@ -94,7 +99,7 @@ class CentreCrop:
     def cut(self, width: int, height: int) -> Cut:
         """Returns the one tile and its tokens. Raises InvalidMedia for an aspect ratio above 200."""
         if max(width, height) > _MAX_ASPECT_RATIO * min(width, height):
-            raise InvalidMedia(f"{width}x{height} pixels: the aspect ratio is above {_MAX_ASPECT_RATIO}")
+            raise InvalidMedia(f"the aspect ratio of {width}x{height} pixels is above the limit of {_MAX_ASPECT_RATIO}")
         return Cut(1, self.num_tokens)
 
     def halved(self, width: int, height: int, times: int) -> Halved:

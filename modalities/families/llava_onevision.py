@@ -34,10 +34,10 @@ from modalities.families.tiled.tiled_family import (
     PixelOptions,
     TiledFamily,
     Videos,
+    check_tile_size,
     read_frame_pixels,
     read_pixel_options,
     read_tiled_config,
-    square,
 )
 from modalities.family import EncoderModel, Family
 from modalities.media import normalise
@@ -56,7 +56,9 @@ def load(model_dir: Path) -> Family:
     _refuse_unsupported(files, config.tile_size)
     aspect_ratio = re.fullmatch(r"anyres_max_(\d+)", str(files.model.get("vision_aspect_ratio", "anyres_max_9")))
     if aspect_ratio is None:
-        raise ConfigError(f"vision_aspect_ratio {files.model['vision_aspect_ratio']!r} is not supported")
+        raise ConfigError(
+            f"vision_aspect_ratio must have the form `anyres_max_N`, not {files.model['vision_aspect_ratio']!r}"
+        )
     tiling = AnyResolution(
         pixels=read_pixel_options(files.processor, _PROCESSORS),
         tile_size=config.tile_size,
@@ -78,12 +80,13 @@ def load(model_dir: Path) -> Family:
 
 
 def _refuse_unsupported(files: ConfigFiles, tile_size: int) -> None:
-    if square(files.processor.get("size", 384), "size") != tile_size:
-        raise ConfigError(f"the vision tower takes {tile_size} pixels, the processor's tiles are of another size")
+    check_tile_size(files.processor, tile_size)
     if files.processor.get("do_center_crop") or files.processor.get("crop_size"):
-        raise ConfigError("the image processor must not crop tiles")
-    if files.model.get("vision_feature_select_strategy", "full") != "full":
-        raise ConfigError("a tower without class token needs vision_feature_select_strategy `full`")
+        raise ConfigError("the image processor must not crop tiles: do_center_crop and crop_size must not be set")
+    if (strategy := files.model.get("vision_feature_select_strategy", "full")) != "full":
+        raise ConfigError(
+            f"the vision tower has no class token, so vision_feature_select_strategy must be `full`, not {strategy!r}"
+        )
 
 
 def _resolutions(files: ConfigFiles, tile_size: int) -> tuple[tuple[int, int], ...]:
@@ -91,13 +94,15 @@ def _resolutions(files: ConfigFiles, tile_size: int) -> tuple[tuple[int, int], .
     and for canvases that model and image processor do not have in common."""
     ours: Any = files.model.get("image_grid_pinpoints") or _DEFAULT_RESOLUTIONS
     if ours != (files.processor.get("image_grid_pinpoints") or _DEFAULT_RESOLUTIONS):
-        raise ConfigError("image_grid_pinpoints of model and image processor differ")
+        raise ConfigError("the image_grid_pinpoints of the model differ from those of the image processor")
     try:
         found = tuple((int(height), int(width)) for height, width in ours)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"image_grid_pinpoints are broken: {error}") from error
+        raise ConfigError(f"image_grid_pinpoints must be a list of pairs (height, width): {error}") from error
     if not found or any(side < 1 or side % tile_size for resolution in found for side in resolution):
-        raise ConfigError(f"image_grid_pinpoints must be some multiples of {tile_size}")
+        raise ConfigError(
+            f"image_grid_pinpoints must be a list of pairs of positive multiples of {tile_size}, not {list(found)}"
+        )
     return found
 
 

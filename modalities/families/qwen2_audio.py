@@ -63,7 +63,7 @@ class Qwen2AudioFamily:
         """Plans a sound from its header. Raises InvalidMedia for a sound that is too short to become a row, and
         UnsupportedModality for another medium."""
         if not isinstance(header, AudioHeader):
-            raise UnsupportedModality(f"{self.name} takes sounds alone")
+            raise UnsupportedModality(f"{self.name} accepts only sounds")
         return self.sound.plan(header)
 
     def placeholder_text(self, modality: str) -> str:

@@ -108,7 +108,7 @@ def test_files_become_units(tower: Tower, name: str) -> None:
     assert len(units) == len(item.unit_tokens)
     assert [rows.shape[1] for rows in tower.encoder.encode(units)] == list(item.unit_tokens)
     other = item_of(tower.sound.plan(AudioHeader("WAV", RATE, 1, RATE)))
-    with pytest.raises(InvalidMedia, match=r"part: .*planned were"):
+    with pytest.raises(InvalidMedia, match=r"part: .*were planned from its header"):
         tower.sound.preprocess(data, other)
 
 

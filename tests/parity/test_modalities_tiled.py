@@ -203,7 +203,7 @@ def test_a_picture_that_is_not_what_was_planned_is_refused(saved: Saved) -> None
         saved.family.preprocess(data[: len(data) // 2], item)
     assert caught.value.param == "messages.0.content.1"
     if saved.row is not LLAVA:  # All pictures of LLaVA take the same number of rows.
-        with pytest.raises(InvalidMedia, match="planned were"):
+        with pytest.raises(InvalidMedia, match="were planned from its header"):
             saved.family.preprocess(other, item)
 
 

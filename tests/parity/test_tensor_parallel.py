@@ -214,8 +214,8 @@ def test_each_rank_holds_half_of_the_layers(qwen2: LoadedFamily) -> None:
 @pytest.mark.parametrize(
     ("plan", "words"),
     [
-        ({"model.layers.*.self_attn.qkv_proj": "packed_colwise"}, "does not share out k_proj"),
-        ({"model.layers.*.self_attn.k_proj": "colwise"}, "does not share out v_proj"),
+        ({"model.layers.*.self_attn.qkv_proj": "packed_colwise"}, "must split k_proj by columns"),
+        ({"model.layers.*.self_attn.k_proj": "colwise"}, "must split v_proj by columns"),
         ({"model.layers.*.self_attn.k_proj": "colwise_gather_output"}, "colwise_gather_output"),
         ({"model.layers.*.input_layernorm": "sequence_parallel"}, "sequence_parallel"),
     ],

@@ -92,7 +92,7 @@ def attend(
     `query` has shape `(1, num_heads, num_rows, head_dim)`, the result `(1, num_rows, num_heads, head_dim)`. Raises
     ConfigError if `segments` is missing."""
     if segments is None:
-        raise ConfigError("the segmented attention was called without its segments")
+        raise ConfigError("the audio tower does not pass the keyword `segments` to its attention, which needs it")
     packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
     out = torch.empty_like(packed[0])
     for rows in segments.groups:

@@ -58,7 +58,7 @@ class SoundHalf:
         num_samples = num_samples_at(header, self.mel.rate)
         units = self.cut(num_samples)
         if not units:
-            raise InvalidMedia(f"a sound of {1000 * header.seconds:.0f} ms is too short")
+            raise InvalidMedia(f"the sound lasts {1000 * header.seconds:.0f} ms, which is too short for the model")
         return ItemPlan(
             modality=_AUDIO,
             grid=(sum(unit.num_frames for unit in units), 1, 1),
@@ -134,7 +134,8 @@ class SoundHalf:
         found = self.plan(probe_sound(data, item.part))
         if (found.grid, found.unit_tokens) != (item.grid, item.unit_tokens):
             raise InvalidMedia(
-                f"{item.part}: the sound gives mel frames {found.grid}, planned were {item.grid}", param=item.part
+                f"{item.part}: the sound gives mel frames {found.grid}, but {item.grid} were planned from its header",
+                param=item.part,
             )
         rate, num_samples = found.geometry
         return rate, num_samples
@@ -237,7 +238,10 @@ def qwen3_omni_sound(model_dir: Path, audio: Mapping[str, Any], hidden_size: int
     _check_width(audio, hidden_size)
     chunk_frames, seen = 2 * _number(audio, "n_window", 50), _number(audio, "n_window_infer", 800)
     if halved(chunk_frames, 3) != _ROWS_OF_A_CHUNK or seen < chunk_frames:
-        raise ConfigError(f"audio_config: n_window {chunk_frames // 2} with n_window_infer {seen} is not supported")
+        raise ConfigError(
+            f"audio_config has n_window {chunk_frames // 2} and n_window_infer {seen}; 2 * n_window mel frames must "
+            f"give {_ROWS_OF_A_CHUNK} rows, and n_window_infer must be at least 2 * n_window"
+        )
     return SoundHalf(mel, ConvolvedChunks(chunk_frames, seen // chunk_frames * chunk_frames))
 
 
@@ -259,10 +263,11 @@ def qwen2_audio_sound(model_dir: Path, audio: Mapping[str, Any]) -> SoundHalf:
     Attention sees the extractor's 30 s, so these are a unit. The reference's processor truncates a longer sound; Weft
     encodes it as several consecutive sounds. Raises ConfigError for a config that Weft can't run."""
     mel = _mel(model_dir, audio)
-    num_frames = mel.chunk_samples // mel.hop
-    if num_frames != 2 * _number(audio, "max_source_positions", 1500) or mel.chunk_samples % mel.hop:
+    num_frames, num_positions = mel.chunk_samples // mel.hop, _number(audio, "max_source_positions", 1500)
+    if num_frames != 2 * num_positions or mel.chunk_samples % mel.hop:
         raise ConfigError(
-            f"audio_config.max_source_positions is not half of the preprocessor's {num_frames} mel frames"
+            f"audio_config.max_source_positions is {num_positions}, but it must be half of the "
+            f"{mel.chunk_samples / mel.hop:g} mel frames of the preprocessor"
         )
     return SoundHalf(
         mel,
@@ -275,20 +280,22 @@ def qwen2_audio_sound(model_dir: Path, audio: Mapping[str, Any]) -> SoundHalf:
 
 def _mel(model_dir: Path, audio: Mapping[str, Any]) -> MelOptions:
     mel = read_mel_options(model_dir)
-    if mel.num_bins != _number(audio, "num_mel_bins", 128):
-        raise ConfigError(f"audio_config.num_mel_bins is not the preprocessor's feature_size of {mel.num_bins}")
+    if mel.num_bins != (num_bins := _number(audio, "num_mel_bins", 128)):
+        raise ConfigError(
+            f"audio_config.num_mel_bins is {num_bins}, but the feature_size of the preprocessor is {mel.num_bins}"
+        )
     return mel
 
 
 def _check_width(audio: Mapping[str, Any], hidden_size: int) -> None:
-    if _number(audio, "output_dim", 3584) != hidden_size:
-        raise ConfigError("audio_config.output_dim is not the text model's hidden_size")
+    if (width := _number(audio, "output_dim", 3584)) != hidden_size:
+        raise ConfigError(f"audio_config.output_dim is {width}, but the hidden_size of the text model is {hidden_size}")
 
 
 def _number(audio: Mapping[str, Any], name: str, default: int) -> int:
     value = audio.get(name, default)
     if not isinstance(value, int) or value < 1:
-        raise ConfigError(f"audio_config.{name} must be a positive number, not {value!r}")
+        raise ConfigError(f"audio_config.{name} must be a positive whole number, not {value!r}")
     return value
 
 
@@ -303,9 +310,12 @@ def read_mel_options(model_dir: Path) -> MelOptions:
     options = read_feature_extractor(model_dir)
     kind = options.get("feature_extractor_type", _KIND)
     if kind != _KIND:
-        raise ConfigError(f"unsupported feature extractor {kind!r} in {model_dir}")
+        raise ConfigError(f"{model_dir}: the feature extractor {kind!r} is not supported; Weft supports {_KIND}")
     if options.get("dither") or options.get("padding_value"):
-        raise ConfigError(f"the feature extractor of {model_dir} must pad with silence and add no noise")
+        raise ConfigError(
+            f"{model_dir}: the feature extractor must pad with silence and must not add noise, but its padding_value "
+            f"is {options.get('padding_value', 0)} and its dither is {options.get('dither', 0)}"
+        )
     try:
         rate = int(options.get("sampling_rate", 16000))
         found = MelOptions(
@@ -316,7 +326,10 @@ def read_mel_options(model_dir: Path) -> MelOptions:
             chunk_samples=int(options.get("chunk_length", 30)) * rate,
         )
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the feature extractor's config of {model_dir} is broken: {error}") from error
+        raise ConfigError(f"{model_dir}: the config of the feature extractor is broken: {error}") from error
     if min(found.num_bins, found.rate, found.hop, found.chunk_samples) < 1 or found.window < 2:
-        raise ConfigError(f"the feature extractor's config of {model_dir} is broken: {found}")
+        raise ConfigError(
+            f"{model_dir}: the config of the feature extractor is broken: its numbers must be positive, and n_fft must "
+            f"be at least 2, but they are {found}"
+        )
     return found

@@ -115,9 +115,9 @@ def load_text_model(load: Callable[[str], PreTrainedModel], attention_name: str)
     ConfigError if a weight is missing, or if `attention_name` is not a registered attention function without a mask
     function: with one, transformers would build masks over the packed tokens of a step."""
     if attention_name not in ALL_ATTENTION_FUNCTIONS:
-        raise ConfigError(f"attention {attention_name!r} is not registered")
+        raise ConfigError(f"the attention function {attention_name!r} is not registered with transformers")
     if attention_name in ALL_MASK_ATTENTION_FUNCTIONS:
-        raise ConfigError(f"attention {attention_name!r} has a mask function; Weft's own takes none")
+        raise ConfigError(f"the attention function {attention_name!r} must not have a mask function, but it has one")
     return TextModel(fused(load(attention_name)))
 
 
@@ -148,7 +148,8 @@ def load_text_half(model_dir: Path, device: str, dtype: str, attention_name: str
     else:
         text.tie_word_embeddings = bool(getattr(config, "tie_word_embeddings", False))
     if text.model_type not in _MODEL_TYPE_TO_CLASS:
-        raise ConfigError(f"text model {text.model_type!r} is not supported")
+        known = ", ".join(_MODEL_TYPE_TO_CLASS)
+        raise ConfigError(f"the text model {text.model_type!r} is not supported; Weft supports {known}")
     kind = _MODEL_TYPE_TO_CLASS[text.model_type]
     names = PartNames(_TEXT_NAMES, names_of_others("text"))
     return load_part(kind, model_dir, text, names, (device, dtype), attention_name)
@@ -202,10 +203,10 @@ def load_part(
         except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(f"can't load {kind.__name__} from {model_dir}: {error}") from error
     if missing := sorted(info["missing_keys"]):
-        raise ConfigError(f"{model_dir} lacks {len(missing)} weights of {kind.__name__}, e.g. {missing[0]}")
+        raise ConfigError(f"{model_dir} lacks {len(missing)} weights of {kind.__name__}, for example {missing[0]}")
     if left := sorted(info["unexpected_keys"]):
         first = ", ".join(left[:3])
-        raise ConfigError(f"{model_dir} has {len(left)} weights that {kind.__name__} has no place for, e.g. {first}")
+        raise ConfigError(f"{model_dir} has {len(left)} weights that {kind.__name__} does not use, for example {first}")
     return part.to(device).eval()
 
 

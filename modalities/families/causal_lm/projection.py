@@ -41,7 +41,7 @@ def projection_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Projection
 def _joined(linears: Sequence[nn.Linear]) -> tuple[torch.Tensor, torch.Tensor | None]:
     weights = [each.weight.detach() for each in linears]
     biases = [each.bias.detach() for each in linears if each.bias is not None]
-    assert len(biases) in (0, len(weights)), "some of the projections have a bias, others have none"
+    assert len(biases) in (0, len(weights)), "some of the projections have a bias, and others have none"
     if len(weights) == 1:
         return weights[0], biases[0] if biases else None
     return torch.cat(weights), torch.cat(biases) if biases else None
@@ -200,7 +200,7 @@ class NativeWeights:
             self.is_narrow,
         )
         if library.weft_product(ctypes.byref(product), torch.get_num_threads()):
-            raise MemoryError(f"no room to multiply {len(x)} rows")
+            raise MemoryError(f"there is no memory to multiply {len(x)} rows")
         return y
 
 

@@ -47,7 +47,7 @@ class TextFamily:
         self.max_items: Mapping[str, int] = {}
 
     def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
-        raise _no_media(type(header).__name__)
+        raise _no_media(type(header).__name__.removesuffix("Header").lower())
 
     def placeholder_text(self, modality: str) -> str:
         raise _no_media(modality)
@@ -77,7 +77,7 @@ class TextFamily:
 
     def load_encoder(self, model_dir: Path, device: str, dtype: str, modalities: Sequence[str]) -> EncoderModel:
         """Raises ConfigError, because a text model has no encoder."""
-        raise ConfigError(f"{self.name} takes text alone: serve it without encoders (`encoders.replicas: 0`)")
+        raise ConfigError(f"{self.name} accepts only text; serve it without encoders (`encoders.replicas: 0`)")
 
     def load_language_model(self, model_dir: Path, device: str, dtype: str, attention_name: str) -> LanguageModel:
         """Loads the language model. Raises ConfigError if a weight is missing."""
@@ -87,7 +87,7 @@ class TextFamily:
 
 
 def _no_media(modality: str) -> UnsupportedModality:
-    return UnsupportedModality(f"the model takes no {modality}")
+    return UnsupportedModality(f"the model accepts only text, not {modality}")
 
 
 # ------------------------------------------------------------ positions
@@ -138,7 +138,7 @@ def text_shape(config: Mapping[str, Any]) -> ModelShape:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in MODEL_TYPE_TO_DEFAULTS:
         known = ", ".join(MODEL_TYPE_TO_DEFAULTS)
-        raise ConfigError(f"text model {kind!r} is not supported; supported: {known}")
+        raise ConfigError(f"the text model {kind!r} is not supported; Weft supports {known}")
     text = {**MODEL_TYPE_TO_DEFAULTS[kind], **config}
     refuse_unsupported(text)
     return shape_of(text, num_levels=1)
@@ -159,7 +159,7 @@ def shape_of(text: Mapping[str, Any], num_levels: int) -> ModelShape:
             max_model_len=int(text["max_position_embeddings"]),
         )
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(f"the text model's config is broken: {error}") from error
+        raise ConfigError(f"the config of the text model is broken: {error}") from error
 
 
 def refuse_unsupported(text: Mapping[str, Any]) -> None:
@@ -173,11 +173,13 @@ def refuse_unsupported(text: Mapping[str, Any]) -> None:
 def _refuse_attention(text: Mapping[str, Any]) -> None:
     kinds = text.get("layer_types")
     if other := sorted({str(kind) for kind in kinds or ()} - {"full_attention"}):
-        raise ConfigError(f"attention layers of type {', '.join(other)} are not supported")
+        raise ConfigError(
+            f"attention layers of type {', '.join(other)} are not supported; Weft supports full_attention"
+        )
     window = text.get("sliding_window") if text.get("use_sliding_window", True) else None
     is_windowed = window is not None and (text.get("max_window_layers") or 0) < text["num_hidden_layers"]
     if is_windowed and kinds is None:
-        raise ConfigError(f"sliding-window attention ({window}) is not supported")
+        raise ConfigError(f"sliding-window attention is not supported, but the config has sliding_window {window}")
     if text.get("is_causal", True) is not True or text.get("use_bidirectional_attention"):
         raise ConfigError("bidirectional text attention is not supported")
     if text.get("add_cross_attention"):
@@ -187,7 +189,7 @@ def _refuse_attention(text: Mapping[str, Any]) -> None:
 def _refuse_rope(text: Mapping[str, Any]) -> None:
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
-        raise ConfigError("rope_parameters of the text model must be an object")
+        raise ConfigError(f"rope_parameters of the text model must be an object, not {rope!r}")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind in _BATCH_DEPENDENT_ROPE:
-        raise ConfigError(f"rope type {kind!r} depends on the batch and is not supported")
+        raise ConfigError(f"the rope type {kind!r} is not supported, because its rotation depends on the whole batch")

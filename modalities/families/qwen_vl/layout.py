@@ -141,14 +141,20 @@ def read_config(model_dir: Path, layout: Layout) -> QwenVLConfig:
     refuse_unsupported(text)
     image = read_image_options(model_dir)
     video = read_video_options(model_dir, layout.video)
-    for options, name in ((image, "preprocessor's"), (video.frame, "video preprocessor's")):
+    for options, name in ((image, "preprocessor"), (video.frame, "video preprocessor")):
         _check_patches(vision, options, name)
     levels = vision.get("deepstack_visual_indexes", ())
     shape = shape_of(text, num_levels=1 + len(levels))
-    if vision[layout.feature_size_key] != shape.hidden_size:
-        raise ConfigError(f"vision_config.{layout.feature_size_key} is not the text model's hidden_size")
+    if (width := vision[layout.feature_size_key]) != shape.hidden_size:
+        raise ConfigError(
+            f"vision_config.{layout.feature_size_key} is {width}, but the hidden_size of the text model is "
+            f"{shape.hidden_size}"
+        )
     if len(levels) > shape.num_layers:
-        raise ConfigError(f"{len(levels)} DeepStack levels for {shape.num_layers} layers")
+        raise ConfigError(
+            f"vision_config.deepstack_visual_indexes names {len(levels)} DeepStack levels, but the text model has only "
+            f"{shape.num_layers} layers"
+        )
     tokens = {name: _token(model, control) for name, control in layout.modality_to_placeholder.items()}
     sound = layout.sound
     return QwenVLConfig(
@@ -177,7 +183,7 @@ def _check_patches(vision: Mapping[str, Any], options: ImageOptions, name: str) 
         ("temporal_patch_size", options.temporal_patch_size),
     ):
         if vision[key] != mine:
-            raise ConfigError(f"vision_config.{key} is {vision[key]}, the {name} is {mine}")
+            raise ConfigError(f"vision_config.{key} is {vision[key]}, but that of the {name} is {mine}")
 
 
 def _token(model: Mapping[str, Any], control: Control) -> int | None:

@@ -60,7 +60,7 @@ def image_grid(
         most_pixels = max(options.min_pixels, (height * width) >> (2 * reduction))
         height, width = smart_resize(header.height, header.width, options, most_pixels)
     if height == 0 or width == 0:
-        raise InvalidMedia(f"{header.width}x{header.height} pixels: too small")
+        raise InvalidMedia(f"a picture of {header.width}x{header.height} pixels is too small for the model")
     return 1, height // options.patch_size, width // options.patch_size
 
 
@@ -73,7 +73,7 @@ def smart_resize(height: int, width: int, options: ImageOptions, most_pixels: in
     rounding are those of Qwen2-VL). Raises InvalidMedia for a picture whose longer side is more than 200 times the
     shorter one."""
     if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
-        raise InvalidMedia(f"{width}x{height} pixels: the aspect ratio is above {_MAX_ASPECT_RATIO}")
+        raise InvalidMedia(f"the aspect ratio of {width}x{height} pixels is above the limit of {_MAX_ASPECT_RATIO}")
     factor, most_pixels = options.factor, options.max_pixels if most_pixels is None else most_pixels
     new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     if new_height * new_width > most_pixels:
@@ -99,7 +99,9 @@ def image_patches(
     image, header = decode_image(data, param)
     found = image_grid(header, options, wishes)
     if found != grid:
-        raise InvalidMedia(f"{param}: the image gives patches {found}, planned were {grid}", param=param)
+        raise InvalidMedia(
+            f"{param}: the image gives patches {found}, but {grid} were planned from its header", param=param
+        )
     rgb = to_rgb(image)
     size = (grid[2] * options.patch_size, grid[1] * options.patch_size)
     pixels = np.asarray(rgb.resize(size, resample=options.resample))
@@ -158,11 +160,13 @@ def cut_video(header: VideoHeader, options: MediaOptions, rules: VideoOptions) -
     height, width = frame_size(header, len(set(asked)), options, rules)
     grid_h, grid_w = height // rules.frame.patch_size, width // rules.frame.patch_size
     if not grid_h or not grid_w:
-        raise InvalidMedia(f"{header.width}x{header.height} pixels: too small")
+        raise InvalidMedia(f"a video frame of {header.width}x{header.height} pixels is too small for the model")
     rows = grid_rows((1, grid_h, grid_w), rules.frame.merge_size, options)
     most_steps = options.max_tokens // len(rows.kept) * rows.num_pooled
     if not most_steps:
-        raise InvalidMedia(f"{len(rows.kept)} rows for a frame are more than the limit of {options.max_tokens} tokens")
+        raise InvalidMedia(
+            f"a frame of the video takes {len(rows.kept)} tokens, which is more than the limit of {options.max_tokens}"
+        )
     slots = _sampled(timeline, options, rules, min(rules.max_frames, most_steps * step))
     grid = (len(slots) // step, grid_h, grid_w)
     num_wanted = max(int(header.seconds * options.fps) // step, 1) * step
@@ -208,8 +212,10 @@ def _shared_size(header: VideoHeader, num_frames: int, pixels: tuple[int, int], 
     if height < side or width < side:
         scale = max(side / height, side / width)
         height, width = int(height * scale), int(width * scale)
-    if max(height, width) / min(height, width) > 200:
-        raise InvalidMedia(f"{header.width}x{header.height} pixels: the aspect ratio is above 200")
+    if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
+        raise InvalidMedia(
+            f"the aspect ratio of {header.width}x{header.height} pixels is above the limit of {_MAX_ASPECT_RATIO}"
+        )
     new_height, new_width = round(height / side) * side, round(width / side) * side
     # The reference refuses fewer frames than a step has, so this `max` exists only here.
     num_pixels = max(round(num_frames / step), 1) * step * new_height * new_width
@@ -254,7 +260,8 @@ def video_units(data: bytes, item: MediaItem, rules: VideoOptions) -> Iterator[E
     cut = cut_video(header, options, rules)
     if (cut.grid, cut.unit_tokens) != (item.grid, item.unit_tokens):
         raise InvalidMedia(
-            f"{item.part}: the video gives patches {cut.grid}, planned were {item.grid}", param=item.part
+            f"{item.part}: the video gives patches {cut.grid}, but {item.grid} were planned from its header",
+            param=item.part,
         )
     indices = settled_frames(data, header, cut.frames, options, item.part)
     frames = decode_frames(data, indices, header, item.part)
@@ -329,13 +336,17 @@ def read_image_options(model_dir: Path) -> ImageOptions:
     options = read_image_processor(model_dir)
     kind = options.get("image_processor_type", "Qwen2VLImageProcessor")
     if not str(kind).startswith("Qwen2VLImageProcessor"):
-        raise ConfigError(f"unsupported image processor {kind!r} in {model_dir}")
+        raise ConfigError(
+            f"{model_dir}: the image processor {kind!r} is not supported; Weft supports Qwen2VLImageProcessor"
+        )
     if not options.get("do_resize", True) or not options.get("do_convert_rgb", True):
-        raise ConfigError(f"the image processor of {model_dir} must resize and convert to RGB")
+        raise ConfigError(
+            f"{model_dir}: the image processor must resize and convert to RGB; set do_resize and do_convert_rgb to true"
+        )
     try:
         return pixel_options(options, 56 * 56, 28 * 28 * 1280)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the image processor's config of {model_dir} is broken: {error}") from error
+        raise ConfigError(f"{model_dir}: the config of the image processor is broken: {error}") from error
 
 
 def pixel_options(options: Mapping[str, Any], min_pixels: int, max_pixels: int) -> ImageOptions:
@@ -416,9 +427,12 @@ def read_video_options(model_dir: Path, defaults: VideoDefaults) -> VideoOptions
     name = str(found.get("video_processor_type", defaults.processor))
     kind = _KINDS.get(name.removesuffix("Fast"))
     if kind is None:
-        raise ConfigError(f"unsupported video processor {name!r} in {model_dir}")
+        known = ", ".join(_KINDS)
+        raise ConfigError(f"{model_dir}: the video processor {name!r} is not supported; Weft supports {known}")
     if not found.get("do_resize", True) or not found.get("do_convert_rgb", True):
-        raise ConfigError(f"the video processor of {model_dir} must resize and convert to RGB")
+        raise ConfigError(
+            f"{model_dir}: the video processor must resize and convert to RGB; set do_resize and do_convert_rgb to true"
+        )
     frame_pixels = kind.frame_pixels
     if not is_own and defaults.frame_pixels is not None:
         frame_pixels = defaults.frame_pixels
@@ -434,4 +448,4 @@ def read_video_options(model_dir: Path, defaults: VideoDefaults) -> VideoOptions
             max_video_tokens=int(found.get("max_video_tokens", kind.max_video_tokens)),
         )
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the video processor's config of {model_dir} is broken: {error}") from error
+        raise ConfigError(f"{model_dir}: the config of the video processor is broken: {error}") from error

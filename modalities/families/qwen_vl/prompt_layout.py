@@ -46,7 +46,9 @@ def _written(config: QwenVLConfig, plan: ItemPlan, index: int, tokenize: Tokeniz
     averaged, the time is the mean of their times."""
     start, end = config.marks.vision_start, config.marks.vision_end
     if tokenize is None or start is None or end is None:
-        raise ConfigError("videos of this family need a tokenizer and the tokens around a frame")
+        raise ConfigError(
+            "videos of this family need a tokenizer, and vision_start_token_id and vision_end_token_id in config.json"
+        )
     size, times = plan.num_pooled_frames, plan.frame_times_s
     num_rows = _rows_of_step(plan)
     for step, at in enumerate(range(0, len(times), size)):
@@ -62,7 +64,10 @@ def _woven(config: QwenVLConfig, plans: Sequence[ItemPlan], video: int, sound: i
     plan, time = plans[video], config.video_time
     start, end = config.marks.audio_start, config.marks.audio_end
     if start is None or end is None or not isinstance(time, SharedTime):
-        raise ConfigError("the checkpoint does not say how a video is seen and heard at once")
+        raise ConfigError(
+            "the checkpoint does not define how a video and its sound are interleaved: the family must have a common "
+            "clock for both, and config.json must name the tokens around a sound"
+        )
     moments = time.positions(plan.grid[0], plan.row_seconds)[:: plan.num_pooled_frames]
     seen = np.repeat(moments, _rows_of_step(plan))
     is_seen = time.woven(seen, sum(plans[sound].unit_tokens))
@@ -127,7 +132,7 @@ def prompt_positions(
     at, following = 0, 0
     for index, run in enumerate(placeholders):
         if run.offset < at or run.end > num_tokens or not 0 <= run.item < len(media):
-            raise ProtocolError(f"placeholder run {run} does not fit a prompt of {num_tokens} tokens")
+            raise ProtocolError(f"the placeholder run {run} does not fit a prompt of {num_tokens} tokens")
         gap = run.offset - at
         ids[:, at : run.offset] = np.arange(following, following + gap)
         following += gap
@@ -167,11 +172,12 @@ def _last_runs(placeholders: Sequence[PlaceholderRange], media: Sequence[MediaIt
 
 def _block(item: MediaItem, modality_to_block: Mapping[str, BlockPositions]) -> Block:
     if item.modality not in modality_to_block:
-        raise ProtocolError(f"no positions for media of modality {item.modality!r}")
+        raise ProtocolError(f"the model defines no positions for media of modality {item.modality!r}")
     block = modality_to_block[item.modality](item)
     if block.ids.shape[1] != item.num_tokens:
         raise ProtocolError(
-            f"item {item.index}: grid {item.grid} gives {block.ids.shape[1]} rows, not {item.num_tokens}"
+            f"the grid {item.grid} of item {item.index} gives {block.ids.shape[1]} rows, but {item.num_tokens} were "
+            "planned"
         )
     return block
 
@@ -179,9 +185,9 @@ def _block(item: MediaItem, modality_to_block: Mapping[str, BlockPositions]) -> 
 def _rows(item: MediaItem, run: PlaceholderRange) -> slice:
     """Returns the item's rows that stand in the run. Raises ProtocolError if the run does not fit the item."""
     if not 0 <= run.unit < len(item.unit_tokens):
-        raise ProtocolError(f"item {item.index} has no unit {run.unit}")
+        raise ProtocolError(f"item {item.index} has {len(item.unit_tokens)} units, but no unit {run.unit}")
     if run.length < 1 or not 0 <= run.row <= item.unit_tokens[run.unit] - run.length:
-        raise ProtocolError(f"placeholder run {run} does not fit unit {run.unit} of item {item.index}")
+        raise ProtocolError(f"the placeholder run {run} does not fit unit {run.unit} of item {item.index}")
     start = sum(item.unit_tokens[: run.unit]) + run.row
     return slice(start, start + run.length)
 

@@ -133,7 +133,10 @@ class QwenVLFamily:
     def _image_input(self, data: bytes, item: MediaItem) -> EncoderInput:
         num_patches = item.grid[0] * item.grid[1] * item.grid[2]
         if item.unit_tokens != (num_patches // self.config.image.merge_size**2,):
-            raise InvalidMedia(f"{item.part}: grid {item.grid} does not give {item.unit_tokens} rows", param=item.part)
+            raise InvalidMedia(
+                f"{item.part}: the grid {item.grid} of the picture does not give the planned {item.unit_tokens} rows",
+                param=item.part,
+            )
         wishes = MediaOptions.decode(item.options)
         pixels = image_patches(data, item.grid, self.config.image, item.part, wishes)
         return EncoderInput(IMAGE, pixels, item.grid)

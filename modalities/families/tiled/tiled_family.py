@@ -95,7 +95,7 @@ class TiledFamily:
         if isinstance(header, VideoHeader) and self.videos is not None:
             return self.videos.tiling.plan(header, options)
         if not isinstance(header, ImageHeader):
-            raise UnsupportedModality(f"{self.name} takes {' and '.join(self.max_items)} alone")
+            raise UnsupportedModality(f"{self.name} accepts only {' and '.join(self.max_items)}")
         tiling, size = self._tiling(header, options)
         cut = tiling.cut(*size)
         side = self.config.patches_per_side
@@ -160,7 +160,8 @@ class TiledFamily:
         found = self.plan(header, options)
         if (found.grid, found.unit_tokens) != (item.grid, item.unit_tokens):
             raise InvalidMedia(
-                f"{item.part}: the image gives patches {found.grid}, planned were {item.grid}", param=item.part
+                f"{item.part}: the image gives patches {found.grid}, but {item.grid} were planned from its header",
+                param=item.part,
             )
         tiling, size = self._tiling(header, options)
         rgb = to_rgb(image)
@@ -288,7 +289,8 @@ class FrameTiling:
         frames = timeline.frames(slots)
         if (len(frames), self._unit_tokens(rows, units)) != (item.grid[0], item.unit_tokens):
             raise InvalidMedia(
-                f"{item.part}: the video gives {len(frames)} frames, planned were {item.grid[0]}", param=item.part
+                f"{item.part}: the video gives {len(frames)} frames, but {item.grid[0]} were planned from its header",
+                param=item.part,
             )
         decoded = decode_frames(data, settled_frames(data, header, frames, options, item.part), header, item.part)
         values = fused_channel_values(self.pixels.normalisation)
@@ -308,7 +310,7 @@ class FrameTiling:
             yield FeatureRows(index, 0, num_rows)
             return
         if tokenize is None:
-            raise ConfigError("videos of this family need a tokenizer")
+            raise ConfigError("videos of this family need a tokenizer, because the prompt numbers their frames")
         num_groups = -(-plan.grid[0] // plan.num_pooled_frames)
         for group in range(num_groups):
             mark = "\n" if group else ""
@@ -326,7 +328,8 @@ class FrameTiling:
         most = (options.max_tokens - self.has_newline) // len(rows.kept) * rows.num_pooled
         if most < 1:
             raise InvalidMedia(
-                f"{len(rows.kept)} rows for a frame are more than the limit of {options.max_tokens} tokens"
+                f"a frame of the video takes {len(rows.kept)} tokens, which is more than the limit of "
+                f"{options.max_tokens}"
             )
         num_frames = len(sample_frames(timeline.num_frames, timeline.seconds, options, max_frames=most))
         shift = int(self.is_centred)
@@ -403,7 +406,10 @@ def read_tiled_config(
     raw, model = read_json(model_dir / "config.json")
     vision = {**vision_defaults, **section(model, "vision_config")}
     if vision["model_type"] != vision_defaults["model_type"]:
-        raise ConfigError(f"vision tower {vision['model_type']!r} is not supported")
+        raise ConfigError(
+            f"the vision tower {vision['model_type']!r} is not supported; for this family Weft supports "
+            f"{vision_defaults['model_type']}"
+        )
     tile_size, patch_size = square(vision["image_size"], "image_size"), square(vision["patch_size"], "patch_size")
     shape = text_shape({"model_type": default_text, **section(model, "text_config")})
     key, default = image_token
@@ -430,9 +436,11 @@ def read_pixel_options(
     to RGB, and for a broken config."""
     name = str(processor.get("image_processor_type", kinds[0]))
     if name.removesuffix("Fast").removesuffix("Pil") not in kinds:
-        raise ConfigError(f"unsupported image processor {name!r}")
+        raise ConfigError(f"the image processor {name!r} is not supported; Weft supports {', '.join(kinds)}")
     if not processor.get("do_resize", True) or not processor.get("do_convert_rgb", True):
-        raise ConfigError("the image processor must resize and convert to RGB")
+        raise ConfigError(
+            "the image processor must resize and convert to RGB; set do_resize and do_convert_rgb to true"
+        )
     is_normalised = processor.get("do_normalize", True)
     is_rescaled = processor.get("do_rescale", True)
     try:
@@ -445,7 +453,7 @@ def read_pixel_options(
             ),
         )
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"the image processor's config is broken: {error}") from error
+        raise ConfigError(f"the config of the image processor is broken: {error}") from error
 
 
 def read_frame_pixels(model_dir: Path, config: TiledConfig, kind: str) -> PixelOptions:
@@ -454,12 +462,22 @@ def read_frame_pixels(model_dir: Path, config: TiledConfig, kind: str) -> PixelO
     processor, for one that crops frames, and for frames that do not have the size of a tile."""
     found, is_own = read_video_processor(model_dir)
     if is_own and str(found.get("video_processor_type", kind)).removesuffix("Fast") != kind:
-        raise ConfigError(f"unsupported video processor {found['video_processor_type']!r}")
-    if square(found.get("size", 384), "size") != config.tile_size:
-        raise ConfigError(f"the vision tower takes {config.tile_size} pixels, the video processor gives another size")
+        raise ConfigError(
+            f"the video processor {found['video_processor_type']!r} is not supported; Weft supports {kind}"
+        )
+    check_tile_size(found, config.tile_size)
     if is_own and (found.get("do_center_crop") or found.get("crop_size")):
-        raise ConfigError("the video processor must not crop frames")
+        raise ConfigError("the video processor must not crop frames: do_center_crop and crop_size must not be set")
     return read_pixel_options({key: value for key, value in found.items() if key != "image_processor_type"}, (kind,))
+
+
+def check_tile_size(processor: Mapping[str, Any], tile_size: int) -> None:
+    """Raises ConfigError unless the processor's `size` is that of the tiles that the vision tower reads."""
+    side = square(processor.get("size", 384), "size")
+    if side != tile_size:
+        raise ConfigError(
+            f"the vision tower reads tiles of {tile_size}x{tile_size} pixels, but its processor makes {side}x{side}"
+        )
 
 
 def square(size: Any, name: str) -> int:
@@ -469,7 +487,7 @@ def square(size: Any, name: str) -> int:
         size = [size.get("height"), size.get("width")]
     sides = size if isinstance(size, (list, tuple)) else [size]
     if not sides or any(not isinstance(side, int) or side < 1 or side != sides[0] for side in sides):
-        raise ConfigError(f"{name} must be a square, not {size}")
+        raise ConfigError(f"{name} must be a square, so one positive number or two equal ones, not {size}")
     return int(sides[0])
 
 

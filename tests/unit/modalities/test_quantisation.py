@@ -72,7 +72,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fbgemm": ({"quant_method": "fbgemm_fp8"}, "fbgemm_fp8"),
     "torchao": ({"quant_method": "torchao"}, "torchao"),
     "hqq": ({"quant_method": "hqq"}, "hqq"),
-    "no method": ({"bits": 4}, "without a quant_method"),
+    "no method": ({"bits": 4}, "a method that quant_method does not name"),
     "int8": (compressed(type="int", num_bits=8), "compressed-tensors of int8"),
     "int4": ({**compressed(type="int", num_bits=4), "format": "pack-quantized"}, "int4 .pack-quantized"),
     "nvfp4": ({**compressed(num_bits=4), "format": "nvfp4-pack-quantized"}, "float4 .nvfp4"),
@@ -90,7 +90,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_other_schemes_are_refused_by_name(tmp_path: Path, name: str, where: tuple[str, ...]) -> None:
     """Every component that reads the config refuses these schemes: routers and encoders as well as workers."""
     scheme, match = REFUSED[name]
-    with pytest.raises(ConfigError, match=rf"{match}.* supported: float8"):
+    with pytest.raises(ConfigError, match=rf"{match}.*; it supports float8"):
         REGISTRY.load_family(written(tmp_path, scheme, *where))
 
 
@@ -106,7 +106,7 @@ def test_two_schemes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": {"quantization_config": FP8}}))
     assert read_quantisation(tmp_path) == Quantisation("fp8", (128, 128))
     (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": {"quantization_config": compressed()}}))
-    with pytest.raises(ConfigError, match="in different ways"):
+    with pytest.raises(ConfigError, match="quantised in 2 different ways"):
         read_quantisation(tmp_path)
 
 

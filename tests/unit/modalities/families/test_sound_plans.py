@@ -118,8 +118,8 @@ def test_cutting_loses_nothing(num_frames: int, cutting: Cutting) -> None:
         ({}, 2048, "output_dim"),
         ({"n_window": 25}, 3584, "n_window"),
         ({"n_window_infer": 99}, 3584, "n_window_infer"),
-        ({"n_window": "50"}, 3584, "positive number"),
-        ({"n_window": 0}, 3584, "positive number"),
+        ({"n_window": "50"}, 3584, "positive whole number"),
+        ({"n_window": 0}, 3584, "positive whole number"),
     ],
 )
 def test_checkpoints_that_are_refused(tmp_path: Path, audio: dict[str, Any], hidden_size: int, message: str) -> None:

@@ -112,7 +112,7 @@ def test_a_video_and_its_sound_share_a_placeholder(tmp_path: Path) -> None:
     assert expanded.token_ids.count(102) == sum(film.unit_tokens)
     assert expanded.token_ids.count(103) == sum(heard.unit_tokens)
     write_config(tmp_path, {name: value for name, value in thinker_config().items() if name != "audio_end_token_id"})
-    with pytest.raises(ConfigError, match="seen and heard"):
+    with pytest.raises(ConfigError, match="how a video and its sound are interleaved"):
         REGISTRY.load_family(tmp_path).expand([1, 105, 102, 106, 2], plans)
 
 
