@@ -151,7 +151,7 @@ class ProbePool:
         try:
             return await self._idle.take(self._limits.wait_s)
         except TimeoutError as error:
-            message = f"no helper was free to read a file within {self._limits.wait_s:g} s"
+            message = f"every process that reads the headers of media was busy for {self._limits.wait_s:g} s"
             raise Overloaded(message, retry_after_s=self._limits.timeout_s) from error
 
     @property
@@ -178,7 +178,7 @@ class _Helper:
         try:
             await self.process.start()
         except NotStarted as error:
-            raise NoCapacity("a helper process for probing could not be started") from error
+            raise NoCapacity("a process that reads the headers of media could not be started") from error
 
     async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
         """Probes a file in the process. A process that died or was stopped while it was idle is replaced, once. Raises
@@ -194,27 +194,33 @@ class _Helper:
                 if error.had_job:
                     self.num_ended += 1
                     raise self._verdict(modality, data, param, error) from error
-                logger.warning("a process for probing died or was stopped idle")
+                logger.warning("a process that reads the headers of media died or was stopped while it was idle")
             except asyncio.CancelledError:
                 self.num_ended += not self.process.is_ready
                 raise
             else:
                 return _header(answers)
-        raise NoCapacity("helper processes for probing do not live")
+        raise NoCapacity("processes that read the headers of media die before they get their first file")
 
     def _verdict(self, modality: str, data: bytes, param: str, error: SandboxDied) -> WeftError:
         """Returns the error that says why a file's process ended."""
         if error.death is Death.ENDED:
-            return NoCapacity("nobody waits for this file any more")
-        logger.warning("a probe of %d bytes (%s) ended its process (%s)", len(data), modality, error.exit_code)
+            return NoCapacity(f"{param}: the process that read the file was stopped")
+        logger.warning(
+            "the process that read the header of a file ended: modality %s, %d bytes, exit code %s",
+            modality,
+            len(data),
+            error.exit_code,
+        )
         if error.death is Death.OUT_OF_CPU:
-            why = f"reading it takes more than {self._limits.cpu_s(modality):g} s of processor time"
+            why = f"reading the file takes more than {self._limits.cpu_s(modality):g} s of processor time"
             return InvalidMedia(f"{param}: {why}", param=param)
-        if error.death in (Death.OVERDUE, Death.KILLED):
-            is_overdue = error.death is Death.OVERDUE
-            why = f"within {self._limits.timeout_s:g} s" if is_overdue else "in the memory that is left"
-            return MachineBusy(f"{param}: this machine is too busy to read the file {why}", param=param)
-        return InvalidMedia(f"{param}: the file could not be read without breaking its reader", param=param)
+        if error.death is Death.OVERDUE:
+            why = f"this machine is too busy to read the file within {self._limits.timeout_s:g} s"
+            return MachineBusy(f"{param}: {why}", param=param)
+        if error.death is Death.KILLED:
+            return MachineBusy(f"{param}: this machine is too busy to read the file: its memory is full", param=param)
+        return InvalidMedia(f"{param}: the file is broken: the process that read it crashed", param=param)
 
 
 def _header(answers: list[object]) -> MediaHeader:
@@ -245,9 +251,9 @@ def _probe(plugin: ModalityPlugin, data: bytes, param: str) -> MediaHeader:
     except WeftError:
         raise
     except MemoryError as error:
-        raise InvalidMedia(f"{param}: reading it takes more memory than it may", param=param) from error
+        raise InvalidMedia(f"{param}: reading the file needs more memory than the limit", param=param) from error
     except Exception as error:
         # This is one job of the loop of a helper process, which knows no requests: a bug on one file must not end the
         # loop. The error ends the request that asks for the header.
-        logger.exception("probing a file of %d bytes (%s) failed", len(data), plugin.modality)
+        logger.exception("the header of a file could not be read: modality %s, %d bytes", plugin.modality, len(data))
         raise InvalidMedia(f"{param}: the file could not be read", param=param) from error

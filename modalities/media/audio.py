@@ -55,7 +55,9 @@ class AudioPlugin:
         value = part["input_audio"]
         text = value.get("data") if isinstance(value, Mapping) else None
         if not isinstance(text, str):
-            raise InvalidRequest(f"{param}: `input_audio` must be an object with `data` and `format`", param=param)
+            raise InvalidRequest(
+                f"{param}: `input_audio` must be an object with base64 text in `data`, and a `format`", param=param
+            )
         if text[:5].lower() == "data:":
             return decode_data_url(text, param, limits.max_bytes_per_item)
         return decode_base64(text, param, limits.max_bytes_per_item)
@@ -72,7 +74,8 @@ class AudioPlugin:
             raise InvalidMedia(f"{param}: the sound has no samples", param=param)
         if header.seconds > limits.max_audio_seconds:
             raise InvalidMedia(
-                f"{param}: {header.seconds:.1f} s of sound are more than the limit of {limits.max_audio_seconds:g} s",
+                f"{param}: the sound lasts {header.seconds:.1f} s, which is more than the limit of "
+                f"{limits.max_audio_seconds:g} s",
                 param=param,
             )
 
@@ -129,20 +132,23 @@ def _found_samples(
     with open_container(data, param) as container:
         stream = sound_stream(container)
         if stream is None:
-            raise InvalidMedia(f"{param}: no sound that can be decoded", param=param)
+            raise InvalidMedia(f"{param}: the file contains no sound that can be decoded", param=param)
         for found, block in _resampled(_mono_blocks(container, stream, param), rate, is_kept):
             blocks.append(block)
             num_found += len(block)
             if -(-num_found * rate // found) > num_samples + slack:
-                raise InvalidMedia(f"{param}: the sound is longer than its header promised", param=param)
+                raise InvalidMedia(f"{param}: the sound is longer than its header says", param=param)
     if -(-num_found * rate // found) < num_samples - slack:
-        raise InvalidMedia(f"{param}: the sound is shorter than its header promised", param=param)
+        raise InvalidMedia(f"{param}: the sound is shorter than its header says", param=param)
     return found, np.concatenate([*blocks, np.zeros(0, dtype=np.float32)])
 
 
 def _checked(samples: Samples, param: str) -> Samples:
     if not np.all(np.abs(samples) < _LOUDEST):  # This comparison is also false for NaN.
-        raise InvalidMedia(f"{param}: the sound has samples that are no numbers", param=param)
+        raise InvalidMedia(
+            f"{param}: the sound has samples that are not numbers, or that exceed {_LOUDEST:,.0f} times full scale",
+            param=param,
+        )
     return samples
 
 
@@ -153,7 +159,9 @@ def _mono_blocks(container: InputContainer, stream: AudioStream, param: str) -> 
     num_waiting = 0
     for frame in container.decode(stream):
         if rate not in (0, frame.sample_rate):
-            raise InvalidMedia(f"{param}: the sound's sample rate changes on the way", param=param)
+            raise InvalidMedia(
+                f"{param}: the sample rate of the sound changes from {rate} to {frame.sample_rate}", param=param
+            )
         rate = frame.sample_rate
         waiting.append(_mono(frame))
         num_waiting += frame.samples

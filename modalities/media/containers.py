@@ -63,6 +63,8 @@ MAX_PIXELS = 2**28
 _BRANDS_OF_IMAGES = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
 _MOV_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp")
 """Lists the boxes with which a file may begin."""
+_SUPPORTED = "MP4, MOV, 3GP, Matroska, WebM, AVI, MPEG-TS, MPEG-PS, WAV, MP3, FLAC, Ogg, AAC"
+"""Lists the formats that `sniff` finds, as messages name them."""
 _TS_PACKET_BYTES = 188
 # PyAV raises these errors for broken files: in addition to FFmpeg's own errors there are errors for numbers out of
 # range and for pixels of an unknown format.
@@ -118,12 +120,15 @@ def open_container(data: bytes, param: str, is_uncut: bool = False) -> Iterator[
     truncated, and for every error of FFmpeg or PyAV within the block."""
     found = sniff(data)
     if found is None:
-        raise InvalidMedia(f"{param}: not a video or sound of a supported format{seeming(data)}", param=param)
+        raise InvalidMedia(
+            f"{param}: the file is not a video or a sound of a supported format ({_SUPPORTED}){seeming(data)}",
+            param=param,
+        )
     if found.name == "MP3":
         data = one_stream(data)
     if num_lost := num_lost_bytes(found.name, data):
         raise InvalidMedia(
-            f"{param}: the {found.name} file is truncated: {num_lost} bytes or more are missing", param=param
+            f"{param}: the {found.name} file is truncated: at least {num_lost} bytes are missing", param=param
         )
     try:
         with av.open(
@@ -136,12 +141,12 @@ def open_container(data: bytes, param: str, is_uncut: bool = False) -> Iterator[
         ) as container:
             yield container
     except _ERRORS as error:
-        why = "takes more memory than it may" if isinstance(error, MemoryError) else "is broken or truncated"
+        why = "needs more memory than the limit" if isinstance(error, MemoryError) else "is broken or truncated"
         raise InvalidMedia(f"{param}: the {found.name} file {why}", param=param) from error
 
 
 def _refuse_reference(url: str, flags: int, options: dict[str, str]) -> NoReturn:
-    raise PermissionError("a file may not refer to others")
+    raise PermissionError("a media file must not refer to other files")
 
 
 def format_name(container: InputContainer) -> str:
@@ -178,7 +183,7 @@ def sound_header(data: bytes, container: InputContainer, param: str) -> AudioHea
     if there is no sound, or if the file holds less than it declares."""
     stream = sound_stream(container)
     if stream is None:
-        raise InvalidMedia(f"{param}: no sound that can be decoded", param=param)
+        raise InvalidMedia(f"{param}: the file contains no sound that can be decoded", param=param)
     counted = tally(container, [stream])[stream.index]
     check_whole(data, format_name(container), counted, param)
     found = num_samples(counted, stream)
@@ -388,7 +393,7 @@ def lost_packets(name: str, counted: PacketTally) -> str:
     is_timed = name == "AVI" and counted.stream.type == "video"
     num_found = counted.last + counted.last_duration if is_timed else counted.num_packets
     if name in ("MP4", "AVI") and not is_pcm and num_found < counted.declared_packets - FRAMES:
-        return f"{num_found} of {counted.declared_packets} packets are there"
+        return f"it contains only {num_found} of {counted.declared_packets} packets"
     if (name == "FLAC" or (name == "MP4" and is_pcm)) and counted.stream.time_base:
         lost_s = float((counted.declared_duration - counted.duration) * counted.stream.time_base)
         if lost_s > AUDIO_S:

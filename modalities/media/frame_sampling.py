@@ -106,7 +106,7 @@ def sample_frames(
     elif options.sampling in ("uniform", "keyframe"):
         wanted = float(most)
     else:
-        raise InvalidMedia(f"unknown way to sample frames: {options.sampling!r}")
+        raise InvalidMedia(f"frames are sampled by `fps`, `uniform` or `keyframe`, not by {options.sampling!r}")
     count = max(int(min(wanted, most, num_frames)) >> options.reduction, 1)
     if spacing == "stride" and count > multiple:
         count = count // multiple * multiple

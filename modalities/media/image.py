@@ -93,7 +93,7 @@ class ImagePlugin:
         pixels = header.width * header.height
         if pixels > limits.max_image_pixels:
             raise InvalidMedia(
-                f"{param}: {header.width}x{header.height} pixels are more than the limit of "
+                f"{param}: the image has {header.width}x{header.height} pixels, which is more than the limit of "
                 f"{limits.max_image_pixels} pixels",
                 param=param,
             )
@@ -115,11 +115,12 @@ def open_image(data: bytes, param: str) -> OpenedImage:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except _DECODER_ERRORS as error:
         raise InvalidMedia(
-            f"{param}: not a readable image of a supported format ({', '.join(FORMATS)}){seeming(data)}", param=param
+            f"{param}: the file is not a readable image of a supported format ({', '.join(FORMATS)}){seeming(data)}",
+            param=param,
         ) from error
     width, height = image.size
     if width < 1 or height < 1:
-        raise InvalidMedia(f"{param}: an image of {width}x{height} pixels", param=param)
+        raise InvalidMedia(f"{param}: the image has no pixels: its size is {width}x{height}", param=param)
     # Pillow's TIFF reader rotates the image itself: it changes the size at once, and the pixels when they are loaded.
     orientation = 1 if image.format == "TIFF" else _orientation(image, data)
     if orientation >= 5:
@@ -141,7 +142,8 @@ def decode_image(data: bytes, param: str) -> tuple[Image.Image, ImageHeader]:
     except _DECODER_ERRORS as error:
         raise InvalidMedia(f"{param}: the {opened.header.format} file is broken or truncated", param=param) from error
     if image.size != (opened.header.width, opened.header.height):
-        raise InvalidMedia(f"{param}: the image is {image.size}, its header says otherwise", param=param)
+        size, declared = "x".join(map(str, image.size)), f"{opened.header.width}x{opened.header.height}"
+        raise InvalidMedia(f"{param}: the image has {size} pixels, but its header says {declared}", param=param)
     return image, opened.header
 
 

@@ -111,7 +111,7 @@ def part_url(part: Mapping[str, object], field: str, param: str) -> str:
     value = part.get(field)
     url = value.get("url") if isinstance(value, Mapping) else value
     if not isinstance(url, str) or not url:
-        raise InvalidRequest(f"{param}: `{field}` must be an object with a `url`, or a URL", param=param)
+        raise InvalidRequest(f"{param}: `{field}` must be a URL, or an object with a URL in `url`", param=param)
     return url
 
 
@@ -121,10 +121,13 @@ def decode_data_url(url: str, param: str, max_bytes: int) -> bytes:
     The declared type is ignored because the type follows from the bytes. Raises InvalidRequest for other URLs, and
     InvalidMedia if the payload is not base64, is empty or is larger than `max_bytes`."""
     if url[: len(_SCHEME)].lower() != _SCHEME:
-        raise InvalidRequest(f"{param}: only data: URLs are enabled", param=param)
+        raise InvalidRequest(
+            f"{param}: only data: URLs are accepted; send the content of the file as data:<type>;base64,<payload>",
+            param=param,
+        )
     comma = url.find(",")
     if comma < 0 or url[max(len(_SCHEME), comma - len(_BASE64)) : comma].lower() != _BASE64:
-        raise InvalidRequest(f"{param}: a data: URL must read data:<type>;base64,<payload>", param=param)
+        raise InvalidRequest(f"{param}: a data: URL must have the form data:<type>;base64,<payload>", param=param)
     return decode_base64(url[comma + 1 :], param, max_bytes)
 
 
@@ -134,7 +137,9 @@ def decode_base64(payload: str, param: str, max_bytes: int) -> bytes:
     `decode_data_url`."""
     num_bytes = len(payload) * 3 // 4 - payload[-2:].count("=")
     if num_bytes > max_bytes:
-        raise InvalidMedia(f"{param}: {num_bytes} bytes are more than the limit of {max_bytes}", param=param)
+        raise InvalidMedia(
+            f"{param}: the file has {num_bytes} bytes, which is more than the limit of {max_bytes}", param=param
+        )
     try:
         data = b"".join(_decoded_pieces(payload))
     except (binascii.Error, ValueError) as error:
@@ -149,12 +154,12 @@ def _decoded_pieces(payload: str) -> Iterator[bytes]:
     """Yields the decoded payload piece by piece. The interpreter's lock is held for one piece at a time, so the event
     loop continues in the meantime. Raises ValueError if the payload is not valid base64."""
     if payload.endswith("==="):  # This is the only flaw that `validate` does not find.
-        raise ValueError("excess padding")
+        raise ValueError("the base64 text has too much padding")
     for at in range(0, len(payload), PIECE_CHARS):
         text = payload[at : at + PIECE_CHARS]
         piece = base64.b64decode(text, validate=True)
         if len(piece) * 4 != len(text) * 3 and at + PIECE_CHARS < len(payload):
-            raise ValueError("padding before the end")
+            raise ValueError("the base64 text has padding before its end")
         yield piece
 
 
@@ -347,7 +352,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"fLaC", "a FLAC file"),
     (0, b"ID3", "an MP3 file"),
     (0, b"%PDF", "a PDF document"),
-    (0, b"PK\x03\x04", "a ZIP archive, or a document that is one"),
+    (0, b"PK\x03\x04", "a ZIP archive or a document in the ZIP format"),
     (0, b"\x1f\x8b", "a gzip archive"),
 )
 """Lists tuples of an offset, the bytes at this offset, and a name, as the formats' specifications define them."""

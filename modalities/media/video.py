@@ -83,18 +83,20 @@ class VideoPlugin:
         assert isinstance(header, VideoHeader)
         if header.width * header.height > limits.max_video_pixels:
             raise InvalidMedia(
-                f"{param}: frames of {header.width}x{header.height} pixels are more than the limit of "
+                f"{param}: each frame has {header.width}x{header.height} pixels, which is more than the limit of "
                 f"{limits.max_video_pixels} pixels",
                 param=param,
             )
         if header.seconds > limits.max_video_seconds:
             raise InvalidMedia(
-                f"{param}: {header.seconds:.1f} s are more than the limit of {limits.max_video_seconds:g} s",
+                f"{param}: the video lasts {header.seconds:.1f} s, which is more than the limit of "
+                f"{limits.max_video_seconds:g} s",
                 param=param,
             )
         if header.num_frames > limits.max_video_frames:
             raise InvalidMedia(
-                f"{param}: {header.num_frames} frames are more than the limit of {limits.max_video_frames}",
+                f"{param}: the video has {header.num_frames} frames, which is more than the limit of "
+                f"{limits.max_video_frames}",
                 param=param,
             )
 
@@ -174,8 +176,11 @@ def _picked(data: bytes, rest: list[int], header: VideoHeader, plan: GroupPlan |
 
 def _check(frame: VideoFrame, number: int, header: VideoHeader, param: str) -> None:
     if _upright_size(frame) != (header.width, header.height):
-        size = f"{frame.width}x{frame.height}"
-        raise InvalidMedia(f"{param}: frame {number} is {size}, its header says otherwise", param=param)
+        width, height = _upright_size(frame)
+        raise InvalidMedia(
+            f"{param}: frame {number} has {width}x{height} pixels, but the header says {header.width}x{header.height}",
+            param=param,
+        )
     if frame.is_corrupt:
         raise InvalidMedia(f"{param}: frame {number} is damaged", param=param)
 
@@ -183,7 +188,7 @@ def _check(frame: VideoFrame, number: int, header: VideoHeader, param: str) -> N
 def _picture_stream(container: InputContainer, param: str) -> VideoStream:
     stream = picture_stream(container)
     if stream is None:
-        raise InvalidMedia(f"{param}: no pictures that can be decoded", param=param)
+        raise InvalidMedia(f"{param}: the file contains no video that can be decoded", param=param)
     return stream
 
 

@@ -111,13 +111,13 @@ async def test_bombs(pool: ProbePool) -> None:
     bomb = jpeg[:size_at] + b"\xff\xdc\xff\xdc" + jpeg[size_at + 4 :]
     files = [
         ("image", black(20_000, 10_000), "200000000|20000x10000"),
-        ("audio", silent_opus(6000), "720.0 s of sound"),
+        ("audio", silent_opus(6000), "lasts 720.0 s"),
         ("video", motion_jpeg([jpeg, encode(Image.new("RGB", (1280, 960)), "JPEG"), jpeg]), "broken|1280x960"),
         ("video", motion_jpeg([jpeg, bomb, jpeg]), "broken"),
         ("video", motion_jpeg([bomb]), "broken|no frames"),
         ("image", b"", "not a readable image"),
-        ("video", b"", "not a video"),
-        ("audio", b"", "not a video or sound"),
+        ("video", b"", "not a video or a sound"),
+        ("audio", b"", "not a video or a sound"),
     ]
     outcomes = await outcomes_of(pool, [(modality, data) for modality, data, _ in files])
     for (modality, data, message), outcome in zip(files, outcomes, strict=True):
