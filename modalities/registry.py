@@ -66,7 +66,10 @@ class Registry:
         """Adds a modality. Raises ConfigError if it or one of its part types is already registered."""
         taken = [name for name in plugin.part_types if name in self._part_type_to_plugin]
         if plugin.modality in self._modality_to_plugin or taken:
-            raise ConfigError(f"modality {plugin.modality!r} (parts {plugin.part_types}) is registered already")
+            part_types = ", ".join(plugin.part_types)
+            raise ConfigError(
+                f"the modality {plugin.modality!r} or one of its part types ({part_types}) is already registered"
+            )
         self._modality_to_plugin[plugin.modality] = plugin
         self._part_type_to_plugin.update(dict.fromkeys(plugin.part_types, plugin))
 
@@ -74,7 +77,7 @@ class Registry:
         """Adds a family for `architectures`, which are named as in a checkpoint's config.json. Raises ConfigError if
         one of them is already registered."""
         if taken := [name for name in architectures if name in self._architecture_to_loader]:
-            raise ConfigError(f"architectures registered already: {', '.join(taken)}")
+            raise ConfigError(f"these architectures are already registered: {', '.join(taken)}")
         self._architecture_to_loader.update(dict.fromkeys(architectures, loader))
 
     def has_modality(self, name: str) -> bool:
@@ -84,7 +87,8 @@ class Registry:
     def modality(self, name: str) -> ModalityPlugin:
         """Returns the plugin of a modality. Raises UnsupportedModality if there is none."""
         if not self.has_modality(name):
-            raise UnsupportedModality(f"unknown modality {name!r}")
+            known = ", ".join(self._modality_to_plugin)
+            raise UnsupportedModality(f"the modality {name!r} is not known; known modalities are {known}")
         return self._modality_to_plugin[name]
 
     def modality_of_part(self, part_type: str) -> ModalityPlugin | None:
@@ -111,8 +115,10 @@ class Registry:
         for name in names:
             if name in self._architecture_to_loader:
                 return self._architecture_to_loader[name](model_dir)
-        known = ", ".join(self._architecture_to_loader)
-        raise ConfigError(f"unsupported architecture {', '.join(names) or 'none'} in {model_dir}; supported: {known}")
+        if not names:
+            raise ConfigError(f"config.json in {model_dir} does not name the architecture of the model")
+        found, known = ", ".join(names), ", ".join(self._architecture_to_loader)
+        raise ConfigError(f"the architecture {found} of {model_dir} is not supported; Weft supports {known}")
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -150,7 +156,7 @@ def read_architectures(model_dir: Path) -> list[str]:
     path = model_dir / "config.json"
     names = read_json(path)[1].get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"`architectures` of {path} must be a list of names")
+        raise ConfigError(f"`architectures` in {path} must be a list of names, not {names!r}")
     return names
 
 

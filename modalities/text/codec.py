@@ -47,7 +47,8 @@ class TextCodec:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, eos_token_ids: Sequence[int]) -> None:
         """Raises ConfigError for a tokenizer that is not byte-level and for a control token that can't be guarded."""
         if not isinstance(tokenizer.decoder, ByteLevel):
-            raise ConfigError("the tokenizer's decoder is not byte-level; only byte-level ones are supported")
+            kind = type(tokenizer.decoder).__name__
+            raise ConfigError(f"the decoder of the tokenizer is {kind}, but Weft supports only byte-level decoders")
         self._tokenizer = tokenizer
         self._template = template
         self._control_tokens = ControlTokens(_control_tokens(tokenizer, template.literal_text))
@@ -84,7 +85,7 @@ class TextCodec:
         certain, which limits the work for a text that can't fit. A text of only slightly more tokens is returned.
         """
         if not messages:
-            raise InvalidRequest("messages can't be empty", param="messages")
+            raise InvalidRequest("messages must not be empty", param="messages")
         variables = template_kwargs or {}
         try:
             texts = list(strings([messages, variables]))
@@ -154,11 +155,12 @@ class TextCodec:
             # A batch (here of one) releases the interpreter's lock; `encode` would hold it for a second with some MB.
             return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError as error:  # The library refuses lone surrogates in this way.
-            raise InvalidRequest("the text is not valid Unicode (a lone surrogate)", param="messages") from error
+            message = "the text is not valid Unicode: it contains a lone surrogate"
+            raise InvalidRequest(message, param="messages") from error
 
 
 def _too_long(most_tokens: int) -> ContextLengthExceeded:
-    message = f"this model's context is {most_tokens} tokens; the prompt has many more"
+    message = f"this model's context is {most_tokens} tokens, and the prompt has many more"
     return ContextLengthExceeded(message, param="messages")
 
 
@@ -173,9 +175,15 @@ def _control_tokens(tokenizer: Tokenizer, template_text: str) -> list[str]:
         if text.isspace() or not (token.special or text in template_text):
             continue
         if len(text) < 2 or text != text.strip():
-            raise ConfigError(f"the control token {text!r} can't be told from text")
+            raise ConfigError(
+                f"the control token {text!r} can't be distinguished from ordinary text: it must have at least two "
+                "characters, and no white space at its ends"
+            )
         if token.normalized and tokenizer.normalizer is not None:
-            raise ConfigError(f"the control token {text!r} is matched after normalisation, which can't be guarded")
+            raise ConfigError(
+                f"the tokenizer matches the control token {text!r} after normalisation, so Weft can't find it in the "
+                "text of a request"
+            )
         tokens.append(text)
     return tokens
 
@@ -289,7 +297,9 @@ def strings(value: object, is_structural: bool = False) -> Iterator[Text]:
             yield from strings(item)
     elif value is not None and not isinstance(value, (bool, int, float)):
         # Other objects are refused because they would bring their methods into the template's sandbox.
-        raise InvalidRequest(f"a {type(value).__name__} can't be put into a chat template", param="messages")
+        raise InvalidRequest(
+            f"messages must consist of JSON values, not of a value of type {type(value).__name__}", param="messages"
+        )
 
 
 def with_strings(value: object, free: Callable[[str], str], structural: Callable[[str], str]) -> object:
@@ -314,7 +324,7 @@ def unused_mark(texts: Iterable[str]) -> str:
     for code in (code for codes in MARK_RANGES for code in codes):
         if chr(code) not in used:
             return chr(code)
-    raise InvalidRequest("the text uses every private-use character there is", param="messages")
+    raise InvalidRequest("the text must not contain every private-use character of Unicode", param="messages")
 
 
 # ------------------------------------------------------------ chat templates
@@ -351,14 +361,15 @@ class ChatTemplate:
         """Returns the rendered conversation. Raises InvalidRequest if the template refuses the messages or fails on
         them, and for a reserved variable."""
         if reserved := sorted((RESERVED_VARIABLES | self._special_tokens.keys()) & variables.keys()):
-            raise InvalidRequest(f"{reserved[0]} can't be set by a request", param="chat_template_kwargs")
+            message = f"a request can't set {reserved[0]}, because the chat template uses it itself"
+            raise InvalidRequest(message, param="chat_template_kwargs")
         prepared = [_with_reasoning_names(message) for message in messages]
         defaults: dict[str, object] = {"tools": None, "documents": None, **self._special_tokens}
         context = {**defaults, **variables, "messages": prepared, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(context)
         except TemplateError as error:
-            raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
+            raise InvalidRequest(f"the chat template refuses the messages: {error}", param="messages") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             # The template computes with the client's data, so these type errors come from the request, not from Weft.
             kind = type(error).__name__

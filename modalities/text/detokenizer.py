@@ -76,7 +76,7 @@ class StopStrings:
     def __init__(self, stops: Sequence[str]) -> None:
         """Raises InvalidRequest for an empty stop string."""
         if not all(stops):
-            raise InvalidRequest("a stop string can't be empty", param="stop")
+            raise InvalidRequest("a stop string must not be empty", param="stop")
         self._stops = tuple(dict.fromkeys(stops))
         self._prefixes = frozenset(stop[:end] for stop in self._stops for end in range(1, len(stop)))
         self._max_held = max((len(stop) - 1 for stop in self._stops), default=0)

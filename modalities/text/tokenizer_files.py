@@ -38,14 +38,19 @@ def _from_vocabulary(model_dir: Path) -> Tokenizer:
     checkpoints."""
     config = read_json_if_present(model_dir / "tokenizer_config.json")
     if config.get("tokenizer_class") not in QWEN_CLASSES:
-        raise ConfigError(f"{model_dir.name}: no tokenizer.json, and tokenizer_class is not one of {QWEN_CLASSES}")
+        raise ConfigError(
+            f"{model_dir.name}: there is no tokenizer.json, and without it tokenizer_class must be one of "
+            f"{', '.join(QWEN_CLASSES)}, not {config.get('tokenizer_class')!r}"
+        )
     model = BPE.from_file(str(model_dir / "vocab.json"), str(model_dir / "merges.txt"))
     tokenizer = qwen_tokenizer(model)
     added = config.get("added_tokens_decoder")
     for token_id, entry in sorted((added if isinstance(added, Mapping) else {}).items(), key=lambda item: int(item[0])):
         tokenizer.add_tokens([AddedToken(**{key: entry[key] for key in ADDED_TOKEN_FIELDS if key in entry})])
-        if tokenizer.token_to_id(entry["content"]) != int(token_id):
-            raise ConfigError(f"{model_dir.name}: {entry['content']} can't take the id {token_id}")
+        if (found := tokenizer.token_to_id(entry["content"])) != int(token_id):
+            raise ConfigError(
+                f"{model_dir.name}: the token {entry['content']} must have the id {token_id}, but it has {found}"
+            )
     return tokenizer
 
 
@@ -85,7 +90,10 @@ def chat_template(model_dir: Path) -> str:
             template = {named["name"]: named["template"] for named in template}.get("default")
         if isinstance(template, str):
             return template
-    raise ConfigError(f"{model_dir.name}: no chat template (chat_template.jinja or tokenizer_config.json)")
+    raise ConfigError(
+        f"{model_dir.name}: there is no chat template in chat_template.jinja, chat_template.json or "
+        "tokenizer_config.json"
+    )
 
 
 def special_token_names(model_dir: Path) -> dict[str, str]:
@@ -111,7 +119,7 @@ def eos_token_ids(model_dir: Path) -> tuple[int, ...]:
             return (ids,)
         if isinstance(ids, list) and ids and all(isinstance(item, int) for item in ids):
             return tuple(dict.fromkeys(ids))
-    raise ConfigError(f"{model_dir.name}: no eos_token_id in generation_config.json or config.json")
+    raise ConfigError(f"{model_dir.name}: neither generation_config.json nor config.json has an eos_token_id")
 
 
 def _text_configs(config: Mapping[str, object]) -> list[Mapping[str, object]]:

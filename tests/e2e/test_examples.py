@@ -154,4 +154,5 @@ def test_a_model_without_its_package_is_refused(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "deploy.cli", "serve", "--in-process", "--model", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
-    assert "unsupported architecture DrawingDemoForConditionalGeneration" in done.stderr
+    assert "the architecture DrawingDemoForConditionalGeneration of" in done.stderr
+    assert "is not supported; Weft supports" in done.stderr

@@ -138,7 +138,7 @@ def test_the_chat_template_may_stand_in_the_tokenizer_config(tmp_path: Path) -> 
     ("change", "message"),
     [
         ({"decoder": {"type": "Fuse"}}, "byte-level"),
-        ({"token": {"content": "§"}}, "told from text"),
+        ({"token": {"content": "§"}}, "distinguished from ordinary text"),
         ({"token": {"normalized": True}}, "after normalisation"),
     ],
 )
