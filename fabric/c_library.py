@@ -31,7 +31,7 @@ def load_c_library(source: Path) -> ctypes.CDLL | None:
     that torch has loaded into the process, because two pools of threads would wait for each other."""
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
-        _LOG.info("no C compiler: %s is not used", source.name)
+        _LOG.info("there is no C compiler (cc, gcc or clang), so Weft computes without %s, more slowly", source.name)
         return None
     try:
         library = _compiled(compiler, source)
@@ -41,10 +41,11 @@ def load_c_library(source: Path) -> ctypes.CDLL | None:
             library.unlink(missing_ok=True)
             return ctypes.CDLL(str(_compiled(compiler, source)))
     except subprocess.CalledProcessError as error:
-        _LOG.warning("%s can't be used: %s: %s", source.name, error, error.stderr.decode(errors="replace").strip())
+        said = error.stderr.decode(errors="replace").strip()
+        _LOG.warning("%s can't be compiled, so Weft computes without it: %s %s", source.name, error, said)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         # A RuntimeError means that no home directory is known.
-        _LOG.warning("%s can't be used: %s", source.name, error)
+        _LOG.warning("%s can't be used, so Weft computes without it: %s", source.name, error)
     return None
 
 
@@ -85,4 +86,5 @@ def _check_own(path: Path) -> None:
     their own code there."""
     found = path.lstat()
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"{path} belongs to others, or they may write to it")
+        message = f"{path} belongs to another user, or other users may write to it; remove it or change its permissions"
+        raise PermissionError(message)

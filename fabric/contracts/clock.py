@@ -34,5 +34,5 @@ class ManualClock:
     def advance(self, seconds: float) -> None:
         """Moves the clock forward. Raises ValueError for a negative step."""
         if seconds < 0:
-            raise ValueError(f"a clock can't go back ({seconds} s)")
+            raise ValueError(f"a clock can't go back, but it was advanced by {seconds} s")
         self._now_s += seconds

@@ -341,7 +341,7 @@ class ErrorInfo(msgspec.Struct, frozen=True):
         because the text may leak information."""
         if isinstance(error, WeftError):
             return cls(error.code, error.message, error.param, error.retry_after_s)
-        return cls(WeftError.code, f"internal error ({type(error).__name__})")
+        return cls(WeftError.code, f"an internal error occurred ({type(error).__name__})")
 
     def to_error(self) -> WeftError:
         kind = CODE_TO_ERROR.get(self.code, WeftError)

@@ -407,7 +407,7 @@ def decode_message(data: bytes) -> PlaneMessage:
     try:
         return _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"not a plane message: {error}") from error
+        raise ProtocolError(f"the data is not a message of the message plane: {error}") from error
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -56,14 +56,14 @@ def receive(pipe: Connection) -> object:
     file = pipe.fileno()
     mark, num_arrays, num_bytes = _HEAD.unpack(_read(file, _HEAD.size))
     if mark != _MARK:
-        raise NotAMessage(f"a message begins with {mark!r}")
+        raise NotAMessage(f"the message begins with {mark!r}, not with {_MARK!r}")
     sizes = struct.unpack(f"<{num_arrays}Q", _read(file, 8 * num_arrays))
     body = _read(file, num_bytes)
     arrays = [_read(file, size) for size in sizes]
     try:
         return pickle.loads(body, buffers=arrays)
     except _UNPICKLING_ERRORS as error:
-        raise NotAMessage(f"a message can't be unpickled: {error}") from error
+        raise NotAMessage(f"the message can't be unpickled: {error}") from error
 
 
 def _read(file: int, num_bytes: int) -> memoryview:

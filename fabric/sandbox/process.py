@@ -75,7 +75,8 @@ class SandboxDied(Exception):
     """Means that the process ended before it had answered its job in full."""
 
     def __init__(self, death: Death, had_job: bool, exit_code: int | None) -> None:
-        super().__init__(f"{death.name.lower()} {'with' if had_job else 'before it had'} its job ({exit_code})")
+        moment = "during its job" if had_job else "before its job began"
+        super().__init__(f"the process ended {moment} (cause {death.name.lower()}, exit code {exit_code})")
         self.death = death
         self.had_job = had_job
         """This is False if the process had not acknowledged the job yet, so that the job can't be the cause."""
@@ -246,7 +247,7 @@ class SandboxProcess(Generic[J]):
                 raise EOFError
             send(pipe, (self._num_jobs, job, limits.cpu_s, limits.memory_bytes))
             if self._receive(pipe):
-                raise NotAMessage("an answer came before the acknowledgement")
+                raise NotAMessage("an answer came before the acknowledgement of the job")
             self.is_busy = True
             pipe.send_bytes(data)
             while answers := self._receive(pipe):
@@ -255,7 +256,7 @@ class SandboxProcess(Generic[J]):
         except (EOFError, OSError) as error:
             raise self._reap(END_TIMEOUT_S) from error
         except NotAMessage as error:
-            logger.error("the process %s is out of step: %s", self._name, error)
+            logger.error("the process %s does not follow the protocol and is ended: %s", self._name, error)
             raise self._reap(0.0) from error
         finally:
             self.is_busy = False
@@ -267,7 +268,7 @@ class SandboxProcess(Generic[J]):
         message = receive(pipe)
         number, *answers = message if isinstance(message, tuple) and message else (message,)
         if not isinstance(number, int) or number != self._num_jobs:
-            raise NotAMessage(f"it answers job {number!r:.80}, not {self._num_jobs}")
+            raise NotAMessage(f"the process answers job {number!r:.80}, not job {self._num_jobs}")
         return tuple(answers)
 
     def _reap(self, patience_s: float) -> SandboxDied:

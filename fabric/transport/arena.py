@@ -94,15 +94,17 @@ class Arena:
         UnitTooLarge if the slot would not fit even an empty arena, and ValueError for less than one byte."""
         num_units = self._num_units(nbytes)
         if num_units * self.alignment > self.total_bytes:
-            raise UnitTooLarge(f"{nbytes} bytes never fit an arena of {self.total_bytes}")
+            raise UnitTooLarge(
+                f"{nbytes} bytes do not fit into an arena of {self.total_bytes} bytes, even if it is empty"
+            )
         if is_claimed and (self._claim is None or self._claimed_slots):
-            raise ArenaFull("the claimed range is in use still")
+            raise ArenaFull("the claimed range is not free yet")
         claim = self._claim
         if is_claimed:
             self.unclaim()
         found = claim if is_claimed else self._free.best_fit(num_units)
         if found is None:
-            raise ArenaFull(f"no {nbytes} contiguous bytes are free of {self.total_bytes}")
+            raise ArenaFull(f"the arena of {self.total_bytes} bytes has no free range of {nbytes} bytes")
         start, end = found[0], found[0] + num_units
         self._free.remove(start, end)
         self._open.remove(start, end)
@@ -351,7 +353,7 @@ class Arena:
 
     def _num_units(self, nbytes: int) -> int:
         if nbytes < 1:
-            raise ValueError(f"can't allocate {nbytes} bytes")
+            raise ValueError(f"the arena can't allocate {nbytes} bytes; a slot has at least 1 byte")
         return -(-nbytes // self.alignment)
 
     def _padded(self, nbytes: int) -> int:

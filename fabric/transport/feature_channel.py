@@ -161,10 +161,10 @@ class SourceMemory:
         """Returns the ticket of a slot. Raises ValueError when shape and dtype do not make the slot's bytes, and
         LeaseLost when the slot was freed."""
         if feature_nbytes(shape, dtype) != slot.nbytes:
-            raise ValueError(f"shape {shape} of {dtype} is not {slot.nbytes} bytes")
+            raise ValueError(f"a feature of shape {shape} in {dtype} does not have the {slot.nbytes} bytes of its slot")
         held = self._slot_id_to_slot.get(slot.slot_id)
         if held is None:
-            raise LeaseLost(f"slot {slot.slot_id} of {self.name} was freed")
+            raise LeaseLost(f"slot {slot.slot_id} of {self.name} is already free")
         address = self.slots.address + held.offset
         return FeatureTicket(
             source=self.name,
@@ -232,7 +232,7 @@ class SlotMemory:
         """Returns a slot with `nbytes` of payload; with `is_claimed`, it lies in the claimed range. Raises ArenaFull or
         UnitTooLarge (both also count the header), and ValueError for less than one byte."""
         if nbytes < 1:
-            raise ValueError(f"a payload of {nbytes} bytes")
+            raise ValueError(f"a payload must have at least 1 byte, not {nbytes}")
         with self._lock:
             return self._arena.allocate(HEADER_BYTES + nbytes, is_claimed=is_claimed)
 
@@ -307,5 +307,8 @@ class SlotMemory:
 def feature_nbytes(shape: tuple[int, int, int], dtype: str) -> int:
     """Returns the bytes of a C-contiguous feature. Raises ValueError for an unknown dtype or a dimension below one."""
     if dtype not in DTYPE_TO_BYTES or min(shape) < 1:
-        raise ValueError(f"not a feature: shape {shape}, dtype {dtype!r}")
+        known = ", ".join(DTYPE_TO_BYTES)
+        raise ValueError(
+            f"a feature can't have shape {shape} and dtype {dtype!r}; sizes start at 1, dtypes are {known}"
+        )
     return math.prod(shape) * DTYPE_TO_BYTES[dtype]

@@ -28,7 +28,7 @@ class LocalChannelHub:
         """Registers a source. Raises ValueError when its name is taken."""
         with self._lock:
             if source.name in self._sources:
-                raise ValueError(f"source {source.name!r} exists")
+                raise ValueError(f"a feature source {source.name!r} exists already")
             self._sources[source.name] = source
 
     def kill(self, name: str) -> None:
@@ -115,7 +115,7 @@ class _CopyReader:
 
     def post(self, ticket: FeatureTicket, address: int, offset: int, nbytes: int) -> _Copy:
         if self._hub.find(ticket.source) is None:
-            raise TransferFailed(f"no source {ticket.source} in this process")
+            raise TransferFailed(f"the feature source {ticket.source} does not exist in this process")
         return _Copy(ticket.source, address, offset, nbytes)
 
     def state(self, read: _Copy) -> ReadState:

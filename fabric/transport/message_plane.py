@@ -130,7 +130,7 @@ class LocalHub:
         """Returns the mailbox of a new endpoint. Raises ValueError when the address is taken."""
         with self._lock:
             if address in self._bound:
-                raise ValueError(f"address {address!r} is taken")
+                raise ValueError(f"the address {address!r} is already taken by another endpoint")
             self._bound.add(address)
             return self._mailbox(address)
 
@@ -237,7 +237,7 @@ class Mailbox:
             except Exception:
                 # This loop runs as long as the process, so one bad message must not end it.
                 concerned = {"request_id": getattr(message, "request_id", None)}
-                _LOG.exception("handler failed on %s", type(message).__name__, extra=concerned)
+                _LOG.exception("the handler failed on a message of type %s", type(message).__name__, extra=concerned)
         with self._lock:
             self._is_scheduled = False
             self._schedule()

@@ -33,8 +33,8 @@ _FRESH_TICKET_S = 5.0
 
 
 _MISSING = (
-    "the package nixl-cu12 is not installed: features travel between the processes of a cluster by NIXL, which exists "
-    "for Linux only. `weft serve --in-process` works without it"
+    "the package nixl-cu12 is not installed; NIXL transfers features between the processes of a cluster, and it exists "
+    "for Linux only; install the package, or use `weft serve --in-process`, which works without it"
 )
 
 
@@ -77,7 +77,7 @@ class _Agent:
             self._registration = self.nixl.register_memory(region, mem_type="DRAM")
             self.metadata: bytes = self.nixl.get_agent_metadata()
         except self.errors as error:
-            raise ConfigError(f"NIXL agent {name} can't start: {error}") from error
+            raise ConfigError(f"the NIXL agent {name} can't start: {error}") from error
         self._slots = slots
         """This reference keeps the memory alive as long as its registration."""
 
@@ -89,7 +89,7 @@ class _Agent:
         try:
             self.nixl.deregister_memory(self._registration)
         except self.errors as error:
-            _LOG.warning("deregistering failed: %s", error)
+            _LOG.warning("NIXL can't deregister the memory of its agent: %s", error)
         del self.nixl
 
 
@@ -156,7 +156,9 @@ class NixlFeatureSource:
                 self._wake.wait(_BUSY_PAUSE_S if is_busy else _IDLE_PAUSE_S)
                 self._wake.clear()
         except self._agent.errors:
-            _LOG.exception("the progress thread failed; %s can't be read any more", self._memory.name)
+            _LOG.exception(
+                "the progress thread of %s failed, so its features can't be read any more", self._memory.name
+            )
         finally:
             self._agent.close()
 
@@ -185,7 +187,7 @@ class _NixlReader:
             remote = nixl.get_xfer_descs([(address, nbytes, 0)], "DRAM")
             handle = nixl.initialize_xfer("READ", local, remote, ticket.source)
         except self._agent.errors as error:
-            raise TransferFailed(f"can't read from {ticket.source}: {error}") from error
+            raise TransferFailed(f"NIXL can't read from {ticket.source}: {error}") from error
         read = (ticket.source, handle)
         self._num_under_way[ticket.source] += 1
         try:
@@ -193,7 +195,7 @@ class _NixlReader:
         except self._agent.errors as error:
             self._note(ticket.source, error)
             self.release(read)
-            raise TransferFailed(f"can't read from {ticket.source}: {error}") from error
+            raise TransferFailed(f"NIXL can't read from {ticket.source}: {error}") from error
         return read
 
     def state(self, read: Any) -> ReadState:
@@ -212,7 +214,7 @@ class _NixlReader:
             self._agent.nixl.release_xfer_handle(handle)
         except self._agent.errors as error:
             # NIXL refuses only a read that has not ended, which happens when the agent is about to close.
-            _LOG.warning("a read from %s could not be released: %s", source, error)
+            _LOG.warning("NIXL can't release a read from %s: %s", source, error)
 
     def disconnect(self, source: str) -> None:
         self._lost.discard(source)
@@ -222,7 +224,7 @@ class _NixlReader:
         try:
             self._agent.nixl.remove_remote_agent(source)
         except self._agent.errors as error:
-            _LOG.warning("forgetting %s failed: %s", source, error)
+            _LOG.warning("NIXL can't remove the connection to %s: %s", source, error)
 
     def close(self) -> None:
         """Closes the agent. With reads under way it keeps the agent and its memory until the process ends, because a
@@ -239,14 +241,16 @@ class _NixlReader:
         source = ticket.source
         if source in self._lost or self._source_to_metadata.get(source, ticket.metadata) != ticket.metadata:
             if self._num_under_way[source]:
-                raise TransferFailed(f"the connection to {source} broke and is not yet at its end")
+                raise TransferFailed(
+                    f"the connection to {source} is broken, and earlier reads over it have not ended yet"
+                )
             self.disconnect(source)
         if source in self._source_to_metadata:
             return
         try:
             name = self._agent.nixl.add_remote_agent(ticket.metadata)
         except self._agent.errors as error:
-            raise TransferFailed(f"can't connect to {source}: {error}") from error
+            raise TransferFailed(f"NIXL can't connect to {source}: {error}") from error
         if name.decode() != source:
             if name.decode() not in self._source_to_metadata:
                 self._agent.nixl.remove_remote_agent(name.decode())

@@ -102,9 +102,10 @@ class PullingSink:
         try:
             is_consistent = feature_nbytes(ticket.shape, ticket.dtype) == ticket.nbytes
         except ValueError as error:
-            raise ProtocolError(f"ticket of {ticket.source}: {error}") from error
+            raise ProtocolError(f"the ticket of {ticket.source} is invalid: {error}") from error
         if not is_consistent:
-            raise ProtocolError(f"ticket of {ticket.source}: {ticket.shape} {ticket.dtype} in {ticket.nbytes} bytes")
+            feature = f"a feature of shape {ticket.shape} in {ticket.dtype}"
+            raise ProtocolError(f"the ticket of {ticket.source} is invalid: {feature} can't have {ticket.nbytes} bytes")
         slot = self._slots.reserve(ticket.nbytes)
         now_s = self._clock.now()
         pull = _Pull(ticket, slot, Future(), now_s, now_s + timeout_s)
@@ -159,7 +160,7 @@ class PullingSink:
                 self._disconnect_dead()
                 self._num_idle_rounds = 0 if len(self._pulls) < before else self._num_idle_rounds + 1
         except Exception:  # This is the loop of the transfer thread; the code below ends every open pull.
-            _LOG.exception("the transfer thread failed; its sink is closed")
+            _LOG.exception("the transfer thread failed, and its sink is closed")
         finally:
             self._shut_down()
 
@@ -198,12 +199,12 @@ class PullingSink:
         if state is ReadState.PENDING:
             if not pull.is_given_up and self._clock.now() >= pull.deadline_s:
                 waited_s = self._clock.now() - pull.started_s
-                self._give_up(pull, f"{pull.ticket.source} did not deliver within {waited_s:.1f} s")
+                self._give_up(pull, f"{pull.ticket.source} did not deliver the feature within {waited_s:.1f} s")
             return False
         self._reader.release(pull.read)
         pull.read = None
         if state is ReadState.FAILED:
-            self._end(pull, TransferFailed(f"reading from {pull.ticket.source} failed"))
+            self._end(pull, TransferFailed(f"the read from {pull.ticket.source} failed"))
         elif pull.is_given_up or pull.is_word_read:
             self._end(pull, self._check_generation(pull))
         else:
@@ -217,7 +218,7 @@ class PullingSink:
         otherwise. The payload counts only in the first case."""
         if self._slots.word(pull.slot) == pull.ticket.generation:
             return None
-        return LeaseLost(f"{pull.ticket.source} gave the slot to something else")
+        return LeaseLost(f"{pull.ticket.source} has given the slot to another feature")
 
     def _give_up(self, pull: _Pull, why: str) -> None:
         """Ends the future although the transfer has not ended, and quarantines the slot."""
@@ -244,7 +245,7 @@ class PullingSink:
     def _bury(self, source: str) -> None:
         for pull in self._pulls:
             if pull.ticket.source == source and not pull.is_given_up:
-                self._give_up(pull, f"{source} is gone")
+                self._give_up(pull, f"{source} has left the cluster")
         self._dead.add(source)
 
     def _disconnect_dead(self) -> None:

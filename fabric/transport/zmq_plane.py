@@ -61,7 +61,7 @@ class ZmqPlane:
             port = self._pull.bind_to_random_port(f"tcp://{bind_host}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
-            raise ConfigError(f"can't bind the message plane to {bind_host}: {error}") from error
+            raise ConfigError(f"the message plane can't bind to {bind_host}: {error}") from error
         self._address = f"tcp://{bind_host}:{port}"
         self._mailbox = Mailbox(max_queued_messages, on_room=self._wake)
         self._lock = threading.Lock()
@@ -154,7 +154,7 @@ class ZmqPlane:
                 for address in addresses:
                     self._flush(address)
         except Exception:  # This is the loop of the I/O thread; the code below closes the endpoint.
-            _LOG.exception("the I/O thread of %s failed; the endpoint is closed", self._address)
+            _LOG.exception("the I/O thread of the endpoint %s failed, and the endpoint is closed", self._address)
         finally:
             self._shut_down()
 
@@ -193,7 +193,7 @@ class ZmqPlane:
                 self._mailbox.put(decode_message(data))
             except ProtocolError as error:
                 self._num_malformed += 1
-                _LOG.warning("%s dropped %d bytes: %s", self._address, len(data), error)
+                _LOG.warning("the endpoint %s dropped an arrival of %d bytes: %s", self._address, len(data), error)
 
     def _flush(self, address: str) -> None:
         """Sends what the peer's socket accepts. While messages are left, the poller watches the socket's readiness."""
@@ -227,7 +227,7 @@ class ZmqPlane:
             push.close()
             with self._lock:
                 self._num_dropped += len(self._outgoing.pop(address, ()))
-            _LOG.warning("%s can't send to %r: %s", self._address, address, error)
+            _LOG.warning("the endpoint %s can't connect to %r: %s", self._address, address, error)
             return None
         self._pushes[address] = push
         return push

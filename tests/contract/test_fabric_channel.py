@@ -120,12 +120,12 @@ def test_a_ticket_survives_the_wire(peer: Peer, sink: FeatureSink) -> None:
 def test_a_slot_given_to_something_else_is_a_lost_lease(peer: Peer, sink: FeatureSink) -> None:
     freed, reused = peer.offer(1, SHAPE), peer.offer(2, SHAPE)
     peer.free(1)
-    with pytest.raises(LeaseLost, match="gave the slot to something else"):
+    with pytest.raises(LeaseLost, match="has given the slot to another feature"):
         sink.pull(freed, TIMEOUT_S).result(PATIENCE_S)
     peer.free(2)
     fresh = peer.offer(3, SHAPE)
     for old in (freed, reused):
-        with pytest.raises(LeaseLost, match="gave the slot to something else"):
+        with pytest.raises(LeaseLost, match="has given the slot to another feature"):
             sink.pull(old, TIMEOUT_S).result(PATIENCE_S)
     assert is_empty(sink)
     landed = sink.pull(fresh, TIMEOUT_S).result(PATIENCE_S)
@@ -298,7 +298,7 @@ def test_peer_dead_ends_open_pulls_of_that_peer_alone(peer: Peer, other: Peer, s
     stuck = freeze_with_pull(peer, sink)
     stuck_too = freeze_with_pull(other, sink)
     sink.peer_dead(peer.name)
-    with pytest.raises(TransferFailed, match="gone"):
+    with pytest.raises(TransferFailed, match="has left the cluster"):
         stuck.result(PATIENCE_S)
     assert sink.usage().num_slots == 1
     assert not stuck_too.done()
@@ -312,7 +312,7 @@ def test_a_frozen_peer_that_was_declared_dead_writes_into_nobodys_slot(
 ) -> None:
     stuck = freeze_with_pull(peer, sink)
     sink.peer_dead(peer.name)
-    with pytest.raises(TransferFailed, match="gone"):
+    with pytest.raises(TransferFailed, match="has left the cluster"):
         stuck.result(PATIENCE_S)
     tickets = [other.offer(seed, SHAPE) for seed in range(INBOX_SLOTS)]
     landed = [sink.pull(ticket, TIMEOUT_S).result(PATIENCE_S) for ticket in tickets[:-1]]

@@ -97,7 +97,7 @@ def test_what_others_may_write_to_is_not_loaded(
     (library,) = kept(cache)
     (cache if is_directory else library).chmod(0o770)
     assert load_c_library(source) is None
-    assert "belongs to others" in caplog.text
+    assert "belongs to another user, or other users may write to it" in caplog.text
 
 
 @pytest.mark.parametrize("is_directory", [True, False])

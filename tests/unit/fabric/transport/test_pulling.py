@@ -121,7 +121,7 @@ def test_a_slot_that_was_given_away_meanwhile_is_a_lost_lease(reader: ScriptedRe
     reader.state_of = {0: ReadState.DONE, 1: ReadState.DONE}
     error = error_of(sink.pull(ticket(generation=9), timeout_s=5.0))
     assert isinstance(error, LeaseLost)
-    assert error.message == "encoder-1 gave the slot to something else"
+    assert error.message == "encoder-1 has given the slot to another feature"
     assert sink.usage().used_bytes == 0
 
 
@@ -129,7 +129,7 @@ def test_reads_that_fail_say_of_whom(reader: ScriptedReader, sink: PullingSink) 
     reader.state_of = {0: ReadState.FAILED}
     error = error_of(sink.pull(ticket(), timeout_s=5.0))
     assert isinstance(error, TransferFailed)
-    assert error.message == "reading from encoder-1 failed"
+    assert error.message == "the read from encoder-1 failed"
     reader.is_refusing = True
     assert str(error_of(sink.pull(ticket(), timeout_s=5.0))) == "no way there"
     assert sink.usage().used_bytes == 0
@@ -141,7 +141,7 @@ def test_the_dead_are_disconnected_once_and_only_they(reader: ScriptedReader, si
     dying, living = sink.pull(ticket("encoder-1"), 50.0), sink.pull(ticket("encoder-2"), 50.0)
     reader.wait_for(2)
     sink.peer_dead("encoder-1")
-    assert "encoder-1 is gone" in str(error_of(dying))
+    assert "encoder-1 has left the cluster" in str(error_of(dying))
     assert reader.disconnected == []
     assert sink.usage().quarantined_bytes > 0
     reader.state_of[[source for source, *_ in reader.posted].index("encoder-1")] = ReadState.FAILED
@@ -161,7 +161,7 @@ def test_what_comes_too_late_is_given_up_and_says_how_long_it_took(
     future = sink.pull(ticket(), timeout_s=5.0)
     reader.wait_for(1)
     clock.advance(7.5)
-    assert str(error_of(future)) == "encoder-1 did not deliver within 7.5 s"
+    assert str(error_of(future)) == "encoder-1 did not deliver the feature within 7.5 s"
 
 
 def test_the_transfer_thread_is_named_and_ends_with_the_process(sink: PullingSink) -> None:
@@ -219,14 +219,14 @@ def test_a_bug_in_a_reader_closes_the_sink_and_ends_what_is_open(
     assert reader.is_closed
     assert sink.usage().used_bytes == 0
     (record,) = caplog.records
-    assert record.getMessage() == "the transfer thread failed; its sink is closed"
+    assert record.getMessage() == "the transfer thread failed, and its sink is closed"
     assert record.exc_info is not None
 
 
 def test_sources_of_one_process_have_names_of_their_own() -> None:
     hub, clock = LocalChannelHub(), ManualClock()
     source = LocalFeatureSource(hub, "encoder-1", 4096)
-    with pytest.raises(ValueError, match=r"^source 'encoder-1' exists$"):
+    with pytest.raises(ValueError, match=r"^a feature source 'encoder-1' exists already$"):
         LocalFeatureSource(hub, "encoder-1", 4096)
     sink = LocalFeatureSink(hub, "worker-9", 4096, clock)
     try:
@@ -234,7 +234,7 @@ def test_sources_of_one_process_have_names_of_their_own() -> None:
         slot = source.allocate(64)
         known = source.ticket(slot, (1, 2, 8), "float32", 60.0)
         hub.kill("encoder-1")
-        assert str(error_of(sink.pull(known, 5.0))) == "no source encoder-1 in this process"
+        assert str(error_of(sink.pull(known, 5.0))) == "the feature source encoder-1 does not exist in this process"
     finally:
         sink.close()
 

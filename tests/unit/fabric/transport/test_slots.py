@@ -83,9 +83,9 @@ def test_freeing_an_older_generation_is_a_no_op() -> None:
 def test_a_ticket_must_fit_its_slot() -> None:
     source = SourceMemory("enc", 4096)
     slot = source.allocate(8)
-    with pytest.raises(ValueError, match="is not 8 bytes"):
+    with pytest.raises(ValueError, match="does not have the 8 bytes"):
         source.ticket(slot, (1, 1, 3), "float32", 1.0, b"")
-    with pytest.raises(ValueError, match="not a feature"):
+    with pytest.raises(ValueError, match="a feature can't have shape"):
         source.ticket(slot, (1, 1, 8), "int8", 1.0, b"")
 
 
