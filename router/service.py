@@ -123,9 +123,9 @@ class RouterService:
         """Raises WeftError if the router can serve no more because its heartbeat has ended or its message plane has
         died."""
         if self._heartbeats is not None and self._heartbeats.done():
-            raise WeftError("the router's heartbeat has ended")
+            raise WeftError("the router no longer sends heartbeats, because their task has ended")
         if not self._context.plane.is_alive:
-            raise WeftError("the message plane has died")
+            raise WeftError("the message plane of the router has stopped")
 
     def update_members(self, members: Sequence[Member]) -> None:
         """Takes the directory's current list of members. New members get a heartbeat (which subscribes this router to

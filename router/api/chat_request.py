@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, fi
 
 from fabric.contracts import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from modalities.family import MediaOptions
+from router.api.field_errors import describe_flaw, shown
 from router.router_config import RouterConfig
 
 # ------------------------------------------------------------ the request
@@ -164,7 +165,7 @@ def parse_chat(body: bytes) -> ChatRequest:
         raise _refusal(error) from None
     refuse_unsupported(chat.model_extra or {})
     if chat.top_logprobs and not chat.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        raise InvalidRequest("`top_logprobs` needs `logprobs` to be true", param="top_logprobs")
     if chat.mm_processor_kwargs is not None:
         check_media_kwargs(chat.mm_processor_kwargs)
     return chat
@@ -176,11 +177,11 @@ def _refusal(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']}")
     param = ".".join(map(_quoted, first["loc"])) or None
     if first["type"] == "missing":
-        return InvalidRequest(f"{param} is required", param=param)
+        return InvalidRequest(f"`{param}` is required", param=param)
     if first["type"] == "extra_forbidden":
-        return InvalidRequest(f"{param} is not supported by this server", param=param)
-    subject = "the body" if param is None else param
-    return InvalidRequest(f"{subject}: {first['msg']}", param=param)
+        return InvalidRequest(f"`{param}` is not supported by this server", param=param)
+    first = error.errors(include_url=False)[0]  # The input of a missing field would be a copy of the whole body.
+    return InvalidRequest(describe_flaw(first, "the body" if param is None else f"`{param}`"), param=param)
 
 
 def _quoted(step: int | str) -> str:
@@ -238,23 +239,25 @@ def parts_of(message: ChatMessage, index: int, is_media: Callable[[str], bool] =
     if content is None and message.role == "assistant":
         return ""
     if not isinstance(content, Sequence) or not content:
-        raise InvalidRequest("content must be a string or a non-empty array of parts", param=f"{path}.content")
+        flaw = f"`content` must be a string or a non-empty array of parts, not {shown(content)}"
+        raise InvalidRequest(flaw, param=f"{path}.content")
     return [_part(part, f"{path}.content.{at}", is_media) for at, part in enumerate(content)]
 
 
 def _part(part: object, param: str, is_media: Callable[[str], bool]) -> Part:
     if not isinstance(part, Mapping):
-        raise InvalidRequest("a content part must be an object", param=param)
+        raise InvalidRequest(f"a content part must be an object, not {shown(part)}", param=param)
     kind = part.get("type")
     if kind in ("text", "refusal"):
         text = part.get(kind)
         if not isinstance(text, str):
-            raise InvalidRequest(f"a {kind} part needs a string under `{kind}`", param=param)
+            raise InvalidRequest(f"a `{kind}` part needs a string under `{kind}`, not {shown(text)}", param=param)
         return TextPart(text)
     if not isinstance(kind, str):
-        raise InvalidRequest("a content part needs a string under `type`", param=param)
+        raise InvalidRequest(f"a content part needs a string under `type`, not {shown(kind)}", param=param)
     if kind not in PART_TYPE_TO_MODALITY and not is_media(kind):
-        raise InvalidRequest(f"unknown content part type `{kind[:64]}`", param=param)
+        known = ", ".join(("text", *PART_TYPE_TO_MODALITY))
+        raise InvalidRequest(f"the content part type {shown(kind)} is unknown; known types are {known}", param=param)
     _check_uuid(part, kind, param)
     return MediaPart(kind, part, param, _detail(part, kind, param))
 
@@ -268,9 +271,9 @@ def _detail(part: Mapping[str, object], kind: str, param: str) -> Detail:
     if found is None or found == "auto":
         return "auto"
     if found not in ("low", "high"):
-        raise InvalidRequest("detail must be `auto`, `low` or `high`", param=path)
+        raise InvalidRequest(f"`detail` must be `auto`, `low` or `high`, not {shown(found)}", param=path)
     if found == "low" and PART_TYPE_TO_MODALITY.get(kind) != "image":
-        raise InvalidRequest("only pictures have a `low` detail", param=path)
+        raise InvalidRequest(f"only pictures have a `low` detail; a `{kind}` part takes `auto` or `high`", param=path)
     return "low" if found == "low" else "high"
 
 
@@ -285,11 +288,11 @@ def _check_uuid(part: Mapping[str, object], kind: str, param: str) -> None:
     if uuid is None:
         return
     if not isinstance(uuid, str) or not 0 < len(uuid) <= MAX_UUID_LENGTH:
-        message = f"a uuid must be a string of 1 to {MAX_UUID_LENGTH} characters"
+        message = f"a `uuid` must be a string of 1 to {MAX_UUID_LENGTH} characters, not {shown(uuid)}"
         raise InvalidRequest(message, param=f"{param}.uuid")
     has_medium = bool(set(inner) - {"uuid", "detail"}) if isinstance(value, Mapping) else bool(value)
     if kind in PART_TYPE_TO_MODALITY and not has_medium:
-        raise InvalidRequest("a uuid can't stand in for a medium: its content must be sent", param=param)
+        raise InvalidRequest("a `uuid` can't replace the content of a medium; send the content too", param=param)
 
 
 # ------------------------------------------------------------ how media are sampled
@@ -299,11 +302,13 @@ def check_media_kwargs(kwargs: MediaKwargs) -> None:
     """Raises InvalidRequest for two options that contradict each other."""
     path = "mm_processor_kwargs"
     if kwargs.num_frames is not None and kwargs.fps is not None:
-        raise InvalidRequest(f"{path}: num_frames and fps exclude each other", param=f"{path}.num_frames")
+        raise InvalidRequest("`num_frames` and `fps` exclude each other; send one of them", param=f"{path}.num_frames")
     if kwargs.num_frames is not None and kwargs.max_frames is not None:
-        raise InvalidRequest(f"{path}: num_frames and max_frames exclude each other", param=f"{path}.num_frames")
+        message = "`num_frames` and `max_frames` exclude each other; send one of them"
+        raise InvalidRequest(message, param=f"{path}.num_frames")
     if kwargs.fps is not None and kwargs.sampling not in (None, "fps"):
-        raise InvalidRequest(f"{path}: fps has no part in {kwargs.sampling} sampling", param=f"{path}.fps")
+        message = f"`fps` has no effect on `{kwargs.sampling}` sampling; leave it out, or set `sampling` to `fps`"
+        raise InvalidRequest(message, param=f"{path}.fps")
 
 
 def video_options(defaults: MediaOptions, kwargs: MediaKwargs | None) -> MediaOptions:
@@ -326,41 +331,55 @@ def video_options(defaults: MediaOptions, kwargs: MediaKwargs | None) -> MediaOp
 def check_limits(chat: ChatRequest, config: RouterConfig, vocab_size: int) -> None:
     """Raises ModelNotFound or InvalidRequest if the request exceeds a limit; `param` names the field."""
     if chat.model != config.model_name:
-        raise ModelNotFound(f"the model `{chat.model[:128]}` does not exist", param="model")
+        raise model_not_found(chat.model, config.model_name)
     if chat.num_choices > config.max_num_choices:
-        raise InvalidRequest(f"n may be at most {config.max_num_choices}, not {chat.num_choices}", param="n")
+        raise InvalidRequest(f"`n` must be at most {config.max_num_choices}, not {chat.num_choices}", param="n")
     if len(chat.messages) > config.max_messages:
-        raise InvalidRequest(f"at most {config.max_messages} messages", param="messages")
+        message = f"a request may have at most {config.max_messages} messages, not {len(chat.messages)}"
+        raise InvalidRequest(message, param="messages")
     if chat.priority is not None and chat.priority < config.min_priority:
-        raise InvalidRequest(f"priority may be {config.min_priority} or more, not {chat.priority}", param="priority")
+        raise InvalidRequest(
+            f"`priority` must be at least {config.min_priority}, not {chat.priority}", param="priority"
+        )
     _check_stops(chat, config, vocab_size)
+
+
+def model_not_found(wanted: str, served: str) -> ModelNotFound:
+    """Returns the error for a request of the model `wanted` at a router that serves only the model `served`."""
+    return ModelNotFound(f"the model `{wanted[:128]}` does not exist; this server serves `{served}`", param="model")
 
 
 def _check_stops(chat: ChatRequest, config: RouterConfig, vocab_size: int) -> None:
     stops, stop_ids = chat.stop or [], chat.stop_token_ids or []
     if len(stops) > config.max_stop_strings:
-        raise InvalidRequest(f"at most {config.max_stop_strings} stop strings", param="stop")
-    if any(not stop or len(stop) > config.max_stop_chars for stop in stops):
-        raise InvalidRequest(f"a stop string has 1 to {config.max_stop_chars} characters", param="stop")
+        message = f"`stop` may have at most {config.max_stop_strings} strings, not {len(stops)}"
+        raise InvalidRequest(message, param="stop")
+    wrong = next((len(stop) for stop in stops if not 1 <= len(stop) <= config.max_stop_chars), None)
+    if wrong is not None:
+        message = f"a stop string must have 1 to {config.max_stop_chars} characters, not {wrong}"
+        raise InvalidRequest(message, param="stop")
     if len(stop_ids) > config.max_stop_token_ids:
-        raise InvalidRequest(f"at most {config.max_stop_token_ids} stop token ids", param="stop_token_ids")
-    if any(not 0 <= token_id < vocab_size for token_id in stop_ids):
-        raise InvalidRequest("a stop token id is not in the vocabulary", param="stop_token_ids")
+        message = f"`stop_token_ids` may have at most {config.max_stop_token_ids} ids, not {len(stop_ids)}"
+        raise InvalidRequest(message, param="stop_token_ids")
+    unknown = next((token_id for token_id in stop_ids if not 0 <= token_id < vocab_size), None)
+    if unknown is not None:
+        message = f"a stop token id must be one of 0 to {vocab_size - 1}, not {shown(unknown)}"
+        raise InvalidRequest(message, param="stop_token_ids")
 
 
 def check_context(num_prompt_tokens: int, chat: ChatRequest, max_model_len: int) -> None:
     """Raises ContextLengthExceeded if prompt and answer together do not fit into the context."""
     if num_prompt_tokens >= max_model_len:
         raise ContextLengthExceeded(
-            f"this model's context is {max_model_len} tokens; the prompt has {num_prompt_tokens}, "
-            "and room for one more is needed",
+            f"this model's context is {max_model_len} tokens, but the prompt has {num_prompt_tokens}, and the answer "
+            "needs at least one; shorten the prompt, or send fewer or smaller media",
             param="messages",
         )
     wanted = chat.token_limit
     if wanted is not None and num_prompt_tokens + wanted > max_model_len:
         raise ContextLengthExceeded(
-            f"this model's context is {max_model_len} tokens, but {num_prompt_tokens + wanted} were asked for "
-            f"({num_prompt_tokens} in the prompt, {wanted} to generate)",
+            f"this model's context is {max_model_len} tokens, but the request asks for "
+            f"{num_prompt_tokens + wanted} ({num_prompt_tokens} in the prompt, {wanted} to generate)",
             param="max_tokens" if chat.max_completion_tokens is None else "max_completion_tokens",
         )
 
@@ -388,7 +407,7 @@ def check_shape(body: bytes) -> None:
     if num_separators(body) <= MAX_JSON_VALUES:  # Nearly every body passes here, with separators in strings counted.
         return
     if num_values(body, MAX_JSON_VALUES) > MAX_JSON_VALUES:
-        raise InvalidRequest(f"the body holds more than {MAX_JSON_VALUES} JSON values")
+        raise InvalidRequest(f"the body has more than {MAX_JSON_VALUES} JSON values, which is the limit")
 
 
 def num_separators(body: bytes) -> int:
@@ -494,4 +513,4 @@ def refuse_unsupported(extra: Mapping[str, object]) -> None:
     for name, value in extra.items():
         is_neutral = PARAM_TO_NEUTRAL.get(name)
         if is_neutral is not None and not is_neutral(value):
-            raise InvalidRequest(f"{name} is not supported by this server", param=name)
+            raise InvalidRequest(f"`{name}` is not supported by this server", param=name)

@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from fabric.contracts import Aborted, ModelNotFound, WeftError, mint_request_id
+from fabric.contracts import Aborted, WeftError, mint_request_id
 from router.api import (
     DONE,
     ChoiceText,
@@ -30,6 +30,7 @@ from router.api import (
     envelope,
     error_event,
     http_error,
+    model_not_found,
     model_object,
 )
 from router.edge.connection import (
@@ -85,7 +86,7 @@ async def route_error(request: Request, error: Exception) -> Response:
 
 async def internal_error(request: Request, error: Exception) -> Response:
     """Answers for a handler that failed. The server logs the trace; the client gets only the class of the error."""
-    answer = http_error(WeftError(f"internal error ({type(error).__name__})"))
+    answer = http_error(WeftError(f"an internal error occurred ({type(error).__name__})"))
     headers = answer.headers | echo(request)
     return Response(answer.body, answer.status, media_type="application/json", headers=headers)
 
@@ -177,7 +178,7 @@ class HttpEdge:
     async def model(self, request: Request) -> Response:
         name = request.path_params["model_id"]
         if name != self._service.config.model_name:
-            error = ModelNotFound(f"the model `{name[:128]}` does not exist", param="model")
+            error = model_not_found(name, self._service.config.model_name)
             return self._refusal(request, error, echo(request))
         return answer_json(request, self._model())
 
@@ -209,7 +210,8 @@ class HttpEdge:
         name = str(request.path_params["request_id"]).removeprefix("chatcmpl-")
         trace = self._service.traces.get(name)
         if trace is None:
-            body = envelope("no such recent request", 404, "not_found", "request_id")
+            message = f"this router has no trace of the request `{name[:128]}`; it keeps those of its latest requests"
+            body = envelope(message, 404, "not_found", "request_id")
             return Response(body, 404, media_type="application/json", headers=echo(request))
         return answer_json(request, trace.to_json())
 
@@ -337,4 +339,4 @@ class EventStream(Response):
             async with asyncio.timeout(self._write_timeout_s):
                 await send({"type": "http.response.body", "body": data, "more_body": not is_last})
         except TimeoutError:
-            raise Aborted("the client reads nothing") from None
+            raise Aborted(f"the client has read nothing for {self._write_timeout_s:g} s") from None

@@ -28,7 +28,7 @@ from fabric.contracts import (
     WeftError,
     enter_request,
 )
-from router.api import status_of
+from router.api import shown, status_of
 from router.run import RequestStream
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, reserve: Cal
     raises."""
     declared = _content_length(scope)
     if declared is not None and declared > max_bytes:
-        raise BodyTooLarge(f"the body has {declared} bytes, the limit is {max_bytes}")
+        raise BodyTooLarge(f"the body has {declared} bytes, but the limit is {max_bytes}")
     body = bytearray()  # A list of small pieces would take many times the memory of their bytes.
     while True:
         message = await receive()
@@ -59,7 +59,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int, reserve: Cal
             raise Aborted("the client left while it sent its request")
         piece = message.get("body", b"")
         if len(body) + len(piece) > max_bytes:
-            raise BodyTooLarge(f"the body has more than {max_bytes} bytes")
+            raise BodyTooLarge(f"the body has more than {max_bytes} bytes, which is the limit")
         reserve(len(piece))
         body += piece
         if not message.get("more_body", False):
@@ -70,7 +70,10 @@ def _content_length(scope: Scope) -> int | None:
     for name, value in scope["headers"]:
         if name == b"content-length":
             if not value.isdigit() or len(value) > MAX_LENGTH_DIGITS:
-                raise InvalidRequest("Content-Length is not a number")
+                text = shown(value.decode("ascii", "backslashreplace"))
+                raise InvalidRequest(
+                    f"Content-Length must be a number of at most {MAX_LENGTH_DIGITS} digits, not {text}"
+                )
             return int(value)
     return None
 
@@ -198,12 +201,14 @@ def note_failure(scope: Scope, error: WeftError) -> None:
     _note(scope, code=error.code)
     status = status_of(error)
     if isinstance(error, RequestRefused | Aborted | Draining):
-        logger.info("refused with %d %s at %s", status, error.code, error.param or "no part in particular")
+        logger.info("the request ended with status %d, code %s, param %s", status, error.code, error.param or "none")
         logger.debug("%s", error.message)
     elif isinstance(error, Busy | Unavailable):
-        logger.warning("refused with %d %s: %s", status, error.code, error.message)
+        logger.warning("the request was refused with status %d, code %s: %s", status, error.code, error.message)
     else:
-        logger.error("failed with %d %s: %s", status, error.code, error.message, exc_info=error)
+        logger.error(
+            "the request failed with status %d, code %s: %s", status, error.code, error.message, exc_info=error
+        )
 
 
 def note_answer(scope: Scope, stream: RequestStream) -> None:

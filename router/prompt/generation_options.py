@@ -19,7 +19,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits
 
 from fabric.contracts import InvalidRequest, SamplingParams, StopConditions
-from router.api import ChatRequest
+from router.api import ChatRequest, shown
 
 # ------------------------------------------------------------ sampling and stops
 
@@ -51,7 +51,8 @@ def stop_conditions(
     max_tokens = room if chat.token_limit is None else chat.token_limit
     min_tokens = chat.min_tokens or 0
     if min_tokens > max_tokens:
-        raise InvalidRequest(f"min_tokens ({min_tokens}) is above the limit of {max_tokens} tokens", param="min_tokens")
+        message = f"`min_tokens` must be at most {max_tokens}, the limit of generated tokens, not {min_tokens}"
+        raise InvalidRequest(message, param="min_tokens")
     return StopConditions(
         max_tokens=max_tokens,
         eos_token_ids=tuple(eos_token_ids),
@@ -65,7 +66,8 @@ def _biases(logit_bias: Mapping[str, float], vocab_size: int) -> dict[int, float
     biases: dict[int, float] = {}
     for name, bias in logit_bias.items():
         if not (name.isascii() and name.isdigit() and len(name) < 10 and int(name) < vocab_size):
-            raise InvalidRequest(f"logit_bias: {name[:32]!r} is no token id of this model", param="logit_bias")
+            message = f"a key of `logit_bias` must be a token id of 0 to {vocab_size - 1}, not {shown(name)}"
+            raise InvalidRequest(message, param="logit_bias")
         biases[int(name)] = bias
     return biases
 
@@ -89,7 +91,9 @@ def grammar_of(chat: ChatRequest) -> str:
     if not asked:
         return ""
     if len(asked) > 1:
-        raise InvalidRequest(f"only one of these can be honoured: {', '.join(asked)}", param=list(asked)[1])
+        names = ", ".join(f"`{name}`" for name in asked)
+        message = f"only one field may ask for structured output, but the request has {names}"
+        raise InvalidRequest(message, param=list(asked)[1])
     ((param, (kind, value)),) = asked.items()
     builders = {"json": _of_schema, "regex": _of_regex, "choice": _of_choice}
     grammar = builders[kind](value, param)
@@ -109,11 +113,14 @@ def _of_response_format(chat: ChatRequest) -> Asked:
     if form.get("type") == "json_object":
         return {"response_format": ("json", JSON_OBJECT)}
     if form.get("type") != "json_schema":
-        raise InvalidRequest("response_format: type is text, json_object or json_schema", param="response_format.type")
+        kinds = "`text`, `json_object` or `json_schema`"
+        message = f"the `type` of `response_format` must be {kinds}, not {shown(form.get('type'))}"
+        raise InvalidRequest(message, param="response_format.type")
     described = form.get("json_schema")
     schema = described.get("schema") if isinstance(described, Mapping) else None
     if schema is None:
-        raise InvalidRequest("response_format: a schema is required", param="response_format.json_schema.schema")
+        param = "response_format.json_schema.schema"
+        raise InvalidRequest(f"`{param}` is required if the type is `json_schema`", param=param)
     return {"response_format.json_schema.schema": ("json", schema)}
 
 
@@ -121,9 +128,8 @@ def _of_structured_outputs(chat: ChatRequest) -> Asked:
     given = {name: value for name, value in (chat.structured_outputs or {}).items() if value not in (None, False)}
     unknown = sorted(given.keys() - set(KINDS))
     if unknown:
-        raise InvalidRequest(
-            f"structured_outputs: {unknown[0][:64]} is not supported", param=f"structured_outputs.{unknown[0][:64]}"
-        )
+        param = f"structured_outputs.{unknown[0][:64]}"
+        raise InvalidRequest(f"`{param}` is not supported by this server; it takes {', '.join(KINDS)}", param=param)
     return {
         f"structured_outputs.{name}": ("json", JSON_OBJECT) if name == "json_object" else (name, value)
         for name, value in given.items()
@@ -146,9 +152,11 @@ def _of_schema(schema: object, param: str) -> str:
         try:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError):
-            raise InvalidRequest(f"{param} is not JSON", param=param) from None
+            raise InvalidRequest(
+                f"the text of `{param}` must be a JSON schema, but it is not valid JSON", param=param
+            ) from None
     if not isinstance(schema, dict):
-        raise InvalidRequest(f"{param} has to be a JSON schema (an object)", param=param)
+        raise InvalidRequest(f"`{param}` must be a JSON schema, which is an object, not {shown(schema)}", param=param)
     _check_shape(schema, param)
     # Clients may not set options of the library.
     text = json.dumps({key: value for key, value in schema.items() if key != "x-guidance"})
@@ -159,16 +167,16 @@ def _of_schema(schema: object, param: str) -> str:
 def _of_regex(regex: object, param: str) -> str:
     """Returns the grammar of a regular expression that matches the whole text, whether or not it is anchored."""
     if not isinstance(regex, str) or not regex:
-        raise InvalidRequest(f"{param} has to be a regular expression", param=param)
+        raise InvalidRequest(f"`{param}` must be a regular expression, not {shown(regex)}", param=param)
     _check_size(regex, param)
     return LLMatcher.grammar_from_regex(regex)
 
 
 def _of_choice(choices: object, param: str) -> str:
     if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
-        raise InvalidRequest(f"{param} has to be a list of strings, none of them empty", param=param)
+        raise InvalidRequest(f"`{param}` must be a non-empty list of strings, none of them empty", param=param)
     if len(choices) > MAX_CHOICES:
-        raise InvalidRequest(f"{param}: at most {MAX_CHOICES} choices", param=param)
+        raise InvalidRequest(f"`{param}` may have at most {MAX_CHOICES} choices, not {len(choices)}", param=param)
     if sum(map(len, choices)) > MAX_GRAMMAR_BYTES:
         raise _too_large(param)
     lark = "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
@@ -183,13 +191,13 @@ def _check_size(text: str, param: str) -> None:
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:
-        raise InvalidRequest(f"{param} is not valid Unicode (a lone surrogate)", param=param) from None
+        raise InvalidRequest(f"`{param}` is not valid Unicode: it has a lone surrogate", param=param) from None
     if num_bytes > MAX_GRAMMAR_BYTES:
-        raise InvalidRequest(f"{param} has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES}", param=param)
+        raise InvalidRequest(f"`{param}` may have at most {MAX_GRAMMAR_BYTES} bytes, not {num_bytes}", param=param)
 
 
 def _too_large(param: str) -> InvalidRequest:
-    return InvalidRequest(f"{param} has more than {MAX_GRAMMAR_BYTES} bytes", param=param)
+    return InvalidRequest(f"`{param}` has more than {MAX_GRAMMAR_BYTES} bytes, which is the limit", param=param)
 
 
 def _check_shape(schema: object, param: str) -> None:
@@ -209,7 +217,9 @@ def _check_shape(schema: object, param: str) -> None:
         ]
         if not level:
             return
-    raise InvalidRequest(f"{param} is nested more than {MAX_SCHEMA_DEPTH} deep", param=param)
+    raise InvalidRequest(
+        f"the schema in `{param}` is nested more than {MAX_SCHEMA_DEPTH} levels deep, which is the limit", param=param
+    )
 
 
 def _check(grammar: str, param: str) -> None:
@@ -217,4 +227,4 @@ def _check(grammar: str, param: str) -> None:
     if is_error:
         lines = [line.strip() for message in messages for line in message.splitlines()]
         reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
-        raise InvalidRequest(f"{param} is not supported: {reason[:300]}", param=param)
+        raise InvalidRequest(f"`{param}` is not supported by this server: {reason[:300]}", param=param)

@@ -163,7 +163,8 @@ class PromptBuilder:
         parts = [part for content in contents if not isinstance(content, str) for part in content]
         media = [part for part in parts if isinstance(part, MediaPart)]
         if len(media) > self._config.max_media_items:
-            raise InvalidRequest(f"at most {self._config.max_media_items} media in one request", param="messages")
+            message = f"a request may have at most {self._config.max_media_items} media, not {len(media)}"
+            raise InvalidRequest(message, param="messages")
         kwargs = chat.mm_processor_kwargs
         probed = await self._reader.read(media, None if kwargs is None else kwargs.use_audio_in_video)
         grammar = await self._threads.run(Work.GRAMMAR, grammar_of, chat) if chat.is_structured else ""

@@ -26,7 +26,7 @@ from fabric.contracts import InvalidMedia, InvalidRequest, MediaItem, Unsupporte
 from modalities.family import DEFAULT_OPTIONS, AudioHeader, Family, ItemPlan, MediaHeader, MediaOptions, VideoHeader
 from modalities.media import MediaLimits, ModalityPlugin, ReadsFirstBytes, plan_media
 from modalities.registry import Registry
-from router.api import PART_TYPE_TO_MODALITY, MediaPart
+from router.api import PART_TYPE_TO_MODALITY, MediaPart, shown
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,11 +87,17 @@ class MediaReader:
         InvalidRequest for an unknown part type."""
         plugin = self._registry.modality_of_part(part.part_type)
         if plugin is None and part.part_type not in PART_TYPE_TO_MODALITY:
-            raise InvalidRequest(f"unknown content part type `{part.part_type[:64]}`", param=part.param)
+            raise InvalidRequest(f"the content part type {shown(part.part_type)} is unknown", param=part.param)
         if plugin is None or self.max_items.get(plugin.modality, 0) < 1:
             modality = PART_TYPE_TO_MODALITY[part.part_type] if plugin is None else plugin.modality
-            raise UnsupportedModality(f"{self._model_name} takes no {modality} input", param=part.param)
+            raise self._unsupported(modality, part.param)
         return plugin
+
+    def _unsupported(self, modality: str, param: str) -> UnsupportedModality:
+        taken = ", ".join(["text", *(name for name, most in self.max_items.items() if most > 0)])
+        return UnsupportedModality(
+            f"the model `{self._model_name}` takes no {modality} input on this server; it takes {taken}", param=param
+        )
 
     # ------------------------------------------------------------ types and counts
 
@@ -108,8 +114,9 @@ class MediaReader:
             counts[modality] += 1
             most = self.max_items[modality]
             if counts[modality] > most:
-                tracks = ", the sound tracks of videos among them" if probed else ""
-                raise InvalidRequest(f"at most {most} {modality} items in one request{tracks}", param=part)
+                tracks = ", the sound tracks of videos included" if probed else ""
+                message = f"a request may have at most {most} {modality} {'item' if most == 1 else 'items'}{tracks}"
+                raise InvalidRequest(message, param=part)
 
     # ------------------------------------------------------------ headers
 
@@ -139,7 +146,7 @@ class MediaReader:
         takes_sound = self.max_items.get(SOUND, 0) > 0
         if wanted and not takes_sound:
             path = "mm_processor_kwargs.use_audio_in_video"
-            raise UnsupportedModality(f"{self._model_name} takes no {SOUND} input", param=path)
+            raise self._unsupported(SOUND, path)
         return takes_sound if wanted is None else wanted
 
     def _sound(self, medium: ProbedMedium) -> AudioHeader | None:

@@ -133,7 +133,7 @@ class Attempt:
         except TimeoutError:
             if self._is_settling:
                 return None
-            raise DeadlineExceeded(f"no answer within {limit_s:g} s") from None
+            raise DeadlineExceeded(f"the attempt to answer the request has not ended within {limit_s:g} s") from None
         finally:
             self._deadline = None
 

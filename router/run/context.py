@@ -159,7 +159,9 @@ class Admission:
         if self.is_closed:
             raise Draining("the cluster is stopping and takes no new requests", retry_after_s=self._retry_after_s)
         if self.num_in_flight >= self._max_in_flight:
-            message = f"{self.num_in_flight} requests are in flight, the most this router takes"
+            message = (
+                f"{self.num_in_flight} requests are in flight, and this router takes at most {self._max_in_flight}"
+            )
             raise Overloaded(message, retry_after_s=self._retry_after_s)
         self.num_in_flight += 1
         return Ticket(self, mint_request_id())
@@ -167,7 +169,12 @@ class Admission:
     def take_bytes(self, num_bytes: int) -> None:
         """Counts bytes of a body; tickets call it. Raises Overloaded if all bodies together exceed the budget."""
         if self.bodies_bytes + num_bytes > self._max_bodies_bytes:
-            raise Overloaded("too many bytes of requests are in flight", retry_after_s=self._retry_after_s)
+            total_bytes = self.bodies_bytes + num_bytes
+            raise Overloaded(
+                f"the bodies in flight would have {total_bytes} bytes, and this router takes at most "
+                f"{self._max_bodies_bytes}",
+                retry_after_s=self._retry_after_s,
+            )
         self.bodies_bytes += num_bytes
 
     def give_back(self, ticket: Ticket) -> None:

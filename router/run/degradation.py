@@ -164,7 +164,10 @@ class Setbacks:
         if isinstance(error, EncoderLost):
             self._lost_encoders.add(encoder_id)
         if len(self._lost_encoders) >= NUM_ENCODERS_TO_BLAME:
-            raise EncodeFailed(f"it was given up: {len(self._lost_encoders)} encoders were lost while they encoded it")
+            message = (
+                f"{len(self._lost_encoders)} encoders were lost while they encoded the medium, so it is not tried again"
+            )
+            raise EncodeFailed(message)
 
     def worker_refused(self, worker_id: MemberId) -> None:
         """Records that an encoder refused the request at once because the worker is backed up. An encoding that was
@@ -187,7 +190,11 @@ class Setbacks:
     @property
     def is_to_blame(self) -> bool:
         """Tells whether the request is considered the cause of what happened to its workers."""
-        return sum(isinstance(error, WorkerLost) for error in self._losses) >= NUM_WORKERS_TO_BLAME
+        return self._num_lost_workers >= NUM_WORKERS_TO_BLAME
+
+    @property
+    def _num_lost_workers(self) -> int:
+        return sum(isinstance(error, WorkerLost) for error in self._losses)
 
     @property
     def is_only_busy(self) -> bool:
@@ -198,7 +205,9 @@ class Setbacks:
         """Returns the error that the client gets when there will be no further attempt; returns `default` if no attempt
         was lost."""
         if self.is_to_blame:
-            message = f"the request was given up: {len(self._losses)} workers were lost while they served it"
+            message = (
+                f"{self._num_lost_workers} workers were lost while they served the request, so it is not tried again"
+            )
             return EngineFailed(message)
         last = self._losses[-1] if self._losses else default
         assert last is not None, "a request that has lost nothing is not given up"

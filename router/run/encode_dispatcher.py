@@ -138,7 +138,9 @@ class EncodeDispatcher:
         hash_to_index = {item.mm_hash: item.index for item in reversed(self._prompt.media) if item.mm_hash in hashes}
         wanted = sorted(index for index in hash_to_index.values() if index not in coming)
         if wanted:
-            self._again(wanted, NoCapacity(f"no encoder is there for units that are needed again ({message.reason})"))
+            self._again(
+                wanted, NoCapacity(f"no encoder is available for units that the worker needs ({message.reason})")
+            )
 
     def encoder_left(self, encoder_id: MemberId) -> None:
         """Ends the calls to an encoder as lost, because the directory no longer lists the encoder (a frozen process
@@ -171,7 +173,10 @@ class EncodeDispatcher:
         was requested again. Raises an error that ends the attempt for a reason other than the encoder."""
         error.param = error.param or self._prompt.media[item.index].part
         if isinstance(error, Aborted):  # The router's lease had expired at the encoder, which itself is healthy.
-            self._again((item.index,), TargetGone(f"{encoder_id} gave the attempt up"))
+            self._again(
+                (item.index,),
+                TargetGone(f"{encoder_id} has aborted the attempt because the lease of its router has expired"),
+            )
             return None
         # The encoder noticed before this router that the worker has left; the encoder is not at fault.
         if isinstance(error, WorkerLost):
@@ -218,7 +223,9 @@ class EncodeDispatcher:
             raise cause
         spent = next((index for index in items if self._num_encodes[index] - self._num_refusals[index] >= most), None)
         if spent is not None:
-            message = f"its feature could not be delivered in {most} tries ({cause.code})"
+            message = (
+                f"the feature of the medium was not delivered in {most} tries; the last one failed with {cause.code}"
+            )
             self._give_up((spent,), EncodeFailed(message))
         query, now = self._dispatch.query(), self._context.clock.now()
         try:
@@ -282,6 +289,6 @@ class EncodeDispatcher:
             await asyncio.wait([call], timeout=limit_s)
             if call.done():  # An answer that has arrived counts, even if this loop reaches it late.
                 return call.result()
-            raise DeadlineExceeded(f"its encoder has not answered within {limit_s:g} s")
+            raise DeadlineExceeded(f"the encoder {encoder_id} has not answered within {limit_s:g} s")
         finally:
             call.cancel()

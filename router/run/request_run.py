@@ -182,8 +182,8 @@ class RequestRun:
         """Logs an error that no part of the router expects, and ends the stream with it. Call it where the error was
         caught."""
         name = self.stream.request_id
-        logger.exception("request %s broke", name, extra={"request_id": name})
-        self.stream.fail(WeftError(f"internal error ({type(error).__name__})"))
+        logger.exception("request %s failed with an unexpected exception", name, extra={"request_id": name})
+        self.stream.fail(WeftError(f"an internal error occurred ({type(error).__name__})"))
 
     def _conclude(self) -> None:
         """Ends everything that the request holds, once, however its task ended: also if the task was cancelled before
@@ -219,7 +219,8 @@ class RequestRun:
                 number += 1  # A number that a member has seen is never used again.
                 self._setbacks.attempt_lost(error, isinstance(error, Busy) or not attempt.lacks_encoder)
                 self._context.metrics.attempts.labels(error.code).inc()
-                logger.warning("request %s: attempt %d ended: %s", self.stream.request_id, number, error.message)
+                request_id, failed = attempt.attempt_id
+                logger.warning("attempt %d of request %s failed: %s", failed, request_id, error.message)
         raise self._setbacks.verdict()
 
     def _make_attempt(self, number: int) -> Attempt:
@@ -283,12 +284,14 @@ class RequestRun:
 
     def _end_as_reported(self, index: int, ending: ChoiceResult | None, worker_id: MemberId) -> None:
         if ending is None:
-            raise ProtocolError(f"{worker_id} ended without a word on choice {index}")
+            raise ProtocolError(f"{worker_id} has ended the attempt without the end of choice {index}")
         if ending.finish_reason == "abort":
-            raise TargetGone(f"{worker_id} gave the attempt up")
+            raise TargetGone(f"{worker_id} has aborted the attempt because the lease of its router has expired")
         choice = self.stream.choices[index]
         if ending.num_tokens < choice.num_tokens:
-            raise ProtocolError(f"{worker_id} counts {ending.num_tokens} tokens, but sent {choice.num_tokens}")
+            raise ProtocolError(
+                f"{worker_id} reports {ending.num_tokens} tokens of choice {index}, but has sent {choice.num_tokens}"
+            )
         text = choice.end(ending.num_tokens, ending.finish_reason)
         if choice.is_finished:
             self.stream.write(index, text)
@@ -300,7 +303,7 @@ class RequestRun:
         turn."""
         is_released = self._wait is not None
         if not is_released and self._left_to_wait_s > 0 and self._gate.must_wait(self._age):
-            await self._stand_in_line("others that came before")
+            await self._stand_in_line("requests that have waited longer are served first")
 
     async def _await_capacity(self, error: WeftError) -> None:
         """Waits until the members that the prompt needs are there, for what is left of `capacity_wait_s`. Raises the

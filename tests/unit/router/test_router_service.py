@@ -224,7 +224,7 @@ async def test_sampling_parameters_reach_the_worker_as_they_were_meant() -> None
 
 async def test_no_request_is_more_urgent_than_the_operator_allows() -> None:
     async with fake_cluster(min_priority=-1) as cluster:
-        with pytest.raises(InvalidRequest, match="priority may be -1 or more, not -2") as refused:
+        with pytest.raises(InvalidRequest, match="`priority` must be at least -1, not -2") as refused:
             await cluster.service.open(chat("x", priority=-2))
         assert refused.value.param == "priority"
         for allowed in (-1, 0, 5, None):

@@ -151,7 +151,7 @@ async def test_a_bug_that_a_frame_meets_ends_its_request_and_no_other(caplog: py
         frames = [TokenFrame(stream.request_id, 0, 0, 4, (ord("x"),)) for stream in (broken, healthy)]
         cluster.service._handle(TokenFrames(worker.member_id, tuple(frames)))
         assert healthy.choices[0].num_tokens == 5, "the frame behind the broken one arrives"
-        with pytest.raises(WeftError, match="internal error \\(IndexError\\)"):
+        with pytest.raises(WeftError, match="an internal error occurred \\(IndexError\\)"):
             await read(broken)
         await settled(lambda: AbortAttempt(broken.request_id, 0) in worker.aborted)
         (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
