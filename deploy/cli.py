@@ -44,20 +44,32 @@ def main(argv: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="weft", description="Serves multimodal models, the encoders on devices of their own."
+        prog="weft", description="Serves multimodal models, with encoders on devices of their own."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="start a cluster on this machine and serve until interrupted")
-    serve.add_argument("--config", type=Path, help="YAML file (default: deploy/configs/laptop.yaml)")
-    serve.add_argument("--model", type=Path, help="transformers model directory (default: the demo model)")
-    serve.add_argument("--host", help="address to listen on")
-    serve.add_argument("--port", type=int, help="port to listen on; 0 picks a free one")
-    serve.add_argument("--log-level", choices=["debug", "info", "warning", "error"], help="what is logged")
-    serve.add_argument("--log-format", choices=["text", "json"], help="for people or for machines")
-    serve.add_argument("--log-to", choices=["files", "terminal"], help="a file for each process, or this terminal")
-    serve.add_argument("--log-dir", type=Path, help="where a folder for this run's files is made")
-    serve.add_argument("--in-process", action="store_true", help="one process, without Ray")
+    serve = commands.add_parser("serve", help="starts a cluster on this machine and serves until it is interrupted")
+    serve.add_argument(
+        "--config", type=Path, help="reads the config from this YAML file (default: deploy/configs/laptop.yaml)"
+    )
+    serve.add_argument(
+        "--model", type=Path, help="serves the transformers model in this directory (default: the demo model)"
+    )
+    serve.add_argument("--host", help="listens on this address")
+    serve.add_argument("--port", type=int, help="listens on this port; 0 picks a free one")
+    serve.add_argument(
+        "--log-level", choices=["debug", "info", "warning", "error"], help="logs lines from this level on"
+    )
+    serve.add_argument(
+        "--log-format", choices=["text", "json"], help="writes log lines for people (text) or for machines (json)"
+    )
+    serve.add_argument(
+        "--log-to",
+        choices=["files", "terminal"],
+        help="writes one log file for each process, or all lines to this terminal",
+    )
+    serve.add_argument("--log-dir", type=Path, help="makes the folder for the log files of this run here")
+    serve.add_argument("--in-process", action="store_true", help="runs the whole cluster in one process, without Ray")
     # The supervisor passes this option to the server that it starts.
     serve.add_argument("--supervised", type=int, help=argparse.SUPPRESS)
     # The supervisor runs this command after a server that was killed or failed.
@@ -65,25 +77,28 @@ def _parser() -> argparse.ArgumentParser:
     serve.set_defaults(run=_serve)
 
     check = commands.add_parser(
-        "check", help="validate a config file, say what is wrong with line and key, print the memory that it takes"
+        "check",
+        help="checks a config file: names every problem with its line and key, and prints the memory of each process",
     )
-    check.add_argument("file", type=Path)
+    check.add_argument("file", type=Path, help="is the YAML file to check")
     check.set_defaults(run=_check)
 
-    bench = commands.add_parser("bench", help="run a benchmark")
-    bench.add_argument("name", help="which one; 'all' runs every one, 'list' lists them")
+    bench = commands.add_parser("bench", help="runs a benchmark")
+    bench.add_argument("name", help="names the benchmark; 'all' runs every one, and 'list' lists them")
     bench.add_argument(
-        "--json", action="store_true", help="print the bars as JSON and nothing else; the table goes to standard error"
+        "--json", action="store_true", help="prints only the bars, as JSON; the table goes to standard error"
     )
-    bench.add_argument("options", nargs=argparse.REMAINDER, help="the bench's own; see weft bench NAME --help")
+    bench.add_argument(
+        "options", nargs=argparse.REMAINDER, help="are passed to the benchmark; `weft bench NAME --help` lists them"
+    )
     bench.set_defaults(run=_bench)
 
-    demo = commands.add_parser("demo", help="ask a running cluster ten questions about media drawn on the spot")
-    demo.add_argument("--url", default="http://127.0.0.1:8000", help="of the cluster")
-    demo.add_argument("--seed", type=int, default=0, help="other seeds draw other media")
+    demo = commands.add_parser("demo", help="asks a running cluster ten questions about media that it draws")
+    demo.add_argument("--url", default="http://127.0.0.1:8000", help="is the URL of the cluster")
+    demo.add_argument("--seed", type=int, default=0, help="seeds the random numbers; other seeds draw other media")
     demo.set_defaults(run=_demo)
 
-    version = commands.add_parser("version", help="print the version")
+    version = commands.add_parser("version", help="prints the version")
     version.set_defaults(run=_version)
     return parser
 
@@ -134,7 +149,7 @@ def _serve(arguments: argparse.Namespace) -> int:
 def _serve_on_ray(config: ClusterConfig, lifeline: Lifeline) -> None:
     from deploy.ray.runtime import run_cluster
 
-    print(f"weft: starting the cluster; {where_logs_are(config.logging)} ...", flush=True)
+    print(f"weft: the cluster is starting; {where_logs_are(config.logging)} ...", flush=True)
     with run_cluster(config, temp_dir=Path(tempfile.gettempdir())) as cluster:
         lifeline.tell_ready()
         print(banner(cluster.url, cluster.model_name), flush=True)
@@ -147,7 +162,7 @@ def _serve_on_ray(config: ClusterConfig, lifeline: Lifeline) -> None:
 async def _serve_in_process(config: ClusterConfig, lifeline: Lifeline) -> None:
     from deploy.local import serving
 
-    print(f"weft: starting in one process; {where_logs_are(config.logging)} ...", flush=True)
+    print(f"weft: the cluster is starting in one process; {where_logs_are(config.logging)} ...", flush=True)
     async with serving(config) as (cluster, port):
         freeze_what_lives()
         lifeline.tell_ready()
@@ -159,7 +174,8 @@ async def _serve_in_process(config: ClusterConfig, lifeline: Lifeline) -> None:
 
 
 def _say_stopping(config: ClusterConfig) -> None:
-    print(f"weft: draining, {config.server.drain_s:g} s at most; a second signal ends at once ...", flush=True)
+    limit = f"for at most {config.server.drain_s:g} s"
+    print(f"weft: the cluster finishes its requests {limit}; a second signal ends it at once ...", flush=True)
 
 
 def apply_overrides(config: ClusterConfig, key_to_value: Mapping[tuple[str, str], object]) -> ClusterConfig:
@@ -176,7 +192,7 @@ def banner(url: str, model_name: str) -> str:
     """Returns the text that a user sees when the cluster is ready: the URL of the cluster and one command to try."""
     body = f'{{"model": "{model_name}", "max_tokens": 32, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
     return (
-        f"weft: ready at {url} (model {model_name})\n\n"
+        f"weft: the cluster is ready at {url} (model {model_name})\n\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         f"    -d '{body}'\n"
     )
@@ -186,7 +202,7 @@ def _check(arguments: argparse.Namespace) -> int:
     try:
         text = arguments.file.read_text()
     except OSError as error:
-        print(f"weft: cannot read {arguments.file}: {error.strerror}", file=sys.stderr)
+        print(f"weft: the config file {arguments.file} can't be read: {error.strerror}", file=sys.stderr)
         return 1
     config, problems = check_config(text)
     for problem in problems:
@@ -197,14 +213,14 @@ def _check(arguments: argparse.Namespace) -> int:
     counts = ", ".join(f"{replicas} {name}" for name, replicas in parts.items())
     budget, why_not = check_budget(config)
     if budget is None:
-        print(f"{arguments.file}: ok ({counts} replicas)")
-        print(f"memory: not computed, the model can't be read: {why_not}")
+        print(f"{arguments.file}: the config is valid ({counts} replicas)")
+        print(f"the memory is not computed, because the model can't be read: {why_not}")
         return 0
     print("\n".join(budget_lines(budget)))
     for shortfall in budget.problems:
         print(f"{arguments.file}: {shortfall}", file=sys.stderr)
     if not budget.problems:
-        print(f"{arguments.file}: ok ({counts} replicas)")
+        print(f"{arguments.file}: the config is valid ({counts} replicas)")
     return 1 if budget.problems else 0
 
 

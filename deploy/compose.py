@@ -60,7 +60,9 @@ def resolve_model_dir(config: ClusterConfig) -> Path:
         return demo_checkpoint()
     directory = config.model.path
     if not (directory / "config.json").is_file():
-        raise ConfigError(f"model.path {directory} has no config.json: not a transformers model directory")
+        raise ConfigError(
+            f"model.path is {directory}, which is not a transformers model directory: it has no config.json"
+        )
     return directory
 
 

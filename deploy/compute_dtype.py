@@ -41,7 +41,7 @@ def with_dtype(config: ClusterConfig, model_dir: Path) -> ClusterConfig:
     is_emulated = devices <= {"cpu"} and stored in DTYPE_TO_FLAGS and not DTYPE_TO_FLAGS[stored] & flags
     dtype = "float32" if is_emulated else stored
     if is_emulated:
-        logger.info("the %s weights are computed in float32: this processor has no products of %s", stored, stored)
+        logger.info("Weft computes in float32, because this processor has no instructions for products of %s", stored)
     return config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
 
 

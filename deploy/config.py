@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from encoder_pool.encoder_config import DecodeLimits, EncoderConfig
 from fabric.contracts import ConfigError
@@ -26,6 +27,7 @@ from modalities.family import MediaOptions
 from modalities.media import MediaLimits
 from modalities.probing import ProbeLimits
 from modalities.registry import REGISTRY
+from router.api import describe_flaw, shown
 from router.planning import PlannerSettings
 from router.router_config import RouterConfig
 
@@ -40,7 +42,8 @@ def parse_bytes(value: object) -> object:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
     if match is None or match[2] not in _UNITS:
-        raise ValueError(f"not a size: {value!r} (write a number of bytes or e.g. 512MiB)")
+        units = ", ".join(unit for unit in _UNITS if unit)
+        raise ValueError(f"{value!r} is not a size; write a number of bytes, or a number with a unit ({units})")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
@@ -126,7 +129,7 @@ class RouterSection(_Section):
 
 def _check_modality(name: str) -> str:
     if not REGISTRY.has_modality(name):
-        raise ValueError(f"unknown modality {name!r}; known are {', '.join(REGISTRY.modalities)}")
+        raise ValueError(f"the modality {name!r} is unknown; known modalities are {', '.join(REGISTRY.modalities)}")
     return name
 
 
@@ -250,7 +253,9 @@ class SpeculationSection(_Section):
     @model_validator(mode="after")
     def _check_order(self) -> SpeculationSection:
         if self.min_ngram > self.max_ngram:
-            raise ValueError(f"min_ngram is {self.min_ngram}, max_ngram {self.max_ngram}")
+            raise ValueError(
+                f"min_ngram is {self.min_ngram}, but it must be at most max_ngram, which is {self.max_ngram}"
+            )
         return self
 
 
@@ -340,12 +345,12 @@ class ClusterConfig(_Section):
         for name, section in (("encoders", self.encoders), ("workers", self.workers)):
             gpus = section.gpus_per_replica
             if section.device == "cuda" and gpus == 0:
-                raise ValueError(f"{name}: device is cuda but gpus_per_replica is 0")
+                raise ValueError(f"{name}.device is cuda, but {name}.gpus_per_replica is 0; set both for a GPU")
             if section.device == "cpu" and gpus > 0:
-                raise ValueError(f"{name}: gpus_per_replica is {gpus:g} but device is cpu")
+                raise ValueError(f"{name}.gpus_per_replica is {gpus:g}, but {name}.device is cpu; set both for a GPU")
             if gpus % 1 and not self.allow_shared_gpu:
                 raise ValueError(
-                    f"{name}: gpus_per_replica {gpus:g} shares a GPU; set allow_shared_gpu: true to mean it"
+                    f"{name}.gpus_per_replica is {gpus:g}, which shares a GPU; allow this with allow_shared_gpu: true"
                 )
         return self
 
@@ -381,7 +386,7 @@ def load_config(path: Path | None) -> ClusterConfig:
     try:
         text = path.read_text()
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"the config file {path} can't be read: {error.strerror}") from error
     config, problems = check_config(text)
     if config is None:
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
@@ -396,23 +401,24 @@ def check_config(text: str) -> tuple[ClusterConfig | None, list[Problem]]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         at = Mark(line=mark.line + 1, column=mark.column + 1) if mark else None
-        return None, [Problem(mark=at, key="", message=error.problem or str(error))]
+        return None, [Problem(mark=at, key="", message=f"the file is not valid YAML: {error.problem or error}")]
     if data is None:
         data = {}
     if not isinstance(data, dict):
-        return None, [Problem(mark=Mark(line=1, column=1), key="", message="the file must be a mapping")]
+        return None, [
+            Problem(
+                mark=Mark(line=1, column=1), key="", message=f"the file must be a mapping of keys, not {shown(data)}"
+            )
+        ]
     try:
         return ClusterConfig.model_validate(data), []
     except ValidationError as error:
         return None, [_problem(item, marks) for item in error.errors()]
 
 
-def _problem(item: object, marks: dict[tuple[str | int, ...], Mark]) -> Problem:
-    assert isinstance(item, dict)
-    location = tuple(item["loc"])
-    message = str(item["msg"]).removeprefix("Value error, ")
-    if item["type"] == "extra_forbidden":
-        message = _unknown_key(location)
+def _problem(item: ErrorDetails, marks: dict[tuple[str | int, ...], Mark]) -> Problem:
+    location = item["loc"]
+    message = _unknown_key(location) if item["type"] == "extra_forbidden" else describe_flaw(item, "the value")
     return Problem(mark=locate(location, marks), key=".".join(map(str, location)), message=message)
 
 
@@ -426,7 +432,7 @@ def _unknown_key(location: tuple[str | int, ...]) -> str:
         model = annotation
     near = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1)
     hint = f"; did you mean {near[0]}?" if near else f"; known keys are {', '.join(model.model_fields)}"
-    return f"unknown key{hint}"
+    return f"the key is unknown{hint}"
 
 
 def parse_with_marks(text: str) -> tuple[object, dict[KeyPath, Mark]]:
@@ -449,7 +455,9 @@ def _collect(node: yaml.Node, path: KeyPath, marks: dict[KeyPath, Mark]) -> None
         for key, value in node.value:
             inner = (*path, str(key.value))
             if inner in marks:
-                raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key.value!r}", key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} occurs twice", key.start_mark
+                )
             marks[inner] = _mark(key)
             _collect(value, inner, marks)
     elif isinstance(node, yaml.SequenceNode):

@@ -47,7 +47,7 @@ def bind(host: str, port: int) -> socket.socket:
         sock.bind((host, port))
     except OSError as error:
         sock.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise ConfigError(f"the server can't listen on {host}:{port}: {error.strerror}") from error
     return sock
 
 
@@ -61,7 +61,7 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror} (choose another with --port)"
+                f"the server can't listen on {host}:{port}: {error.strerror}; choose another port with --port"
             ) from error
 
 
@@ -80,7 +80,7 @@ class _Connection(h11.Connection):
             self._num_chunks += event.chunk_start
             self._num_bytes += len(event.data)
             if self._num_chunks > MAX_SMALL_CHUNKS + self._num_bytes // LARGE_CHUNK_BYTES:
-                raise h11.RemoteProtocolError("a body in too many chunks")
+                raise h11.RemoteProtocolError("the body has too many small chunks")
         return event
 
 

@@ -46,7 +46,7 @@ class DirectWorkers:
 
     async def generate(self, worker_id: MemberId, request: GenerateRequest) -> GenerateResult:
         if worker_id not in self.services:
-            raise TargetGone(f"worker {worker_id} is gone")
+            raise TargetGone(f"the worker {worker_id} has left the cluster")
         with as_member(worker_id):
             return await self.services[worker_id].generate(request)
 
@@ -59,7 +59,7 @@ class DirectEncoders:
 
     async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
         if encoder_id not in self.services:
-            raise TargetGone(f"encoder {encoder_id} is gone")
+            raise TargetGone(f"the encoder {encoder_id} has left the cluster")
         with as_member(encoder_id):
             return await self.services[encoder_id].encode(request, media)
 

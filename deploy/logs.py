@@ -75,7 +75,7 @@ def configure_logs(
     sys.excepthook = _log_uncaught
     threading.excepthook = lambda args: _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
     if why_not is not None:
-        logger.warning("can't write to %s: %s", section.dir, why_not)
+        logger.warning("the log can't be written to %s, so it goes to standard error: %s", section.dir, why_not)
 
 
 def collect_library_logs(section: LoggingSection) -> None:
@@ -95,7 +95,7 @@ def collect_library_logs(section: LoggingSection) -> None:
 def _log_uncaught(kind: type[BaseException], error: BaseException | None, trace: object) -> None:
     if issubclass(kind, KeyboardInterrupt | SystemExit):
         return
-    logger.critical("uncaught", exc_info=error)
+    logger.critical("an exception was not caught", exc_info=error)
 
 
 class _Formatter(logging.Formatter):

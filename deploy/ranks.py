@@ -56,7 +56,7 @@ class RankedWorker(NamedTuple):
             self.group.on_lost(lambda: asyncio.run_coroutine_threadsafe(self._end_lost(), loop))
 
     async def _end_lost(self) -> None:
-        self.service.lose(WorkerLost("a rank of the worker is gone"))
+        self.service.lose(WorkerLost("a rank process of the worker has ended"))
         await self.service.stop()
 
     def stop_ranks(self) -> None:
@@ -139,7 +139,8 @@ def spawn_rank(config: ClusterConfig, model_dir: Path, invitation: Invitation) -
     """Starts a rank process in a fresh process, because it is not safe to fork a process that has threads and sockets.
     Raises ConfigError if the config asks for several workers."""
     if config.workers.replicas > 1:
-        raise ConfigError("one process can hold rank 0 of one worker only: set workers.replicas to 1, or use Ray")
+        message = "one process can hold rank 0 of one worker only; set it to 1, or serve without --in-process"
+        raise ConfigError(f"workers.replicas is {config.workers.replicas}, but {message}")
     keep_ranks_on_loopback()
     process = multiprocessing.get_context("spawn").Process(
         target=_run_spawned, args=(config, model_dir, invitation), name=f"weft-rank-{invitation.rank}", daemon=True

@@ -112,7 +112,9 @@ def _watch(server: subprocess.Popen[bytes], line: socket.socket, signals: socket
             with contextlib.suppress(OSError):
                 line.send(_DRAIN)
         elif left_s == 0.0:
-            print("weft: the time to stop is up; ending every process", file=sys.stderr, flush=True)
+            print(
+                "weft: the cluster has not stopped in time, so every process is ended now", file=sys.stderr, flush=True
+            )
             return 0
 
 

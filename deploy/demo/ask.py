@@ -88,11 +88,11 @@ def run_demo(url: str, seed: int) -> int:
             refused = [kind for kind in ("video", "audio") if kind in LEARNED and not _takes(client, model, kind)]
             status = _ask_all(client, model, questions(seed, (*unknown, *refused)))
         except httpx.HTTPError as error:
-            raise Unavailable(f"{url}: {error}") from error
+            raise Unavailable(f"the cluster at {url} does not answer: {error}") from error
     for kinds, reason in ((unknown, "the demo model has not learned"), (refused, "this cluster does not take")):
         if kinds:
             names = " and ".join(PLURAL[kind] for kind in kinds)
-            print(f"Left out: {names}, which {reason}; pictures were asked about instead.")
+            print(f"The demo asks no questions about {names}, which {reason}; it asks about pictures instead.")
     return status
 
 
@@ -118,9 +118,9 @@ def _ask_all(client: httpx.Client, model: str, asked: Sequence[Question]) -> int
         answer = ask(client, model, question.sample)
         is_right = answer.text.strip() == question.sample.answer
         num_right += is_right
-        verdict = "right" if is_right else f"wrong, it is: {question.sample.answer}"
+        verdict = "right" if is_right else f"wrong, the right answer is: {question.sample.answer}"
         print(f"{number:3}. {question.text}\n     {answer.text}   [{verdict}, {answer.first_token_s * 1000:.0f} ms]\n")
-    print(f"{num_right} of {len(asked)} right.")
+    print(f"{num_right} of {len(asked)} answers are right.")
     return 0 if num_right >= LEAST_RIGHT else 1
 
 
@@ -136,13 +136,13 @@ def ask(client: httpx.Client, model: str, sample: Sample) -> Answer:
     started, first_token_s, text = time.perf_counter(), 0.0, ""
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
-            raise Unavailable(f"the cluster answered {response.status_code}: {response.read().decode()}")
+            raise Unavailable(f"the cluster answered with status {response.status_code}: {response.read().decode()}")
         for line in response.iter_lines():
             if not line.startswith("data:") or line == "data: [DONE]":
                 continue
             event = json.loads(line.removeprefix("data:"))
             if "error" in event:
-                raise Unavailable(f"the cluster broke off: {event['error']['message']}")
+                raise Unavailable(f"the cluster ended the answer with an error: {event['error']['message']}")
             for choice in event["choices"]:
                 piece = choice["delta"].get("content") or ""
                 if piece and not text:

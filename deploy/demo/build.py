@@ -64,10 +64,10 @@ def _here(name: str) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Build a checkpoint of the demo's form with untrained, seeded weights."
+        description="Builds a checkpoint of the demo's form with untrained, seeded weights."
     )
-    parser.add_argument("out", type=Path, help="directory to write")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("out", type=Path, help="is the directory that is written")
+    parser.add_argument("--seed", type=int, default=0, help="seeds the weights")
     arguments = parser.parse_args()
     print(build_demo_checkpoint(arguments.out, arguments.seed))
 

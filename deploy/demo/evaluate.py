@@ -126,12 +126,14 @@ def table(scores: Sequence[Score]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the demo model on fresh samples.")
-    parser.add_argument("--model", type=Path, help="a model directory (default: the demo checkpoint)")
-    parser.add_argument("--seed", type=int, default=1, help="of the samples")
-    parser.add_argument("--samples", type=int, default=NUM_SAMPLES, help="per task")
+    parser = argparse.ArgumentParser(description="Measures the demo model on fresh samples.")
+    parser.add_argument(
+        "--model", type=Path, help="measures the model in this directory (default: the demo checkpoint)"
+    )
+    parser.add_argument("--seed", type=int, default=1, help="seeds the samples")
+    parser.add_argument("--samples", type=int, default=NUM_SAMPLES, help="is the number of samples for each task")
     parser.add_argument("--modalities", nargs="+", choices=MODALITIES, default=LEARNED)
-    parser.add_argument("--report", type=Path, help="write the report to this file, and the model's card")
+    parser.add_argument("--report", type=Path, help="writes the report to this file, and updates the model card")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model_dir = arguments.model or demo_checkpoint()

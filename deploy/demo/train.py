@@ -179,10 +179,10 @@ def _run_stage(stage: TowerStage | TrainingStage, lesson: Lesson, save: Callable
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the demo model.")
-    parser.add_argument("out", type=Path, help="directory to write")
+    parser = argparse.ArgumentParser(description="Trains the demo model.")
+    parser.add_argument("out", type=Path, help="is the directory that is written")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--start", type=Path, help="a checkpoint to go on from")
+    parser.add_argument("--start", type=Path, help="continues from this checkpoint")
     parser.add_argument("--stages", type=int, nargs=2, default=(0, len(ALL_STAGES)), metavar=("FIRST", "END"))
     arguments = parser.parse_args()
     train(arguments.out, arguments.seed, range(*arguments.stages), arguments.start)

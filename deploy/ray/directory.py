@@ -64,7 +64,7 @@ def claim_name(cluster: str, patience_s: float = CLAIM_S) -> ray.actor.ActorHand
             ).remote(LEASE_S, PlaneKeys.make())
         except ValueError as error:  # The name is taken.
             if time.monotonic() > deadline_s:
-                message = f"a cluster named {cluster!r} is on this Ray already; give this one another ray.cluster_name"
+                message = f"a cluster named {cluster!r} runs on this Ray already; set ray.cluster_name to another name"
                 raise ConfigError(message) from error
         time.sleep(PERIOD_S)
 
@@ -132,7 +132,9 @@ class Heartbeat:
         try:
             await self._actor.leave.remote(self._member.member_id)
         except RayError as error:
-            logger.warning("could not leave the directory: %s", type(error).__name__)
+            logger.warning(
+                "the member could not leave the directory (%s); its lease there ends by itself", type(error).__name__
+            )
 
     async def _run(self) -> None:
         while True:
@@ -140,7 +142,10 @@ class Heartbeat:
             try:
                 await asyncio.wait_for(self._beat(), timeout=LEASE_S)
             except (RayError, TimeoutError) as error:
-                logger.warning("directory not reached (%s); keeping the last view", type(error).__name__)
+                logger.warning(
+                    "the directory did not answer (%s); the member keeps its last view of the cluster",
+                    type(error).__name__,
+                )
 
     async def _beat(self) -> None:
         epoch, view = await self._actor.heartbeat.remote(self._member)

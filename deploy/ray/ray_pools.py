@@ -89,9 +89,9 @@ async def call_pinned(handle: DeploymentHandle, member_id: MemberId, lost: type[
         cause = error.cause
         if isinstance(cause, WeftError):
             raise type(cause)(cause.message, param=cause.param, retry_after_s=cause.retry_after_s) from error
-        raise lost(f"{member_id} failed ({type(cause).__name__})") from error
+        raise lost(f"the call to {member_id} failed with an exception ({type(cause).__name__})") from error
     except (RayActorError, TaskCancelledError) as error:
-        raise lost(f"{member_id} is gone") from error
+        raise lost(f"{member_id} has died, or the call to it was cancelled") from error
     except (RayError, RayServeException) as error:
         raise lost(f"{member_id} can't be reached ({type(error).__name__})") from error
 
@@ -138,5 +138,5 @@ class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]  # mypy does not
         if target not in self._seen and time.time() - pending_request.created_at < self._unknown_grace_s:
             return []  # Serve backs off and asks again.
         if not pending_request.future.done():
-            pending_request.future.set_exception(TargetGone(f"replica {target} is gone"))
+            pending_request.future.set_exception(TargetGone(f"the replica {target} has left the cluster"))
         return [candidate_replicas]

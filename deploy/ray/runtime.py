@@ -127,7 +127,7 @@ def _remove_left(name: str) -> None:
     from deploy.ray.removal import has_application, remove_at_once
 
     if has_application(name):
-        logger.warning("the application %r of a cluster that has ended is still on this Ray; it is removed", name)
+        logger.warning("the application %r of an earlier cluster is still on this Ray, so Weft removes it", name)
         remove_at_once(name, REMOVAL_S)
 
 
@@ -149,7 +149,9 @@ def drain_routers(handle: Any, directory: Any, limit_s: float) -> None:
             logger.exception("router %s could not be drained", member_id)
         else:
             if num_left:
-                logger.warning("router %s ends %d requests that are not done after %g s", member_id, num_left, limit_s)
+                logger.warning(
+                    "router %s ends %d requests that have not ended within %g s", member_id, num_left, limit_s
+                )
 
 
 @contextlib.contextmanager
@@ -228,4 +230,4 @@ def wait_ready(cluster: RunningCluster, timeout_s: float) -> None:
             time.sleep(0.1)
         else:
             return
-    raise Unavailable(f"the cluster did not become ready within {timeout_s:g} s")
+    raise Unavailable(f"the cluster did not become ready within {timeout_s:g} s; the logs of its members say why")

@@ -83,7 +83,15 @@ def refuse_if_too_small(config: ClusterConfig, model: compose.Model) -> None:
     table."""
     budget = plan_budget(config, model, read_stored_weights(model.directory))
     if budget.problems:
-        raise ConfigError("\n".join(["the config can't hold one request:", *budget.problems, *budget_lines(budget)]))
+        raise ConfigError(
+            "\n".join(
+                [
+                    "the config can't hold the largest request that its limits allow:",
+                    *budget.problems,
+                    *budget_lines(budget),
+                ]
+            )
+        )
 
 
 def check_budget(config: ClusterConfig) -> tuple[Budget | None, str]:

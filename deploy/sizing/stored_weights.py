@@ -54,7 +54,7 @@ def _header(path: Path) -> dict[str, dict[str, list[int]]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
-            raise ValueError(f"{path} is no safetensors file")
+            raise ValueError(f"{path} is not a safetensors file")
         header: dict[str, dict[str, list[int]]] = json.loads(file.read(length))
     return header
 

@@ -49,7 +49,7 @@ class NoProber:
         return
 
     async def probe(self, modality: str, data: bytes, param: str) -> MediaHeader:
-        raise InvalidMedia(f"{param}: not plainly a {modality}", param=param)
+        raise InvalidMedia(f"{param}: the first bytes of the file do not show that it is a {modality}", param=param)
 
 
 class FakePools:

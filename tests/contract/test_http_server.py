@@ -83,7 +83,7 @@ def test_a_port_of_somebody_else_is_refused_by_name() -> None:
         other.bind((HOST, 0))
         other.listen()
         port = other.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"cannot listen on {HOST}:{port}"):
+        with pytest.raises(ConfigError, match=f"can't listen on {HOST}:{port}"):
             bind(HOST, port)
 
 
@@ -92,10 +92,10 @@ async def test_a_port_on_which_another_cluster_listens_is_seen_before_models_loa
     server = HttpServer(NamedApp("one"), HOST, port)
     await server.start()
     try:
-        with pytest.raises(ConfigError, match=f"cannot listen on {HOST}:{port}.*--port"):
+        with pytest.raises(ConfigError, match=f"can't listen on {HOST}:{port}.*--port"):
             check_port(HOST, port)
         config = ClusterConfig.model_validate({"server": {"host": HOST, "port": port}})
-        with pytest.raises(ConfigError, match=f"cannot listen on {HOST}:{port}"):
+        with pytest.raises(ConfigError, match=f"can't listen on {HOST}:{port}"):
             async with serving(config):
                 pytest.fail("a second cluster must not share the port of the first")
     finally:

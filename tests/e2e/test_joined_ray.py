@@ -173,7 +173,7 @@ def test_clusters_share_a_ray_by_their_names_and_the_next_removes_what_is_left(
         expected = answer(first)["choices"]
         with launched(**sections(address)) as refused:
             assert refused.process.wait(timeout=60) == 1
-            assert "a cluster named 'weft' is on this Ray already" in refused.log.read_text()
+            assert "a cluster named 'weft' runs on this Ray already" in refused.log.read_text()
             assert "ray.cluster_name" in refused.log.read_text()
         other = stack.enter_context(start_cluster(**sections(address, cluster_name="other")))
         for cluster in (first, other):

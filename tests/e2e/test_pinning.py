@@ -117,7 +117,7 @@ def test_one_request_reaches_two_replicas_at_once(handles: tuple[DeploymentHandl
 def test_a_pin_that_nobody_ever_saw_fails_after_a_moment(handles: tuple[DeploymentHandle, DeploymentHandle]) -> None:
     """The short wait is for replicas that have just started; it delays no other call."""
     _, targets = handles
-    with pytest.raises(TargetGone, match="replica nobody is gone"):
+    with pytest.raises(TargetGone, match="the replica nobody has left the cluster"):
         call(targets, "who", "nobody")
     first, _ = names(targets)
     assert call(targets, "who", first) == first

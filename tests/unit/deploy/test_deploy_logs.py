@@ -149,7 +149,7 @@ def test_a_folder_that_can_not_be_written_stops_nothing(tmp_path: Path, capsys: 
     configure_logs(LoggingSection(dir=tmp_path / "file" / "below"), "p")
     logging.getLogger("router").info("still heard")
     said = capsys.readouterr().err
-    assert "can't write to" in said
+    assert "the log can't be written to" in said
     assert "still heard" in said
 
 
