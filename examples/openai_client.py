@@ -28,7 +28,7 @@ def red_circle() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Asks a Weft cluster with the openai package.")
-    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of the cluster")
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="is the URL of the cluster")
     client = OpenAI(base_url=f"{parser.parse_args().url}/v1", api_key="none")  # The cluster asks for no key.
     model = client.models.list().data[0].id
 

@@ -41,7 +41,7 @@ def blue_square() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Asks a Weft cluster for answers of a given form.")
-    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of the cluster")
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="is the URL of the cluster")
     client = OpenAI(base_url=f"{parser.parse_args().url}/v1", api_key="none")
     model = client.models.list().data[0].id
     picture = {"type": "image_url", "image_url": {"url": blue_square()}}

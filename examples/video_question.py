@@ -64,7 +64,7 @@ def ask(client: httpx.Client, medium: dict[str, Any], question: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Asks a Weft cluster about a video and a sound.")
-    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of the cluster")
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="is the URL of the cluster")
     client = httpx.Client(base_url=parser.parse_args().url, timeout=120)
 
     video = "data:video/mp4;base64," + base64.b64encode(moving_circle()).decode()

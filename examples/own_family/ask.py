@@ -18,8 +18,8 @@ NUM_TOKENS = 16
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compares a cluster with transformers.")
-    parser.add_argument("model", type=Path, help="the model directory that the cluster serves")
-    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of the cluster")
+    parser.add_argument("model", type=Path, help="is the model directory that the cluster serves")
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="is the URL of the cluster")
     arguments = parser.parse_args()
 
     body = {

@@ -18,7 +18,7 @@ from deploy.demo.build import demo_checkpoint
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Writes a tiny random Mistral.")
-    parser.add_argument("directory", type=Path, help="where the checkpoint is written")
+    parser.add_argument("directory", type=Path, help="is the directory in which the checkpoint is written")
     directory = parser.parse_args().directory
     demo = demo_checkpoint()
     vocab_size = json.loads((demo / "config.json").read_text())["text_config"]["vocab_size"]

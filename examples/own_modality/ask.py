@@ -14,7 +14,7 @@ BLUE_SQUARE = {"width": 96, "height": 96, "shapes": [["square", 48, 48, 24, "blu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Asks about drawings.")
-    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="of the cluster")
+    parser.add_argument("url", nargs="?", default="http://127.0.0.1:8000", help="is the URL of the cluster")
     client = httpx.Client(base_url=parser.parse_args().url, timeout=120)
     model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
 

@@ -82,7 +82,8 @@ class DrawingPlugin:
     def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
         assert isinstance(header, ImageHeader)
         if not (1 <= header.width <= MAX_SIDE and 1 <= header.height <= MAX_SIDE):
-            raise InvalidMedia(f"{param}: a drawing has sides of 1 to {MAX_SIDE} pixels", param=param)
+            message = f"a drawing has sides of 1 to {MAX_SIDE} pixels, not {header.width} x {header.height}"
+            raise InvalidMedia(f"{param}: {message}", param=param)
 
 
 class DrawingFamily:

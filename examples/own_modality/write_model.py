@@ -16,7 +16,7 @@ from deploy.testing import write_demo_variant
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Writes a model directory whose model takes drawings.")
-    parser.add_argument("directory", type=Path, help="a directory that does not exist yet")
+    parser.add_argument("directory", type=Path, help="is a directory that does not exist yet")
     directory = write_demo_variant(parser.parse_args().directory, ARCHITECTURE, DRAWING)
     print(f"The model is in {directory}.")
 

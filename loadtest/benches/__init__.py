@@ -94,7 +94,7 @@ def run_benches(name: str, *, as_json: bool, options: Sequence[str] = ()) -> int
     chosen = [each for each in BENCHES if each != "compare"] if name == "all" else [name]
     for each in chosen:
         if each not in BENCHES:
-            raise ConfigError(f"no bench {each!r}; there are: {', '.join(BENCHES)}, all")
+            raise ConfigError(f"there is no benchmark {each!r}; the benchmarks are {', '.join(BENCHES)} and all")
         with _standard_output_to_error() if as_json else nullcontext():
             result = BENCHES[each](options)
         publish(each, result, as_json=as_json)

@@ -76,10 +76,12 @@ async def run_chats(url: str, bodies: list[Body]) -> ChatRound:
     tokens = 0
     for body, answer in zip(bodies, answers, strict=True):
         if answer.status_code != 200:
-            raise ConfigError(f"{url} answered {answer.status_code}: {answer.text[:300]}")
+            raise ConfigError(f"{url} answered with status {answer.status_code}: {answer.text[:300]}")
         made = int(answer.json()["usage"]["completion_tokens"])
         if made != body["max_tokens"]:
-            raise ConfigError(f"{url} made {made} tokens instead of {body['max_tokens']}, not the same work")
+            raise ConfigError(
+                f"{url} made {made} tokens instead of {body['max_tokens']}, so its time can't be compared"
+            )
         tokens += made
     return ChatRound(seconds, tokens)
 

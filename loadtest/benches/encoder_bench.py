@@ -61,9 +61,11 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if has_gpu else "cpu")
     parser.add_argument("--dtype", default="float16" if has_gpu else "float32")
     parser.add_argument(
-        "--scale", type=float, default=1.0 if has_gpu else 0.0625, help="of depth and width; 1 is the real size"
+        "--scale", type=float, default=1.0 if has_gpu else 0.0625, help="scales depth and width; 1 is the real size"
     )
-    parser.add_argument("--seconds", type=float, default=2.0 if has_gpu else 0.5, help="of measuring, per cell")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0 if has_gpu else 0.5, help="measures each cell for this many seconds"
+    )
     return parser.parse_args(arguments)
 
 

@@ -54,8 +54,10 @@ def default_device() -> str:
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="weft bench engine")
-    parser.add_argument("--model", type=Path, help="model directory (default: random weights of --size)")
-    parser.add_argument("--size", default="180m", choices=["180m", "7b"], help="of the random weights of a Qwen2")
+    parser.add_argument(
+        "--model", type=Path, help="measures the model in this directory (default: random weights of --size)"
+    )
+    parser.add_argument("--size", default="180m", choices=["180m", "7b"], help="is the size of the random Qwen2 model")
     parser.add_argument("--device", default=default_device(), choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16"])
     parser.add_argument("--threads", type=int, default=2)
@@ -63,15 +65,23 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--images", type=int, default=0, metavar="N", help="N requests with a 448-pixel picture each")
     parser.add_argument(
-        "--host", action="store_true", help="time plan, inputs and commit with a model that does nothing"
+        "--images", type=int, default=0, metavar="N", help="sends N requests with a picture of 448 pixels each"
     )
     parser.add_argument(
-        "--against", default="", help="comma list of transformers, transformers-serve, vllm, vllm-float32"
+        "--host", action="store_true", help="times plan, inputs and commit with a model that computes nothing"
     )
-    parser.add_argument("--vllm-python", default=sys.executable, help="Python of the environment that has vLLM")
-    parser.add_argument("--transformers-python", default=sys.executable, help="of one with transformers[serving]")
+    parser.add_argument(
+        "--against",
+        default="",
+        help="compares with these peers, separated by commas: transformers, transformers-serve, vllm, vllm-float32",
+    )
+    parser.add_argument("--vllm-python", default=sys.executable, help="is the Python of an environment that has vLLM")
+    parser.add_argument(
+        "--transformers-python",
+        default=sys.executable,
+        help="is the Python of an environment that has transformers[serving]",
+    )
     return parser.parse_args(arguments)
 
 
@@ -120,9 +130,9 @@ def _peer(name: str, chosen: argparse.Namespace, model_dir: Path, has_pictures: 
     }
     if name not in name_to_command or has_pictures:
         known = "transformers-serve, vllm, vllm-float32, and without pictures transformers"
-        raise ConfigError(f"no peer {name!r} here; there are {known}")
+        raise ConfigError(f"there is no peer {name!r} here; the peers are {known}")
     if chosen.device == "cuda" and name != "transformers":
-        raise ConfigError(f"the peer {name!r} runs on a CPU here; take --device cpu, or transformers")
+        raise ConfigError(f"the peer {name!r} runs only on a CPU here; use --device cpu, or the peer transformers")
     return RoundsPeer(name, [*name_to_command[name], str(model_dir), dtype, str(chosen.threads), chosen.device])
 
 

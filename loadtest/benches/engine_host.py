@@ -198,7 +198,7 @@ def _vllm(python: str, block_size: int) -> Iterator[Any]:
         stdin, stdout = process.stdin, process.stdout
         try:
             if not any(line.strip() == "ready" for line in stdout):
-                raise ConfigError(f"the peer vllm did not start (exit status {process.wait()})")
+                raise ConfigError(f"the peer vllm did not start; its exit status is {process.wait()}")
 
             def seconds(num_sequences: int) -> float:
                 asked = {"sequences": num_sequences, "prompt_tokens": PROMPT_TOKENS, "steps": NUM_STEPS}

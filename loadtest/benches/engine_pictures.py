@@ -62,7 +62,7 @@ async def run_pictures(chosen: argparse.Namespace, model_dir: Path, peers: Seque
         bars.append(Bar(f"weft over {name}", rate / median, NAME_TO_BAR[name], "x"))
     notes = [
         f"{load.concurrency} requests at once, each with a {IMAGE_SIDE}-pixel picture ({IMAGE_TOKENS} tokens) that "
-        f"nobody has seen before and {load.output_tokens} output tokens, over HTTP; medians."
+        f"no server has received before, and {load.output_tokens} output tokens, over HTTP; medians."
     ]
     is_beside_vllm = any(name.startswith("vllm") for name in rates)
     return BenchResult(rows, bars, notes, variant="images-vllm" if is_beside_vllm else "images")

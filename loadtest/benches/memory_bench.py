@@ -50,9 +50,9 @@ class Samples:
 
 def run(options: Sequence[str] = ()) -> BenchResult:
     parser = argparse.ArgumentParser(prog="weft bench memory", allow_abbrev=False)
-    parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="counted ones, behind the warm-up")
+    parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="sends this many requests after the warm-up")
     parser.add_argument("--warm-up", type=int, default=NUM_WARM_UP)
-    parser.add_argument("--replicas", action="store_true", help="a process per member, by Ray")
+    parser.add_argument("--replicas", action="store_true", help="runs each member in a process of its own, with Ray")
     asked = parser.parse_args(options)
     samples = (_by_ray if asked.replicas else _in_process)(_config(), asked.warm_up, asked.requests)
     rows = [["process", "after warm-up (MiB)", "at the end (MiB)", "highest (MiB)", "growth (MiB)"]]

@@ -53,7 +53,7 @@ class RoundsPeer:
         for line in self._process.stdout:
             if line.strip() == "ready":
                 return
-        raise ConfigError(f"the peer {name} did not start (exit status {self._process.wait()})")
+        raise ConfigError(f"the peer {name} did not start; its exit status is {self._process.wait()}")
 
     def run(self, load: BenchLoad, seed: int) -> float:
         assert self._process.stdin is not None
@@ -63,7 +63,9 @@ class RoundsPeer:
         self._process.stdin.flush()
         answer = json.loads(self._process.stdout.readline())
         if answer["tokens"] != load.concurrency * load.output_tokens:
-            raise ConfigError(f"{self.name} made {answer['tokens']} tokens, not the same work")
+            wanted = load.concurrency * load.output_tokens
+            made = f"{answer['tokens']} tokens instead of {wanted}"
+            raise ConfigError(f"the peer {self.name} made {made}, so its time can't be compared")
         return float(answer["tokens"] / answer["seconds"])
 
     def close(self) -> None:
@@ -119,7 +121,8 @@ class ServePeer:
                 time.sleep(0.2)
         self._log.seek(0)
         said = self._log.read().decode(errors="replace").strip().splitlines()
-        raise ConfigError(f"{self.name} did not start: {said[-1] if said else 'it said nothing'}")
+        last = f"the last line of its output is: {said[-1]}" if said else "it wrote no output"
+        raise ConfigError(f"the peer {self.name} did not start; {last}")
 
 
 def transformers_serve(python: str, model_dir: Path, dtype: str, num_threads: int, *, has_pictures: bool) -> ServePeer:

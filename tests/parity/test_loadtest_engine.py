@@ -52,7 +52,7 @@ async def test_a_round_counts_the_tokens_that_were_made() -> None:
         url = f"http://127.0.0.1:{port}"
         bodies = [weft_body("weft-demo", messages, 5) for messages in picture_messages(LOAD, 1)]
         assert (await run_chats(url, bodies)).tokens == 15
-        with pytest.raises(ConfigError, match="answered 404"):
+        with pytest.raises(ConfigError, match="answered with status 404"):
             await run_chats(url, [weft_body("another", picture_messages(LOAD, 1)[0], 5)])
 
 
@@ -65,7 +65,7 @@ def test_shares_of_a_forward_are_all_of_it() -> None:
 
 
 def test_a_peer_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no peer 'another'"):
+    with pytest.raises(ConfigError, match="there is no peer 'another'"):
         start_peers(options(["--against", "another"]), demo_checkpoint())
 
 

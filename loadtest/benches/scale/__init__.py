@@ -30,8 +30,8 @@ MAX_RATIO = 1.5
 def run(options: Sequence[str] = ()) -> BenchResult:
     """Measures every case, or those whose names contain `--only`. Times are CPU times of this thread."""
     parser = argparse.ArgumentParser(prog="weft bench scale")
-    parser.add_argument("--only", default="", help="measure only the cases whose names contain this text")
-    parser.add_argument("--rounds", type=int, default=7, help="how often both sizes are measured, in turn")
+    parser.add_argument("--only", default="", help="measures only the cases whose names contain this text")
+    parser.add_argument("--rounds", type=int, default=7, help="measures both sizes this many times, in turn")
     chosen = parser.parse_args(list(options))
     rows = [["event", "small", "large", "µs per event at small", "at large", "ratio"]]
     bars = []

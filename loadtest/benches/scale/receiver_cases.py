@@ -92,7 +92,7 @@ class _Sink:
 
     def pull(self, ticket: FeatureTicket, timeout_s: float) -> Future[LandedFeature]:
         if ticket.nbytes > SMALL:
-            raise ArenaFull("no room")
+            raise ArenaFull("the arena has no room")
         future: Future[LandedFeature] = Future()
         self.pulls.append((ticket, future))
         return future
