@@ -3,7 +3,8 @@
     worker_service    connects everything below, and handles calls and messages
     open_calls        keeps the `generate` calls that are open, and sends their tokens to the routers
     worker_reports    builds the reports with the worker's gauges; `worker_config` has its settings
-    engine            runs the thread that repeats plan -> execute -> commit; `engine_interface` is what others know of it
+    engine_interface  defines what the service knows of an engine: its calls, and the updates that it reports
+    engine            runs the thread that repeats plan -> execute -> commit; `own_engine` builds it on a device
     features          pulls features, holds them, and hands references to the engine
     scheduling        decides what to compute next, in which blocks and from which features
     compute           executes one step on the model, with paged attention

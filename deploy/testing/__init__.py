@@ -1,9 +1,10 @@
 """Contains what the author of a plugin or of an integration needs for tests. Weft's own tests use the same.
 
-There are two clusters. `in_process_cluster` is a real one, with a model, behind its HTTP API in the test's process; use
-it with `registered`, `small_config` and `write_demo_variant`. `fake_cluster` is a real router over fake workers and
-encoders. It needs no model and no torch, and a test can script its members: they pause, fail, lose messages or leave.
-The clock and the transports are for tests of single parts.
+There are two clusters. `in_process_cluster` (in `in_process`) is a real one, with a model, behind its HTTP API in the
+test's process; use it with `registered`, `small_config` and `write_demo_variant`. `fake_cluster` (in `fake_clusters`)
+is a real router over the fake workers and encoders of `fake_members`. It needs no torch and no model but the family of
+`tiny_family`, and a test can script its members: they pause, fail, lose messages or leave. The clock and the transports
+are for tests of single parts.
 """
 
 from deploy.testing.fake_clusters import TINY_MODEL, FakeCluster, FakePools, fake_cluster, settled
