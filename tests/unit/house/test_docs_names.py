@@ -223,6 +223,13 @@ def test_what_a_document_places_in_a_file_is_defined_there(document: str) -> Non
     assert [f"{name} in {path}" for name, path in placed if not _defines(path, name)] == []
 
 
+def test_each_stop_of_one_request_names_its_functions_and_files() -> None:
+    part = (ROOT / "ARCHITECTURE.md").read_text().partition("\n## One request\n")[2].partition("\n## ")[0]
+    stops = re.findall(r"^\d+\. .*?(?=^\d+\. |\Z)", part, re.DOTALL | re.MULTILINE)
+    assert [int(stop.partition(".")[0]) for stop in stops] == list(range(1, 21))
+    assert [stop.partition("\n")[0] for stop in stops if not PLACED.search(stop)] == []
+
+
 def _defines(path: str, name: str) -> bool:
     """Says whether a file defines a name and its member. A file without a folder is any file of that name."""
     paths = [path] if "/" in path else [each for each in tracked() if Path(each).name == path]
