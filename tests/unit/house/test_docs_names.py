@@ -7,6 +7,7 @@ files and folders that they name are checked.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -242,6 +243,32 @@ def test_every_target_of_make_that_a_document_names_exists() -> None:
     named = {target for text in texts for target in re.findall(r"(?:`|^)make ([a-z-]+)", text, re.MULTILINE)}
     assert {"serve", "test", "docs"} <= named
     assert named - targets == set()
+
+
+# ---------------------------------------------------------------- measured figures
+
+MEASURED = re.compile(
+    r"^\| [^|]+ \| ([^|]+) \| \[`([^`]+)`\]\(loadtest/results/(\S+)\.json\) \| ([^|]+) \|$", re.MULTILINE
+)
+"""Matches a row of the README's table of measurements: value, command, file and processor."""
+
+
+@pytest.mark.parametrize(("value", "command", "name", "processor"), MEASURED.findall((ROOT / "README.md").read_text()))
+def test_a_figure_of_the_readme_is_the_one_of_its_file(value: str, command: str, name: str, processor: str) -> None:
+    """A figure may be rounded, and may be a percentage of a share or milliseconds of microseconds. The file is the one
+    in git's index, because a bench that somebody runs on another machine writes over the file on disk."""
+    command_line = ["git", "show", f":loadtest/results/{name}.json"]
+    result = json.loads(subprocess.run(command_line, cwd=ROOT, check=True, capture_output=True).stdout)
+    measured = [bar["value"] for bar in result["bars"]]
+    measured += [
+        float(cell.rstrip("%")) for row in result["rows"][1:] for cell in row if re.fullmatch(r"[+\d.]+%?", cell)
+    ]
+    for figure in re.findall(r"[\d.]+", value):
+        digits = len(figure.partition(".")[2])
+        factors = {"%": 100.0, "ms": 0.001}.get(value.rpartition(" ")[2], 1.0), 1.0
+        assert any(f"{each * factor:.{digits}f}" == figure for each in measured for factor in factors), figure
+    assert result["bench"].partition("-")[0] == command.partition(" ")[0]
+    assert set(processor.split()) <= set(result["machine"]["cpu"].replace("(R)", "").split())
 
 
 # ---------------------------------------------------------------- faces
