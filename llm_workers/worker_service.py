@@ -176,7 +176,8 @@ class WorkerService:
             raise
         except Exception as error:
             # This is the top of a call's task: a bug that one request meets must end this request and no other.
-            _LOG.exception("request %s broke", attempt_id.request_id, extra={"request_id": attempt_id.request_id})
+            name = attempt_id.request_id
+            _LOG.exception("request %s failed with an unexpected exception", name, extra={"request_id": name})
             self._fail(attempt_id, EngineFailed(f"the request could not be admitted: {type(error).__name__}"))
             return await call.future
         finally:

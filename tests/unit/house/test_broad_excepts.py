@@ -28,6 +28,7 @@ REASONS = {
     "llm_workers/engine.py:Engine._try": "one step of that loop: the request that spoils the step must end alone",
     "llm_workers/tensor_parallel/rank_group.py:RankGroup.step": "one step of that loop, on all ranks together",
     "llm_workers/tensor_parallel/rank_model.py:follow": "the loop of a rank process",
+    "llm_workers/worker_service.py:WorkerService._apply": "a callback of the event loop; else calls would not end",
     "llm_workers/worker_service.py:WorkerService.generate": "the top of a call's task",
     "modalities/probing.py:_probe": "one job of the loop of a helper process",
     "modalities/registry.py:Registry._call_plugins": "a plugin is code of other people; the error names the plugin",

@@ -218,7 +218,7 @@ async def test_a_bug_that_one_request_meets_ends_this_request_and_no_other(
     )
     assert result.choices == ()
     (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
-    assert (record.getMessage(), record.request_id) == ("request a broke", "a")
+    assert (record.getMessage(), record.request_id) == ("request a failed with an unexpected exception", "a")
     assert record.exc_info is not None
     assert served.of(TokenFrames) == []
     assert (await served.service.generate(request("a", 4, 5, 6))).error is None, "nothing of it stays open"

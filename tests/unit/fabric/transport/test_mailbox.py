@@ -57,6 +57,6 @@ async def test_a_message_that_its_handler_fails_on_is_logged_and_the_next_is_del
     await asyncio.sleep(0)
     assert received == [message(0), message(2)]
     (record,) = caplog.records
-    assert record.getMessage() == f"handler failed on {type(bad).__name__}"
+    assert record.getMessage() == f"the handler failed on a message of type {type(bad).__name__}"
     assert record.request_id == request_id
     assert record.exc_info is not None
