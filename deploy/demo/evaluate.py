@@ -83,10 +83,10 @@ def fresh_samples(task: Task, num_samples: int, seed: int) -> Iterator[Sample]:
 
 _HEAD = """# How often the demo model is right
 
-Measured by `python -m deploy.demo.evaluate --seed {seed} --report ...` on {num_samples} fresh samples per task; another
-seed gives other samples. An answer is right if greedy decoding gives it word for word, with its end. Weights in
-bfloat16 as shipped, computed in float32 on a CPU. Of the pictures, 60 % have a mean side of 56 to 112 pixels, 25 % of
-112 to 224, 15 % of 224 to 400.
+`python -m deploy.demo.evaluate --seed {seed} --report ...` measured this on {num_samples} fresh samples per task;
+another seed gives other samples. An answer is right if greedy decoding gives it word for word, with its end. The
+weights are in bfloat16, as shipped, and computation is in float32 on a CPU. Of the pictures, 60 % have a mean side of
+56 to 112 pixels, 25 % of 112 to 224, and 15 % of 224 to 400.
 
 The goal is {goal:.0%} per task. {verdict}
 

@@ -23,10 +23,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "docs" / "hooks"))
 from reference_tables import config_keys, metric_rows
 
 ROOT = Path(__file__).resolve().parents[3]
-PRESENT = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
+
+
+def _documents(folder: str) -> list[str]:
+    return sorted(f"{folder}/{path.name}" for path in (ROOT / folder).glob("*.md"))
+
+
+PRESENT = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", *_documents("docs")]
 """Lists the documents that describe the present. Each name in them exists."""
-PAST = ["CHANGELOG.md", *sorted(f"docs/adr/{p.name}" for p in ROOT.glob("docs/adr/*.md"))]
-"""Lists the documents that may name classes of the past. Each file and folder in them exists."""
+PAST = ["CHANGELOG.md", *_documents("docs/adr"), *_documents("deploy/demo")]
+"""Lists the documents that may name classes of the past, and those of the demo model. Each file and folder in them
+exists."""
 PRODUCT = ("fabric", "kv_index", "modalities", "encoder_pool", "llm_workers", "router", "deploy", "loadtest")
 TOP = (*PRODUCT, "tests", "docs", "examples")
 
