@@ -1,7 +1,9 @@
 """Asks a cluster that runs with `weft_drawings` about two drawings, and about something that is no drawing.
 
-.venv/bin/python examples/own_modality/ask.py
-.venv/bin/python examples/own_modality/ask.py http://127.0.0.1:9000   # another address
+`weft_drawings.py` says how to start such a cluster. Then run:
+
+    .venv/bin/python examples/own_modality/ask.py
+    .venv/bin/python examples/own_modality/ask.py http://127.0.0.1:9000   # another address
 """
 
 import argparse
