@@ -137,7 +137,8 @@ class FeatureSink(Protocol):
 
 class SourceMemory:
     """Keeps the slots of one source, with their generations, and writes the tickets that say where they lie. It is
-    thread-safe. A reader finds the payload and the generation word at the ticket's addresses.
+    thread-safe. A reader finds the payload and the generation word at the ticket's addresses. It is all of a
+    `FeatureSource` except the way on which readers reach the memory, which a subclass for each transport adds.
 
     Generations start at a random number: what a later, larger slot writes over an old word matches an old ticket with
     probability 2**-62, and no client can produce such a match on purpose.
@@ -145,6 +146,8 @@ class SourceMemory:
 
     def __init__(self, name: str, total_bytes: int) -> None:
         self.name = name
+        self.metadata = b""
+        """Holds what a reader needs in order to connect to the source; a transport that needs it sets it."""
         self.slots = SlotMemory(total_bytes, first_generation=1 + secrets.randbits(62))
         self._slot_id_to_slot: dict[int, Slot] = {}
 
@@ -155,9 +158,7 @@ class SourceMemory:
         self._slot_id_to_slot[slot.slot_id] = slot
         return SourceSlot(slot.slot_id, slot.generation, nbytes, self.slots.payload(slot))
 
-    def ticket(
-        self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float, metadata: bytes
-    ) -> FeatureTicket:
+    def ticket(self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float) -> FeatureTicket:
         """Returns the ticket of a slot. Raises ValueError when shape and dtype do not make the slot's bytes, and
         LeaseLost when the slot was freed."""
         if feature_nbytes(shape, dtype) != slot.nbytes:
@@ -168,7 +169,7 @@ class SourceMemory:
         address = self.slots.address + held.offset
         return FeatureTicket(
             source=self.name,
-            metadata=metadata,
+            metadata=self.metadata,
             address=address + HEADER_BYTES,
             generation_address=address,
             nbytes=slot.nbytes,

@@ -11,8 +11,7 @@ import threading
 from typing import NamedTuple
 
 from fabric.contracts import Clock, FeatureTicket, SystemClock, TransferFailed
-from fabric.transport.arena import ArenaUsage
-from fabric.transport.feature_channel import SlotMemory, SourceMemory, SourceSlot
+from fabric.transport.feature_channel import SlotMemory, SourceMemory
 from fabric.transport.pulling import PullingSink, ReadState
 
 
@@ -55,47 +54,20 @@ class LocalChannelHub:
             return name in self._frozen
 
 
-class LocalFeatureSource:
-    """Implements `fabric.transport.feature_channel.FeatureSource`."""
+class LocalFeatureSource(SourceMemory):
+    """Implements `fabric.transport.feature_channel.FeatureSource`: the hub leads readers to the memory."""
 
     def __init__(self, hub: LocalChannelHub, name: str, total_bytes: int) -> None:
+        super().__init__(name, total_bytes)
         self._hub = hub
-        self._memory = SourceMemory(name, total_bytes)
-        hub.register(self._memory)
-
-    def allocate(self, nbytes: int, *, is_claimed: bool = False) -> SourceSlot:
-        return self._memory.allocate(nbytes, is_claimed=is_claimed)
-
-    def ticket(self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float) -> FeatureTicket:
-        return self._memory.ticket(slot, shape, dtype, lease_s, metadata=b"")
-
-    def free(self, slot: SourceSlot) -> None:
-        self._memory.free(slot)
-
-    def set_idle(self, slot: SourceSlot) -> None:
-        self._memory.set_idle(slot)
-
-    def set_busy(self, slot: SourceSlot) -> None:
-        self._memory.set_busy(slot)
-
-    def victims(self, nbytes: int) -> list[int] | None:
-        return self._memory.victims(nbytes)
-
-    def claim(self, nbytes: int) -> list[int] | None:
-        return self._memory.claim(nbytes)
-
-    def unclaim(self) -> None:
-        self._memory.unclaim()
-
-    def usage(self) -> ArenaUsage:
-        return self._memory.usage()
+        hub.register(self)
 
     @property
     def is_alive(self) -> bool:
-        return self._hub.find(self._memory.name) is not None
+        return self._hub.find(self.name) is not None
 
     def close(self) -> None:
-        self._hub.kill(self._memory.name)
+        self._hub.kill(self.name)
 
 
 class _Copy(NamedTuple):

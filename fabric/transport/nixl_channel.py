@@ -20,7 +20,6 @@ from collections import Counter
 from typing import Any
 
 from fabric.contracts import Clock, ConfigError, FeatureTicket, SystemClock, TransferFailed
-from fabric.transport.arena import ArenaUsage
 from fabric.transport.feature_channel import SlotMemory, SourceMemory, SourceSlot
 from fabric.transport.pulling import PullingSink, ReadState
 
@@ -93,50 +92,26 @@ class _Agent:
         del self.nixl
 
 
-class NixlFeatureSource:
-    """Implements `fabric.transport.feature_channel.FeatureSource`. `name` is the agent's name; it is unique in the
-    cluster and never reused."""
+class NixlFeatureSource(SourceMemory):
+    """Implements `fabric.transport.feature_channel.FeatureSource`: an agent leads readers to the memory. `name` is the
+    agent's name; it is unique in the cluster and never reused."""
 
     def __init__(self, name: str, total_bytes: int, clock: Clock | None = None) -> None:
+        super().__init__(name, total_bytes)
         self._clock = clock or SystemClock()
-        self._memory = SourceMemory(name, total_bytes)
-        self._agent = _Agent(name, self._memory.slots)
-        self._metadata = self._agent.metadata
+        self._agent = _Agent(name, self.slots)
+        self.metadata = self._agent.metadata
         self._last_ticket_s = self._clock.now()
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._serve, name=f"{name}-progress", daemon=True)
         self._thread.start()
 
-    def allocate(self, nbytes: int, *, is_claimed: bool = False) -> SourceSlot:
-        return self._memory.allocate(nbytes, is_claimed=is_claimed)
-
     def ticket(self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float) -> FeatureTicket:
-        ticket = self._memory.ticket(slot, shape, dtype, lease_s, self._metadata)
+        ticket = super().ticket(slot, shape, dtype, lease_s)
         self._last_ticket_s = self._clock.now()
         self._wake.set()
         return ticket
-
-    def free(self, slot: SourceSlot) -> None:
-        self._memory.free(slot)
-
-    def set_idle(self, slot: SourceSlot) -> None:
-        self._memory.set_idle(slot)
-
-    def set_busy(self, slot: SourceSlot) -> None:
-        self._memory.set_busy(slot)
-
-    def victims(self, nbytes: int) -> list[int] | None:
-        return self._memory.victims(nbytes)
-
-    def claim(self, nbytes: int) -> list[int] | None:
-        return self._memory.claim(nbytes)
-
-    def unclaim(self) -> None:
-        self._memory.unclaim()
-
-    def usage(self) -> ArenaUsage:
-        return self._memory.usage()
 
     @property
     def is_alive(self) -> bool:
@@ -156,9 +131,7 @@ class NixlFeatureSource:
                 self._wake.wait(_BUSY_PAUSE_S if is_busy else _IDLE_PAUSE_S)
                 self._wake.clear()
         except self._agent.errors:
-            _LOG.exception(
-                "the progress thread of %s failed, so its features can't be read any more", self._memory.name
-            )
+            _LOG.exception("the progress thread of %s failed, so its features can't be read any more", self.name)
         finally:
             self._agent.close()
 

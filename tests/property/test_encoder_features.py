@@ -35,7 +35,7 @@ class FeatureTableMachine(RuleBasedStateMachine):
         super().__init__()
         self.clock = ManualClock()
         self.source = LocalFeatureSource(LocalChannelHub(), "encoder-1", ARENA_BYTES)
-        self.base = self.source._memory.slots.address
+        self.base = self.source.slots.address
         self.log = FeatureLog(MemberId("encoder-1"), 1)
         self.table = FeatureTable(self.source, self.clock, LEASE_S, self.log)
         self.encoding: dict[UnitKey, SourceSlot] = {}

@@ -37,7 +37,6 @@ from fabric.contracts import (
     Destination,
     EncodeRequest,
     EncodeResult,
-    FeatureTicket,
     ManualClock,
     MediaItem,
     MemberId,
@@ -46,7 +45,7 @@ from fabric.contracts import (
     RequestId,
     UnitKey,
 )
-from fabric.transport import HEADER_BYTES, ArenaUsage, Handler, SourceMemory, SourceSlot
+from fabric.transport import HEADER_BYTES, Handler, SourceMemory
 from loadtest.benches.scale.scale_case import ScaleCase
 from modalities.family import EncoderInput
 
@@ -61,22 +60,10 @@ PIXELS = np.zeros((1, 1), np.float32)
 ROUTER, WORKER = MemberId("router"), MemberId("worker")
 
 
-class MemorySource:
+class MemorySource(SourceMemory):
     """Implements `FeatureSource` without a transport."""
 
-    def __init__(self, total_bytes: int) -> None:
-        self._memory = SourceMemory("source", total_bytes)
-        self.allocate, self.free = self._memory.allocate, self._memory.free
-        self.set_idle, self.set_busy = self._memory.set_idle, self._memory.set_busy
-        self.victims = self._memory.victims
-        self.claim, self.unclaim = self._memory.claim, self._memory.unclaim
-        self.is_alive = True
-
-    def usage(self) -> ArenaUsage:
-        return self._memory.usage()
-
-    def ticket(self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float) -> FeatureTicket:
-        return self._memory.ticket(slot, shape, dtype, lease_s, metadata=b"")
+    is_alive = True
 
     def close(self) -> None: ...
 
@@ -88,7 +75,7 @@ class FullTable:
     def __init__(self, num_slots: int, is_leased: bool = False) -> None:
         self.numbers = count()
         log = FeatureLog(MemberId("encoder"), 1)
-        self.source = MemorySource(num_slots * SLOT_BYTES)
+        self.source = MemorySource("source", num_slots * SLOT_BYTES)
         self.table = FeatureTable(self.source, ManualClock(), 60.0, log)
         self.log = log
         for number in range(num_slots):
@@ -229,7 +216,7 @@ class BusyPipeline:
         config = EncoderConfig(("image",), num_decode_processes=0, max_queue_cost=2**40)
         clock, self._forward = ManualClock(), HeldForward()
         self._clock = clock
-        source = MemorySource(2**20)
+        source = MemorySource("source", 2**20)
         self._table = FeatureTable(source, clock, 60.0, FeatureLog(MemberId("encoder"), 1))
         announcer = Announcer(MemberId("encoder"), SilentPlane(), source, self._table, 60.0)
         self._pipeline = Pipeline(

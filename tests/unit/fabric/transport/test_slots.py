@@ -50,7 +50,8 @@ def test_a_ticket_says_where_the_payload_and_its_generation_lie() -> None:
     source = SourceMemory("enc", 4096)
     slot = source.allocate(2 * 3 * 4 * 2)
     slot.buffer[:] = np.arange(48)
-    ticket = source.ticket(slot, (2, 3, 4), "bfloat16", lease_s=9.0, metadata=b"md")
+    source.metadata = b"md"
+    ticket = source.ticket(slot, (2, 3, 4), "bfloat16", lease_s=9.0)
     assert (ticket.source, ticket.metadata, ticket.nbytes, ticket.lease_s) == ("enc", b"md", 48, 9.0)
     start = ticket.address - source.slots.address
     assert source.slots.memory[start : start + 48].tolist() == list(range(48))
@@ -60,7 +61,7 @@ def test_a_ticket_says_where_the_payload_and_its_generation_lie() -> None:
 def test_freeing_raises_the_word_before_anyone_gets_the_memory() -> None:
     source = SourceMemory("enc", 4096)
     slot = source.allocate(8)
-    ticket = source.ticket(slot, (1, 1, 2), "float32", 1.0, b"")
+    ticket = source.ticket(slot, (1, 1, 2), "float32", 1.0)
     source.free(slot)
     assert word_at(source, ticket.generation_address) > ticket.generation
     successor = source.allocate(8)
@@ -75,18 +76,18 @@ def test_freeing_an_older_generation_is_a_no_op() -> None:
     new = source.allocate(8)
     source.free(old)
     assert source.usage().num_slots == 1
-    assert source.ticket(new, (1, 1, 2), "float32", 1.0, b"").generation == new.generation
+    assert source.ticket(new, (1, 1, 2), "float32", 1.0).generation == new.generation
     with pytest.raises(LeaseLost):
-        source.ticket(old, (1, 1, 2), "float32", 1.0, b"")
+        source.ticket(old, (1, 1, 2), "float32", 1.0)
 
 
 def test_a_ticket_must_fit_its_slot() -> None:
     source = SourceMemory("enc", 4096)
     slot = source.allocate(8)
     with pytest.raises(ValueError, match="does not have the 8 bytes"):
-        source.ticket(slot, (1, 1, 3), "float32", 1.0, b"")
+        source.ticket(slot, (1, 1, 3), "float32", 1.0)
     with pytest.raises(ValueError, match="a feature can't have shape"):
-        source.ticket(slot, (1, 1, 8), "int8", 1.0, b"")
+        source.ticket(slot, (1, 1, 8), "int8", 1.0)
 
 
 def test_two_lives_of_a_name_have_different_generations() -> None:
