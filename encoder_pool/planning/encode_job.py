@@ -22,7 +22,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fabric.contracts import DTYPE_TO_BYTES, AttemptId, Destination, EncodeRequest, MediaItem, MemberId, WeftError
+from fabric.contracts import AttemptId, Destination, EncodeRequest, MediaItem, MemberId, WeftError, feature_nbytes
 from modalities.family import EncoderInput, Waveform
 
 # ------------------------------------------------------------ jobs
@@ -318,4 +318,4 @@ class FeatureSpec(NamedTuple):
         return (num_levels or self.num_levels, num_tokens, self.hidden_size)
 
     def nbytes(self, num_tokens: int, num_levels: int = 0) -> int:
-        return (num_levels or self.num_levels) * num_tokens * self.hidden_size * DTYPE_TO_BYTES[self.dtype]
+        return feature_nbytes(self.shape(num_tokens, num_levels), self.dtype)

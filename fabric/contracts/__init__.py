@@ -3,7 +3,8 @@
 `identity` names requests, members, media and KV blocks. `calls` defines what the router sends to workers and encoders
 and what they answer. `messages` defines what travels one way between members. `errors` holds the tree of all failures
 that reach a client or another process. `clock` provides clocks that callers pass as arguments. `learned_cost` holds the
-arithmetic by which workers measure and routers predict. `dtypes` names the dtypes in which features travel.
+arithmetic by which workers measure and routers predict. `dtypes` names the dtypes in which features travel, and counts
+their bytes.
 
 Every other package uses these names. The folder knows nothing of how anything is transported or served, and it imports
 neither torch nor ray.
@@ -25,7 +26,7 @@ from fabric.contracts.calls import (
     TraceEvent,
 )
 from fabric.contracts.clock import Clock, ManualClock, SystemClock
-from fabric.contracts.dtypes import DTYPE_TO_BYTES
+from fabric.contracts.dtypes import DTYPE_TO_BYTES, feature_nbytes
 from fabric.contracts.errors import (
     Aborted,
     ArenaFull,
@@ -194,6 +195,7 @@ __all__ = [
     "decode_message",
     "encode_message",
     "enter_request",
+    "feature_nbytes",
     "frame",
     "member_id",
     "mint_member_id",

@@ -18,7 +18,6 @@ This module knows nothing of any transport, or of what a feature means.
 
 from __future__ import annotations
 
-import math
 import secrets
 import threading
 from concurrent.futures import Future
@@ -27,7 +26,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fabric.contracts import DTYPE_TO_BYTES, FeatureTicket, LeaseLost
+from fabric.contracts import FeatureTicket, LeaseLost, feature_nbytes
 from fabric.transport.arena import Arena, ArenaUsage, Slot
 
 # ------------------------------------------------------------ the contract
@@ -303,13 +302,3 @@ class SlotMemory:
     def check_invariants(self) -> None:
         with self._lock:
             self._arena.check_invariants()
-
-
-def feature_nbytes(shape: tuple[int, int, int], dtype: str) -> int:
-    """Returns the bytes of a C-contiguous feature. Raises ValueError for an unknown dtype or a dimension below one."""
-    if dtype not in DTYPE_TO_BYTES or min(shape) < 1:
-        known = ", ".join(DTYPE_TO_BYTES)
-        raise ValueError(
-            f"a feature can't have shape {shape} and dtype {dtype!r}; sizes start at 1, dtypes are {known}"
-        )
-    return math.prod(shape) * DTYPE_TO_BYTES[dtype]

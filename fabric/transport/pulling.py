@@ -17,9 +17,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fabric.contracts import Clock, FeatureTicket, LeaseLost, ProtocolError, TransferError, TransferFailed, WeftError
+from fabric.contracts import (
+    Clock,
+    FeatureTicket,
+    LeaseLost,
+    ProtocolError,
+    TransferError,
+    TransferFailed,
+    WeftError,
+    feature_nbytes,
+)
 from fabric.transport.arena import ArenaUsage, Slot
-from fabric.transport.feature_channel import HEADER_BYTES, WORD_BYTES, LandedFeature, SlotMemory, feature_nbytes
+from fabric.transport.feature_channel import HEADER_BYTES, WORD_BYTES, LandedFeature, SlotMemory
 
 _LOG = logging.getLogger(__name__)
 _SHORTEST_PAUSE_S = 20e-6

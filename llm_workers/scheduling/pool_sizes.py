@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fabric.contracts import DTYPE_TO_BYTES
+from fabric.contracts import DTYPE_TO_BYTES, feature_nbytes
 from fabric.transport import ALIGNMENT_BYTES, HEADER_BYTES
 from llm_workers.worker_config import WorkerConfig
 from modalities.family import ModelShape
@@ -81,7 +81,7 @@ def slot_bytes(payload_bytes: int) -> int:
 def feature_bytes(shape: ModelShape, num_tokens: int, dtype: str, num_levels: int = 0) -> int:
     """Returns the payload bytes of one unit of shape `(num_levels, num_tokens, hidden_size)`. A `num_levels` of 0 means
     as many levels as the model has."""
-    return (num_levels or shape.num_levels) * num_tokens * shape.hidden_size * DTYPE_TO_BYTES[dtype]
+    return feature_nbytes((num_levels or shape.num_levels, num_tokens, shape.hidden_size), dtype)
 
 
 # ---------------------------------------------------------------- the memory of a worker

@@ -8,7 +8,7 @@ import pytest
 from fabric.contracts import ArenaFull, LeaseLost, UnitTooLarge
 from fabric.transport import HEADER_BYTES, SourceMemory
 from fabric.transport.arena import Arena
-from fabric.transport.feature_channel import SlotMemory, feature_nbytes
+from fabric.transport.feature_channel import SlotMemory
 
 
 def word_at(source: SourceMemory, address: int) -> int:
@@ -92,11 +92,6 @@ def test_a_ticket_must_fit_its_slot() -> None:
 
 def test_two_lives_of_a_name_have_different_generations() -> None:
     assert SourceMemory("enc", 4096).allocate(8).generation != SourceMemory("enc", 4096).allocate(8).generation
-
-
-def test_feature_sizes() -> None:
-    assert feature_nbytes((4, 10, 8), "float32") == 1280
-    assert feature_nbytes((4, 10, 8), "float16") == feature_nbytes((4, 10, 8), "bfloat16") == 640
 
 
 @pytest.mark.parametrize(("is_low", "offset"), [(True, 0), (False, 64)])
