@@ -29,7 +29,6 @@ from modalities.families.tiled.tiled_family import (
     FramePrompt,
     FrameTiling,
     Halved,
-    PixelOptions,
     TiledConfig,
     TiledFamily,
     Videos,
@@ -41,6 +40,7 @@ from modalities.families.tiled.tiled_family import (
 )
 from modalities.family import EncoderModel, Family
 from modalities.media import normalise
+from modalities.pixel_options import PixelOptions
 
 ARCHITECTURES = ("InternVLForConditionalGeneration",)
 _VISION_DEFAULTS = {"model_type": "internvl_vision", "image_size": 448, "patch_size": 14}

@@ -24,7 +24,6 @@ from fabric.contracts import ConfigError, InvalidMedia
 from modalities.families.tiled.tiled_family import (
     Cut,
     Halved,
-    PixelOptions,
     TiledFamily,
     read_pixel_options,
     read_tiled_config,
@@ -32,6 +31,7 @@ from modalities.families.tiled.tiled_family import (
 )
 from modalities.family import EncoderModel, Family
 from modalities.media import normalise
+from modalities.pixel_options import PixelOptions
 
 ARCHITECTURES = ("LlavaForConditionalGeneration",)
 _VISION_DEFAULTS = {"model_type": "clip_vision_model", "image_size": 224, "patch_size": 32}

@@ -31,7 +31,6 @@ from modalities.families.tiled.tiled_family import (
     Cut,
     FrameTiling,
     Halved,
-    PixelOptions,
     TiledFamily,
     Videos,
     check_tile_size,
@@ -41,6 +40,7 @@ from modalities.families.tiled.tiled_family import (
 )
 from modalities.family import EncoderModel, Family
 from modalities.media import normalise
+from modalities.pixel_options import PixelOptions
 
 ARCHITECTURES = ("LlavaOnevisionForConditionalGeneration",)
 _VISION_DEFAULTS = {"model_type": "siglip_vision_model", "image_size": 224, "patch_size": 16}

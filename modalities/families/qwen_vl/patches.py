@@ -42,6 +42,7 @@ from modalities.media import (
     to_rgb,
     unit_steps,
 )
+from modalities.pixel_options import CLIP_MEAN, CLIP_STD, Channels, PixelOptions, pixel_options
 
 # ------------------------------------------------------------ pictures
 
@@ -304,10 +305,6 @@ def _patchify_step(frames: Pixels, options: ImageOptions) -> npt.NDArray[np.floa
 
 # ------------------------------------------------------------ the options of a checkpoint
 
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-_BICUBIC = 3
-
 
 @dataclass(frozen=True, slots=True)
 class ImageOptions:
@@ -344,32 +341,26 @@ def read_image_options(model_dir: Path) -> ImageOptions:
             f"{model_dir}: the image processor must resize and convert to RGB; set do_resize and do_convert_rgb to true"
         )
     try:
-        return pixel_options(options, 56 * 56, 28 * 28 * 1280)
+        return _image_options(options, SizeRange(56 * 56, 28 * 28 * 1280), pixel_options(options))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{model_dir}: the config of the image processor is broken: {error}") from error
 
 
-def pixel_options(options: Mapping[str, Any], min_pixels: int, max_pixels: int) -> ImageOptions:
-    """Returns the options of a processor's config; `min_pixels` and `max_pixels` hold where the config names none.
-    Raises TypeError or ValueError for values of the wrong kind."""
-    size = options.get("size") or {}
-    is_normalised = options.get("do_normalize", True)
+def _image_options(options: Mapping[str, Any], limits: SizeRange, pixels: PixelOptions) -> ImageOptions:
+    """Returns the options of a processor's config; `limits` hold where the config names none. Raises TypeError or
+    ValueError for values of the wrong kind."""
+    size, colours = options.get("size") or {}, pixels.normalisation
     return ImageOptions(
         patch_size=int(options.get("patch_size", 14)),
         merge_size=int(options.get("merge_size", 2)),
         temporal_patch_size=int(options.get("temporal_patch_size", 2)),
-        min_pixels=int(options.get("min_pixels") or size.get("shortest_edge") or min_pixels),
-        max_pixels=int(options.get("max_pixels") or size.get("longest_edge") or max_pixels),
-        resample=int(options.get("resample", _BICUBIC)),
-        rescale_factor=float(options.get("rescale_factor", 1 / 255)) if options.get("do_rescale", True) else None,
-        mean=_channels(options.get("image_mean", _CLIP_MEAN)) if is_normalised else None,
-        std=_channels(options.get("image_std", _CLIP_STD)) if is_normalised else None,
+        min_pixels=int(options.get("min_pixels") or size.get("shortest_edge") or limits.least),
+        max_pixels=int(options.get("max_pixels") or size.get("longest_edge") or limits.most),
+        resample=pixels.resample,
+        rescale_factor=colours.rescale_factor,
+        mean=colours.mean,
+        std=colours.std,
     )
-
-
-def _channels(values: Any) -> tuple[float, float, float]:
-    red, green, blue = values
-    return float(red), float(green), float(blue)
 
 
 class SizeRange(NamedTuple):
@@ -408,15 +399,16 @@ class VideoOptions:
 class _Kind(NamedTuple):
     patch_size: int
     frame_pixels: SizeRange
-    mean: tuple[float, float, float] | None
+    mean: Channels
+    std: Channels
     is_budget_shared: bool
     max_video_tokens: int
 
 
 _HALF = (0.5, 0.5, 0.5)
 _KINDS = {
-    "Qwen2VLVideoProcessor": _Kind(14, SizeRange(128 * 28 * 28, 768 * 28 * 28), None, False, 128_000),
-    "Qwen3VLVideoProcessor": _Kind(16, SizeRange(128 * 32 * 32, 768 * 32 * 32), _HALF, True, 768),
+    "Qwen2VLVideoProcessor": _Kind(14, SizeRange(128 * 28 * 28, 768 * 28 * 28), CLIP_MEAN, CLIP_STD, False, 128_000),
+    "Qwen3VLVideoProcessor": _Kind(16, SizeRange(128 * 32 * 32, 768 * 32 * 32), _HALF, _HALF, True, 768),
 }
 
 
@@ -437,10 +429,10 @@ def read_video_options(model_dir: Path, defaults: VideoDefaults) -> VideoOptions
     if not is_own and defaults.frame_pixels is not None:
         frame_pixels = defaults.frame_pixels
         found = {key: value for key, value in found.items() if key not in ("size", "min_pixels", "max_pixels")}
-    colours = {} if kind.mean is None else {"image_mean": kind.mean, "image_std": kind.mean}
     try:
+        pixels = pixel_options(found, kind.mean, kind.std)
         return VideoOptions(
-            frame=pixel_options({"patch_size": kind.patch_size, **colours, **found}, *frame_pixels),
+            frame=_image_options({"patch_size": kind.patch_size, **found}, frame_pixels, pixels),
             min_frames=int(found.get("min_frames", 4)),
             max_frames=int(found.get("max_frames", 768)),
             is_budget_shared=kind.is_budget_shared,

@@ -45,7 +45,6 @@ from modalities.family import (
     expand_pieces,
 )
 from modalities.media import (
-    Normalisation,
     Timeline,
     VideoRows,
     decode_image,
@@ -55,6 +54,7 @@ from modalities.media import (
     to_rgb,
     unit_steps,
 )
+from modalities.pixel_options import PixelOptions, pixel_options
 
 # ------------------------------------------------------------ the family
 
@@ -358,10 +358,6 @@ class FramePrompt:
 
 # ------------------------------------------------------------ the config files
 
-_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-_BICUBIC = 3
-
 
 @dataclass(frozen=True, slots=True)
 class TiledConfig:
@@ -374,15 +370,6 @@ class TiledConfig:
     """This is the length of each side of a tile, in pixels."""
     patches_per_side: int
     """Counts the patches that the vision transformer sees along one side of a tile."""
-
-
-@dataclass(frozen=True, slots=True)
-class PixelOptions:
-    """Says how pixels are scaled and normalised. All image processors of transformers have these options."""
-
-    resample: int
-    """This is Pillow's number for the resampling filter."""
-    normalisation: Normalisation
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,14 +413,11 @@ def read_tiled_config(
 def read_pixel_options(
     processor: Mapping[str, Any],
     kinds: tuple[str, ...],
-    mean: tuple[float, float, float] = _CLIP_MEAN,
-    std: tuple[float, float, float] = _CLIP_STD,
 ) -> PixelOptions:
     """Returns the pixel options of an image processor's config.
 
-    `kinds` are the names, without `Fast` or `Pil`, of the image processors that cut pictures as the caller does. `mean`
-    and `std` replace missing values. Raises ConfigError for another processor, for one that does not resize or convert
-    to RGB, and for a broken config."""
+    `kinds` are the names, without `Fast` or `Pil`, of the image processors that cut pictures as the caller does. Raises
+    ConfigError for another processor, for one that does not resize or convert to RGB, and for a broken config."""
     name = str(processor.get("image_processor_type", kinds[0]))
     if name.removesuffix("Fast").removesuffix("Pil") not in kinds:
         raise ConfigError(f"the image processor {name!r} is not supported; Weft supports {', '.join(kinds)}")
@@ -441,17 +425,8 @@ def read_pixel_options(
         raise ConfigError(
             "the image processor must resize and convert to RGB; set do_resize and do_convert_rgb to true"
         )
-    is_normalised = processor.get("do_normalize", True)
-    is_rescaled = processor.get("do_rescale", True)
     try:
-        return PixelOptions(
-            resample=int(processor.get("resample", _BICUBIC)),
-            normalisation=Normalisation(
-                rescale_factor=float(processor.get("rescale_factor", 1 / 255)) if is_rescaled else None,
-                mean=_channels(processor.get("image_mean") or mean) if is_normalised else None,
-                std=_channels(processor.get("image_std") or std) if is_normalised else None,
-            ),
-        )
+        return pixel_options(processor)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the config of the image processor is broken: {error}") from error
 
@@ -489,8 +464,3 @@ def square(size: Any, name: str) -> int:
     if not sides or any(not isinstance(side, int) or side < 1 or side != sides[0] for side in sides):
         raise ConfigError(f"{name} must be a square, so one positive number or two equal ones, not {size}")
     return int(sides[0])
-
-
-def _channels(values: Any) -> tuple[float, float, float]:
-    red, green, blue = values
-    return float(red), float(green), float(blue)

@@ -11,9 +11,9 @@ from modalities.families.internvl import GridOfTiles
 from modalities.families.llava import CentreCrop
 from modalities.families.llava_onevision import AnyResolution
 from modalities.families.qwen_vl.patches import ImageOptions, image_grid
-from modalities.families.tiled.tiled_family import PixelOptions
 from modalities.family import ImageHeader, MediaOptions
 from modalities.media import Normalisation
+from modalities.pixel_options import PixelOptions
 
 OPTIONS = ImageOptions(14, 2, 2, 56 * 56, 28 * 28 * 1280, 3, 1 / 255, None, None)
 SMALLEST = 16

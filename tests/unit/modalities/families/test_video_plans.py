@@ -16,6 +16,7 @@ from fabric.contracts import ConfigError, InvalidMedia, InvalidRequest
 from modalities.families.qwen_vl.layout import MeasuredTime, SharedTime
 from modalities.families.qwen_vl.patches import SizeRange, VideoDefaults, read_video_options
 from modalities.family import AudioHeader, Family, FeatureRows, MediaOptions, VideoHeader, expand_pieces
+from modalities.pixel_options import CLIP_MEAN, CLIP_STD
 from modalities.registry import REGISTRY
 
 QWEN2, QWEN3 = VideoDefaults("Qwen2VLVideoProcessor"), VideoDefaults("Qwen3VLVideoProcessor")
@@ -47,6 +48,21 @@ def test_which_file_speaks_of_videos(tmp_path: Path) -> None:
     found = read_video_options(tmp_path, QWEN3)
     assert (found.frame.max_pixels, found.frame.patch_size, found.is_budget_shared) == (55_000, 16, True)
     assert (found.min_frames, found.max_frames, found.frame.mean) == (4, 768, (0.5, 0.5, 0.5))
+
+
+@pytest.mark.parametrize("content", [{}, {"image_mean": None, "image_std": None}], ids=["absent", "null"])
+def test_frames_are_normalised_by_the_colours_of_their_processor(tmp_path: Path, content: dict[str, Any]) -> None:
+    write(tmp_path, video_preprocessor_config=content)
+    older, newer = (read_video_options(tmp_path, kind).frame for kind in (QWEN2, QWEN3))
+    assert (older.mean, older.std) == (CLIP_MEAN, CLIP_STD)
+    assert (newer.mean, newer.std) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    assert (older.resample, older.rescale_factor) == (newer.resample, newer.rescale_factor) == (3, 1 / 255)
+
+
+def test_frames_are_not_normalised_where_the_config_says_so(tmp_path: Path) -> None:
+    write(tmp_path, video_preprocessor_config={"do_normalize": False, "do_rescale": False, "image_mean": [1, 2, 3]})
+    frame = read_video_options(tmp_path, QWEN3).frame
+    assert (frame.mean, frame.std, frame.rescale_factor) == (None, None, None)
 
 
 @pytest.mark.parametrize(

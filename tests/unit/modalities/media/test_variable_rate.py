@@ -28,7 +28,7 @@ from modalities_files import VIDEO_PREPROCESSOR, thinker_config, write_config
 from fabric.contracts import InvalidMedia
 from modalities.families.qwen_vl.layout import MeasuredTime, SharedTime
 from modalities.families.qwen_vl.patches import ImageOptions, VideoOptions, cut_video, step_times_s
-from modalities.families.tiled.tiled_family import FrameTiling, PixelOptions
+from modalities.families.tiled.tiled_family import FrameTiling
 from modalities.family import AudioHeader, MediaOptions, ModelShape, VideoHeader
 from modalities.media import (
     Normalisation,
@@ -39,6 +39,7 @@ from modalities.media import (
     sample_frames,
     settled_frames,
 )
+from modalities.pixel_options import PixelOptions
 from modalities.registry import REGISTRY
 
 PARAM = "messages.0.content.1"
