@@ -24,7 +24,7 @@ from modalities.families.causal_lm.language_model import PartNames, load_part
 from modalities.family import EncoderInput
 
 
-class RowsOf(Protocol):
+class SoundRows(Protocol):
     def __call__(self, tower: Any, inputs: Sequence[EncoderInput], /) -> Sequence[torch.Tensor]:
         """Returns the rows of each unit. Each tensor has shape `(num_tokens, hidden)`."""
         ...
@@ -33,7 +33,7 @@ class RowsOf(Protocol):
 class SoundEncoder:
     """Implements `modalities.family.EncoderModel`. It runs one forward pass at a time and is not thread-safe."""
 
-    def __init__(self, tower: PreTrainedModel, rows_of: RowsOf) -> None:
+    def __init__(self, tower: PreTrainedModel, rows_of: SoundRows) -> None:
         self._tower, self._rows_of = tower, rows_of
 
     @torch.no_grad()

@@ -38,15 +38,15 @@ from modalities.video_features import thinned
 
 # ------------------------------------------------------------ what the families share
 
-RowsOf = Callable[[Any, torch.Tensor, Sequence[EncoderInput]], Sequence[torch.Tensor]]
-"""A `RowsOf` computes the rows of each unit, of shape `(num_tokens, hidden)`. Its arguments are the loaded part of the
-model, the tiles of shape `(num_tiles, 3, height, width)`, and the units that the tiles come from."""
+TileRows = Callable[[Any, torch.Tensor, Sequence[EncoderInput]], Sequence[torch.Tensor]]
+"""Such a function computes the rows of each unit, of shape `(num_tokens, hidden)`. Its arguments are the loaded part of
+the model, the tiles of shape `(num_tiles, 3, height, width)`, and the units that the tiles come from."""
 
 
 class TileEncoder:
     """Implements `modalities.family.EncoderModel`. It runs one forward pass at a time and is not thread-safe."""
 
-    def __init__(self, part: Any, rows_of: RowsOf) -> None:
+    def __init__(self, part: Any, rows_of: TileRows) -> None:
         self._part, self._rows_of = part, rows_of
 
     @torch.no_grad()
@@ -60,7 +60,7 @@ class TileEncoder:
 
 
 def load_tile_encoder(
-    kind: type[PreTrainedModel], names: Mapping[str, str], rows_of: RowsOf, model_dir: Path, place: tuple[str, str]
+    kind: type[PreTrainedModel], names: Mapping[str, str], rows_of: TileRows, model_dir: Path, place: tuple[str, str]
 ) -> TileEncoder:
     """Loads `kind`, the vision tower and the projector of a family. `names` maps patterns of the checkpoint's names to
     its own; `place` is (device, dtype). Raises ConfigError if a weight is missing."""

@@ -410,10 +410,7 @@ def read_tiled_config(
     return config, ConfigFiles(model, vision, read_image_processor(model_dir))
 
 
-def read_pixel_options(
-    processor: Mapping[str, Any],
-    kinds: tuple[str, ...],
-) -> PixelOptions:
+def read_pixel_options(processor: Mapping[str, Any], kinds: tuple[str, ...]) -> PixelOptions:
     """Returns the pixel options of an image processor's config.
 
     `kinds` are the names, without `Fast` or `Pil`, of the image processors that cut pictures as the caller does. Raises
