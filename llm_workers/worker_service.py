@@ -9,7 +9,6 @@ the Protocol `WorkerEngine`, so this module imports no torch. It runs with or wi
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -110,8 +109,7 @@ class WorkerService:
             self._fail(attempt_id, WorkerLost("the worker is stopping"))
         if self._ticker is not None:
             self._ticker.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._ticker
+            await asyncio.gather(self._ticker, return_exceptions=True)
         await asyncio.to_thread(self._engine.stop)
         self._receiver.stop()
         self._loop = None
@@ -137,10 +135,13 @@ class WorkerService:
 
     def check_health(self) -> None:
         """Raises the error with which the worker was lost, WorkerLost if the engine, the message plane or the feature
-        channel has died, and EngineFailed if the engine was stopped."""
+        channel has died, and EngineFailed if the engine was stopped or the task that ends leases and reports has
+        died."""
         if self._loss is not None:
             raise self._loss
         self._engine.check_health()
+        if self._ticker is not None and self._ticker.done():
+            raise EngineFailed("the worker's periodic work has ended")
         if not self._plane.is_alive:
             raise WorkerLost("the message plane has died")
         if not self._sink.is_alive:
@@ -312,19 +313,23 @@ class WorkerService:
     # ------------------------------------------------------------ time
 
     async def _tick(self) -> None:
-        """Checks leases, releases announcements that no request claims, and sends reports at regular intervals. Loses
-        the worker if the feature store contradicts itself, because it may then free what the engine reads."""
+        """Checks leases, releases announcements that no request claims, and sends reports at regular intervals."""
         while True:
             await asyncio.sleep(self._config.report_interval_s)
             for router_id in self._routers.take_expired():
                 self._router_gone(router_id)
-            try:
-                self._receiver.settle()
-                self._receiver.check_at_rest()
-            except AssertionError:
-                _LOG.exception("the feature store is inconsistent")
-                self.lose(WorkerLost("the feature store is inconsistent"))
+            if self._loss is None:
+                self._settle_and_check()
             self._report()
+
+    def _settle_and_check(self) -> None:
+        """Loses the worker if the feature store contradicts itself, because it may then free what the engine reads."""
+        try:
+            self._receiver.settle()
+            self._receiver.check_at_rest()
+        except AssertionError:
+            _LOG.exception("the feature store is inconsistent")
+            self.lose(WorkerLost("the feature store is inconsistent"))
 
     def _report_soon(self) -> None:
         """Schedules a report. It sends at most one report per turn of the event loop, regardless of the number of

@@ -15,6 +15,7 @@ import pytest
 
 from fabric.contracts import (
     AttemptId,
+    EngineFailed,
     GenerateRequest,
     KvSnapshot,
     MemberId,
@@ -270,6 +271,23 @@ async def test_a_contradiction_in_the_feature_store_loses_the_worker_and_its_rep
     await served.until(lambda: len(served.of(WorkerReport)) > num_reports + 1)
     with pytest.raises(WorkerLost, match="the feature store is inconsistent"):
         served.service.check_health()
+
+
+async def test_a_worker_without_its_periodic_work_is_ill_and_stops_all_the_same(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("no lease can be read")
+
+    served.service.check_health()
+    monkeypatch.setattr(served.service._routers, "take_expired", fail)
+    ticker = served.service._ticker
+    assert ticker is not None
+    await served.until(ticker.done)
+    with pytest.raises(EngineFailed, match="periodic work"):
+        served.service.check_health()
+    await served.service.stop()
+    assert served.engine.calls[-1] == "stop"
 
 
 async def test_the_service_prepares_starts_and_stops_its_engine_once(served: Served) -> None:
