@@ -247,8 +247,11 @@ class RouterService:
         self.traces.put(trace)
         return trace
 
-    def _refused(self, trace: RequestTrace, error: BaseException) -> None:
-        known = error if isinstance(error, WeftError) else Aborted("the client left")
+    def _refused(self, trace: RequestTrace, error: Exception | asyncio.CancelledError) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            known: WeftError = Aborted("the client left")
+        else:
+            known = error if isinstance(error, WeftError) else WeftError(f"internal error ({type(error).__name__})")
         trace.add("finished", code=known.code)
         trace.note(outcome=known.code, message=known.message)
         self._context.metrics.requests.labels(known.code).inc()

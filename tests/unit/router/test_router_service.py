@@ -213,6 +213,22 @@ async def test_refused_before_any_member_hears_of_it(request_: ChatRequest, kind
         assert (await read(await cluster.service.open(chat())))[0] == [expected(cluster)]
 
 
+async def test_a_prompt_that_breaks_the_router_is_counted_as_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not counted as a client that left, which is what a cancelled call means."""
+    async with fake_cluster() as cluster:
+
+        async def fail(*_: object) -> None:
+            raise ZeroDivisionError("a bug of a plugin")
+
+        monkeypatch.setattr(cluster.service._prompt_builder, "plan", fail)
+        with pytest.raises(ZeroDivisionError):
+            await cluster.service.open(chat())
+        metric = cluster.service.metrics.registry.get_sample_value
+        assert metric("weft_router_requests_total", {"code": "internal_error"}) == 1.0
+        assert metric("weft_router_requests_total", {"code": "aborted"}) is None
+        assert cluster.service.admission.num_in_flight == 0
+
+
 async def test_sampling_parameters_reach_the_worker_as_they_were_meant() -> None:
     asked = {"min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": -1.5, "frequency_penalty": 2, "seed": 7}
     async with fake_cluster() as cluster:
