@@ -34,10 +34,10 @@ def run(arguments: Sequence[str]) -> BenchResult:
     """Runs the bench on both commits and compares them. Raises ConfigError if a commit does not exist, if the bench
     fails at one of them, or if they have no bar in common."""
     parser = argparse.ArgumentParser(prog="weft bench compare")
-    parser.add_argument("name", help="the bench to run; options of the bench itself stand after all others")
-    parser.add_argument("--earlier", required=True, metavar="COMMIT", help="the commit to compare with")
-    parser.add_argument("--later", default="HEAD", metavar="COMMIT", help="the commit to judge (default: HEAD)")
-    parser.add_argument("--runs", type=int, default=3, help="how often each commit runs, in turn; at least 2")
+    parser.add_argument("name", help="names the bench; options of the bench itself stand after all others")
+    parser.add_argument("--earlier", required=True, metavar="COMMIT", help="is the commit to compare with")
+    parser.add_argument("--later", default="HEAD", metavar="COMMIT", help="is the commit to judge (default: HEAD)")
+    parser.add_argument("--runs", type=int, default=3, help="runs each commit this many times, in turn; at least 2")
     chosen, options = parser.parse_known_args(list(arguments))
     if chosen.runs < 2:
         raise ConfigError(f"--runs is {chosen.runs}, but the spread of one run is unknown; it must be at least 2")
@@ -49,7 +49,7 @@ def run(arguments: Sequence[str]) -> BenchResult:
             _clone(commit, Path(folder) / commit)
         for number in range(chosen.runs):
             for commit in list(commit_to_runs)[:: 1 if number % 2 == 0 else -1]:
-                print(f"run {number + 1} of {chosen.runs} at {commit[:12]}", file=sys.stderr, flush=True)
+                print(f"run {number + 1} of {chosen.runs} starts at {commit[:12]}", file=sys.stderr, flush=True)
                 bars = _run_bench(Path(folder) / commit, chosen.name, options)
                 commit_to_runs[commit].append({str(bar["name"]): float(str(bar["value"])) for bar in bars})
                 is_max.update((str(bar["name"]), _is_max(bar)) for bar in bars)
