@@ -324,13 +324,13 @@ def assert_settled(receiver: Receiver) -> None:
             assert store.state(unit) is not UnitState.KEPT, f"{unit} is kept and wanted"
     announced = [unit for unit, entry in store._entries.items() if entry.announced]
     pulls = {unit: turn for unit in announced if (turn := _first_turn(store, unit, is_pull=True)) is not None}
-    assert store._to_pull._orders == pulls
-    first = store._to_pull.first()
+    assert {unit: store._to_pull._item_to_entry[unit][0] for unit in store._to_pull} == pulls
+    first = store._to_pull.peek()
     assert first is None if not pulls else first[:2] == min((turn, unit) for unit, turn in pulls.items())
     in_inbox = [unit for unit, entry in store._entries.items() if entry.feature is not None and not entry.is_lent]
     uses = {unit: turn for unit in in_inbox if (turn := _first_turn(store, unit, is_pull=False)) is not None}
-    assert {unit: order.turn for unit, order in store._to_evict._orders.items()} == uses
-    last = store._to_evict.first()
+    assert {unit: store._to_evict._item_to_entry[unit][0].turn for unit in store._to_evict} == uses
+    last = store._to_evict.peek()
     assert last is None if not uses else last[0].turn == max(uses.values())
 
 
