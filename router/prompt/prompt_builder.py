@@ -3,14 +3,20 @@
 
 The work is split in two, because the degradation policy plans a request again: `read` runs once, and `plan` runs again
 each time something has to be left out. Cheap checks come first; expensive work (JSON, base64, hashing, tokenising) runs
-in threads of its kind. The module decodes no pixels and knows nothing of workers.
+in threads of its kind (`RequestThreads`). Nothing that a client sends is read in the event loop's own executor: a few
+large media would fill it and delay the reading of every other request. The module decodes no pixels and knows nothing
+of workers.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum
+from typing import ParamSpec, TypeVar
 
 from fabric.contracts import BlockHash, InvalidRequest, MediaItem, PlaceholderRange, SamplingParams, StopConditions
 from kv_index import prompt_block_hashes
@@ -39,10 +45,11 @@ from router.prompt.request_media import (
     PlannedItem,
     ProbedMedium,
     Prober,
-    RequestThreads,
-    Work,
 )
 from router.router_config import RouterConfig
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +140,7 @@ class PromptBuilder:
         self._prober = prober
         self._threads = RequestThreads()
         self._reader = MediaReader(
-            config.model_name, self.max_items, config.media_limits, registry, prober, self._threads
+            config.model_name, self.max_items, config.media_limits, registry, prober, self._in_media_thread
         )
         self._planner = MediaPlanner(family)
 
@@ -184,6 +191,9 @@ class PromptBuilder:
         """Returns whether the item, already reduced `reduction` times, would cost less if it were reduced once more."""
         medium = next(medium for medium in draft.media if medium.part == key.part)
         return self._planner.is_reducible(medium, key, draft.video_options, reduction)
+
+    async def _in_media_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self._threads.run(Work.MEDIA, function, *args, **kwargs)
 
     # ------------------------------------------------------------ planning (in a thread)
 
@@ -289,3 +299,40 @@ def without_fields(content: Sequence[Part]) -> list[Part]:
 
 def _num_placeholders(draft: Draft, losses: Losses) -> int:
     return sum(ItemKey(medium.part, medium.modality) not in losses.removed for medium in draft.media)
+
+
+# ------------------------------------------------------------ the threads of a router
+
+NUM_THREADS = 2
+"""Each kind of work has this many threads. They share the interpreter's lock: with more threads, the event loop would
+wait for more of them."""
+
+
+class Work(Enum):
+    """`Work` lists the kinds of reading; each kind has threads of its own."""
+
+    BODY = "body"
+    """Parses JSON."""
+    MEDIA = "media"
+    """Decodes base64, reads the first bytes of files, and computes digests."""
+    PROMPT = "prompt"
+    """Renders templates, and makes tokens, plans and block hashes."""
+    GRAMMAR = "grammar"
+
+
+class RequestThreads:
+    """Holds `NUM_THREADS` threads for each kind of work, so that no kind of work waits for another. It lives as long as
+    its router, until `close`, and knows nothing of what the work is."""
+
+    def __init__(self) -> None:
+        self._pools = {work: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=work.value) for work in Work}
+
+    async def run(self, work: Work, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs `function` in a thread for `work`, and returns its result."""
+        assert not kwargs, "positional arguments alone reach the thread"
+        return await asyncio.get_running_loop().run_in_executor(self._pools[work], function, *args)
+
+    def close(self) -> None:
+        """Closes without waiting: running work ends by itself, and waiting work is dropped."""
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -4,9 +4,8 @@ probed media as items: items of fixed size come first, then the videos share wha
 happens once per request, and planning again each time that the degradation policy has reduced or removed an item
 (`Losses`).
 
-`RequestThreads` holds the threads in which a router reads requests, media among them. Nothing that a client sends is
-read in the event loop's own executor: a few large media would fill it and delay the reading of every other request.
-Work that may take long for one file (such as a parser's) belongs in a helper process (`Prober`), not in these threads.
+Media are read in threads that the caller provides (`InThread`). Work that may take long for one file (such as a
+parser's) belongs in a helper process (`Prober`), not in these threads.
 
 The module decodes nothing. Of a request it knows only the media and their options; of the model it knows what it takes
 (modality -> most items), and how a family plans an item.
@@ -18,8 +17,6 @@ import asyncio
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from enum import Enum
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from fabric.contracts import InvalidMedia, InvalidRequest, MediaItem, UnsupportedModality, content_digest
@@ -57,14 +54,14 @@ class MediaReader:
         limits: MediaLimits,
         registry: Registry,
         prober: Prober,
-        threads: RequestThreads,
+        in_thread: InThread,
     ) -> None:
         self.max_items = max_items
         self._model_name = model_name
         self._limits = limits
         self._registry = registry
         self._prober = prober
-        self._threads = threads
+        self._in_thread = in_thread
 
     async def read(self, parts: Sequence[MediaPart], with_sound_tracks: bool | None = None) -> list[ProbedMedium]:
         """Returns one medium per part, in order. `with_sound_tracks` says whether sound tracks count; by default they
@@ -74,7 +71,7 @@ class MediaReader:
         has_sound_tracks = self._has_sound_tracks(with_sound_tracks)
         if not parts:
             return []
-        files = await self._threads.run(Work.MEDIA, self._parse, parts, plugins)
+        files = await self._in_thread(self._parse, parts, plugins)
         media: list[ProbedMedium] = []
         for part, plugin, file in zip(parts, plugins, files, strict=True):
             medium = await self._probe(part, plugin, file)
@@ -136,7 +133,7 @@ class MediaReader:
         elif plugin.needs_process:
             header = await self._prober.probe(plugin.modality, file.data, part.param)
         else:
-            header = await self._threads.run(Work.MEDIA, plugin.probe, file.data, part.param)
+            header = await self._in_thread(plugin.probe, file.data, part.param)
         plugin.validate(header, self._limits, part.param)
         probe_s = clock.time() - started_s
         most = LOW_DETAIL_PIXELS if part.detail == "low" else 0
@@ -197,6 +194,12 @@ class Prober(Protocol):
         which they came. Raises InvalidMedia, NoCapacity if there is no process, Overloaded if none is free in time, and
         MachineBusy if the read is not done in time."""
         ...
+
+
+class InThread(Protocol):
+    """An `InThread` runs a function in a thread that reads media, and returns its result."""
+
+    async def __call__(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T: ...
 
 
 # ------------------------------------------------------------ planning the items
@@ -337,40 +340,3 @@ def share_tokens(wanted: Sequence[int], budget: int) -> list[int]:
         shares[index] = wanted[index]
         left -= wanted[index]
     return shares
-
-
-# ------------------------------------------------------------ the threads of a router
-
-NUM_THREADS = 2
-"""Each kind of work has this many threads. They share the interpreter's lock: with more threads, the event loop would
-wait for more of them."""
-
-
-class Work(Enum):
-    """`Work` lists the kinds of reading; each kind has threads of its own."""
-
-    BODY = "body"
-    """Parses JSON."""
-    MEDIA = "media"
-    """Decodes base64, reads the first bytes of files, and computes digests."""
-    PROMPT = "prompt"
-    """Renders templates, and makes tokens, plans and block hashes."""
-    GRAMMAR = "grammar"
-
-
-class RequestThreads:
-    """Holds `NUM_THREADS` threads for each kind of work, so that no kind of work waits for another. It lives as long as
-    its router, until `close`, and knows nothing of what the work is."""
-
-    def __init__(self) -> None:
-        self._pools = {work: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=work.value) for work in Work}
-
-    async def run(self, work: Work, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs `function` in a thread for `work`, and returns its result."""
-        assert not kwargs, "positional arguments alone reach the thread"
-        return await asyncio.get_running_loop().run_in_executor(self._pools[work], function, *args)
-
-    def close(self) -> None:
-        """Closes without waiting: running work ends by itself, and waiting work is dropped."""
-        for pool in self._pools.values():
-            pool.shutdown(wait=False, cancel_futures=True)

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ from modalities.media import ImagePlugin, MediaLimits
 from modalities.probing import ProbeLimits, ProbePool
 from modalities.registry import REGISTRY
 from router.api import MediaPart, status_of
-from router.prompt.request_media import MediaReader, ProbedMedium, RequestThreads
+from router.prompt.prompt_builder import RequestThreads, Work
+from router.prompt.request_media import MediaReader, ProbedMedium
 
 PARAM = "messages.0.content.1"
 NO_HURRY = ProbeLimits(timeout_s=60.0, memory_bytes=2**31, wait_s=60.0)
@@ -243,7 +245,7 @@ async def test_pictures_that_take_long_to_read_hold_up_no_others() -> None:
     whole_s = (time.thread_time() - began_s) * 96 * 8
     threads, pool = RequestThreads(), ProbePool(2, NO_HURRY._replace(modality_to_cpu_s={"image": 0.25}))
     await pool.start()
-    reader = MediaReader("m", {"image": 8}, MediaLimits(), REGISTRY, pool, threads)
+    reader = MediaReader("m", {"image": 8}, MediaLimits(), REGISTRY, pool, partial(threads.run, Work.MEDIA))
     hostile = image_part(comment_markers(24 * 2**20), "hostile")
     began_s = own_cpu_s()
     reads = [asyncio.create_task(reader.read([hostile])) for _ in range(8)]
@@ -292,7 +294,7 @@ async def test_a_request_of_many_costly_files_takes_turns_with_others() -> None:
     costly = b"\xff\xd8" + comment_markers(2**18)[2:] + encode(picture(9, 7), "JPEG")[2:]
     threads, pool = RequestThreads(), Listed(ProbePool(1, NO_HURRY))
     await pool.start()
-    reader = MediaReader("m", {"image": 64}, MediaLimits(), REGISTRY, pool, threads)
+    reader = MediaReader("m", {"image": 64}, MediaLimits(), REGISTRY, pool, partial(threads.run, Work.MEDIA))
     large = asyncio.create_task(reader.read([image_part(costly, f"large.{number}") for number in range(64)]))
     async with asyncio.timeout(60):
         while not pool.read:  # noqa: ASYNC110 - nothing tells when a helper has read a file

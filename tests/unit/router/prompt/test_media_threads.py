@@ -15,7 +15,7 @@ from fabric.contracts import ContextLengthExceeded, InvalidRequest, content_dige
 from modalities.media import MediaLimits
 from modalities.media import plugin as identify
 from modalities.registry import Registry
-from router.prompt.request_media import RequestThreads, Work
+from router.prompt.prompt_builder import RequestThreads, Work
 
 NUM_SLOW = 64
 """These are more videos than any executor has threads."""

@@ -7,6 +7,7 @@ import asyncio
 import base64
 from collections import deque
 from collections.abc import AsyncIterator
+from functools import partial
 
 import pytest
 from modalities_files import encode, picture
@@ -16,7 +17,8 @@ from modalities.family import ImageHeader, MediaHeader
 from modalities.media import ImagePlugin, MediaLimits
 from modalities.registry import REGISTRY
 from router.api import MediaPart
-from router.prompt.request_media import MediaReader, ProbedMedium, RequestThreads
+from router.prompt.prompt_builder import RequestThreads, Work
+from router.prompt.request_media import MediaReader, ProbedMedium
 
 NUM_FILES = 64
 
@@ -74,7 +76,7 @@ def parts(names: list[str]) -> list[MediaPart]:
 
 
 def reader_of(prober: HandProber, threads: RequestThreads) -> MediaReader:
-    return MediaReader("m", {"image": NUM_FILES}, MediaLimits(), REGISTRY, prober, threads)
+    return MediaReader("m", {"image": NUM_FILES}, MediaLimits(), REGISTRY, prober, partial(threads.run, Work.MEDIA))
 
 
 async def begun(prober: HandProber, num: int) -> None:
