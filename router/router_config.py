@@ -14,7 +14,7 @@ from router.planning import PlannerSettings
 
 MIB = 2**20
 Policy = Literal["error", "reduce", "text_only"]
-"""Names what happens to a request with a medium that can't be encoded; see `router.run.degradation`."""
+"""Names what happens to a request with a medium that can't be encoded; see `router.run.failures`."""
 MODALITY_TO_ENCODE_TIMEOUT_MS = {"image": 10_000, "audio": 20_000, "video": 60_000}
 OTHER_ENCODE_TIMEOUT_MS = 60_000
 

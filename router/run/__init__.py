@@ -1,7 +1,7 @@
 """Carries requests through the cluster, each from its prompt to its one terminal event.
 
 `request_run` is the task of one request, and `attempt` is one try at it: planned, dispatched, then ended or aborted.
-`encode_dispatcher` keeps the worker of an attempt supplied with features. `degradation` decides what failures mean for
+`encode_dispatcher` keeps the worker of an attempt supplied with features. `failures` decides what failures mean for
 the request, `request_output` carries its tokens and text to the reader, and `context` holds what all requests of one
 router share.
 
@@ -11,7 +11,7 @@ members from `router.planning`. It knows nothing of HTTP, and nothing of what a 
 """
 
 from router.run.context import Admission, CapacityGate, Pools, RouterContext, Ticket
-from router.run.degradation import DegradationPolicy
+from router.run.failures import DegradationPolicy
 from router.run.request_output import ChoiceOutput, RequestStream, TokenDetails
 from router.run.request_run import RequestRun
 

@@ -27,8 +27,8 @@ from router.observe import RequestTrace
 from router.planning import RoutePlan, RouteQuery, plan_route
 from router.prompt import Prompt
 from router.run.context import RouterContext
-from router.run.degradation import Setbacks
 from router.run.encode_dispatcher import ELSEWHERE, Dispatch, EncodeDispatcher
+from router.run.failures import Setbacks
 
 
 class Attempt:

@@ -37,7 +37,7 @@ from router.observe import RequestTrace
 from router.planning import RoutePlan, RouteQuery, plan_encoding
 from router.prompt import Prompt
 from router.run.context import RouterContext
-from router.run.degradation import FAILURES, Setbacks
+from router.run.failures import FAILURES, Setbacks
 
 ELSEWHERE = (Unavailable, Busy, TransferError)
 """Lists failures of one member that may not happen on another."""

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from fabric.contracts import Aborted, RequestId, TokenLogprobs, WeftError
 from modalities.text import StopStrings
 from router.api import ChatRequest, ScoredToken, TokenBytes, Usage, logprobs_object
-from router.run.degradation import StepDown
+from router.run.failures import StepDown
 
 # ------------------------------------------------------------ the stream of a request
 

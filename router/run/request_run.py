@@ -40,7 +40,7 @@ from router.planning import CapacityNeed
 from router.prompt import Prompt
 from router.run.attempt import Attempt
 from router.run.context import CapacityGate, RouterContext, Wait
-from router.run.degradation import DegradationPolicy, Setbacks
+from router.run.failures import DegradationPolicy, Setbacks
 from router.run.request_output import RequestStream
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from fabric.contracts import (
 from router.api import http_error
 from router.planning.capacity_queue import FIRST_ON_THE_WAY
 from router.run import RequestStream
-from router.run.degradation import Setbacks
+from router.run.failures import Setbacks
 
 WAIT_S = 120.0
 

@@ -31,8 +31,8 @@ from fabric.contracts import (
     WorkerLost,
 )
 from router.api import http_error
-from router.run.degradation import Setbacks
 from router.run.encode_dispatcher import EncodeDispatcher
+from router.run.failures import Setbacks
 
 
 async def test_an_item_that_is_late_is_tried_elsewhere_and_may_come_again() -> None:
